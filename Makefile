@@ -1,0 +1,60 @@
+# Every target prepares what it needs; the machine has to offer make, Python 3.11+ and a package index.
+#
+#   make PYTHON=python3.12 test      choose the interpreter (only read when .venv is created; `make clean` first)
+#   make test ARGS="-k topology"     pass arguments on: ARGS reaches pytest, the demo and the benchmark
+#
+# On Linux the torch of PyPI is the CUDA build: it runs on a CPU too but is large. For the CPU build use
+#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo
+
+PYTHON ?= python3
+ARGS   ?=
+VENV   := .venv
+BIN    := $(VENV)/bin
+TYPED  := build/typing
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint types format bench clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.installed-demo ## Decode with several drafts per step and show what was gained
+	$(BIN)/python examples/demo.py $(ARGS)
+
+test: lint ## Lint, type-check and run all tests
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: types ## Check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# mypy needs a folder that looks like the installed package: links from the import names to the source folders.
+types: $(VENV)/.installed-dev ## Check types
+	rm -rf $(TYPED) && mkdir -p $(TYPED)/arbordraft
+	ln -s $(CURDIR)/toolkit/* $(CURDIR)/kernels $(CURDIR)/training $(CURDIR)/exports $(TYPED)/arbordraft/
+	MYPYPATH=$(TYPED) $(BIN)/mypy --package arbordraft
+
+format: $(VENV)/.installed-dev ## Format the code and apply safe fixes
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.installed-demo ## Measure block efficiency and speed
+	$(BIN)/arbordraft bench $(ARGS)
+
+clean: ## Remove everything that was built here, .venv included
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp is written last, so that an interrupted set-up is never taken for a finished one.
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "arbordraft needs Python 3.11 or newer; name one with: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || { \
+	  echo "This Python cannot create virtual environments; on Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+$(VENV)/.installed-%: pyproject.toml $(VENV)/.created
+	$(BIN)/python -m pip install --editable '.[$*]'
+	@touch $@

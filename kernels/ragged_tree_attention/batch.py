@@ -1,0 +1,75 @@
+"""The description of one packed forward, shared by every implementation of ragged tree attention.
+
+Shapes: B samples of this forward, T packed rows, W ancestor words, P pool rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+WORD_BITS = 64
+
+
+@dataclass(frozen=True)
+class RaggedBatch:
+    """Which packed rows belong to which sample, where their keys lie and what each row may see.
+
+    A sample's keys lie in consecutive pool rows: ``past`` committed ones, visible to every row, then the rows of the
+    draft tree. The rows of this forward are the last ones of the tree region and are already in the pool.
+
+    Args:
+        rows: number of packed rows of every sample.
+        starts: first pool row of every sample.
+        past: committed keys of every sample.
+        tree_positions: positions of the keys of the tree region, for sliding windows; its length is the region's.
+        positions: ``[T]`` int64 positions of the packed rows.
+        slots: ``[T]`` int64 pool rows of the packed rows.
+        words: ``[T, W]`` int64 ancestor words over the tree region; ``None`` if every row sees all rows before it.
+    """
+
+    rows: Sequence[int]
+    starts: Sequence[int]
+    past: Sequence[int]
+    tree_positions: Sequence[Sequence[int]]
+    positions: Tensor
+    slots: Tensor
+    words: Tensor | None = None
+    _masks: dict[tuple[int, int | None], tuple[int, Tensor | None]] = field(default_factory=dict, repr=False)
+
+    def visible(self, sample: int, window: int | None = None) -> tuple[int, Tensor | None]:
+        """Dense view of one sample's mask, built once per forward and shared by all layers.
+
+        Args:
+            sample: index into this forward's samples.
+            window: a row at position ``i`` sees keys at positions above ``i - window``.
+
+        Returns:
+            The first key any row sees, and a ``[rows, keys from there on]`` bool mask; ``None`` if all are visible.
+        """
+        key = (sample, window)
+        if key not in self._masks:
+            self._masks[key] = self._build(sample, window)
+        return self._masks[key]
+
+    def _build(self, sample: int, window: int | None) -> tuple[int, Tensor | None]:
+        rows, past, tree = self.rows[sample], self.past[sample], len(self.tree_positions[sample])
+        first_row = sum(self.rows[:sample])
+        device = self.positions.device
+        positions = self.positions[first_row : first_row + rows]
+        first = 0 if window is None else min(past, max(0, int(positions.min()) - window + 1))
+        if rows == 1 and tree == 1:
+            return first, None  # plain decoding: the slice itself is the mask
+        mask = torch.ones(rows, past - first + tree, dtype=torch.bool, device=device)
+        if self.words is None:
+            mask[:, past - first :] = torch.ones(rows, tree, dtype=torch.bool, device=device).tril(tree - rows)
+        else:
+            columns = torch.arange(tree, device=device)
+            words = self.words[first_row : first_row + rows, columns // WORD_BITS]
+            mask[:, past - first :] = (words >> (columns % WORD_BITS)) & 1 == 1
+        if window is not None:
+            committed = torch.arange(first, past, device=device)
+            keys = torch.cat([committed, torch.tensor(self.tree_positions[sample], device=device)])
+            mask &= positions[:, None] - keys[None, :] < window
+        return first, mask

@@ -1,0 +1,196 @@
+"""Exact oracles: what a decoder emits, by enumerating every draft tree and every decision about it.
+
+A *table* maps a prefix of tokens to its target row and its draft row, so the rows of a tree depend on the whole path.
+All is done in float64 on vocabularies of a few tokens; an exact verifier is then off by rounding alone.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from itertools import product
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from arbordraft import TreeTopology
+from arbordraft.laws import DraftLaw
+from arbordraft.types import DraftTree, SampleTree
+from arbordraft.verifiers import NodeLaw, Rule, TreeVerifier
+
+Tokens = tuple[int, ...]
+Table = Callable[[Tokens], tuple[Tensor, Tensor]]
+Law = dict[Tokens, float]
+
+ROW_KINDS = ("random", "peaked", "holes", "ties", "equal", "disjoint", "certain target", "certain draft")
+
+
+def row(*values: float, dtype: torch.dtype = torch.float64) -> Tensor:
+    """A row of probabilities proportional to ``values``."""
+    weights = torch.tensor(values, dtype=torch.float64)
+    return (weights / weights.sum()).to(dtype)
+
+
+def random_rows(kind: str, vocabulary: int, *seed: int) -> tuple[Tensor, Tensor]:
+    """A target and a draft row of one of the ``ROW_KINDS``."""
+    generator = np.random.default_rng([ROW_KINDS.index(kind), vocabulary, *seed])
+    scale = 4.0 if kind == "peaked" else 1.0
+    target, draft = np.exp(scale * generator.normal(size=(2, vocabulary)))
+    if kind == "holes":  # as top-p leaves them: different for both, never empty
+        for values in (target, draft):
+            values[generator.permutation(vocabulary)[: generator.integers(vocabulary)]] = 0
+    elif kind == "ties":
+        target, draft = generator.integers(1, 3, size=(2, vocabulary))
+    elif kind == "equal":
+        draft = target
+    elif kind == "disjoint":
+        side = generator.permutation(vocabulary) < vocabulary // 2
+        target, draft = target * side, draft * ~side
+    elif kind.startswith("certain"):
+        certain = np.eye(vocabulary)[generator.integers(vocabulary)]
+        target, draft = (certain, draft) if kind == "certain target" else (target, certain)
+    return row(*target), row(*draft)
+
+
+def random_table(kind: str, vocabulary: int, seed: int = 0) -> Table:
+    """Rows that depend on every token of the prefix."""
+
+    @cache
+    def table(prefix: Tokens) -> tuple[Tensor, Tensor]:
+        return random_rows(kind, vocabulary, seed, *(token + 1 for token in prefix))
+
+    return table
+
+
+def draft_trees(
+    topology: TreeTopology,
+    law: DraftLaw,
+    table: Table,
+    prefix: Tokens = (),
+    *,
+    goes_on: Callable[[int, SampleTree], bool] = lambda depth, before: True,
+    regrets: Callable[[int, SampleTree], bool] = lambda depth, after: False,
+) -> Iterator[tuple[float, SampleTree]]:
+    """Every tree that may be drafted after ``prefix``, with its probability.
+
+    Args:
+        goes_on: decides whether a level is drafted, given the tree above it. That is what deciders may see.
+        regrets: decides whether a drafted level is dropped again, given the tree with it. No decider may do that.
+    """
+
+    def grow(depth: int, probability: float, tree: SampleTree) -> Iterator[tuple[float, SampleTree]]:
+        if depth > topology.max_depth or not goes_on(depth, tree):
+            yield probability, tree
+            return
+        parents = [node for node in topology.levels[depth - 1] if node in tree.tokens and topology.child_list[node]]
+        rows = {node: table((*prefix, *tree.path(node)))[1] for node in parents}
+        for outcome in product(*(tree.law_of(node).enumerate(rows[node]) for node in parents)):
+            tokens, share = dict(tree.tokens), probability
+            for node, (chance, drawn) in zip(parents, outcome, strict=True):
+                tokens |= zip(topology.child_list[node], drawn, strict=False)
+                share *= chance
+            grown = SampleTree(topology, law, dict(sorted(tokens.items())), {**tree.draft_probs, **rows})
+            if regrets(depth, grown):
+                yield share, tree
+            else:
+                yield from grow(depth + 1, share, grown)
+
+    yield from grow(1, 1.0, SampleTree(topology, law, {0: prefix[-1] if prefix else 0}))
+
+
+def target_rows(tree: SampleTree, table: Table, prefix: Tokens = ()) -> dict[int, Tensor]:
+    """The target row of every living node."""
+    return {node: table((*prefix, *tree.path(node)))[0] for node in tree.tokens}
+
+
+def step_law(
+    verifier: TreeVerifier, trees: Iterator[tuple[float, SampleTree]], table: Table, prefix: Tokens = ()
+) -> Law:
+    """Law of what one step appends to ``prefix``: the accepted tokens and the one that follows."""
+    emitted: Law = defaultdict(float)
+    for chance, tree in trees:
+        for share, path, following in verifier.law(tree, target_rows(tree, table, prefix)):
+            accepted = tuple(tree.tokens[node] for node in path)
+            for token, probability in enumerate(following.tolist()):
+                if probability > 0:
+                    emitted[(*accepted, token)] += chance * share * probability
+    return emitted
+
+
+def complete(law: Law, table: Table, length: int) -> Law:
+    """Continues every output with the target until it has ``length`` tokens."""
+    completed: Law = defaultdict(float)
+    open_outputs = list(law.items())
+    while open_outputs:
+        tokens, chance = open_outputs.pop()
+        if len(tokens) >= length:
+            completed[tokens[:length]] += chance
+            continue
+        for token, probability in enumerate(table(tokens)[0].tolist()):
+            if probability > 0:
+                open_outputs.append(((*tokens, token), chance * probability))
+    return completed
+
+
+def total_variation(first: Law, second: Law) -> float:
+    return sum(abs(first.get(tokens, 0.0) - second.get(tokens, 0.0)) for tokens in {*first, *second}) / 2
+
+
+def distance_to_target(
+    verifier: TreeVerifier,
+    topology: TreeTopology,
+    law: DraftLaw,
+    table: Table,
+    steps: int = 1,
+    draft: Callable[..., Iterator[tuple[float, SampleTree]]] = draft_trees,
+) -> float:
+    """Total variation between what some consecutive steps emit and what the target itself would."""
+    emitted: Law = {(): 1.0}
+    for _ in range(steps):
+        following: Law = defaultdict(float)
+        for prefix, chance in emitted.items():
+            for tokens, share in step_law(verifier, draft(topology, law, table, prefix), table, prefix).items():
+                following[prefix + tokens] += chance * share
+        emitted = following
+    length = steps * (topology.max_depth + 1)
+    return total_variation(complete(emitted, table, length), complete({(): 1.0}, table, length))
+
+
+def expected_accepted(verifier: TreeVerifier, topology: TreeTopology, law: DraftLaw, table: Table) -> float:
+    """Expected number of accepted tokens of one step."""
+    return sum(
+        chance * share * len(path)
+        for chance, tree in draft_trees(topology, law, table)
+        for share, path, _ in verifier.law(tree, target_rows(tree, table))
+    )
+
+
+def acceptance(rule: Rule, law: DraftLaw, target: Tensor, draft: Tensor) -> float:
+    """Probability that a rule continues with one of the children."""
+    return sum(chance * sum(rule(target, 1.0, draft, tokens, law).accept) for chance, tokens in law.enumerate(draft))
+
+
+class Remembered(Rule):
+    """A rule that answers the same question once: rows come from a table, so they are told apart by identity."""
+
+    def __init__(self, rule: Rule) -> None:
+        super().__init__()
+        self.rule = rule
+        self.answers: dict[object, tuple[NodeLaw, object]] = {}
+
+    def supports(self, law: DraftLaw) -> bool:
+        return self.rule.supports(law)
+
+    def forward(
+        self, target: Tensor, weight: float, draft: Tensor | None, tokens: Sequence[int], law: DraftLaw
+    ) -> NodeLaw:
+        key = (id(target), weight, id(draft), tuple(tokens), law.tops, law.tails, law.replacement)
+        if key not in self.answers:  # the rows are kept alive with the answer, lest an id be used again
+            self.answers[key] = self.rule(target, weight, draft, tokens, law), (target, draft)
+        return self.answers[key][0]
+
+
+def packed(samples: Sequence[SampleTree | None], tables: Sequence[Mapping[int, Tensor]]) -> tuple[DraftTree, Tensor]:
+    """A batch and its packed target rows, given the rows of every sample by node."""
+    tree = DraftTree(tuple(samples))
+    return tree, torch.stack([tables[sample][node] for sample, node, _ in tree.rows()])

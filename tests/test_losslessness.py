@@ -1,0 +1,337 @@
+"""Every valid pair of law and rule, top-down and lifted, emits exactly the target's law; broken ones do not."""
+
+import pytest
+import torch
+from oracles import (
+    ROW_KINDS,
+    Remembered,
+    distance_to_target,
+    draft_trees,
+    random_table,
+    row,
+    target_rows,
+)
+from scipy.stats import chisquare
+
+from arbordraft import (
+    IID,
+    Exactness,
+    Fixed,
+    KSeq,
+    Lifted,
+    Matching,
+    OptimalTransport,
+    RecursiveRejection,
+    SpecHub,
+    TopDown,
+    TopTail,
+    TopTailRule,
+    TreeTopology,
+    TypicalAcceptance,
+    WithoutReplacement,
+)
+from arbordraft.sampling import Noise, draw
+from arbordraft.types import DraftTree, SampleTree
+from arbordraft.verifiers import NodeLaw, Rule
+
+EXACT = 1e-12
+TOPOLOGIES = {
+    "chain": TreeTopology.chain(3),
+    "binary": TreeTopology.k_ary(2, 2),
+    "fork": TreeTopology.fork(2, 2),
+    "uneven": TreeTopology([-1, 0, 0, 1, 2, 2]),
+    "sequoia": TreeTopology.sequoia([0.6, 0.3], 6),
+    "wide": TreeTopology([-1, 0, 0, 0]),
+}
+PAIRS = [
+    *((IID, (k,), rule) for k in (2, 3) for rule in (RecursiveRejection, KSeq, Matching)),
+    *((WithoutReplacement, (k,), rule) for k in (2, 3) for rule in (RecursiveRejection, TopTailRule, Matching)),
+    *((TopTail, (1, 1), rule) for rule in (SpecHub, RecursiveRejection, TopTailRule, Matching)),
+    *((TopTail, split, rule) for split in ((1, 2), (2, 1)) for rule in (RecursiveRejection, TopTailRule)),
+    *((Fixed, (k,), rule) for k in (2, 3) for rule in (RecursiveRejection, Matching)),
+]
+PAPER_ORDER = (TopTail, (1, 1), lambda: SpecHub("paper"))
+TRANSPORT = [
+    (law, arguments, lambda formulation=formulation: OptimalTransport(formulation))
+    for law, arguments in ((IID, (2,)), (WithoutReplacement, (2,)), (TopTail, (1, 1)), (Fixed, (2,)))
+    for formulation in ("compact", "full")
+]
+
+
+def name_of(value):
+    if isinstance(value, tuple) and len(value) == 3:
+        law, arguments, rule = value
+        return f"{law.__name__}{arguments}-{rule()}".replace(",)", ")").replace(" ", "")
+    return None
+
+
+def widest(topology):
+    return max(len(children) for children in topology.child_list)
+
+
+def fits(topology, pair):
+    """Enough children to draw; and k = 3 is tried only where it differs from k = 2."""
+    k, widest = sum(pair[1]), max(len(children) for children in TOPOLOGIES[topology].child_list)
+    return widest == k or (k == 2 and widest == 1)
+
+
+@pytest.mark.parametrize("lift", [TopDown, Lifted])
+@pytest.mark.parametrize(
+    ("topology", "pair"),
+    [(topology, pair) for topology in TOPOLOGIES for pair in [*PAIRS, PAPER_ORDER] if fits(topology, pair)],
+    ids=name_of,
+)
+def test_exact_rules_emit_the_target(topology, pair, lift):
+    law, rule = pair[0](*pair[1]), pair[2]()
+    many_trees = topology in ("binary", "sequoia")
+    for kind in ("random", "holes") if many_trees else ROW_KINDS:
+        verifier = lift(Remembered(rule))
+        assert distance_to_target(verifier, TOPOLOGIES[topology], law, random_table(kind, 3)) < EXACT, kind
+
+
+@pytest.mark.parametrize("lift", [TopDown, Lifted])
+@pytest.mark.parametrize("pair", TRANSPORT, ids=name_of)
+def test_optimal_transport_emits_the_target(pair, lift):
+    law, verifier = pair[0](*pair[1]), lift(Remembered(pair[2]()))
+    for kind in ROW_KINDS:
+        assert distance_to_target(verifier, TreeTopology([-1, 0, 0, 1]), law, random_table(kind, 3)) < EXACT, kind
+
+
+@pytest.mark.parametrize("lift", [TopDown, Lifted])
+@pytest.mark.parametrize("pair", [*PAIRS, PAPER_ORDER], ids=name_of)
+def test_consecutive_steps_emit_the_target(pair, lift):
+    law, rule = pair[0](*pair[1]), pair[2]()
+    for topology in (TreeTopology.chain(2), TreeTopology([-1, 0, 0])):
+        for kind in ("random", "holes"):
+            verifier = lift(Remembered(rule))
+            assert distance_to_target(verifier, topology, law, random_table(kind, 3), steps=2) < EXACT
+
+
+@pytest.mark.parametrize("lift", [TopDown, Lifted])
+@pytest.mark.parametrize("law", [IID(3), WithoutReplacement(3), TopTail(1, 2), TopTail(2, 1), Fixed(3)], ids=str)
+def test_four_tokens_and_three_children(law, lift):
+    for kind in ROW_KINDS:
+        verifier = lift(Remembered(RecursiveRejection()))
+        assert distance_to_target(verifier, TOPOLOGIES["wide"], law, random_table(kind, 4, seed=1)) < EXACT, kind
+
+
+# Dynamic trees: a level may be left out for any reason known before its tokens are drawn.
+
+
+def sure_enough(depth, before):
+    """Goes on if a row drawn from was peaked, or if a 0 was drawn."""
+    drawn = [token for node, token in before.tokens.items() if node > 0]
+    return depth == 1 or 0 in drawn or any(row.max() > 0.8 for row in before.draft_probs.values())
+
+
+@pytest.mark.parametrize("lift", [TopDown, Lifted])
+@pytest.mark.parametrize("pair", PAIRS[:-2], ids=name_of)
+def test_trees_that_stop_early_emit_the_target(pair, lift):
+    def draft(*arguments):
+        return draft_trees(*arguments, goes_on=sure_enough)
+
+    law, topology = pair[0](*pair[1]), TreeTopology([-1, 0, 0, 1, 2, 2])
+    for kind in ("random", "peaked"):
+        verifier = lift(Remembered(pair[2]()))
+        assert distance_to_target(verifier, topology, law, random_table(kind, 3), draft=draft) < EXACT
+
+
+def test_early_stops_are_exercised():
+    trees = draft_trees(TOPOLOGIES["binary"], IID(2), random_table("random", 3), goes_on=sure_enough)
+    assert {len(tree.tokens) for _, tree in trees} == {3, 7}
+
+
+@pytest.mark.parametrize("lift", [TopDown, Lifted])
+@pytest.mark.parametrize(
+    ("law", "rule"),
+    [
+        (IID(3), RecursiveRejection),
+        (IID(3), KSeq),
+        (WithoutReplacement(3), RecursiveRejection),
+        (WithoutReplacement(3), OptimalTransport),
+        (TopTail(1, 2), TopTailRule),
+        (TopTail(1, 1), SpecHub),
+        (TopTail(1, 1), OptimalTransport),
+    ],
+    ids=str,
+)
+def test_siblings_drawn_last_may_be_given_up(law, rule, lift):
+
+    def draft(*arguments):
+        for chance, tree in draft_trees(*arguments):
+            kept = {node: token for node, token in tree.tokens.items() if node < len(tree.tokens) - 1}
+            yield chance, SampleTree(tree.topology, tree.law, kept, tree.draft_probs)
+
+    topology = TreeTopology([-1] + [0] * law.k)
+    for kind in ROW_KINDS:
+        verifier = lift(Remembered(rule()))
+        assert distance_to_target(verifier, topology, law, random_table(kind, 4), draft=draft) < EXACT, kind
+
+
+def test_a_decider_that_peeks_is_caught():
+    """Dropping an unlikely draft turns (.7, .3) into (.85, .15)."""
+    target, draft_row = row(0.7, 0.3), row(0.5, 0.5)
+
+    def draft(*arguments):
+        return draft_trees(*arguments, regrets=lambda depth, after: after.tokens[1] == 1)
+
+    verifier = TopDown(RecursiveRejection())
+    found = distance_to_target(verifier, TreeTopology.chain(1), IID(1), lambda _: (target, draft_row), draft=draft)
+    assert found == pytest.approx(0.15)
+    honest = distance_to_target(verifier, TreeTopology.chain(1), IID(1), lambda _: (target, draft_row))
+    assert honest < EXACT
+
+
+# Negative controls: each breaks one thing that the oracle must see.
+
+
+class Broken(Rule):
+    """A rule given as a plain function of target, weight, draft, tokens and law."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def node_law(self, *arguments):
+        return self.function(*arguments)
+
+
+def residual_frozen(target, weight, draft, tokens, law):
+    accept, left = [], 1.0
+    for token in tokens:
+        ratio = min(1.0, float(target[token] / draft[token]))
+        accept.append(left * ratio)
+        left *= 1 - ratio
+    rest = (target - draft).clamp_min(0)
+    return NodeLaw(accept, left * rest / rest.sum(), 0.0)
+
+
+def wrong_law(target, weight, draft, tokens, law):
+    return RecursiveRejection()(target, weight, draft, tokens, IID(law.k))
+
+
+def certain_taken_for_drawn(target, weight, draft, tokens, law):
+    return RecursiveRejection()(target, weight, draft, tokens, WithoutReplacement(law.k))
+
+
+def stops_with_target(target, weight, draft, tokens, law):
+    found = RecursiveRejection()(target, weight, draft, tokens, law)
+    return NodeLaw(found.accept, target * found.stop.sum(), found.reject)
+
+
+def skips_duplicates(target, weight, draft, tokens, law):
+    distinct = list(dict.fromkeys(tokens))
+    found = RecursiveRejection()(target, weight, draft, distinct, law)
+    accept = [found.accept[distinct.index(token)] * (token not in tokens[:i]) for i, token in enumerate(tokens)]
+    return NodeLaw(accept, found.stop, found.reject)
+
+
+def ignores_weight(target, weight, draft, tokens, law):
+    return RecursiveRejection()(target, 1.0, draft, tokens, law)
+
+
+def test_children_without_a_draft_row_are_taken_for_certain():
+    """Lossless for any law: the target's token does not look at the drafts. It is only accepted less often."""
+
+    def draft(*arguments):
+        for chance, tree in draft_trees(*arguments):
+            yield chance, SampleTree(tree.topology, tree.law, tree.tokens)
+
+    verifier, topology, table = Lifted(RecursiveRejection()), TOPOLOGIES["fork"], random_table("random", 3)
+    assert distance_to_target(verifier, topology, WithoutReplacement(2), table, draft=draft) < EXACT
+
+
+@pytest.mark.parametrize(
+    ("law", "function", "lift"),
+    [
+        (WithoutReplacement(2), residual_frozen, TopDown),
+        (WithoutReplacement(2), wrong_law, TopDown),
+        (TopTail(1, 1), certain_taken_for_drawn, TopDown),
+        (Fixed(2), certain_taken_for_drawn, Lifted),
+        (IID(2), stops_with_target, TopDown),
+        (IID(2), skips_duplicates, TopDown),
+        (WithoutReplacement(2), ignores_weight, Lifted),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_broken_rules_are_caught(law, function, lift):
+    found = [
+        distance_to_target(lift(Broken(function)), TOPOLOGIES["fork"], law, random_table("random", 3, seed))
+        for seed in range(2)
+    ]
+    assert max(found) > 1e-3
+
+
+def test_without_replacement_rule_refuses_duplicates():
+    with pytest.raises(ValueError, match="drafted with probability 0"):
+        RecursiveRejection()(row(1, 1, 2), 1.0, row(2, 1, 1), [0, 0], WithoutReplacement(2))
+
+
+def test_a_fault_of_the_second_step_is_caught():
+    """Draft rows left over from the first step are seen by two steps and not by one."""
+    table = random_table("random", 3)
+
+    def draft(topology, law, table, prefix):
+        for chance, tree in draft_trees(topology, law, table, prefix):
+            yield chance, SampleTree(topology, law, tree.tokens, {0: table(())[1]})
+
+    arguments = TopDown(RecursiveRejection()), TreeTopology.chain(1), IID(1), table
+    assert distance_to_target(*arguments, draft=draft) < EXACT
+    assert distance_to_target(*arguments, steps=2, draft=draft) > 1e-3
+
+
+def test_typical_acceptance_is_lossy_and_says_so():
+    verifier = TypicalAcceptance()
+    assert verifier.exactness == Exactness.LOSSY
+    table = random_table("random", 3)
+    assert distance_to_target(verifier, TOPOLOGIES["binary"], WithoutReplacement(2), table) > 1e-2
+
+
+# The float32 path with real noise.
+
+
+def sampled_joint(reuse_noise, draws=8_000):
+    """P-value of the first two emitted tokens against the target."""
+    table = random_table("random", 3, seed=5)
+    topology, law, verifier = TreeTopology.k_ary(2, 1), TopTail(1, 1), Lifted(SpecHub())
+    counts, generator = torch.zeros(3, 3), torch.Generator().manual_seed(1)
+    target, draft = (rows.float() for rows in table(()))
+    noise = Noise.draw([generator] * draws, topology.num_nodes)
+    if reuse_noise:
+        noise = Noise(noise.draft, noise.draft, noise.final)
+    samples = []
+    for uniforms in noise.draft.tolist():
+        tokens = law.draw(draft, uniforms[1:])
+        samples.append(SampleTree(topology, law, {0: 0, 1: tokens[0], 2: tokens[1]}, {0: draft}))
+    following = [table((token,))[0].float() for token in range(3)]
+    rows = torch.stack([r for s in samples for r in (target, following[s.tokens[1]], following[s.tokens[2]])])
+    more = torch.rand(draws, generator=generator, dtype=torch.float64).tolist()
+    verdicts = verifier(DraftTree(tuple(samples)), rows, noise).samples
+    for sample, verdict, uniform in zip(samples, verdicts, more, strict=True):
+        emitted = [sample.tokens[node] for node in verdict.path] + [verdict.token]
+        if len(emitted) == 1:
+            emitted.append(draw(following[emitted[0]], uniform))
+        counts[emitted[0], emitted[1]] += 1
+    expected = draws * target.double()[:, None] * torch.stack(following).double()
+    return chisquare(counts.flatten(), expected.flatten() * (draws / expected.sum())).pvalue
+
+
+def test_sampled_tokens_have_the_law_of_the_target():
+    assert sampled_joint(reuse_noise=False) > 1e-3
+
+
+def test_noise_used_twice_is_caught():
+    assert sampled_joint(reuse_noise=True) < 1e-9
+
+
+def test_what_is_sampled_is_what_is_enumerated():
+    """Answers and final token taken from the law on a grid of uniforms: the frequencies are the probabilities."""
+    table, topology, law = random_table("random", 3, seed=2), TreeTopology.chain(1), IID(1)
+    verifier, grid = TopDown(RecursiveRejection()), (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
+    for _, tree in draft_trees(topology, law, table):
+        ends = verifier.law(tree, target_rows(tree, table))
+        rows = torch.stack(list(target_rows(tree, table).values())).repeat(len(grid), 1)
+        accept = grid[:, None].expand(-1, topology.num_nodes)
+        verdicts = verifier(DraftTree((tree,) * len(grid)), rows, Noise(accept, accept, accept)).samples
+        for share, path, _ in ends:
+            assert sum(v.path == path for v in verdicts) / len(grid) == pytest.approx(share, abs=1 / len(grid))

@@ -1,0 +1,94 @@
+"""The wheel holds exactly the library, and the library works when it is installed away from the checkout."""
+
+import json
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+OPTIONAL = {"accelerate", "gguf", "lightning", "matplotlib", "mlflow", "triton"}
+OPTIONAL |= {"onnx", "onnxruntime", "onnxscript"}
+
+# Runs in a fresh interpreter: imports every module below the package and reports where each came from.
+WALK = """
+import importlib, json, pkgutil, arbordraft
+found, failed = {"arbordraft": arbordraft.__file__}, {}
+def walk(path, prefix):
+    for info in pkgutil.iter_modules(path, prefix):
+        if info.name.endswith("__main__"):
+            continue
+        try:
+            module = importlib.import_module(info.name)
+        except ModuleNotFoundError as error:
+            failed[info.name] = (error.name or "").split(".")[0]
+            continue
+        found[info.name] = module.__file__
+        if info.ispkg:
+            walk(module.__path__, info.name + ".")
+for package in PACKAGES:
+    walk(importlib.import_module(package).__path__, package + ".")
+print(json.dumps([found, failed]))
+"""
+
+
+def python(*arguments: str, cwd: Path) -> str:
+    run = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, cwd=cwd)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """Built from a copy: a build leaves files behind, and stale ones would end up in the next wheel."""
+    source, dist = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+    for folder in SETUPTOOLS["package-dir"].values():
+        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, source)
+    python("-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(dist), ".", cwd=source)
+    (wheel,) = dist.glob("*.whl")
+    return wheel
+
+
+def test_package_list_matches_the_tree():
+    found = {
+        ".".join([package, *path.parent.relative_to(ROOT / folder).parts])
+        for package, folder in SETUPTOOLS["package-dir"].items()
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    # `kernels/` is a package without files of its own.
+    assert sorted(found | {"arbordraft.kernels"}) == sorted(SETUPTOOLS["packages"])
+    assert not (ROOT / "kernels" / "__init__.py").exists(), "it would break `import transformers` from the checkout"
+
+
+def test_wheel_contents(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "arbordraft/py.typed" in names
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"arbordraft"}
+    assert [name for name in names if "test" in name or "examples" in name] == []
+    assert any(name.endswith("dist-info/licenses/LICENSE") for name in names)
+
+
+def test_installed_modules_import(wheel, tmp_path):
+    """Every module comes from the wheel, even where an editable checkout is installed as well."""
+    target = tmp_path / "site"
+    python("-m", "pip", "install", "--no-deps", "--no-index", "--target", str(target), str(wheel), cwd=tmp_path)
+    packages = [name for name in SETUPTOOLS["packages"] if name.count(".") <= 1]
+    script = f"import sys; sys.path.insert(0, {str(target)!r}); PACKAGES = {packages}" + WALK
+    # -I: neither PYTHONPATH nor the working folder may lend a module to the wheel.
+    found, failed = json.loads(python("-I", "-c", script, cwd=tmp_path).splitlines()[-1])
+    outside = {name: file for name, file in found.items() if file and not Path(file).is_relative_to(target)}
+    assert outside == {}
+    assert {name: missing for name, missing in failed.items() if missing not in OPTIONAL} == {}
+    assert {"arbordraft.topology", "arbordraft.pretrained"} <= found.keys()
+
+
+def test_checkout_does_not_shadow_hf_kernels():
+    """transformers probes for a top-level `kernels`, and the working folder comes first on the path."""
+    python("-c", "import transformers, arbordraft.kernels.ragged_tree_attention", cwd=ROOT)

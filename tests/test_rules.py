@@ -1,0 +1,478 @@
+"""Rules and tree verifiers against golden values, optima, independent references and symmetries."""
+
+import math
+
+import pytest
+import torch
+from oracles import (
+    ROW_KINDS,
+    Remembered,
+    acceptance,
+    draft_trees,
+    expected_accepted,
+    packed,
+    random_rows,
+    random_table,
+    row,
+    target_rows,
+)
+
+from arbordraft import (
+    IID,
+    Coupling,
+    Exactness,
+    Fixed,
+    KSeq,
+    Lifted,
+    Matching,
+    OptimalTransport,
+    RecursiveRejection,
+    SpecHub,
+    TopDown,
+    TopTail,
+    TopTailRule,
+    TreeTopology,
+    TypicalAcceptance,
+    WithoutReplacement,
+    optimal_acceptance,
+)
+from arbordraft.sampling import Noise
+from arbordraft.types import DraftTree, SampleTree
+from arbordraft.verifiers import greedy_verdict
+
+RANDOM_LAWS = [
+    IID(2),
+    IID(3),
+    WithoutReplacement(2),
+    WithoutReplacement(3),
+    TopTail(1, 1),
+    TopTail(2, 1),
+    TopTail(1, 2),
+]
+LAWS = [*RANDOM_LAWS, Fixed(2), Fixed(3)]
+RULES = [RecursiveRejection(), KSeq(), SpecHub("set"), SpecHub("paper"), TopTailRule(), Matching(), OptimalTransport()]
+VALID = [(law, rule) for law in LAWS for rule in RULES if rule.supports(law)]
+
+
+def short(value):
+    return f"{type(value).__name__}{(value.tops, value.tails)}" if hasattr(value, "tops") else None
+
+
+# Golden values: computed by hand, by enumeration and by linear programming.
+
+OPPOSITE = row(1, 2, 3, 4), row(4, 3, 2, 1)
+CLOSE = row(0.5, 0.3, 0.15, 0.05), row(0.6, 0.2, 0.1, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "law", "rule", "expected"),
+    [
+        (OPPOSITE, IID(1), RecursiveRejection(), 0.6),
+        (OPPOSITE, IID(1), KSeq(), 0.6),
+        (OPPOSITE, IID(2), RecursiveRejection(), 0.72),
+        (OPPOSITE, IID(2), KSeq(), 0.75),
+        (OPPOSITE, WithoutReplacement(2), RecursiveRejection(), 0.764286),
+        (OPPOSITE, TopTail(1, 1), SpecHub(), 0.766667),
+        (OPPOSITE, TopTail(1, 1), SpecHub("paper"), 0.766667),
+        (OPPOSITE, TopTail(1, 1), TopTailRule(), 0.766667),
+        (OPPOSITE, IID(2), OptimalTransport(), 0.79),
+        (OPPOSITE, WithoutReplacement(2), OptimalTransport(), 0.834524),
+        (OPPOSITE, IID(3), RecursiveRejection(), 0.768),
+        (OPPOSITE, IID(3), KSeq(), 0.79395),
+        (OPPOSITE, WithoutReplacement(3), RecursiveRejection(), 0.840298),
+        (OPPOSITE, TopTail(2, 1), TopTailRule(), 0.933333),
+        (OPPOSITE, IID(3), OptimalTransport(), 0.871),
+        (OPPOSITE, WithoutReplacement(3), OptimalTransport(), 1.0),
+        (CLOSE, IID(2), RecursiveRejection(), 0.895),
+        (CLOSE, IID(2), KSeq(), 0.929599),
+        (CLOSE, WithoutReplacement(2), RecursiveRejection(), 0.941667),
+        (CLOSE, TopTail(1, 1), SpecHub(), 1.0),
+    ],
+    ids=short,
+)
+def test_golden_acceptance(rows, law, rule, expected):
+    assert acceptance(rule, law, *rows) == pytest.approx(expected, abs=1e-6)
+
+
+# Optima.
+
+
+@pytest.mark.parametrize("law", [IID(1), WithoutReplacement(1), *LAWS], ids=short)
+@pytest.mark.parametrize("kind", ROW_KINDS)
+def test_optimum_by_prefix_scan_equals_the_linear_program(kind, law):
+    for seed in range(3):
+        rows = random_rows(kind, 5, seed)
+        solved = acceptance(OptimalTransport("compact"), law, *rows)
+        assert optimal_acceptance(law, *rows) == pytest.approx(solved, abs=1e-9)
+
+
+@pytest.mark.parametrize("law", [IID(2), WithoutReplacement(2), TopTail(1, 2)], ids=short)
+def test_compact_and_full_program_agree(law):
+    for seed in range(4):
+        rows = random_rows("random", 4, seed)
+        compact, full = (acceptance(OptimalTransport(form), law, *rows) for form in ("compact", "full"))
+        assert compact == pytest.approx(full, abs=1e-9)
+
+
+@pytest.mark.parametrize(("law", "rule"), VALID, ids=short)
+def test_no_rule_beats_the_optimum_of_its_law(law, rule):
+    optimal = isinstance(rule, (SpecHub, OptimalTransport)) or (isinstance(rule, TopTailRule) and law.tails == 1)
+    for kind in ROW_KINDS:
+        for seed in range(2):
+            rows = random_rows(kind, 5, seed)
+            found, best = acceptance(rule, law, *rows), optimal_acceptance(law, *rows)
+            assert found <= best + 1e-12
+            if optimal:
+                assert found == pytest.approx(best, abs=1e-9)
+
+
+def test_hub_acceptance_in_closed_form():
+    for seed in range(5):
+        target, draft = random_rows("random", 6, seed)
+        hub = int(draft.argmax())
+        besides = torch.minimum(target, draft / (1 - draft[hub]))
+        expected = (besides.sum() - besides[hub] + target[hub]).item()
+        assert acceptance(SpecHub(), TopTail(1, 1), target, draft) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("draws", [2, 3, 4])
+def test_optimum_without_replacement_survives_extreme_rows(draws):
+    """Rows on which one token has nearly all the mass, and tokens of every order of magnitude."""
+    for weights in ((1, 1e-9, 2e-9, 3e-10, 1e-9), (1, 1e-3, 1e-6, 1e-9, 1e-12), (1, 1, 1e-8, 2e-8, 1e-8)):
+        draft, target = row(*weights), row(1, 2, 3, 2, 1)
+        law = WithoutReplacement(draws)
+        inside = [0.0] * 32
+        for chance, tokens in law.enumerate(draft):
+            used = sum(1 << token for token in tokens)
+            for members in range(32):
+                inside[members] += chance * (used & ~members == 0)
+        masses = [sum(target[token].item() for token in range(5) if members >> token & 1) for members in range(32)]
+        expected = 1 + min(mass - covered for mass, covered in zip(masses, inside, strict=True))
+        assert optimal_acceptance(law, target, draft) == pytest.approx(expected, abs=1e-9)
+
+
+def test_a_program_too_large_is_refused():
+    with pytest.raises(ValueError, match="max_variables = 50"):
+        OptimalTransport(max_variables=50)(row(*[1] * 9), 1.0, row(*[1] * 9), [0, 1], IID(2))
+
+
+# The law of a rule at one node.
+
+
+@pytest.mark.parametrize(("law", "rule"), VALID, ids=short)
+@pytest.mark.parametrize("weight", [0.0, 1e-9, 0.3, 1.0])
+def test_node_law_is_a_law_and_keeps_the_target(law, rule, weight):
+    """Averaged over the drafts, every token gets its share of the weighted target, the null token the rest."""
+    for kind in ROW_KINDS:
+        target, draft = random_rows(kind, 4, 7)
+        before = target.clone(), draft.clone()
+        emitted, null = torch.zeros_like(target), 0.0
+        for chance, tokens in law.enumerate(draft):
+            found = rule(target, weight, draft, tokens, law)
+            assert min(found.accept) >= 0
+            assert sum(found.accept) + found.stop.sum().item() + found.reject == pytest.approx(1, abs=1e-12)
+            assert found.stop[tokens].sum() == 0
+            emitted += chance * found.stop
+            for token, share in zip(tokens, found.accept, strict=True):
+                emitted[token] += chance * share
+            null += chance * found.reject
+        torch.testing.assert_close(emitted, weight * target, atol=1e-12, rtol=0)
+        assert null == pytest.approx(1 - weight, abs=1e-12)
+        assert torch.equal(target, before[0])
+        assert torch.equal(draft, before[1])
+
+
+@pytest.mark.parametrize(("law", "rule"), VALID, ids=short)
+def test_float32_rows_give_nearly_the_same_law(law, rule):
+    target, draft = random_rows("peaked", 200, 3)
+    if isinstance(rule, OptimalTransport):
+        target, draft = random_rows("random", 5, 3)
+    tokens = law.draw(draft, [0.4, 0.8, 0.1])
+    exact, single = (rule(t, 0.6, d, tokens, law) for t, d in ((target, draft), (target.float(), draft.float())))
+    assert single.accept == pytest.approx(exact.accept, abs=1e-5)
+    assert single.stop.dtype == torch.float32
+    torch.testing.assert_close(single.stop.double(), exact.stop, atol=1e-6, rtol=1e-3)
+
+
+@pytest.mark.parametrize("rule", [SpecHub("set"), SpecHub("paper"), RecursiveRejection(), TopTailRule()])
+def test_a_hub_that_leaves_next_to_nothing(rule):
+    """In float32 the hub's probability is 1, yet a token was drawn besides it."""
+    target, draft = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([1.0, 3e-40, 1e-40])
+    found = rule(target, 1.0, draft, [1, 0], TopTail(1, 1))
+    exact = rule(target.double(), 1.0, row(1e10, 3, 1), [1, 0], TopTail(1, 1))
+    assert found.accept == pytest.approx(exact.accept, abs=1e-5)
+    torch.testing.assert_close(found.stop.double(), exact.stop, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("rule", [RecursiveRejection(), KSeq()])
+def test_a_token_that_cannot_have_been_drafted_is_refused(rule):
+    with pytest.raises(ValueError, match="token 2 was drafted with probability 0"):
+        rule(row(1, 1, 1), 1.0, row(1, 1, 0), [2], IID(1))
+
+
+@pytest.mark.parametrize(("law", "rule"), [(IID(2), KSeq()), (TopTail(1, 1), SpecHub()), (IID(2), OptimalTransport())])
+def test_rules_that_need_the_draft_row_say_so(law, rule):
+    with pytest.raises(ValueError, match="needs the draft row"):
+        rule(row(1, 1, 1), 1.0, None, [0, 1], law)
+
+
+@pytest.mark.parametrize("rule", [RecursiveRejection(), KSeq(), OptimalTransport()])
+def test_one_draw_is_speculative_sampling(rule):
+    for kind in ROW_KINDS:
+        target, draft = random_rows(kind, 4, 1)
+        for _, (token,) in IID(1).enumerate(draft):
+            found = rule(target, 1.0, draft, [token], IID(1))
+            assert found.accept == pytest.approx([min(1.0, (target[token] / draft[token]).item())], abs=1e-12)
+
+
+@pytest.mark.parametrize("law", [WithoutReplacement(2), TopTail(1, 1), TopTail(1, 2)], ids=short)
+def test_tops_by_residual_equal_recursive_rejection(law):
+    for kind in ROW_KINDS:
+        target, draft = random_rows(kind, 5, 2)
+        for _, tokens in law.enumerate(draft):
+            one, two = (rule(target, 0.7, draft, tokens, law) for rule in (TopTailRule(), RecursiveRejection()))
+            assert one.accept == pytest.approx(two.accept, abs=1e-12)
+            torch.testing.assert_close(one.stop, two.stop, atol=1e-12, rtol=0)
+
+
+# Symmetries.
+
+
+@pytest.mark.parametrize("lift", [TopDown, Lifted])
+def test_equal_rows_accept_a_whole_chain(lift):
+    for rule in (RecursiveRejection(), KSeq()):
+        found = expected_accepted(lift(rule), TreeTopology.chain(3), IID(1), random_table("equal", 3))
+        assert found == pytest.approx(3, abs=1e-12)
+
+
+@pytest.mark.parametrize("lift", [TopDown, Lifted])
+@pytest.mark.parametrize(("law", "rule"), [pair for pair in VALID if pair[0].k == 2], ids=short)
+def test_disjoint_supports_accept_nothing(law, rule, lift):
+    """With distinct supports at every node; tokens are drafted by the target only outside its own support."""
+    assert expected_accepted(lift(rule), TreeTopology([-1, 0, 0, 1]), law, random_table("disjoint", 4)) == 0
+
+
+@pytest.mark.parametrize(("law", "rule"), VALID, ids=short)
+def test_permuting_the_vocabulary_commutes(law, rule):
+    target, draft = random_rows("random", 5, 4)
+    order = torch.tensor([3, 0, 4, 1, 2])
+    place = order.argsort().tolist()
+    for _, tokens in law.enumerate(draft):
+        one = rule(target, 0.8, draft, tokens, law)
+        two = rule(target[order], 0.8, draft[order], [place[token] for token in tokens], law)
+        if isinstance(rule, OptimalTransport):  # several plans may be optimal
+            continue
+        assert one.accept == pytest.approx(two.accept, abs=1e-12)
+        torch.testing.assert_close(one.stop[order], two.stop, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("lift", [TopDown, Lifted])
+@pytest.mark.parametrize(("law", "rule"), [pair for pair in VALID if pair[0].k == 2], ids=short)
+def test_a_certain_target_is_greedy_decoding(law, rule, lift):
+    """Temperature 0 needs no special case. Of repeated siblings any may be taken, hence tokens are compared."""
+    table, noise = random_table("certain target", 3), Noise.draw([torch.Generator().manual_seed(0)], 7)
+    for topology in (TreeTopology.k_ary(2, 2), TreeTopology.chain(2)):
+        for _, tree in draft_trees(topology, law, table):
+            if len({*tree.tokens.values()}) == 1 and law.replacement:
+                continue
+            batch, rows = packed([tree], [target_rows(tree, table)])
+            (sampled,), (greedy,) = (
+                lift(rule)(batch, rows, noise).samples,
+                greedy_verdict(batch, rows.argmax(-1).tolist()).samples,
+            )
+            distinct = all(
+                len({tree.tokens[c] for c in ch}) == len(ch) for n in tree.tokens if (ch := tree.children(n))
+            )
+            if distinct:
+                assert sampled == greedy
+            else:
+                assert table(())[0][(*tree.path((sampled.path or (0,))[-1]), sampled.token)[0]] == 1
+
+
+# Whole trees.
+
+
+def block_verification(table, tokens):
+    """Block verification of one chain, after Sun et al. (ICLR 2025): the law of the number of accepted tokens."""
+    logs, stay, lengths = 0.0, [1.0], []
+    for index, token in enumerate(tokens):
+        target, draft = table(tokens[:index])
+        logs = min(0.0, logs + math.log(target[token] / draft[token]))
+        stay.append(math.exp(logs))
+    for index in range(len(tokens) + 1):
+        target, draft = table(tokens[:index])
+        if index == len(tokens):
+            accept = stay[index]
+        elif index == 0:
+            accept = 1.0
+        else:
+            mass = (stay[index] * target - draft).clamp_min(0).sum().item()
+            accept = mass / (mass + 1 - stay[index]) if mass > 0 else 0.0
+        lengths.append(accept)
+    law, left = [0.0] * len(lengths), 1.0
+    for index in reversed(range(len(lengths))):
+        law[index] = left * lengths[index]
+        left *= 1 - lengths[index]
+    return law
+
+
+def test_lifted_rejection_on_a_chain_is_block_verification():
+    topology, law, verifier = TreeTopology.chain(3), IID(1), Lifted(RecursiveRejection())
+    for seed in range(3):
+        table = random_table("random", 3, seed)
+        for _, tree in draft_trees(topology, law, table):
+            expected = block_verification(table, tuple(tree.path(3)))
+            found = [0.0] * 4
+            for share, path, _ in verifier.law(tree, target_rows(tree, table)):
+                found[len(path)] += share
+            assert found == pytest.approx(expected, abs=1e-12)
+
+
+def traversal(tree, target, node=0, weight=1.0):
+    """Traversal verification, after Weng et al. (NeurIPS 2025): accepted node -> probability; None is a rejection."""
+    children = tree.children(node)
+    if not children:
+        return {node: weight, None: 1 - weight}
+    p, q, ends, left = target[node].clone(), tree.draft_probs[node].clone(), {}, 1.0
+    for child in children:
+        token = tree.tokens[child]
+        below = traversal(tree, target, child, min(1.0, weight * p[token].item() / q[token].item()))
+        rejected = below.pop(None)
+        ends |= {end: left * share for end, share in below.items()}
+        left *= rejected
+        rest = (weight * p - q).clamp_min(0)
+        mass = rest.sum().item()
+        if mass + 1 - weight <= 0:
+            return {**ends, node: 0.0, None: left}
+        weight, p = mass / (mass + 1 - weight), rest / mass if mass > 0 else rest
+        q[token] = 0
+        q = q / q.sum() if q.sum() > 0 else q
+    return {**ends, node: left * weight, None: left * (1 - weight)}
+
+
+@pytest.mark.parametrize("topology", [TreeTopology.k_ary(2, 2), TreeTopology([-1, 0, 0, 1, 1, 2, 4])], ids=str)
+def test_lifted_rejection_without_replacement_is_traversal(topology):
+    table, verifier = random_table("random", 4), Lifted(Remembered(RecursiveRejection()))
+    for index, (_, tree) in enumerate(draft_trees(topology, WithoutReplacement(2), table)):
+        if index % 23:  # a sample of the trees
+            continue
+        target = target_rows(tree, table)
+        expected = traversal(tree, target)
+        assert expected.pop(None) == pytest.approx(0, abs=1e-12)
+        found = dict.fromkeys(expected, 0.0)
+        for share, path, _ in verifier.law(tree, target):
+            found[(0, *path)[-1]] += share
+        assert found == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("law", "rule"),
+    [
+        (IID(2), RecursiveRejection),
+        (IID(2), KSeq),
+        (WithoutReplacement(2), RecursiveRejection),
+        (TopTail(1, 1), SpecHub),
+        (TopTail(1, 1), TopTailRule),
+    ],
+    ids=str,
+)
+def test_lifting_a_set_based_rule_accepts_no_less(law, rule):
+    for seed in range(3):
+        table = random_table("random", 3, seed)
+        top_down, lifted = (
+            expected_accepted(lift(Remembered(rule())), TreeTopology.k_ary(2, 2), law, table)
+            for lift in (TopDown, Lifted)
+        )
+        assert lifted >= top_down - 1e-12
+
+
+def test_typical_acceptance_takes_the_deepest_unsurprising_path():
+    rows = {0: row(0.9, 0.1), 1: row(0.6, 0.4), 2: row(0.5, 0.5), 3: row(0.2, 0.8)}
+    tree = SampleTree(TreeTopology([-1, 0, 0, 1]), Fixed(2), {0: 0, 1: 0, 2: 1, 3: 1})
+    batch, packed_rows = packed([tree], [rows])
+    noise = Noise.draw([torch.Generator().manual_seed(0)], 4)
+    (verdict,) = TypicalAcceptance()(batch, packed_rows, noise).samples
+    assert verdict.path == (1, 3)
+    assert not verdict.recovered
+    (strict,) = TypicalAcceptance(epsilon=0.5, delta=10.0)(batch, packed_rows, noise).samples
+    assert strict.path == (1,)
+    with pytest.raises(ValueError, match="epsilon"):
+        TypicalAcceptance(epsilon=0.0)
+
+
+@pytest.mark.parametrize("lift", [TopDown, Lifted])
+def test_a_batch_is_its_samples(lift):
+    """Finished samples, single roots and trees of different sizes do not disturb each other."""
+    table, law, topology = random_table("random", 4), TopTail(1, 1), TreeTopology.k_ary(2, 2)
+    trees = [tree for _, tree in draft_trees(topology, law, table)][:3]
+    trees.insert(1, SampleTree(topology, law, {0: 3}))
+    samples = [trees[0], None, *trees[1:]]
+    targets = [target_rows(tree, table) if tree else {} for tree in samples]
+    generators = [torch.Generator().manual_seed(seed) for seed in range(len(samples))]
+    noise = Noise.draw(generators, topology.num_nodes)
+    verdicts = lift(SpecHub())(*packed(samples, targets), noise).samples
+    assert verdicts[1] is None
+    for index, tree in enumerate(samples):
+        if tree:
+            own = Noise(noise.draft[[index]], noise.accept[[index]], noise.final[[index]])
+            assert lift(SpecHub())(*packed([tree], [targets[index]]), own).samples == (verdicts[index],)
+    batch, rows = packed(samples, targets)
+    with pytest.raises(ValueError, match="rows were given"):
+        lift(SpecHub())(batch, rows[:-1], noise)
+    with pytest.raises(ValueError, match="sum nan"):
+        lift(SpecHub())(DraftTree((trees[1],)), torch.full((1, 4), torch.nan), noise)
+
+
+# Couplings.
+
+
+@pytest.mark.parametrize(
+    ("law", "rule"),
+    [
+        (WithoutReplacement(2), KSeq()),
+        (TopTail(1, 1), KSeq()),
+        (Fixed(2), KSeq()),
+        (IID(2), TopTailRule()),
+        (Fixed(2), TopTailRule()),
+        (IID(2), SpecHub()),
+        (WithoutReplacement(2), SpecHub()),
+        (TopTail(2, 1), SpecHub()),
+        (TopTail(1, 2), SpecHub("paper")),
+        (Fixed(2), SpecHub()),
+    ],
+    ids=short,
+)
+@pytest.mark.parametrize("lift", [TopDown, Lifted])
+def test_invalid_couplings_are_refused(law, rule, lift):
+    with pytest.raises(ValueError, match="not valid for children drawn by"):
+        Coupling(law, lift(rule))
+
+
+@pytest.mark.parametrize(("law", "rule"), VALID, ids=short)
+def test_valid_couplings_are_accepted(law, rule):
+    for lift in (TopDown, Lifted):
+        assert Coupling(law, lift(rule)).exactness == Exactness.EXACT
+    assert Coupling(law, TypicalAcceptance()).exactness == Exactness.LOSSY
+
+
+def test_a_coupling_takes_a_law_and_a_tree_verifier():
+    with pytest.raises(TypeError, match=r"TopDown\(rule\) or Lifted\(rule\)"):
+        Coupling(IID(2), RecursiveRejection())
+    with pytest.raises(TypeError, match="law must be a DraftLaw"):
+        Coupling(2, TopDown(Matching()))
+
+
+def test_a_coupling_checks_the_topology():
+    coupling = Coupling(TopTail(1, 1), Lifted(SpecHub()))
+    coupling.check(TreeTopology.k_ary(2, 3))
+    coupling.check(TreeTopology.chain(4))
+    with pytest.raises(ValueError, match="nodes with 3 children"):
+        coupling.check(TreeTopology.k_ary(3, 1))
+
+
+@pytest.mark.parametrize(
+    ("build", "message"), [(lambda: SpecHub("both"), "order"), (lambda: OptimalTransport("dual"), "formulation")]
+)
+def test_unknown_options_are_refused(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()

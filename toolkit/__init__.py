@@ -1,0 +1,88 @@
+"""Multi-draft speculative decoding from parts that assemble."""
+
+from pathlib import Path
+
+_here = Path(__file__).resolve().parent
+if _here.name == "toolkit":  # an editable checkout: the sibling folders hold the subpackages
+    __path__.append(str(_here.parent))
+
+from arbordraft import builders
+from arbordraft.cache import CacheOverflow, RaggedKVCache
+from arbordraft.coupling import Coupling
+from arbordraft.deciders import Backoff, ConfidenceThreshold, Decider, EntropyBound, FixedDepth
+from arbordraft.decoder import SpeculativeDecoder
+from arbordraft.drafters import Drafter, EarlyExitDrafter, LanguageModelDrafter, NGramDrafter
+from arbordraft.huggingface import DecodingError
+from arbordraft.laws import IID, DraftLaw, Fixed, TopTail, WithoutReplacement
+from arbordraft.masks import SlicedCausalMask
+from arbordraft.metrics import DecodeStats
+from arbordraft.sampling import Noise
+from arbordraft.target import RaggedModel, UnsupportedModel
+from arbordraft.topology import TreeTopology
+from arbordraft.types import DraftContext, DraftTree, SampleTree, StepView, Verdict
+from arbordraft.verifiers import (
+    Exactness,
+    KSeq,
+    Lifted,
+    Matching,
+    NodeLaw,
+    OptimalTransport,
+    RecursiveRejection,
+    Rule,
+    SpecHub,
+    TopDown,
+    TopTailRule,
+    TreeVerifier,
+    TypicalAcceptance,
+    optimal_acceptance,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "IID",
+    "Backoff",
+    "CacheOverflow",
+    "ConfidenceThreshold",
+    "Coupling",
+    "Decider",
+    "DecodeStats",
+    "DecodingError",
+    "DraftContext",
+    "DraftLaw",
+    "DraftTree",
+    "Drafter",
+    "EarlyExitDrafter",
+    "EntropyBound",
+    "Exactness",
+    "Fixed",
+    "FixedDepth",
+    "KSeq",
+    "LanguageModelDrafter",
+    "Lifted",
+    "Matching",
+    "NGramDrafter",
+    "NodeLaw",
+    "Noise",
+    "OptimalTransport",
+    "RaggedKVCache",
+    "RaggedModel",
+    "RecursiveRejection",
+    "Rule",
+    "SampleTree",
+    "SlicedCausalMask",
+    "SpecHub",
+    "SpeculativeDecoder",
+    "StepView",
+    "TopDown",
+    "TopTail",
+    "TopTailRule",
+    "TreeTopology",
+    "TreeVerifier",
+    "TypicalAcceptance",
+    "UnsupportedModel",
+    "Verdict",
+    "WithoutReplacement",
+    "builders",
+    "optimal_acceptance",
+]

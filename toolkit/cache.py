@@ -1,0 +1,209 @@
+"""A KV cache whose samples have their own lengths.
+
+Shapes: B samples, T packed rows, P pool rows, H key heads, D head size.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from arbordraft.kernels.kv_cache import append, compact
+from arbordraft.kernels.ragged_tree_attention import RaggedBatch
+
+
+class CacheOverflow(RuntimeError):
+    """The cache would have to grow beyond the limit it was given."""
+
+
+@dataclass
+class _Slab:
+    start: int
+    capacity: int
+    length: int = 0
+    tree_positions: list[int] = field(default_factory=list)
+
+
+class RaggedKVCache(nn.Module):
+    """Keys and values of a batch, without padding: one slab of consecutive pool rows per sample.
+
+    A forward writes its rows *behind* the committed length of each sample. :meth:`commit` then keeps some of them (the
+    accepted path), closes the gaps in place and advances the length; rejected rows are overwritten by the next step.
+    Slabs grow by doubling, so no step copies the cache.
+
+    Args:
+        max_tokens: greatest number of pool rows, draft trees included; unlimited by default.
+
+    Source: EMS-SD (Ni et al., NAACL 2025), extended from chains to trees.
+    """
+
+    def __init__(self, max_tokens: int | None = None) -> None:
+        super().__init__()
+        self.max_tokens = max_tokens
+        self._slabs: dict[int, _Slab] = {}
+        self._free: list[tuple[int, int]] = []  # (start, rows), ascending, never adjacent
+        self._rows = 0  # rows of every pool
+        self._next = 0
+
+    def open(self, tokens: int = 0) -> int:
+        """Adds a sample with room for ``tokens`` rows and returns its handle.
+
+        Raises:
+            CacheOverflow: if ``max_tokens`` does not allow it.
+        """
+        sample, self._next = self._next, self._next + 1
+        capacity = max(tokens, 1)
+        self._slabs[sample] = _Slab(self._allocate(capacity), capacity)
+        return sample
+
+    def __contains__(self, sample: object) -> bool:
+        return sample in self._slabs
+
+    def close(self, sample: int) -> None:
+        """Removes a sample and frees its slab."""
+        slab = self._slabs.pop(sample)
+        self._release(slab.start, slab.capacity)
+
+    def length(self, sample: int) -> int:
+        """Committed tokens of a sample."""
+        return self._slabs[sample].length
+
+    def plan(self, samples: Sequence[int], depths: Sequence[Sequence[int]], words: Tensor | None = None) -> RaggedBatch:
+        """Reserves rows behind the committed ones and describes the forward that will fill them.
+
+        Rows planned earlier and not yet committed or dropped stay: they are the shallower levels of the same tree.
+
+        Args:
+            samples: handles of the samples that take part.
+            depths: for every sample, the distance of each new row's position from the committed length.
+            words: ``[T, W]`` ancestor words over each sample's uncommitted rows; ``None`` for causal order.
+
+        Raises:
+            CacheOverflow: if a slab cannot grow; nothing has changed then.
+        """
+        for sample, offsets in zip(samples, depths, strict=True):
+            slab = self._slabs[sample]
+            self._reserve(slab, slab.length + len(slab.tree_positions) + len(offsets))
+        positions: list[int] = []
+        slots: list[int] = []
+        for sample, offsets in zip(samples, depths, strict=True):
+            slab = self._slabs[sample]
+            first = slab.start + slab.length + len(slab.tree_positions)
+            slots += range(first, first + len(offsets))
+            new = [slab.length + depth for depth in offsets]
+            positions += new
+            slab.tree_positions += new
+        slabs = [self._slabs[sample] for sample in samples]
+        device = self._device()
+        return RaggedBatch(
+            rows=[len(offsets) for offsets in depths],
+            starts=[slab.start for slab in slabs],
+            past=[slab.length for slab in slabs],
+            tree_positions=[tuple(slab.tree_positions) for slab in slabs],
+            positions=torch.tensor(positions, device=device),
+            slots=torch.tensor(slots, device=device),
+            words=words,
+        )
+
+    def write(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores the ``[T, H, D]`` keys and values of one layer and returns the layer's ``[P, H, D]`` pools."""
+        key_pool = self._pool(f"keys_{layer}", keys)
+        value_pool = self._pool(f"values_{layer}", values)
+        append(key_pool, keys, slots)
+        append(value_pool, values, slots)
+        return key_pool, value_pool
+
+    def commit(self, kept: Mapping[int, Sequence[int]]) -> None:
+        """Keeps some uncommitted rows of each sample and drops the others.
+
+        Args:
+            kept: for every sample, indices into its uncommitted rows, ascending: the accepted path.
+
+        Raises:
+            ValueError: if an index is out of range or out of order.
+        """
+        source: list[int] = []
+        destination: list[int] = []
+        for sample, rows in kept.items():
+            slab = self._slabs[sample]
+            ordered = list(rows) == sorted(set(rows))
+            if not ordered or (rows and not 0 <= rows[0] <= rows[-1] < len(slab.tree_positions)):
+                raise ValueError(f"rows {list(rows)} must ascend within 0..{len(slab.tree_positions) - 1}")
+            for target_row, row in enumerate(rows):
+                if row != target_row:
+                    source.append(slab.start + slab.length + row)
+                    destination.append(slab.start + slab.length + target_row)
+        if source:
+            device = self._device()
+            compact(self._pools(), torch.tensor(source, device=device), torch.tensor(destination, device=device))
+        for sample, rows in kept.items():
+            slab = self._slabs[sample]
+            slab.length += len(rows)
+            slab.tree_positions.clear()
+
+    def drop(self, samples: Sequence[int]) -> None:
+        """Forgets all uncommitted rows of the samples."""
+        self.commit(dict.fromkeys(samples, ()))
+
+    def extra_repr(self) -> str:
+        return f"samples={len(self._slabs)}, rows={self._rows}, max_tokens={self.max_tokens}"
+
+    def _pools(self) -> Iterator[Tensor]:
+        return (pool for pool in self._buffers.values() if pool is not None)
+
+    def _pool(self, name: str, like: Tensor) -> Tensor:
+        if name not in self._buffers:
+            self.register_buffer(name, like.new_zeros(self._rows, *like.shape[1:]), persistent=False)
+        return self._buffers[name]  # type: ignore[return-value]
+
+    def _device(self) -> torch.device | None:
+        return next((pool.device for pool in self._pools()), None)
+
+    def _reserve(self, slab: _Slab, tokens: int) -> None:
+        if tokens <= slab.capacity:
+            return
+        try:
+            capacity = 2 * tokens
+            start = self._allocate(capacity)
+        except CacheOverflow:
+            capacity = tokens  # doubling is a convenience; near the limit the exact need is what counts
+            start = self._allocate(capacity)
+        used = slab.length + len(slab.tree_positions)
+        for pool in self._pools():
+            pool[start : start + used] = pool[slab.start : slab.start + used]
+        self._release(slab.start, slab.capacity)
+        slab.start, slab.capacity = start, capacity
+
+    def _allocate(self, rows: int) -> int:
+        """First fit among the free rows; else the pools grow, to twice their size if the limit allows."""
+        for index, (start, free) in enumerate(self._free):
+            if free >= rows:
+                self._free[index : index + 1] = [(start + rows, free - rows)] if free > rows else []
+                return start
+        tail = self._free[-1] if self._free and sum(self._free[-1]) == self._rows else (self._rows, 0)
+        total = tail[0] + rows
+        if self.max_tokens is not None and total > self.max_tokens:
+            raise CacheOverflow(
+                f"the KV cache may hold {self.max_tokens} tokens and cannot make room for {rows} more; raise "
+                "max_tokens, shorten the prompts or max_new_tokens, or decode fewer samples at once"
+            )
+        grown = max(total, min(2 * self._rows, self.max_tokens or 2 * self._rows))
+        for name, pool in self._buffers.items():
+            if pool is not None:
+                self._buffers[name] = torch.cat([pool, pool.new_zeros(grown - len(pool), *pool.shape[1:])])
+        if tail[1]:
+            self._free.pop()
+        self._rows = grown
+        if grown > total:
+            self._free.append((total, grown - total))
+        return tail[0]
+
+    def _release(self, start: int, rows: int) -> None:
+        merged: list[tuple[int, int]] = []
+        for region in sorted([*self._free, (start, rows)]):
+            if merged and sum(merged[-1]) == region[0]:
+                merged[-1] = (merged[-1][0], merged[-1][1] + region[1])
+            else:
+                merged.append(region)
+        self._free = merged

@@ -1,0 +1,55 @@
+"""The only way to pair drafting with verifying."""
+
+from torch import Tensor, nn
+
+from arbordraft.laws import DraftLaw
+from arbordraft.sampling import Noise
+from arbordraft.topology import TreeTopology
+from arbordraft.types import DraftTree, Verdict
+from arbordraft.verifiers import Exactness, TreeVerifier
+
+
+class Coupling(nn.Module):
+    """A draft law together with a tree verifier that is valid for it.
+
+    Args:
+        law: how children are drawn.
+        verifier: how the tree is judged.
+
+    Raises:
+        TypeError: if either is something else (a bare rule, for instance).
+        ValueError: if the verifier would not emit the target's law on such drafts.
+    """
+
+    def __init__(self, law: DraftLaw, verifier: TreeVerifier) -> None:
+        super().__init__()
+        if not isinstance(law, DraftLaw):
+            raise TypeError(f"law must be a DraftLaw such as WithoutReplacement(2), got {type(law).__name__}")
+        if not isinstance(verifier, TreeVerifier):
+            raise TypeError(
+                f"verifier must be a TreeVerifier, got {type(verifier).__name__}; "
+                "wrap a rule as TopDown(rule) or Lifted(rule)"
+            )
+        if not verifier.supports(law):
+            raise ValueError(
+                f"{verifier} is not valid for children drawn by {law}: the output law would change. "
+                "RecursiveRejection() and Matching() are valid for every draft law"
+            )
+        self.law = law
+        self.verifier = verifier
+
+    @property
+    def exactness(self) -> Exactness:
+        """What the pair promises about the output law."""
+        return self.verifier.exactness
+
+    def check(self, topology: TreeTopology) -> None:
+        """Raises ValueError if the topology plans more children than the law draws."""
+        widest = max(len(children) for children in topology.child_list)
+        if widest > self.law.k:
+            raise ValueError(f"the topology has nodes with {widest} children, but {self.law} draws only {self.law.k}")
+
+    def forward(self, tree: DraftTree, target_probs: Tensor, noise: Noise) -> Verdict:
+        """Verifies a batch; see :meth:`TreeVerifier.forward`."""
+        verdict: Verdict = self.verifier(tree, target_probs, noise)
+        return verdict

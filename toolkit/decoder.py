@@ -1,0 +1,303 @@
+"""The decoder: one step reads as the algorithm, the rest keeps Hugging Face's conventions.
+
+Shapes: B samples, n_b nodes of sample b, T = sum of n_b packed rows, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from arbordraft.cache import CacheOverflow, RaggedKVCache
+from arbordraft.coupling import Coupling
+from arbordraft.deciders import Decider, FixedDepth
+from arbordraft.drafters import Drafter
+from arbordraft.huggingface import (
+    DecodingError,
+    Stopping,
+    check_prompts,
+    pack_output,
+    per_sample_streamers,
+    refuse_unsupported,
+    with_stop_strings,
+)
+from arbordraft.masks import SlicedCausalMask, stack_words
+from arbordraft.metrics import DecodeStats
+from arbordraft.sampling import Noise, Warp
+from arbordraft.state import DecodeState
+from arbordraft.target import RaggedModel
+from arbordraft.topology import TreeTopology
+from arbordraft.types import DraftContext, DraftTree, SampleVerdict, Verdict
+from arbordraft.verifiers import greedy_verdict
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+    from transformers.generation.streamers import BaseStreamer
+    from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+
+class SpeculativeDecoder(nn.Module):
+    """Decodes batches of different samples with draft trees, each at its own pace, without padding.
+
+    Args:
+        target: the model whose output law is preserved.
+        drafter: proposes tokens.
+        topology: the largest tree to draft.
+        coupling: how children are drawn and how trees are judged.
+        decider: stops drafting early, per sample; by default every tree is drafted to its leaves.
+        max_cache_tokens: bound on the rows of each KV cache; unlimited by default.
+
+    Raises:
+        ValueError: if the parts do not fit: vocabulary, tokenizer, draft law or topology.
+    """
+
+    def __init__(
+        self,
+        target: RaggedModel,
+        drafter: Drafter,
+        topology: TreeTopology,
+        coupling: Coupling,
+        decider: Decider | None = None,
+        *,
+        max_cache_tokens: int | None = None,
+    ) -> None:
+        super().__init__()
+        drafter.check(target, coupling.law)
+        coupling.check(topology)
+        decider = decider or FixedDepth()
+        if decider.anticipating:
+            raise ValueError(f"{decider} looks at tokens that are still to be verified, which would bias the output")
+        self.target = target
+        self.drafter = drafter
+        self.topology = topology
+        self.mask = SlicedCausalMask(topology)
+        self.coupling = coupling
+        self.decider = decider
+        self.max_cache_tokens = max_cache_tokens
+
+    def step(self, state: DecodeState) -> Verdict:
+        """One round: draft a tree per sample, run the target once over all of them, keep what it accepts.
+
+        Args:
+            state: advanced in place; every active sample gains at least one token.
+        """
+        noise = None if state.greedy else Noise.draw(state.generators, self.topology.num_nodes)
+        with state.stats.phase("draft"):
+            tree = self.drafter.propose(state.drafts, self._context(state, noise))
+        with state.stats.phase("target"):
+            logits = self._run_target(state, tree)
+        with state.stats.phase("verify"):
+            tree, logits = self._drop_failed(state, tree, logits)
+            verdict = self._judge(state, tree, logits, noise)
+        with state.stats.phase("commit"):
+            self._commit(state, tree, verdict)
+        return verdict
+
+    @torch.no_grad()
+    def generate(self, input_ids: Tensor | None = None, **kwargs: Any) -> "Tensor | GenerateDecoderOnlyOutput":
+        """Generates like ``model.generate``, with the same arguments and return types.
+
+        Args:
+            input_ids: ``[B, L]``, left-padded if the prompts differ in length.
+            **kwargs: those of ``transformers``' ``generate``: ``attention_mask``, ``generation_config``,
+                ``max_new_tokens``, ``do_sample``, ``temperature`` (0 means greedy), ``logits_processor``,
+                ``stopping_criteria``, ``stop_strings`` with ``tokenizer``, ``return_dict_in_generate``, ...
+                Further: ``streamer``, one, or one per sample; it receives only committed tokens. ``seeds``, one
+                integer per sample, make a sample's output independent of what shares its batch.
+
+        Returns:
+            ``[B, L + new]`` token ids, or with ``return_dict_in_generate`` an output with ``sequences`` and ``stats``
+            (:class:`~arbordraft.metrics.DecodeStats`).
+
+        Raises:
+            ValueError: for arguments that speculative decoding cannot honour, and for unusable prompts.
+            CacheOverflow: if the batch cannot fit into ``max_cache_tokens``; nothing was decoded then.
+            DecodingError: if the target produced NaN or infinite logits for some sample.
+        """
+        if kwargs.get("temperature") == 0:
+            kwargs |= {"temperature": None, "do_sample": False}
+        if (strings := kwargs.pop("stop_strings", None)) is not None:
+            kwargs["stopping_criteria"] = with_stop_strings(
+                kwargs.get("stopping_criteria"), strings, kwargs.pop("tokenizer", None) or self.target.tokenizer
+            )
+        if input_ids is not None:
+            check_prompts(input_ids, kwargs.get("attention_mask"), self.target.vocab_size)
+            if kwargs.get("max_new_tokens") == 0:  # transformers takes 0 for a mistake; here it means what it says
+                return input_ids
+        found: Tensor | GenerateDecoderOnlyOutput = self.target.model.generate(  # type: ignore[operator]
+            input_ids,
+            custom_generate=self.decode_loop,
+            spec_streamer=kwargs.pop("streamer", None),
+            seeds=kwargs.pop("seeds", None),
+            **kwargs,
+        )
+        return found
+
+    @torch.no_grad()
+    def decode_loop(
+        self,
+        model: nn.Module,
+        input_ids: Tensor,
+        logits_processor: "LogitsProcessorList",
+        stopping_criteria: "StoppingCriteriaList",
+        generation_config: "GenerationConfig",
+        spec_streamer: "BaseStreamer | Sequence[BaseStreamer] | None" = None,
+        seeds: Sequence[int] | None = None,
+        **model_kwargs: Any,
+    ) -> "Tensor | GenerateDecoderOnlyOutput":
+        """The decoding method behind ``model.generate(..., custom_generate=decoder.decode_loop)``.
+
+        ``streamer`` does not reach a custom method in transformers: pass it as ``spec_streamer``. For the other
+        arguments, results and errors see :meth:`generate`.
+        """
+        if model is not self.target.model:
+            raise ValueError("this decoder was built for another model than the one whose generate() called it")
+        refuse_unsupported(generation_config, model_kwargs)
+        streamers = per_sample_streamers(spec_streamer, len(input_ids))
+        # Not a named parameter: transformers would take it for an option of this method and pass it twice.
+        mask = model_kwargs.get("attention_mask")
+        state = self._start(input_ids, mask, logits_processor, stopping_criteria, generation_config, seeds, streamers)
+        while state.active:
+            self.step(state)
+        for streamer in streamers:
+            streamer.end()
+
+        output = pack_output(input_ids, state, generation_config)
+        if state.failures:
+            raise DecodingError(state.failures, output)
+        return output if generation_config.return_dict_in_generate else output.sequences
+
+    def _start(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        processors: "LogitsProcessorList",
+        criteria: "StoppingCriteriaList",
+        config: "GenerationConfig",
+        seeds: Sequence[int] | None,
+        streamers: Sequence["BaseStreamer"],
+    ) -> DecodeState:
+        check_prompts(input_ids, attention_mask, self.target.vocab_size)
+        batch, padded = input_ids.shape
+        padding = [0] * batch if attention_mask is None else (attention_mask == 0).sum(dim=1).tolist()
+        prompts = [row[pad:] for row, pad in zip(input_ids.tolist(), padding, strict=True)]
+        stopping = Stopping(criteria)
+        budget = stopping.max_length - padded
+        self._check_room(prompts, budget)
+        if seeds is None:
+            seeds = torch.randint(2**62, (batch,)).tolist()  # follows torch.manual_seed
+        elif len(seeds) != batch:
+            raise ValueError(f"{len(seeds)} seeds for {batch} samples")
+
+        stats = DecodeStats(self.coupling.exactness.value, [0] * batch, [0] * batch)
+        cache = RaggedKVCache(self.max_cache_tokens)
+        with stats.phase("prefill"):
+            handles = [cache.open(len(prompt) + self.topology.num_nodes) for prompt in prompts]
+            self.target.prefill({handle: prompt[:-1] for handle, prompt in zip(handles, prompts, strict=True)}, cache)
+            drafts = self.drafter.start(prompts, cache, handles)
+
+        state = DecodeState(
+            tokens=prompts,
+            budget=[budget] * batch,
+            handles=handles,
+            cache=cache,
+            drafts=drafts,
+            generators=[torch.Generator().manual_seed(int(seed)) for seed in seeds],
+            warp=Warp(processors, batch),
+            greedy=not config.do_sample,
+            stopping=stopping,
+            stats=stats,
+            padding=padding,
+            streamers=streamers,
+        )
+        for sample, prompt in enumerate(prompts):
+            state.stream(sample, prompt)
+        return state
+
+    def _context(self, state: DecodeState, noise: Noise | None) -> DraftContext:
+        return DraftContext(
+            tokens=state.tokens,
+            # The last token of a verdict is not drafted, so a tree need not be deeper than the budget less one.
+            room=[budget - 1 if budget > 0 else None for budget in state.budget],
+            topology=self.topology,
+            mask=self.mask,
+            law=self.coupling.law,
+            greedy=state.greedy,
+            warp=lambda logits, place_of: state.warp(logits, lambda row: state.path(*place_of(row))),
+            decide=self.decider,
+            history=state.history,
+            noise=noise,
+        )
+
+    def _run_target(self, state: DecodeState, tree: DraftTree) -> Tensor:
+        depths = self.topology.depth_list
+        living = [(handle, sample) for handle, sample in zip(state.handles, tree.samples, strict=True) if sample]
+        batch = state.cache.plan(
+            [handle for handle, _ in living],
+            [[depths[node] for node in sample.tokens] for _, sample in living],
+            stack_words([self.mask.select(list(sample.tokens), list(sample.tokens)) for _, sample in living]),
+        )
+        needed = sum(len(state.tokens[index]) - 1 + nodes for index, nodes in enumerate(tree.lengths) if nodes)
+        state.stats.count_forward(batch, rows=sum(tree.lengths), keys=needed)
+        return self.target(tree.packed_tokens(), batch, state.cache)
+
+    def _drop_failed(self, state: DecodeState, tree: DraftTree, logits: Tensor) -> tuple[DraftTree, Tensor]:
+        """Ends samples whose logits are not numbers, so that they cannot disturb or lose the others."""
+        sound = logits.amax(dim=-1).isfinite()  # NaN and +inf reach the maximum; -inf alone is a banned token
+        if sound.all():
+            return tree, logits
+        owner = [sample for sample, _, _ in tree.rows()]
+        for sample in sorted({owner[row] for row in (~sound).nonzero().flatten().tolist()}):
+            state.failures[sample] = "the target's logits are NaN or infinite"
+            state.budget[sample] = 0
+            state.cache.close(state.handles[sample])
+        kept = torch.tensor([sample not in state.failures for sample in owner])
+        samples = (None if index in state.failures else sample for index, sample in enumerate(tree.samples))
+        return DraftTree(tuple(samples)), logits[kept]
+
+    def _judge(self, state: DecodeState, tree: DraftTree, logits: Tensor, noise: Noise | None) -> Verdict:
+        places = list(tree.rows())
+
+        def path_of(row: int) -> list[int]:
+            sample, node, _ = places[row]
+            return state.path(sample, tree.samples[sample].path(node))  # type: ignore[union-attr]
+
+        scores = state.warp(logits, path_of)
+        if noise is None:
+            return greedy_verdict(tree, scores.argmax(dim=-1).tolist())
+        return self.coupling(tree, scores.softmax(dim=-1), noise)
+
+    def _commit(self, state: DecodeState, tree: DraftTree, verdict: Verdict) -> None:
+        kept: dict[int, list[int]] = {}
+        remaining: list[SampleVerdict | None] = []
+        for sample, (drafted, judged) in enumerate(zip(tree.samples, verdict.samples, strict=True)):
+            remaining.append(None)
+            if drafted is None or judged is None:
+                continue
+            emitted = state.append(sample, [*(drafted.tokens[node] for node in judged.path), judged.token])
+            state.stats.record(sample, drafted, judged, emitted)
+            state.history[sample].record(drafted=len(drafted.tokens) > 1, accepted=len(judged.path) > 0)
+            if state.budget[sample] > 0:
+                remaining[sample] = judged
+                nodes = list(drafted.tokens)
+                kept[state.handles[sample]] = [0, *(nodes.index(node) for node in judged.path)]
+            else:
+                state.cache.close(state.handles[sample])
+        state.cache.commit(kept)
+        self.drafter.commit(state.drafts, tree, Verdict(tuple(remaining)))
+
+    def _check_room(self, prompts: Sequence[Sequence[int]], budget: int) -> None:
+        limit = self.target.max_positions
+        longest = max(len(prompt) for prompt in prompts)
+        if limit is not None and longest + budget > limit:
+            raise ValueError(
+                f"a prompt of {longest} tokens and {budget} new ones exceed the target's {limit} positions; shorten "
+                "the prompt or lower max_new_tokens"
+            )
+        needed = sum(map(len, prompts)) + len(prompts) * (budget + self.topology.num_nodes)
+        if self.max_cache_tokens is not None and needed > self.max_cache_tokens:
+            raise CacheOverflow(
+                f"this batch may need {needed} cache rows, max_cache_tokens is {self.max_cache_tokens}; raise it, "
+                "lower max_new_tokens or decode fewer prompts at once"
+            )

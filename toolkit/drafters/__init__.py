@@ -1,0 +1,8 @@
+"""Drafters: they propose tokens and know the law they were drawn from."""
+
+from arbordraft.drafters.base import Drafter
+from arbordraft.drafters.early_exit import EarlyExitDrafter
+from arbordraft.drafters.language_model import LanguageModelDrafter
+from arbordraft.drafters.ngram import NGramDrafter
+
+__all__ = ["Drafter", "EarlyExitDrafter", "LanguageModelDrafter", "NGramDrafter"]

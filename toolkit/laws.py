@@ -1,0 +1,184 @@
+"""Draft laws: how the children of one node are drawn.
+
+Every law here draws some *tail* tokens at random and then adds some *top* tokens that are certain. Order
+matters: children are listed, and verified, in the order of drawing, the random ones first.
+
+Shapes: V vocabulary, k children. Draft rows hold probabilities; they may be off their sum of 1 by rounding.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor, nn
+
+from arbordraft.sampling import draw
+
+
+class DraftLaw(nn.Module):
+    """Draws ``tails`` tokens from a draft row without its tops, then lists the ``tops`` most probable tokens.
+
+    Users pick one of the named laws: :class:`IID`, :class:`WithoutReplacement`, :class:`TopTail`,
+    :class:`Fixed`.
+
+    Tokens of draft probability 0 are never drafted: a row with too small a support yields fewer children. How
+    many depends on the draft row alone, which keeps every verifier lossless.
+
+    Args:
+        tops: number of certain tokens. Among equally probable tokens the smaller id comes first.
+        tails: number of random tokens.
+        replacement: whether a token may be drawn more than once.
+
+    Raises:
+        ValueError: if a count is negative or both are zero.
+    """
+
+    def __init__(self, tops: int, tails: int, replacement: bool) -> None:
+        super().__init__()
+        if tops < 0 or tails < 0 or tops + tails < 1:
+            raise ValueError(f"a draft law needs at least one child, got {tops} tops and {tails} tails")
+        self.tops = tops
+        self.tails = tails
+        self.replacement = replacement
+
+    @property
+    def k(self) -> int:
+        """Greatest number of children of one node."""
+        return self.tops + self.tails
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether the children follow from the draft row without any noise."""
+        return self.tails == 0
+
+    def narrow(self, children: int) -> "DraftLaw":
+        """The same law for a node with fewer children; the random draw is the last to go.
+
+        Raises:
+            ValueError: if more children are asked for than the law draws.
+        """
+        if not 1 <= children <= self.k:
+            raise ValueError(f"{self} draws 1 to {self.k} children, a node with {children} was planned")
+        if children == self.k:
+            return self
+        tops = min(self.tops, children - min(self.tails, 1))
+        return DraftLaw(tops, children - tops, self.replacement)
+
+    def draw(self, draft: Tensor, uniforms: Sequence[float]) -> list[int]:
+        """Children in the order in which they must be verified.
+
+        Args:
+            draft: ``[V]`` the draft row, exactly as it will be shown to the verifier.
+            uniforms: at least ``tails`` independent uniforms in [0, 1).
+        """
+        tops, row = self._split(draft)
+        tails: list[int] = []
+        for index in range(self._tails_of(row)):
+            tails.append(draw(row, uniforms[index]))
+            if not self.replacement:
+                row[tails[-1]] = 0
+        return tails + tops
+
+    def proposals(self, draft: Tensor | None, tokens: Sequence[int]) -> Iterator[Tensor | None]:
+        """The ``[V]`` law of every child given the children before it; ``None`` for one that was certain.
+
+        Args:
+            draft: ``[V]`` draft row. If there is none, all children are taken for certain: a deterministic law needs
+                no more, and children drawn by any other stay losslessly verified, only less often accepted.
+            tokens: what :meth:`draw` returned for that row, or the beginning of it.
+        """
+        if self.deterministic or draft is None:
+            yield from (None for _ in tokens)
+            return
+        tops, row = self._split(draft)
+        for token in tokens:
+            if token in tops:
+                yield None
+                continue
+            yield row / row.sum()
+            if not self.replacement:
+                row[token] = 0
+
+    def enumerate(self, draft: Tensor) -> Iterator[tuple[float, list[int]]]:
+        """All outcomes of :meth:`draw` with their probabilities; meant for small supports."""
+        tops, row = self._split(draft)
+
+        def tails(row: Tensor, left: int) -> Iterator[tuple[float, list[int]]]:
+            if left == 0:
+                yield 1.0, []
+                return
+            mass = row.sum().item()
+            for token in row.nonzero().flatten().tolist():
+                rest = row.clone()
+                if not self.replacement:
+                    rest[token] = 0
+                for probability, tokens in tails(rest, left - 1):
+                    yield row[token].item() / mass * probability, [token, *tokens]
+
+        for probability, tokens in tails(row, self._tails_of(row)):
+            yield probability, tokens + tops
+
+    def top_tokens(self, draft: Tensor) -> list[int]:
+        """The certain tokens, the most probable one first."""
+        count = min(self.tops, len(draft))
+        if count == 0:
+            return []
+        if count == 1:
+            return [int(draft.argmax())]  # the first one if there are several
+        # Not the indices of topk: among equal values these depend on the device.
+        candidates = ((draft >= draft.topk(count).values[-1]) & (draft > 0)).nonzero().flatten()
+        order = draft[candidates].argsort(descending=True, stable=True)
+        return candidates[order[:count]].tolist()
+
+    def _split(self, draft: Tensor) -> tuple[list[int], Tensor]:
+        """The certain tokens, and a copy of the row without them."""
+        tops, row = self.top_tokens(draft), draft.clone()
+        row[tops] = 0
+        return tops, row
+
+    def _tails_of(self, row: Tensor) -> int:
+        """How many tokens are drawn from what is left of a row."""
+        if self.tails == 0:
+            return 0
+        support = int((row > 0).sum())
+        return self.tails if self.replacement and support > 0 else min(self.tails, support)
+
+    def extra_repr(self) -> str:
+        return f"tops={self.tops}, tails={self.tails}, replacement={self.replacement}"
+
+
+class IID(DraftLaw):
+    """``k`` independent draws; equal tokens may occur and stay separate children."""
+
+    def __init__(self, k: int) -> None:
+        super().__init__(tops=0, tails=k, replacement=True)
+
+
+class WithoutReplacement(DraftLaw):
+    """``k`` different tokens, drawn one after the other from what is left of the row."""
+
+    def __init__(self, k: int) -> None:
+        super().__init__(tops=0, tails=k, replacement=False)
+
+
+class TopTail(DraftLaw):
+    """``tails`` tokens drawn without replacement besides the ``tops`` most probable ones, then these.
+
+    ``TopTail(1, 1)`` is the law of the pair that SpecHub draws (Sun et al., EMNLP 2024),
+    ``TopTail(k - 1, 1)`` the greedy drafting of Hu et al. (ICLR 2025).
+    """
+
+    def __init__(self, tops: int, tails: int) -> None:
+        super().__init__(tops, tails, replacement=False)
+
+
+class Fixed(DraftLaw):
+    """The ``k`` most probable tokens, or any tokens that a drafter chose without noise (an n-gram lookup)."""
+
+    def __init__(self, k: int) -> None:
+        super().__init__(tops=k, tails=0, replacement=False)
+
+
+def given(draft: Tensor | None) -> Tensor:
+    """The draft row of a node, for rules that cannot do without; raises ValueError if there is none."""
+    if draft is None:
+        raise ValueError("children drawn at random cannot be verified without the draft row they were drawn from")
+    return draft

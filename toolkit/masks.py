@@ -1,0 +1,104 @@
+"""The topology-aware causal mask: built once for the largest tree, sliced ever after.
+
+Shapes: N nodes of the topology, n <= N nodes in use, C context tokens, W ancestor words.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from arbordraft.topology import WORD_BITS, TreeTopology, ancestor_words
+
+
+class SlicedCausalMask(nn.Module):
+    """Which keys the nodes of a draft tree may attend to, for every draft length and context length at once.
+
+    One buffer holds, for the largest tree, a block of ones for the context and to its right the ancestor
+    matrix. Because nodes are listed level by level, the mask of any shorter draft after any shorter context
+    is a rectangle of that buffer: every method but :meth:`select` always returns a view and allocates
+    nothing.
+
+    Args:
+        topology: the largest tree.
+        max_context: greatest number of committed tokens that a dense view may cover. Ancestor words do not
+            mention the context (all of it is visible), so users of words alone leave it at 0.
+
+    Source: improved MCSD (Lu et al., 2024), the topology-aware causal mask.
+    """
+
+    strip: Tensor  # [N, max_context + N] bool
+    words: Tensor  # [N, W] int64
+
+    def __init__(self, topology: TreeTopology, max_context: int = 0) -> None:
+        super().__init__()
+        if max_context < 0:
+            raise ValueError(f"max_context must not be negative, got {max_context}")
+        self.topology = topology
+        self.max_context = max_context
+        context = torch.ones(topology.num_nodes, max_context, dtype=torch.bool)
+        self.register_buffer("strip", torch.cat([context, topology.visible.cpu()], dim=1), persistent=False)
+        self.register_buffer("words", ancestor_words(topology.visible.cpu()), persistent=False)
+
+    def prefix(self, nodes: int, context: int = 0) -> Tensor:
+        """Mask of the first ``nodes`` nodes after ``context`` committed tokens: a ``[n, C + n]`` bool view.
+
+        Raises:
+            ValueError: if the topology has fewer nodes, or ``context`` exceeds ``max_context``.
+        """
+        self._check(nodes, context)
+        return self.strip[:nodes, self.max_context - context : self.max_context + nodes]
+
+    def level(self, depth: int, context: int = 0) -> Tensor:
+        """Rows of the nodes at ``depth``, over the context and all nodes down to that level: a bool view."""
+        rows = self.topology.levels[depth]
+        self._check(rows.stop, context)
+        return self.strip[rows.start : rows.stop, self.max_context - context : self.max_context + rows.stop]
+
+    def prefix_words(self, nodes: int) -> Tensor:
+        """Ancestor words of the first ``nodes`` nodes: a ``[n, W]`` int64 view."""
+        self._check(nodes, 0)
+        return self.words[:nodes]
+
+    def level_words(self, depth: int) -> Tensor:
+        """Ancestor words of the nodes at ``depth``: an int64 view."""
+        rows = self.topology.levels[depth]
+        return self.words[rows.start : rows.stop]
+
+    def select(self, rows: Sequence[int], columns: Sequence[int]) -> Tensor:
+        """Ancestor words of the nodes ``rows`` when the cache holds the nodes ``columns``, in that order.
+
+        Args:
+            rows: R nodes, in the order wanted.
+            columns: M nodes; bit ``j`` stands for ``columns[j]``.
+
+        Returns:
+            ``[R, max(1, ceil(M / 64))]`` int64. A stretch of a prefix of the tree is answered with a view,
+            any other choice (a tree that lost branches) with a gather.
+        """
+        if rows and rows[-1] < len(columns) and _is_range(columns, 0) and _is_range(rows, rows[0]):
+            return self.words[rows[0] : rows[-1] + 1, : -(-len(columns) // WORD_BITS)]
+        visible = self.strip[:, self.max_context :]
+        row_index = torch.as_tensor(rows, dtype=torch.int64, device=visible.device)
+        column_index = torch.as_tensor(columns, dtype=torch.int64, device=visible.device)
+        return ancestor_words(visible[row_index[:, None], column_index])
+
+    def extra_repr(self) -> str:
+        return f"max_context={self.max_context}"
+
+    def _check(self, nodes: int, context: int) -> None:
+        if not 0 <= nodes <= self.topology.num_nodes:
+            raise ValueError(f"the topology has {self.topology.num_nodes} nodes, {nodes} were asked for")
+        if not 0 <= context <= self.max_context:
+            raise ValueError(f"context {context} exceeds max_context {self.max_context}; build the mask with more")
+
+
+def stack_words(words: Sequence[Tensor]) -> Tensor:
+    """One ``[T, W]`` tensor of ancestor words from those of several samples, as wide as the widest."""
+    width = max((rows.shape[1] for rows in words), default=1)
+    return torch.cat([F.pad(rows, (0, width - rows.shape[1])) for rows in words])
+
+
+def _is_range(values: Sequence[int], start: int) -> bool:
+    return list(values) == list(range(start, start + len(values)))

@@ -1,0 +1,80 @@
+"""What a decoding run counts."""
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from arbordraft.kernels.ragged_tree_attention import RaggedBatch
+from arbordraft.types import SampleTree, SampleVerdict
+
+
+@dataclass
+class DecodeStats:
+    """Counts of one batch.
+
+    Args:
+        exactness: what the coupling promises about the output law.
+        emitted: committed tokens of every sample.
+        forwards: target forwards that every sample took part in.
+        drafted: drafted tokens, all samples.
+        tried: by depth, how often some child at that depth was up for acceptance.
+        accepted: by depth, how often one was accepted.
+        accepted_rank: by rank among its siblings, how often a child was accepted.
+        rows: packed rows of all target forwards.
+        pad_rows: rows that belong to no token.
+        pad_keys: attended cache columns that belong to no token.
+        seconds: time by phase: prefill, draft, target, verify, commit.
+    """
+
+    exactness: str
+    emitted: list[int]
+    forwards: list[int]
+    drafted: int = 0
+    tried: Counter[int] = field(default_factory=Counter)
+    accepted: Counter[int] = field(default_factory=Counter)
+    accepted_rank: Counter[int] = field(default_factory=Counter)
+    rows: int = 0
+    pad_rows: int = 0
+    pad_keys: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def tau(self) -> float:
+        """Block efficiency: emitted tokens per target forward of a sample, recovered or bonus token included."""
+        return sum(self.emitted) / max(1, sum(self.forwards))
+
+    @property
+    def acceptance_by_depth(self) -> list[float]:
+        """``[d - 1]``: share of the times that a child at depth ``d`` was accepted when there was one to accept."""
+        return [self.accepted[depth] / self.tried[depth] for depth in sorted(self.tried)]
+
+    def count_forward(self, batch: RaggedBatch, rows: int, keys: int) -> None:
+        """Counts a target forward for which ``rows`` rows and ``keys`` cache columns were needed."""
+        attended = sum(batch.past) + sum(map(len, batch.tree_positions))
+        self.rows += len(batch.slots)
+        self.pad_rows += len(batch.slots) - rows
+        self.pad_keys += attended - keys
+
+    def record(self, sample: int, tree: SampleTree, verdict: SampleVerdict, emitted: int) -> None:
+        """Counts one verdict of which ``emitted`` tokens were committed."""
+        self.forwards[sample] += 1
+        self.emitted[sample] += emitted
+        self.drafted += len(tree.tokens) - 1
+        for node in verdict.path:
+            depth = tree.topology.depth_list[node]
+            self.tried[depth] += 1
+            self.accepted[depth] += 1
+            self.accepted_rank[tree.topology.child_list[tree.topology.parent_list[node]].index(node)] += 1
+        if verdict.recovered:
+            self.tried[len(verdict.path) + 1] += 1
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Adds the time spent inside to ``seconds[name]``."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start

@@ -1,0 +1,19 @@
+"""The result of ``generate(return_dict_in_generate=True)``."""
+
+from dataclasses import dataclass
+
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from arbordraft.metrics import DecodeStats
+
+
+@dataclass
+class SpeculativeOutput(GenerateDecoderOnlyOutput):
+    """Hugging Face's output with the statistics of speculative decoding.
+
+    Args:
+        sequences: ``[B, L + new]`` token ids.
+        stats: counts of the run.
+    """
+
+    stats: DecodeStats | None = None

@@ -1,0 +1,147 @@
+"""From logits to probabilities, and from probabilities and noise to tokens.
+
+Shapes: B samples, N topology nodes, R rows, V vocabulary.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import LogitsProcessor, LogitsProcessorList
+
+# Processors that look at the scores alone: they run once over all rows. Any other one runs per row, on the
+# row's path.
+_PATH_FREE = frozenset(
+    {
+        "EpsilonLogitsWarper",
+        "EtaLogitsWarper",
+        "InfNanRemoveLogitsProcessor",
+        "LogitNormalization",
+        "MinPLogitsWarper",
+        "SuppressTokensLogitsProcessor",
+        "TemperatureLogitsWarper",
+        "TopHLogitsWarper",
+        "TopKLogitsWarper",
+        "TopPLogitsWarper",
+        "TypicalLogitsWarper",
+    }
+)
+# Processors that keep a state from call to call, or expect a second, unconditional row: the rows of a tree
+# are neither a sequence nor such a pair.
+_NOT_FOR_TREES = frozenset(
+    {
+        "ClassifierFreeGuidanceLogitsProcessor",
+        "DiaClassifierFreeGuidanceLogitsProcessor",
+        "DiaEOSDelayPatternLogitsProcessor",
+        "SynthIDTextWatermarkLogitsProcessor",
+        "UnbatchedClassifierFreeGuidanceLogitsProcessor",
+        "WhisperNoSpeechDetection",
+    }
+)
+# Processors that index the batch they were built for: they cannot be applied to one sample of several.
+_BATCH_BOUND = frozenset(
+    {
+        "EncoderNoRepeatNGramLogitsProcessor",
+        "EncoderRepetitionPenaltyLogitsProcessor",
+        "PrefixConstrainedLogitsProcessor",
+    }
+)
+
+
+class Warp:
+    """Applies Hugging Face logits processors to the rows of ragged draft trees, each row along its own path.
+
+    Args:
+        processors: what ``generate()`` prepared: penalties, temperature, top-k, top-p, user-defined ones.
+            They must be functions of the tokens before a row and of its scores; processors known not to be
+            are refused.
+        batch_size: number of samples of the batch.
+
+    Raises:
+        ValueError: if a processor keeps state between calls, or indexes the batch while there are several
+            samples.
+    """
+
+    def __init__(self, processors: "LogitsProcessorList | Sequence[LogitsProcessor]", batch_size: int = 1) -> None:
+        self.processors = list(processors)
+        for processor in self.processors:
+            names = {cls.__name__ for cls in type(processor).__mro__}
+            if refused := names & _NOT_FOR_TREES:
+                raise ValueError(f"{refused.pop()} cannot judge the nodes of a tree: they are not one sequence")
+            if batch_size > 1 and (bound := names & _BATCH_BOUND):
+                raise ValueError(f"{bound.pop()} is bound to the rows of a batch; decode one prompt at a time with it")
+
+    def __call__(self, logits: Tensor, path_of: Callable[[int], Sequence[int]]) -> Tensor:
+        """Processed logits in float32 (float64 stays float64).
+
+        Args:
+            logits: ``[R, V]``, left as they are.
+            path_of: token ids that precede the prediction of a row, prompt included; called only if needed.
+        """
+        scores = logits if logits.dtype == torch.float64 else logits.float()
+        paths: list[Tensor] = []
+        for processor in self.processors:
+            if type(processor).__name__ in _PATH_FREE:  # a subclass may look at the path after all
+                scores = processor(scores.new_zeros(len(scores), 1, dtype=torch.long), scores)
+            elif len(scores):
+                paths = paths or [
+                    torch.tensor([list(path_of(row))], device=scores.device) for row in range(len(scores))
+                ]
+                # A clone per row: processors are free to write into the scores they are given.
+                rows = [processor(path, scores[i : i + 1].clone()) for i, path in enumerate(paths)]
+                scores = torch.cat(rows)
+        return scores
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The uniforms of one step: one per sample, node and purpose, so that no draw is ever used twice.
+
+    All are ``[B, N]`` float64 in [0, 1), indexed by topology node: ``draft`` draws the node's own token,
+    ``accept`` decides about the node, ``final`` draws the recovered or bonus token if the path ends there.
+    """
+
+    draft: Tensor
+    accept: Tensor
+    final: Tensor
+
+    @classmethod
+    def draw(cls, generators: Sequence[torch.Generator], nodes: int) -> Self:
+        """Draws from one generator per sample, always as much, so that a request's stream is its own."""
+        uniforms = torch.zeros(3, len(generators), nodes, dtype=torch.float64)
+        for sample, generator in enumerate(generators):
+            uniforms[:, sample] = torch.rand(3, nodes, generator=generator, dtype=torch.float64)
+        return cls(*uniforms)
+
+
+def residual(target: Tensor, draft: Tensor) -> Tensor:
+    """Target mass that the draft did not cover, unnormalised: ``(target - draft)+``."""
+    return (target - draft).clamp_min_(0)
+
+
+def draw(weights: Tensor, uniform: float) -> int:
+    """Inverse-CDF draw from unnormalised weights.
+
+    Args:
+        weights: ``[V]``, non-negative with a positive sum.
+        uniform: in [0, 1).
+
+    Returns:
+        A token of positive weight.
+
+    Raises:
+        ValueError: if the weights sum to zero or are not finite.
+    """
+    cumulative = weights.double().cumsum(0)  # in float32 a large vocabulary loses its tail
+    total = cumulative[-1].item()
+    if not 0 < total < math.inf:
+        raise ValueError(f"cannot draw from weights with the sum {total}")
+    token = int(torch.searchsorted(cumulative, uniform * total, right=True))
+    if token < len(weights):
+        return token  # the sum grew at this token, so its weight is positive
+    return int(weights.nonzero()[-1])  # uniform * total was rounded up to the total

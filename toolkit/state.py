@@ -1,0 +1,89 @@
+"""What changes while a batch is decoded.
+
+Shapes: B samples.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from arbordraft.cache import RaggedKVCache
+from arbordraft.huggingface import Stopping
+from arbordraft.metrics import DecodeStats
+from arbordraft.sampling import Warp
+from arbordraft.types import History
+
+if TYPE_CHECKING:
+    from transformers.generation.streamers import BaseStreamer
+
+
+@dataclass
+class DecodeState:
+    """A batch between two steps. Every list has one entry per sample.
+
+    Args:
+        tokens: committed tokens, prompt included, padding not.
+        budget: tokens a sample may still emit; 0 when it is finished.
+        padding: left padding that the caller's batch has in front of the prompt.
+        handles: the samples in the target's cache.
+        cache: the target's cache; it holds all committed tokens but the last.
+        drafts: the drafter's own state.
+        generators: sources of noise.
+        warp: the request's logits processors.
+        greedy: whether the target decodes at temperature 0.
+        stopping: the request's stopping criteria.
+        stats: what is counted.
+        streamers: receivers of committed tokens; none if empty.
+    """
+
+    tokens: list[list[int]]
+    budget: list[int]
+    padding: list[int]
+    handles: list[int]
+    cache: RaggedKVCache
+    drafts: Any
+    generators: list[torch.Generator]
+    warp: Warp
+    greedy: bool
+    stopping: Stopping
+    stats: DecodeStats
+    streamers: "Sequence[BaseStreamer]" = ()
+    history: list[History] = field(init=False)
+    failures: dict[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.history = [History() for _ in self.tokens]
+
+    @property
+    def active(self) -> list[int]:
+        """Samples that are not finished."""
+        return [sample for sample, budget in enumerate(self.budget) if budget > 0]
+
+    def path(self, sample: int, drafted: Sequence[int] = ()) -> list[int]:
+        """A sample's tokens as they stand in the caller's batch, with drafted ones behind.
+
+        Left padding is filled with the sample's own first token: lengths agree with Hugging Face's, yet no padding
+        token counts as seen, so penalties do not depend on what shares the batch.
+        """
+        tokens = self.tokens[sample]
+        return [tokens[0]] * self.padding[sample] + tokens + list(drafted)
+
+    def append(self, sample: int, tokens: Sequence[int]) -> int:
+        """Commits tokens one by one until the sample ends; returns how many."""
+        kept = 0
+        for token in tokens[: self.budget[sample]]:
+            self.tokens[sample].append(token)
+            self.budget[sample] -= 1
+            kept += 1
+            if self.stopping(token, lambda: self.path(sample)):
+                self.budget[sample] = 0
+                break
+        self.stream(sample, tokens[:kept])
+        return kept
+
+    def stream(self, sample: int, tokens: Sequence[int]) -> None:
+        """Hands committed tokens to the sample's streamer."""
+        if self.streamers:
+            self.streamers[sample].put(torch.tensor(tokens))

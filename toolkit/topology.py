@@ -1,0 +1,244 @@
+"""The static shape of a draft tree.
+
+Shapes: N nodes (node 0 is the root), W = ceil(N / 64) ancestor words.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+WORD_BITS = 64
+Values = npt.NDArray[np.float64]
+
+
+class TreeTopology(nn.Module):
+    """Parents, depths, levels and ancestors of a draft tree.
+
+    Node 0 is the root: the last committed token of a sample. Nodes are listed level by level, every parent
+    before its children, so the first ``n`` nodes are again a tree. That is what lets a mask be sliced instead
+    of rebuilt.
+
+    Args:
+        parents: parent of every node, ``-1`` for the root alone. Depths must not decrease along the list.
+
+    Raises:
+        ValueError: if the list is empty, node 0 is not the only root, a parent does not come before its
+            child, or the nodes are not listed level by level.
+    """
+
+    parents: Tensor  # [N] int64, -1 at the root
+    depths: Tensor  # [N] int64, 0 at the root
+    visible: Tensor  # [N, N] bool, visible[i, j]: j is i or an ancestor of i
+
+    def __init__(self, parents: Sequence[int]) -> None:
+        super().__init__()
+        parents = [int(parent) for parent in parents]
+        depths = _checked_depths(parents)
+        levels: list[list[int]] = [[] for _ in range(depths[-1] + 1)]
+        children: list[list[int]] = [[] for _ in parents]
+        for node, parent in enumerate(parents):
+            levels[depths[node]].append(node)
+            if parent >= 0:
+                children[parent].append(node)
+        # Plain-Python twins of the buffers: control flow reads these without a device round trip.
+        self.parent_list = tuple(parents)
+        self.depth_list = tuple(depths)
+        self.child_list = tuple(tuple(nodes) for nodes in children)  # `children` is a method of every nn.Module
+        self.levels = tuple(range(nodes[0], nodes[-1] + 1) for nodes in levels)
+
+        visible = torch.zeros(len(parents), len(parents), dtype=torch.bool)
+        for node, parent in enumerate(parents):
+            if parent >= 0:
+                visible[node] = visible[parent]
+            visible[node, node] = True
+        self.register_buffer("parents", torch.tensor(parents), persistent=False)
+        self.register_buffer("depths", torch.tensor(depths), persistent=False)
+        self.register_buffer("visible", visible, persistent=False)
+
+    @classmethod
+    def from_parents(cls, parents: Sequence[int]) -> Self:
+        """A tree from its parent list; see the class for what is checked."""
+        return cls(parents)
+
+    @classmethod
+    def from_k_config(cls, k_config: Sequence[int]) -> Self:
+        """Every node at depth ``d`` gets ``k_config[d]`` children, as in MCSD; ``(4, 2, 2)`` has 29 nodes.
+
+        Raises:
+            ValueError: if a child count is not positive.
+        """
+        if any(k < 1 for k in k_config):
+            raise ValueError(f"k_config {tuple(k_config)} must hold positive child counts")
+        parents, level = [-1], range(1)
+        for k in k_config:
+            parents += [parent for parent in level for _ in range(k)]
+            level = range(level.stop, len(parents))
+        return cls(parents)
+
+    @classmethod
+    def chain(cls, length: int) -> Self:
+        """One path of ``length`` drafted tokens below the root; ``chain(0)`` is plain decoding."""
+        if length < 0:
+            raise ValueError(f"a chain cannot have {length} drafted tokens")
+        return cls.from_k_config([1] * length)
+
+    @classmethod
+    def k_ary(cls, k: int, depth: int) -> Self:
+        """The complete ``k``-ary tree of the given depth."""
+        if depth < 0:
+            raise ValueError(f"a tree cannot have depth {depth}")
+        return cls.from_k_config([k] * depth)
+
+    @classmethod
+    def fork(cls, width: int, depth: int) -> Self:
+        """``width`` chains that part at the root: the fork of improved MCSD."""
+        if depth < 1:
+            raise ValueError("a fork is at least one token deep")
+        return cls.from_k_config([width] + [1] * (depth - 1))
+
+    @classmethod
+    def sequoia(cls, acceptance: Sequence[float], nodes: int, max_depth: int | None = None) -> Self:
+        """The tree of ``nodes`` nodes (root included) with the greatest expected number of accepted tokens.
+
+        Args:
+            acceptance: ``acceptance[j]``: probability that the child of rank ``j`` is the one accepted below
+                an accepted node, measured for the draft law in use. Its length bounds the number of siblings;
+                it need not decrease, but a child of rank ``j`` is drawn only after those of lower rank.
+            nodes: size of the tree, root included.
+            max_depth: greatest depth, unlimited by default.
+
+        Raises:
+            ValueError: if a probability lies outside [0, 1], they sum to more than 1, or no such tree exists.
+
+        Source: Sequoia (Chen et al., 2024), the dynamic programme of section 3.
+        """
+        return cls(_sequoia_parents(tuple(acceptance), nodes, nodes - 1 if max_depth is None else max_depth))
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes, root included."""
+        return len(self.parent_list)
+
+    @property
+    def max_depth(self) -> int:
+        """Depth of the deepest node."""
+        return len(self.levels) - 1
+
+    def level_end(self, depth: int) -> int:
+        """Number of nodes of depth at most ``depth``."""
+        return self.levels[min(depth, self.max_depth)].stop
+
+    def path(self, node: int) -> list[int]:
+        """The nodes from the root down to ``node``, both included."""
+        path = [node]
+        while path[-1] > 0:
+            path.append(self.parent_list[path[-1]])
+        return path[::-1]
+
+    def extra_repr(self) -> str:
+        return f"nodes={self.num_nodes}, levels={[len(level) for level in self.levels]}"
+
+
+def ancestor_words(visible: Tensor) -> Tensor:
+    """Packs a visibility matrix into words: bit ``j`` of row ``i`` says that row ``i`` sees column ``j``.
+
+    Args:
+        visible: ``[R, M]`` bool.
+
+    Returns:
+        ``[R, max(1, ceil(M / 64))]`` int64; bit ``j % 64`` of word ``j // 64`` stands for column ``j``.
+    """
+    rows, columns = visible.shape
+    words = torch.zeros(rows, max(1, -(-columns // WORD_BITS)), dtype=torch.int64, device=visible.device)
+    for word in range(words.shape[1]):
+        bits = visible[:, word * WORD_BITS : (word + 1) * WORD_BITS].to(torch.int64)
+        shifts = torch.arange(bits.shape[1], device=visible.device)
+        words[:, word] = (bits << shifts).sum(dim=1)  # distinct bits, so the sum is their union, the sign bit too
+    return words
+
+
+def _checked_depths(parents: list[int]) -> list[int]:
+    if not parents or parents[0] != -1:
+        raise ValueError("a tree starts with its root: parents[0] must be -1")
+    depths = [0]
+    for node, parent in enumerate(parents[1:], start=1):
+        if not 0 <= parent < node:
+            raise ValueError(f"parents[{node}] = {parent}: every node but the root needs a parent listed before it")
+        depths.append(depths[parent] + 1)
+        if depths[node] < depths[node - 1]:
+            raise ValueError(
+                f"node {node} has depth {depths[node]} but follows a node of depth {depths[node - 1]}: "
+                "list the nodes level by level"
+            )
+    return depths
+
+
+def _sequoia_parents(acceptance: tuple[float, ...], nodes: int, max_depth: int) -> list[int]:
+    if nodes < 1 or max_depth < 0:
+        raise ValueError(f"no tree has {nodes} nodes and depth {max_depth}")
+    if any(not 0 <= rate <= 1 for rate in acceptance) or sum(acceptance) > 1 + 1e-9:
+        raise ValueError(f"acceptance {acceptance} must be probabilities that sum to at most 1")
+
+    # trees[h][n]: greatest expected number of accepted nodes (its root counts as one) of a tree with n nodes
+    # and height at most h. forests[h][j][n]: the same for the children of rank j and later of such a tree's
+    # root, n nodes in all; a rank is used only after the lower ones, so an empty rank ends the forest.
+    trees = [_alone(nodes)]
+    forests: list[list[Values]] = [[_nothing(nodes)]]
+    while len(trees) <= max_depth:
+        ranks = [_nothing(nodes)]
+        for rate in reversed(acceptance):
+            ranks.insert(0, _forest(rate, trees[-1], ranks[0]))
+        deeper = np.concatenate([[-math.inf], 1 + ranks[0][:-1]])
+        if np.array_equal(deeper, trees[-1]):
+            break  # more height no longer helps a tree of any size
+        trees.append(deeper)
+        forests.append(ranks)
+
+    if trees[-1][nodes] == -math.inf:
+        raise ValueError(
+            f"no tree of depth {max_depth} with at most {len(acceptance)} children per node has {nodes} nodes"
+        )
+    parents, level, height = [-1], [(0, nodes)], len(trees) - 1
+    while level:
+        following = []
+        for node, size in level:
+            budget = size - 1
+            for rank, rate in enumerate(acceptance):
+                if budget == 0:
+                    break
+                sizes = np.flatnonzero(trees[height - 1][: budget + 1] > -math.inf)
+                later = forests[height][rank + 1][budget - sizes]
+                child_size = int(sizes[np.argmax(rate * trees[height - 1][sizes] + later)])
+                following.append((len(parents), child_size))
+                parents.append(node)
+                budget -= child_size
+        level, height = following, max(height - 1, 0)
+    return parents
+
+
+def _alone(nodes: int) -> Values:
+    """Value by size of a tree that is only a root."""
+    value = np.full(nodes + 1, -math.inf)
+    value[1] = 1.0
+    return value
+
+
+def _nothing(nodes: int) -> Values:
+    """Value by size of a forest without trees."""
+    value = np.full(nodes + 1, -math.inf)
+    value[0] = 0.0
+    return value
+
+
+def _forest(rate: float, trees: Values, later: Values) -> Values:
+    """Value by size of a forest whose first tree is entered at ``rate``, the others worth ``later``."""
+    value = _nothing(len(trees) - 1)
+    for size in range(1, len(trees)):
+        if trees[size] > -math.inf:
+            np.maximum(value[size:], rate * trees[size] + later[: len(later) - size], out=value[size:])
+    return value

@@ -1,0 +1,198 @@
+"""The data that flows through one decoding step.
+
+Shapes: B samples, n_b nodes of sample b (root included, 0 if it is finished), T = sum of n_b, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from arbordraft.laws import DraftLaw
+from arbordraft.masks import SlicedCausalMask
+from arbordraft.sampling import Noise
+from arbordraft.topology import TreeTopology
+
+Row = TypeVar("Row")
+
+
+@dataclass(frozen=True)
+class SampleTree:
+    """The draft tree of one sample: the living nodes of its topology, their tokens and draft rows.
+
+    A node is alive only if its parent is. Siblings are given up from the last drawn to the first, and never
+    because of the token of a node that was drawn at random: verification would no longer be lossless.
+
+    Args:
+        topology: the planned shape.
+        law: the law by which children were drawn; a node planned with fewer children used ``law.narrow``.
+        tokens: token of every living node in ascending node order. Node 0 is the last committed token.
+        draft_probs: ``[V]`` draft row of every node with children, as sampled from. A node may lack one only
+            if its law is deterministic.
+
+    Raises:
+        ValueError: if the root is not alive, nodes are out of order, or a living node has a dead parent.
+    """
+
+    topology: TreeTopology
+    law: DraftLaw
+    tokens: Mapping[int, int]
+    draft_probs: Mapping[int, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        nodes, parents = list(self.tokens), self.topology.parent_list
+        if nodes[:1] != [0] or nodes != sorted(nodes) or nodes[-1] >= len(parents):
+            raise ValueError(f"tokens must list nodes of the topology from 0 upwards, got nodes {nodes}")
+        if orphan := next((node for node in nodes[1:] if parents[node] not in self.tokens), None):
+            raise ValueError(f"node {orphan} is alive, but its parent {parents[orphan]} is not")
+
+    def children(self, node: int) -> list[int]:
+        """Living children of a node, in the order in which they were drawn."""
+        return [child for child in self.topology.child_list[node] if child in self.tokens]
+
+    def law_of(self, node: int) -> DraftLaw:
+        """The law that drew the children of a node."""
+        return self.law.narrow(len(self.topology.child_list[node]))
+
+    def path(self, node: int) -> list[int]:
+        """Drafted tokens from below the root down to ``node``."""
+        return [self.tokens[passed] for passed in self.topology.path(node)[1:]]
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """One draft tree per sample of the batch; ``None`` for a sample that is finished."""
+
+    samples: tuple[SampleTree | None, ...]
+
+    @property
+    def lengths(self) -> list[int]:
+        """``n_b`` for every sample."""
+        return [len(sample.tokens) if sample else 0 for sample in self.samples]
+
+    def rows(self) -> Iterator[tuple[int, int, int]]:
+        """``(sample, node, token)`` of the T packed rows, sample after sample, nodes ascending."""
+        for index, sample in enumerate(self.samples):
+            if sample:
+                for node, token in sample.tokens.items():
+                    yield index, node, token
+
+    def split(self, rows: Sequence[Row]) -> Iterator[tuple[SampleTree | None, dict[int, Row]]]:
+        """Hands every sample its share of T packed rows, by node.
+
+        Raises:
+            ValueError: if there are not exactly T rows.
+        """
+        if len(rows) != sum(self.lengths):
+            raise ValueError(f"the batch has {sum(self.lengths)} nodes, but {len(rows)} rows were given")
+        start = 0
+        for sample, length in zip(self.samples, self.lengths, strict=True):
+            yield (
+                sample,
+                dict(zip(sample.tokens if sample else (), rows[start : start + length], strict=True)),
+            )
+            start += length
+
+    def packed_tokens(self) -> Tensor:
+        """``[T]`` int64 input of the target's forward."""
+        return torch.tensor([token for _, _, token in self.rows()], dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class SampleVerdict:
+    """What the verifier decided about one sample.
+
+    Args:
+        path: accepted nodes below the root, from shallow to deep.
+        token: the recovered or bonus token that follows them.
+        recovered: whether drafted children of the last accepted node were rejected; else the token is a
+            bonus.
+    """
+
+    path: tuple[int, ...]
+    token: int
+    recovered: bool
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One verdict per sample of the batch; ``None`` for a sample that did not take part."""
+
+    samples: tuple[SampleVerdict | None, ...]
+
+
+@dataclass
+class History:
+    """How drafting went for one sample so far; all that was committed, nothing that still is to be verified."""
+
+    failures: int = 0  # drafted steps in a row of which nothing was accepted
+    idle: int = 0  # steps in a row without drafting
+
+    def record(self, drafted: bool, accepted: bool) -> None:
+        """Adds one step."""
+        if drafted:
+            self.idle = 0
+            self.failures = 0 if accepted else self.failures + 1
+        else:
+            self.idle += 1
+
+
+@dataclass(frozen=True)
+class StepView:
+    """What a decider may look at before the children of the nodes at ``depth`` are drawn.
+
+    Every list has one entry per sample; the inner ones have one entry per frontier node (those at ``depth``).
+
+    Args:
+        depth: depth of the frontier, 0 for the roots.
+        confidence: draft probability of each frontier node's token, 1 for a root.
+        rows: ``[V]`` draft row that each frontier node was drawn from; ``None`` where there was none.
+        history: what happened in earlier steps.
+    """
+
+    depth: int
+    confidence: Sequence[Sequence[float]]
+    rows: Sequence[Sequence[Tensor | None]]
+    history: Sequence[History]
+
+    @property
+    def entropy(self) -> list[list[float]]:
+        """Entropy in nats of the row each frontier node was drawn from, 0 where there was none."""
+        found: dict[int, float] = {id(None): 0.0}  # siblings share their row
+        for row in (row for rows in self.rows for row in rows):
+            if id(row) not in found and row is not None:
+                found[id(row)] = torch.special.entr(row).sum().item()
+        return [[found[id(row)] for row in rows] for rows in self.rows]
+
+
+@dataclass(frozen=True)
+class DraftContext:
+    """All a drafter may know about the step it drafts for.
+
+    Args:
+        tokens: committed tokens of every sample, prompt included.
+        room: greatest useful depth of each sample's tree; ``None`` for a sample that is finished.
+        topology: the planned shape.
+        mask: the topology's sliced mask.
+        law: how children are drawn.
+        greedy: the target decodes at temperature 0. The verdict then depends on the tokens alone, so drafters
+            propose their most probable ones instead of drawing.
+        warp: the request's logits processors. Given ``[R, V]`` logits and, per row, the sample and the drafted tokens
+            before the prediction, it returns ``[R, V]`` scores.
+        decide: says before every level which samples go on.
+        history: how drafting went for each sample.
+        noise: uniforms of this step; ``None`` if ``greedy``.
+    """
+
+    tokens: Sequence[Sequence[int]]
+    room: Sequence[int | None]
+    topology: TreeTopology
+    mask: SlicedCausalMask
+    law: DraftLaw
+    greedy: bool
+    warp: Callable[[Tensor, Callable[[int], tuple[int, Sequence[int]]]], Tensor]
+    decide: Callable[[StepView], Sequence[bool]]
+    history: Sequence[History]
+    noise: Noise | None

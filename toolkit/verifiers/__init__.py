@@ -1,0 +1,25 @@
+"""Verification: rules decide at one node, tree verifiers decide about a whole tree."""
+
+from arbordraft.verifiers.k_seq import KSeq
+from arbordraft.verifiers.rules import Exactness, Matching, NodeLaw, RecursiveRejection, Rule, TopTailRule
+from arbordraft.verifiers.spechub import SpecHub
+from arbordraft.verifiers.transport import OptimalTransport, optimal_acceptance
+from arbordraft.verifiers.trees import Lifted, TopDown, TreeVerifier, TypicalAcceptance, greedy_verdict
+
+__all__ = [
+    "Exactness",
+    "KSeq",
+    "Lifted",
+    "Matching",
+    "NodeLaw",
+    "OptimalTransport",
+    "RecursiveRejection",
+    "Rule",
+    "SpecHub",
+    "TopDown",
+    "TopTailRule",
+    "TreeVerifier",
+    "TypicalAcceptance",
+    "greedy_verdict",
+    "optimal_acceptance",
+]

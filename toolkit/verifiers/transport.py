@@ -1,0 +1,231 @@
+"""Optimal transport between drafts and target: the programs behind SpecHub, and the optimum of every law.
+
+Shapes: V vocabulary, k children.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from scipy.optimize import linprog
+from scipy.sparse import csr_array
+from torch import Tensor
+
+from arbordraft.laws import DraftLaw, given
+from arbordraft.verifiers.rules import NodeLaw, Rule
+
+Array = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.int64]
+Outcomes = dict[tuple[int, ...], float]  # probability of every tuple of drawn tokens
+
+
+class OptimalTransport(Rule):
+    """The coupling of drafts and target that emits a drafted token as often as possible.
+
+    Found by linear programming, anew at every node: an inspectable rule and the oracle for all others, for
+    small vocabularies or for rows that top-k or top-p has truncated.
+
+    Args:
+        formulation: ``"full"`` has a variable per outcome of the draft and emitted token; ``"compact"`` keeps
+            only the variables whose token was drafted and completes the plan by a product of the residuals.
+        max_variables: greatest size of a program.
+
+    Raises:
+        ValueError: if the formulation is unknown; in the forward pass, if a program would be too large.
+
+    Source: SpecTr (Sun et al., 2023) for the full program, SpecHub (Sun et al., 2024) for the compact one.
+        HiGHS
+    solves both.
+    """
+
+    def __init__(self, formulation: Literal["compact", "full"] = "compact", max_variables: int = 200_000) -> None:
+        super().__init__()
+        if formulation not in ("compact", "full"):
+            raise ValueError(f'formulation must be "compact" or "full", got {formulation!r}')
+        self.formulation = formulation
+        self.max_variables = max_variables
+
+    def supports(self, law: DraftLaw) -> bool:
+        return True
+
+    def node_law(
+        self, target: Tensor, weight: float, draft: Tensor | None, tokens: Sequence[int], law: DraftLaw
+    ) -> NodeLaw:
+        outcomes = self._outcomes(law, draft, tuple(tokens))
+        drawable = {token for drawn in outcomes for token in drawn}
+        support = sorted(drawable | set(target.nonzero().flatten().tolist()))
+        position = {token: index for index, token in enumerate(support)}
+        p = np.append(_as_array(target)[support] * weight, 1 - weight)  # the null token comes last
+        self._check_size(len(outcomes) * (len(p) if self.formulation == "full" else law.k))
+        plan = (_full_plan if self.formulation == "full" else _compact_plan)(
+            {tuple(position[token] for token in drawn): mass for drawn, mass in outcomes.items()},
+            tuple(position[token] for token in tokens),
+            p,
+        )
+        stop = torch.zeros_like(target)
+        stop[support] = torch.as_tensor(plan[:-1], dtype=target.dtype, device=target.device)
+        return NodeLaw([0.0] * len(tokens), stop, float(plan[-1]))
+
+    def _outcomes(self, law: DraftLaw, draft: Tensor | None, tokens: tuple[int, ...]) -> Outcomes:
+        """Law of the tokens that could have been drawn instead, as many of them as are left."""
+        if law.deterministic:
+            return {tokens: 1.0}
+        draft = given(draft)
+        self._check_size(int((draft > 0).sum()) ** law.tails)
+        outcomes: Outcomes = {}
+        for mass, drawn in law.enumerate(draft):
+            key = tuple(drawn[: len(tokens)])
+            outcomes[key] = outcomes.get(key, 0.0) + mass
+        return outcomes
+
+    def _check_size(self, variables: int) -> None:
+        if variables > self.max_variables:
+            raise ValueError(
+                f"the program has {variables} variables, more than max_variables = {self.max_variables}; "
+                "truncate with top_k or top_p, or use a closed form such as SpecHub"
+            )
+
+    def extra_repr(self) -> str:
+        return f"formulation={self.formulation!r}"
+
+
+def optimal_acceptance(law: DraftLaw, target: Tensor, draft: Tensor) -> float:
+    """Greatest probability with which any lossless rule can emit one of the children that ``law`` draws.
+
+    Args:
+        law: the draft law.
+        target: ``[V]`` target probabilities.
+        draft: ``[V]`` draft row.
+
+    By duality this is ``1 + min_H (p(H) - Q(H))`` over token sets ``H``, ``Q(H)`` the probability that all
+    children lie in ``H``; the minimum is attained by the tops together with a prefix of the tokens sorted by
+    ``p / q`` (Hu et al., ICLR 2025). Costs one sort, except for three or more draws without replacement,
+    where ``Q`` is an integral over exponential clocks and costs a few microseconds per token.
+    """
+    p, q = _as_array(target), _as_array(draft)
+    tops = law.top_tokens(draft)
+    tail = q.copy()
+    tail[tops] = 0
+    (rest,) = tail.nonzero()
+    p_tops = float(p[tops].sum())
+    if law.tails == 0 or len(rest) == 0:
+        return p_tops
+    rest = rest[np.argsort(p[rest] / tail[rest], kind="stable")]
+    draws = law.tails if law.replacement else min(law.tails, len(rest))
+    covered = _all_inside(tail[rest] / tail.sum(), draws, law.replacement)
+    return min(1.0, 1 + float((p_tops + p[rest].cumsum() - covered).min()))
+
+
+def _all_inside(q: Array, draws: int, replacement: bool) -> Array:
+    """For every prefix of the tokens, the probability that all draws lie in it."""
+    mass = q.cumsum()
+    if replacement or draws == 1:
+        inside: Array = mass**draws
+    elif draws == 2:
+        # P(x first, both inside) = q(x) / (1 - q(x)) * (mass - q(x)), where a token with nearly all the mass
+        # needs the mass besides it summed up, not subtracted.
+        peak = int(q.argmax())
+        besides = q.copy()
+        besides[peak] = 0
+        odds = besides / (1 - besides)
+        inside = odds.cumsum() * mass - (odds * q).cumsum()
+        inside[peak:] += q[peak] * besides.cumsum()[peak:] / besides.sum()
+    else:
+        inside = _first_rings_inside(q, draws)
+    inside[-1] = 1.0
+    return inside
+
+
+def _first_rings_inside(q: Array, draws: int) -> Array:
+    """The same for draws without replacement, as the first rings of exponential clocks of rates ``q``.
+
+    They all lie in a prefix iff at least ``draws`` of its clocks ring before the first clock outside it,
+    which rings at rate ``1 - mass``. The trapezoid rule over the logarithm of that time converges
+    exponentially: the integrand falls off on both sides and is analytic in a strip around the real line.
+    """
+    step = 0.25
+    times = np.exp(np.arange(-36, 46, step))
+    outside = np.append(q[:0:-1].cumsum()[::-1], 0.0)
+    inside = np.zeros_like(q)
+    few = np.zeros((draws, len(times)))  # few[m]: probability that m clocks of the prefix rang by that time
+    few[0] = 1.0
+    for index, rate in enumerate(q):
+        silent = np.exp(-rate * times)
+        few[1:] = few[1:] * silent + few[:-1] * -np.expm1(-rate * times)
+        few[0] *= silent
+        if index + 1 >= draws:
+            density = outside[index] * np.exp(-outside[index] * times)
+            inside[index] = 1 - step * (times * density * few.sum(axis=0)).sum()
+    return inside
+
+
+def _full_plan(outcomes: Outcomes, drawn: tuple[int, ...], p: Array) -> Array:
+    """Law of the emitted token given the drawn tuple, from the program over all (tuple, token) pairs."""
+    keys, masses = list(outcomes), np.array(list(outcomes.values()))
+    rows, tokens = np.divmod(np.arange(len(keys) * len(p)), len(p))
+    cost = np.ones((len(keys), len(p)))
+    for row, key in enumerate(keys):
+        cost[row, list(key)] = 0
+    # One equality follows from the others; dropping it keeps rounding from making the program infeasible.
+    sums = _marginals(rows, tokens, len(keys), len(p))[:-1]
+    plan = _solve(cost.ravel(), A_eq=sums, b_eq=np.append(masses, p)[:-1])
+    hit = cost.ravel() == 0
+    return _completed(rows[hit], tokens[hit], plan[hit], masses, p, keys.index(drawn))
+
+
+def _compact_plan(outcomes: Outcomes, drawn: tuple[int, ...], p: Array) -> Array:
+    """The same from the program over drafted tokens only."""
+    sets: Outcomes = {}
+    for key, mass in outcomes.items():  # only the set of drafted tokens matters
+        members = tuple(sorted(set(key)))
+        sets[members] = sets.get(members, 0.0) + mass
+    keys, masses = list(sets), np.array(list(sets.values()))
+    rows = np.array([row for row, members in enumerate(keys) for _ in members])
+    tokens = np.array([token for members in keys for token in members])
+    sums = _marginals(rows, tokens, len(keys), len(p))
+    plan = _solve(-np.ones(len(rows)), A_ub=sums, b_ub=np.append(masses, p))
+    return _completed(rows, tokens, plan, masses, p, keys.index(tuple(sorted(set(drawn)))))
+
+
+def _marginals(rows: Indices, tokens: Indices, sets: int, vocabulary: int) -> csr_array:
+    """Matrix that sums variables ``(row, token)`` by row, and below that by token."""
+    columns = np.arange(len(rows))
+    entries = (np.ones(2 * len(rows)), (np.append(rows, sets + tokens), np.append(columns, columns)))
+    return csr_array(entries, shape=(sets + vocabulary, len(rows)))
+
+
+def _completed(rows: Indices, tokens: Indices, served: Array, masses: Array, p: Array, row: int) -> Array:
+    """Law of the emitted token given outcome ``row``: what the plan serves, then a product of the residuals.
+
+    A solver meets its constraints up to a tolerance. A plan cut down to them is completed to exact marginals.
+    """
+    served = served * _at_most_one(p, _sums(served, tokens, len(p)))[tokens]
+    served = served * _at_most_one(masses, _sums(served, rows, len(masses)))[rows]
+    left = np.maximum(p - _sums(served, tokens, len(p)), 0)
+    plan = _sums(served[rows == row], tokens[rows == row], len(p))
+    if left.sum() > 0:
+        plan += left * (max(masses[row] - plan.sum(), 0.0) / left.sum())
+    return plan / plan.sum() if plan.sum() > 0 else p  # an outcome without mass does not occur
+
+
+def _sums(values: Array, groups: Indices, count: int) -> Array:
+    sums: Array = np.zeros(count)
+    np.add.at(sums, groups, values)
+    return sums
+
+
+def _at_most_one(limit: Array, used: Array) -> Array:
+    return np.divide(limit, used, out=np.ones_like(limit), where=used > limit)
+
+
+def _solve(cost: Array, **constraints: Any) -> Array:  # Any: scipy's stubs do not know sparse constraints
+    found: Any = linprog(cost, method="highs", **constraints)
+    if found.status != 0:
+        raise RuntimeError(f"HiGHS did not solve the transport program: {found.message}")
+    return np.maximum(found.x, 0)
+
+
+def _as_array(row: Tensor) -> Array:
+    return row.detach().double().cpu().numpy()

@@ -1,0 +1,243 @@
+"""Tree verifiers: from target rows, a draft tree and noise to an accepted path and the token that follows it.
+
+A verifier describes its decision as a process of yes/no questions, each with a probability. One runner
+answers them from noise, another one follows every answer and returns the law: what is sampled is what is
+enumerated.
+
+Shapes: n nodes of a sample, T rows of the batch, V vocabulary.
+"""
+
+from collections.abc import Generator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from arbordraft.laws import DraftLaw
+from arbordraft.sampling import Noise, draw
+from arbordraft.types import DraftTree, SampleTree, SampleVerdict, Verdict
+from arbordraft.verifiers.rules import Exactness, NodeLaw, Rule
+
+# Yields (node, probability) and is sent the answer; returns the last accepted node and [V] weights of the
+# next token.
+Decision = Generator[tuple[int, float], bool, tuple[int, Tensor]]
+
+
+class TreeVerifier(nn.Module):
+    """Decides which path of a draft tree is committed and which token follows."""
+
+    exactness = Exactness.EXACT
+
+    def supports(self, law: DraftLaw) -> bool:
+        """Whether the verifier is valid for trees whose children were drawn by ``law``."""
+        raise NotImplementedError
+
+    def decide(self, tree: SampleTree, target: Mapping[int, Tensor]) -> Decision:
+        """The decision process for one sample; ``target[node]`` is the ``[V]`` target row of a node."""
+        raise NotImplementedError
+
+    def forward(self, tree: DraftTree, target_probs: Tensor, noise: Noise) -> Verdict:
+        """Verifies a batch.
+
+        Args:
+            tree: the drafts.
+            target_probs: ``[T, V]`` target probabilities, rows in the order of ``tree.rows()``.
+            noise: the uniforms of this step, ``[B, N]``.
+
+        Raises:
+            ValueError: if there are not exactly T target rows, or the rows cannot be probabilities.
+        """
+        verdicts: list[SampleVerdict | None] = []
+        for index, (sample, target) in enumerate(tree.split(target_probs.unbind())):
+            if sample is None:
+                verdicts.append(None)
+                continue
+            accept, final = noise.accept[index].tolist(), noise.final[index]
+            decision = self.decide(sample, target)
+            try:
+                node, probability = next(decision)
+                while True:
+                    node, probability = decision.send(accept[node] < probability)
+            except StopIteration as stopped:
+                node, weights = stopped.value
+            token = draw(weights, final[node].item())
+            verdicts.append(_verdict(sample, node, token))
+        return Verdict(tuple(verdicts))
+
+    def law(self, tree: SampleTree, target: Mapping[int, Tensor]) -> list[tuple[float, tuple[int, ...], Tensor]]:
+        """The exact law of the verdict given the drafts.
+
+        Returns:
+            ``(probability, accepted path, [V] law of the next token)`` for every end of the decision.
+        """
+        ends: list[tuple[float, tuple[int, ...], Tensor]] = []
+        open_answers: list[tuple[float, list[bool]]] = [(1.0, [])]
+        while open_answers:
+            probability, answers = open_answers.pop()
+            decision = self.decide(tree, target)
+            try:
+                _, chance = next(decision)
+                for answer in answers:
+                    _, chance = decision.send(answer)
+            except StopIteration as stopped:
+                node, weights = stopped.value
+                ends.append((probability, _accepted(tree, node), weights / weights.sum()))
+                continue
+            for answer, share in ((True, chance), (False, 1 - chance)):
+                if share > 0:
+                    open_answers.append((probability * share, [*answers, answer]))
+        return ends
+
+
+class TopDown(TreeVerifier):
+    """Applies a rule at the root, then at the accepted child, until a rejection or a leaf."""
+
+    def __init__(self, rule: Rule) -> None:
+        super().__init__()
+        self.rule = rule
+        self.exactness = rule.exactness
+
+    def supports(self, law: DraftLaw) -> bool:
+        return self.rule.supports(law)
+
+    def decide(self, tree: SampleTree, target: Mapping[int, Tensor]) -> Decision:
+        node = 0
+        while children := tree.children(node):
+            law = _node_law(self.rule, tree, node, children, target[node], 1.0)
+            left = 1.0
+            for child, accept in zip(children, law.accept, strict=True):
+                if (yield child, _share(accept, left)):
+                    node = child
+                    break
+                left -= accept
+            else:
+                return node, _or_target(law.stop, target[node])
+        return node, target[node]
+
+
+class Lifted(TreeVerifier):
+    """Lifts a rule from one node to the whole tree: a path is judged by its end before its beginning.
+
+    The tree is walked in post-order. Every prefix carries the share of its target mass that it still has to
+    emit; a prefix whose subtree was rejected stops where it is, or hands the decision back to its parent.
+    With recursive rejection this is traversal verification (Weng et al., NeurIPS 2025), and on a chain block
+    verification (Sun et al., ICLR 2025), the optimum for a single path. Set-based rules gain from it; every
+    valid rule stays exact.
+    """
+
+    def __init__(self, rule: Rule) -> None:
+        super().__init__()
+        self.rule = rule
+        self.exactness = rule.exactness
+
+    def supports(self, law: DraftLaw) -> bool:
+        return self.rule.supports(law)
+
+    def decide(self, tree: SampleTree, target: Mapping[int, Tensor]) -> Decision:
+        found = yield from self._visit(tree, target, 0, 1.0)
+        return found or (0, target[0])
+
+    def _visit(
+        self, tree: SampleTree, target: Mapping[int, Tensor], node: int, weight: float
+    ) -> Generator[tuple[int, float], bool, tuple[int, Tensor] | None]:
+        children = tree.children(node)
+        if not children:
+            return (node, target[node]) if (yield node, weight) else None
+        law = _node_law(self.rule, tree, node, children, target[node], weight)
+        left = 1.0
+        for child, accept in zip(children, law.accept, strict=True):
+            if accept > 0:
+                found = yield from self._visit(tree, target, child, _share(accept, left))
+                if found:
+                    return found
+            left -= accept
+        stop = law.stop.sum(dtype=torch.float64).item()
+        # At full weight nothing can be rejected: asking would only let rounding in.
+        if weight >= 1 or (yield node, _share(stop, left)):
+            return node, _or_target(law.stop, target[node])
+        return None
+
+
+class TypicalAcceptance(TreeVerifier):
+    """Accepts every drafted token that the target does not find surprising. Lossy.
+
+    A node passes if its parent did and its target probability exceeds ``min(epsilon, delta * exp(-H))``,
+    ``H`` the entropy of the target row. The deepest passing node wins, ties go to the likelier path.
+
+    Source: Medusa (Cai et al., 2024), section 2.3.2, with its default thresholds.
+    """
+
+    exactness = Exactness.LOSSY
+
+    def __init__(self, epsilon: float = 0.3, delta: float = 0.09) -> None:
+        super().__init__()
+        if not (0 < epsilon <= 1 and delta > 0):
+            raise ValueError(f"epsilon must lie in (0, 1] and delta be positive, got {epsilon} and {delta}")
+        self.epsilon = epsilon
+        self.delta = delta
+
+    def supports(self, law: DraftLaw) -> bool:
+        return True
+
+    def decide(self, tree: SampleTree, target: Mapping[int, Tensor]) -> Decision:
+        score = {0: (0, 0.0)}  # passing nodes: depth, log-probability of the path
+        for node in tree.tokens:
+            if node not in score or not (children := tree.children(node)):
+                continue
+            entropy = torch.special.entr(target[node]).sum()
+            threshold = min(self.epsilon, self.delta * torch.exp(-entropy).item())
+            for child in children:
+                probability = target[node][tree.tokens[child]]
+                if probability > threshold:
+                    score[child] = (score[node][0] + 1, score[node][1] + probability.log().item())
+        best = max(score, key=score.__getitem__)
+        return best, target[best]
+        yield  # a decision without questions
+
+    def extra_repr(self) -> str:
+        return f"epsilon={self.epsilon}, delta={self.delta}"
+
+
+def greedy_verdict(tree: DraftTree, best: Sequence[int]) -> Verdict:
+    """The verdict at temperature 0, where every exact verifier accepts just the target's own choices.
+
+    Args:
+        tree: the drafts.
+        best: the target's most probable token for each of the T rows of ``tree.rows()``.
+    """
+    verdicts: list[SampleVerdict | None] = []
+    for sample, choice in tree.split(best):
+        if sample is None:
+            verdicts.append(None)
+            continue
+        node: int | None = 0
+        while node is not None:
+            end = node
+            node = next((child for child in sample.children(end) if sample.tokens[child] == choice[end]), None)
+        verdicts.append(_verdict(sample, end, int(choice[end])))
+    return Verdict(tuple(verdicts))
+
+
+def _node_law(rule: Rule, tree: SampleTree, node: int, children: list[int], target: Tensor, weight: float) -> NodeLaw:
+    tokens = [tree.tokens[child] for child in children]
+    law: NodeLaw = rule(target, weight, tree.draft_probs.get(node), tokens, tree.law_of(node))
+    return law
+
+
+def _accepted(tree: SampleTree, end: int) -> tuple[int, ...]:
+    return tuple(tree.topology.path(end)[1:])
+
+
+def _verdict(tree: SampleTree, end: int, token: int) -> SampleVerdict:
+    return SampleVerdict(_accepted(tree, end), token, recovered=bool(tree.children(end)))
+
+
+def _share(part: float, whole: float) -> float:
+    """``part / whole`` as a probability; where rounding has used the whole up, any part of it was certain."""
+    if whole <= part:
+        return 1.0 if part > 0 else 0.0
+    return part / whole
+
+
+def _or_target(stop: Tensor, target: Tensor) -> Tensor:
+    """Stopping with no mass left happens only by rounding, when rejection had probability 0."""
+    return stop if stop.sum() > 0 else target
