@@ -20,6 +20,7 @@ from oracles import (
 from arbordraft import (
     IID,
     Coupling,
+    DraftLaw,
     Exactness,
     Fixed,
     KSeq,
@@ -38,24 +39,27 @@ from arbordraft import (
 )
 from arbordraft.sampling import Noise
 from arbordraft.types import DraftTree, SampleTree
-from arbordraft.verifiers import greedy_verdict
+from arbordraft.verifiers import Rule, greedy_verdict
 
-RANDOM_LAWS = [
-    IID(2),
-    IID(3),
-    WithoutReplacement(2),
-    WithoutReplacement(3),
-    TopTail(1, 1),
-    TopTail(2, 1),
-    TopTail(1, 2),
+LAWS = [
+    *(IID(2), IID(3), WithoutReplacement(2), WithoutReplacement(3)),
+    *(TopTail(1, 1), TopTail(2, 1), TopTail(1, 2), Fixed(2), Fixed(3)),
 ]
-LAWS = [*RANDOM_LAWS, Fixed(2), Fixed(3)]
 RULES = [RecursiveRejection(), KSeq(), SpecHub("set"), SpecHub("paper"), TopTailRule(), Matching(), OptimalTransport()]
-VALID = [(law, rule) for law in LAWS for rule in RULES if rule.supports(law)]
+VALID = [
+    (law, rule)
+    for law in LAWS
+    for rule in RULES
+    if rule.supports(law) and (law.k == 2 or not isinstance(rule, OptimalTransport))  # spare the solver
+]
 
 
 def short(value):
-    return f"{type(value).__name__}{(value.tops, value.tails)}" if hasattr(value, "tops") else None
+    if isinstance(value, DraftLaw):
+        return f"{type(value).__name__}{value.k if value.tops * value.tails == 0 else (value.tops, value.tails)}"
+    if isinstance(value, Rule):
+        return str(value).removesuffix("()")
+    return None
 
 
 # Golden values: computed by hand, by enumeration and by linear programming.
@@ -100,8 +104,8 @@ def test_golden_acceptance(rows, law, rule, expected):
 @pytest.mark.parametrize("law", [IID(1), WithoutReplacement(1), *LAWS], ids=short)
 @pytest.mark.parametrize("kind", ROW_KINDS)
 def test_optimum_by_prefix_scan_equals_the_linear_program(kind, law):
-    for seed in range(3):
-        rows = random_rows(kind, 5, seed)
+    for seed in range(3 if law.k < 3 else 1):
+        rows = random_rows(kind, 7 - law.k, seed)  # fewer tokens for more draws: a program per outcome
         solved = acceptance(OptimalTransport("compact"), law, *rows)
         assert optimal_acceptance(law, *rows) == pytest.approx(solved, abs=1e-9)
 
@@ -118,7 +122,7 @@ def test_compact_and_full_program_agree(law):
 def test_no_rule_beats_the_optimum_of_its_law(law, rule):
     optimal = isinstance(rule, (SpecHub, OptimalTransport)) or (isinstance(rule, TopTailRule) and law.tails == 1)
     for kind in ROW_KINDS:
-        for seed in range(2):
+        for seed in range(1 if isinstance(rule, OptimalTransport) else 3):
             rows = random_rows(kind, 5, seed)
             found, best = acceptance(rule, law, *rows), optimal_acceptance(law, *rows)
             assert found <= best + 1e-12
@@ -248,11 +252,12 @@ def test_equal_rows_accept_a_whole_chain(lift):
 @pytest.mark.parametrize("lift", [TopDown, Lifted])
 @pytest.mark.parametrize(("law", "rule"), [pair for pair in VALID if pair[0].k == 2], ids=short)
 def test_disjoint_supports_accept_nothing(law, rule, lift):
-    """With distinct supports at every node; tokens are drafted by the target only outside its own support."""
     assert expected_accepted(lift(rule), TreeTopology([-1, 0, 0, 1]), law, random_table("disjoint", 4)) == 0
 
 
-@pytest.mark.parametrize(("law", "rule"), VALID, ids=short)
+@pytest.mark.parametrize(
+    ("law", "rule"), [pair for pair in VALID if not isinstance(pair[1], OptimalTransport)], ids=short
+)  # of several optimal plans the solver may pick any
 def test_permuting_the_vocabulary_commutes(law, rule):
     target, draft = random_rows("random", 5, 4)
     order = torch.tensor([3, 0, 4, 1, 2])
@@ -260,8 +265,6 @@ def test_permuting_the_vocabulary_commutes(law, rule):
     for _, tokens in law.enumerate(draft):
         one = rule(target, 0.8, draft, tokens, law)
         two = rule(target[order], 0.8, draft[order], [place[token] for token in tokens], law)
-        if isinstance(rule, OptimalTransport):  # several plans may be optimal
-            continue
         assert one.accept == pytest.approx(two.accept, abs=1e-12)
         torch.testing.assert_close(one.stop[order], two.stop, atol=1e-12, rtol=0)
 
@@ -269,24 +272,18 @@ def test_permuting_the_vocabulary_commutes(law, rule):
 @pytest.mark.parametrize("lift", [TopDown, Lifted])
 @pytest.mark.parametrize(("law", "rule"), [pair for pair in VALID if pair[0].k == 2], ids=short)
 def test_a_certain_target_is_greedy_decoding(law, rule, lift):
-    """Temperature 0 needs no special case. Of repeated siblings any may be taken, hence tokens are compared."""
-    table, noise = random_table("certain target", 3), Noise.draw([torch.Generator().manual_seed(0)], 7)
-    for topology in (TreeTopology.k_ary(2, 2), TreeTopology.chain(2)):
+    """Temperature 0 needs no special case. Of repeated siblings any may be taken, so tokens are compared."""
+    table, noise = random_table("certain target", 3), Noise.draw([torch.Generator().manual_seed(0)], 4)
+    verifier = lift(rule)
+    for topology in (TreeTopology([-1, 0, 0, 1]), TreeTopology.chain(2)):
         for _, tree in draft_trees(topology, law, table):
-            if len({*tree.tokens.values()}) == 1 and law.replacement:
-                continue
             batch, rows = packed([tree], [target_rows(tree, table)])
-            (sampled,), (greedy,) = (
-                lift(rule)(batch, rows, noise).samples,
-                greedy_verdict(batch, rows.argmax(-1).tolist()).samples,
-            )
-            distinct = all(
-                len({tree.tokens[c] for c in ch}) == len(ch) for n in tree.tokens if (ch := tree.children(n))
-            )
-            if distinct:
+            (sampled,) = verifier(batch, rows, noise).samples
+            (greedy,) = greedy_verdict(batch, rows.argmax(-1).tolist()).samples
+            emitted = (*tree.path((0, *sampled.path)[-1]), sampled.token)
+            assert all(table(emitted[:depth])[0][token] == 1 for depth, token in enumerate(emitted))
+            if not law.replacement:
                 assert sampled == greedy
-            else:
-                assert table(())[0][(*tree.path((sampled.path or (0,))[-1]), sampled.token)[0]] == 1
 
 
 # Whole trees.

@@ -26,9 +26,8 @@ def ems_sd(target: "Model", draft: "Model | Drafter | None" = None, length: int 
         length: drafted tokens per step.
     """
     drafter = NGramDrafter() if draft is None else _drafter(draft)
-    coupling = (
-        Coupling(Fixed(1), TopDown(Matching())) if draft is None else Coupling(IID(1), TopDown(RecursiveRejection()))
-    )
+    lookup = isinstance(drafter, NGramDrafter)
+    coupling = Coupling(Fixed(1), TopDown(Matching())) if lookup else Coupling(IID(1), TopDown(RecursiveRejection()))
     return SpeculativeDecoder(_ragged(target), drafter, TreeTopology.chain(length), coupling)
 
 

@@ -69,6 +69,10 @@ class RaggedKVCache(nn.Module):
         """Committed tokens of a sample."""
         return self._slabs[sample].length
 
+    def capacity(self, sample: int) -> int:
+        """Rows that a sample can hold without growing."""
+        return self._slabs[sample].capacity
+
     def plan(self, samples: Sequence[int], depths: Sequence[Sequence[int]], words: Tensor | None = None) -> RaggedBatch:
         """Reserves rows behind the committed ones and describes the forward that will fill them.
 
@@ -95,14 +99,13 @@ class RaggedKVCache(nn.Module):
             positions += new
             slab.tree_positions += new
         slabs = [self._slabs[sample] for sample in samples]
-        device = self._device()
         return RaggedBatch(
             rows=[len(offsets) for offsets in depths],
             starts=[slab.start for slab in slabs],
             past=[slab.length for slab in slabs],
             tree_positions=[tuple(slab.tree_positions) for slab in slabs],
-            positions=torch.tensor(positions, device=device),
-            slots=torch.tensor(slots, device=device),
+            positions=torch.tensor(positions, dtype=torch.int64),
+            slots=torch.tensor(slots, dtype=torch.int64),
             words=words,
         )
 
@@ -135,8 +138,9 @@ class RaggedKVCache(nn.Module):
                     source.append(slab.start + slab.length + row)
                     destination.append(slab.start + slab.length + target_row)
         if source:
-            device = self._device()
-            compact(self._pools(), torch.tensor(source, device=device), torch.tensor(destination, device=device))
+            pools = list(self._pools())
+            device = pools[0].device
+            compact(pools, torch.tensor(source, device=device), torch.tensor(destination, device=device))
         for sample, rows in kept.items():
             slab = self._slabs[sample]
             slab.length += len(rows)
@@ -156,9 +160,6 @@ class RaggedKVCache(nn.Module):
         if name not in self._buffers:
             self.register_buffer(name, like.new_zeros(self._rows, *like.shape[1:]), persistent=False)
         return self._buffers[name]  # type: ignore[return-value]
-
-    def _device(self) -> torch.device | None:
-        return next((pool.device for pool in self._pools()), None)
 
     def _reserve(self, slab: _Slab, tokens: int) -> None:
         if tokens <= slab.capacity:
@@ -186,7 +187,7 @@ class RaggedKVCache(nn.Module):
         if self.max_tokens is not None and total > self.max_tokens:
             raise CacheOverflow(
                 f"the KV cache may hold {self.max_tokens} tokens and cannot make room for {rows} more; raise "
-                "max_tokens, shorten the prompts or max_new_tokens, or decode fewer samples at once"
+                "that limit, shorten the prompts, lower max_new_tokens or decode fewer samples at once"
             )
         grown = max(total, min(2 * self._rows, self.max_tokens or 2 * self._rows))
         for name, pool in self._buffers.items():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from arbordraft.cache import CacheOverflow, RaggedKVCache
+from arbordraft.cache import RaggedKVCache
 from arbordraft.coupling import Coupling
 from arbordraft.deciders import Decider, FixedDepth
 from arbordraft.drafters import Drafter
@@ -124,7 +124,7 @@ class SpeculativeDecoder(nn.Module):
         if input_ids is not None:
             check_prompts(input_ids, kwargs.get("attention_mask"), self.target.vocab_size)
             if kwargs.get("max_new_tokens") == 0:  # transformers takes 0 for a mistake; here it means what it says
-                return input_ids
+                return self._nothing(input_ids, kwargs)
         found: Tensor | GenerateDecoderOnlyOutput = self.target.model.generate(  # type: ignore[operator]
             input_ids,
             custom_generate=self.decode_loop,
@@ -168,6 +168,17 @@ class SpeculativeDecoder(nn.Module):
             raise DecodingError(state.failures, output)
         return output if generation_config.return_dict_in_generate else output.sequences
 
+    def _nothing(self, input_ids: Tensor, kwargs: dict[str, Any]) -> "Tensor | GenerateDecoderOnlyOutput":
+        from arbordraft.output import SpeculativeOutput
+
+        for streamer in per_sample_streamers(kwargs.get("streamer"), len(input_ids)):
+            streamer.end()
+        output = SpeculativeOutput(sequences=input_ids, stats=self._stats(len(input_ids)))  # type: ignore[arg-type]
+        return output if kwargs.get("return_dict_in_generate") else input_ids
+
+    def _stats(self, batch: int) -> DecodeStats:
+        return DecodeStats(self.coupling.exactness.value, [0] * batch, [0] * batch)
+
     def _start(
         self,
         input_ids: Tensor,
@@ -184,16 +195,18 @@ class SpeculativeDecoder(nn.Module):
         prompts = [row[pad:] for row, pad in zip(input_ids.tolist(), padding, strict=True)]
         stopping = Stopping(criteria)
         budget = stopping.max_length - padded
-        self._check_room(prompts, budget)
+        self._check_positions(prompts, budget)
         if seeds is None:
             seeds = torch.randint(2**62, (batch,)).tolist()  # follows torch.manual_seed
         elif len(seeds) != batch:
             raise ValueError(f"{len(seeds)} seeds for {batch} samples")
 
-        stats = DecodeStats(self.coupling.exactness.value, [0] * batch, [0] * batch)
+        stats = self._stats(batch)
         cache = RaggedKVCache(self.max_cache_tokens)
         with stats.phase("prefill"):
-            handles = [cache.open(len(prompt) + self.topology.num_nodes) for prompt in prompts]
+            # Under a limit a sample gets all it can need at once, so that an overflow comes now or never.
+            ahead = self.topology.num_nodes + (0 if self.max_cache_tokens is None else budget)
+            handles = [cache.open(len(prompt) + ahead) for prompt in prompts]
             self.target.prefill({handle: prompt[:-1] for handle, prompt in zip(handles, prompts, strict=True)}, cache)
             drafts = self.drafter.start(prompts, cache, handles)
 
@@ -287,17 +300,11 @@ class SpeculativeDecoder(nn.Module):
         state.cache.commit(kept)
         self.drafter.commit(state.drafts, tree, Verdict(tuple(remaining)))
 
-    def _check_room(self, prompts: Sequence[Sequence[int]], budget: int) -> None:
+    def _check_positions(self, prompts: Sequence[Sequence[int]], budget: int) -> None:
         limit = self.target.max_positions
         longest = max(len(prompt) for prompt in prompts)
         if limit is not None and longest + budget > limit:
             raise ValueError(
                 f"a prompt of {longest} tokens and {budget} new ones exceed the target's {limit} positions; shorten "
                 "the prompt or lower max_new_tokens"
-            )
-        needed = sum(map(len, prompts)) + len(prompts) * (budget + self.topology.num_nodes)
-        if self.max_cache_tokens is not None and needed > self.max_cache_tokens:
-            raise CacheOverflow(
-                f"this batch may need {needed} cache rows, max_cache_tokens is {self.max_cache_tokens}; raise it, "
-                "lower max_new_tokens or decode fewer prompts at once"
             )

@@ -180,5 +180,5 @@ class Fixed(DraftLaw):
 def given(draft: Tensor | None) -> Tensor:
     """The draft row of a node, for rules that cannot do without; raises ValueError if there is none."""
     if draft is None:
-        raise ValueError("children drawn at random cannot be verified without the draft row they were drawn from")
+        raise ValueError("this rule needs the draft row its children were drawn from; the drafter gave none")
     return draft

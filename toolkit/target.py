@@ -107,11 +107,12 @@ class RaggedModel(nn.Module):
         Returns:
             ``[R, V]``.
         """
+        batch = batch.to(self.device)
         inputs = {
             "input_ids": tokens.to(self.device)[None],
-            "position_ids": batch.positions.to(self.device)[None],
+            "position_ids": batch.positions[None],
             "use_cache": False,
-            "logits_to_keep": slice(None) if rows is None else rows,
+            "logits_to_keep": slice(None) if rows is None else rows.to(self.device),
         }
         run = _Forward(batch, cache)
         with torch.no_grad(), self._hooked(layers):

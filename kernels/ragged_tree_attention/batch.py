@@ -4,7 +4,8 @@ Shapes: B samples of this forward, T packed rows, W ancestor words, P pool rows.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -37,6 +38,15 @@ class RaggedBatch:
     slots: Tensor
     words: Tensor | None = None
     _masks: dict[tuple[int, int | None], tuple[int, Tensor | None]] = field(default_factory=dict, repr=False)
+
+    def to(self, device: torch.device) -> Self:
+        """The same batch with its tensors on ``device``."""
+        if self.positions.device == device:
+            return self
+        words = self.words if self.words is None else self.words.to(device)
+        return replace(
+            self, positions=self.positions.to(device), slots=self.slots.to(device), words=words, _masks={}
+        )
 
     def visible(self, sample: int, window: int | None = None) -> tuple[int, Tensor | None]:
         """Dense view of one sample's mask, built once per forward and shared by all layers.

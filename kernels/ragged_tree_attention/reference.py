@@ -64,14 +64,16 @@ def _attend_explicitly(
     """The same with capped scores or attention sinks, which PyTorch's fused attention does not offer."""
     heads, rows, size = query.shape
     group = heads // keys.shape[0]
-    stacked = query.reshape(keys.shape[0], group, rows, size)
-    scores = torch.einsum("hgnd,hld->hgnl", stacked, keys).float() * scale
+    wide = torch.promote_types(query.dtype, torch.float32)  # as the fused one accumulates
+    stacked = query.reshape(keys.shape[0], group, rows, size).to(wide)
+    scores = torch.einsum("hgnd,hld->hgnl", stacked, keys.to(wide)) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     if sinks is not None:  # one more logit per head that takes probability and gives nothing
-        sink = sinks.float().reshape(-1, group, 1, 1).expand(-1, -1, rows, 1)
+        sink = sinks.to(wide).reshape(-1, group, 1, 1).expand(-1, -1, rows, 1)
         scores = torch.cat([scores, sink], dim=-1)
-    weights = scores.softmax(dim=-1)[..., : keys.shape[1]].to(values.dtype)
-    return torch.einsum("hgnl,hld->hgnd", weights, values).reshape(heads, rows, values.shape[-1])
+    weights = scores.softmax(dim=-1)[..., : keys.shape[1]]
+    out = torch.einsum("hgnl,hld->hgnd", weights, values.to(wide))
+    return out.reshape(heads, rows, values.shape[-1]).to(values.dtype)

@@ -128,7 +128,7 @@ class Garden:
         alive = [sample for sample, room in enumerate(context.room) if room is not None]
         self.tokens: dict[int, dict[int, int]] = {sample: {0: context.tokens[sample][-1]} for sample in alive}
         self.rows: dict[int, dict[int, Tensor]] = {sample: {} for sample in alive}
-        # These trees look at the two dicts above and so grow with them.
+        # These trees look at the two dicts above and grow with them.
         self.trees = {s: SampleTree(context.topology, law, self.tokens[s], self.rows[s]) for s in alive}
         self._going = list(self.trees)
         # What a decider may see of every node: the draft probability of its token and the row it came from.
@@ -170,4 +170,9 @@ class Garden:
 
     def tree(self) -> DraftTree:
         """The result; every sample that is not finished has at least its root."""
-        return DraftTree(tuple(self.trees.get(sample) for sample in range(len(self.context.room))))
+        # Children were planted parent by parent, which need not be the order of their numbers.
+        grown = {
+            sample: SampleTree(tree.topology, tree.law, dict(sorted(tree.tokens.items())), tree.draft_probs)
+            for sample, tree in self.trees.items()
+        }
+        return DraftTree(tuple(grown.get(sample) for sample in range(len(self.context.room))))

@@ -46,7 +46,7 @@ class LanguageModelDrafter(Drafter):
 
     def start(self, tokens: Sequence[Sequence[int]], target_cache: RaggedKVCache, handles: Sequence[int]) -> _State:
         cache = RaggedKVCache(target_cache.max_tokens)
-        state = _State(cache, [cache.open(len(prompt)) for prompt in tokens])
+        state = _State(cache, [cache.open(target_cache.capacity(handle)) for handle in handles])
         self.model.prefill({handle: prompt[:-1] for handle, prompt in zip(state.handles, tokens, strict=True)}, cache)
         return state
 
@@ -55,14 +55,15 @@ class LanguageModelDrafter(Drafter):
         return grow(context, lambda garden, frontier: self._run(state, garden, frontier))
 
     def commit(self, state: _State, tree: DraftTree, verdict: Verdict) -> None:
+        kept: dict[int, list[int]] = {}
         for sample, (handle, judged) in enumerate(zip(state.handles, verdict.samples, strict=True)):
-            if judged is None:
-                if handle in state.cache:
-                    state.cache.close(handle)
-            else:
+            if judged is not None:
                 fed = state.fed.get(sample, [])
                 # A leaf was never fed: the next catch-up brings it.
-                state.cache.commit({handle: [fed.index(node) for node in judged.path if node in fed]})
+                kept[handle] = [fed.index(node) for node in judged.path if node in fed]
+            elif handle in state.cache:
+                state.cache.close(handle)
+        state.cache.commit(kept)
 
     def _run(self, state: _State, garden: Garden, frontier: dict[int, list[int]]) -> Tensor:
         if not state.fed:

@@ -15,8 +15,8 @@ _MOST_MATCHES = 32  # older occurrences of a frequent n-gram say little
 class _Index:
     """Where every n-gram of one sample's text ended."""
 
-    def __init__(self, longest: int, tokens: Sequence[int]) -> None:
-        self.longest = longest
+    def __init__(self, sizes: range, tokens: Sequence[int]) -> None:
+        self.sizes = sizes
         self.tokens: list[int] = []
         self.ends: dict[tuple[int, ...], list[int]] = {}
         self.extend(tokens)
@@ -25,8 +25,9 @@ class _Index:
         for token in tokens:
             self.tokens.append(token)
             end = len(self.tokens)
-            for size in range(1, min(self.longest, end) + 1):
-                self.ends.setdefault(tuple(self.tokens[end - size :]), []).append(end)
+            for size in self.sizes:
+                if size <= end:
+                    self.ends.setdefault(tuple(self.tokens[end - size :]), []).append(end)
 
     def continuations(self, suffix: tuple[int, ...]) -> Counter[int]:
         """How often each token followed ``suffix``, the latest first among equals."""
@@ -61,7 +62,7 @@ class NGramDrafter(Drafter):
     def start(
         self, tokens: Sequence[Sequence[int]], target_cache: RaggedKVCache, handles: Sequence[int]
     ) -> list[_Index]:
-        return [_Index(self.longest, prompt) for prompt in tokens]
+        return [_Index(range(self.shortest, self.longest + 1), prompt) for prompt in tokens]
 
     def propose(self, state: list[_Index], context: DraftContext) -> DraftTree:
         garden = Garden(context, Fixed(context.law.k))

@@ -221,7 +221,8 @@ def _at_most_one(limit: Array, used: Array) -> Array:
 
 
 def _solve(cost: Array, **constraints: Any) -> Array:  # Any: scipy's stubs do not know sparse constraints
-    found: Any = linprog(cost, method="highs", **constraints)
+    tight: Any = {"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": 1e-10}
+    found: Any = linprog(cost, method="highs", options=tight, **constraints)
     if found.status != 0:
         raise RuntimeError(f"HiGHS did not solve the transport program: {found.message}")
     return np.maximum(found.x, 0)

@@ -1,0 +1,188 @@
+"""Tiny random models, prompts for them, and what plain transformers says about both."""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from arbordraft import DraftContext, DraftLaw, FixedDepth, Noise, RaggedModel, SlicedCausalMask, TreeTopology
+from arbordraft.sampling import Warp
+from arbordraft.types import History
+
+VOCAB = 61
+EOS = 2
+PROMPTS = [[5, 9, 7, 5, 9], [11], [8, 3, 8, 3, 8, 3, 8, 20, 21, 22, 8, 3, 30]]
+
+_SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": EOS,
+}
+_ENDS = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": EOS}
+_WINDOW = {**_SMALL, "sliding_window": 4}
+_GEMMA = {**_WINDOW, "query_pre_attn_scalar": 8}
+_HEADS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128, **_ENDS}
+ARCHITECTURES = {
+    "llama": _SMALL,
+    "qwen2": _SMALL,
+    "qwen3": _SMALL,
+    "mistral": _WINDOW,
+    "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA,
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, **_ENDS},
+    "opt": {**_HEADS, "ffn_dim": 48, "word_embed_proj_dim": 32},
+    "phi3": _SMALL,
+    "gpt_oss": {**_WINDOW, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "gpt_neox": {**_HEADS, "intermediate_size": 48},
+    "qwen3_moe": {**_SMALL, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "olmo2": _SMALL,
+    "deepseek_v3": {
+        **_HEADS,
+        "num_key_value_heads": 4,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4,
+        "v_head_dim": 6,
+        "first_k_dense_replace": 1,
+    },
+    "falcon": _HEADS,
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4, **_ENDS},
+    "mamba": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, **_ENDS},
+    "qwen3_next": {
+        **_SMALL,
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+}
+
+
+def tiny(architecture: str = "llama", seed: int = 0, sharpness: float = 1.0, **overrides: object) -> PreTrainedModel:
+    """A random model in eval mode whose matrices are large enough for every token to matter.
+
+    Args:
+        sharpness: factor of the logits.
+    """
+    generator = torch.random.get_rng_state()
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(architecture, **{**ARCHITECTURES[architecture], **overrides})
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim > 1:
+                weight.normal_(std=weight.shape[-1] ** -0.5)
+        head = model.get_output_embeddings().weight
+        head.copy_(torch.randn(head.shape) * sharpness / head.shape[1] ** 0.5)
+    torch.random.set_rng_state(generator)
+    return model
+
+
+@cache
+def ragged(architecture: str = "llama", seed: int = 0, sharpness: float = 1.0) -> RaggedModel:
+    """The same wrapped, for tests that leave it as it is."""
+    return RaggedModel(tiny(architecture, seed, sharpness))
+
+
+def next_logits(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
+    """``[V]`` logits after ``tokens``, by the model alone: no cache, no batch, no tree."""
+    with torch.no_grad():
+        return model(torch.tensor([list(tokens)]), use_cache=False).logits[0, -1]
+
+
+def left_padded(prompts: Sequence[Sequence[int]], pad: int = 0) -> dict[str, Tensor]:
+    """``input_ids`` and ``attention_mask`` as a tokenizer with ``padding_side="left"`` gives them."""
+    width = max(map(len, prompts))
+    return {
+        "input_ids": torch.tensor([[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts]),
+        "attention_mask": torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]),
+    }
+
+
+def greedy_reference(model: PreTrainedModel, prompts: Sequence[Sequence[int]], **kwargs: object) -> list[list[int]]:
+    """New tokens of every prompt by transformers' own greedy search, one prompt at a time."""
+    found = []
+    for prompt in prompts:
+        ids = torch.tensor([list(prompt)])
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **kwargs)
+        found.append(output[0, len(prompt) :].tolist())
+    return found
+
+
+def new_tokens(sequences: Tensor, prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[list[int]]:
+    """What a batch emitted behind left-padded prompts; ``lengths`` are those of ``stats.emitted``."""
+    columns = max(map(len, prompts))
+    return [row[columns : columns + length].tolist() for row, length in zip(sequences, lengths, strict=True)]
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """One word per token id: ``w7`` is 7."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({f"w{token}": token for token in range(VOCAB)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token=f"w{EOS}", padding_side="left")
+
+
+def poisoned_pool(lengths: Sequence[int], heads: int, size: int, generator: torch.Generator) -> tuple[Tensor, list[int]]:
+    """A float64 pool with one random slab per length, and where they start; all rows around them are NaN."""
+    guard = 3
+    pool = torch.full((sum(lengths) + guard * (len(lengths) + 1), heads, size), float("nan"), dtype=torch.float64)
+    starts = [guard * (index + 1) + sum(lengths[:index]) for index in range(len(lengths))]
+    for start, length in zip(starts, lengths, strict=True):
+        pool[start : start + length] = torch.randn(length, heads, size, generator=generator, dtype=torch.float64)
+    return pool, starts
+
+
+def context(
+    tokens: Sequence[Sequence[int]],
+    topology: TreeTopology,
+    law: DraftLaw,
+    *,
+    greedy: bool = False,
+    room: Sequence[int | None] | None = None,
+    decide: Callable[..., Sequence[bool]] | None = None,
+    processors: Sequence[object] = (),
+    seed: int = 0,
+) -> DraftContext:
+    """What a decoder tells its drafter in a step."""
+    warp = Warp(processors, len(tokens))
+    generators = [torch.Generator().manual_seed(seed + sample) for sample in range(len(tokens))]
+
+    def path(sample: int, drafted: Sequence[int]) -> list[int]:
+        return [*tokens[sample], *drafted]
+
+    return DraftContext(
+        tokens=tokens,
+        room=[topology.max_depth] * len(tokens) if room is None else room,
+        topology=topology,
+        mask=SlicedCausalMask(topology),
+        law=law,
+        greedy=greedy,
+        warp=lambda logits, place_of: warp(logits, lambda row: path(*place_of(row))),
+        decide=decide or FixedDepth(),
+        history=[History() for _ in tokens],
+        noise=None if greedy else Noise.draw(generators, topology.num_nodes),
+    )

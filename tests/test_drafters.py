@@ -1,0 +1,330 @@
+"""Drafters: the rows they show to the verifier are those they drew from, whatever was accepted before."""
+
+import pytest
+import torch
+from models import PROMPTS, VOCAB, context, next_logits, ragged, tiny, tiny_tokenizer
+from torch.testing import assert_close
+from transformers import TopKLogitsWarper
+
+from arbordraft import (
+    IID,
+    Coupling,
+    Drafter,
+    EarlyExitDrafter,
+    Fixed,
+    KSeq,
+    LanguageModelDrafter,
+    Lifted,
+    Matching,
+    NGramDrafter,
+    RaggedKVCache,
+    RaggedModel,
+    RecursiveRejection,
+    SpeculativeDecoder,
+    TopDown,
+    TopTail,
+    TreeTopology,
+    UnsupportedModel,
+    Verdict,
+    WithoutReplacement,
+)
+from arbordraft.types import SampleVerdict
+
+UNEVEN = TreeTopology([-1, 0, 0, 1, 1, 2, 3, 6])
+CROSSED = TreeTopology([-1, 0, 0, 2, 1, 1])  # children are not numbered in the order of their parents
+LAWS = [IID(2), WithoutReplacement(2), TopTail(1, 1), Fixed(2)]
+
+
+def started(drafter, target, prompts=PROMPTS):
+    """A drafter's state behind a target whose cache holds all but the last token of each prompt."""
+    cache = RaggedKVCache()
+    handles = [cache.open(len(prompt)) for prompt in prompts]
+    target.prefill({handle: prompt[:-1] for handle, prompt in zip(handles, prompts, strict=True)}, cache)
+    return drafter.start(prompts, cache, handles), cache, handles
+
+
+def check_rows(tree, tokens, model):
+    """Every drafted node came from the row that the model itself gives after the node's path."""
+    for sample, prefix in zip(tree.samples, tokens, strict=True):
+        for node, row in (sample.draft_probs if sample else {}).items():
+            assert_close(row, next_logits(model, [*prefix, *sample.path(node)]).softmax(-1), rtol=0, atol=1e-5)
+
+
+def verdict(tree, ends):
+    """Accepts each sample's path down to the given node, and a token of no meaning after it."""
+    return Verdict(
+        tuple(
+            None if end is None else SampleVerdict(tuple(drafted.topology.path(end)[1:]), 7, recovered=False)
+            for drafted, end in zip(tree.samples, ends, strict=True)
+        )
+    )
+
+
+def committed(tokens, tree, judged):
+    return [
+        prefix if one is None else [*prefix, *(drafted.tokens[node] for node in one.path), one.token]
+        for prefix, drafted, one in zip(tokens, tree.samples, judged.samples, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("law", LAWS, ids=str)
+@pytest.mark.parametrize("topology", [UNEVEN, CROSSED, TreeTopology.chain(4)], ids=["uneven", "crossed", "chain"])
+def test_rows_are_those_of_the_draft_model(topology, law):
+    drafter = LanguageModelDrafter(ragged(seed=3))
+    state, _, _ = started(drafter, ragged())
+    tree = drafter.propose(state, context(PROMPTS, topology, law))
+    assert tree.lengths == [topology.num_nodes] * 3
+    check_rows(tree, PROMPTS, drafter.model.model)
+    for sample in tree.samples:
+        assert list(sample.tokens) == list(range(topology.num_nodes))
+        for node in sample.draft_probs:
+            drawn = [sample.tokens[child] for child in sample.children(node)]
+            uniforms = context(PROMPTS, topology, law).noise.draft[tree.samples.index(sample)]
+            expected = sample.law_of(node).draw(sample.draft_probs[node], uniforms[sample.children(node)].tolist())
+            assert drawn == expected
+
+
+class Forgetful(LanguageModelDrafter):
+    """Keeps the first rows of the tree instead of those of the accepted path."""
+
+    def commit(self, state, tree, verdict):
+        state.cache.commit(
+            {
+                state.handles[sample]: range(min(len(one.path), len(state.fed.get(sample, []))))
+                for sample, one in enumerate(verdict.samples)
+                if one is not None
+            }
+        )
+
+
+def walk(drafter, target, model, steps, topology=UNEVEN):
+    """Several steps; ``steps`` lists per step the end of every sample's accepted path and who drafts at all."""
+    tokens = [list(prompt) for prompt in PROMPTS]
+    state, cache, handles = started(drafter, target, tokens)
+    for number, (ends, drafting) in enumerate(steps):
+
+        def decide(view, drafting=drafting):
+            return drafting[: len(view.history)]
+
+        room = [None if end is None else topology.max_depth for end in ends]
+        step = context(tokens, topology, WithoutReplacement(2), room=room, decide=decide, seed=number)
+        tree = drafter.propose(state, step)
+        check_rows(tree, tokens, model)
+        judged = verdict(tree, ends)
+        tokens = committed(tokens, tree, judged)
+        kept = {}
+        for handle, drafted, one in zip(handles, tree.samples, judged.samples, strict=True):
+            if one is not None:
+                kept[handle] = [0, *(list(drafted.tokens).index(node) for node in one.path)]
+        if kept:  # the target verifies the whole tree over the same rows
+            living = [sample for sample in tree.samples if sample]
+            depths = [[topology.depth_list[node] for node in sample.tokens] for sample in living]
+            words = torch.cat(
+                [step.mask.select(list(sample.tokens), list(sample.tokens)) for sample in living]
+            )
+            target(tree.packed_tokens(), cache.plan(list(kept), depths, words), cache)
+            cache.commit(kept)
+        drafter.commit(state, tree, judged)
+    return state, cache, handles, tokens
+
+
+WALK = [
+    ((0, 3, 7), [True, True, True]),  # all rejected, a middle node, a leaf at full depth
+    ((7, 0, 2), [True, True, True]),
+    ((0, 0, 0), [False, False, False]),  # nobody drafts
+    ((5, None, 4), [True, True, True]),  # the second sample is finished
+    ((0, None, 0), [False, True, True]),  # only one drafts
+    ((7, None, 6), [True, True, True]),
+    ((1, None, 1), [True, True, True]),
+]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gpt2"])
+def test_the_draft_cache_follows_every_kind_of_verdict(architecture):
+    drafter = LanguageModelDrafter(ragged(architecture, seed=3))
+    state, _, _, tokens = walk(drafter, ragged(), drafter.model.model, WALK)
+    assert [handle in state.cache for handle in state.handles] == [True, False, True]
+    assert all(state.cache.length(state.handles[sample]) < len(tokens[sample]) for sample in (0, 2))
+
+
+def test_a_wrong_rollback_would_be_seen():
+    drafter = Forgetful(ragged(seed=3))
+    with pytest.raises(AssertionError):
+        walk(drafter, ragged(), drafter.model.model, WALK[:2])
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral"])
+def test_early_exit_is_the_truncated_target(architecture):
+    model, shallow = (tiny(architecture, num_hidden_layers=3) for _ in range(2))
+    shallow.model.layers = shallow.model.layers[:2]
+    shallow.config.num_hidden_layers = 2
+    target = RaggedModel(model)
+    drafter = EarlyExitDrafter(target, layers=2)
+    _, cache, handles, tokens = walk(drafter, target, shallow, WALK)
+    # The target's cache went through it unharmed: its own next logits are right for every sample.
+    for handle, prefix in zip(handles, tokens, strict=True):
+        assert cache.length(handle) == len(prefix) - 1
+        logits = target(torch.tensor(prefix[-1:]), cache.plan([handle], [[0]]), cache)
+        assert_close(logits[0], next_logits(model, prefix), rtol=0, atol=1e-4)
+
+
+def test_early_exit_is_refused_where_it_cannot_work():
+    with pytest.raises(ValueError, match=r"layers must lie in 1\.\.1 for this target, got 2"):
+        EarlyExitDrafter(ragged(), layers=2)
+    with pytest.raises(UnsupportedModel, match="GPT2LMHeadModel runs all its layers"):
+        EarlyExitDrafter(ragged("gpt2"), layers=1)
+    with pytest.raises(ValueError, match="built from the target"):
+        EarlyExitDrafter(ragged(seed=1), layers=1).check(ragged(), IID(1))
+
+
+@pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "top_k": 0}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("law", [IID(1), WithoutReplacement(1)], ids=str)
+@pytest.mark.parametrize("lift", [TopDown, Lifted])
+def test_a_drafter_equal_to_the_target_is_always_right(lift, law, sampling):
+    target = ragged()
+    coupling = Coupling(law, lift(RecursiveRejection()))
+    decoder = SpeculativeDecoder(target, LanguageModelDrafter(target), TreeTopology.chain(3), coupling)
+    prompt = torch.tensor([PROMPTS[2]])
+    options = {"max_new_tokens": 12, "eos_token_id": None, "return_dict_in_generate": True, **sampling}
+    stats = decoder.generate(prompt, **options).stats
+    assert (stats.forwards, stats.tau) == ([3], 4.0)
+    assert stats.acceptance_by_depth == [1.0, 1.0, 1.0]
+
+
+def ngram_tree(text, topology, k=2, **options):
+    drafter = NGramDrafter(**options)
+    state = drafter.start([text], RaggedKVCache(), [0])
+    (tree,) = drafter.propose(state, context([text], topology, Fixed(k), greedy=True)).samples
+    return tree.tokens
+
+
+@pytest.mark.parametrize(
+    ("text", "topology", "options", "tokens"),
+    [
+        # The suffix 1 2 was followed by 3 4.
+        ([1, 2, 3, 4, 9, 1, 2], TreeTopology.chain(3), {}, {0: 2, 1: 3, 2: 4, 3: 9}),
+        # Nothing to look up: a root alone.
+        ([1, 2, 3, 4], TreeTopology.chain(3), {}, {0: 4}),
+        ([1], TreeTopology.chain(3), {}, {0: 1}),
+        # A longer suffix has priority over a later or more frequent shorter one.
+        ([5, 1, 2, 3, 7, 1, 2, 4, 7, 1, 2, 4, 5, 1, 2], TreeTopology([-1, 0, 0]), {}, {0: 2, 1: 3, 2: 4}),
+        # Of several continuations the most frequent comes first, then the latest.
+        ([1, 2, 3, 1, 2, 4, 1, 2, 4, 1, 2, 5, 1, 2], TreeTopology([-1, 0, 0, 0]), {}, {0: 2, 1: 4, 2: 5, 3: 3}),
+        # The text may continue into itself: drafted tokens are part of the next suffix.
+        ([1, 2, 1, 2], TreeTopology.chain(4), {}, {0: 2, 1: 1, 2: 2, 3: 1, 4: 2}),
+        # Suffixes shorter than `shortest` are not followed, longer than `longest` not told apart.
+        ([1, 3, 9, 1], TreeTopology.chain(1), {}, {0: 1}),
+        ([1, 3, 9, 1], TreeTopology.chain(1), {"shortest": 1}, {0: 1, 1: 3}),
+        ([5, 1, 3, 6, 1, 4, 5, 1], TreeTopology.chain(1), {"longest": 1, "shortest": 1}, {0: 1, 1: 4}),
+        ([5, 1, 3, 6, 1, 4, 5, 1], TreeTopology.chain(1), {"longest": 2, "shortest": 1}, {0: 1, 1: 3}),
+        # A branch that ends is dead, its sibling goes on.
+        ([1, 2, 3, 1, 2, 4, 7, 8, 1, 2], TreeTopology([-1, 0, 0, 1, 2, 3, 4]), {},
+         {0: 2, 1: 4, 2: 3, 3: 7, 4: 1, 5: 8, 6: 2}),
+    ],
+)  # fmt: skip
+def test_ngram_trees(text, topology, options, tokens):
+    assert ngram_tree(text, topology, k=3, **options) == tokens
+
+
+def test_a_dead_branch_leaves_its_sibling():
+    assert ngram_tree([1, 2, 3, 1, 2, 4, 1, 2], TreeTopology([-1, 0, 0, 1, 2]), longest=2) == {
+        0: 2, 1: 4, 2: 3, 3: 1, 4: 1
+    }  # fmt: skip
+    assert ngram_tree([3, 1, 2, 4, 1, 2], TreeTopology([-1, 0, 0, 1, 2]), longest=2) == {0: 2, 1: 4, 3: 1}
+
+
+def test_ngrams_learn_what_was_committed():
+    drafter, topology = NGramDrafter(), TreeTopology.chain(2)
+    state = drafter.start([[1, 2, 3], [1, 2, 3]], RaggedKVCache(), [0, 1])
+    tokens = [[1, 2, 3], [1, 2, 3]]
+    for addition in (5, 1, 2):
+        tree = drafter.propose(state, context(tokens, topology, Fixed(1), greedy=True, room=[2, None]))
+        assert tree.lengths == [1, 0]
+        drafter.commit(state, tree, Verdict((SampleVerdict((), addition, False), None)))
+        tokens[0].append(addition)
+    tree = drafter.propose(state, context(tokens, topology, Fixed(1), greedy=True, room=[2, None]))
+    assert tree.samples[0].tokens == {0: 2, 1: 3, 2: 5}
+
+
+def test_ngrams_need_a_certain_law():
+    with pytest.raises(ValueError, match=r"couple them as Fixed\(2\)"):
+        NGramDrafter().check(ragged(), IID(2))
+    with pytest.raises(ValueError, match="1 <= shortest <= longest"):
+        NGramDrafter(longest=1, shortest=2)
+
+
+def test_draft_and_target_must_share_their_vocabulary():
+    with pytest.raises(ValueError, match=r"the drafter has 53 token ids, the target 61.*one tokenizer"):
+        LanguageModelDrafter(RaggedModel(tiny(vocab_size=53))).check(ragged(), IID(1))
+    other = tiny_tokenizer()
+    other.add_tokens(["another"])
+    target = RaggedModel(tiny(), tiny_tokenizer())
+    with pytest.raises(ValueError, match="tokenizer gives other ids"):
+        LanguageModelDrafter(RaggedModel(tiny(), other)).check(target, IID(1))
+    LanguageModelDrafter(RaggedModel(tiny(), tiny_tokenizer())).check(target, IID(1))
+
+
+def test_rows_with_a_small_support_give_smaller_trees():
+    """top_k=1 leaves one token, which is drawn once without replacement and twice with it."""
+    drafter = LanguageModelDrafter(ragged(seed=3))
+    topology = TreeTopology.k_ary(2, 2)
+    for law, lengths in ((WithoutReplacement(2), 3), (TopTail(1, 1), 3), (IID(2), 7)):
+        state, _, _ = started(drafter, ragged())
+        tree = drafter.propose(state, context(PROMPTS, topology, law, processors=[TopKLogitsWarper(1)]))
+        assert tree.lengths == [lengths] * 3
+
+
+@pytest.mark.parametrize("law", [WithoutReplacement(2), TopTail(1, 1)], ids=str)
+def test_decoding_with_small_supports_is_right(law):
+    drafter = LanguageModelDrafter(ragged(seed=3))
+    decoder = SpeculativeDecoder(ragged(), drafter, UNEVEN, Coupling(law, TopDown(RecursiveRejection())))
+    prompt = torch.tensor([PROMPTS[2]])
+    sampled = decoder.generate(prompt, max_new_tokens=12, do_sample=True, top_k=1)
+    greedy = ragged().model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False
+    )
+    assert torch.equal(sampled, greedy)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "top_k": 1}], ids=["greedy", "sampled"])
+def test_a_broken_draft_model_costs_speed_only(sampling, value):
+    model = tiny(seed=3)
+    drafter = LanguageModelDrafter(RaggedModel(model))
+    with torch.no_grad():
+        model.lm_head.weight.fill_(value)
+    decoder = SpeculativeDecoder(ragged(), drafter, UNEVEN, Coupling(WithoutReplacement(2), TopDown(Matching())))
+    prompt = torch.tensor([PROMPTS[2]])
+    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 6}
+    with pytest.warns(UserWarning, match="drafter produced NaN or infinite logits"):
+        output = decoder.generate(prompt, return_dict_in_generate=True, **options, **sampling)
+    assert torch.equal(output.sequences, ragged().model.generate(prompt, do_sample=False, **options))
+    assert output.stats.drafted == 0
+
+
+def test_a_drafter_may_do_nothing_but_propose():
+    """The least that a drafter of one's own has to be."""
+
+    class Constant(Drafter):
+        def propose(self, state, context):
+            from arbordraft.drafters.base import Garden
+
+            garden = Garden(context, Fixed(1))
+            for sample in garden.frontier(0):
+                garden.plant(sample, 0, [7], [1.0], None)
+            return garden.tree()
+
+    decoder = SpeculativeDecoder(ragged(), Constant(), TreeTopology.chain(1), Coupling(Fixed(1), TopDown(Matching())))
+    prompt = torch.tensor([PROMPTS[0]])
+    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(decoder.generate(prompt, **options), ragged().model.generate(prompt, **options))
+
+
+def test_iid_siblings_may_be_equal():
+    """With a peaked row both draws are the same token; both stay in the tree and verification copes."""
+    drafter = LanguageModelDrafter(ragged(seed=3))
+    coupling = Coupling(IID(2), TopDown(KSeq()))
+    decoder = SpeculativeDecoder(ragged(), drafter, TreeTopology.k_ary(2, 2), coupling)
+    output = decoder.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=8, do_sample=True, top_k=1)
+    assert output.shape[1] <= len(PROMPTS[0]) + 8
+    assert output.max() < VOCAB

@@ -1,0 +1,172 @@
+"""Ragged tree attention and the moves of the KV cache against the plainest thing that could be right."""
+
+import pytest
+import torch
+from models import poisoned_pool
+from torch.testing import assert_close
+
+from arbordraft import TreeTopology
+from arbordraft.kernels.kv_cache import append, append_reference, compact, compact_reference
+from arbordraft.kernels.ragged_tree_attention import (
+    RaggedBatch,
+    ragged_tree_attention,
+    ragged_tree_attention_reference,
+)
+from arbordraft.masks import stack_words
+from arbordraft.topology import ancestor_words
+
+ATTENTION = [ragged_tree_attention_reference, ragged_tree_attention]
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
+SHAPES = {
+    "chain and trees": [(6, TreeTopology.chain(3)), (3, TreeTopology.k_ary(2, 2)), (0, TreeTopology.fork(3, 2))],
+    "plain decoding": [(5, TreeTopology.chain(0)), (9, TreeTopology.chain(0))],
+    "several words": [(7, TreeTopology.k_ary(3, 4)), (2, TreeTopology.chain(1))],
+}
+
+
+class Case:
+    """Random rows of some samples, each with its slab between guard bands of NaN.
+
+    Args:
+        samples: committed tokens and topology of each sample.
+        group: query heads per key head.
+        last: only the rows of the last so many levels are new; the levels above are in the pool already.
+        causal: prompts rather than trees: every row sees all rows before it.
+    """
+
+    def __init__(self, samples, group=2, last=99, causal=False, dtype=torch.float64, key_heads=2, size=8, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        self.keys, starts = poisoned_pool([past + tree.num_nodes for past, tree in samples], key_heads, size, generator)
+        self.values, _ = poisoned_pool([past + tree.num_nodes for past, tree in samples], key_heads, size, generator)
+        new = [range(tree.levels[max(0, len(tree.levels) - last)].start, tree.num_nodes) for _, tree in samples]
+        total = sum(map(len, new))
+        self.query = torch.randn(total, key_heads * group, size, generator=generator, dtype=torch.float64)
+        self.keys, self.values, self.query = (x.to(dtype) for x in (self.keys, self.values, self.query))
+        offsets = [list(range(tree.num_nodes)) if causal else list(tree.depth_list) for _, tree in samples]
+        self.batch = RaggedBatch(
+            rows=[len(nodes) for nodes in new],
+            starts=starts,
+            past=[past for past, _ in samples],
+            tree_positions=[[past + o for o in offset] for (past, _), offset in zip(samples, offsets, strict=True)],
+            positions=torch.tensor(
+                [past + offset[n] for (past, _), offset, nodes in zip(samples, offsets, new, strict=True) for n in nodes]
+            ),
+            slots=torch.tensor(
+                [start + past + n for start, (past, _), nodes in zip(starts, samples, new, strict=True) for n in nodes]
+            ),
+            words=None
+            if causal
+            else stack_words(
+                [ancestor_words(tree.visible[list(nodes)]) for (_, tree), nodes in zip(samples, new, strict=True)]
+            ),
+        )
+        self.samples, self.new, self.causal = samples, new, causal
+
+    def run(self, attention, **options):
+        return attention(self.query, self.keys, self.values, self.batch, scale=0.3, **options)
+
+    def naive(self, window=None, softcap=None, sinks=None):
+        """One row, one head, one key at a time, in float64; what a row sees follows from the tree itself."""
+        query, keys, values = (x.double() for x in (self.query, self.keys, self.values))
+        out, row, group = torch.zeros_like(query), 0, query.shape[1] // keys.shape[1]
+        for (past, tree), start, nodes in zip(self.samples, self.batch.starts, self.new, strict=True):
+            for node in nodes:
+                above = range(node + 1) if self.causal else tree.path(node)
+                position = {past + above_node: past + order for order, above_node in enumerate(above)}
+                seen = {start + slot: slot for slot in range(past)} | {start + s: p for s, p in position.items()}
+                here = past + len(above) - 1
+                slots = [slot for slot, p in seen.items() if window is None or here - p < window]
+                for head in range(query.shape[1]):
+                    scores = keys[slots, head // group] @ query[row, head] * 0.3
+                    if softcap is not None:
+                        scores = softcap * torch.tanh(scores / softcap)
+                    mass = scores.exp().sum() + (0 if sinks is None else sinks[head].double().exp())
+                    out[row, head] = scores.exp() / mass @ values[slots, head // group]
+                row += 1
+        return out
+
+
+OPTIONS = {
+    "plain": {},
+    "window": {"window": 4},
+    "window of one": {"window": 1},
+    "softcap": {"softcap": 0.8},
+    "sinks": {"sinks": torch.linspace(-2, 2, 4)},
+    "all": {"window": 3, "softcap": 1.5, "sinks": torch.linspace(2, -2, 4)},
+}
+
+
+@pytest.mark.parametrize("attention", ATTENTION)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("samples", SHAPES.values(), ids=SHAPES)
+def test_attention_equals_the_naive_one(samples, options, attention):
+    case = Case(samples)
+    assert_close(case.run(attention, **options), case.naive(**options), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_causal_rows_after_a_past(options):
+    case = Case([(4, TreeTopology.chain(5)), (0, TreeTopology.chain(6)), (1, TreeTopology.chain(0))], causal=True)
+    assert_close(case.run(ragged_tree_attention, **options), case.naive(**options), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("last", [1, 2])
+def test_rows_of_the_last_levels_only(last, window):
+    case = Case([(5, TreeTopology.k_ary(3, 4)), (2, TreeTopology.k_ary(2, 2))], last=last)
+    assert_close(case.run(ragged_tree_attention, window=window), case.naive(window=window), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("group", [1, 3, 4, 7])
+def test_groups_of_heads_in_every_precision(group, dtype):
+    for options in ({}, {"sinks": torch.linspace(-1, 1, 2 * group, dtype=dtype), "softcap": 2.0}):
+        case = Case(SHAPES["chain and trees"], group=group, dtype=dtype)
+        out = case.run(ragged_tree_attention, **options)
+        assert out.dtype == dtype
+        assert_close(out.double(), case.naive(**options), rtol=0, atol=TOLERANCE[dtype])
+
+
+def test_values_may_be_of_another_size_than_keys():
+    case = Case(SHAPES["chain and trees"])
+    full = case.naive()
+    case.values = case.values[..., :5]
+    assert_close(case.run(ragged_tree_attention), full[..., :5], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"past": [6, 4, 0]},
+        {"starts": [2, 13, 30]},
+        {"words": None},
+        {"positions": torch.zeros(18, dtype=torch.int64)},
+    ],
+    ids=lambda fault: next(iter(fault)),
+)
+def test_a_wrong_batch_would_be_seen(fault):
+    """Negative control: one row too many, another sample's slab, siblings that see each other, wrong positions."""
+    case = Case(SHAPES["chain and trees"])
+    window = 3 if "positions" in fault else None
+    expected = case.naive(window=window)
+    for name, value in fault.items():
+        object.__setattr__(case.batch, name, value)
+    wrong = case.run(ragged_tree_attention, window=window)
+    assert not torch.allclose(wrong, expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("run", [append, append_reference])
+def test_append_writes_its_rows_only(run):
+    pool, rows = torch.full((6, 2, 3), float("nan")), torch.randn(2, 2, 3)
+    run(pool, rows, torch.tensor([4, 1]))
+    assert torch.equal(pool[[4, 1]], rows)
+    assert pool[[0, 2, 3, 5]].isnan().all()
+
+
+@pytest.mark.parametrize("run", [compact, compact_reference])
+def test_compact_reads_before_it_writes(run):
+    """Source and destination overlap, in both directions."""
+    pools = [torch.arange(8.0)[:, None, None].repeat(1, 2, 3), torch.arange(8.0)[:, None, None].repeat(1, 1, 5)]
+    run(iter(pools), torch.tensor([3, 5, 6, 1]), torch.tensor([2, 3, 5, 6]))
+    for pool in pools:
+        assert pool[:, 0, 0].tolist() == [0, 1, 3, 5, 4, 6, 1, 7]

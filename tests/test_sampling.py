@@ -1,0 +1,167 @@
+"""Noise, inverse-CDF draws, and logits processors on the rows of a tree."""
+
+import math
+
+import pytest
+import torch
+from oracles import row
+from transformers.generation import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    NoRepeatNGramLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+
+from arbordraft.sampling import Noise, Warp, draw, residual
+
+LAST = math.nextafter(1, 0)  # the greatest uniform
+
+
+@pytest.mark.parametrize(
+    ("weights", "uniform", "token"),
+    [
+        ((1, 1, 2), 0.0, 0),
+        ((1, 1, 2), 0.25, 1),
+        ((1, 1, 2), 0.49, 1),
+        ((1, 1, 2), 0.5, 2),
+        ((1, 1, 2), LAST, 2),
+        ((0, 0, 3), 0.0, 2),
+        ((1, 2, 0, 0), LAST, 1),
+        ((0, 1, 0, 1, 0), 0.5, 3),
+        ((0, 1e-300, 0), 0.7, 1),
+    ],
+)
+def test_draw_inverts_the_distribution(weights, uniform, token):
+    assert draw(torch.tensor(weights, dtype=torch.float64), uniform) == token
+
+
+def test_draw_returns_the_last_possible_token_when_the_product_rounds_up():
+    """The greatest uniform times a total of 3 subnormals is the total itself."""
+    weights = torch.tensor([1.0, 2.0, 0.0], dtype=torch.float64) * 5e-324
+    assert LAST * weights.sum().item() == weights.sum().item()
+    assert draw(weights, LAST) == 1
+
+
+def test_draw_keeps_the_tail_of_a_large_float32_vocabulary():
+    """Summed in float32, the small weights behind a large one would vanish."""
+    weights = torch.full((150_000,), 1e-9)
+    weights[0] = 1.0
+    small = weights[1:].double().sum().item()
+    assert draw(weights, 1 - small / 2) == pytest.approx(75_000, abs=50)
+    assert draw(weights, LAST) == 149_999
+
+
+@pytest.mark.parametrize("weights", [(0.0, 0.0), (math.nan, 1.0), (math.inf, 1.0)])
+def test_draw_refuses_weights_without_a_law(weights):
+    with pytest.raises(ValueError, match="cannot draw"):
+        draw(torch.tensor(weights), 0.5)
+
+
+def test_residual_is_the_positive_part():
+    assert residual(row(1, 2, 1), row(2, 1, 1)).tolist() == [0, 0.25, 0]
+
+
+def generators(*seeds):
+    return [torch.Generator().manual_seed(seed) for seed in seeds]
+
+
+def test_noise_of_a_sample_does_not_depend_on_its_batch():
+    alone, batch = Noise.draw(generators(7), 5), Noise.draw(generators(3, 7, 4), 5)
+    for purpose in ("draft", "accept", "final"):
+        mine, theirs = getattr(alone, purpose), getattr(batch, purpose)
+        assert mine.dtype == torch.float64
+        assert mine.shape == (1, 5)
+        assert torch.equal(mine[0], theirs[1])
+
+
+def test_noise_is_drawn_anew_for_every_step_and_purpose():
+    (generator,) = generators(0)
+    steps = [Noise.draw([generator], 4) for _ in range(3)]
+    uniforms = [value for n in steps for u in (n.draft, n.accept, n.final) for value in u.flatten().tolist()]
+    assert len(set(uniforms)) == len(uniforms) == 36
+
+
+def test_noise_of_an_empty_batch():
+    noise = Noise.draw([], 4)
+    assert noise.final.shape == (0, 4)
+    assert noise.final.dtype == torch.float64
+
+
+# Processors.
+
+PATHS = [[1, 2, 3], [1, 2, 3, 1], [1, 2, 3, 1, 2], [1, 2, 3, 5]]
+LOGITS = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+class LengthBias:
+    """Depends on the path alone, and writes into the scores it is given."""
+
+    def __call__(self, input_ids, scores):
+        scores[:, input_ids.shape[1] % scores.shape[1]] += 3.0
+        return scores
+
+
+class GreedyTopK(TopKLogitsWarper):
+    """A subclass of a processor that ignores the path need not ignore it."""
+
+    def __call__(self, input_ids, scores):
+        return super().__call__(input_ids, scores.index_fill(1, input_ids[0], -torch.inf))
+
+
+@pytest.mark.parametrize(
+    "processors",
+    [
+        [],
+        [RepetitionPenaltyLogitsProcessor(1.7)],
+        [NoRepeatNGramLogitsProcessor(2)],
+        [LengthBias()],
+        [GreedyTopK(3)],
+        [TemperatureLogitsWarper(0.5), TopKLogitsWarper(5), TopPLogitsWarper(0.8), MinPLogitsWarper(0.01)],
+        [RepetitionPenaltyLogitsProcessor(1.7), NoRepeatNGramLogitsProcessor(2), TopPLogitsWarper(0.7), LengthBias()],
+    ],
+    ids=lambda processors: "+".join(type(p).__name__ for p in processors) or "none",
+)
+def test_every_row_is_processed_along_its_own_path(processors):
+    chain, before = LogitsProcessorList(processors), LOGITS.clone()
+    found = Warp(chain)(LOGITS, PATHS.__getitem__)
+    for index, path in enumerate(PATHS):
+        expected = chain(torch.tensor([path]), LOGITS[[index]].clone())
+        torch.testing.assert_close(found[[index]], expected, atol=0, rtol=0)
+    assert torch.equal(LOGITS, before)
+
+
+def test_paths_are_looked_up_only_if_needed():
+    def path_of(row):
+        raise AssertionError("nobody needs the path")
+
+    Warp([TemperatureLogitsWarper(0.5), TopKLogitsWarper(2)], batch_size=3)(LOGITS, path_of)
+    assert Warp([LengthBias()])(LOGITS[:0], path_of).shape == (0, 8)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"), [(torch.bfloat16, torch.float32), (torch.float32,) * 2, (torch.float64,) * 2]
+)
+def test_scores_are_at_least_float32(dtype, expected):
+    assert Warp([TemperatureLogitsWarper(0.5)])(LOGITS.to(dtype), PATHS.__getitem__).dtype == expected
+
+
+@pytest.mark.parametrize(
+    "processor", [SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor]
+)
+def test_processors_that_keep_a_state_are_refused(processor):
+    for cls in (processor, type("Mine", (processor,), {})):
+        with pytest.raises(ValueError, match=f"{processor.__name__} cannot judge"):
+            Warp([cls.__new__(cls)])
+
+
+def test_processors_bound_to_a_batch_need_a_batch_of_one():
+    bound = PrefixConstrainedLogitsProcessor(lambda batch, ids: [1, 2], num_beams=1)
+    assert torch.isfinite(Warp([bound])(LOGITS, PATHS.__getitem__)).sum(-1).tolist() == [2] * 4
+    with pytest.raises(ValueError, match="one prompt at a time"):
+        Warp([bound], batch_size=2)

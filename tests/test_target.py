@@ -1,0 +1,213 @@
+"""Packed rows of any architecture give the logits that the model itself gives to each path alone."""
+
+import pytest
+import torch
+from models import ARCHITECTURES, PROMPTS, VOCAB, next_logits, tiny
+from torch.testing import assert_close
+
+from arbordraft import RaggedKVCache, RaggedModel, SlicedCausalMask, TreeTopology, UnsupportedModel
+from arbordraft.masks import stack_words
+
+REFUSED = ("falcon", "bloom", "mamba", "qwen3_next")
+SUPPORTED = [name for name in ARCHITECTURES if name not in REFUSED]
+TREES = [
+    TreeTopology([-1, 0, 0, 1, 1, 2, 3]),
+    TreeTopology([-1]),
+    TreeTopology([-1, 0, 0, 0, 1, 4, 5, 6, 7]),  # deeper than any sliding window here
+]
+KEPT = [[0, 1, 4], [0], [0, 1]]  # accepted nodes: a path that ends early, a root alone, a path that moves no row
+ROUNDING = {"rtol": 1e-4, "atol": 1e-4}
+
+
+def run_trees(target, cache, samples, tokens, topologies=TREES, shift=0, masks=None):
+    """One packed forward of a tree per sample."""
+    masks = masks or [SlicedCausalMask(topology) for topology in topologies]
+    words = stack_words([mask.words for mask in masks])
+    depths = [[depth + shift for depth in topology.depth_list] for topology in topologies]
+    packed = torch.tensor([token for sample in tokens for token in sample])
+    return target(packed, cache.plan(samples, depths, words), cache)
+
+
+def single_paths(model, prefixes, tokens, topologies=TREES):
+    """The logits of every node of every tree, each from its own prompt."""
+    return torch.stack(
+        [
+            next_logits(model, [*prefix, *(drafted[node] for node in topology.path(end))])
+            for prefix, drafted, topology in zip(prefixes, tokens, topologies, strict=True)
+            for end in range(topology.num_nodes)
+        ]
+    )
+
+
+def random_tokens(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, VOCAB, (tree.num_nodes,), generator=generator).tolist() for tree in TREES]
+
+
+def prefilled(target, prompts=PROMPTS, chunk=2048):
+    cache = RaggedKVCache()
+    samples = [cache.open(len(prompt)) for prompt in prompts]
+    target.prefill(dict(zip(samples, prompts, strict=True)), cache, chunk=chunk)
+    return cache, samples
+
+
+@pytest.mark.parametrize("chunk", [2048, 4], ids=["whole", "chunked"])
+@pytest.mark.parametrize("architecture", SUPPORTED)
+def test_packed_trees_equal_single_paths(architecture, chunk):
+    """Prefill, then steps of different trees per sample, each of which commits part of a path."""
+    model = tiny(architecture)
+    target = RaggedModel(model)
+    cache, samples = prefilled(target, chunk=chunk)
+    prefixes = [list(prompt) for prompt in PROMPTS]
+    for seed in range(2):
+        tokens = random_tokens(seed)
+        packed = run_trees(target, cache, samples, tokens)
+        assert_close(packed, single_paths(model, prefixes, tokens), **ROUNDING)
+        cache.commit(dict(zip(samples, KEPT, strict=True)))
+        prefixes = [
+            prefix + [drafted[node] for node in kept]
+            for prefix, drafted, kept in zip(prefixes, tokens, KEPT, strict=True)
+        ]
+    plain = run_trees(target, cache, samples, [[7], [8], [9]], [TreeTopology([-1])] * 3)
+    assert_close(plain, single_paths(model, prefixes, [[7], [8], [9]], [TreeTopology([-1])] * 3), **ROUNDING)
+
+
+@pytest.mark.parametrize("architecture", SUPPORTED)
+def test_a_wrong_position_or_ancestor_would_be_seen(architecture):
+    model = tiny(architecture)
+    target = RaggedModel(model)
+    tokens = random_tokens(0)
+    expected = single_paths(model, PROMPTS, tokens)
+    siblings_see_each_other = [
+        SlicedCausalMask(TreeTopology.chain(topology.num_nodes - 1)) if topology.num_nodes > 1 else None
+        for topology in TREES
+    ]
+    siblings_see_each_other[1] = SlicedCausalMask(TREES[1])
+    for fault in ({"masks": siblings_see_each_other}, {"shift": 1}, {}):
+        cache, samples = prefilled(target)
+        error = (run_trees(target, cache, samples, tokens, **fault) - expected).abs().max()
+        assert error < 1e-4 if not fault else error > 1e-2
+
+
+def test_rows_of_a_tree_may_come_level_by_level():
+    """As model-based drafters feed them; the keys of the levels above lie behind the committed ones."""
+    model, topology = tiny("mistral"), TREES[2]
+    target = RaggedModel(model)
+    cache, samples = prefilled(target, PROMPTS[:1])
+    mask, tokens = SlicedCausalMask(topology), random_tokens(0)[2]
+    packed = torch.cat(
+        [
+            target(
+                torch.tensor([tokens[node] for node in level]),
+                cache.plan(samples, [[depth] * len(level)], mask.select(level, range(level.stop))),
+                cache,
+            )
+            for depth, level in enumerate(topology.levels)
+        ]
+    )
+    assert_close(packed, single_paths(model, PROMPTS[:1], [tokens], [topology]), **ROUNDING)
+
+
+def test_only_the_wanted_rows_get_logits():
+    model = tiny()
+    target = RaggedModel(model)
+    cache = RaggedKVCache()
+    batch = cache.plan([cache.open(), cache.open()], [range(3), range(2)])
+    logits = target(torch.tensor([5, 6, 7, 8, 9]), batch, cache, rows=torch.tensor([2, 4]))
+    assert_close(logits, torch.stack([next_logits(model, [5, 6, 7]), next_logits(model, [8, 9])]), **ROUNDING)
+
+
+def test_empty_prompts_need_no_prefill():
+    target = RaggedModel(tiny())
+    cache, samples = prefilled(target, [[], [4, 5], []])
+    assert [cache.length(sample) for sample in samples] == [0, 2, 0]
+
+
+@pytest.mark.parametrize("architecture", REFUSED)
+@pytest.mark.filterwarnings("ignore")
+def test_an_architecture_that_cannot_be_packed_is_refused(architecture):
+    with pytest.raises(UnsupportedModel, match=r"every layer to be softmax attention.*AttentionInterface"):
+        RaggedModel(tiny(architecture))
+
+
+def test_attention_with_extras_is_refused():
+    """gemma3n shares keys between layers, t5 adds a bias to its scores: a layer that asks for more is an error."""
+    model = tiny()
+    attention = model.model.layers[0].self_attn
+    forward = attention.forward
+    attention.forward = lambda *args, **kwargs: forward(*args, position_bias=torch.zeros(1), **kwargs)
+    with pytest.raises(UnsupportedModel, match="position_bias"):
+        RaggedModel(model)
+
+
+def test_the_self_test_notices_another_model():
+    """A layer that mixes neighbouring rows is invisible to the attention hook, and wrong for trees."""
+    model = tiny()
+    mixer = model.model.layers[0].mlp
+    forward = mixer.forward
+    mixer.forward = lambda rows: forward(rows + 0.5 * rows.roll(1, dims=1))
+    with pytest.raises(UnsupportedModel, match="packed logits differ from single ones"):
+        RaggedModel(model)
+    RaggedModel(model, self_test=False)
+
+
+def test_training_mode_is_refused():
+    with pytest.raises(ValueError, match=r"training mode.*model\.eval\(\)"):
+        RaggedModel(tiny().train())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("architecture", ["llama", "gpt_oss", "gemma2"])
+def test_half_precision_passes_the_self_test(architecture, dtype):
+    RaggedModel(tiny(architecture).to(dtype))
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_the_model_stays_as_it_was(implementation):
+    model = tiny()
+    model.set_attn_implementation(implementation)
+    prompt = torch.tensor([PROMPTS[0]])
+    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 8, "do_sample": False}
+    before = model.generate(prompt, **options)
+    target = RaggedModel(model)
+    cache = RaggedKVCache()
+    sample = cache.open()
+
+    def unchanged():
+        assert model.config._attn_implementation == implementation
+        assert model.config.num_hidden_layers == 2
+        assert torch.equal(model.generate(prompt, **options), before)
+
+    target.prefill({sample: PROMPTS[0]}, cache, layers=1)
+    unchanged()
+    with pytest.raises(IndexError):
+        target(torch.tensor([VOCAB]), cache.plan([sample], [[0]]), cache, layers=1)
+    unchanged()
+
+
+def test_several_models_and_caches_do_not_disturb_each_other():
+    first, second = RaggedModel(tiny(seed=1)), RaggedModel(tiny("gpt2", seed=2))
+    tokens = random_tokens(0)
+    apart = [run_trees(target, *prefilled(target), tokens) for target in (first, second)]
+    caches = [prefilled(target) for target in (first, second)]
+    together = [run_trees(target, *cache, tokens) for target, cache in zip((first, second), caches, strict=True)]
+    for one, other in zip(apart, together, strict=True):
+        assert torch.equal(one, other)
+
+
+_LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind", "extra", "limit"),
+    [
+        ("llama", "default", {}, 128),
+        ("llama", "linear", {"factor": 2.0}, 128),
+        ("llama", "dynamic", {"factor": 2.0}, 128),
+        ("phi3", "longrope", _LONG, 32),
+    ],
+)
+def test_positions_end_where_the_rotation_would_depend_on_the_batch(architecture, kind, extra, limit):
+    rope = {"rope_type": kind, "rope_theta": 1e4, **extra}
+    original = {"original_max_position_embeddings": 32} if kind == "longrope" else {}
+    assert RaggedModel(tiny(architecture, rope_parameters=rope, **original)).max_positions == limit

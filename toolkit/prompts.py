@@ -1,0 +1,97 @@
+"""Prompts to try and to measure on, written for this project."""
+
+_NOTICE = (
+    "The valley library opens at nine. The valley library closes at six. On Mondays the valley library opens at nine "
+    "and closes at noon. On Sundays the valley library is closed. Members of the valley library may borrow five "
+    "books. Guests of the valley library may borrow one book."
+)
+_CLASS = (
+    "class Account:\n"
+    "    def get_name(self):\n        return self.name\n\n"
+    "    def get_owner(self):\n        return self.owner\n\n"
+    "    def get_balance(self):\n        return self.balance\n"
+)
+
+
+def _copy(what: str, lines: list[str]) -> str:
+    return f"Repeat this {what} exactly as it is:\n\n" + "\n".join(lines)
+
+
+_GALLERY = _copy(
+    "HTML gallery",
+    ["<div>", *(f'<img src="/photos/holiday{n}.jpg" alt="Holiday {n}" width="200">' for n in range(1, 8)), "</div>"],
+)
+_REQUESTS = _copy(
+    "server log", [f"192.168.0.{n} - GET /index.html HTTP/1.1 - 200 OK - 512 bytes" for n in range(1, 9)]
+)
+
+# The answers copy from the prompt: lookups should pay.
+REPEATING = (
+    _copy(
+        "HTML list",
+        ["<ul>", *(f'<li class="entry"><a href="/page{n}.html">Page {n}</a></li>' for n in range(1, 8)), "</ul>"],
+    ),
+    _copy(
+        "weather log",
+        [
+            f"2031-05-0{day} station {name}: temperature {18 + day} C, wind {day} m/s, sky clear"
+            for day in range(1, 4)
+            for name in ("north", "south", "harbour")
+        ],
+    ),
+    _copy(
+        "HTML table",
+        [
+            "<table>",
+            *(
+                f'<tr><td class="name">sensor {n}</td><td class="unit">celsius</td><td>active</td></tr>'
+                for n in range(1, 7)
+            ),
+            "</table>",
+        ],
+    ),
+    _copy(
+        "XML document",
+        [
+            "<cities>",
+            *(
+                f"<city><id>{n}</id><name>{name}</name><country>Portugal</country></city>"
+                for n, name in enumerate(("Lisbon", "Porto", "Braga", "Coimbra", "Faro"), start=1)
+            ),
+            "</cities>",
+        ],
+    ),
+    _copy(
+        "HTML menu",
+        ["<select>", *(f'<option value="size{n}">Size {n} of the shoe</option>' for n in range(30, 38)), "</select>"],
+    ),
+    _copy(
+        "style sheet", [f".column{n} {{ margin: 10px; padding: 5px; color: black; }}" for n in range(1, 8)]
+    ),
+    _REQUESTS,
+    _GALLERY,
+)
+
+# The answers are new text: a drafter without a model should know when to rest.
+VARIED = (
+    "Describe the smell of a bakery at dawn to somebody who has never been awake that early.",
+    "Why do leaves change their colour in autumn? Explain it to a ten-year-old.",
+    "Write the opening paragraph of a detective story that is set on a research ship.",
+    "What should I consider before I adopt an old dog from a shelter?",
+    "Compare learning to play the violin with learning to cook.",
+    "Invent a holiday that celebrates forgotten inventions and describe how a town spends the day.",
+    "Explain how a bill becomes a law, in plain language.",
+    "Give me advice for a first conversation with a new neighbour who seems shy.",
+)
+
+# A batch of different lengths: chat, code, and passages that repeat themselves.
+MIXED = (
+    "What is the capital of France?",
+    "Write a Python function that returns the n-th Fibonacci number, with a docstring.",
+    f"Summarise this notice in two sentences:\n\n{_NOTICE}",
+    "Explain in simple words why the sky is blue.",
+    f"Repeat this Python class and add a method get_city in the same style:\n\n{_CLASS}",
+    _REQUESTS,
+    "Give three tips for a good night's sleep.",
+    _GALLERY,
+)
