@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from string import ascii_letters, digits
 
 import torch
 from torch import Tensor
@@ -138,15 +139,19 @@ def new_tokens(sequences: Tensor, prompts: Sequence[Sequence[int]], lengths: Seq
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """One word per token id: ``w7`` is 7."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    """One letter or digit per token id."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    words = Tokenizer(models.WordLevel({f"w{token}": token for token in range(VOCAB)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token=f"w{EOS}", padding_side="left")
+    letters = (ascii_letters + digits)[:VOCAB]
+    spelling = Tokenizer(models.WordLevel({letter: token for token, letter in enumerate(letters)}, unk_token="a"))
+    spelling.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    spelling.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=spelling, padding_side="left")
 
 
-def poisoned_pool(lengths: Sequence[int], heads: int, size: int, generator: torch.Generator) -> tuple[Tensor, list[int]]:
+def poisoned_pool(
+    lengths: Sequence[int], heads: int, size: int, generator: torch.Generator
+) -> tuple[Tensor, list[int]]:
     """A float64 pool with one random slab per length, and where they start; all rows around them are NaN."""
     guard = 3
     pool = torch.full((sum(lengths) + guard * (len(lengths) + 1), heads, size), float("nan"), dtype=torch.float64)

@@ -77,11 +77,8 @@ class Alternating(Decider):
     """Sample ``b`` drafts ``b`` levels: the most ragged batch there is."""
 
     def forward(self, view):
-        return [view.depth < index for index in range(len(view.history))] if view.depth == 0 else self.later(view)
-
-    def later(self, view):
-        # Samples that stopped are no longer asked about, so the ones left are the last ones.
-        return [index + (3 - len(view.history)) > view.depth for index in range(len(view.history))]
+        stopped = len(PROMPTS) - len(view.history)  # those with the smaller numbers
+        return [stopped + index > view.depth for index in range(len(view.history))]
 
 
 def draft_model_decoder(decider):
@@ -133,5 +130,9 @@ def test_a_decider_that_looks_ahead_is_refused():
 
     with pytest.raises(ValueError, match="looks at tokens that are still to be verified"):
         SpeculativeDecoder(
-            ragged(), NGramDrafter(), TreeTopology.chain(1), Coupling(Fixed(1), TopDown(RecursiveRejection())), Peeking()
+            ragged(),
+            NGramDrafter(),
+            TreeTopology.chain(1),
+            Coupling(Fixed(1), TopDown(RecursiveRejection())),
+            Peeking(),
         )

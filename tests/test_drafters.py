@@ -119,9 +119,7 @@ def walk(drafter, target, model, steps, topology=UNEVEN):
         if kept:  # the target verifies the whole tree over the same rows
             living = [sample for sample in tree.samples if sample]
             depths = [[topology.depth_list[node] for node in sample.tokens] for sample in living]
-            words = torch.cat(
-                [step.mask.select(list(sample.tokens), list(sample.tokens)) for sample in living]
-            )
+            words = torch.cat([step.mask.select(list(sample.tokens), list(sample.tokens)) for sample in living])
             target(tree.packed_tokens(), cache.plan(list(kept), depths, words), cache)
             cache.commit(kept)
         drafter.commit(state, tree, judged)
@@ -280,9 +278,7 @@ def test_decoding_with_small_supports_is_right(law):
     decoder = SpeculativeDecoder(ragged(), drafter, UNEVEN, Coupling(law, TopDown(RecursiveRejection())))
     prompt = torch.tensor([PROMPTS[2]])
     sampled = decoder.generate(prompt, max_new_tokens=12, do_sample=True, top_k=1)
-    greedy = ragged().model.generate(
-        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False
-    )
+    greedy = ragged().model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False)
     assert torch.equal(sampled, greedy)
 
 

@@ -49,7 +49,11 @@ class Case:
             past=[past for past, _ in samples],
             tree_positions=[[past + o for o in offset] for (past, _), offset in zip(samples, offsets, strict=True)],
             positions=torch.tensor(
-                [past + offset[n] for (past, _), offset, nodes in zip(samples, offsets, new, strict=True) for n in nodes]
+                [
+                    past + offset[n]
+                    for (past, _), offset, nodes in zip(samples, offsets, new, strict=True)
+                    for n in nodes
+                ]
             ),
             slots=torch.tensor(
                 [start + past + n for start, (past, _), nodes in zip(starts, samples, new, strict=True) for n in nodes]

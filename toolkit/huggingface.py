@@ -13,7 +13,13 @@ from torch import Tensor
 from arbordraft.metrics import DecodeStats
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCriteriaList
+    from transformers import (
+        GenerationConfig,
+        LogitsProcessor,
+        LogitsProcessorList,
+        PreTrainedTokenizerBase,
+        StoppingCriteriaList,
+    )
     from transformers.generation.streamers import BaseStreamer
 
     from arbordraft.output import SpeculativeOutput
@@ -100,6 +106,28 @@ def check_prompts(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: 
             raise ValueError(f"the prompt of sample {sample} is empty; a prompt needs at least one token")
         if not all(row[row.index(True) :]):
             raise ValueError(f"the prompt of sample {sample} is not left-padded; set tokenizer.padding_side = 'left'")
+
+
+def without_padding(processors: "LogitsProcessorList", padding: Sequence[int]) -> "list[LogitsProcessor]":
+    """Processors for single samples whose paths hold no padding tokens.
+
+    The repetition penalty that ``generate()`` prepares is told how many padding tokens each row of the batch starts
+    with. Here there are none to skip, and no batch to apply it to.
+    """
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    found: list[LogitsProcessor] = []
+    for processor in processors:
+        skipped = getattr(processor, "prompt_ignore_length", None)
+        if isinstance(skipped, Tensor):
+            if skipped.tolist() != list(padding):
+                raise ValueError(
+                    "a prompt_ignore_length per sample that skips more or less than the padding cannot be honoured: "
+                    "pass one int for all samples"
+                )
+            processor = RepetitionPenaltyLogitsProcessor(processor.penalty)
+        found.append(processor)
+    return found
 
 
 def refuse_unsupported(config: "GenerationConfig", model_kwargs: dict[str, Any]) -> None:

@@ -21,9 +21,7 @@ _GALLERY = _copy(
     "HTML gallery",
     ["<div>", *(f'<img src="/photos/holiday{n}.jpg" alt="Holiday {n}" width="200">' for n in range(1, 8)), "</div>"],
 )
-_REQUESTS = _copy(
-    "server log", [f"192.168.0.{n} - GET /index.html HTTP/1.1 - 200 OK - 512 bytes" for n in range(1, 9)]
-)
+_REQUESTS = _copy("server log", [f"192.168.0.{n} - GET /index.html HTTP/1.1 - 200 OK - 512 bytes" for n in range(1, 9)])
 
 # The answers copy from the prompt: lookups should pay.
 REPEATING = (
@@ -65,9 +63,7 @@ REPEATING = (
         "HTML menu",
         ["<select>", *(f'<option value="size{n}">Size {n} of the shoe</option>' for n in range(30, 38)), "</select>"],
     ),
-    _copy(
-        "style sheet", [f".column{n} {{ margin: 10px; padding: 5px; color: black; }}" for n in range(1, 8)]
-    ),
+    _copy("style sheet", [f".column{n} {{ margin: 10px; padding: 5px; color: black; }}" for n in range(1, 8)]),
     _REQUESTS,
     _GALLERY,
 )

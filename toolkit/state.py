@@ -65,7 +65,8 @@ class DecodeState:
         """A sample's tokens as they stand in the caller's batch, with drafted ones behind.
 
         Left padding is filled with the sample's own first token: lengths agree with Hugging Face's, yet no padding
-        token counts as seen, so penalties do not depend on what shares the batch.
+        token counts as seen, so penalties do not depend on what shares the batch. (An n-gram that only repeats that
+        first token does count as seen; chat templates and tokenizers begin with a token that never repeats.)
         """
         tokens = self.tokens[sample]
         return [tokens[0]] * self.padding[sample] + tokens + list(drafted)

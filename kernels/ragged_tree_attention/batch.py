@@ -44,9 +44,7 @@ class RaggedBatch:
         if self.positions.device == device:
             return self
         words = self.words if self.words is None else self.words.to(device)
-        return replace(
-            self, positions=self.positions.to(device), slots=self.slots.to(device), words=words, _masks={}
-        )
+        return replace(self, positions=self.positions.to(device), slots=self.slots.to(device), words=words, _masks={})
 
     def visible(self, sample: int, window: int | None = None) -> tuple[int, Tensor | None]:
         """Dense view of one sample's mask, built once per forward and shared by all layers.

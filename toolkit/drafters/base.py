@@ -25,6 +25,8 @@ class Drafter(nn.Module):
     and that travels with the decoder's own, so one drafter serves many batches at once.
     """
 
+    max_positions: int | None = None  # length of the longest text it can draft for, if there is a limit
+
     def check(self, target: RaggedModel, law: DraftLaw) -> None:
         """Raises ValueError if the drafter cannot propose to this target, or cannot draw by this law."""
 

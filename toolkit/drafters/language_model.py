@@ -33,6 +33,7 @@ class LanguageModelDrafter(Drafter):
     def __init__(self, model: RaggedModel) -> None:
         super().__init__()
         self.model = model
+        self.max_positions = model.max_positions
 
     def check(self, target: RaggedModel, law: DraftLaw) -> None:
         if self.model.vocab_size != target.vocab_size:

@@ -89,5 +89,6 @@ def _by_order(target: Tensor, weight: float, q: Tensor, drawn: int, hub: int) ->
 
 
 def _mass_besides(q: Tensor, hub: int) -> float:
-    """``1 - q(hub)`` without the cancellation, which would swallow the tail of a peaked row."""
-    return q[:hub].sum().item() + q[hub + 1 :].sum().item()
+    """``1 - q(hub)``; for a dominant hub without the cancellation that would swallow the tail."""
+    q_hub = q[hub].item()
+    return 1 - q_hub if q_hub < 0.5 else q[:hub].sum().item() + q[hub + 1 :].sum().item()

@@ -1,0 +1,469 @@
+"""generate() as Hugging Face users know it: same arguments, same tokens, same law."""
+
+from collections import Counter
+from functools import cache
+from itertools import product
+
+import pytest
+import torch
+from models import (
+    EOS,
+    PROMPTS,
+    greedy_reference,
+    left_padded,
+    new_tokens,
+    next_logits,
+    ragged,
+    tiny,
+    tiny_tokenizer,
+)
+from scipy.stats import chisquare
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TextIteratorStreamer,
+    TopPLogitsWarper,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from arbordraft import (
+    IID,
+    Coupling,
+    EarlyExitDrafter,
+    Fixed,
+    KSeq,
+    LanguageModelDrafter,
+    Lifted,
+    Matching,
+    NGramDrafter,
+    NodeLaw,
+    Noise,
+    OptimalTransport,
+    RaggedModel,
+    RecursiveRejection,
+    SpecHub,
+    SpeculativeDecoder,
+    TopDown,
+    TopTail,
+    TopTailRule,
+    TreeTopology,
+    TypicalAcceptance,
+    WithoutReplacement,
+)
+
+CHAIN, TREE = TreeTopology.chain(3), TreeTopology([-1, 0, 0, 1, 1, 2, 3])
+COUPLINGS = {
+    "iid recursive": Coupling(IID(2), TopDown(RecursiveRejection())),
+    "iid k-seq": Coupling(IID(2), TopDown(KSeq())),
+    "iid k-seq lifted": Coupling(IID(2), Lifted(KSeq())),
+    "wor recursive": Coupling(WithoutReplacement(2), TopDown(RecursiveRejection())),
+    "wor recursive lifted": Coupling(WithoutReplacement(2), Lifted(RecursiveRejection())),
+    "wor transport": Coupling(WithoutReplacement(2), TopDown(OptimalTransport())),
+    "top-tail": Coupling(TopTail(1, 1), Lifted(TopTailRule())),
+    "spechub": Coupling(TopTail(1, 1), TopDown(SpecHub())),
+    "spechub paper": Coupling(TopTail(1, 1), TopDown(SpecHub(order="paper"))),
+    "fixed matching": Coupling(Fixed(2), TopDown(Matching())),
+    "fixed recursive lifted": Coupling(Fixed(2), Lifted(RecursiveRejection())),
+    "typical": Coupling(Fixed(2), TypicalAcceptance()),
+}
+DRAFTERS = {
+    "model": lambda: LanguageModelDrafter(ragged(seed=3)),
+    "exit": lambda: EarlyExitDrafter(ragged(), layers=1),
+    "n-gram": lambda: NGramDrafter(longest=3, shortest=1),
+}
+NEVER = {"eos_token_id": None}  # a random model may end at any time; these tests want all tokens
+
+
+def build(coupling="wor recursive", drafter="model", topology=TREE, **options):
+    return SpeculativeDecoder(ragged(), DRAFTERS[drafter](), topology, COUPLINGS[coupling], **options)
+
+
+def decode(decoder, prompts=PROMPTS, do_sample=False, **kwargs):
+    """The new tokens of every sample, and the output they came with."""
+    output = decoder.generate(**left_padded(prompts), do_sample=do_sample, return_dict_in_generate=True, **kwargs)
+    return new_tokens(output.sequences, prompts, output.stats.emitted), output
+
+
+def reference(prompts=PROMPTS, **kwargs):
+    return greedy_reference(ragged().model, prompts, **kwargs)
+
+
+@cache
+def plain_reference(count):
+    return reference(max_new_tokens=count)
+
+
+# Temperature 0
+
+
+@pytest.mark.parametrize("topology", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    ("drafter", "coupling"),
+    [(d, c) for d in DRAFTERS for c in COUPLINGS if d != "n-gram" or COUPLINGS[c].law.deterministic],
+)
+def test_greedy_equals_transformers(drafter, coupling, topology):
+    """Token for token, for a ragged batch and for its samples alone, with every law, rule and verifier."""
+    decoder = build(coupling, drafter, topology)
+    expected = plain_reference(14)
+    assert decode(decoder, max_new_tokens=14)[0] == expected
+    for prompt, tokens in zip(PROMPTS, expected, strict=True):
+        assert decode(decoder, [prompt], max_new_tokens=14)[0] == [tokens]
+
+
+@pytest.mark.parametrize("coupling", COUPLINGS)
+def test_the_general_path_agrees_with_the_greedy_one(coupling):
+    """One-hot rows by top_k=1 go through the rule itself; temperature=0 is the same request."""
+    decoder = build(coupling)
+    expected = reference(max_new_tokens=10, **NEVER)
+    assert decode(decoder, do_sample=True, top_k=1, max_new_tokens=10, **NEVER)[0] == expected
+    assert decode(decoder, do_sample=True, temperature=0, max_new_tokens=10, **NEVER)[0] == expected
+
+
+def test_a_wrong_greedy_token_would_be_seen():
+    """Negative control: a verifier that accepts one token too many."""
+    decoder = build()
+    judge = decoder._judge
+
+    def generous(state, tree, logits, noise):
+        found = judge(state, tree, logits, noise)
+        for sample, one in zip(tree.samples, found.samples, strict=True):
+            if one and sample.children(one.path[-1] if one.path else 0):
+                child = sample.children(one.path[-1] if one.path else 0)[0]
+                object.__setattr__(one, "path", (*one.path, child))
+        return found
+
+    decoder._judge = generous
+    assert decode(decoder, max_new_tokens=14)[0] != plain_reference(14)
+
+
+@pytest.mark.parametrize("count", range(8))
+def test_exactly_max_new_tokens(count):
+    decoder = build()
+    expected = [tokens[:count] for tokens in reference(max_new_tokens=7, **NEVER)]
+    assert decode(decoder, max_new_tokens=count, **NEVER)[0] == expected
+    plain = decoder.generate(**left_padded(PROMPTS), max_new_tokens=count, do_sample=False, **NEVER)
+    assert plain.shape == (3, len(PROMPTS[2]) + count)
+
+
+def test_max_length_counts_padding_as_transformers_does():
+    output = build().generate(**left_padded(PROMPTS), max_length=len(PROMPTS[2]) + 4, do_sample=False, **NEVER)
+    assert output.shape[1] == len(PROMPTS[2]) + 4
+
+
+@pytest.mark.parametrize("position", range(6))
+def test_the_end_may_lie_inside_an_accepted_path(position):
+    """The target drafts for itself, so the whole chain is accepted, also behind the token that ends the text."""
+    decoder = SpeculativeDecoder(ragged(), LanguageModelDrafter(ragged()), CHAIN, COUPLINGS["wor recursive"])
+    end = reference(PROMPTS[2:], max_new_tokens=6, **NEVER)[0][position]
+    tokens, output = decode(decoder, eos_token_id=end, pad_token_id=0, max_new_tokens=12)
+    assert tokens == reference(eos_token_id=end, pad_token_id=0, max_new_tokens=12)
+    width = output.sequences.shape[1] - len(PROMPTS[2])
+    assert width == max(map(len, tokens))
+    for row, kept in zip(output.sequences, tokens, strict=True):
+        assert row[len(PROMPTS[2]) :].tolist() == kept + [0] * (width - len(kept))
+
+
+def test_several_end_tokens():
+    ends = [tokens[at] for tokens, at in zip(reference(max_new_tokens=9, **NEVER), (2, 5, 8), strict=True)]
+    assert decode(build(), eos_token_id=ends, max_new_tokens=12)[0] == reference(eos_token_id=ends, max_new_tokens=12)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.8},
+        {"no_repeat_ngram_size": 2},
+        {"min_new_tokens": 6, "eos_token_id": [18, 39]},
+        {"bad_words_ids": [[39], [18, 9]]},
+        {"forced_eos_token_id": 9},
+        {"suppress_tokens": [39, 18]},
+        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "min_new_tokens": 4, "eos_token_id": [18, 39]},
+    ],
+    ids=lambda options: "+".join(options),
+)
+def test_processors_see_each_node_with_its_own_path(options, drafter):
+    """Like transformers with each prompt alone: what a sample gets does not depend on its batch, or on padding."""
+    decoder = build("fixed matching", drafter)
+    kwargs = {"max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0, **options}
+    expected = reference(**kwargs)
+    assert decode(decoder, **kwargs)[0] == expected
+    ends = {"eos_token_id": kwargs["eos_token_id"], "pad_token_id": 0}
+    assert expected != reference(max_new_tokens=12, **ends)  # the option does something
+
+
+class Forbid(LogitsProcessor):
+    """Forbids the token that is three places back."""
+
+    def __call__(self, input_ids, scores):
+        if input_ids.shape[1] >= 3:
+            scores[torch.arange(len(scores)), input_ids[:, -3]] = float("-inf")
+        return scores
+
+
+class SumAbove(StoppingCriteria):
+    """Ends a text when the sum of its last two tokens exceeds a bound."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids[:, -2:].sum(dim=1) > 90
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_processors_and_criteria_of_ones_own(drafter):
+    kwargs = {
+        "max_new_tokens": 15,
+        "logits_processor": LogitsProcessorList([Forbid()]),
+        "stopping_criteria": StoppingCriteriaList([SumAbove()]),
+        **NEVER,
+    }
+    expected = reference(**kwargs)
+    assert decode(build("fixed matching", drafter), **kwargs)[0] == expected
+    assert {len(tokens) for tokens in expected} != {15}
+
+
+def test_stop_strings():
+    tokenizer = tiny_tokenizer()
+    words = [tokenizer.decode(tokens[3:5]) for tokens in reference(max_new_tokens=6, **NEVER)]
+    expected = reference(max_new_tokens=12, stop_strings=words, tokenizer=tokenizer, **NEVER)
+    assert decode(build(), max_new_tokens=12, stop_strings=words, tokenizer=tokenizer, **NEVER)[0] == expected
+    assert max(map(len, expected)) < 12
+
+
+# What else generate() takes and returns
+
+
+class Recorder(BaseStreamer):
+    def __init__(self):
+        self.chunks, self.ended = [], 0
+
+    def put(self, value):
+        assert not self.ended
+        self.chunks.append(value.tolist())
+
+    def end(self):
+        self.ended += 1
+
+
+def test_streamers_get_committed_tokens_in_order():
+    streamers = [Recorder() for _ in PROMPTS]
+    tokens, output = decode(build(), streamer=streamers, max_new_tokens=12, **NEVER)
+    for streamer, prompt, emitted, forwards in zip(streamers, PROMPTS, tokens, output.stats.forwards, strict=True):
+        assert streamer.chunks[0] == prompt
+        assert [token for chunk in streamer.chunks[1:] for token in chunk] == emitted
+        assert len(streamer.chunks) == 1 + forwards
+        assert streamer.ended == 1
+
+
+def test_a_text_streamer_of_transformers():
+    tokenizer = tiny_tokenizer()
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
+    (tokens,), _ = decode(build(), PROMPTS[:1], streamer=streamer, max_new_tokens=9, **NEVER)
+    assert "".join(streamer) == tokenizer.decode(tokens)
+
+
+def test_nothing_to_do_is_streamed_too():
+    streamer = Recorder()
+    ids = torch.tensor(PROMPTS[:1])
+    assert torch.equal(build().generate(ids, max_new_tokens=0, streamer=streamer), ids)
+    assert streamer.ended == 1
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_stats_add_up(drafter):
+    tokens, output = decode(build("fixed matching", drafter), max_new_tokens=20, **NEVER)
+    stats = output.stats
+    assert stats.exactness == "exact"
+    assert stats.emitted == [len(one) for one in tokens] == [20] * 3
+    assert stats.tau == 60 / sum(stats.forwards)
+    assert stats.rows == stats.drafted + sum(stats.forwards)
+    assert (stats.pad_rows, stats.pad_keys) == (0, 0)
+    assert stats.accepted.total() == stats.accepted_rank.total()
+    assert all(stats.accepted[depth] <= stats.tried[depth] for depth in stats.tried)
+    # Each forward emits its accepted tokens and one more, except where the budget cuts the last of them off.
+    assert 60 <= sum(stats.forwards) + stats.accepted.total() <= 63
+    assert set(stats.seconds) == {"prefill", "draft", "target", "verify", "commit"}
+
+
+def test_the_promise_is_part_of_the_result():
+    assert decode(build("typical"), max_new_tokens=2)[1].stats.exactness == "lossy"
+
+
+def test_as_a_custom_method_of_the_model():
+    decoder, streamer = build(), Recorder()
+    batch, options = left_padded(PROMPTS), {"max_new_tokens": 9, "do_sample": False}
+    plain = ragged().model.generate(**batch, custom_generate=decoder.decode_loop, **options)
+    assert torch.equal(plain, decoder.generate(**batch, **options))
+    ids = torch.tensor(PROMPTS[:1])
+    output = ragged().model.generate(
+        ids, custom_generate=decoder.decode_loop, spec_streamer=streamer, return_dict_in_generate=True, **options
+    )
+    assert output.stats.emitted == [len(output.sequences[0]) - len(PROMPTS[0])]
+    assert streamer.ended == 1
+
+
+def test_a_generation_config():
+    config = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=EOS, repetition_penalty=1.5)
+    expected = reference(generation_config=config)
+    output = build().generate(**left_padded(PROMPTS), generation_config=config, return_dict_in_generate=True)
+    assert new_tokens(output.sequences, PROMPTS, output.stats.emitted) == expected
+
+
+def test_several_sequences_per_prompt():
+    decoder = build()
+    output = decoder.generate(torch.tensor(PROMPTS[:1]), do_sample=True, num_return_sequences=4, max_new_tokens=8)
+    assert output.shape[0] == 4
+    assert len({tuple(row) for row in output.tolist()}) > 1
+
+
+def test_calls_do_not_depend_on_each_other():
+    decoder = build()
+    first = decode(decoder, max_new_tokens=8)[0]
+    decode(decoder, PROMPTS[:1], do_sample=True, max_new_tokens=8)
+    assert decode(decoder, max_new_tokens=8)[0] == first
+
+
+# Sampling
+
+
+@pytest.mark.parametrize("coupling", ["wor recursive lifted", "iid k-seq", "spechub paper"])
+def test_a_seeded_request_does_not_depend_on_its_batch(coupling):
+    decoder, seeds = build(coupling), [11, 22, 33]
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 12, **NEVER}
+    together, _ = decode(decoder, seeds=seeds, **options)
+    backwards, _ = decode(decoder, PROMPTS[::-1], seeds=seeds[::-1], **options)
+    alone = [
+        decode(decoder, [prompt], seeds=[seed], **options)[0][0] for prompt, seed in zip(PROMPTS, seeds, strict=True)
+    ]
+    assert together == backwards[::-1] == alone
+    assert decode(decoder, seeds=[12, 23, 34], **options)[0] != together
+
+
+def test_manual_seed_makes_a_run_repeatable():
+    decoder, runs = build(), []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        runs.append(decode(decoder, do_sample=True, max_new_tokens=12, **NEVER)[0])
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_every_step_has_fresh_noise():
+    decoder, drawn = build(), []
+    propose = decoder.drafter.propose
+
+    def record(state, context):
+        drawn.append(context.noise)
+        return propose(state, context)
+
+    decoder.drafter.propose = record
+    decode(decoder, do_sample=True, max_new_tokens=12, **NEVER)
+    uniforms = torch.cat([torch.cat([noise.draft, noise.accept, noise.final]).flatten() for noise in drawn])
+    assert len(drawn) > 2
+    assert len(uniforms.unique()) == len(uniforms)
+
+
+def test_a_single_token_may_be_left():
+    """top_p so small that every row has one token: sampling is greedy."""
+    for coupling in COUPLINGS:
+        sampled, _ = decode(build(coupling), do_sample=True, top_p=1e-6, max_new_tokens=8, **NEVER)
+        assert sampled == reference(max_new_tokens=8, **NEVER)
+
+
+# The law of whole requests, against the target's own
+
+
+FEW, SAMPLES, LENGTH, TOP_P = 6, 1500, 3, 0.9
+TEXT = [1, 2, 3, 1, 2, 4, 1, 2]
+
+
+@cache
+def small(seed):
+    return RaggedModel(tiny(seed=seed, sharpness=1.5, vocab_size=FEW))
+
+
+@cache
+def exact_law():
+    """Probability of every text of three tokens after the prompt, by the model alone."""
+
+    @cache
+    def row(text):
+        scores = next_logits(small(0).model, [*TEXT, *text])[None].double()
+        return TopPLogitsWarper(TOP_P)(None, scores).softmax(-1)[0].tolist()
+
+    return {
+        text: torch.tensor([row(text[:at])[token] for at, token in enumerate(text)]).prod().item()
+        for text in product(range(FEW), repeat=LENGTH)
+    }
+
+
+def fit(decoder):
+    """P-value of what many samples of one prompt emitted; texts too rare to count share one cell."""
+    output = decoder.generate(
+        torch.tensor([TEXT] * SAMPLES),
+        do_sample=True,
+        top_k=0,
+        top_p=TOP_P,
+        max_new_tokens=LENGTH,
+        eos_token_id=None,
+        return_dict_in_generate=True,
+    )
+    assert output.stats.accepted.total() > SAMPLES / 4  # drafting took part in it
+    assert min(output.stats.forwards) < LENGTH
+    assert max(output.stats.forwards) > 1
+    law = exact_law()
+    counted = Counter(map(tuple, output.sequences[:, len(TEXT) :].tolist()))
+    if any(law[text] == 0 for text in counted):
+        return 0.0
+    cells = [text for text in law if law[text] * SAMPLES >= 5]
+    seen, expected = [counted[text] for text in cells], [law[text] * SAMPLES for text in cells]
+    rest = SAMPLES - sum(expected)
+    return chisquare([*seen, SAMPLES - sum(seen)], [*expected, rest]).pvalue
+
+
+def small_decoder(law, verifier, topology, drafter=None):
+    drafter = drafter or LanguageModelDrafter(small(3))
+    return SpeculativeDecoder(small(0), drafter, topology, Coupling(law, verifier))
+
+
+BUSH, PAIR = TreeTopology([-1, 0, 0, 1]), TreeTopology([-1, 0, 0])
+LAWFUL = {
+    "without replacement, lifted": lambda: small_decoder(WithoutReplacement(2), Lifted(RecursiveRejection()), BUSH),
+    "spechub as in the paper": lambda: small_decoder(TopTail(1, 1), TopDown(SpecHub(order="paper")), PAIR),
+    "iid, k-seq": lambda: small_decoder(IID(2), TopDown(KSeq()), BUSH),
+    "n-gram": lambda: small_decoder(Fixed(2), TopDown(Matching()), BUSH, NGramDrafter(3, 1)),
+    "early exit": lambda: small_decoder(
+        WithoutReplacement(2), TopDown(RecursiveRejection()), PAIR, EarlyExitDrafter(small(0), 1)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAWFUL)
+def test_sampling_has_the_law_of_the_target(name):
+    assert fit(LAWFUL[name]()) > 1e-3
+
+
+class NoResidual(Matching):
+    """Negative control: after a rejection it draws from the target again instead of from the residual."""
+
+    def node_law(self, target, weight, draft, tokens, law):
+        found = RecursiveRejection().node_law(target, weight, draft, tokens, law)
+        return NodeLaw(found.accept, target * (1 - sum(found.accept)), 0.0)
+
+
+def test_a_biased_rule_would_be_seen():
+    assert fit(small_decoder(WithoutReplacement(2), TopDown(NoResidual()), PAIR)) < 1e-6
+
+
+def test_noise_used_twice_would_be_seen(monkeypatch):
+    """Negative control: a step that repeats the uniforms of the one before it."""
+    draw = Noise.draw
+    first = []
+
+    def again(generators, nodes):
+        first.append(first[0] if first else draw(generators, nodes))
+        return first[0]
+
+    monkeypatch.setattr(Noise, "draw", again)
+    assert fit(LAWFUL["spechub as in the paper"]()) < 1e-6
