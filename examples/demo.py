@@ -27,10 +27,10 @@ from arbordraft import (
     TopDown,
     TreeTopology,
 )
-from arbordraft.bench import chat_batch, ngram_tree
-from arbordraft.cli import stream_panels
+from arbordraft.bench import ngram_tree
+from arbordraft.display import stream_panels
 from arbordraft.pretrained import load_smollm2
-from arbordraft.prompts import MIXED
+from arbordraft.prompts import MIXED, chat_batch
 
 Inputs = dict[str, Tensor]
 
@@ -114,7 +114,7 @@ def main() -> int:
     lookup = ngram_tree(target)
 
     console.rule("one ragged batch, n-gram tree, streaming")
-    with stream_panels(tokenizer, MIXED[: arguments.prompts]) as streamers:
+    with stream_panels(console, tokenizer, MIXED[: arguments.prompts]) as streamers:
         lookup.generate(**inputs, max_new_tokens=new_tokens, do_sample=False, streamer=streamers)
 
     with console.status("decoding the same batch in four ways"):

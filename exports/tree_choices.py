@@ -18,7 +18,8 @@ def from_tree_choices(choices: Iterable[Sequence[int]]) -> TreeTopology:
     """The topology of such a list, in any order.
 
     Raises:
-        ValueError: if a node is listed twice, or one of its ancestors or elder siblings is missing.
+        ValueError: if a node is listed twice or has a negative rank, or one of its ancestors or elder siblings is
+            missing.
     """
     paths = sorted((tuple(path) for path in choices), key=lambda path: (len(path), path))
     known: dict[tuple[int, ...], int] = {(): 0}
@@ -26,6 +27,8 @@ def from_tree_choices(choices: Iterable[Sequence[int]]) -> TreeTopology:
     for path in paths:
         if not path or path in known:
             raise ValueError(f"node {path} is listed twice or is the root")
+        if min(path) < 0:
+            raise ValueError(f"node {path} has a negative rank; ranks start at 0")
         elder = (*path[:-1], path[-1] - 1)
         if path[:-1] not in known or (path[-1] > 0 and elder not in known):
             raise ValueError(f"node {path} is listed without its parent {path[:-1]} or its elder siblings")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from string import ascii_letters, digits
 
 import torch
@@ -147,6 +148,15 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     spelling.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     spelling.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=spelling, padding_side="left")
+
+
+def tiny_checkpoint(folder: Path) -> Path:
+    """A model and tokenizer on disk, as ``from_pretrained`` reads them."""
+    tiny(max_position_embeddings=2048).save_pretrained(folder)
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = ascii_letters[EOS]
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def poisoned_pool(

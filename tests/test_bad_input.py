@@ -53,7 +53,9 @@ def test_more_children_than_the_law_draws():
         build(topology=TreeTopology.k_ary(3, 1))
 
 
-@pytest.mark.parametrize(("law", "verifier"), [(WithoutReplacement(2), KSeq()), (IID(2), SpecHub()), (Fixed(2), KSeq())])
+@pytest.mark.parametrize(
+    ("law", "verifier"), [(WithoutReplacement(2), KSeq()), (IID(2), SpecHub()), (Fixed(2), KSeq())]
+)
 def test_a_verifier_that_would_change_the_law(law, verifier):
     for lift in (TopDown, Lifted):
         with pytest.raises(ValueError, match=r"not valid for children drawn by .*the output law would change"):
@@ -187,7 +189,9 @@ def test_a_cache_that_is_too_small_is_refused_before_decoding(drafter):
     coupling = Coupling(Fixed(2), TopDown(Matching())) if drafter else SAMPLED
     options = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None}
     enough = sum(map(len, PROMPTS)) + 3 * (30 + TREE.num_nodes)
-    output = build(drafter=drafter, coupling=coupling, max_cache_tokens=enough).generate(**left_padded(PROMPTS), **options)
+    output = build(drafter=drafter, coupling=coupling, max_cache_tokens=enough).generate(
+        **left_padded(PROMPTS), **options
+    )
     assert output.shape[1] == len(PROMPTS[2]) + 30
     decoder = build(drafter=drafter, coupling=coupling, max_cache_tokens=enough - 1)
     decoder.step = pytest.fail  # nothing may be decoded
@@ -220,7 +224,7 @@ def test_a_failing_sample_leaves_the_others_complete(value, sampling):
     decoder = build(Spoiled(tiny(), bad, value), NGramDrafter(3, 1), coupling=Coupling(Fixed(2), TopDown(Matching())))
     expected = greedy_reference(ragged().model, PROMPTS, max_new_tokens=10)
     assert bad not in expected[0] + expected[2]
-    with pytest.raises(DecodingError, match=r"sample 1: the target's logits are NaN.*others are complete|\.output") as e:
+    with pytest.raises(DecodingError, match=r"sample 1: .* NaN or infinite\. The other .*see \.output") as e:
         decoder.generate(**left_padded(PROMPTS), max_new_tokens=10, **sampling)
     assert list(e.value.failures) == [1]
     found = new_tokens(e.value.output.sequences, PROMPTS, e.value.output.stats.emitted)
@@ -243,8 +247,8 @@ def test_a_banned_token_is_no_failure():
 
 
 def test_a_batch_whose_samples_end_at_different_times():
-    ends = [tokens[at] for tokens, at in zip(greedy_reference(ragged().model, PROMPTS, max_new_tokens=9, eos_token_id=None),
-                                             (0, 4, 8), strict=True)]  # fmt: skip
+    plain = greedy_reference(ragged().model, PROMPTS, max_new_tokens=9, eos_token_id=None)
+    ends = [tokens[at] for tokens, at in zip(plain, (0, 4, 8), strict=True)]
     options = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": ends, "pad_token_id": EOS}
     output = build().generate(**left_padded(PROMPTS), return_dict_in_generate=True, **options)
     del options["do_sample"]

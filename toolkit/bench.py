@@ -26,7 +26,7 @@ from arbordraft.deciders import Backoff
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import NGramDrafter
 from arbordraft.laws import Fixed, TopTail, WithoutReplacement
-from arbordraft.prompts import REPEATING, VARIED
+from arbordraft.prompts import REPEATING, VARIED, chat_batch
 from arbordraft.sampling import Noise
 from arbordraft.target import RaggedModel
 from arbordraft.topology import TreeTopology
@@ -81,7 +81,8 @@ def forward_cost(model: "PreTrainedModel", repeats: int = 7) -> Iterator[Measure
     for contexts, new in [(alone, 1), (alone, 8), (alone, 16), (alone, 32), (ragged, 1), (ragged, 8)]:
         ours, reference, ratio = _paired(*_forwards(target, contexts, new), repeats)
         batch = len(contexts)
-        case = f"{_precision(model)}, batch {batch}, {new} tokens each, context {min(contexts)}-{max(contexts)}"
+        context = f"context {contexts[0]}" if batch == 1 else f"contexts {min(contexts)}-{max(contexts)}"
+        case = f"{_precision(model)}, batch {batch}, {new} tokens each, {context}"
         yield Measurement("forward", case, ours, reference, ratio, "<= 1.10" if batch == 1 else "<= 0.80")
 
 
@@ -213,21 +214,6 @@ def ngram_tree(target: RaggedModel) -> SpeculativeDecoder:
         Coupling(Fixed(2), TopDown(Matching())),
         Backoff(),
     )
-
-
-def chat_batch(tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str]) -> dict[str, Tensor]:
-    """A left-padded batch of single-turn chats, or of plain texts if the tokenizer has no chat template."""
-    if tokenizer.chat_template:
-        prompts = [
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
-            )  # type: ignore[misc]
-            for prompt in prompts
-        ]
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    found = tokenizer(list(prompts), return_tensors="pt", padding=True, padding_side="left")
-    return {"input_ids": found["input_ids"], "attention_mask": found["attention_mask"]}
 
 
 def provenance() -> dict[str, Any]:

@@ -189,7 +189,9 @@ class RaggedKVCache(nn.Module):
                 f"the KV cache may hold {self.max_tokens} tokens and cannot make room for {rows} more; raise "
                 "that limit, shorten the prompts, lower max_new_tokens or decode fewer samples at once"
             )
-        grown = max(total, min(2 * self._rows, self.max_tokens or 2 * self._rows))
+        # While nothing is stored, growing costs nothing and need not run ahead.
+        ahead = 2 * self._rows if self._buffers else total
+        grown = max(total, min(ahead, self.max_tokens or ahead))
         for name, pool in self._buffers.items():
             if pool is not None:
                 self._buffers[name] = torch.cat([pool, pool.new_zeros(grown - len(pool), *pool.shape[1:])])

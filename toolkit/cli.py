@@ -1,27 +1,22 @@
 """The command line: generate, bench, tree."""
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console, Group
-from rich.live import Live
-from rich.panel import Panel
+from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from rich.text import Text
-from rich.tree import Tree
+
+from arbordraft.display import draw_png, measurement_table, stats_table, stream_panels, tree_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-    from transformers.generation.streamers import BaseStreamer
 
     from arbordraft.decoder import SpeculativeDecoder
-    from arbordraft.metrics import DecodeStats
     from arbordraft.target import RaggedModel
     from arbordraft.topology import TreeTopology
 
@@ -103,7 +98,7 @@ def generate(
     target, tokenizer = _load(model, dtype)
     decoder = _decoder(target, drafter, topology, law, verifier, confidence, dtype)
 
-    from arbordraft.bench import chat_batch
+    from arbordraft.prompts import chat_batch
 
     if raw:
         tokenizer.chat_template = None
@@ -113,7 +108,7 @@ def generate(
         settings |= {"temperature": temperature, "top_p": top_p, "seeds": [seed + i for i in range(len(texts))]}
     if max_new_tokens == 0:
         return
-    with stream_panels(tokenizer, texts) as streamers:
+    with stream_panels(console, tokenizer, texts) as streamers:
         start = time.perf_counter()
         output: Any = decoder.generate(**inputs, **settings, streamer=streamers, return_dict_in_generate=True)
         seconds = time.perf_counter() - start
@@ -165,10 +160,10 @@ def draw_tree(
 ) -> None:
     """Draw a draft tree and its causal mask."""
     topology = parse_topology(shape)
-    console.print(_as_text(topology))
+    console.print(tree_text(topology))
     console.print(f"{topology.num_nodes} nodes with the root, {topology.max_depth} levels of drafts")
     if png is not None:
-        _draw_png(topology, png)
+        draw_png(topology, png)
         console.print(f"wrote {png}")
 
 
@@ -209,63 +204,6 @@ def parse_topology(text: str) -> "TreeTopology":
     except ValueError as error:
         raise typer.BadParameter(f"tree {text!r}: {error}; write {SHAPES}") from error
     raise typer.BadParameter(f"unknown tree {text!r}; write {SHAPES}")
-
-
-@contextmanager
-def stream_panels(tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str]) -> "Iterator[list[BaseStreamer]]":
-    """Shows every answer while it grows: gives one streamer per prompt, each with a panel of its own."""
-    from transformers import TextStreamer
-
-    titles = [prompt.splitlines()[0][:70] for prompt in prompts]
-    answers = [Text() for _ in prompts]
-
-    def render() -> Group:
-        return Group(*(Panel(answer, title=title) for answer, title in zip(answers, titles, strict=True)))
-
-    class PanelStreamer(TextStreamer):
-        def __init__(self, answer: Text) -> None:
-            super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-            self.answer = answer
-
-        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-            self.answer.append(text)
-
-    with Live(get_renderable=render, console=console, refresh_per_second=8, vertical_overflow="visible"):
-        yield [PanelStreamer(answer) for answer in answers]
-    console.line()
-
-
-def stats_table(stats: "DecodeStats", seconds: float) -> Table:
-    """What a decoding run gained, as a table."""
-    table = Table(title=f"output law: {stats.exactness}", show_header=False)
-    table.add_row("tokens", str(sum(stats.emitted)))
-    table.add_row("tokens/s", f"{sum(stats.emitted) / seconds:.1f}")
-    table.add_row("tau (tokens per target forward)", f"{stats.tau:.2f}")
-    rates = " ".join(f"{rate:.2f}" for rate in stats.acceptance_by_depth) or "-"
-    table.add_row("acceptance by depth", rates)
-    table.add_row("drafted tokens", str(stats.drafted))
-    table.add_row("pad rows / pad keys", f"{stats.pad_rows} / {stats.pad_keys}")
-    table.add_row("seconds by phase", "  ".join(f"{name} {spent:.2f}" for name, spent in stats.seconds.items()))
-    return table
-
-
-def measurement_table(measurements: Sequence[Any]) -> Table:
-    """Measurements as a table; a missed reach is printed like any other."""
-    table = Table()
-    for column in ("case", "ours, ms", "reference, ms", "ratio", "to reach", "", "detail"):
-        table.add_column(column, justify="right" if "ms" in column or column == "ratio" else "left")
-    for measurement in measurements:
-        mark = {True: "[green]yes", False: "[red]no", None: ""}[measurement.reached]
-        table.add_row(
-            measurement.case,
-            f"{measurement.ours:.2f}",
-            f"{measurement.reference:.2f}",
-            f"{measurement.ratio:.2f}",
-            measurement.reach,
-            mark,
-            measurement.detail,
-        )
-    return table
 
 
 def _lines(file: Path | None) -> list[str]:
@@ -323,48 +261,3 @@ def _decoder(
     }
     coupling = ad.Coupling(laws[law], parts[verifier](ad.RecursiveRejection()))
     return ad.SpeculativeDecoder(target, proposer, topology, coupling, decider)
-
-
-def _as_text(topology: "TreeTopology") -> Tree:
-    nodes: list[Tree] = []
-    for node, parent in enumerate(topology.parent_list):
-        label = "0 (last committed token)" if node == 0 else str(node)
-        nodes.append(Tree(label) if parent < 0 else nodes[parent].add(label))
-    return nodes[0]
-
-
-def _draw_png(topology: "TreeTopology", path: Path) -> None:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise RuntimeError("drawing a PNG needs matplotlib: pip install arbordraft[plot]") from error
-
-    # Leaves side by side, every parent above the middle of its children.
-    column: dict[int, float] = {}
-    leaves = 0
-
-    def place(node: int) -> float:
-        nonlocal leaves
-        children = topology.child_list[node]
-        if children:
-            places = [place(child) for child in children]
-            column[node] = sum(places) / len(places)
-        else:
-            column[node] = leaves
-            leaves += 1
-        return column[node]
-
-    place(0)
-    figure = Figure(figsize=(4 + 0.5 * leaves, 1 + 0.9 * (topology.max_depth + 1)), layout="constrained")
-    shape, mask = figure.subplots(1, 2, width_ratios=[max(2, leaves), max(2, topology.max_depth + 1)])
-    for node, parent in enumerate(topology.parent_list):
-        depth = topology.depth_list[node]
-        if parent >= 0:
-            shape.plot([column[node], column[parent]], [-depth, 1 - depth], color="0.6", zorder=1)
-        shape.scatter(column[node], -depth, s=260, color="tab:green" if node else "tab:brown", zorder=2)
-        shape.annotate(str(node), (column[node], -depth), ha="center", va="center", color="white", fontsize=8)
-    shape.set_axis_off()
-    shape.set_title("draft tree")
-    mask.imshow(topology.visible.cpu().numpy(), cmap="Greens", vmin=0, vmax=1.4)
-    mask.set(title="causal mask", xlabel="key", ylabel="query")
-    figure.savefig(path)

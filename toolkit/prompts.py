@@ -1,4 +1,15 @@
-"""Prompts to try and to measure on, written for this project."""
+"""Prompts to try and to measure on, written for this project.
+
+Shapes: B prompts, L columns.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _NOTICE = (
     "The valley library opens at nine. The valley library closes at six. On Mondays the valley library opens at nine "
@@ -91,3 +102,22 @@ MIXED = (
     "Give three tips for a good night's sleep.",
     _GALLERY,
 )
+
+
+def chat_batch(tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str]) -> dict[str, Tensor]:
+    """A left-padded batch of single-turn chats, or of plain texts if the tokenizer has no chat template.
+
+    Returns:
+        ``input_ids`` and ``attention_mask``, both ``[B, L]``.
+    """
+    if tokenizer.chat_template:
+        prompts = [
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+            )  # type: ignore[misc]
+            for prompt in prompts
+        ]
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    found = tokenizer(list(prompts), return_tensors="pt", padding=True, padding_side="left")
+    return {"input_ids": found["input_ids"], "attention_mask": found["attention_mask"]}

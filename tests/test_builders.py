@@ -1,0 +1,56 @@
+"""The decoders of the literature: wired as their papers say, and right."""
+
+import pytest
+from models import PROMPTS, greedy_reference, left_padded, new_tokens, ragged
+
+from arbordraft import NGramDrafter, TreeTopology, builders
+
+DRAFT = ragged(seed=3)
+DECODERS = {
+    "ems_sd, lookup": lambda: builders.ems_sd(ragged()),
+    "ems_sd, lookup of one's own": lambda: builders.ems_sd(ragged(), NGramDrafter(3, 1), length=4),
+    "ems_sd, draft model": lambda: builders.ems_sd(ragged(), DRAFT, length=4),
+    "specinfer": lambda: builders.specinfer(ragged(), DRAFT),
+    "mcsd": lambda: builders.mcsd(ragged(), DRAFT),
+    "spechub": lambda: builders.spechub(ragged(), DRAFT),
+    "sequoia": lambda: builders.sequoia(ragged(), DRAFT, (0.6, 0.2, 0.1), nodes=9),
+}
+WIRING = {  # tops and tails of the law, whether draws are replaced, verifier, rule, topology
+    "ems_sd, lookup": ((1, 0, False), "Matching", TreeTopology.chain(7)),
+    "ems_sd, lookup of one's own": ((1, 0, False), "Matching", TreeTopology.chain(4)),
+    "ems_sd, draft model": ((0, 1, True), "RecursiveRejection", TreeTopology.chain(4)),
+    "specinfer": ((0, 3, True), "RecursiveRejection", TreeTopology.from_k_config((1, 1, 3, 1, 1, 1, 1, 1))),
+    "mcsd": ((0, 4, False), "RecursiveRejection", TreeTopology.from_k_config((4, 2, 2))),
+    "spechub": ((1, 1, False), "SpecHub", TreeTopology.k_ary(2, 4)),
+    "sequoia": ((0, 3, False), "RecursiveRejection", TreeTopology.sequoia((0.6, 0.2, 0.1), 9)),
+}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_wiring(name):
+    decoder = DECODERS[name]()
+    law, verifier = decoder.coupling.law, decoder.coupling.verifier
+    found = (law.tops, law.tails, law.replacement), type(verifier.rule).__name__, decoder.topology.parent_list
+    split, rule, topology = WIRING[name]
+    assert found == (split, rule, topology.parent_list)
+    assert type(verifier).__name__ == "TopDown"
+    assert decoder.coupling.exactness == "exact"
+
+
+def test_spechub_asks_in_the_order_of_the_paper():
+    assert DECODERS["spechub"]().coupling.verifier.rule.order == "paper"
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_every_builder_decodes_like_the_target(name):
+    output = DECODERS[name]().generate(
+        **left_padded(PROMPTS), max_new_tokens=10, do_sample=False, return_dict_in_generate=True
+    )
+    found = new_tokens(output.sequences, PROMPTS, output.stats.emitted)
+    assert found == greedy_reference(ragged().model, PROMPTS, max_new_tokens=10)
+
+
+def test_plain_models_are_wrapped():
+    decoder = builders.mcsd(ragged().model, DRAFT.model, k_config=(2,))
+    assert decoder.target.model is ragged().model
+    assert decoder.drafter.model.model is DRAFT.model

@@ -1,0 +1,131 @@
+"""What people see: answers as they stream, tables of results, drawings of trees."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+
+from arbordraft.bench import Measurement
+from arbordraft.metrics import DecodeStats
+from arbordraft.topology import TreeTopology
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+    from transformers.generation.streamers import BaseStreamer
+
+
+@contextmanager
+def stream_panels(
+    console: Console, tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str]
+) -> "Iterator[list[BaseStreamer]]":
+    """Shows every answer while it grows: gives one streamer per prompt, each with a panel of its own."""
+    from transformers import TextStreamer
+
+    titles = [prompt.splitlines()[0][:70] for prompt in prompts]
+    answers = [Text() for _ in prompts]
+
+    def render() -> Group:
+        return Group(*(Panel(answer, title=title) for answer, title in zip(answers, titles, strict=True)))
+
+    class PanelStreamer(TextStreamer):
+        def __init__(self, answer: Text) -> None:
+            super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+            self.answer = answer
+
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            self.answer.append(text)
+
+    with Live(get_renderable=render, console=console, refresh_per_second=8, vertical_overflow="visible"):
+        yield [PanelStreamer(answer) for answer in answers]
+    console.line()
+
+
+def stats_table(stats: DecodeStats, seconds: float) -> Table:
+    """What a decoding run gained, as a table."""
+    table = Table(title=f"output law: {stats.exactness}", show_header=False)
+    table.add_row("tokens", str(sum(stats.emitted)))
+    table.add_row("tokens/s", f"{sum(stats.emitted) / seconds:.1f}")
+    table.add_row("tau (tokens per target forward)", f"{stats.tau:.2f}")
+    rates = " ".join(f"{rate:.2f}" for rate in stats.acceptance_by_depth) or "-"
+    table.add_row("acceptance by depth", rates)
+    table.add_row("drafted tokens", str(stats.drafted))
+    table.add_row("pad rows / pad keys", f"{stats.pad_rows} / {stats.pad_keys}")
+    table.add_row("seconds by phase", "  ".join(f"{name} {spent:.2f}" for name, spent in stats.seconds.items()))
+    return table
+
+
+def measurement_table(measurements: Sequence[Measurement]) -> Table:
+    """Measurements as a table; a missed reach is printed like any other."""
+    table = Table()
+    for column in ("case", "ours, ms", "reference, ms", "ratio", "to reach", "", "detail"):
+        table.add_column(column, justify="right" if "ms" in column or column == "ratio" else "left")
+    for measurement in measurements:
+        mark = {True: "[green]yes", False: "[red]no", None: ""}[measurement.reached]
+        table.add_row(
+            measurement.case,
+            f"{measurement.ours:.2f}",
+            f"{measurement.reference:.2f}",
+            f"{measurement.ratio:.2f}",
+            measurement.reach,
+            mark,
+            measurement.detail,
+        )
+    return table
+
+
+def tree_text(topology: TreeTopology) -> Tree:
+    """A topology as an indented tree."""
+    nodes: list[Tree] = []
+    for node, parent in enumerate(topology.parent_list):
+        label = "0 (last committed token)" if node == 0 else str(node)
+        nodes.append(Tree(label) if parent < 0 else nodes[parent].add(label))
+    return nodes[0]
+
+
+def draw_png(topology: TreeTopology, path: Path) -> None:
+    """A topology and its causal mask as a PNG file.
+
+    Raises:
+        RuntimeError: if matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise RuntimeError("drawing a PNG needs matplotlib: pip install arbordraft[plot]") from error
+
+    # Leaves side by side, every parent above the middle of its children.
+    column: dict[int, float] = {}
+    leaves = 0
+
+    def place(node: int) -> float:
+        nonlocal leaves
+        children = topology.child_list[node]
+        if children:
+            places = [place(child) for child in children]
+            column[node] = sum(places) / len(places)
+        else:
+            column[node] = leaves
+            leaves += 1
+        return column[node]
+
+    place(0)
+    figure = Figure(figsize=(4 + 0.5 * leaves, 1 + 0.9 * (topology.max_depth + 1)), layout="constrained")
+    shape, mask = figure.subplots(1, 2, width_ratios=[max(2, leaves), max(2, topology.max_depth + 1)])
+    for node, parent in enumerate(topology.parent_list):
+        depth = topology.depth_list[node]
+        if parent >= 0:
+            shape.plot([column[node], column[parent]], [-depth, 1 - depth], color="0.6", zorder=1)
+        shape.scatter(column[node], -depth, s=260, color="tab:green" if node else "tab:brown", zorder=2)
+        shape.annotate(str(node), (column[node], -depth), ha="center", va="center", color="white", fontsize=8)
+    shape.set_axis_off()
+    shape.set_title("draft tree")
+    mask.imshow(topology.visible.cpu().numpy(), cmap="Greens", vmin=0, vmax=1.4)
+    mask.set(title="causal mask", xlabel="key", ylabel="query")
+    figure.savefig(path)
