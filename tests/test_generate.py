@@ -1,8 +1,6 @@
 """generate() as Hugging Face users know it: same arguments, same tokens, same law."""
 
-from collections import Counter
 from functools import cache
-from itertools import product
 
 import pytest
 import torch
@@ -12,12 +10,9 @@ from models import (
     greedy_reference,
     left_padded,
     new_tokens,
-    next_logits,
     ragged,
-    tiny,
     tiny_tokenizer,
 )
-from scipy.stats import chisquare
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -25,7 +20,6 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
     TextIteratorStreamer,
-    TopPLogitsWarper,
 )
 from transformers.generation.streamers import BaseStreamer
 
@@ -39,10 +33,7 @@ from arbordraft import (
     Lifted,
     Matching,
     NGramDrafter,
-    NodeLaw,
-    Noise,
     OptimalTransport,
-    RaggedModel,
     RecursiveRejection,
     SpecHub,
     SpeculativeDecoder,
@@ -369,101 +360,3 @@ def test_a_single_token_may_be_left():
     for coupling in COUPLINGS:
         sampled, _ = decode(build(coupling), do_sample=True, top_p=1e-6, max_new_tokens=8, **NEVER)
         assert sampled == reference(max_new_tokens=8, **NEVER)
-
-
-# The law of whole requests, against the target's own
-
-
-FEW, SAMPLES, LENGTH, TOP_P = 6, 1500, 3, 0.9
-TEXT = [1, 2, 3, 1, 2, 4, 1, 2]
-
-
-@cache
-def small(seed):
-    return RaggedModel(tiny(seed=seed, sharpness=1.5, vocab_size=FEW))
-
-
-@cache
-def exact_law():
-    """Probability of every text of three tokens after the prompt, by the model alone."""
-
-    @cache
-    def row(text):
-        scores = next_logits(small(0).model, [*TEXT, *text])[None].double()
-        return TopPLogitsWarper(TOP_P)(None, scores).softmax(-1)[0].tolist()
-
-    return {
-        text: torch.tensor([row(text[:at])[token] for at, token in enumerate(text)]).prod().item()
-        for text in product(range(FEW), repeat=LENGTH)
-    }
-
-
-def fit(decoder):
-    """P-value of what many samples of one prompt emitted; texts too rare to count share one cell."""
-    output = decoder.generate(
-        torch.tensor([TEXT] * SAMPLES),
-        do_sample=True,
-        top_k=0,
-        top_p=TOP_P,
-        max_new_tokens=LENGTH,
-        eos_token_id=None,
-        return_dict_in_generate=True,
-    )
-    assert output.stats.accepted.total() > SAMPLES / 4  # drafting took part in it
-    assert min(output.stats.forwards) < LENGTH
-    assert max(output.stats.forwards) > 1
-    law = exact_law()
-    counted = Counter(map(tuple, output.sequences[:, len(TEXT) :].tolist()))
-    if any(law[text] == 0 for text in counted):
-        return 0.0
-    cells = [text for text in law if law[text] * SAMPLES >= 5]
-    seen, expected = [counted[text] for text in cells], [law[text] * SAMPLES for text in cells]
-    rest = SAMPLES - sum(expected)
-    return chisquare([*seen, SAMPLES - sum(seen)], [*expected, rest]).pvalue
-
-
-def small_decoder(law, verifier, topology, drafter=None):
-    drafter = drafter or LanguageModelDrafter(small(3))
-    return SpeculativeDecoder(small(0), drafter, topology, Coupling(law, verifier))
-
-
-BUSH, PAIR = TreeTopology([-1, 0, 0, 1]), TreeTopology([-1, 0, 0])
-LAWFUL = {
-    "without replacement, lifted": lambda: small_decoder(WithoutReplacement(2), Lifted(RecursiveRejection()), BUSH),
-    "spechub as in the paper": lambda: small_decoder(TopTail(1, 1), TopDown(SpecHub(order="paper")), PAIR),
-    "iid, k-seq": lambda: small_decoder(IID(2), TopDown(KSeq()), BUSH),
-    "n-gram": lambda: small_decoder(Fixed(2), TopDown(Matching()), BUSH, NGramDrafter(3, 1)),
-    "early exit": lambda: small_decoder(
-        WithoutReplacement(2), TopDown(RecursiveRejection()), PAIR, EarlyExitDrafter(small(0), 1)
-    ),
-}
-
-
-@pytest.mark.parametrize("name", LAWFUL)
-def test_sampling_has_the_law_of_the_target(name):
-    assert fit(LAWFUL[name]()) > 1e-3
-
-
-class NoResidual(Matching):
-    """Negative control: after a rejection it draws from the target again instead of from the residual."""
-
-    def node_law(self, target, weight, draft, tokens, law):
-        found = RecursiveRejection().node_law(target, weight, draft, tokens, law)
-        return NodeLaw(found.accept, target * (1 - sum(found.accept)), 0.0)
-
-
-def test_a_biased_rule_would_be_seen():
-    assert fit(small_decoder(WithoutReplacement(2), TopDown(NoResidual()), PAIR)) < 1e-6
-
-
-def test_noise_used_twice_would_be_seen(monkeypatch):
-    """Negative control: a step that repeats the uniforms of the one before it."""
-    draw = Noise.draw
-    first = []
-
-    def again(generators, nodes):
-        first.append(first[0] if first else draw(generators, nodes))
-        return first[0]
-
-    monkeypatch.setattr(Noise, "draw", again)
-    assert fit(LAWFUL["spechub as in the paper"]()) < 1e-6

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from arbordraft.cache import RaggedKVCache
 from arbordraft.coupling import Coupling

@@ -37,31 +37,48 @@ class RaggedBatch:
     positions: Tensor
     slots: Tensor
     words: Tensor | None = None
-    _masks: dict[tuple[int, int | None], tuple[int, Tensor | None]] = field(default_factory=dict, repr=False)
+    _biases: dict[tuple[int, int | None, int, torch.dtype], tuple[int, Tensor | None]] = field(
+        default_factory=dict, repr=False
+    )
 
     def to(self, device: torch.device) -> Self:
         """The same batch with its tensors on ``device``."""
         if self.positions.device == device:
             return self
         words = self.words if self.words is None else self.words.to(device)
-        return replace(self, positions=self.positions.to(device), slots=self.slots.to(device), words=words, _masks={})
+        return replace(self, positions=self.positions.to(device), slots=self.slots.to(device), words=words, _biases={})
 
-    def visible(self, sample: int, window: int | None = None) -> tuple[int, Tensor | None]:
-        """Dense view of one sample's mask, built once per forward and shared by all layers.
+    def is_prompt(self, sample: int, window: int | None = None) -> bool:
+        """Whether a sample's rows are the beginning of its text: each sees just itself and the rows before it."""
+        rows, tree = self.rows[sample], len(self.tree_positions[sample])
+        return self.words is None and self.past[sample] == 0 and rows == tree and (window is None or rows <= window)
+
+    def bias(
+        self, sample: int, window: int | None = None, copies: int = 1, dtype: torch.dtype = torch.float32
+    ) -> tuple[int, Tensor | None]:
+        """Dense mask of one sample, made once per forward and shared by all layers.
 
         Args:
             sample: index into this forward's samples.
             window: a row at position ``i`` sees keys at positions above ``i - window``.
+            copies: how often the rows are stacked, for as many query heads.
+            dtype: that of the scores.
 
         Returns:
-            The first key any row sees, and a ``[rows, keys from there on]`` bool mask; ``None`` if all are visible.
+            The first key any row sees, and ``[copies * rows, keys from there on]`` to add to the scores: 0 where a
+            row sees a key, else ``-inf``. ``None`` if it would be all zeros.
         """
-        key = (sample, window)
-        if key not in self._masks:
-            self._masks[key] = self._build(sample, window)
-        return self._masks[key]
+        key = (sample, window, copies, dtype)
+        if key not in self._biases:
+            first, visible = self._visible(sample, window)
+            bias = None
+            if visible is not None:
+                hidden = torch.full(visible.shape, float("-inf"), dtype=dtype, device=visible.device)
+                bias = hidden.masked_fill_(visible, 0).repeat(copies, 1)
+            self._biases[key] = first, bias
+        return self._biases[key]
 
-    def _build(self, sample: int, window: int | None) -> tuple[int, Tensor | None]:
+    def _visible(self, sample: int, window: int | None) -> tuple[int, Tensor | None]:
         rows, past, tree = self.rows[sample], self.past[sample], len(self.tree_positions[sample])
         first_row = sum(self.rows[:sample])
         device = self.positions.device

@@ -26,29 +26,31 @@ def ragged_tree_attention_reference(
     out = query.new_empty(query.shape[0], query.shape[1], values.shape[2])
     row = 0
     for sample, (rows, start, past) in enumerate(zip(batch.rows, batch.starts, batch.past, strict=True)):
-        first, mask = batch.visible(sample, window)
+        q = query[row : row + rows].transpose(0, 1)
+        group = q.shape[0] // keys.shape[1]
+        fused = softcap is None and sinks is None
+        prompt = fused and batch.is_prompt(sample, window)
+        first, bias = (0, None) if prompt else batch.bias(sample, window, group if fused else 1, query.dtype)
         span = slice(start + first, start + past + len(batch.tree_positions[sample]))
-        attend = _attend if softcap is None and sinks is None else _attend_explicitly
-        out[row : row + rows] = attend(
-            query[row : row + rows].transpose(0, 1),
-            keys[span].transpose(0, 1),
-            values[span].transpose(0, 1),
-            mask,
-            scale,
-            softcap,
-            sinks,
-        ).transpose(0, 1)
+        k, v = keys[span].transpose(0, 1), values[span].transpose(0, 1)
+        if prompt:
+            found = F.scaled_dot_product_attention(
+                q[None], k[None], v[None], is_causal=True, scale=scale, enable_gqa=group > 1
+            )[0]
+        elif fused:
+            found = _attend(q, k, v, bias, scale)
+        else:
+            found = _attend_explicitly(q, k, v, bias, scale, softcap, sinks)
+        out[row : row + rows] = found.transpose(0, 1)
         row += rows
     return out
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, *_: object) -> Tensor:
+def _attend(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scale: float) -> Tensor:
     """``[Hq, n, D]`` attending to ``[Hkv, L, D]``; the heads of a group are stacked as rows, so keys are read once."""
     heads, rows, size = query.shape
-    group = heads // keys.shape[0]
-    stacked = query.reshape(1, keys.shape[0], group * rows, size)
-    stacked_mask = mask if mask is None or group == 1 else mask.repeat(group, 1)
-    out = F.scaled_dot_product_attention(stacked, keys[None], values[None], attn_mask=stacked_mask, scale=scale)
+    stacked = query.reshape(1, keys.shape[0], heads // keys.shape[0] * rows, size)
+    out = F.scaled_dot_product_attention(stacked, keys[None], values[None], attn_mask=bias, scale=scale)
     return out.reshape(heads, rows, values.shape[-1])
 
 
@@ -56,7 +58,7 @@ def _attend_explicitly(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    mask: Tensor | None,
+    bias: Tensor | None,
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
@@ -69,8 +71,8 @@ def _attend_explicitly(
     scores = torch.einsum("hgnd,hld->hgnl", stacked, keys.to(wide)) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
+    if bias is not None:
+        scores += bias
     if sinks is not None:  # one more logit per head that takes probability and gives nothing
         sink = sinks.to(wide).reshape(-1, group, 1, 1).expand(-1, -1, rows, 1)
         scores = torch.cat([scores, sink], dim=-1)
