@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from models import PROMPTS, greedy_reference, left_padded, new_tokens, ragged
+from models import PROMPTS, VOCAB, greedy_reference, left_padded, new_tokens, ragged
 
 from arbordraft import (
     Backoff,
@@ -23,6 +23,7 @@ from arbordraft import (
     TreeTopology,
     WithoutReplacement,
 )
+from arbordraft.drafters.base import Garden
 from arbordraft.types import History
 
 CERTAIN, FAIR = torch.tensor([1.0, 0.0]), torch.tensor([0.5, 0.5])
@@ -116,6 +117,26 @@ def test_every_sample_drafts_its_own_length():
     decoder.drafter.propose = record
     decoder.generate(**left_padded(PROMPTS), max_new_tokens=20, do_sample=False, eos_token_id=None)
     assert lengths[0] == [1, 3, 7]
+
+
+def test_a_decoder_remembers_how_drafting_went():
+    """A drafter that is always wrong is asked, after its first failure, every second and then every third step."""
+    decoder, lengths = draft_model_decoder(Backoff(patience=1, longest=2)), []
+    (tokens,) = greedy_reference(ragged().model, PROMPTS[:1], max_new_tokens=8, eos_token_id=None)
+    wrong = next(token for token in range(VOCAB) if token not in tokens)
+
+    def propose(state, context):
+        garden = Garden(context, Fixed(1))
+        for sample in garden.frontier(0):
+            garden.plant(sample, 0, [wrong], [1.0], None)
+        lengths.extend(garden.tree().lengths)
+        return garden.tree()
+
+    decoder.drafter.propose = propose
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
+    stats = decoder.generate(torch.tensor(PROMPTS[:1]), **options).stats
+    assert lengths == [2, 1, 2, 1, 1, 2, 1, 1]
+    assert (stats.tried, stats.acceptance_by_depth) == ({1: 3}, [0.0])
 
 
 def test_nothing_is_drafted_at_depth_zero():

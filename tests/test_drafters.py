@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import PROMPTS, VOCAB, context, next_logits, ragged, tiny, tiny_tokenizer
+from models import PROMPTS, VOCAB, context, greedy_reference, next_logits, ragged, tiny, tiny_tokenizer
 from torch.testing import assert_close
 from transformers import TopKLogitsWarper
 
@@ -28,7 +28,8 @@ from arbordraft import (
     Verdict,
     WithoutReplacement,
 )
-from arbordraft.types import SampleVerdict
+from arbordraft.drafters.base import Garden
+from arbordraft.types import DraftTree, SampleTree, SampleVerdict
 
 UNEVEN = TreeTopology([-1, 0, 0, 1, 1, 2, 3, 6])
 CROSSED = TreeTopology([-1, 0, 0, 2, 1, 1])  # children are not numbered in the order of their parents
@@ -84,6 +85,23 @@ def test_rows_are_those_of_the_draft_model(topology, law):
             assert drawn == expected
 
 
+def test_deciders_see_the_rows_that_the_frontier_was_drawn_from():
+    drafter, views = LanguageModelDrafter(ragged(seed=3)), []
+
+    def decide(view):
+        views.append(view)
+        return [True] * len(view.history)
+
+    state, _, _ = started(drafter, ragged())
+    tree = drafter.propose(state, context(PROMPTS, UNEVEN, WithoutReplacement(2), decide=decide))
+    for view in views[1:]:
+        for sample, rows, confidence in zip(tree.samples, view.rows, view.confidence, strict=True):
+            for node, row, chance in zip(UNEVEN.levels[view.depth], rows, confidence, strict=True):
+                assert torch.equal(row, sample.draft_probs[UNEVEN.parent_list[node]])
+                assert chance == pytest.approx(row[sample.tokens[node]].item())
+    assert (views[0].confidence, views[0].rows) == ([[1.0]] * 3, [[None]] * 3)
+
+
 class Forgetful(LanguageModelDrafter):
     """Keeps the first rows of the tree instead of those of the accepted path."""
 
@@ -132,8 +150,8 @@ WALK = [
     ((0, 0, 0), [False, False, False]),  # nobody drafts
     ((5, None, 4), [True, True, True]),  # the second sample is finished
     ((0, None, 0), [False, True, True]),  # only one drafts
-    ((7, None, 6), [True, True, True]),
     ((1, None, 1), [True, True, True]),
+    ((7, None, 6), [True, True, True]),
 ]
 
 
@@ -142,7 +160,8 @@ def test_the_draft_cache_follows_every_kind_of_verdict(architecture):
     drafter = LanguageModelDrafter(ragged(architecture, seed=3))
     state, _, _, tokens = walk(drafter, ragged(), drafter.model.model, WALK)
     assert [handle in state.cache for handle in state.handles] == [True, False, True]
-    assert all(state.cache.length(state.handles[sample]) < len(tokens[sample]) for sample in (0, 2))
+    # What was accepted is kept: only the last token is to be fed, and the leaf before it where a leaf was accepted.
+    assert [len(tokens[sample]) - state.cache.length(state.handles[sample]) for sample in (0, 2)] == [2, 1]
 
 
 def test_a_wrong_rollback_would_be_seen():
@@ -231,6 +250,19 @@ def test_a_dead_branch_leaves_its_sibling():
     assert ngram_tree([3, 1, 2, 4, 1, 2], TreeTopology([-1, 0, 0, 1, 2]), longest=2) == {0: 2, 1: 4, 3: 1}
 
 
+def test_the_confidence_of_a_lookup_is_its_share_of_the_matches():
+    """1 2 was followed by 4 twice and by 3 once; 3 and 4 were followed by one token each."""
+    drafter, views, text = NGramDrafter(longest=2), [], [1, 2, 3, 1, 2, 4, 1, 2, 4, 1, 2]
+
+    def decide(view):
+        views.append(view.confidence)
+        return [True]
+
+    state = drafter.start([text], RaggedKVCache(), [0])
+    drafter.propose(state, context([text], TreeTopology.k_ary(2, 2), Fixed(2), greedy=True, decide=decide))
+    assert views == [[[1.0]], [[pytest.approx(2 / 3), pytest.approx(1 / 3)]]]
+
+
 def test_ngrams_learn_what_was_committed():
     drafter, topology = NGramDrafter(), TreeTopology.chain(2)
     state = drafter.start([[1, 2, 3], [1, 2, 3]], RaggedKVCache(), [0, 1])
@@ -303,8 +335,6 @@ def test_a_drafter_may_do_nothing_but_propose():
 
     class Constant(Drafter):
         def propose(self, state, context):
-            from arbordraft.drafters.base import Garden
-
             garden = Garden(context, Fixed(1))
             for sample in garden.frontier(0):
                 garden.plant(sample, 0, [7], [1.0], None)
@@ -314,6 +344,23 @@ def test_a_drafter_may_do_nothing_but_propose():
     prompt = torch.tensor([PROMPTS[0]])
     options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 6, "do_sample": False}
     assert torch.equal(decoder.generate(prompt, **options), ragged().model.generate(prompt, **options))
+
+
+def test_a_drafter_that_ignores_the_room_left_does_not_lengthen_the_output():
+    """It knows the target's tokens and always proposes three of them."""
+    (future,) = greedy_reference(ragged().model, PROMPTS[:1], max_new_tokens=12, eos_token_id=None)
+    topology = TreeTopology.chain(3)
+
+    class Prophet(Drafter):
+        def propose(self, state, context):
+            done = len(context.tokens[0]) - len(PROMPTS[0])
+            drafted = future[done : done + 3]
+            return DraftTree((SampleTree(topology, Fixed(1), dict(enumerate([context.tokens[0][-1], *drafted]))),))
+
+    decoder = SpeculativeDecoder(ragged(), Prophet(), topology, Coupling(Fixed(1), TopDown(Matching())))
+    for count in range(1, 6):
+        output = decoder.generate(torch.tensor(PROMPTS[:1]), max_new_tokens=count, do_sample=False, eos_token_id=None)
+        assert output[0, len(PROMPTS[0]) :].tolist() == future[:count]
 
 
 def test_iid_siblings_may_be_equal():

@@ -1,5 +1,8 @@
 """Trees in other engines' notation, and trees fitted to what a target accepts."""
 
+from collections import Counter
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,6 +10,7 @@ from models import PROMPTS, left_padded, ragged
 
 from arbordraft import (
     Coupling,
+    DecodeStats,
     FixedDepth,
     LanguageModelDrafter,
     RecursiveRejection,
@@ -72,6 +76,15 @@ def test_a_fitted_tree_has_the_wanted_size():
     options = {"max_new_tokens": 24, "do_sample": True, "top_k": 0, "eos_token_id": None, "seeds": [1, 2, 3]}
     fitted = fit_topology(decoder(ragged(seed=3)), [left_padded(PROMPTS)], 9, max_depth=2, **options)
     assert (fitted.num_nodes, fitted.max_depth) == (9, 2)
+
+
+def test_acceptance_is_counted_by_rank():
+    """Half of the tries went to the first child, three in ten to the third: the second earns nothing below it."""
+    stats = DecodeStats("exact", [10], [10], tried=Counter({1: 10}), accepted_rank=Counter({0: 5, 2: 3}))
+    coupling = SimpleNamespace(law=WithoutReplacement(3))
+    measured = SimpleNamespace(coupling=coupling, generate=lambda **kwargs: SimpleNamespace(stats=stats))
+    fitted = fit_topology(measured, [{}], nodes=6)
+    assert fitted.parent_list == TreeTopology.sequoia((0.5, 0.0, 0.3), 6).parent_list
 
 
 def test_nothing_to_fit_to():

@@ -1,4 +1,4 @@
-"""generate() as Hugging Face users know it: same arguments, same tokens, same law."""
+"""generate() as Hugging Face users know it: same arguments, same results."""
 
 from functools import cache
 
@@ -238,9 +238,13 @@ class Recorder(BaseStreamer):
         self.ended += 1
 
 
-def test_streamers_get_committed_tokens_in_order():
+@pytest.mark.parametrize("ends", [None, *range(4)])
+def test_streamers_get_committed_tokens_in_order(ends):
+    """Nothing behind the end of a text either, although the target drafts for itself and accepts all of it."""
+    decoder = SpeculativeDecoder(ragged(), LanguageModelDrafter(ragged()), CHAIN, COUPLINGS["wor recursive"])
+    eos = None if ends is None else reference(PROMPTS[2:], max_new_tokens=4, **NEVER)[0][ends]
     streamers = [Recorder() for _ in PROMPTS]
-    tokens, output = decode(build(), streamer=streamers, max_new_tokens=12, **NEVER)
+    tokens, output = decode(decoder, streamer=streamers, max_new_tokens=12, eos_token_id=eos, pad_token_id=0)
     for streamer, prompt, emitted, forwards in zip(streamers, PROMPTS, tokens, output.stats.forwards, strict=True):
         assert streamer.chunks[0] == prompt
         assert [token for chunk in streamer.chunks[1:] for token in chunk] == emitted
@@ -276,6 +280,11 @@ def test_stats_add_up(drafter):
     # Each forward emits its accepted tokens and one more, except where the budget cuts the last of them off.
     assert 60 <= sum(stats.forwards) + stats.accepted.total() <= 63
     assert set(stats.seconds) == {"prefill", "draft", "target", "verify", "commit"}
+
+
+def test_nothing_is_drafted_that_the_budget_cannot_use():
+    drafted = [decode(build(topology=CHAIN), max_new_tokens=count, **NEVER)[1].stats.drafted for count in (1, 2)]
+    assert drafted == [0, 3]
 
 
 def test_the_promise_is_part_of_the_result():
