@@ -170,11 +170,10 @@ def test_a_wrong_rollback_would_be_seen():
         walk(drafter, ragged(), drafter.model.model, WALK[:2])
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral", "gpt_neox", "gpt_oss"])
 def test_early_exit_is_the_truncated_target(architecture):
-    model, shallow = (tiny(architecture, num_hidden_layers=3) for _ in range(2))
-    shallow.model.layers = shallow.model.layers[:2]
-    shallow.config.num_hidden_layers = 2
+    model, shallow = (tiny(architecture, num_hidden_layers=layers) for layers in (3, 2))
+    shallow.load_state_dict(model.state_dict(), strict=False)
     target = RaggedModel(model)
     drafter = EarlyExitDrafter(target, layers=2)
     _, cache, handles, tokens = walk(drafter, target, shallow, WALK)
@@ -188,8 +187,10 @@ def test_early_exit_is_the_truncated_target(architecture):
 def test_early_exit_is_refused_where_it_cannot_work():
     with pytest.raises(ValueError, match=r"layers must lie in 1\.\.1 for this target, got 2"):
         EarlyExitDrafter(ragged(), layers=2)
-    with pytest.raises(UnsupportedModel, match="GPT2LMHeadModel runs all its layers"):
-        EarlyExitDrafter(ragged("gpt2"), layers=1)
+    unlisted = tiny()
+    unlisted.model.layers = torch.nn.Sequential(*unlisted.model.layers)
+    with pytest.raises(UnsupportedModel, match="no early exit"):
+        EarlyExitDrafter(RaggedModel(unlisted), layers=1)
     with pytest.raises(ValueError, match="built from the target"):
         EarlyExitDrafter(ragged(seed=1), layers=1).check(ragged(), IID(1))
 

@@ -1,5 +1,6 @@
 """Examples run as users run them; the README shows the same code."""
 
+import os
 import re
 import subprocess
 import sys
@@ -11,8 +12,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def run(*arguments: str) -> str:
+    wide = {**os.environ, "COLUMNS": "160"}  # or tables would be cut off
     result = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, timeout=600, check=False
+        [sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, env=wide, timeout=600, check=False
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout

@@ -179,7 +179,7 @@ def _verification(
 
 
 def decode_speed(
-    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", repeats: int = 3, new_tokens: int = 96
+    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", repeats: int = 3, new_tokens: int = 128
 ) -> Iterator[Measurement]:
     """Greedy decoding with the n-gram tree against plain ``generate`` at batch 8, on two kinds of prompts."""
     target = RaggedModel(model, tokenizer)
@@ -208,10 +208,10 @@ def ngram_tree(target: RaggedModel) -> SpeculativeDecoder:
     """The decoder of the demo: a lookup tree that rests while lookups fail."""
     return SpeculativeDecoder(
         target,
-        NGramDrafter(),
+        NGramDrafter(longest=5, shortest=3),
         TreeTopology.from_k_config((2, 1, 1, 1)),
         Coupling(Fixed(2), TopDown(Matching())),
-        Backoff(),
+        Backoff(patience=1),
     )
 
 

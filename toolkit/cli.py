@@ -121,7 +121,7 @@ def bench(
     model: ModelOption = "smollm2",
     dtype: Annotated[list[Dtype] | None, typer.Option(help="Precisions; by default bfloat16 and float32.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Pairs of timings per case; medians are reported.")] = 7,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt when decoding.")] = 96,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt when decoding.")] = 128,
     json: Annotated[Path | None, typer.Option(help="Write the figures and their provenance to this file.")] = None,
 ) -> None:
     """Measure the packed forward, verification and decoding against transformers, paired in one run."""

@@ -116,6 +116,8 @@ class SpeculativeDecoder(nn.Module):
             CacheOverflow: if the batch cannot fit into ``max_cache_tokens``; nothing was decoded then.
             DecodingError: if the target produced NaN or infinite logits for some sample.
         """
+        if input_ids is None:
+            input_ids = kwargs.pop("inputs", None)  # transformers' own name for it
         if kwargs.get("temperature") == 0:
             kwargs |= {"temperature": None, "do_sample": False}
         if (strings := kwargs.pop("stop_strings", None)) is not None:

@@ -23,6 +23,7 @@ _HOOK = "arbordraft_ragged"
 _IGNORED = frozenset({"cache_position", "dropout", "is_causal", "logits_to_keep", "position_ids", "use_cache"})
 # Rotary embeddings whose frequencies change for the whole batch once one sample is long.
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+_TRAINING = "the model is in training mode, where dropout would change its output: call model.eval()"
 _REQUIREMENT = (
     "arbordraft needs every layer to be softmax attention that goes through transformers' AttentionInterface "
     "(falcon, bloom, linear-attention and state-space models do not)"
@@ -67,7 +68,7 @@ class RaggedModel(nn.Module):
     ) -> None:
         super().__init__()
         if model.training:
-            raise ValueError("the model is in training mode, where dropout would change its output: call model.eval()")
+            raise ValueError(_TRAINING)
         _register_hook()
         self.model = model
         self.tokenizer = tokenizer
@@ -107,6 +108,8 @@ class RaggedModel(nn.Module):
         Returns:
             ``[R, V]``.
         """
+        if self.model.training:
+            raise ValueError(_TRAINING)
         batch = batch.to(self.device)
         inputs = {
             "input_ids": tokens.to(self.device)[None],
@@ -200,18 +203,29 @@ class RaggedModel(nn.Module):
 
     @contextmanager
     def _hooked(self, layers: int | None) -> Iterator[None]:
-        text = self.model.config.get_text_config()
         before = [config._attn_implementation for config in self._configs]
+        owner, name = _decoder_layers(self.model, self.num_layers) if layers else (self.model, "")
+        all_layers = getattr(owner, name) if layers else None
         try:
             for config in self._configs:
                 config._attn_implementation = _HOOK
-            if layers is not None:
-                text.num_hidden_layers = layers
+            if all_layers is not None:
+                setattr(owner, name, all_layers[:layers])
             yield
         finally:
-            text.num_hidden_layers = self.num_layers
+            if all_layers is not None:
+                setattr(owner, name, all_layers)
             for config, implementation in zip(self._configs, before, strict=True):
                 config._attn_implementation = implementation
+
+
+def _decoder_layers(model: nn.Module, count: int) -> tuple[nn.Module, str]:
+    """The module that holds the list of decoder layers, and the list's name: the outermost list of that length."""
+    for owner in model.modules():
+        for name, child in owner.named_children():
+            if isinstance(child, nn.ModuleList) and len(child) == count:
+                return owner, name
+    raise UnsupportedModel(f"{type(model).__name__} does not keep its {count} layers in one list: no early exit")
 
 
 def _register_hook() -> None:

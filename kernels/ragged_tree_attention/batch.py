@@ -5,12 +5,33 @@ Shapes: B samples of this forward, T packed rows, W ancestor words, P pool rows.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 WORD_BITS = 64
+
+
+class Span(NamedTuple):
+    """One sample in a packed forward.
+
+    Args:
+        row: its first packed row.
+        rows: number of its rows.
+        start: first pool row that any of them sees.
+        length: number of pool rows from there on.
+        bias: ``[copies * rows, length]`` to add to the scores, 0 where a row sees a key and else ``-inf``; ``None`` if
+            every row sees all of them, or if ``causal``.
+        causal: the rows are the beginning of a text, and each sees just itself and the rows before it.
+    """
+
+    row: int
+    rows: int
+    start: int
+    length: int
+    bias: Tensor | None
+    causal: bool
 
 
 @dataclass(frozen=True)
@@ -37,46 +58,43 @@ class RaggedBatch:
     positions: Tensor
     slots: Tensor
     words: Tensor | None = None
-    _biases: dict[tuple[int, int | None, int, torch.dtype], tuple[int, Tensor | None]] = field(
-        default_factory=dict, repr=False
-    )
+    _spans: dict[tuple[int | None, int, torch.dtype, bool], list[Span]] = field(default_factory=dict, repr=False)
 
     def to(self, device: torch.device) -> Self:
         """The same batch with its tensors on ``device``."""
         if self.positions.device == device:
             return self
         words = self.words if self.words is None else self.words.to(device)
-        return replace(self, positions=self.positions.to(device), slots=self.slots.to(device), words=words, _biases={})
+        return replace(self, positions=self.positions.to(device), slots=self.slots.to(device), words=words, _spans={})
 
-    def is_prompt(self, sample: int, window: int | None = None) -> bool:
-        """Whether a sample's rows are the beginning of its text: each sees just itself and the rows before it."""
-        rows, tree = self.rows[sample], len(self.tree_positions[sample])
-        return self.words is None and self.past[sample] == 0 and rows == tree and (window is None or rows <= window)
-
-    def bias(
-        self, sample: int, window: int | None = None, copies: int = 1, dtype: torch.dtype = torch.float32
-    ) -> tuple[int, Tensor | None]:
-        """Dense mask of one sample, made once per forward and shared by all layers.
+    def spans(
+        self, window: int | None = None, copies: int = 1, dtype: torch.dtype = torch.float32, dense: bool = False
+    ) -> list[Span]:
+        """What each sample's rows see: made once per forward and shared by all layers.
 
         Args:
-            sample: index into this forward's samples.
             window: a row at position ``i`` sees keys at positions above ``i - window``.
-            copies: how often the rows are stacked, for as many query heads.
+            copies: how often a sample's rows are stacked, for as many query heads.
             dtype: that of the scores.
-
-        Returns:
-            The first key any row sees, and ``[copies * rows, keys from there on]`` to add to the scores: 0 where a
-            row sees a key, else ``-inf``. ``None`` if it would be all zeros.
+            dense: spell out causal masks too.
         """
-        key = (sample, window, copies, dtype)
-        if key not in self._biases:
-            first, visible = self._visible(sample, window)
-            bias = None
-            if visible is not None:
-                hidden = torch.full(visible.shape, float("-inf"), dtype=dtype, device=visible.device)
-                bias = hidden.masked_fill_(visible, 0).repeat(copies, 1)
-            self._biases[key] = first, bias
-        return self._biases[key]
+        key = (window, copies, dtype, dense)
+        if key not in self._spans:
+            self._spans[key] = [self._span(sample, *key) for sample in range(len(self.rows))]
+        return self._spans[key]
+
+    def _span(self, sample: int, window: int | None, copies: int, dtype: torch.dtype, dense: bool) -> Span:
+        row, rows = sum(self.rows[:sample]), self.rows[sample]
+        past, tree = self.past[sample], len(self.tree_positions[sample])
+        begins = self.words is None and past == 0 and rows == tree and (window is None or rows <= window)
+        if begins and not dense:
+            return Span(row, rows, self.starts[sample], tree, None, causal=True)
+        first, visible = self._visible(sample, window)
+        bias = None
+        if visible is not None:
+            hidden = torch.full(visible.shape, float("-inf"), dtype=dtype, device=visible.device)
+            bias = hidden.masked_fill_(visible, 0).repeat(copies, 1)
+        return Span(row, rows, self.starts[sample] + first, past - first + tree, bias, causal=False)
 
     def _visible(self, sample: int, window: int | None) -> tuple[int, Tensor | None]:
         rows, past, tree = self.rows[sample], self.past[sample], len(self.tree_positions[sample])

@@ -23,35 +23,31 @@ def ragged_tree_attention_reference(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """See :func:`arbordraft.kernels.ragged_tree_attention.ragged_tree_attention`."""
-    out = query.new_empty(query.shape[0], query.shape[1], values.shape[2])
-    row = 0
-    for sample, (rows, start, past) in enumerate(zip(batch.rows, batch.starts, batch.past, strict=True)):
-        q = query[row : row + rows].transpose(0, 1)
-        group = q.shape[0] // keys.shape[1]
-        fused = softcap is None and sinks is None
-        prompt = fused and batch.is_prompt(sample, window)
-        first, bias = (0, None) if prompt else batch.bias(sample, window, group if fused else 1, query.dtype)
-        span = slice(start + first, start + past + len(batch.tree_positions[sample]))
-        k, v = keys[span].transpose(0, 1), values[span].transpose(0, 1)
-        if prompt:
-            found = F.scaled_dot_product_attention(
-                q[None], k[None], v[None], is_causal=True, scale=scale, enable_gqa=group > 1
-            )[0]
-        elif fused:
-            found = _attend(q, k, v, bias, scale)
+    heads = keys.shape[1]
+    group = query.shape[1] // heads
+    query = query.unflatten(1, (heads, group))
+    keys, values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
+    fused = softcap is None and sinks is None
+    found: list[Tensor] = []
+    for span in batch.spans(window, group if fused else 1, query.dtype, dense=not fused):
+        q = query[span.row : span.row + span.rows]
+        k, v = keys.narrow(2, span.start, span.length), values.narrow(2, span.start, span.length)
+        if span.rows == 1 and fused:  # decoding without drafts: this loop's overhead counts, so no view too many
+            found.append(F.scaled_dot_product_attention(q, k, v, attn_mask=span.bias, scale=scale))
+            continue
+        q = q.permute(1, 2, 0, 3)
+        if not fused:
+            out = _attend_explicitly(q, k[0], v[0], span.bias, scale, softcap, sinks)
+        elif span.causal:
+            q = q.flatten(0, 1)[None]
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=group > 1)
         else:
-            found = _attend_explicitly(q, k, v, bias, scale, softcap, sinks)
-        out[row : row + rows] = found.transpose(0, 1)
-        row += rows
-    return out
-
-
-def _attend(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """``[Hq, n, D]`` attending to ``[Hkv, L, D]``; the heads of a group are stacked as rows, so keys are read once."""
-    heads, rows, size = query.shape
-    stacked = query.reshape(1, keys.shape[0], heads // keys.shape[0] * rows, size)
-    out = F.scaled_dot_product_attention(stacked, keys[None], values[None], attn_mask=bias, scale=scale)
-    return out.reshape(heads, rows, values.shape[-1])
+            # The heads of a group are stacked as rows: keys are read once for all of them.
+            out = F.scaled_dot_product_attention(
+                q.reshape(1, heads, -1, q.shape[3]), k, v, attn_mask=span.bias, scale=scale
+            )
+        found.append(out.view(heads, group, span.rows, -1).permute(2, 0, 1, 3))
+    return torch.cat(found).flatten(1, 2)
 
 
 def _attend_explicitly(
@@ -64,18 +60,14 @@ def _attend_explicitly(
     sinks: Tensor | None,
 ) -> Tensor:
     """The same with capped scores or attention sinks, which PyTorch's fused attention does not offer."""
-    heads, rows, size = query.shape
-    group = heads // keys.shape[0]
     wide = torch.promote_types(query.dtype, torch.float32)  # as the fused one accumulates
-    stacked = query.reshape(keys.shape[0], group, rows, size).to(wide)
-    scores = torch.einsum("hgnd,hld->hgnl", stacked, keys.to(wide)) * scale
+    scores = torch.einsum("hgnd,hld->hgnl", query.to(wide), keys.to(wide)) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if bias is not None:
         scores += bias
     if sinks is not None:  # one more logit per head that takes probability and gives nothing
-        sink = sinks.to(wide).reshape(-1, group, 1, 1).expand(-1, -1, rows, 1)
+        sink = sinks.to(wide).view(*query.shape[:2], 1, 1).expand(-1, -1, query.shape[2], 1)
         scores = torch.cat([scores, sink], dim=-1)
     weights = scores.softmax(dim=-1)[..., : keys.shape[1]]
-    out = torch.einsum("hgnl,hld->hgnd", weights, values.to(wide))
-    return out.reshape(heads, rows, values.shape[-1]).to(values.dtype)
+    return torch.einsum("hgnl,hld->hgnd", weights, values.to(wide)).to(values.dtype)
