@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-_CALLS = 20  # calls per timing of something that takes microseconds
+_CALLS = 40  # calls per timing of something that takes microseconds
 
 
 @dataclass(frozen=True)
@@ -138,23 +137,32 @@ def verify_cost(model: "PreTrainedModel", repeats: int = 7) -> Iterator[Measurem
 
 def spechub_cost(repeats: int = 7) -> Iterator[Measurement]:
     """SpecHub at one node against one softmax of the same row, for growing vocabularies."""
-    rule, law, generator = SpecHub(), TopTail(1, 1), torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     for vocab in (4096, 16384, 49152, 131072, 262144):
-        logits = torch.randn(2, vocab, generator=generator) * 3
-        p, q = logits.softmax(dim=-1)
-        children = law.draw(q, [0.5])
-        ours, reference, ratio = _paired(
-            partial(_repeat, partial(rule, p, 1.0, q, children, law)),
-            partial(_repeat, partial(torch.softmax, logits[0], -1)),
-            repeats,
-        )
+        ours, reference, ratio = _paired(*_hub_nodes(vocab, generator), repeats)
         ours, reference = ours / _CALLS, reference / _CALLS
         # A row below this size fits the innermost caches: the rule's fixed cost shows.
         reach = "<= 2.0" if vocab >= 49152 else ""
-        detail = f"{ours / vocab * 1e6:.2f} ns per token"
-        yield Measurement(
-            "verify", f"SpecHub at one node, V={vocab}, against one softmax", ours, reference, ratio, reach, detail
-        )
+        case = f"SpecHub at one node, V={vocab}, against one softmax"
+        yield Measurement("verify", case, ours, reference, ratio, reach, f"{ours / vocab * 1e6:.2f} ns per token")
+
+
+def _hub_nodes(vocab: int, generator: torch.Generator) -> tuple[Callable[[], None], Callable[[], None]]:
+    """SpecHub's law for many drawn pairs, and as many softmaxes."""
+    rule, law = SpecHub(), TopTail(1, 1)
+    logits = torch.randn(2, vocab, generator=generator) * 3
+    p, q = logits.softmax(dim=-1)
+    pairs = [law.draw(q, [uniform]) for uniform in torch.rand(_CALLS, generator=generator).tolist()]
+
+    def nodes() -> None:
+        for pair in pairs:
+            rule(p, 1.0, q, pair, law)
+
+    def softmaxes() -> None:
+        for _ in pairs:
+            logits[0].softmax(dim=-1)
+
+    return nodes, softmaxes
 
 
 def _verification(
@@ -195,10 +203,18 @@ def decode_speed(
             decoder.generate(**request)
 
         ours, reference, ratio = _paired(speculative, plain, repeats)
-        stats = decoder.generate(**request, return_dict_in_generate=True).stats  # type: ignore[union-attr]
+        expected: Any = model.generate(**request)  # type: ignore[operator]
+        output: Any = decoder.generate(**request, return_dict_in_generate=True)
+        stats, columns = output.stats, inputs["input_ids"].shape[1]
+        same = sum(
+            torch.equal(found[:end], wanted[:end])
+            for found, wanted, end in zip(
+                output.sequences, expected, [columns + emitted for emitted in stats.emitted], strict=True
+            )
+        )
         detail = (
             f"tau {stats.tau:.2f}, {sum(stats.emitted) / ours * 1e3:.0f} against "
-            f"{sum(stats.emitted) / reference * 1e3:.0f} tokens/s"
+            f"{sum(stats.emitted) / reference * 1e3:.0f} tokens/s, {same} of {len(prompts)} answers equal"
         )
         case = f"{_precision(model)}, batch {len(prompts)}, {name} prompts, {new_tokens} new tokens"
         yield Measurement("decode", case, ours, reference, 1 / ratio, reach, detail)
@@ -227,7 +243,7 @@ def provenance() -> dict[str, Any]:
             check=True,
         ).stdout.strip()
     return {
-        "argv": sys.argv,
+        "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "commit": commit,
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "python": platform.python_version(),
@@ -261,11 +277,6 @@ def _paired(ours: Callable[[], None], reference: Callable[[], None], repeats: in
         statistics.median(pair[1] for pair in pairs),
         statistics.median(pair[0] / pair[1] for pair in pairs),
     )
-
-
-def _repeat(run: Callable[[], object]) -> None:
-    for _ in range(_CALLS):
-        run()
 
 
 def _milliseconds(run: Callable[[], None]) -> float:

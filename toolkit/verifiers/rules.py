@@ -137,16 +137,18 @@ def reject_in_turn(target: Tensor, weight: float, tokens: Sequence[int], proposa
     # If all children so far were rejected, `rest` and `null` are the law of what is still to be emitted.
     rest, null, left = target * weight, 1 - weight, 1.0
     for token, proposal in zip(tokens, proposals, strict=True):
-        if proposal is None:
-            ratio = min(1.0, rest[token].item())
-            rest[token] = 0
-        else:
-            ratio = min(1.0, rest[token].item() / drafted(proposal, token))
-            rest = residual(rest, proposal)
+        chance = rest[token].item()
+        ratio = min(1.0, chance if proposal is None else chance / drafted(proposal, token))
         accept.append(left * ratio)
         left *= 1 - ratio
-        mass = rest.sum().item() + null
-        if left <= 0 or mass <= 0:  # rejection has probability 0
+        mass = 0.0
+        if left > 0:
+            if proposal is None:
+                rest[token] = 0
+            else:
+                rest = residual(rest, proposal)
+            mass = rest.sum().item() + null
+        if mass <= 0:  # rejection has probability 0
             accept += [0.0] * (len(tokens) - len(accept))
             return NodeLaw(accept, torch.zeros_like(target), 0.0)
         rest, null = rest.div_(mass), null / mass

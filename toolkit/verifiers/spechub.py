@@ -52,6 +52,8 @@ def _by_set(target: Tensor, weight: float, q: Tensor, drawn: int, hub: int) -> N
     p = target if weight == 1 else target * weight
     tail_mass = _mass_besides(q, hub)
     ratio = min(1.0, p[drawn].item() / (drafted(q, drawn) / tail_mass))
+    if ratio == 1:  # never rejected: what would follow need not be known
+        return NodeLaw([1.0, 0.0], torch.zeros_like(q), 0.0)
     rest = torch.addcdiv(p, q, q.new_tensor(tail_mass), value=-1).clamp_min_(0)  # (p - q / tail_mass)+
     rest[hub] = p[hub]  # the hub, never drawn from the tail, is served by the residual's mass on it
     stop, null = scaled(rest, 1 - weight, 1 - ratio)
