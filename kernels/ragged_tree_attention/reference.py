@@ -59,7 +59,7 @@ def _attend_explicitly(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """The same with capped scores or attention sinks, which PyTorch's fused attention does not offer."""
+    """``[Hkv, G, n, D]`` attending to ``[Hkv, L, D]`` with capped scores or sinks, which PyTorch lacks."""
     wide = torch.promote_types(query.dtype, torch.float32)  # as the fused one accumulates
     scores = torch.einsum("hgnd,hld->hgnl", query.to(wide), keys.to(wide)) * scale
     if softcap is not None:
