@@ -20,6 +20,8 @@ ORDER = [
     "verifiers",
     "coupling",
     "cache",
+    "recognition",
+    "packing",
     "target",
     "deciders",
     "drafters",

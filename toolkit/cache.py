@@ -109,6 +109,14 @@ class RaggedKVCache(nn.Module):
             words=words,
         )
 
+    def pools(self, layer: int, shape: tuple[int, ...], like: Tensor) -> tuple[Tensor, Tensor]:
+        """The ``[P, *shape]`` pools of one layer, of the dtype and on the device of ``like``."""
+        try:
+            return self._buffers[f"keys_{layer}"], self._buffers[f"values_{layer}"]  # type: ignore[return-value]
+        except KeyError:
+            row = like.new_empty(0, *shape)
+            return self._pool(f"keys_{layer}", row), self._pool(f"values_{layer}", row)
+
     def write(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Stores the ``[T, H, D]`` keys and values of one layer and returns the layer's ``[P, H, D]`` pools."""
         key_pool = self._pool(f"keys_{layer}", keys)

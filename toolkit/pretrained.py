@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from arbordraft.kernels.native.build import cache_folder
+
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
@@ -74,7 +76,7 @@ def fetch_smollm2(
 
     `cache_dir` defaults to `$ARBORDRAFT_CACHE`, or else `arbordraft` in `$XDG_CACHE_HOME` or `~/.cache`.
     """
-    root = Path(cache_dir).expanduser() if cache_dir is not None else _default_cache()
+    root = Path(cache_dir).expanduser() if cache_dir is not None else cache_folder()
     folders = {name: root / f"{NAME.lower()}-{name}" for name in SOURCES if source in (None, name)}
     if not folders:
         raise ValueError(f"source must be one of {', '.join(SOURCES)} or None, not {source!r}")
@@ -96,12 +98,6 @@ def fetch_smollm2(
         + "\n".join(reasons)
         + f"\nFix one of these, or fill {root} on another machine and copy it here."
     )
-
-
-def _default_cache() -> Path:
-    if chosen := os.environ.get("ARBORDRAFT_CACHE"):
-        return Path(chosen).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "arbordraft"
 
 
 def _build(folder: Path, deliver: Callable[[Path, bool], str], progress: bool) -> None:

@@ -3,16 +3,19 @@
 Shapes: T packed rows, R rows whose logits are wanted, V vocabulary, Hq/Hkv heads, D head size.
 """
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from arbordraft.cache import RaggedKVCache
+from arbordraft.kernels import native
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch, ragged_tree_attention
+from arbordraft.packing import Packing, Swap, choose_backend
+from arbordraft.recognition import AttentionCall, Forward, LayerCall
 from arbordraft.topology import TreeTopology, ancestor_words
 
 if TYPE_CHECKING:
@@ -34,15 +37,6 @@ class UnsupportedModel(ValueError):
     """The model cannot be run on packed rows."""
 
 
-@dataclass
-class _Forward:
-    """What one forward hands to its attention layers."""
-
-    batch: RaggedBatch
-    cache: RaggedKVCache
-    layers: set[int] = field(default_factory=set)
-
-
 class RaggedModel(nn.Module):
     """Runs a causal LM on packed tokens ``[1, T]`` of many samples at once, for prompts and for draft trees.
 
@@ -52,9 +46,17 @@ class RaggedModel(nn.Module):
     Args:
         model: a causal LM of transformers whose attention follows the ``AttentionInterface``, in eval mode.
         tokenizer: its tokenizer; lets a decoder check that target and drafter agree.
+        linears: how the model's weights are read on a CPU. ``"plain"``: by its own modules. ``"native"``: from a packed
+            copy by C++ kernels, built on first use, which fuse the decoder layers they recognise and give every row
+            the same bits whatever rows run beside it. ``"onednn"``: linears only, prepacked by PyTorch. ``"packed"``:
+            the first of these that works here. A copy takes as much memory as the weights; it is renewed, with a
+            warning, when they change.
+        int8: keep 8-bit copies with one scale per output. Twice as fast to read, but another model: its output law is
+            what decoding preserves.
         self_test: compare packed with single logits on a few random tokens now.
 
     Raises:
+        ValueError: if the backend asked for cannot be used here.
         UnsupportedModel: if the architecture does not route all its attention through the interface, or the
             self-test finds different logits.
     """
@@ -64,11 +66,16 @@ class RaggedModel(nn.Module):
         model: "PreTrainedModel",
         tokenizer: "PreTrainedTokenizerBase | None" = None,
         *,
+        linears: str = "plain",
+        int8: bool = False,
         self_test: bool = True,
     ) -> None:
         super().__init__()
         if model.training:
             raise ValueError(_TRAINING)
+        self.backend = choose_backend(linears, model)
+        if int8 and self.backend != "native":
+            raise ValueError(f"int8 weights need the native kernels: {native.problem() or 'use linears=native'}")
         _register_hook()
         self.model = model
         self.tokenizer = tokenizer
@@ -80,8 +87,15 @@ class RaggedModel(nn.Module):
         self._configs: list[Any] = list(
             {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
         )
+        self.int8 = int8
+        self._packing = self._pack() if self.backend != "plain" else None
         if self_test:
             self.self_test()
+
+    @property
+    def row_invariant(self) -> bool:
+        """Whether every part of a forward promises each row the same bits, whatever rows run beside it."""
+        return self._packing is not None and self._packing.row_invariant
 
     @property
     def device(self) -> torch.device:
@@ -117,7 +131,10 @@ class RaggedModel(nn.Module):
             "use_cache": False,
             "logits_to_keep": slice(None) if rows is None else rows.to(self.device),
         }
-        run = _Forward(batch, cache)
+        if self._packing is not None and not self._packing.current():
+            warnings.warn("the model's weights or modules changed after they were packed; packing them again", stacklevel=2)
+            self._packing = self._pack()
+        run = Forward(batch, cache, native=self.backend == "native")
         with torch.no_grad(), self._hooked(layers):
             logits: Tensor = self.model(**inputs, ragged=run).logits[0]
         expected = layers or self.num_layers
@@ -180,9 +197,7 @@ class RaggedModel(nn.Module):
         except UnsupportedModel:
             raise
         except Exception as failure:
-            raise UnsupportedModel(
-                f"{type(self.model).__name__} failed on packed tokens ({failure}): {_REQUIREMENT}"
-            ) from failure
+            raise self._unsupported(failure) from failure
         single = []
         for prompt in prompts:
             for node in range(topology.num_nodes):
@@ -201,31 +216,83 @@ class RaggedModel(nn.Module):
                 f"(bound {bound:.0e}); its attention uses something that packed trees do not support"
             )
 
+    def _pack(self) -> Packing:
+        """Observes one forward of two small trees and packs what it saw."""
+        place = _decoder_layers(self.model, self.num_layers)
+        layers: list[nn.Module] = list(getattr(*place)) if place else []
+        given: dict[nn.Module, LayerCall] = {}
+        called: set[nn.Module] = set()
+
+        def observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            called.add(module)
+            if module in layers:
+                given[module] = LayerCall(module, args, kwargs)
+
+        topology = TreeTopology.from_parents([-1, 0, 0, 1])
+        tokens = torch.randint(self.vocab_size, (2 * topology.num_nodes,), generator=torch.Generator().manual_seed(0))
+        cache = RaggedKVCache()
+        samples = [cache.open(topology.num_nodes) for _ in range(2)]
+        words = ancestor_words(topology.visible.cpu()).repeat(2, 1)
+        run = Forward(cache.plan(samples, [topology.depth_list] * 2, words), cache)
+        hooks = [module.register_forward_pre_hook(observe, with_kwargs=True) for module in self.model.modules()]
+        with torch.no_grad(), self._hooked(None):
+            try:
+                self.model(tokens[None], position_ids=run.batch.positions[None], use_cache=False, ragged=run)
+            except UnsupportedModel:
+                raise
+            except Exception as failure:
+                raise self._unsupported(failure) from failure
+            finally:
+                for hook in hooks:
+                    hook.remove()
+            observed = [given[layer] for layer in layers if layer in given]
+            attention = {index: call for index, call in run.layers.items() if call}
+            packing = Packing(self.model, place, observed, attention, called, run.batch, self.backend, self.int8)
+        if packing.left:
+            warnings.warn(f"not packed, as they are not plain linears: {'; '.join(packing.left)}", stacklevel=4)
+        return packing
+
+    def _unsupported(self, failure: Exception) -> UnsupportedModel:
+        return UnsupportedModel(f"{type(self.model).__name__} failed on packed tokens ({failure}): {_REQUIREMENT}")
+
     @contextmanager
     def _hooked(self, layers: int | None) -> Iterator[None]:
+        """Puts our attention and the stand-ins into the model."""
         before = [config._attn_implementation for config in self._configs]
-        owner, name = _decoder_layers(self.model, self.num_layers) if layers else (self.model, "")
-        all_layers = getattr(owner, name) if layers else None
+        packing: Packing | None = getattr(self, "_packing", None)
+        swaps = packing.swaps(layers) if packing else []
+        if layers and not any(isinstance(stand_in, nn.ModuleList) for _, _, stand_in in swaps):
+            swaps = [*swaps, self._first(layers)]
+        originals = [modules[name] for modules, name, _ in swaps]
         try:
             for config in self._configs:
                 config._attn_implementation = _HOOK
-            if all_layers is not None:
-                setattr(owner, name, all_layers[:layers])
+            for modules, name, stand_in in swaps:
+                modules[name] = stand_in
             yield
         finally:
-            if all_layers is not None:
-                setattr(owner, name, all_layers)
+            for (modules, name, _), original in zip(swaps, originals, strict=True):
+                modules[name] = original
             for config, implementation in zip(self._configs, before, strict=True):
                 config._attn_implementation = implementation
 
+    def _first(self, layers: int) -> Swap:
+        place = _decoder_layers(self.model, self.num_layers)
+        if place is None:
+            raise UnsupportedModel(
+                f"{type(self.model).__name__} does not keep its {self.num_layers} layers in one list: no early exit"
+            )
+        owner, name = place
+        return owner._modules, name, getattr(owner, name)[:layers]
 
-def _decoder_layers(model: nn.Module, count: int) -> tuple[nn.Module, str]:
+
+def _decoder_layers(model: nn.Module, count: int) -> tuple[nn.Module, str] | None:
     """The module that holds the list of decoder layers, and the list's name: the outermost list of that length."""
     for owner in model.modules():
         for name, child in owner.named_children():
             if isinstance(child, nn.ModuleList) and len(child) == count:
                 return owner, name
-    raise UnsupportedModel(f"{type(model).__name__} does not keep its {count} layers in one list: no early exit")
+    return None
 
 
 def _register_hook() -> None:
@@ -241,7 +308,7 @@ def _attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    ragged: _Forward | None = None,
+    ragged: Forward | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -256,7 +323,9 @@ def _attention(
             f"{unknown or 'a mask of its own'}"
         )
     layer: int = module.layer_idx  # type: ignore[assignment]
-    ragged.layers.add(layer)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    heads, kv_heads, dim, value_dim = query.shape[1], key.shape[1], query.shape[-1], value.shape[-1]
+    ragged.layers[layer] = AttentionCall(heads, kv_heads, dim, value_dim, scale, sliding_window, softcap, s_aux)
     batch = ragged.batch
     keys, values = ragged.cache.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1), batch.slots)
     out = ragged_tree_attention(
@@ -264,10 +333,11 @@ def _attention(
         keys,
         values,
         batch,
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        scale=scale,
         window=sliding_window,
         softcap=softcap,
         sinks=s_aux,
+        use_native=ragged.native,
     )
     return out[None], None
 

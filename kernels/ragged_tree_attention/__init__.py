@@ -1,7 +1,9 @@
 """Attention of ragged draft trees to a ragged KV cache, in one call for the whole batch."""
 
+import torch
 from torch import Tensor
 
+from arbordraft.kernels import native
 from arbordraft.kernels.ragged_tree_attention.batch import RaggedBatch
 from arbordraft.kernels.ragged_tree_attention.reference import ragged_tree_attention_reference
 
@@ -16,6 +18,7 @@ def ragged_tree_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    use_native: bool = False,
 ) -> Tensor:
     """Attends the packed rows of all samples, each to its own committed keys and to its ancestors.
 
@@ -28,10 +31,28 @@ def ragged_tree_attention(
         window: sliding window in tokens.
         softcap: bound of the scores, ``softcap * tanh(scores / softcap)``.
         sinks: ``[Hq]`` logits of attention sinks.
+        use_native: use the C++ kernel where it is built and knows dtype and head sizes. Its rows do not depend on each
+            other's number, so that a tree node gets the bits that plain decoding will give its token.
 
     Returns:
         ``[T, Hq, Dv]``.
     """
+    sizes = (query.shape[2], values.shape[2])
+    known = query.dtype in (torch.float32, torch.bfloat16) and not any(size % 16 for size in sizes)
+    if use_native and known and query.is_cpu and native.load():
+        return torch.ops.arbordraft.ragged_tree_attention(
+            query.contiguous(),
+            keys,
+            values,
+            batch.samples,
+            batch.positions,
+            batch.words,
+            batch.region if window else None,
+            scale,
+            window or 0,
+            softcap or 0.0,
+            None if sinks is None else sinks.float().contiguous(),
+        )
     return ragged_tree_attention_reference(
         query, keys, values, batch, scale=scale, window=window, softcap=softcap, sinks=sinks
     )

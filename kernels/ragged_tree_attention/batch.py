@@ -5,6 +5,7 @@ Shapes: B samples of this forward, T packed rows, W ancestor words, P pool rows.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple, Self
 
 import torch
@@ -59,6 +60,17 @@ class RaggedBatch:
     slots: Tensor
     words: Tensor | None = None
     _spans: dict[tuple[int | None, int, torch.dtype, bool], list[Span]] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def samples(self) -> Tensor:
+        """``[4, B]`` int64: rows, first pool row, committed keys and keys of the tree region of every sample."""
+        trees = [len(positions) for positions in self.tree_positions]
+        return torch.tensor([list(self.rows), list(self.starts), list(self.past), trees])
+
+    @cached_property
+    def region(self) -> Tensor:
+        """Positions of the keys of all tree regions, one sample after another, int64."""
+        return torch.tensor([position for positions in self.tree_positions for position in positions])
 
     def to(self, device: torch.device) -> Self:
         """The same batch with its tensors on ``device``."""

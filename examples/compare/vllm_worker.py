@@ -1,0 +1,47 @@
+"""Answers decoding requests with vLLM; `vllm_cpu.py` runs this file with the Python that vLLM is installed in.
+
+JSON lines on standard input and output: first the arguments of `vllm.LLM`, answered by `{"version", "seconds"}` once the
+engine is up, then requests `{"prompts": [[token ids], ...], "max_tokens": n}`, answered by `{"seconds", "tokens"}`.
+Everything that vLLM prints goes to standard error. Nothing but the standard library and vLLM is imported here.
+"""
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+
+def answers(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
+    """Decodes greedily until an answer ends by itself or is long enough; only the call of vLLM is timed."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=request["max_tokens"], detokenize=False)
+    prompts = [{"prompt_token_ids": prompt} for prompt in request["prompts"]]
+    start = time.perf_counter()
+    found = llm.generate(prompts, sampling, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds, "tokens": [list(each.outputs[0].token_ids) for each in found]}
+
+
+def main() -> None:
+    """Serves until standard input ends."""
+    # vLLM and its children print to file descriptor 1: keep the caller's pipe to ourselves and give them standard error.
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def reply(content: dict[str, Any]) -> None:
+        print(json.dumps(content), file=replies, flush=True)
+
+    settings = json.loads(sys.stdin.readline())
+    start = time.perf_counter()
+    import vllm
+
+    llm = vllm.LLM(**settings)
+    reply({"version": vllm.__version__, "seconds": time.perf_counter() - start})
+    for line in sys.stdin:
+        reply(answers(llm, json.loads(line)))
+
+
+if __name__ == "__main__":  # vLLM starts its own processes by importing this file again
+    main()

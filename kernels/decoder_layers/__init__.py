@@ -1,0 +1,76 @@
+"""Runs of decoder layers in one call, for models whose layers are recognised."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from arbordraft.kernels import native
+from arbordraft.kernels.decoder_layers.reference import (
+    LayerWeights,
+    Matrix,
+    decoder_layers_reference,
+    rms_norm_reference,
+)
+from arbordraft.kernels.ragged_tree_attention import RaggedBatch
+
+
+class LayerRun:
+    """Consecutive layers with their arguments spelled out once, as the kernel takes them.
+
+    Args:
+        layers: from the first to the last.
+    """
+
+    def __init__(self, layers: Sequence[LayerWeights]) -> None:
+        self.layers = list(layers)
+        self._tensors = [tensor for layer in layers for tensor in layer.tensors()]
+        self._integers = [number for layer in layers for number in layer.integers()]
+        self._scalars = [number for layer in layers for number in layer.scalars()]
+        self._windowed = any(layer.window for layer in layers)
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        pools: Sequence[tuple[Tensor, Tensor]],
+        rotary: tuple[Tensor, Tensor],
+        batch: RaggedBatch,
+    ) -> Tensor:
+        """Runs the layers; natively a row's bits do not depend on the rows beside it.
+
+        Args:
+            hidden: ``[1, T, H]`` float32 or bfloat16.
+            pools: ``[P, Hkv, D]`` keys and values of every layer; the rows' own are written to ``batch.slots``.
+            rotary: ``[1, T, R]`` cosines and sines.
+            batch: rows, slabs and ancestor words.
+
+        Returns:
+            ``[1, T, H]``. Between the layers it is kept in float32.
+        """
+        if not native.load():
+            return decoder_layers_reference(hidden, self.layers, pools, rotary, batch)
+        return torch.ops.arbordraft.decoder_layers(
+            hidden.contiguous(),
+            self._tensors,
+            self._integers,
+            self._scalars,
+            [keys for keys, _ in pools],
+            [values for _, values in pools],
+            rotary[0].contiguous(),
+            rotary[1].contiguous(),
+            batch.samples,
+            batch.positions,
+            batch.slots,
+            batch.words,
+            batch.region if self._windowed else None,
+        )
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """``x`` ``[..., H]`` over its root mean square, times ``weight`` ``[H]`` float32."""
+    if x.shape[-1] % 16 or not native.load():
+        return rms_norm_reference(x, weight, epsilon)
+    return torch.ops.arbordraft.rms_norm(x.contiguous(), weight, epsilon)
+
+
+__all__ = ["LayerRun", "LayerWeights", "Matrix", "decoder_layers_reference", "rms_norm"]

@@ -1,0 +1,124 @@
+// A run of pre- and post-normed decoder layers with rotary grouped-query attention and a gated MLP, in one go: the
+// residual stays in float, and the team of threads is woken once for all layers.
+#pragma once
+
+#include "../packed_linear/cpu.h"
+#include "../ragged_tree_attention/cpu.h"
+
+namespace arbordraft {
+
+template <class X>
+inline void rms_norm(const float* x, const float* weight, float epsilon, int64_t size, X* y) {
+  f32x16 squares = splat(0.f);
+  for (int64_t i = 0; i < size; i += kLanes) {
+    const f32x16 v = load(x + i);
+    squares = fma(v, v, squares);
+  }
+  const f32x16 factor = splat(1.f / std::sqrt(sum(squares) / float(size) + epsilon));
+  for (int64_t i = 0; i < size; i += kLanes) store(y + i, load(x + i) * factor * load(weight + i));
+}
+
+// Rotates the first `rotary` channels of one head; channel i and i + rotary / 2 belong together.
+inline void rotate(float* x, const float* cosine, const float* sine, int64_t rotary) {
+  const int64_t half = rotary / 2;
+  for (int64_t i = 0; i < half; ++i) {
+    const float a = x[i], b = x[i + half];
+    x[i] = std::fma(a, cosine[i], -b * sine[i]);
+    x[i + half] = std::fma(b, cosine[i + half], a * sine[i + half]);
+  }
+}
+
+// W: packed weights; X: what they multiply; T: keys and values.
+template <class W, class X, class T>
+struct Layer {
+  const float *pre_attention, *query_norm, *key_norm, *sinks, *post_attention, *pre_mlp, *post_mlp;  // or null
+  Packed<W> qkv, out, gate_up, down;
+  int64_t query_heads, kv_heads, dim, inner, window;
+  Activation activation;
+  bool rotary;
+  float epsilon, scale, softcap;
+  T *keys, *values;
+  const Visible* visible;
+};
+
+// Buffers that all threads share, for T rows.
+template <class X, class T>
+struct Workspace {
+  X *normed, *attended, *gated;
+  T* queries;
+  float *qkv, *sums, *partials;
+};
+
+template <class W, class X, class T>
+inline void run_layers(
+    float* x, int64_t rows, int64_t hidden, const std::vector<Layer<W, X, T>>& layers, const Workspace<X, T>& space,
+    const float* cosine, const float* sine, int64_t rotary, const int64_t* slots, int64_t most_chunks, int thread,
+    int threads) {
+  const Range mine = share(rows, 1, thread, threads);
+  const auto norm_rows = [&](const float* weight, float epsilon) {
+    for (int64_t r = mine.begin; r < mine.end; ++r)
+      if (weight)
+        rms_norm(x + r * hidden, weight, epsilon, hidden, space.normed + r * hidden);
+      else
+        for (int64_t i = 0; i < hidden; i += kLanes) store(space.normed + r * hidden + i, load(x + r * hidden + i));
+    meet(threads);
+  };
+  // x += y W^T, normed first if there is a norm behind the block.
+  const auto add_rows = [&](const Packed<W>& m, const X* y, const float* norm, float epsilon) {
+    const Range blocks = share((m.outputs + kLanes - 1) / kLanes, 2, thread, threads);
+    float* sums = norm ? space.sums : x;
+    multiply(m, y, m.inputs, rows, blocks, [&](int64_t r, int64_t block, const f32x16* acc, int n) {
+      float* to = sums + r * hidden + block * kLanes;
+      for (int b = 0; b < n; ++b, to += kLanes) store(to, norm ? acc[b] : load(to) + acc[b]);
+    });
+    meet(threads);
+    if (!norm) return;
+    for (int64_t r = mine.begin; r < mine.end; ++r) {
+      float* to = space.sums + r * hidden;
+      rms_norm(to, norm, epsilon, hidden, to);
+      for (int64_t i = 0; i < hidden; i += kLanes) store(x + r * hidden + i, load(x + r * hidden + i) + load(to + i));
+    }
+  };
+
+  for (const Layer<W, X, T>& layer : layers) {
+    const int64_t dim = layer.dim, heads = layer.query_heads + 2 * layer.kv_heads, width = heads * dim;
+    norm_rows(layer.pre_attention, layer.epsilon);
+    multiply(
+        layer.qkv, space.normed, hidden, rows, share(width / kLanes, 2, thread, threads),
+        [&](int64_t r, int64_t block, const f32x16* acc, int n) {
+          for (int b = 0; b < n; ++b) store(space.qkv + r * width + (block + b) * kLanes, acc[b]);
+        });
+    meet(threads);
+    const Range items = share(rows * heads, 1, thread, threads);
+    for (int64_t item = items.begin; item < items.end; ++item) {
+      const int64_t r = item / heads, head = item % heads;
+      float* from = space.qkv + item * dim;
+      const int64_t kv = head - layer.query_heads;
+      const float* norm = kv < 0 ? layer.query_norm : kv < layer.kv_heads ? layer.key_norm : nullptr;
+      if (norm) rms_norm(from, norm, layer.epsilon, dim, from);
+      if (layer.rotary && kv < layer.kv_heads) rotate(from, cosine + r * rotary, sine + r * rotary, rotary);
+      T* to = kv < 0                 ? space.queries + (r * layer.query_heads + head) * dim
+              : kv < layer.kv_heads ? layer.keys + (slots[r] * layer.kv_heads + kv) * dim
+                                     : layer.values + (slots[r] * layer.kv_heads + kv - layer.kv_heads) * dim;
+      for (int64_t i = 0; i < dim; i += kLanes) store(to + i, load(from + i));
+    }
+    meet(threads);
+    const Attention<T> attention{
+        layer.keys,    layer.values, layer.kv_heads, layer.query_heads / layer.kv_heads, dim, dim, layer.scale,
+        layer.softcap, layer.sinks};
+    attend(attention, *layer.visible, space.queries, space.attended, space.partials, most_chunks, thread, threads);
+    meet(threads);
+    add_rows(layer.out, space.attended, layer.post_attention, layer.epsilon);
+    norm_rows(layer.pre_mlp, layer.epsilon);
+    multiply(
+        layer.gate_up, space.normed, hidden, rows, share(2 * layer.inner / kLanes, 2, thread, threads),
+        [&](int64_t r, int64_t block, const f32x16* acc, int n) {
+          X* to = space.gated + r * layer.inner + block / 2 * kLanes;
+          for (int b = 0; b < n; b += 2, to += kLanes) store(to, activate(acc[b], layer.activation) * acc[b + 1]);
+        });
+    meet(threads);
+    add_rows(layer.down, space.gated, layer.post_mlp, layer.epsilon);
+  }
+}
+
+}  // namespace arbordraft

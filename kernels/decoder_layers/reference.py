@@ -1,0 +1,151 @@
+"""Decoder layers in plain PyTorch: what the fused kernel computes, step by step.
+
+Shapes: T packed rows, H hidden size, Hq/Hkv query and key heads, D head size, N inner size of the MLP, R rotary size.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from arbordraft.kernels.packed_linear import ACTIVATION_CODES, packed_linear_reference
+from arbordraft.kernels.ragged_tree_attention import RaggedBatch, ragged_tree_attention_reference
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A packed matrix: see :mod:`arbordraft.kernels.packed_linear`."""
+
+    weight: Tensor
+    scale: Tensor | None = None
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """A decoder layer with rotary grouped-query attention and a gated MLP.
+
+    Every norm is an RMS norm with float32 weights and may be missing; ``post_*`` ones stand behind their block, before
+    the residual is added.
+
+    Args:
+        pre_attention: ``[H]``.
+        qkv: ``[(Hq + 2 Hkv) D, H]``.
+        query_norm: ``[D]``.
+        key_norm: ``[D]``.
+        sinks: ``[Hq]`` float32 logits of attention sinks.
+        out: ``[H, Hq D]``.
+        post_attention: ``[H]``.
+        pre_mlp: ``[H]``.
+        gate_up: ``[2 N, H]``, interleaved.
+        down: ``[H, N]``.
+        post_mlp: ``[H]``.
+        heads: query heads.
+        kv_heads: key heads.
+        dim: head size.
+        inner: inner size of the MLP.
+        activation: of the gate.
+        window: sliding window in tokens.
+        rotary: whether queries and keys are rotated.
+        epsilon: of the norms.
+        scale: factor of the scores.
+        softcap: bound of the scores.
+    """
+
+    NORMS: ClassVar = ("pre_attention", "query_norm", "key_norm", "post_attention", "pre_mlp", "post_mlp")
+
+    pre_attention: Tensor | None
+    qkv: Matrix
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    sinks: Tensor | None
+    out: Matrix
+    post_attention: Tensor | None
+    pre_mlp: Tensor | None
+    gate_up: Matrix
+    down: Matrix
+    post_mlp: Tensor | None
+    heads: int
+    kv_heads: int
+    dim: int
+    inner: int
+    activation: str
+    window: int | None
+    rotary: bool
+    epsilon: float
+    scale: float
+    softcap: float | None
+
+    def tensors(self) -> list[Tensor | None]:
+        """The tensors in the order in which the kernel takes them."""
+        found: list[Tensor | None] = []
+        for field in fields(self)[:11]:
+            value = getattr(self, field.name)
+            found += [value.weight, value.scale, value.bias] if isinstance(value, Matrix) else [value]
+        return found
+
+    def integers(self) -> list[int]:
+        """The whole numbers in the order in which the kernel takes them."""
+        code = ACTIVATION_CODES[self.activation]
+        return [self.heads, self.kv_heads, self.dim, self.inner, code, self.window or 0, int(self.rotary)]
+
+    def scalars(self) -> list[float]:
+        """The real numbers in the order in which the kernel takes them."""
+        return [self.epsilon, self.scale, self.softcap or 0.0]
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
+    """``x`` over its root mean square, in float32; as it is without a weight."""
+    if weight is None:
+        return x
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + epsilon) * weight).to(x.dtype)
+
+
+def decoder_layers_reference(
+    hidden: Tensor,
+    layers: Sequence[LayerWeights],
+    pools: Sequence[tuple[Tensor, Tensor]],
+    rotary: tuple[Tensor, Tensor],
+    batch: RaggedBatch,
+) -> Tensor:
+    """See :func:`arbordraft.kernels.decoder_layers.decoder_layers`."""
+    x = hidden.flatten(0, -2)
+    for layer, (keys, values) in zip(layers, pools, strict=True):
+        y = rms_norm_reference(x, layer.pre_attention, layer.epsilon)
+        qkv = _times(y, layer.qkv).unflatten(-1, (-1, layer.dim))
+        query, key, value = qkv.split([layer.heads, layer.kv_heads, layer.kv_heads], dim=1)
+        query = rms_norm_reference(query, layer.query_norm, layer.epsilon)
+        key = rms_norm_reference(key, layer.key_norm, layer.epsilon)
+        if layer.rotary:
+            query, key = _rotated(query, rotary), _rotated(key, rotary)
+        keys[batch.slots], values[batch.slots] = key, value
+        y = ragged_tree_attention_reference(
+            query,
+            keys,
+            values,
+            batch,
+            scale=layer.scale,
+            window=layer.window,
+            softcap=layer.softcap,
+            sinks=layer.sinks,
+        )
+        x = x + rms_norm_reference(_times(y.flatten(1), layer.out), layer.post_attention, layer.epsilon)
+        y = rms_norm_reference(x, layer.pre_mlp, layer.epsilon)
+        y = _times(_times(y, layer.gate_up, layer.activation), layer.down)
+        x = x + rms_norm_reference(y, layer.post_mlp, layer.epsilon)
+    return x.view(hidden.shape)
+
+
+def _times(x: Tensor, matrix: Matrix, activation: str | None = None) -> Tensor:
+    blocks = matrix.weight.shape[0] * matrix.weight.shape[2]
+    return packed_linear_reference(x, matrix.weight, matrix.scale, matrix.bias, blocks, activation)
+
+
+def _rotated(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    cosine, sine = (table.flatten(0, -2)[:, None] for table in rotary)
+    turning, rest = x.tensor_split([cosine.shape[-1]], dim=-1)
+    first, second = turning.chunk(2, dim=-1)
+    return torch.cat([turning * cosine + torch.cat([-second, first], dim=-1) * sine, rest], dim=-1)

@@ -1,0 +1,94 @@
+"""The CPU kernels in C++: built on first use, then found as `torch.ops.arbordraft`.
+
+Whoever calls them asks `load()` first and computes by slower means where it says no.
+"""
+
+import os
+import threading
+import warnings
+from pathlib import Path
+
+import torch
+
+from arbordraft.kernels.native.build import ISA_VARIABLE, KERNELS, SOURCE, Build, Unavailable, chosen_isa
+
+
+class NativeKernelsUnavailable(RuntimeWarning):
+    """The native CPU kernels cannot be used, so that slower ones take their place."""
+
+
+class NativeKernelsNotCached(RuntimeWarning):
+    """The native CPU kernels work but could not be kept, so that every process builds them anew."""
+
+
+class Extension:
+    """One library of operators, which a process loads at most once: torch cannot register an operator again.
+
+    `$ARBORDRAFT_ISA` therefore counts when the library is loaded; only `off` is heeded at any time.
+    """
+
+    def __init__(self, source: Path = SOURCE, root: Path = KERNELS):
+        self.source, self.root = source, root
+        self._tried = False
+        self._problem: str | None = None
+        self.unlock()
+
+    def unlock(self) -> None:
+        """A forked child needs a lock of its own: nobody is left there to release that of another thread."""
+        self._lock = threading.Lock()
+
+    def load(self) -> bool:
+        return self.problem() is None
+
+    def problem(self) -> str | None:
+        isa = chosen_isa()
+        if isa == "off":
+            return f"{ISA_VARIABLE}=off turns them off; unset the variable to use them"
+        if not self._tried:
+            with self._lock:
+                notice = None if self._tried else self._try(isa)
+                self._tried = True
+            if notice:  # outside the lock: a filter may turn it into an error, or a handler may ask again
+                warnings.warn(notice, stacklevel=4)
+        return self._problem
+
+    def _try(self, isa: str) -> Warning | None:
+        try:
+            obstacle = Build(isa, self.source, self.root).load(lambda library: torch.ops.load_library(str(library)))
+            if hasattr(torch.ops.arbordraft, "self_check") and (failures := torch.ops.arbordraft.self_check()):
+                raise Unavailable(f"they compute wrongly on this machine (self_check: {failures}); please report it")
+        except (Unavailable, OSError, RuntimeError) as error:
+            reason = str(error)
+            if not isinstance(error, Unavailable):  # torch hides what the loader said in the cause
+                reason = f"{error.__cause__ or error}; set CXX to another compiler, or {ISA_VARIABLE}=off"
+            self._problem = reason
+            return NativeKernelsUnavailable(f"the native CPU kernels give way to slower ones: {reason}")
+        if obstacle is None:
+            return None
+        return NativeKernelsNotCached(
+            f"the CPU kernels could not be kept ({obstacle}), so that every process builds them anew; "
+            "set ARBORDRAFT_CACHE to a folder that can be written"
+        )
+
+
+_kernels = Extension()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_kernels.unlock)
+
+
+def load() -> bool:
+    """Whether the native kernels can be used; the first call loads them, and builds them where that is needed."""
+    return _kernels.load()
+
+
+def problem() -> str | None:
+    """Why they cannot be used and what to do about it, or None if they can."""
+    return _kernels.problem()
+
+
+def isa() -> str | None:
+    """The instruction set that the loaded kernels use: avx512_bf16, avx512, avx2 or generic; None without kernels."""
+    return torch.ops.arbordraft.isa() if load() else None
+
+
+__all__ = ["NativeKernelsNotCached", "NativeKernelsUnavailable", "isa", "load", "problem"]

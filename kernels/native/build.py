@@ -1,0 +1,210 @@
+"""Compiles the CPU kernels, once per machine, and keeps the library in the cache folder.
+
+The compiler is called directly, not through `torch.utils.cpp_extension.load`. With one translation unit ninja has
+nothing to schedule, and the ninja of a virtual environment that was not activated is not on the PATH. `load` also
+guards its folder with a lock file: a killed build leaves it behind, and every later process waits for it for ever. Here
+each build has a folder of its own and only the finished library moves, atomically, to where others look for it. That
+module is not even asked for torch's folders: it imports setuptools, which alters the process and can be missing.
+"""
+
+import contextlib
+import functools
+import hashlib
+import json
+import logging
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+KERNELS = Path(__file__).resolve().parents[1]
+SOURCE = Path(__file__).resolve().with_name("bindings.cpp")  # the one translation unit; it includes all others
+TORCH = Path(torch.__file__).parent
+LIBRARY = "arbordraft_native.so"
+ISA_VARIABLE = "ARBORDRAFT_ISA"
+
+SCRATCH = ".build-"
+SCRATCH_LIFE = 3600.0  # seconds after which a scratch folder belongs to a build that was killed
+COMPILER_LIMIT = 1200.0  # seconds; far above what a loaded machine needs, and below SCRATCH_LIFE
+SEAL = hashlib.sha256().digest_size
+
+_V3 = {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}  # names of /proc/cpuinfo
+_V4 = _V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
+NEEDED_BY: dict[str, set[str]] = {"avx512": _V4, "avx2": _V3, "native": set(), "generic": set(), "off": set()}
+_X86 = platform.machine().lower() in ("x86_64", "amd64")
+MACHINE_FLAGS = {
+    "avx512": ["-march=x86-64-v4"],
+    "avx2": ["-march=x86-64-v3"],
+    "native": ["-march=native" if _X86 else "-mcpu=native"],
+    "generic": [],
+}
+_MAC = sys.platform == "darwin"
+
+
+class Unavailable(Exception):
+    """There is no native library for this process; the message says why and what to do about it."""
+
+
+def chosen_isa() -> str:
+    """The instruction set that `$ARBORDRAFT_ISA` asks for: all that this machine has, unless it says otherwise."""
+    isa = os.environ.get(ISA_VARIABLE) or "native"
+    if isa not in NEEDED_BY:
+        raise ValueError(f"{ISA_VARIABLE} must be one of {', '.join(NEEDED_BY)}, not {isa!r}")
+    return isa
+
+
+def cache_folder() -> Path:
+    """Where arbordraft keeps what is costly to make: `$ARBORDRAFT_CACHE`, else below `$XDG_CACHE_HOME` or ~/.cache."""
+    if chosen := os.environ.get("ARBORDRAFT_CACHE"):
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "arbordraft"
+
+
+class Build:
+    """How the library of `source` is made on this machine; `key` stands for everything that can change it.
+
+    Every .h and .cpp file below `root` counts as part of the source.
+    """
+
+    def __init__(self, isa: str, source: Path = SOURCE, root: Path = KERNELS):
+        if sys.platform == "win32":
+            raise Unavailable("they need the flags of GCC or Clang, which Windows lacks; use Linux, or WSL")
+        if lacking := NEEDED_BY[isa] - set(_cpu().get("flags", "").split()):
+            names = ", ".join(sorted(lacking))
+            raise Unavailable(f"this CPU lacks {names}, which {ISA_VARIABLE}={isa} asks for; unset the variable")
+        self.source = source
+        self.compiler, version = _compiler()
+        self.flags = ["-O3", "-std=c++20", "-fPIC", "-fno-math-errno", "-w", *(["-Xclang"] if _MAC else []), "-fopenmp"]
+        self.flags += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", *MACHINE_FLAGS[isa]]
+        files = sorted(path for path in root.rglob("*") if path.suffix in (".h", ".cpp"))
+        texts = {path.relative_to(root).as_posix(): path.read_bytes().hex() for path in files}
+        parts = [texts, self.compiler, version, self.flags, torch.__version__, platform.machine(), _cpu()]
+        self.key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    def load(self, load: Callable[[Path], None]) -> str | None:
+        """Calls `load` with the library, which is built first if need be; says why it could not be kept, if so.
+
+        The library moves to the cache only after it was loaded, so that what is found there is known to work.
+        """
+        try:
+            kept = cache_folder() / "native" / self.key / LIBRARY
+            with contextlib.suppress(OSError):  # one that does not load is built again, once
+                if _is_sealed(kept):
+                    load(kept)
+                    return None
+            scratch = _scratch_folder(kept.parents[1])
+        except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
+            obstacle = str(error)
+        else:
+            with scratch as folder:
+                load(library := self._compile(Path(folder), log=kept.with_name("build.log")))
+                try:
+                    kept.parent.mkdir(exist_ok=True)
+                    os.replace(library, kept)
+                except OSError as error:
+                    return str(error)
+            return None
+        with tempfile.TemporaryDirectory(prefix="arbordraft-", ignore_cleanup_errors=True) as private:
+            load(self._compile(Path(private), log=None))
+        return obstacle
+
+    def _compile(self, folder: Path, log: Path | None) -> Path:
+        message = "building CPU kernels, once per machine (about 20 s)"
+        logger = logging.getLogger("arbordraft")
+        if not logger.isEnabledFor(logging.INFO) and sys.stderr is not None and sys.stderr.isatty():
+            print(f"arbordraft: {message}", file=sys.stderr)
+        logger.info(message)
+
+        part, library = folder / "kernels.o", folder / LIBRARY
+        headers = [f"-I{TORCH / 'include'}", f"-I{TORCH / 'include/torch/csrc/api/include'}"]
+        self._run([*self.flags, *headers, "-c", self.source, "-o", part], folder, log)
+        # No -fopenmp here: it would link the system's OpenMP runtime beside the one that torch has brought along, and
+        # two runtimes are two thread pools that fight for the cores. The symbols are found through libtorch_cpu, which
+        # must be kept for that even where the linker thinks that nothing needs it.
+        system = ["-undefined", "dynamic_lookup"] if _MAC else ["-Wl,--no-as-needed"]
+        self._run(["-shared", part, *system, f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-lc10", "-o", library], folder, log)
+        content = library.read_bytes()
+        library.write_bytes(content + hashlib.sha256(content).digest())
+        return library
+
+    def _run(self, arguments: list[str | Path], folder: Path, log: Path | None) -> None:
+        environment = os.environ | {"LC_ALL": "C", "TMPDIR": str(folder)}  # a killed compiler leaves its files there
+        fix = f"install a newer g++, name another compiler in CXX, or set {ISA_VARIABLE}=off to do without"
+        try:
+            done = subprocess.run(
+                [*self.compiler, *arguments],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                timeout=COMPILER_LIMIT,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise Unavailable(f"the compiler could not run ({error}); {fix}") from error
+        if not done.returncode:
+            return
+        output = done.stdout.decode(errors="replace")
+        where = ""
+        if log:
+            with contextlib.suppress(OSError):
+                log.parent.mkdir(exist_ok=True)
+                log.write_text(f"{shlex.join(map(str, done.args))}\n{output}")
+                where = f" (all of its output: {log})"
+        lines = [line for line in output.splitlines() if line.strip()]
+        errors = [line for line in lines if re.search(r"\berror\b|undefined|(cannot|unable to) find", line)]
+        said = "\n".join((errors or lines[-3:])[:3])
+        raise Unavailable(f"{self.compiler[0]} failed{where}; {fix}. It said:\n{said}")
+
+
+def _scratch_folder(parent: Path) -> "tempfile.TemporaryDirectory[str]":
+    """A new folder on the file system of the cache, since a library can only move atomically within one."""
+    parent.mkdir(parents=True, exist_ok=True)
+    for old in parent.glob(f"{SCRATCH}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - old.stat().st_mtime > SCRATCH_LIFE:
+                shutil.rmtree(old, ignore_errors=True)
+    return tempfile.TemporaryDirectory(prefix=SCRATCH, dir=parent, ignore_cleanup_errors=True)
+
+
+def _is_sealed(library: Path) -> bool:
+    """Whether the file is whole: loading half a library can kill the process instead of raising an error."""
+    content = library.read_bytes() if library.is_file() else b""
+    return hashlib.sha256(content[:-SEAL]).digest() == content[-SEAL:]
+
+
+def _compiler() -> tuple[list[str], str]:
+    """The command of the C++ compiler and the line that names its version."""
+    chosen = os.environ.get("CXX")
+    names = [chosen] if chosen else ["g++", "c++", "clang++"]
+    for name in names:
+        with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError, IndexError):
+            command = shlex.split(name)
+            version = subprocess.run([*command, "--version"], capture_output=True, timeout=60, check=True).stdout
+            return command, version.decode(errors="replace").splitlines()[0]
+    found = f"CXX={chosen!r} does not run" if chosen else f"there is no C++ compiler ({', '.join(names)}) on the PATH"
+    raise Unavailable(f"{found}; install g++ (Debian, Ubuntu: apt install g++) or name a compiler in CXX")
+
+
+@functools.cache
+def _cpu() -> dict[str, str]:
+    """What the kernel says about the first core, without what changes from moment to moment."""
+    lasting = {"vendor_id", "cpu family", "model", "model name", "flags", "Features"}
+    lasting |= {"CPU implementer", "CPU part", "CPU variant"}
+    found = {"processor": platform.processor()}
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:
+        for line in lines:
+            name, _, value = line.partition(":")
+            if name.strip() in lasting:
+                found[name.strip()] = value.strip()
+            elif not line.strip():
+                break
+    return found

@@ -1,0 +1,59 @@
+"""Linear layers whose weights are laid out once for the processor that reads them."""
+
+import torch
+from torch import Tensor
+
+from arbordraft.kernels import native
+from arbordraft.kernels.packed_linear.reference import (
+    ACTIVATIONS,
+    LANES,
+    interleave,
+    pack,
+    packed_linear_reference,
+    quantize,
+    unpack,
+)
+
+ACTIVATION_CODES = {name: code for code, name in enumerate(ACTIVATIONS)}
+
+
+def packed_linear(
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    outputs: int,
+    activation: str | None = None,
+) -> Tensor:
+    """``x W^T + bias`` with packed weights; natively a row's bits do not depend on the rows beside it.
+
+    Args:
+        x: ``[..., I]`` float32 or bfloat16.
+        packed: what :func:`pack` made of ``W``: of x's dtype, or int8.
+        scale: ``[O]`` float32 factors of int8 weights.
+        bias: ``[O]`` float32.
+        outputs: ``O``.
+        activation: name of the activation if the rows of ``W`` are gates and inputs, :func:`interleave`-d, whose
+            product is wanted: ``activation(gate) * up``.
+
+    Returns:
+        ``[..., O]`` of x's dtype, or ``[..., O / 2]`` with an activation.
+    """
+    if not native.load():
+        return packed_linear_reference(x, packed, scale, bias, outputs, activation)
+    code = -1 if activation is None else ACTIVATION_CODES[activation]
+    return torch.ops.arbordraft.packed_linear(x.contiguous(), packed, scale, bias, outputs, code)
+
+
+__all__ = [
+    "ACTIVATIONS",
+    "ACTIVATION_CODES",
+    "LANES",
+    "interleave",
+    "pack",
+    "packed_linear",
+    "packed_linear_reference",
+    "quantize",
+    "unpack",
+]

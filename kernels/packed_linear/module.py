@@ -1,0 +1,91 @@
+"""A stand-in for ``nn.Linear`` that reads packed weights.
+
+Shapes: O outputs, I inputs.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from arbordraft.kernels import native
+from arbordraft.kernels.packed_linear import pack, packed_linear, quantize
+
+BACKENDS = ("native", "onednn", "plain")
+
+
+def onednn_problem(dtype: torch.dtype) -> str | None:
+    """Why PyTorch cannot prepack weights of this type with oneDNN, or ``None`` if it can."""
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return "this build of PyTorch has no oneDNN"
+    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return "oneDNN has no bfloat16 on this processor"
+    return None if dtype in (torch.float32, torch.bfloat16) else f"oneDNN does not prepack {dtype}"
+
+
+class PackedLinear(nn.Module):
+    """Computes what an ``nn.Linear`` does, from a second copy of its weights that is laid out for the processor.
+
+    It holds the linear's own parameters under their own names, so a state dict does not change. When they are written
+    to afterwards, which their version counter tells, they are packed again. Writes through ``.data`` escape it.
+
+    Args:
+        linear: the module it stands for, on the CPU, in float32 or bfloat16.
+        backend: ``"native"`` (the C++ kernels; rows do not depend on each other's number), ``"onednn"`` (PyTorch's own
+            prepacking) or ``"plain"`` (no packing).
+        int8: keep 8-bit weights with one scale per output; changes the output, native only.
+
+    Raises:
+        ValueError: if the backend cannot be used for this linear.
+    """
+
+    def __init__(self, linear: nn.Linear, backend: str = "native", *, int8: bool = False) -> None:
+        super().__init__()
+        if backend not in BACKENDS:
+            raise ValueError(f"the backend of a packed linear must be one of {', '.join(BACKENDS)}, got {backend!r}")
+        if int8 and backend != "native":
+            raise ValueError(f"int8 weights need the native backend, not {backend!r}")
+        problem = native.problem() if backend == "native" else None
+        if backend == "onednn":
+            problem = onednn_problem(linear.weight.dtype)
+        if problem is None and backend != "plain" and linear.weight.dtype not in (torch.float32, torch.bfloat16):
+            problem = f"weights must be float32 or bfloat16, got {linear.weight.dtype}"
+        if problem is None and backend != "plain" and not linear.weight.is_cpu:
+            problem = f"weights must be on the CPU, got {linear.weight.device}"
+        if problem is not None:
+            raise ValueError(f"the {backend} backend cannot pack this linear: {problem}")
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.backend, self.int8 = backend, int8
+        self.weight, self.bias = linear.weight, linear.bias
+        self._pack()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., I]`` to ``[..., O]``."""
+        if self._state != self._current():
+            self._pack()
+        if self.backend == "native":
+            return packed_linear(x, self._packed, self._scale, self._wide_bias, outputs=self.out_features)
+        if self.backend == "onednn":
+            return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        return nn.functional.linear(x, self.weight, self.bias)
+
+    def _current(self) -> tuple[int, ...]:
+        return tuple(version_of(tensor) for tensor in (self.weight, self.bias) if tensor is not None)
+
+    def _pack(self) -> None:
+        self._state = self._current()
+        self._scale = self._wide_bias = None
+        weight = self.weight.detach()
+        if self.backend == "onednn":
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
+        elif self.backend == "native":
+            if self.int8:
+                weight, self._scale = quantize(weight)
+            self._packed = pack(weight)
+            self._wide_bias = None if self.bias is None else self.bias.detach().float()
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, backend={self.backend}, int8={self.int8}"
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written to; 0 for inference tensors, which do not count."""
+    return 0 if tensor.is_inference() else tensor._version

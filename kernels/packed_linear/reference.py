@@ -1,0 +1,64 @@
+"""Packed matrices in plain PyTorch: the layout, and the truth about what is multiplied.
+
+Shapes: O outputs, I inputs, ... any leading dimensions.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+LANES = 16
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu": F.gelu,
+    "relu": F.relu,
+}
+
+
+def pack(weight: Tensor) -> Tensor:
+    """Lays ``[O, I]`` out as the kernels read it, padded with zeros to 16 outputs and 2 inputs.
+
+    Returns:
+        ``[O/16, I, 16]`` for float32, ``[O/16, I/2, 16, 2]`` for bfloat16 and int8.
+    """
+    pairs = weight.dtype != torch.float32
+    outputs, inputs = weight.shape
+    padded = F.pad(weight.detach(), (0, inputs % 2 if pairs else 0, 0, -outputs % LANES))
+    if pairs:
+        return padded.unflatten(0, (-1, LANES)).unflatten(2, (-1, 2)).permute(0, 2, 1, 3).contiguous()
+    return padded.unflatten(0, (-1, LANES)).transpose(1, 2).contiguous()
+
+
+def unpack(packed: Tensor, outputs: int, inputs: int) -> Tensor:
+    """The ``[O, I]`` matrix that was packed."""
+    dense = packed.permute(0, 2, 1, 3).flatten(2) if packed.ndim == 4 else packed.transpose(1, 2)
+    return dense.flatten(0, 1)[:outputs, :inputs].contiguous()
+
+
+def interleave(gate: Tensor, up: Tensor) -> Tensor:
+    """Puts blocks of 16 rows of two ``[O, ...]`` tensors alternately: the halves of a gated activation."""
+    blocks = [half.unflatten(0, (-1, LANES)) for half in (gate, up)]
+    return torch.stack(blocks, dim=1).flatten(0, 2)
+
+
+def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """``[O, I]`` int8 and its ``[O]`` float32 scales: symmetric, one scale per output."""
+    scale = weight.detach().float().abs().amax(dim=1).clamp_min(torch.finfo(torch.float32).tiny) / 127
+    return (weight.detach().float() / scale[:, None]).round().to(torch.int8), scale
+
+
+def packed_linear_reference(
+    x: Tensor, packed: Tensor, scale: Tensor | None, bias: Tensor | None, outputs: int, activation: str | None = None
+) -> Tensor:
+    """See :func:`arbordraft.kernels.packed_linear.packed_linear`."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    y = x.to(wide) @ unpack(packed, outputs, x.shape[-1]).to(wide).T
+    if scale is not None:
+        y = y * scale
+    if bias is not None:
+        y = y + bias
+    if activation is not None:
+        gate, up = y.unflatten(-1, (-1, 2, LANES)).unbind(-2)
+        y = ACTIVATIONS[activation](gate.flatten(-2)) * up.flatten(-2)
+    return y.to(x.dtype)

@@ -1,0 +1,274 @@
+"""Stand-ins for a model's modules that read weights packed for this processor.
+
+Decoder layers that are recognised become one kernel call for all of them together; of other layers the linears, RMS
+norms and gated MLPs are replaced one by one. The model keeps its own modules: the stand-ins take their places only
+while a forward runs, so that its state dict, its ``generate`` and whatever else holds it see no change.
+
+Shapes: T packed rows, H hidden size.
+"""
+
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from arbordraft.kernels import native
+from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Matrix, rms_norm
+from arbordraft.kernels.packed_linear import LANES, packed_linear
+from arbordraft.kernels.packed_linear.module import PackedLinear, onednn_problem, version_of
+from arbordraft.kernels.ragged_tree_attention import RaggedBatch
+from arbordraft.recognition import (
+    AttentionCall,
+    Forward,
+    LayerCall,
+    Parts,
+    Unrecognised,
+    hooked,
+    same_layer,
+    same_mlp,
+    settings,
+)
+
+LINEARS = ("plain", "packed", "native", "onednn")
+# Besides packed modules, the kinds that treat every row by itself.
+_ROWWISE = (nn.Embedding, nn.Dropout, nn.Identity)
+
+Swap = tuple[dict[str, nn.Module | None], str, nn.Module]
+
+
+class PackedLayers(nn.Module):
+    """Consecutive decoder layers of a model, in one kernel call.
+
+    Args:
+        layers: their weights, from the first to the last.
+        first: index of the first one.
+    """
+
+    def __init__(self, layers: Sequence[LayerWeights], first: int = 0) -> None:
+        super().__init__()
+        self.run = LayerRun(layers)
+        self.indices = range(first, first + len(layers))
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *_: Any,
+        ragged: Forward,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        **__: Any,
+    ) -> Tensor:
+        """``[1, T, H]`` to ``[1, T, H]``, called as the model calls a layer of its own."""
+        if attention_mask is not None:
+            raise ValueError("packed layers take their mask from the batch, but the model made one of its own")
+        pools = [
+            ragged.cache.pools(index, (layer.kv_heads, layer.dim), hidden_states)
+            for index, layer in zip(self.indices, self.run.layers, strict=True)
+        ]
+        ragged.layers.update(dict.fromkeys(self.indices))
+        return self.run(hidden_states, pools, position_embeddings, ragged.batch)
+
+
+class PackedRMSNorm(nn.Module):
+    """An RMS norm, computed in float32.
+
+    Args:
+        weight: ``[H]`` float32.
+        epsilon: added to the mean square.
+    """
+
+    def __init__(self, weight: Tensor, epsilon: float) -> None:
+        super().__init__()
+        self.weight, self.epsilon = weight, epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., H]``."""
+        return rms_norm(x, self.weight, self.epsilon)
+
+
+class PackedGatedMLP(nn.Module):
+    """``down(activation(gate(x)) * up(x))`` in two kernel calls.
+
+    Args:
+        gate_up: gates and inputs, interleaved.
+        down: the matrix behind them.
+        activation: of the gates.
+    """
+
+    def __init__(self, gate_up: Matrix, down: Matrix, activation: str) -> None:
+        super().__init__()
+        self.gate_up, self.down, self.activation = gate_up, down, activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., H]``."""
+        for m, activation in ((self.gate_up, self.activation), (self.down, None)):
+            x = packed_linear(x, m.weight, m.scale, m.bias, outputs=len(m.weight) * LANES, activation=activation)
+        return x
+
+
+class Packing:
+    """All stand-ins of one model, and the proof that they still match it.
+
+    Args:
+        model: the model, while its attention is hooked.
+        place: the module that holds the list of decoder layers, and the list's name; ``None`` if there is none.
+        observed: the layers and what they were given by a forward of ``batch`` on a fresh cache.
+        attention: what they asked their attention for, by index.
+        called: all modules that this forward called.
+        batch: the forward's rows.
+        backend: ``"native"`` or ``"onednn"``.
+        int8: keep 8-bit weights.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        place: tuple[nn.Module, str] | None,
+        observed: Sequence[LayerCall],
+        attention: dict[int, AttentionCall],
+        called: set[nn.Module],
+        batch: RaggedBatch,
+        backend: str,
+        int8: bool,
+    ) -> None:
+        self.backend, self.int8 = backend, int8
+        self.left: list[str] = []  # linears that stay as they are, with the reason
+        self._parts = Parts()
+        self._called = called
+        self._proven: dict[Any, bool] = {}
+        self._layers: list[LayerWeights | None] = [
+            self._recognise(index, call, attention.get(index), batch) for index, call in enumerate(observed)
+        ]
+        self.fused = sum(layer is not None for layer in self._layers)
+        self._originals = [call.layer for call in observed]
+        self._place = place if self.fused else None
+        # One call for all layers, if the model hands all of them the same tables.
+        tables = {id(call.kwargs.get("position_embeddings")) for call in observed}
+        self._together = self.fused == len(observed) and len(tables) == 1
+        self._lists: dict[int, nn.ModuleList] = {}
+        self._replaced = {call.layer for call, layer in zip(observed, self._layers, strict=True) if layer}
+        self._swaps = list(self._replace_below(model, ""))
+        self.row_invariant = backend == "native" and 0 < self.fused == len(observed) and not list(self._odd(model))
+
+        sources = self._parts.sources  # spelled out, as they are compared before every forward
+        self._places = [source.owner._modules for source in sources], [source.name for source in sources]
+        self._modules = [source.module for source in sources]
+        self._holders = [source.module._parameters for source in sources], [source.parameter for source in sources]
+        self._tensors = [source.tensor for source in sources]
+        self._versions = [version_of(tensor) for tensor in self._tensors]
+
+    def current(self) -> bool:
+        """Whether the model still has the modules, and they the weights, that were packed."""
+        return (
+            all(map(operator.is_, map(dict.get, *self._places), self._modules))
+            and all(map(operator.is_, map(dict.get, *self._holders), self._tensors))
+            and list(map(version_of, self._tensors)) == self._versions
+        )
+
+    def swaps(self, layers: int | None) -> list[Swap]:
+        """Where each stand-in goes: the modules of its owner, its name and itself.
+
+        Args:
+            layers: run only the first so many decoder layers.
+        """
+        if self._place is None:
+            return self._swaps
+        count = layers or len(self._layers)
+        if count not in self._lists:
+            self._lists[count] = nn.ModuleList(self._stack(count))
+        owner, name = self._place
+        return [*self._swaps, (owner._modules, name, self._lists[count])]
+
+    def _stack(self, count: int) -> Iterator[nn.Module]:
+        if self._together:
+            yield PackedLayers([layer for layer in self._layers[:count] if layer])
+            return
+        for index, layer in enumerate(self._layers[:count]):
+            yield PackedLayers([layer], index) if layer else self._originals[index]
+
+    def _recognise(
+        self, index: int, call: LayerCall, attention: AttentionCall | None, batch: RaggedBatch
+    ) -> LayerWeights | None:
+        if self.backend != "native" or attention is None or "position_embeddings" not in call.kwargs:
+            return None
+        kind = (settings(call.layer), attention[:-1])
+        for rotary in (True, False):  # some models leave the positions out of some layers
+            parts = Parts()
+            try:
+                weights = parts.layer(call.layer, attention, rotary=rotary, int8=self.int8)
+            except Unrecognised:
+                return None
+            if (kind, rotary) not in self._proven:
+                self._proven[kind, rotary] = same_layer(index, call, attention, batch, rotary)
+            if self._proven[kind, rotary]:
+                self._parts.sources += parts.sources
+                return weights
+        return None
+
+    def _replace_below(self, module: nn.Module, path: str) -> Iterator[Swap]:
+        for name, child in module.named_children():
+            where = f"{path}.{name}" if path else name
+            if child in self._replaced:
+                continue
+            if stand_in := self._stand_in(module, name, child, where):
+                self._replaced.add(child)
+                yield module._modules, name, stand_in
+            else:
+                yield from self._replace_below(child, where)
+
+    def _stand_in(self, owner: nn.Module, name: str, module: nn.Module, path: str) -> nn.Module | None:
+        if module not in self._called:
+            return None
+        parts = Parts()
+        stand_in: nn.Module | None = None
+        try:
+            if isinstance(module, nn.Linear) or hasattr(module, "in_features"):
+                stand_in = PackedLinear(parts.linear(owner, name), self.backend, int8=self.int8)
+            elif self.backend == "native" and hasattr(module, "down_proj"):
+                gated = parts.gated_mlp(module, self.int8)
+                stand_in = PackedGatedMLP(*gated) if same_mlp(module, PackedGatedMLP) else None
+            elif self.backend == "native" and hasattr(module, "weight"):
+                stand_in = PackedRMSNorm(*parts.norm(owner, name))
+        except Unrecognised as reason:
+            if hasattr(module, "in_features"):
+                self.left.append(f"{path} ({reason})")
+            return None
+        self._parts.sources += parts.sources if stand_in else []
+        return stand_in
+
+    def _odd(self, model: nn.Module) -> Iterator[nn.Module]:
+        """Modules that ran, are still the model's own, and of which nobody says that they treat every row alike."""
+        packed = {part for module in self._replaced for part in module.modules()}
+        for module in model.modules():
+            inner = module in packed or any(module.children()) or isinstance(module, _ROWWISE)
+            if module in self._called and not inner and "RotaryEmbedding" not in type(module).__name__:
+                yield module
+
+
+def choose_backend(linears: str, model: nn.Module) -> str:
+    """What ``linears`` means for this model on this machine: ``"plain"``, ``"native"`` or ``"onednn"``.
+
+    Raises:
+        ValueError: if the word is unknown, or a backend asked for by name cannot be used.
+    """
+    if linears not in LINEARS:
+        raise ValueError(f"linears must be one of {', '.join(LINEARS)}, got {linears!r}")
+    if linears == "plain":
+        return "plain"
+    weight = next(model.parameters())
+    onednn = onednn_problem(weight.dtype)
+    if not weight.is_cpu or weight.dtype not in (torch.float32, torch.bfloat16):
+        problems = dict.fromkeys(LINEARS, f"weights must be float32 or bfloat16 on the CPU, not {weight.dtype} on {weight.device}")
+    else:
+        problems = {"native": native.problem(), "onednn": onednn}
+    usable = [backend for backend in ("native", "onednn") if problems[backend] is None]
+    if linears == "packed":
+        return usable[0] if usable else "plain"
+    if linears not in usable:
+        raise ValueError(f"linears={linears!r} cannot be used: {problems[linears]}")
+    return linears
+
+
+__all__ = ["LINEARS", "PackedGatedMLP", "PackedLayers", "PackedRMSNorm", "Packing", "choose_backend", "hooked"]
