@@ -4,11 +4,14 @@ import os
 import re
 import subprocess
 import sys
+import time
+import venv
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+COMPARE = ROOT / "examples" / "compare"
 
 
 def run(*arguments: str) -> str:
@@ -36,6 +39,64 @@ def test_example(example, arguments, expected):
 def test_every_example_is_tested():
     source = Path(__file__).read_text()
     assert all(f'"{path.name}"' in source for path in (ROOT / "examples").glob("*.py"))
+
+
+def test_comparison_says_that_vllm_is_missing(tmp_path):
+    venv.create(tmp_path, symlinks=True)
+    shown = run(str(COMPARE / "vllm_cpu.py"), "--check", "--vllm-python", str(tmp_path / "bin" / "python"))
+    assert shown.startswith("vLLM is not measured: ")
+    assert "No module named 'vllm'" in shown
+    assert shown.count("\n") == 1
+
+
+# Answers as vLLM would: the prompt's first token as often as was asked for; and it talks on standard output.
+FAKE_VLLM = """
+import os, types
+class SamplingParams:
+    def __init__(self, temperature, max_tokens, detokenize):
+        assert temperature == 0
+        self.max_tokens = max_tokens
+class LLM:
+    def __init__(self, model, enable_prefix_caching, **settings):
+        assert not enable_prefix_caching
+        os.system("echo starting")
+    def generate(self, prompts, sampling, use_tqdm):
+        print("decoding")
+        tokens = [prompt["prompt_token_ids"][:1] * sampling.max_tokens for prompt in prompts]
+        return [types.SimpleNamespace(outputs=[types.SimpleNamespace(token_ids=each)]) for each in tokens]
+"""
+
+
+def stops(process: int) -> bool:
+    """Whether a signal stops a child within five seconds."""
+    for _ in range(500):
+        _, status = os.waitpid(process, os.WUNTRACED | os.WNOHANG)
+        if status:
+            return os.WIFSTOPPED(status)
+        time.sleep(0.01)
+    return False
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_comparison_freezes_vllm_between_requests(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(COMPARE)
+    from vllm_process import Vllm, VllmConfig, VllmError
+
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    tmp_path.joinpath("vllm.py").write_text(FAKE_VLLM)
+    vllm = Vllm(Path(sys.executable), VllmConfig(0, "4:3:5"), tmp_path, tmp_path / "log")
+    try:
+        for _ in range(2):
+            assert vllm.generate([[7, 8], [9]], 3)[1] == [[7, 7, 7], [9, 9, 9]]
+            assert stops(vllm.process.pid)
+        assert vllm.cpu_seconds() > 0
+    finally:
+        vllm.close()
+    assert vllm.log.read_text().split() == ["starting", "decoding", "decoding"]
+
+    tmp_path.joinpath("vllm.py").write_text("raise RuntimeError('broken')")
+    with pytest.raises(VllmError, match="broken"):
+        Vllm(Path(sys.executable), VllmConfig(0), tmp_path, tmp_path / "log")
 
 
 def test_readme_shows_the_quickstart():

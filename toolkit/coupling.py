@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from arbordraft.laws import DraftLaw
 from arbordraft.sampling import Noise
 from arbordraft.topology import TreeTopology
-from arbordraft.types import DraftTree, Verdict
+from arbordraft.types import DraftTree, Rows, Verdict
 from arbordraft.verifiers import Exactness, TreeVerifier
 
 
@@ -49,7 +49,7 @@ class Coupling(nn.Module):
         if widest > self.law.k:
             raise ValueError(f"the topology has nodes with {widest} children, but {self.law} draws only {self.law.k}")
 
-    def forward(self, tree: DraftTree, target_probs: Tensor, noise: Noise) -> Verdict:
+    def forward(self, tree: DraftTree, target_probs: Rows[Tensor], noise: Noise) -> Verdict:
         """Verifies a batch; see :meth:`TreeVerifier.forward`."""
         verdict: Verdict = self.verifier(tree, target_probs, noise)
         return verdict

@@ -23,9 +23,10 @@ from arbordraft.huggingface import (
     with_stop_strings,
     without_padding,
 )
+from arbordraft.kernels.verify import row_max
 from arbordraft.masks import SlicedCausalMask, stack_words
 from arbordraft.metrics import DecodeStats
-from arbordraft.sampling import Noise, Warp
+from arbordraft.sampling import Noise, SoftmaxRows, Warp
 from arbordraft.state import DecodeState
 from arbordraft.target import RaggedModel
 from arbordraft.topology import TreeTopology
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
     from transformers.generation.streamers import BaseStreamer
     from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+_AHEAD = 256  # new tokens for which a sample's slab has room from the start
 
 
 class SpeculativeDecoder(nn.Module):
@@ -89,8 +92,8 @@ class SpeculativeDecoder(nn.Module):
         with state.stats.phase("target"):
             logits = self._run_target(state, tree)
         with state.stats.phase("verify"):
-            tree, logits = self._drop_failed(state, tree, logits)
-            verdict = self._judge(state, tree, logits, noise)
+            tree, logits, best = self._drop_failed(state, tree, logits)
+            verdict = self._judge(state, tree, logits, best, noise)
         with state.stats.phase("commit"):
             self._commit(state, tree, verdict)
         return verdict
@@ -208,7 +211,8 @@ class SpeculativeDecoder(nn.Module):
         cache = RaggedKVCache(self.max_cache_tokens)
         with stats.phase("prefill"):
             # Under a limit a sample gets all it can need at once, so that an overflow comes now or never.
-            ahead = self.topology.num_nodes + (0 if self.max_cache_tokens is None else budget)
+            likely = budget if self.max_cache_tokens is not None else min(budget, _AHEAD)
+            ahead = self.topology.num_nodes + likely
             handles = [cache.open(len(prompt) + ahead) for prompt in prompts]
             self.target.prefill({handle: prompt[:-1] for handle, prompt in zip(handles, prompts, strict=True)}, cache)
             drafts = self.drafter.start(prompts, cache, handles)
@@ -258,11 +262,16 @@ class SpeculativeDecoder(nn.Module):
         state.stats.count_forward(batch, rows=sum(tree.lengths), keys=needed)
         return self.target(tree.packed_tokens(), batch, state.cache)
 
-    def _drop_failed(self, state: DecodeState, tree: DraftTree, logits: Tensor) -> tuple[DraftTree, Tensor]:
-        """Ends samples whose logits are not numbers, so that they cannot disturb or lose the others."""
-        sound = logits.amax(dim=-1).isfinite()  # NaN and +inf reach the maximum; -inf alone is a banned token
+    def _drop_failed(self, state: DecodeState, tree: DraftTree, logits: Tensor) -> tuple[DraftTree, Tensor, Tensor]:
+        """Ends samples whose logits are not numbers, so that they cannot disturb or lose the others.
+
+        Returns:
+            What is left of the tree, its logits, and their most probable tokens, which came up on the way.
+        """
+        highest, best = row_max(logits)
+        sound = highest.isfinite()  # NaN and +inf reach the maximum; -inf alone is a banned token
         if sound.all():
-            return tree, logits
+            return tree, logits, best
         owner = [sample for sample, _, _ in tree.rows()]
         for sample in sorted({owner[row] for row in (~sound).nonzero().flatten().tolist()}):
             state.failures[sample] = "the target's logits are NaN or infinite"
@@ -270,19 +279,22 @@ class SpeculativeDecoder(nn.Module):
             state.cache.close(state.handles[sample])
         kept = torch.tensor([sample not in state.failures for sample in owner])
         samples = (None if index in state.failures else sample for index, sample in enumerate(tree.samples))
-        return DraftTree(tuple(samples)), logits[kept]
+        return DraftTree(tuple(samples)), logits[kept], best[kept]
 
-    def _judge(self, state: DecodeState, tree: DraftTree, logits: Tensor, noise: Noise | None) -> Verdict:
-        places = list(tree.rows())
+    def _judge(
+        self, state: DecodeState, tree: DraftTree, logits: Tensor, best: Tensor, noise: Noise | None
+    ) -> Verdict:
+        places = list(tree.rows()) if state.warp.processors else []
 
         def path_of(row: int) -> list[int]:
             sample, node, _ = places[row]
             return state.path(sample, tree.samples[sample].path(node))  # type: ignore[union-attr]
 
-        scores = state.warp(logits, path_of)
-        if noise is None:
-            return greedy_verdict(tree, scores.argmax(dim=-1).tolist())
-        return self.coupling(tree, scores.softmax(dim=-1), noise)
+        if noise is not None:
+            return self.coupling(tree, SoftmaxRows(state.warp(logits, path_of)), noise)
+        if state.warp.processors:
+            _, best = row_max(state.warp(logits, path_of))
+        return greedy_verdict(tree, best.tolist())
 
     def _commit(self, state: DecodeState, tree: DraftTree, verdict: Verdict) -> None:
         kept: dict[int, list[int]] = {}

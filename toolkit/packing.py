@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from arbordraft.kernels import native
 from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Matrix, rms_norm
 from arbordraft.kernels.packed_linear import LANES, packed_linear
-from arbordraft.kernels.packed_linear.module import PackedLinear, onednn_problem, version_of
+from arbordraft.kernels.packed_linear.module import PackedLinear, onednn_problem
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.recognition import (
     AttentionCall,
@@ -34,6 +34,8 @@ from arbordraft.recognition import (
 LINEARS = ("plain", "packed", "native", "onednn")
 # Besides packed modules, the kinds that treat every row by itself.
 _ROWWISE = (nn.Embedding, nn.Dropout, nn.Identity)
+
+_VERSION = operator.attrgetter("_version")
 
 Swap = tuple[dict[str, nn.Module | None], str, nn.Module]
 
@@ -157,14 +159,15 @@ class Packing:
         self._modules = [source.module for source in sources]
         self._holders = [source.module._parameters for source in sources], [source.parameter for source in sources]
         self._tensors = [source.tensor for source in sources]
-        self._versions = [version_of(tensor) for tensor in self._tensors]
+        self._counting = [tensor for tensor in self._tensors if not tensor.is_inference()]
+        self._versions = list(map(_VERSION, self._counting))
 
     def current(self) -> bool:
         """Whether the model still has the modules, and they the weights, that were packed."""
         return (
             all(map(operator.is_, map(dict.get, *self._places), self._modules))
             and all(map(operator.is_, map(dict.get, *self._holders), self._tensors))
-            and list(map(version_of, self._tensors)) == self._versions
+            and list(map(_VERSION, self._counting)) == self._versions
         )
 
     def swaps(self, layers: int | None) -> list[Swap]:

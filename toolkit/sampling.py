@@ -98,6 +98,25 @@ class Warp:
         return scores
 
 
+class SoftmaxRows:
+    """The softmax of ``[T, V]`` scores, row by row, as far as somebody reads them.
+
+    A verifier that stops at the first rejection leaves most rows of a tree alone.
+    """
+
+    def __init__(self, scores: Tensor) -> None:
+        self.scores = scores
+        self._found: dict[int, Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self.scores)
+
+    def __getitem__(self, row: int) -> Tensor:
+        if row not in self._found:
+            self._found[row] = self.scores[row].softmax(dim=-1)
+        return self._found[row]
+
+
 @dataclass(frozen=True)
 class Noise:
     """The uniforms of one step: one per sample, node and purpose, so that no draw is ever used twice.

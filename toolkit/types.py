@@ -3,9 +3,9 @@
 Shapes: B samples, n_b nodes of sample b (root included, 0 if it is finished), T = sum of n_b, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from arbordraft.sampling import Noise
 from arbordraft.topology import TreeTopology
 
 Row = TypeVar("Row")
+RowOut = TypeVar("RowOut", covariant=True)
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,37 @@ class SampleTree:
         return [self.tokens[passed] for passed in self.topology.path(node)[1:]]
 
 
+class Rows(Protocol[RowOut]):
+    """Packed rows; a tensor's, or such as are computed when they are asked for."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, row: int, /) -> RowOut: ...
+
+
+class Share(Mapping[int, Row]):
+    """One sample's part of packed rows, by node.
+
+    Args:
+        nodes: its nodes, in the order of their rows.
+        rows: the rows of all samples.
+        start: the first one of this sample.
+    """
+
+    def __init__(self, nodes: Iterable[int], rows: Rows[Row], start: int) -> None:
+        self._rows = rows
+        self._row_of = {node: row for row, node in enumerate(nodes, start)}
+
+    def __getitem__(self, node: int) -> Row:
+        return self._rows[self._row_of[node]]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._row_of)
+
+    def __len__(self) -> int:
+        return len(self._row_of)
+
+
 @dataclass(frozen=True)
 class DraftTree:
     """One draft tree per sample of the batch; ``None`` for a sample that is finished."""
@@ -79,7 +111,7 @@ class DraftTree:
                 for node, token in sample.tokens.items():
                     yield index, node, token
 
-    def split(self, rows: Sequence[Row]) -> Iterator[tuple[SampleTree | None, dict[int, Row]]]:
+    def split(self, rows: "Rows[Row]") -> "Iterator[tuple[SampleTree | None, Share[Row]]]":
         """Hands every sample its share of T packed rows, by node.
 
         Raises:
@@ -89,10 +121,7 @@ class DraftTree:
             raise ValueError(f"the batch has {sum(self.lengths)} nodes, but {len(rows)} rows were given")
         start = 0
         for sample, length in zip(self.samples, self.lengths, strict=True):
-            yield (
-                sample,
-                dict(zip(sample.tokens if sample else (), rows[start : start + length], strict=True)),
-            )
+            yield sample, Share(sample.tokens if sample else (), rows, start)
             start += length
 
     def packed_tokens(self) -> Tensor:

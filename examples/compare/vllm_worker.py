@@ -1,8 +1,8 @@
 """Answers decoding requests with vLLM; `vllm_cpu.py` runs this file with the Python that vLLM is installed in.
 
-JSON lines on standard input and output: first the arguments of `vllm.LLM`, answered by `{"version", "seconds"}` once the
-engine is up, then requests `{"prompts": [[token ids], ...], "max_tokens": n}`, answered by `{"seconds", "tokens"}`.
-Everything that vLLM prints goes to standard error. Nothing but the standard library and vLLM is imported here.
+JSON lines on standard input and output: first the arguments of `vllm.LLM`, answered by `{"seconds"}` once the engine is
+up, then requests `{"prompts": [[token ids], ...], "max_tokens": n}`, answered by `{"seconds", "tokens"}`. Everything
+that vLLM prints goes to standard error. Nothing but the standard library and vLLM is imported here.
 """
 
 import json
@@ -26,7 +26,7 @@ def answers(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Serves until standard input ends."""
-    # vLLM and its children print to file descriptor 1: keep the caller's pipe to ourselves and give them standard error.
+    # vLLM and its processes print to file descriptor 1: give them standard error there, and keep the pipe to ourselves.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -38,7 +38,7 @@ def main() -> None:
     import vllm
 
     llm = vllm.LLM(**settings)
-    reply({"version": vllm.__version__, "seconds": time.perf_counter() - start})
+    reply({"seconds": time.perf_counter() - start})
     for line in sys.stdin:
         reply(answers(llm, json.loads(line)))
 

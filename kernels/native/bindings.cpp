@@ -158,7 +158,7 @@ int64_t most_chunks(const Visible& visible) {
   return most;
 }
 int64_t partials_size(int64_t rows, int64_t kv_heads, int64_t chunks, int64_t size) {
-  return attention_is_split(rows, kv_heads, at::get_num_threads()) ? rows * kv_heads * chunks * size : 0;
+  return attention_is_split(rows, at::get_num_threads()) ? rows * kv_heads * chunks * size : 0;
 }
 
 // The tensors that describe a packed forward, checked once.

@@ -83,7 +83,9 @@ class Build:
             raise Unavailable(f"this CPU lacks {names}, which {ISA_VARIABLE}={isa} asks for; unset the variable")
         self.source = source
         self.compiler, version = _compiler()
-        self.flags = ["-O3", "-std=c++20", "-fPIC", "-fno-math-errno", "-w", *(["-Xclang"] if _MAC else []), "-fopenmp"]
+        # Without contraction: whether a product and a sum are fused must not depend on the code around them.
+        self.flags = ["-O3", "-std=c++20", "-fPIC", "-fno-math-errno", "-ffp-contract=off", "-w"]
+        self.flags += ["-Xclang", "-fopenmp"] if _MAC else ["-fopenmp"]
         self.flags += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", *MACHINE_FLAGS[isa]]
         files = sorted(path for path in root.rglob("*") if path.suffix in (".h", ".cpp"))
         texts = {path.relative_to(root).as_posix(): path.read_bytes().hex() for path in files}

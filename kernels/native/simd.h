@@ -41,6 +41,8 @@ inline float widen(bf16 x) {
   return y;
 }
 
+inline float widen(float x) { return x; }
+
 #if defined(__AVX512F__)
 
 struct f32x16 {

@@ -25,11 +25,15 @@ constexpr int kTileRows = 2;
 constexpr int kTileBlocks(int) { return 2; }
 #endif
 
-template <class W, class X, int R, int NB>
+// Weights are fetched ahead of their use. Alone, a tile fetches what it is about to read. Where several tiles of rows
+// pass over the same weights, each fetches a part of the next ones, which spreads memory traffic over all of them.
+template <class W, class X, int R, int NB, bool Alone>
 struct Tile {
-  // acc[r][b] = sum over inputs of x[r] and block b of w.
-  static inline void run(const W* w, const X* x, int64_t stride, int64_t inputs, f32x16 (&acc)[R][NB]) {
-    constexpr int64_t kAhead = 2048 / sizeof(W);  // elements to prefetch ahead
+  // found[r][b] = sum over inputs of x[r] and block b of w.
+  static inline void run(const W* w, const X* x, int64_t stride, int64_t inputs, const W* ahead, f32x16 (&found)[R][NB]) {
+    constexpr int64_t kAhead = 2048 / sizeof(W);  // elements
+    constexpr int64_t kLine = 64 / sizeof(W);
+    f32x16 acc[R][NB];  // nobody else holds its address, so it stays in registers
     for (int r = 0; r < R; ++r)
       for (int b = 0; b < NB; ++b) acc[r][b] = splat(0.f);
     if constexpr (std::is_same_v<W, float>) {
@@ -37,19 +41,21 @@ struct Tile {
         f32x16 wb[NB];
         for (int b = 0; b < NB; ++b) {
           const W* p = w + (b * inputs + i) * kLanes;
-          __builtin_prefetch(p + kAhead);
+          if (Alone) __builtin_prefetch(p + kAhead);
           wb[b] = load(p);
         }
+        if (!Alone) __builtin_prefetch(ahead + i * kLine, 0, 2);
         for (int r = 0; r < R; ++r) {
           const f32x16 xr = splat(x[r * stride + i]);
           for (int b = 0; b < NB; ++b) acc[r][b] = fma(wb[b], xr, acc[r][b]);
         }
       }
     } else if constexpr (std::is_same_v<X, float>) {
-      for (int64_t i = 0; i < inputs; i += 2)
+      for (int64_t i = 0; i < inputs; i += 2) {
+        if (!Alone) __builtin_prefetch(ahead + i / 2 * kLine, 0, 2);
         for (int b = 0; b < NB; ++b) {
           const W* p = w + (b * inputs + i) * kLanes;
-          __builtin_prefetch(p + kAhead);
+          if (Alone) __builtin_prefetch(p + kAhead);
           f32x16 even, odd;
           load_pairs(p, even, odd);
           for (int r = 0; r < R; ++r) {
@@ -57,13 +63,15 @@ struct Tile {
             acc[r][b] = fma(odd, splat(x[r * stride + i + 1]), acc[r][b]);
           }
         }
+      }
     } else {
 #if defined(__AVX512BF16__)
       for (int64_t i = 0; i < inputs; i += 2) {
+        if (!Alone) __builtin_prefetch(ahead + i / 2 * kLine, 0, 2);
         __m512bh wb[NB];
         for (int b = 0; b < NB; ++b) {
           const W* p = w + (b * inputs + i) * kLanes;
-          __builtin_prefetch(p + kAhead);
+          if (Alone) __builtin_prefetch(p + kAhead);
           if constexpr (std::is_same_v<W, int8_t>) {  // exact: 8 bits fit bf16's mantissa
             f32x16 even, odd;
             load_pairs(p, even, odd);
@@ -82,6 +90,8 @@ struct Tile {
       }
 #endif
     }
+    for (int r = 0; r < R; ++r)
+      for (int b = 0; b < NB; ++b) found[r][b] = acc[r][b];
   }
 };
 
@@ -101,48 +111,56 @@ struct Packed {
   }
 };
 
-template <int R, int NB, class W, class X, class Emit>
-inline void tile_rows(const Packed<W>& m, const X* x, int64_t stride, int64_t row, int64_t block, const Emit& emit) {
+template <int R, int NB, bool Alone, class W, class X, class Emit>
+inline void tile_rows(
+    const Packed<W>& m, const X* x, int64_t stride, int64_t row, int64_t block, const W* ahead, const Emit& emit) {
   f32x16 acc[R][NB];
-  Tile<W, X, R, NB>::run(m.weight + block * m.inputs * kLanes, x + row * stride, stride, m.inputs, acc);
+  const W* weight = m.weight + block * m.inputs * kLanes;
+  Tile<W, X, R, NB, Alone>::run(weight, x + row * stride, stride, m.inputs, ahead, acc);
   for (int r = 0; r < R; ++r) {
     for (int b = 0; b < NB; ++b) acc[r][b] = m.finish(acc[r][b], (block + b) * kLanes);
     emit(row + r, block, acc[r], NB);
   }
 }
 
-template <int R, class W, class X, class Emit>
-inline void tile_blocks(
-    const Packed<W>& m, const X* x, int64_t stride, int64_t row, Range blocks, const Emit& emit) {
-  constexpr int NB = kTileBlocks(R);
-  int64_t block = blocks.begin;
-  for (; block + NB <= blocks.end; block += NB) tile_rows<R, NB>(m, x, stride, row, block, emit);
-  for (; block + 2 <= blocks.end; block += 2) tile_rows<R, 2>(m, x, stride, row, block, emit);
-  for (; block < blocks.end; ++block) tile_rows<R, 1>(m, x, stride, row, block, emit);
-}
-
 // Emits outputs of all rows for a range of blocks: emit(row, first block, accumulators, number of blocks). The number
 // is even wherever the range is: a gated activation finds its two halves, packed as neighbours, in one call.
 template <class W, class X, class Emit>
 inline void multiply(const Packed<W>& m, const X* x, int64_t stride, int64_t rows, Range blocks, const Emit& emit) {
-  // Few blocks at a time, so that they stay in the innermost caches while all rows pass over them.
-  const int64_t step = 4;
-  for (int64_t begin = blocks.begin; begin < blocks.end; begin += step) {
-    const Range part{begin, std::min(blocks.end, begin + step)};
-    int64_t row = 0;
-    for (; row + kTileRows <= rows; row += kTileRows) tile_blocks<kTileRows>(m, x, stride, row, part, emit);
-    switch (rows - row) {
-      case 1: tile_blocks<1>(m, x, stride, row, part, emit); break;
+  const auto some_rows = [&](auto count, int64_t row, int64_t block, int64_t n) {  // too few for several passes
+    constexpr int R = decltype(count)::value, NB = kTileBlocks(R);
+    for (; n >= NB; n -= NB, block += NB) tile_rows<R, NB, true>(m, x, stride, row, block, m.weight, emit);
+    for (; n >= 2; n -= 2, block += 2) tile_rows<R, 2, true>(m, x, stride, row, block, m.weight, emit);
+    if (n) tile_rows<R, 1, true>(m, x, stride, row, block, m.weight, emit);
+  };
+  const auto rest = [&](int64_t count, int64_t row, int64_t block, int64_t n) {
+    switch (count) {
+      case 1: return some_rows(std::integral_constant<int, 1>(), row, block, n);
+      case 2: return some_rows(std::integral_constant<int, 2>(), row, block, n);
 #if defined(__AVX512F__)
-      case 2: tile_blocks<2>(m, x, stride, row, part, emit); break;
-      case 3: tile_blocks<3>(m, x, stride, row, part, emit); break;
-      case 4: tile_blocks<4>(m, x, stride, row, part, emit); break;
-      case 5: tile_blocks<5>(m, x, stride, row, part, emit); break;
-      case 6: tile_blocks<6>(m, x, stride, row, part, emit); break;
-      case 7: tile_blocks<7>(m, x, stride, row, part, emit); break;
+      case 3: return some_rows(std::integral_constant<int, 3>(), row, block, n);
+      case 4: return some_rows(std::integral_constant<int, 4>(), row, block, n);
+      case 5: return some_rows(std::integral_constant<int, 5>(), row, block, n);
+      case 6: return some_rows(std::integral_constant<int, 6>(), row, block, n);
+      case 7: return some_rows(std::integral_constant<int, 7>(), row, block, n);
+      case 8: return some_rows(std::integral_constant<int, 8>(), row, block, n);
 #endif
-      default: break;
     }
+  };
+  if (rows <= kTileRows) return rest(rows, 0, blocks.begin, blocks.end - blocks.begin);
+  // Two blocks at a time stay in the inner caches while all rows pass over them.
+  for (int64_t block = blocks.begin; block < blocks.end; block += 2) {
+    const int64_t n = std::min<int64_t>(2, blocks.end - block), row_end = rows / kTileRows * kTileRows;
+    const W* next = m.weight + (block + n) * m.inputs * kLanes;
+    const int64_t half = m.inputs * kLanes;  // what one tile fetches
+    for (int64_t row = 0; row < row_end; row += kTileRows) {
+      const W* ahead = next + (row == 0 ? 0 : half);
+      if (n == 2)
+        tile_rows<kTileRows, 2, false>(m, x, stride, row, block, ahead, emit);
+      else
+        tile_rows<kTileRows, 1, false>(m, x, stride, row, block, ahead, emit);
+    }
+    rest(rows - row_end, row_end, block, n);
   }
 }
 

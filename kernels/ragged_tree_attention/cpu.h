@@ -74,38 +74,34 @@ struct Attention {
   // its sum of weights and its weighted values.
   void chunk(const T* query, const Visible::Row& row, int64_t head, int64_t begin, int64_t end, float* partial) const {
     const int64_t n = end - begin, stride = kv_heads * dim, value_stride = kv_heads * value_dim;
-    alignas(64) float weights[kChunk];
     const T* key_rows[kChunk];
-    const T* value_rows[kChunk];
+    const T* value_rows[kChunk + 1];
     for (int64_t k = 0; k < n; ++k) {
       const int64_t slot = row.slot(begin + k);
       key_rows[k] = keys + slot * stride + head * dim;
       value_rows[k] = values + slot * value_stride + head * value_dim;
     }
-    for (int64_t g = 0; g < group; ++g) {
-      float* found = partial + g * (value_dim + 2);
-      f32x16 top = splat(-std::numeric_limits<float>::infinity());
-      for (int64_t k = 0; k < n; k += kLanes) {
-        f32x16 products[kLanes];
-        const int64_t some = std::min<int64_t>(kLanes, n - k);
-        for (int64_t j = 0; j < some; ++j) products[j] = dot(query + g * dim, key_rows[k + j]);
-        for (int64_t j = some; j < kLanes; ++j) products[j] = splat(0.f);
-        f32x16 score = sums(products) * splat(scale);
-        if (softcap > 0) score = splat(softcap) * tanh(score * splat(1.f / softcap));
-        store(weights + k, score);
-        for (int64_t j = some; j < kLanes; ++j) weights[k + j] = -std::numeric_limits<float>::infinity();
-        top = max(top, load(weights + k));
+    value_rows[n] = value_rows[n - 1];  // beside an odd last one, with weight 0
+    for (int64_t g = 0; g < group; g += kHeads) {
+      const int64_t some = std::min(kHeads, group - g);
+      alignas(64) T weights[kHeads][kChunk];
+      for (int64_t h = 0; h < some; ++h) {
+        const T* const* next = g + h ? nullptr : value_rows;
+        const T* from = query + (g + h) * dim;
+        float* found = partial + (g + h) * (value_dim + 2);
+        switch (dim) {
+          case 64: score<64>(from, key_rows, next, n, weights[h], found); break;
+          case 128: score<128>(from, key_rows, next, n, weights[h], found); break;
+          default: score<0>(from, key_rows, next, n, weights[h], found); break;
+        }
       }
-      const float maximum = largest(top);
-      f32x16 total = splat(0.f);
-      for (int64_t k = 0; k < n; k += kLanes) {
-        const f32x16 weight = exp(load(weights + k) - splat(maximum));
-        store(weights + k, weight);
-        total += weight;
+      float* out = partial + g * (value_dim + 2) + 2;
+      switch (some) {
+        case 1: weigh<1>(weights, value_rows, n, out); break;
+        case 2: weigh<2>(weights, value_rows, n, out); break;
+        case 3: weigh<3>(weights, value_rows, n, out); break;
+        default: weigh<4>(weights, value_rows, n, out); break;
       }
-      found[0] = maximum;
-      found[1] = sum(total);
-      weigh(weights, value_rows, n, found + 2);
     }
   }
 
@@ -136,78 +132,160 @@ struct Attention {
   }
 
  private:
+  static constexpr int64_t kHeads = 4;  // query heads that share a pass over the values
+
+  // Weights of n keys for one query head, zeros up to a whole vector; found[0] and found[1]: their maximum score and
+  // their sum as rounded. Fetches what is read next: keys further on, and the values if they are given. D is the head
+  // size if it was known to the compiler, which then unrolls, else 0.
+  template <int64_t D>
+  void score(const T* query, const T* const* rows, const T* const* next, int64_t n, T* weights, float* found) const {
+    alignas(64) float scores[kChunk];
+    f32x16 top = splat(-std::numeric_limits<float>::infinity());
+    for (int64_t k = 0; k < n; k += kLanes) {
+      f32x16 products[kLanes];
+      const int64_t some = std::min<int64_t>(kLanes, n - k);
+      for (int64_t j = 0; j < some; ++j) {
+        if (next) {
+          fetch(next[k + j], value_dim);
+          fetch(rows[std::min(n - 1, k + j + kLanes)], dim);
+        }
+        products[j] = dot<D>(query, rows[k + j]);
+      }
+      for (int64_t j = some; j < kLanes; ++j) products[j] = splat(0.f);
+      f32x16 score = sums(products) * splat(scale);
+      if (softcap > 0) score = splat(softcap) * tanh(score * splat(1.f / softcap));
+      store(scores + k, score);
+      for (int64_t j = some; j < kLanes; ++j) scores[k + j] = -std::numeric_limits<float>::infinity();
+      top = max(top, load(scores + k));
+    }
+    const float maximum = largest(top);
+    f32x16 total = splat(0.f);
+    for (int64_t k = 0; k < n; k += kLanes) {
+      store(weights + k, exp(load(scores + k) - splat(maximum)));
+      total += load(weights + k);
+    }
+    found[0] = maximum;
+    found[1] = sum(total);
+  }
+
+  static void fetch(const T* row, int64_t size) {
+    for (int64_t i = 0; i < size; i += int64_t(64 / sizeof(T))) __builtin_prefetch(row + i);
+  }
+
+  template <int64_t D>
   f32x16 dot(const T* query, const T* key) const {
+    const int64_t size = D ? D : dim;
     f32x16 found = splat(0.f);
     int64_t d = 0;
 #if defined(__AVX512BF16__)
     if constexpr (std::is_same_v<T, bf16>) {
-      for (; d + 32 <= dim; d += 32)
+      for (; d + 32 <= size; d += 32)
         found.v = _mm512_dpbf16_ps(
             found.v, (__m512bh)_mm512_loadu_si512(query + d), (__m512bh)_mm512_loadu_si512(key + d));
     }
 #endif
-    for (; d < dim; d += kLanes) found = fma(load(query + d), load(key + d), found);
+    for (; d < size; d += kLanes) found = fma(load(query + d), load(key + d), found);
     return found;
   }
 
-  // out = sum over keys of weight times value, 64 channels at a time.
-  void weigh(const float* weights, const T* const* rows, int64_t n, float* out) const {
+  // out[h] = sum over keys of weight times value, for G query heads that lie value_dim + 2 apart.
+  template <int G>
+  void weigh(const T (*weights)[kChunk], const T* const* rows, int64_t n, float* out) const {
     int64_t d = 0;
-    for (; d + 4 * kLanes <= value_dim; d += 4 * kLanes) weigh_some<4>(weights, rows, n, d, out);
-    for (; d < value_dim; d += kLanes) weigh_some<1>(weights, rows, n, d, out);
+#if defined(__AVX512BF16__)
+    if constexpr (std::is_same_v<T, bf16>)
+      for (; d + 32 <= value_dim; d += 32) weigh_pairs<G>(weights, rows, n, d, out);
+#endif
+    for (; d + 2 * kLanes <= value_dim; d += 2 * kLanes) weigh_some<G, 2>(weights, rows, n, d, out);
+    for (; d < value_dim; d += kLanes) weigh_some<G, 1>(weights, rows, n, d, out);
   }
-  template <int N>
-  void weigh_some(const float* weights, const T* const* rows, int64_t n, int64_t d, float* out) const {
-    f32x16 found[N];
-    for (int i = 0; i < N; ++i) found[i] = splat(0.f);
+  template <int G, int N>
+  void weigh_some(const T (*weights)[kChunk], const T* const* rows, int64_t n, int64_t d, float* out) const {
+    f32x16 found[G][N];
+    for (auto& head : found) std::fill(head, head + N, splat(0.f));
     for (int64_t k = 0; k < n; ++k) {
-      const f32x16 weight = splat(weights[k]);
-      for (int i = 0; i < N; ++i) found[i] = fma(load(rows[k] + d + i * kLanes), weight, found[i]);
+      f32x16 value[N];
+      for (int i = 0; i < N; ++i) value[i] = load(rows[k] + d + i * kLanes);
+      for (int h = 0; h < G; ++h) {
+        const f32x16 weight = splat(widen(weights[h][k]));
+        for (int i = 0; i < N; ++i) found[h][i] = fma(value[i], weight, found[h][i]);
+      }
     }
-    for (int i = 0; i < N; ++i) store(out + d + i * kLanes, found[i]);
+    for (int h = 0; h < G; ++h)
+      for (int i = 0; i < N; ++i) store(out + h * (value_dim + 2) + d + i * kLanes, found[h][i]);
   }
+#if defined(__AVX512BF16__)
+  // 32 channels of two keys at a time: the dot product adds up pairs.
+  template <int G>
+  void weigh_pairs(const bf16 (*weights)[kChunk], const bf16* const* rows, int64_t n, int64_t d, float* out) const {
+    __m512 low[G], high[G];
+    for (int h = 0; h < G; ++h) low[h] = high[h] = _mm512_setzero_ps();
+    for (int64_t k = 0; k < n; k += 2) {
+      const __m512i a = _mm512_loadu_si512(rows[k] + d), b = _mm512_loadu_si512(rows[k + 1] + d);
+      const __m512bh first = (__m512bh)_mm512_unpacklo_epi16(a, b), second = (__m512bh)_mm512_unpackhi_epi16(a, b);
+      for (int h = 0; h < G; ++h) {
+        int pair;
+        std::memcpy(&pair, &weights[h][k], 4);
+        const __m512bh weight = (__m512bh)_mm512_set1_epi32(pair);
+        low[h] = _mm512_dpbf16_ps(low[h], first, weight);
+        high[h] = _mm512_dpbf16_ps(high[h], second, weight);
+      }
+    }
+    // Unpacking left channels 0-3, 8-11, ... in the lower and 4-7, 12-15, ... in the higher ones.
+    const __m512i front = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i back = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+    for (int h = 0; h < G; ++h) {
+      float* to = out + h * (value_dim + 2) + d;
+      _mm512_storeu_ps(to, _mm512_permutex2var_ps(low[h], front, high[h]));
+      _mm512_storeu_ps(to + kLanes, _mm512_permutex2var_ps(low[h], back, high[h]));
+    }
+  }
+#endif
 };
 
 // One thread's part of the attention of all rows. Whoever calls it lets the team meet before (all keys are written) and
-// after (all results are there). With few rows the chunks of one row are spread over the team and `partials`, large
-// enough for all of them, is merged by whoever calls attend_merge() next; the order of merging is the same either way.
-inline bool attention_is_split(int64_t rows, int64_t kv_heads, int threads) { return rows * kv_heads < 4 * threads; }
+// after (all results are there). With few rows the team shares the chunks of each, and merges `partials` afterwards; the
+// order of merging is the same either way. Threads take turns: neighbouring rows see about as many keys.
+inline bool attention_is_split(int64_t rows, int threads) { return rows < 4 * threads; }
 
 template <class T, class Out>
 inline void attend(
     const Attention<T>& a, const Visible& visible, const T* queries, Out* out, float* partials, int64_t most_chunks,
     int thread, int threads) {
-  const int64_t rows = int64_t(visible.rows.size()), size = a.partial_size();
-  const int64_t width = a.kv_heads * a.group;
-  const bool split = attention_is_split(rows, a.kv_heads, threads);
-  std::vector<float> local(split ? 0 : 2 * size);
-  const int64_t chunks = split ? most_chunks : 1;
-  // Threads take turns: neighbours see about as many keys, distant rows may not.
-  for (int64_t item = thread; item < rows * a.kv_heads * chunks; item += threads) {
-    const int64_t c = item % chunks, head = item / chunks % a.kv_heads, r = item / chunks / a.kv_heads;
-    const Visible::Row& row = visible.rows[r];
-    const T* query = queries + (r * width + head * a.group) * a.dim;
-    if (split) {
-      const int64_t begin = row.first + c * kChunk, end = std::min(row.keys, begin + kChunk);
-      if (begin < end) a.chunk(query, row, head, begin, end, partials + item * size);
-      continue;
+  const int64_t rows = int64_t(visible.rows.size()), size = a.partial_size(), heads = a.kv_heads;
+  const auto query = [&](int64_t r, int64_t head) { return queries + (r * heads + head) * a.group * a.dim; };
+  const auto result = [&](int64_t r, int64_t head) { return out + (r * heads + head) * a.group * a.value_dim; };
+  if (!attention_is_split(rows, threads)) {
+    std::vector<float> local((heads + 1) * size);
+    float* later = local.data() + heads * size;
+    for (int64_t r = thread; r < rows; r += threads) {
+      const Visible::Row& row = visible.rows[r];
+      for (int64_t begin = row.first; begin < row.keys; begin += kChunk)
+        for (int64_t head = 0; head < heads; ++head) {  // a key's heads lie side by side
+          float* earlier = local.data() + head * size;
+          const bool first = begin == row.first;
+          a.chunk(query(r, head), row, head, begin, std::min(row.keys, begin + kChunk), first ? earlier : later);
+          if (!first) a.merge(earlier, later);
+        }
+      for (int64_t head = 0; head < heads; ++head) a.finish(local.data() + head * size, head, result(r, head));
     }
-    a.chunk(query, row, head, row.first, std::min(row.keys, row.first + kChunk), local.data());
-    for (int64_t begin = row.first + kChunk; begin < row.keys; begin += kChunk) {
-      a.chunk(query, row, head, begin, std::min(row.keys, begin + kChunk), local.data() + size);
-      a.merge(local.data(), local.data() + size);
-    }
-    a.finish(local.data(), head, out + (r * width + head * a.group) * a.value_dim);
+    return;
   }
-  if (!split) return;
+  const int64_t together = rows * most_chunks >= 4 * threads ? heads : 1;
+  for (int64_t item = thread; item < rows * most_chunks * heads / together; item += threads)
+    for (int64_t part = item * together; part < (item + 1) * together; ++part) {
+      const int64_t head = part % heads, c = part / heads % most_chunks, r = part / heads / most_chunks;
+      const Visible::Row& row = visible.rows[r];
+      const int64_t begin = row.first + c * kChunk, end = std::min(row.keys, begin + kChunk);
+      if (begin < end) a.chunk(query(r, head), row, head, begin, end, partials + part * size);
+    }
   meet(threads);
-  const Range heads = share(rows * a.kv_heads, 1, thread, threads);
-  for (int64_t item = heads.begin; item < heads.end; ++item) {
-    const int64_t head = item % a.kv_heads, r = item / a.kv_heads;
+  for (int64_t item = thread; item < rows * heads; item += threads) {
+    const int64_t head = item % heads, r = item / heads;
     const Visible::Row& row = visible.rows[r];
-    float* first = partials + item * chunks * size;
-    for (int64_t c = 1; row.first + c * kChunk < row.keys; ++c) a.merge(first, first + c * size);
-    a.finish(first, head, out + (r * width + head * a.group) * a.value_dim);
+    float* earlier = partials + (r * most_chunks * heads + head) * size;
+    for (int64_t c = 1; row.first + c * kChunk < row.keys; ++c) a.merge(earlier, earlier + c * heads * size);
+    a.finish(earlier, head, result(r, head));
   }
 }
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from arbordraft.laws import DraftLaw
 from arbordraft.sampling import Noise, draw
-from arbordraft.types import DraftTree, SampleTree, SampleVerdict, Verdict
+from arbordraft.types import DraftTree, Rows, SampleTree, SampleVerdict, Verdict
 from arbordraft.verifiers.rules import Exactness, NodeLaw, Rule
 
 # Yields (node, probability) and is sent the answer; returns the last accepted node and [V] weights of the
@@ -35,7 +35,7 @@ class TreeVerifier(nn.Module):
         """The decision process for one sample; ``target[node]`` is the ``[V]`` target row of a node."""
         raise NotImplementedError
 
-    def forward(self, tree: DraftTree, target_probs: Tensor, noise: Noise) -> Verdict:
+    def forward(self, tree: DraftTree, target_probs: Rows[Tensor], noise: Noise) -> Verdict:
         """Verifies a batch.
 
         Args:
@@ -47,7 +47,7 @@ class TreeVerifier(nn.Module):
             ValueError: if there are not exactly T target rows, or the rows cannot be probabilities.
         """
         verdicts: list[SampleVerdict | None] = []
-        for index, (sample, target) in enumerate(tree.split(target_probs.unbind())):
+        for index, (sample, target) in enumerate(tree.split(target_probs)):
             if sample is None:
                 verdicts.append(None)
                 continue
