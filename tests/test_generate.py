@@ -118,8 +118,8 @@ def test_a_wrong_greedy_token_would_be_seen():
     decoder = build()
     judge = decoder._judge
 
-    def generous(state, tree, logits, noise):
-        found = judge(state, tree, logits, noise)
+    def generous(state, tree, *rows):
+        found = judge(state, tree, *rows)
         for sample, one in zip(tree.samples, found.samples, strict=True):
             if one and sample.children(one.path[-1] if one.path else 0):
                 child = sample.children(one.path[-1] if one.path else 0)[0]

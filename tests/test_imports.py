@@ -23,6 +23,8 @@ ORDER = [
     "recognition",
     "packing",
     "target",
+    "exactness",
+    "costs",
     "deciders",
     "drafters",
     "metrics",
@@ -34,6 +36,7 @@ ORDER = [
     "pretrained",
     "prompts",
     "bench",
+    "bench_cpu",
     "display",
 ]
 FOLDERS = {  # folder -> the folders it may import from, besides itself

@@ -8,10 +8,19 @@ if _here.name == "toolkit":  # an editable checkout: the sibling folders hold th
 
 from arbordraft import builders
 from arbordraft.cache import CacheOverflow, RaggedKVCache
+from arbordraft.costs import CostTable
 from arbordraft.coupling import Coupling
 from arbordraft.deciders import Backoff, ConfidenceThreshold, Decider, EntropyBound, FixedDepth
 from arbordraft.decoder import SpeculativeDecoder
-from arbordraft.drafters import Drafter, EarlyExitDrafter, LanguageModelDrafter, NGramDrafter
+from arbordraft.drafters import (
+    Drafter,
+    EarlyExitDrafter,
+    HybridDrafter,
+    LanguageModelDrafter,
+    NGramDrafter,
+    NoDrafter,
+)
+from arbordraft.exactness import ExactnessReport
 from arbordraft.huggingface import DecodingError
 from arbordraft.laws import IID, DraftLaw, Fixed, TopTail, WithoutReplacement
 from arbordraft.masks import SlicedCausalMask
@@ -44,6 +53,7 @@ __all__ = [
     "Backoff",
     "CacheOverflow",
     "ConfidenceThreshold",
+    "CostTable",
     "Coupling",
     "Decider",
     "DecodeStats",
@@ -55,13 +65,16 @@ __all__ = [
     "EarlyExitDrafter",
     "EntropyBound",
     "Exactness",
+    "ExactnessReport",
     "Fixed",
     "FixedDepth",
+    "HybridDrafter",
     "KSeq",
     "LanguageModelDrafter",
     "Lifted",
     "Matching",
     "NGramDrafter",
+    "NoDrafter",
     "NodeLaw",
     "Noise",
     "OptimalTransport",

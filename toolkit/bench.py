@@ -77,14 +77,14 @@ def forward_cost(model: "PreTrainedModel", repeats: int = 7) -> Iterator[Measure
     target = RaggedModel(model)
     alone, ragged = [200], [32, 64, 96, 160, 256, 384, 640, 1024]  # the second: chats and documents
     for contexts, new in [(alone, 1), (alone, 8), (alone, 16), (alone, 32), (ragged, 1), (ragged, 8)]:
-        ours, reference, ratio = _paired(*_forwards(target, contexts, new), repeats)
+        ours, reference, ratio = paired(*forward_pair(target, contexts, new), repeats)
         batch = len(contexts)
         context = f"context {contexts[0]}" if batch == 1 else f"contexts {min(contexts)}-{max(contexts)}"
-        case = f"{_precision(model)}, batch {batch}, {new} tokens each, {context}"
+        case = f"{precision(model)}, batch {batch}, {new} tokens each, {context}"
         yield Measurement("forward", case, ours, reference, ratio, "<= 1.10" if batch == 1 else "<= 0.80")
 
 
-def _forwards(target: RaggedModel, contexts: list[int], new: int) -> tuple[Callable[[], None], Callable[[], None]]:
+def forward_pair(target: RaggedModel, contexts: list[int], new: int) -> tuple[Callable[[], None], Callable[[], None]]:
     """The packed and the padded forward of ``new`` random tokens per sample, each leaving its cache as it was."""
     from transformers import DynamicCache
 
@@ -123,15 +123,15 @@ def verify_cost(model: "PreTrainedModel", repeats: int = 7) -> Iterator[Measurem
     target = RaggedModel(model)
     topology = TreeTopology.from_k_config((3, 2, 1))
     generator = torch.Generator().manual_seed(0)
-    forward, _ = _forwards(target, [200], topology.num_nodes)
+    forward, _ = forward_pair(target, [200], topology.num_nodes)
     for name, coupling in (
         ("recursive rejection, top-down", Coupling(WithoutReplacement(3), TopDown(RecursiveRejection()))),
         ("recursive rejection, lifted", Coupling(WithoutReplacement(3), Lifted(RecursiveRejection()))),
         ("tail and tops, lifted", Coupling(TopTail(1, 2), Lifted(RecursiveRejection()))),
     ):
         verify = _verification(topology, coupling, target.vocab_size, generator)
-        ours, reference, ratio = _paired(verify, forward, repeats)
-        case = f"{_precision(model)} forward, {topology.num_nodes} nodes, V={target.vocab_size}, {name}, with softmax"
+        ours, reference, ratio = paired(verify, forward, repeats)
+        case = f"{precision(model)} forward, {topology.num_nodes} nodes, V={target.vocab_size}, {name}, with softmax"
         yield Measurement("verify", case, ours, reference, ratio, "<= 0.15")
 
 
@@ -139,7 +139,7 @@ def spechub_cost(repeats: int = 7) -> Iterator[Measurement]:
     """SpecHub at one node against one softmax of the same row, for growing vocabularies."""
     generator = torch.Generator().manual_seed(0)
     for vocab in (4096, 16384, 49152, 131072, 262144):
-        ours, reference, ratio = _paired(*_hub_nodes(vocab, generator), repeats)
+        ours, reference, ratio = paired(*_hub_nodes(vocab, generator), repeats)
         ours, reference = ours / _CALLS, reference / _CALLS
         # A row below this size fits the innermost caches: the rule's fixed cost shows.
         reach = "<= 2.0" if vocab >= 49152 else ""
@@ -202,7 +202,7 @@ def decode_speed(
         def speculative(request: dict[str, Any] = request) -> None:
             decoder.generate(**request)
 
-        ours, reference, ratio = _paired(speculative, plain, repeats)
+        ours, reference, ratio = paired(speculative, plain, repeats)
         expected: Any = model.generate(**request)  # type: ignore[operator]
         output: Any = decoder.generate(**request, return_dict_in_generate=True)
         stats, columns = output.stats, inputs["input_ids"].shape[1]
@@ -216,7 +216,7 @@ def decode_speed(
             f"tau {stats.tau:.2f}, {sum(stats.emitted) / ours * 1e3:.0f} against "
             f"{sum(stats.emitted) / reference * 1e3:.0f} tokens/s, {same} of {len(prompts)} answers equal"
         )
-        case = f"{_precision(model)}, batch {len(prompts)}, {name} prompts, {new_tokens} new tokens"
+        case = f"{precision(model)}, batch {len(prompts)}, {name} prompts, {new_tokens} new tokens"
         yield Measurement("decode", case, ours, reference, 1 / ratio, reach, detail)
 
 
@@ -267,7 +267,7 @@ def save(path: Path, measurements: Sequence[Measurement], **settings: Any) -> No
     partial.replace(path)
 
 
-def _paired(ours: Callable[[], None], reference: Callable[[], None], repeats: int) -> tuple[float, float, float]:
+def paired(ours: Callable[[], None], reference: Callable[[], None], repeats: int) -> tuple[float, float, float]:
     """Medians of both in milliseconds, and the median ratio of neighbours: a drifting machine slows both."""
     ours()
     reference()
@@ -285,7 +285,8 @@ def _milliseconds(run: Callable[[], None]) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def _precision(model: "PreTrainedModel") -> str:
+def precision(model: "PreTrainedModel") -> str:
+    """Short name of the dtype."""
     return str(model.dtype).removeprefix("torch.")
 
 

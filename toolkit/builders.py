@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from arbordraft.costs import CostTable
 from arbordraft.coupling import Coupling
 from arbordraft.decoder import SpeculativeDecoder
-from arbordraft.drafters import Drafter, LanguageModelDrafter, NGramDrafter
+from arbordraft.drafters import Drafter, LanguageModelDrafter, NGramDrafter, NoDrafter
 from arbordraft.laws import IID, Fixed, TopTail, WithoutReplacement
 from arbordraft.target import RaggedModel
 from arbordraft.topology import TreeTopology
@@ -15,6 +16,26 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     Model = RaggedModel | PreTrainedModel
+
+
+def plain(target: "Model") -> SpeculativeDecoder:
+    """Decoding without drafts, in the same ragged batches and with the same kernels."""
+    return SpeculativeDecoder(
+        _ragged(target), NoDrafter(), TreeTopology.chain(0), Coupling(Fixed(1), TopDown(Matching()))
+    )
+
+
+def lookup(target: "Model", costs: CostTable | None = None) -> SpeculativeDecoder:
+    """n-gram speculation where it pays and plain decoding where it does not, by what rows cost on this machine.
+
+    Args:
+        target: the target.
+        costs: measured now by default, which takes about a second for a small model.
+    """
+    model = _ragged(target)
+    drafter, topology = NGramDrafter(longest=8, shortest=1), TreeTopology.from_k_config((2, *[1] * 11))
+    coupling = Coupling(Fixed(2), TopDown(Matching()))
+    return SpeculativeDecoder(model, drafter, topology, coupling, costs=costs or CostTable.measure(model))
 
 
 def ems_sd(target: "Model", draft: "Model | Drafter | None" = None, length: int = 7) -> SpeculativeDecoder:

@@ -60,6 +60,7 @@ class Suite(StrEnum):
     forward = "forward"
     verify = "verify"
     decode = "decode"
+    cpu = "cpu"
     all = "all"
 
 
@@ -122,10 +123,18 @@ def bench(
     dtype: Annotated[list[Dtype] | None, typer.Option(help="Precisions; by default bfloat16 and float32.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Pairs of timings per case; medians are reported.")] = 7,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt when decoding.")] = 128,
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSON lines with 'messages', such as MT-Bench's, for 'cpu'; else built-in ones.")
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="Write the figures and their provenance to this file.")] = None,
 ) -> None:
-    """Measure the packed forward, verification and decoding against transformers, paired in one run."""
+    """Measure forwards, verification and decoding against transformers, paired in one run.
+
+    'forward', 'verify' and 'decode' ('all') run the model's own modules; 'cpu' runs the packed CPU kernels.
+    """
     from arbordraft import bench as benchmark
+    from arbordraft import bench_cpu
+    from arbordraft.prompts import MIXED, VARIED, read_prompts
 
     measurements: list[benchmark.Measurement] = []
     progress = Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console)
@@ -139,12 +148,21 @@ def bench(
 
         for each in dtype or [Dtype.bfloat16, Dtype.float32]:
             target, tokenizer = _load(model, each)
+            if suite is Suite.cpu:
+                texts = read_prompts(prompts) if prompts else [*MIXED, *VARIED]
+                take(bench_cpu.forward_speed(target.model, repeats))
+                if each is Dtype.bfloat16:
+                    take(bench_cpu.int8_speed(target.model, tokenizer, texts, repeats))
+                    take(bench_cpu.decode_speed(target.model, tokenizer, texts, max(3, repeats // 2), new_tokens))
+                    take(bench_cpu.equality(target.model, tokenizer, texts, new_tokens))
             if suite in (Suite.forward, Suite.all):
                 take(benchmark.forward_cost(target.model, repeats))
             if suite in (Suite.verify, Suite.all):
                 take(benchmark.verify_cost(target.model, repeats))
             if suite in (Suite.decode, Suite.all):
                 take(benchmark.decode_speed(target.model, tokenizer, max(3, repeats // 2), new_tokens))
+        if suite is Suite.cpu:
+            take(bench_cpu.other_architectures(repeats))
         if suite in (Suite.verify, Suite.all):
             take(benchmark.spechub_cost(repeats))
     console.print(measurement_table(measurements))
@@ -245,7 +263,7 @@ def _decoder(
     decider: ad.Decider | None = None if confidence is None else ad.ConfidenceThreshold(confidence)
     proposer: ad.Drafter
     if drafter in ("ngram", "none"):
-        proposer = ad.NGramDrafter()
+        proposer = ad.NGramDrafter() if drafter == "ngram" else ad.NoDrafter()
         topology = ad.TreeTopology.chain(0) if drafter == "none" else topology
         law, decider = law or Law.fixed, decider or ad.Backoff()
     elif drafter.startswith("early-exit:"):

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from arbordraft.cache import RaggedKVCache
+from arbordraft.costs import CostTable
 from arbordraft.coupling import Coupling
 from arbordraft.deciders import Decider, FixedDepth
 from arbordraft.drafters import Drafter
+from arbordraft.exactness import ExactnessReport, exactness_report
 from arbordraft.huggingface import (
     DecodingError,
     Stopping,
@@ -50,6 +52,8 @@ class SpeculativeDecoder(nn.Module):
         topology: the largest tree to draft.
         coupling: how children are drawn and how trees are judged.
         decider: stops drafting early, per sample; by default every tree is drafted to its leaves.
+        costs: what rows cost on this machine. Drafts that are not drawn at random are then verified only where they
+            pay, which depends on the whole batch; the output law does not, but sampled tokens may.
         max_cache_tokens: bound on the rows of each KV cache; unlimited by default.
 
     Raises:
@@ -64,11 +68,15 @@ class SpeculativeDecoder(nn.Module):
         coupling: Coupling,
         decider: Decider | None = None,
         *,
+        costs: CostTable | None = None,
         max_cache_tokens: int | None = None,
     ) -> None:
         super().__init__()
         drafter.check(target, coupling.law)
         coupling.check(topology)
+        for law in drafter.laws(coupling.law):
+            if not coupling.verifier.supports(law):
+                raise ValueError(f"{drafter} also proposes by {law}, for which {coupling.verifier} is not valid")
         decider = decider or FixedDepth()
         if decider.anticipating:
             raise ValueError(f"{decider} looks at tokens that are still to be verified, which would bias the output")
@@ -78,6 +86,7 @@ class SpeculativeDecoder(nn.Module):
         self.mask = SlicedCausalMask(topology)
         self.coupling = coupling
         self.decider = decider
+        self.costs = costs
         self.max_cache_tokens = max_cache_tokens
 
     def step(self, state: DecodeState) -> Verdict:
@@ -97,6 +106,10 @@ class SpeculativeDecoder(nn.Module):
         with state.stats.phase("commit"):
             self._commit(state, tree, verdict)
         return verdict
+
+    def exactness_report(self) -> ExactnessReport:
+        """How exactly this decoder's output equals plain decoding of its target, on this machine."""
+        return exactness_report(self.target, self.coupling)
 
     @torch.no_grad()
     def generate(self, input_ids: Tensor | None = None, **kwargs: Any) -> "Tensor | GenerateDecoderOnlyOutput":
@@ -248,6 +261,7 @@ class SpeculativeDecoder(nn.Module):
             decide=self.decider,
             history=state.history,
             noise=noise,
+            costs=self.costs,
         )
 
     def _run_target(self, state: DecodeState, tree: DraftTree) -> Tensor:
@@ -281,9 +295,7 @@ class SpeculativeDecoder(nn.Module):
         samples = (None if index in state.failures else sample for index, sample in enumerate(tree.samples))
         return DraftTree(tuple(samples)), logits[kept], best[kept]
 
-    def _judge(
-        self, state: DecodeState, tree: DraftTree, logits: Tensor, best: Tensor, noise: Noise | None
-    ) -> Verdict:
+    def _judge(self, state: DecodeState, tree: DraftTree, logits: Tensor, best: Tensor, noise: Noise | None) -> Verdict:
         places = list(tree.rows()) if state.warp.processors else []
 
         def path_of(row: int) -> list[int]:

@@ -263,7 +263,9 @@ def choose_backend(linears: str, model: nn.Module) -> str:
     weight = next(model.parameters())
     onednn = onednn_problem(weight.dtype)
     if not weight.is_cpu or weight.dtype not in (torch.float32, torch.bfloat16):
-        problems = dict.fromkeys(LINEARS, f"weights must be float32 or bfloat16 on the CPU, not {weight.dtype} on {weight.device}")
+        problems = dict.fromkeys(
+            LINEARS, f"weights must be float32 or bfloat16 on the CPU, not {weight.dtype} on {weight.device}"
+        )
     else:
         problems = {"native": native.problem(), "onednn": onednn}
     usable = [backend for backend in ("native", "onednn") if problems[backend] is None]

@@ -3,7 +3,9 @@
 Shapes: B prompts, L columns.
 """
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -102,6 +104,24 @@ MIXED = (
     "Give three tips for a good night's sleep.",
     _GALLERY,
 )
+
+
+def read_prompts(path: Path) -> list[str]:
+    """First user turns of a file with one JSON object per line, each with ``messages`` as chat APIs take them.
+
+    Raises:
+        ValueError: if a line is something else.
+    """
+    found = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            messages = json.loads(line)["messages"]
+            found.append(next(message["content"] for message in messages if message["role"] == "user"))
+        except (ValueError, KeyError, TypeError, StopIteration) as error:
+            raise ValueError(f'{path}:{number} is not {{"messages": [{{"role": "user", "content": ...}}]}}') from error
+    return found
 
 
 def chat_batch(tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str]) -> dict[str, Tensor]:

@@ -118,9 +118,17 @@ class Parts:
         module = getattr(owner, name)
         weight = getattr(module, "weight", None)
         epsilon = next((getattr(module, key) for key in ("variance_epsilon", "eps") if hasattr(module, key)), None)
-        if weight is None or weight.ndim != 1 or epsilon is None or len(list(module.parameters())) > 1 or hooked(module):
+        if (
+            weight is None
+            or weight.ndim != 1
+            or epsilon is None
+            or len(list(module.parameters())) > 1
+            or hooked(module)
+        ):
             raise Unrecognised(f"{name} is {type(module).__name__}")
-        x = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0)) * 0.02  # so small that epsilon shows
+        x = (
+            torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0)) * 0.02
+        )  # so small that epsilon shows
         unit = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + epsilon)
         with torch.no_grad():
             expected = copy.deepcopy(module).float()(x)
@@ -139,7 +147,9 @@ class Parts:
         if function is None or hooked(mlp) or down.in_features % LANES or down.out_features % LANES:
             raise Unrecognised(f"{type(mlp).__name__} is not a gated MLP of fitting size")
         points = torch.linspace(-6, 6, 97)
-        activation = next((n for n, f in ACTIVATIONS.items() if torch.allclose(f(points), function(points), atol=1e-6)), "")
+        activation = next(
+            (n for n, f in ACTIVATIONS.items() if torch.allclose(f(points), function(points), atol=1e-6)), ""
+        )
         if not activation:
             raise Unrecognised(f"the activation of {type(mlp).__name__} is unknown")
         weight = interleave(*torch.cat([linear.weight.detach() for linear in gates]).chunk(2))

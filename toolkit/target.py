@@ -132,7 +132,9 @@ class RaggedModel(nn.Module):
             "logits_to_keep": slice(None) if rows is None else rows.to(self.device),
         }
         if self._packing is not None and not self._packing.current():
-            warnings.warn("the model's weights or modules changed after they were packed; packing them again", stacklevel=2)
+            warnings.warn(
+                "the model's weights or modules changed after they were packed; packing them again", stacklevel=2
+            )
             self._packing = self._pack()
         run = Forward(batch, cache, native=self.backend == "native")
         with torch.no_grad(), self._hooked(layers):

@@ -196,6 +196,16 @@ class StepView:
         return [[found[id(row)] for row in rows] for rows in self.rows]
 
 
+class Costs(Protocol):
+    """What drafts cost; see :class:`~arbordraft.costs.CostTable`."""
+
+    def floor(self, samples: int) -> float:
+        """Acceptance below which no number of drafts pays."""
+
+    def worthwhile(self, samples: int, chances: Sequence[float]) -> int:
+        """How many of the drafts with these chances, descending, give the most tokens per second."""
+
+
 @dataclass(frozen=True)
 class DraftContext:
     """All a drafter may know about the step it drafts for.
@@ -213,6 +223,7 @@ class DraftContext:
         decide: says before every level which samples go on.
         history: how drafting went for each sample.
         noise: uniforms of this step; ``None`` if ``greedy``.
+        costs: what rows cost; drafts that are not drawn at random are then given up where they do not pay.
     """
 
     tokens: Sequence[Sequence[int]]
@@ -225,3 +236,4 @@ class DraftContext:
     decide: Callable[[StepView], Sequence[bool]]
     history: Sequence[History]
     noise: Noise | None
+    costs: Costs | None = None

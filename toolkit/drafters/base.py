@@ -15,7 +15,7 @@ from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.laws import DraftLaw, Fixed
 from arbordraft.masks import stack_words
 from arbordraft.target import RaggedModel
-from arbordraft.types import DraftContext, DraftTree, SampleTree, StepView, Verdict
+from arbordraft.types import Costs, DraftContext, DraftTree, SampleTree, StepView, Verdict
 
 
 class Drafter(nn.Module):
@@ -26,6 +26,10 @@ class Drafter(nn.Module):
     """
 
     max_positions: int | None = None  # length of the longest text it can draft for, if there is a limit
+
+    def laws(self, law: DraftLaw) -> tuple[DraftLaw, ...]:
+        """The laws of the trees that it proposes when the coupling's is ``law``."""
+        return (law,)
 
     def check(self, target: RaggedModel, law: DraftLaw) -> None:
         """Raises ValueError if the drafter cannot propose to this target, or cannot draw by this law."""
@@ -135,12 +139,16 @@ class Garden:
         self._going = list(self.trees)
         # What a decider may see of every node: the draft probability of its token and the row it came from.
         self._seen: dict[int, dict[int, tuple[float, Tensor | None]]] = {s: {0: (1.0, None)} for s in self.trees}
+        # Nodes may be given up for their token only if no token was drawn at random.
+        self._costs = context.costs if law.deterministic and alive else None
+        self._floor = self._costs.floor(len(alive)) if self._costs else 0.0
+        self._reach = {sample: {0: 1.0} for sample in alive}  # probability that a node's path is accepted
 
     def frontier(self, depth: int) -> dict[int, list[int]]:
         """The living nodes at ``depth`` that get children, for every sample that still goes on."""
         level = self.context.topology.levels[depth]
         living = {
-            sample: [node for node in level if node in self.tokens[sample]]
+            sample: [node for node in level if self._reach[sample].get(node, -1) >= self._floor]
             for sample in self._going
             if depth < (self.context.room[sample] or 0)
         }
@@ -169,9 +177,22 @@ class Garden:
         for child, token, probability in zip(self.context.topology.child_list[node], tokens, confidence, strict=False):
             self.tokens[sample][child] = token
             self._seen[sample][child] = (probability, row)
+            self._reach[sample][child] = self._reach[sample][node] * probability
+
+    def _trim(self, costs: Costs) -> None:
+        """Gives up the drafts that are too unlikely to be worth their rows."""
+        # Parents stand before their children: both the chance, which cannot rise, and the node agree on that.
+        ranked = sorted(
+            (-chance, node, sample) for sample, nodes in self._reach.items() for node, chance in nodes.items() if node
+        )
+        kept = costs.worthwhile(len(self.trees), [-chance for chance, _, _ in ranked])
+        for _, node, sample in ranked[kept:]:
+            del self.tokens[sample][node]
 
     def tree(self) -> DraftTree:
         """The result; every sample that is not finished has at least its root."""
+        if self._costs:
+            self._trim(self._costs)
         # Children were planted parent by parent, which need not be the order of their numbers.
         grown = {
             sample: SampleTree(tree.topology, tree.law, dict(sorted(tree.tokens.items())), tree.draft_probs)

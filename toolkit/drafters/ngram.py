@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from arbordraft.cache import RaggedKVCache
 from arbordraft.drafters.base import Drafter, Garden
@@ -10,6 +11,7 @@ from arbordraft.target import RaggedModel
 from arbordraft.types import DraftContext, DraftTree, Verdict
 
 _MOST_MATCHES = 32  # older occurrences of a frequent n-gram say little
+_PRIOR = 8.0  # lookups that the expectation counts for
 
 
 class _Index:
@@ -35,11 +37,41 @@ class _Index:
         return Counter(self.tokens[end] for end in reversed(ends) if end < len(self.tokens))
 
 
+class _Odds:
+    """How often lookups came true in this batch, by length of the matching suffix and rank of the continuation.
+
+    They start from what texts of language models show: the longer the suffix, the surer what follows it.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[int, int], tuple[float, float]] = {}
+
+    def __call__(self, size: int, rank: int) -> float:
+        right, tried = self._of(size, rank)
+        return right / tried
+
+    def learn(self, size: int, rank: int, right: bool) -> None:
+        before, tried = self._of(size, rank)
+        self._counts[size, rank] = before + right, tried + 1
+
+    def _of(self, size: int, rank: int) -> tuple[float, float]:
+        expected = 1 - 0.8 * size**-0.8 if rank == 0 else 0.1
+        return self._counts.get((size, rank), (expected * _PRIOR, _PRIOR))
+
+
+@dataclass
+class _State:
+    indices: list[_Index]
+    odds: _Odds = field(default_factory=_Odds)
+    sizes: dict[tuple[int, int], int] = field(default_factory=dict)  # suffix length of each (sample, node) just drafted
+
+
 class NGramDrafter(Drafter):
     """Continues the longest suffix of the text that occurred before in the prompt or in the output.
 
     Every node of the tree looks up its own path: first the longest suffix, then shorter ones while children are
-    missing. Among the continuations of one suffix the most frequent comes first, then the latest.
+    missing. Among the continuations of one suffix the most frequent comes first, then the latest. The draft probability
+    it states is how often lookups of that length came true so far; it decides nothing but which drafts are worth it.
 
     Args:
         longest: longest suffix to look up, in tokens.
@@ -59,40 +91,53 @@ class NGramDrafter(Drafter):
         if not law.deterministic:
             raise ValueError(f"n-gram lookups are certain, not drawn by {law}; couple them as Fixed({law.k})")
 
-    def start(
-        self, tokens: Sequence[Sequence[int]], target_cache: RaggedKVCache, handles: Sequence[int]
-    ) -> list[_Index]:
-        return [_Index(range(self.shortest, self.longest + 1), prompt) for prompt in tokens]
+    def start(self, tokens: Sequence[Sequence[int]], target_cache: RaggedKVCache, handles: Sequence[int]) -> _State:
+        return _State([_Index(range(self.shortest, self.longest + 1), prompt) for prompt in tokens])
 
-    def propose(self, state: list[_Index], context: DraftContext) -> DraftTree:
-        garden = Garden(context, Fixed(context.law.k))
+    def propose(self, state: _State, context: DraftContext) -> DraftTree:
+        garden, sizes = Garden(context, Fixed(context.law.k)), {}
         for depth in range(context.topology.max_depth):
             frontier = garden.frontier(depth)
             if not frontier:
                 break
             for sample, nodes in frontier.items():
-                index = state[sample]
+                index = state.indices[sample]
                 committed = index.tokens[-self.longest :]
                 for node in nodes:
                     text = [*committed, *garden.trees[sample].path(node)]
-                    found = self._lookup(index, text, len(context.topology.child_list[node]))
-                    garden.plant(sample, node, list(found), list(found.values()), None)
-        return garden.tree()
+                    children = context.topology.child_list[node]
+                    found = self._lookup(index, text, len(children))
+                    odds = [state.odds(size, rank) for rank, size in enumerate(found.values())]
+                    garden.plant(sample, node, list(found), odds, None)
+                    sizes |= {(sample, child): size for child, size in zip(children, found.values(), strict=False)}
+        tree = garden.tree()
+        alive = {(sample, node) for sample, node, _ in tree.rows()}
+        state.sizes = {place: size for place, size in sizes.items() if place in alive}
+        return tree
 
-    def commit(self, state: list[_Index], tree: DraftTree, verdict: Verdict) -> None:
-        for index, drafted, judged in zip(state, tree.samples, verdict.samples, strict=True):
-            if drafted and judged:
-                index.extend([*(drafted.tokens[node] for node in judged.path), judged.token])
+    def commit(self, state: _State, tree: DraftTree, verdict: Verdict) -> None:
+        for sample, (index, drafted, judged) in enumerate(
+            zip(state.indices, tree.samples, verdict.samples, strict=True)
+        ):
+            if not (drafted and judged):
+                continue
+            index.extend([*(drafted.tokens[node] for node in judged.path), judged.token])
+            if any((sample, child) not in state.sizes for child in drafted.children(0)):
+                continue  # another drafter's tree
+            for node, accepted in zip((0, *judged.path), (*judged.path, None), strict=True):
+                for rank, child in enumerate(drafted.children(node)):
+                    state.odds.learn(state.sizes[sample, child], rank, child == accepted)
+                    if child == accepted:
+                        break
 
-    def _lookup(self, index: _Index, text: list[int], wanted: int) -> dict[int, float]:
-        """Up to ``wanted`` continuations with the share of the matches that speak for each."""
-        found: dict[int, float] = {}
+    def _lookup(self, index: _Index, text: list[int], wanted: int) -> dict[int, int]:
+        """Up to ``wanted`` continuations with the length of the suffix that speaks for each."""
+        found: dict[int, int] = {}
         for size in range(min(self.longest, len(text)), self.shortest - 1, -1):
-            counts = index.continuations(tuple(text[-size:]))
-            for token, count in counts.most_common():
+            for token, _ in index.continuations(tuple(text[-size:])).most_common():
                 if len(found) == wanted:
                     return found
-                found.setdefault(token, count / counts.total())
+                found.setdefault(token, size)
         return found
 
     def extra_repr(self) -> str:

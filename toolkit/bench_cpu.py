@@ -1,0 +1,246 @@
+"""What packed kernels gain on a CPU, each figure paired with transformers in one run.
+
+Ratios are speed-ups: the reference's time over ours.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from arbordraft import builders
+from arbordraft.bench import Measurement, forward_pair, paired, precision
+from arbordraft.cache import RaggedKVCache
+from arbordraft.costs import CostTable
+from arbordraft.coupling import Coupling
+from arbordraft.decoder import SpeculativeDecoder
+from arbordraft.drafters import EarlyExitDrafter, HybridDrafter, NGramDrafter
+from arbordraft.kernels import native
+from arbordraft.kernels.verify import row_max
+from arbordraft.laws import Fixed
+from arbordraft.prompts import chat_batch
+from arbordraft.target import RaggedModel
+from arbordraft.topology import TreeTopology
+from arbordraft.verifiers import Matching, TopDown
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_REACH = {1: ">= 3.5", 8: ">= 3.0", 16: ">= 2.3"}
+# Two architectures that nothing was tuned for, with random weights.
+_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen3-0.6B": (
+        "qwen3",
+        {
+            "vocab_size": 151936,
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "Gemma-3-1B": (
+        "gemma3_text",
+        {
+            "vocab_size": 262144,
+            "hidden_size": 1152,
+            "intermediate_size": 6912,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 256,
+            "sliding_window": 512,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+
+
+def forward_speed(model: "PreTrainedModel", repeats: int = 7) -> Iterator[Measurement]:
+    """Packed forwards against the model's own, and against reading the weights once."""
+    target = RaggedModel(model, linears="packed")
+    half = model.dtype == torch.bfloat16
+    for new in (1, 8, 16) if half else (8,):
+        ours, reference, ratio = paired(*forward_pair(target, [200], new), repeats)
+        case = f"{precision(model)}, {target.backend}, {new} tokens, context 200"
+        yield Measurement("cpu forward", case, ours, reference, 1 / ratio, _REACH[new] if half else ">= 3.0")
+    if not half:
+        return
+    size = sum(weight.numel() for weight in set(model.parameters())) * 2
+    ours, reference, ratio = paired(forward_pair(target, [200], 1)[0], _reading(size), repeats)
+    case = f"bfloat16, 1 token, against reading {size / 1e6:.0f} MB of weights"
+    yield Measurement("cpu forward", case, ours, reference, ratio, "<= 2.0", f"{size / reference / 1e6:.1f} GB/s")
+
+
+def int8_speed(
+    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str], repeats: int = 7
+) -> Iterator[Measurement]:
+    """8-bit against 16-bit weights: time of a forward, and what it does to the predictions on real text."""
+    if not native.load():
+        return
+    wide, narrow = (RaggedModel(model, linears="native", int8=int8) for int8 in (False, True))
+    divergence, agreement = _int8_loss(wide, narrow, tokenizer, prompts)
+    for new in (1, 8):
+        ours, reference, ratio = paired(forward_pair(narrow, [200], new)[0], forward_pair(wide, [200], new)[0], repeats)
+        detail = f"KL {divergence:.4f} nats per token, {agreement:.1%} of the most probable tokens equal"
+        case = f"int8 against {precision(model)} weights, {new} tokens"
+        yield Measurement("cpu int8", case, ours, reference, 1 / ratio, "", detail)
+
+
+def other_architectures(repeats: int = 7) -> Iterator[Measurement]:
+    """Models of other families with random weights: nothing was tuned for them."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    for name, (family, sizes) in _SHAPES.items():
+        config = AutoConfig.for_model(family, **sizes)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        target = RaggedModel(model, linears="packed")
+        ours, reference, ratio = paired(*forward_pair(target, [200], 8), repeats)
+        case = f"bfloat16, {target.backend}, {name}'s shape, 8 tokens"
+        yield Measurement("cpu forward", case, ours, reference, 1 / ratio, ">= 2.0")
+
+
+def equality(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    prompts: Sequence[str],
+    new_tokens: int = 128,
+) -> Iterator[Measurement]:
+    """Share of the greedy tokens of speculative decoding that equal plain decoding's, prompt by prompt."""
+    target = RaggedModel(model, tokenizer, linears="packed")
+    reference = _tokens(builders.plain(target), tokenizer, prompts, 16, new_tokens)
+    lookup = NGramDrafter(longest=8, shortest=1)
+    early = EarlyExitDrafter(target, max(1, target.num_layers // 4))
+    hybrid = HybridDrafter(NGramDrafter(longest=8, shortest=3), early)
+    for name, drafter, shape in (
+        ("n-gram chain", lookup, (1,) * 6),
+        ("n-gram tree", lookup, (3, 2, 1)),
+        ("n-gram hybrid", hybrid, (2, 1)),
+    ):
+        coupling = Coupling(Fixed(max(shape)), TopDown(Matching()))
+        decoder = SpeculativeDecoder(target, drafter, TreeTopology.from_k_config(shape), coupling)
+        for batch in (1, 8):
+            found = _tokens(decoder, tokenizer, prompts, batch, new_tokens)
+            pairs = list(zip(found, reference, strict=True))
+            total = sum(len(wanted) for _, wanted in pairs)
+            equal = sum(_agreeing(tokens, wanted) for tokens, wanted in pairs)
+            same = sum(tokens == wanted for tokens, wanted in pairs)
+            yield Measurement(
+                "cpu equality",
+                f"{precision(model)}, {name}, batch {batch}: share of plain tokens",
+                equal,
+                total,
+                equal / total,
+                ">= 1.0",
+                f"{same} of {len(prompts)} answers equal; {decoder.exactness_report().level}",
+            )
+
+
+def decode_speed(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    prompts: Sequence[str],
+    repeats: int = 3,
+    new_tokens: int = 128,
+) -> Iterator[Measurement]:
+    """Greedy decoding, plain and with lookups where they pay, against ``generate``; prefill included.
+
+    At batch 1 the first eight prompts are decoded one after the other, above it the first so many together.
+    """
+    target = RaggedModel(model, tokenizer, linears="packed")
+    decoders = {"plain": builders.plain(target), "n-gram where it pays": builders.lookup(target)}
+    reach = {1: ">= 5.0", 4: ">= 4.0", 8: ">= 3.5", 16: ">= 2.5"}
+    for batch in (size for size in reach if size <= len(prompts)):
+        groups = [[prompt] for prompt in prompts[:8]] if batch == 1 else [list(prompts[:batch])]
+        requests = [{**chat_batch(tokenizer, g), "max_new_tokens": new_tokens, "do_sample": False} for g in groups]
+        for name, decoder in decoders.items():
+            ours, reference, ratio = paired(_decoding(decoder, requests), _decoding(model, requests), repeats)
+            outputs = [decoder.generate(**request, return_dict_in_generate=True) for request in requests]
+            emitted = sum(sum(output.stats.emitted) for output in outputs)  # type: ignore[union-attr]
+            steps = sum(sum(output.stats.forwards) for output in outputs)  # type: ignore[union-attr]
+            theirs = sum(_emitted(model, request) for request in requests)
+            rate, other = emitted / ours * 1e3, theirs / reference * 1e3
+            yield Measurement(
+                "cpu decode",
+                f"{precision(model)}, batch {batch}, {name}, {new_tokens} new tokens",
+                ours,
+                reference,
+                1 / ratio * emitted / theirs,
+                reach[batch] if decoder is not decoders["plain"] else "",
+                f"{rate:.0f} against {other:.0f} tokens/s, tau {emitted / steps:.2f}",
+            )
+
+
+def _decoding(decoder: Any, requests: Sequence[dict[str, Any]]) -> Callable[[], None]:
+    def run() -> None:
+        for request in requests:
+            decoder.generate(**request)
+
+    return run
+
+
+def _emitted(model: "PreTrainedModel", request: dict[str, Any]) -> int:
+    """Tokens that ``generate`` emits, each sample's end of sequence included and its padding not."""
+    rows = model.generate(**request)[:, request["input_ids"].shape[1] :].tolist()  # type: ignore[operator]
+    ends = model.generation_config.eos_token_id
+    known = set(ends) if isinstance(ends, list) else {ends}
+    return sum(next((i for i, token in enumerate(row, 1) if token in known), len(row)) for row in rows)
+
+
+def _reading(size: int) -> Callable[[], None]:
+    """Reads so many bytes once, with all threads."""
+    memory = torch.zeros(torch.get_num_threads(), size // 2 // torch.get_num_threads(), dtype=torch.bfloat16)
+
+    def read() -> None:
+        row_max(memory)
+
+    return read
+
+
+def _tokens(
+    decoder: SpeculativeDecoder,
+    tokenizer: "PreTrainedTokenizerBase",
+    prompts: Sequence[str],
+    batch: int,
+    new_tokens: int,
+) -> list[list[int]]:
+    found: list[list[int]] = []
+    for start in range(0, len(prompts), batch):
+        inputs = chat_batch(tokenizer, prompts[start : start + batch])
+        output: Any = decoder.generate(
+            **inputs, max_new_tokens=new_tokens, do_sample=False, return_dict_in_generate=True
+        )
+        columns = inputs["input_ids"].shape[1]
+        found += [
+            row[columns : columns + emitted].tolist()
+            for row, emitted in zip(output.sequences, output.stats.emitted, strict=True)
+        ]
+    return found
+
+
+def _agreeing(found: list[int], wanted: list[int]) -> int:
+    """Tokens up to the first difference."""
+    return next(
+        (i for i, pair in enumerate(zip(found, wanted, strict=False)) if pair[0] != pair[1]),
+        min(len(found), len(wanted)),
+    )
+
+
+def _int8_loss(
+    wide: RaggedModel, narrow: RaggedModel, tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str]
+) -> tuple[float, float]:
+    rows = []
+    for prompt in prompts[:8]:
+        ids = tokenizer(prompt)["input_ids"][:256]
+        pair = []
+        for target in (wide, narrow):
+            cache = RaggedKVCache()
+            batch = cache.plan([cache.open(len(ids))], [range(len(ids))])
+            pair.append(target(torch.tensor(ids), batch, cache).float().log_softmax(dim=-1))
+        divergence = (pair[0].exp() * (pair[0] - pair[1])).sum(dim=-1)
+        rows.append(torch.stack([divergence, (pair[0].argmax(-1) == pair[1].argmax(-1)).float()]))
+    means = torch.cat(rows, dim=1).mean(dim=1)
+    return means[0].item(), means[1].item()

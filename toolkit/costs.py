@@ -1,0 +1,106 @@
+"""What a forward of so many rows costs on this machine, and how many drafts are worth it.
+
+Rows are not free on a CPU, nor on a GPU once a batch is large: a draft pays only if its chance of being accepted is
+worth more than the time of its row.
+"""
+
+import json
+import time
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from arbordraft.cache import RaggedKVCache
+from arbordraft.target import RaggedModel
+
+_ROWS = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128)
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Seconds of a target forward by its number of packed rows, interpolated in between.
+
+    Args:
+        rows: measured numbers of rows, ascending.
+        seconds: their times; made not to fall with more rows, since a drop can only be noise.
+        overhead: seconds of a step outside its forward.
+
+    Raises:
+        ValueError: unless rows ascend from 1 and every time is positive.
+    """
+
+    rows: tuple[int, ...]
+    seconds: tuple[float, ...]
+    overhead: float = 0.0
+
+    def __post_init__(self) -> None:
+        ascending = list(self.rows) == sorted(set(self.rows)) and self.rows[:1] == (1,)
+        if not ascending or len(self.rows) != len(self.seconds) or min(self.seconds) <= 0 or self.overhead < 0:
+            raise ValueError("a cost table needs ascending rows from 1 and a positive time for each")
+        highest, rising = 0.0, []
+        for second in self.seconds:
+            highest = max(highest, second)
+            rising.append(highest)
+        object.__setattr__(self, "seconds", tuple(rising))
+
+    @classmethod
+    def measure(cls, target: RaggedModel, rows: Sequence[int] = _ROWS, *, context: int = 256, repeats: int = 5) -> Self:
+        """Times forwards of a chain behind ``context`` tokens: the best of ``repeats``, which noise disturbs least."""
+        if target.max_positions is not None:
+            context = min(context, target.max_positions - max(rows))
+        cache = RaggedKVCache()
+        sample = cache.open(context + max(rows))
+        target.prefill({sample: [0] * context}, cache)
+        best = dict.fromkeys(rows, float("inf"))
+        for _ in range(repeats):
+            for count in rows:  # in turns, so that a slow spell does not hit one number alone
+                batch, tokens = cache.plan([sample], [range(count)]), torch.zeros(count, dtype=torch.int64)
+                start = time.perf_counter()
+                target(tokens, batch, cache)
+                best[count] = min(best[count], time.perf_counter() - start)
+                cache.drop([sample])
+        return cls(tuple(rows), tuple(best.values()))
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Reads what :meth:`save` wrote."""
+        fields = json.loads(path.read_text())
+        return cls(tuple(fields["rows"]), tuple(fields["seconds"]), fields["overhead"])
+
+    def save(self, path: Path) -> None:
+        """Writes JSON; the file appears only when it is complete."""
+        partial = path.with_suffix(path.suffix + ".part")
+        partial.write_text(json.dumps(asdict(self)) + "\n")
+        partial.replace(path)
+
+    def __call__(self, rows: int) -> float:
+        """Seconds of a step with ``rows`` packed rows; beyond the table along its last slope."""
+        at = min(max(bisect_left(self.rows, rows), 1), len(self.rows) - 1)
+        if len(self.rows) == 1:
+            return self.overhead + self.seconds[0] * rows
+        (low, high), (first, second) = self.rows[at - 1 : at + 1], self.seconds[at - 1 : at + 1]
+        return self.overhead + first + (second - first) * (rows - low) / (high - low)
+
+    def floor(self, samples: int) -> float:
+        """Acceptance below which no number of drafts, up to 16 per sample, makes decoding faster."""
+        base = self(samples)
+        slopes = ((self(samples + more) - base) / more for more in range(1, 16 * samples + 1))
+        return samples / base * min(slopes)
+
+    def worthwhile(self, samples: int, chances: Sequence[float]) -> int:
+        """How many drafts give the most tokens per second.
+
+        Args:
+            samples: samples that take part; each emits one token without any draft.
+            chances: probability that each draft is reached and accepted, descending.
+        """
+        best, count, expected = samples / self(samples), 0, float(samples)
+        for drafts, chance in enumerate(chances, 1):
+            expected += chance
+            if (rate := expected / self(samples + drafts)) > best:
+                best, count = rate, drafts
+        return count

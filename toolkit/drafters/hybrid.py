@@ -1,0 +1,57 @@
+"""Two drafters in one: the cheap one where it has something to say, the other one elsewhere."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from arbordraft.cache import RaggedKVCache
+from arbordraft.drafters.base import Drafter
+from arbordraft.laws import DraftLaw, Fixed
+from arbordraft.target import RaggedModel
+from arbordraft.types import DraftContext, DraftTree, Verdict
+
+
+@dataclass
+class _State:
+    first: Any
+    otherwise: Any
+
+
+class HybridDrafter(Drafter):
+    """Asks ``first``, and ``otherwise`` for the samples for which ``first`` proposed nothing.
+
+    Which of both drafts depends on committed tokens alone, so the output law is preserved.
+
+    Args:
+        first: proposes deterministically, as lookups do.
+        otherwise: any drafter.
+    """
+
+    def __init__(self, first: Drafter, otherwise: Drafter) -> None:
+        super().__init__()
+        self.first = first
+        self.otherwise = otherwise
+        limits = [part.max_positions for part in (first, otherwise) if part.max_positions is not None]
+        self.max_positions = min(limits) if limits else None
+
+    def laws(self, law: DraftLaw) -> tuple[DraftLaw, ...]:
+        return (Fixed(law.k), *self.otherwise.laws(law))
+
+    def check(self, target: RaggedModel, law: DraftLaw) -> None:
+        self.first.check(target, Fixed(law.k))
+        self.otherwise.check(target, law)
+
+    def start(self, tokens: Sequence[Sequence[int]], target_cache: RaggedKVCache, handles: Sequence[int]) -> _State:
+        return _State(*(part.start(tokens, target_cache, handles) for part in (self.first, self.otherwise)))
+
+    def propose(self, state: _State, context: DraftContext) -> DraftTree:
+        found = self.first.propose(state.first, context)
+        idle = [tree is not None and len(tree.tokens) == 1 for tree in found.samples]
+        room = [limit if waits else None for limit, waits in zip(context.room, idle, strict=True)]
+        # Asked even if nobody waits: it forgets what it fed in the step before.
+        others = self.otherwise.propose(state.otherwise, replace(context, room=room))
+        return DraftTree(tuple(b or a for a, b in zip(found.samples, others.samples, strict=True)))
+
+    def commit(self, state: _State, tree: DraftTree, verdict: Verdict) -> None:
+        self.first.commit(state.first, tree, verdict)
+        self.otherwise.commit(state.otherwise, tree, verdict)
