@@ -10,6 +10,7 @@ from models import tiny_checkpoint
 from typer.testing import CliRunner
 
 from arbordraft import cli
+from arbordraft.prompts import read_prompts
 
 runner = CliRunner()
 
@@ -79,6 +80,24 @@ def test_bench_measures_and_writes_json(tmp_path):
     assert all(measurement["ours"] > 0 for measurement in found["measurements"])
     assert found["provenance"]["versions"]["torch"] == torch.__version__
     assert not list(tmp_path.glob("*.part"))
+
+
+def test_bench_of_the_cpu_kernels(tmp_path):
+    folder, report, prompts = tiny_checkpoint(tmp_path), tmp_path / "bench.json", tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"messages": [{"role": "user", "content": text}]}) + "\n" for text in "abcd"))
+    arguments = ["bench", "cpu", "--model", str(folder), "--dtype", "bfloat16", "--repeats", "1", "--new-tokens", "4"]
+    result = runner.invoke(cli.app, [*arguments, "--no-others", "--prompts", str(prompts), "--json", str(report)])
+    assert result.exit_code == 0, result.output
+    found = json.loads(report.read_text())["measurements"]
+    assert {"cpu forward", "cpu decode", "cpu equality"} <= {measurement["group"] for measurement in found}
+    assert all(m["ratio"] == 1 for m in found if m["group"] == "cpu equality" and "bitwise" in m["detail"])
+
+
+def test_a_prompt_file_of_another_kind_is_named(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"messages": [{"role": "user", "content": "a"}]}\n{"question": "b"}\n')
+    with pytest.raises(ValueError, match=r"prompts\.jsonl:2 is not"):
+        read_prompts(path)
 
 
 def test_errors_are_one_line_without_a_traceback():

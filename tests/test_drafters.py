@@ -251,8 +251,8 @@ def test_a_dead_branch_leaves_its_sibling():
     assert ngram_tree([3, 1, 2, 4, 1, 2], TreeTopology([-1, 0, 0, 1, 2]), longest=2) == {0: 2, 1: 4, 3: 1}
 
 
-def test_the_confidence_of_a_lookup_is_its_share_of_the_matches():
-    """1 2 was followed by 4 twice and by 3 once; 3 and 4 were followed by one token each."""
+def test_the_confidence_of_a_lookup_grows_with_the_match():
+    """1 2 was followed by 4 twice and by 3 once: a first and a second choice after a suffix of two tokens."""
     drafter, views, text = NGramDrafter(longest=2), [], [1, 2, 3, 1, 2, 4, 1, 2, 4, 1, 2]
 
     def decide(view):
@@ -261,7 +261,9 @@ def test_the_confidence_of_a_lookup_is_its_share_of_the_matches():
 
     state = drafter.start([text], RaggedKVCache(), [0])
     drafter.propose(state, context([text], TreeTopology.k_ary(2, 2), Fixed(2), greedy=True, decide=decide))
-    assert views == [[[1.0]], [[pytest.approx(2 / 3), pytest.approx(1 / 3)]]]
+    first, second = state.odds(2, 0), state.odds(2, 1)
+    assert views == [[[1.0]], [[first, second]]]
+    assert first > state.odds(1, 0) > second > 0
 
 
 def test_ngrams_learn_what_was_committed():

@@ -11,7 +11,6 @@ import torch
 from arbordraft import builders
 from arbordraft.bench import Measurement, forward_pair, paired, precision
 from arbordraft.cache import RaggedKVCache
-from arbordraft.costs import CostTable
 from arbordraft.coupling import Coupling
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import EarlyExitDrafter, HybridDrafter, NGramDrafter
@@ -155,12 +154,13 @@ def decode_speed(
     reach = {1: ">= 5.0", 4: ">= 4.0", 8: ">= 3.5", 16: ">= 2.5"}
     for batch in (size for size in reach if size <= len(prompts)):
         groups = [[prompt] for prompt in prompts[:8]] if batch == 1 else [list(prompts[:batch])]
-        requests = [{**chat_batch(tokenizer, g), "max_new_tokens": new_tokens, "do_sample": False} for g in groups]
+        settings = {"max_new_tokens": new_tokens, "do_sample": False}
+        requests: list[dict[str, Any]] = [{**chat_batch(tokenizer, group), **settings} for group in groups]
         for name, decoder in decoders.items():
             ours, reference, ratio = paired(_decoding(decoder, requests), _decoding(model, requests), repeats)
-            outputs = [decoder.generate(**request, return_dict_in_generate=True) for request in requests]
-            emitted = sum(sum(output.stats.emitted) for output in outputs)  # type: ignore[union-attr]
-            steps = sum(sum(output.stats.forwards) for output in outputs)  # type: ignore[union-attr]
+            outputs: list[Any] = [decoder.generate(**request, return_dict_in_generate=True) for request in requests]
+            emitted = sum(sum(output.stats.emitted) for output in outputs)
+            steps = sum(sum(output.stats.forwards) for output in outputs)
             theirs = sum(_emitted(model, request) for request in requests)
             rate, other = emitted / ours * 1e3, theirs / reference * 1e3
             yield Measurement(

@@ -54,6 +54,15 @@ class Verifier(StrEnum):
     lifted = "lifted"
 
 
+class Linears(StrEnum):
+    """How weights are read on a CPU; see ``RaggedModel``."""
+
+    packed = "packed"
+    native = "native"
+    onednn = "onednn"
+    plain = "plain"
+
+
 class Suite(StrEnum):
     """Groups of measurements."""
 
@@ -88,6 +97,9 @@ def generate(
     seed: Annotated[int, typer.Option(help="Seed; prompt i uses seed + i, whatever shares its batch.")] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="Do not apply the chat template.")] = False,
     dtype: DtypeOption = Dtype.float32,
+    linears: Annotated[
+        Linears, typer.Option(help="On a CPU: 'packed' takes the fastest kernels that work, 'plain' the model's own.")
+    ] = Linears.packed,
 ) -> None:
     """Decode one or many prompts as a ragged batch, streaming, and report what speculation gained."""
     import time
@@ -96,8 +108,8 @@ def generate(
     if not texts:
         raise typer.BadParameter("give at least one prompt, or --file")
     topology = parse_topology(tree)
-    target, tokenizer = _load(model, dtype)
-    decoder = _decoder(target, drafter, topology, law, verifier, confidence, dtype)
+    target, tokenizer = _load(model, dtype, linears)
+    decoder = _decoder(target, drafter, topology, law, verifier, confidence, dtype, linears)
 
     from arbordraft.prompts import chat_batch
 
@@ -126,6 +138,9 @@ def bench(
     prompts: Annotated[
         Path | None, typer.Option(help="JSON lines with 'messages', such as MT-Bench's, for 'cpu'; else built-in ones.")
     ] = None,
+    others: Annotated[
+        bool, typer.Option(help="In 'cpu', measure random models of other families too; they need 5 GB of memory.")
+    ] = True,
     json: Annotated[Path | None, typer.Option(help="Write the figures and their provenance to this file.")] = None,
 ) -> None:
     """Measure forwards, verification and decoding against transformers, paired in one run.
@@ -161,7 +176,7 @@ def bench(
                 take(benchmark.verify_cost(target.model, repeats))
             if suite in (Suite.decode, Suite.all):
                 take(benchmark.decode_speed(target.model, tokenizer, max(3, repeats // 2), new_tokens))
-        if suite is Suite.cpu:
+        if suite is Suite.cpu and others:
             take(bench_cpu.other_architectures(repeats))
         if suite in (Suite.verify, Suite.all):
             take(benchmark.spechub_cost(repeats))
@@ -228,7 +243,7 @@ def _lines(file: Path | None) -> list[str]:
     return [line for line in file.read_text().splitlines() if line.strip()] if file else []
 
 
-def _load(model: str, dtype: Dtype) -> "tuple[RaggedModel, PreTrainedTokenizerBase]":
+def _load(model: str, dtype: Dtype, linears: Linears = Linears.plain) -> "tuple[RaggedModel, PreTrainedTokenizerBase]":
     import torch
 
     from arbordraft.target import RaggedModel
@@ -244,7 +259,7 @@ def _load(model: str, dtype: Dtype) -> "tuple[RaggedModel, PreTrainedTokenizerBa
 
         found = AutoModelForCausalLM.from_pretrained(model, dtype=precision)
         tokenizer = AutoTokenizer.from_pretrained(model)
-    return RaggedModel(found.eval(), tokenizer), tokenizer
+    return RaggedModel(found.eval(), tokenizer, linears=linears), tokenizer
 
 
 def _decoder(
@@ -255,6 +270,7 @@ def _decoder(
     verifier: Verifier,
     confidence: float | None,
     dtype: Dtype,
+    linears: Linears,
 ) -> "SpeculativeDecoder":
     import arbordraft as ad
 
@@ -269,7 +285,7 @@ def _decoder(
     elif drafter.startswith("early-exit:"):
         proposer = ad.EarlyExitDrafter(target, int(drafter.partition(":")[2]))
     else:
-        proposer = ad.LanguageModelDrafter(_load(drafter, dtype)[0])
+        proposer = ad.LanguageModelDrafter(_load(drafter, dtype, linears)[0])
     laws: dict[Law | None, ad.DraftLaw] = {
         None: ad.TopTail(1, widest - 1) if widest > 1 else ad.IID(1),
         Law.iid: ad.IID(widest),

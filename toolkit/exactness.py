@@ -29,11 +29,11 @@ class ExactnessReport:
     """What a decoder promises about its output.
 
     Args:
-        level: ``bitwise``: a row of a tree has the bits that plain decoding of the same model gives it, so greedy output
-            is identical in any precision, and sampled output depends on a request's seed alone. ``fp32 tokens``: greedy
-            tokens equal plain ones unless two logits are closer than float32 rounding. ``law only``: sampled output
-            has the law of the rows the verifier saw; half-precision rounding of these rows depends on the batch.
-            ``lossy``: the verifier changes the law by design.
+        level: ``bitwise``: a row of a tree has the bits that plain decoding of the same model gives it, so greedy
+            output is identical in any precision. ``fp32 tokens``: greedy tokens equal plain ones unless two logits are
+            closer than float32 rounding. ``law only``: sampled output has the law of the rows the verifier saw;
+            half-precision rounding of these rows depends on the batch. ``lossy``: the verifier changes the law by
+            design.
         reason: why not a stronger one.
         rows: rows that were computed both in trees of a batch and one by one.
         equal: how many of them had the same bits.

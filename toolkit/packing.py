@@ -150,24 +150,33 @@ class Packing:
         tables = {id(call.kwargs.get("position_embeddings")) for call in observed}
         self._together = self.fused == len(observed) and len(tables) == 1
         self._lists: dict[int, nn.ModuleList] = {}
-        self._replaced = {call.layer for call, layer in zip(observed, self._layers, strict=True) if layer}
+        self._stand_ins: dict[nn.Module, nn.Module | None] = {
+            call.layer: None for call, layer in zip(observed, self._layers, strict=True) if layer
+        }
         self._swaps = list(self._replace_below(model, ""))
         self.row_invariant = backend == "native" and 0 < self.fused == len(observed) and not list(self._odd(model))
 
-        sources = self._parts.sources  # spelled out, as they are compared before every forward
-        self._places = [source.owner._modules for source in sources], [source.name for source in sources]
-        self._modules = [source.module for source in sources]
+        # Spelled out, as all of it is compared before every forward.
+        edges = [(owner._modules, name, child) for owner in model.modules() for name, child in owner._modules.items()]
+        sources = self._parts.sources
+        self._places = [modules for modules, _, _ in edges], [name for _, name, _ in edges]
+        self._modules = [child for _, _, child in edges]
         self._holders = [source.module._parameters for source in sources], [source.parameter for source in sources]
         self._tensors = [source.tensor for source in sources]
+        self._addresses = list(map(Tensor.data_ptr, self._tensors))
         self._counting = [tensor for tensor in self._tensors if not tensor.is_inference()]
         self._versions = list(map(_VERSION, self._counting))
+        replaced = {part for module in self._stand_ins for part in module.modules()}
+        self._listeners = [hooks for part in replaced for hooks in (part._forward_hooks, part._forward_pre_hooks)]
 
     def current(self) -> bool:
-        """Whether the model still has the modules, and they the weights, that were packed."""
+        """Whether the model still has the modules, and they the weights, that were packed; nobody listens to them."""
         return (
             all(map(operator.is_, map(dict.get, *self._places), self._modules))
             and all(map(operator.is_, map(dict.get, *self._holders), self._tensors))
             and list(map(_VERSION, self._counting)) == self._versions
+            and list(map(Tensor.data_ptr, self._tensors)) == self._addresses
+            and not any(self._listeners)
         )
 
     def swaps(self, layers: int | None) -> list[Swap]:
@@ -211,15 +220,16 @@ class Packing:
         return None
 
     def _replace_below(self, module: nn.Module, path: str) -> Iterator[Swap]:
-        for name, child in module.named_children():
+        for name, child in module._modules.items():
             where = f"{path}.{name}" if path else name
-            if child in self._replaced:
+            if child is None:
                 continue
-            if stand_in := self._stand_in(module, name, child, where):
-                self._replaced.add(child)
-                yield module._modules, name, stand_in
-            else:
+            if child not in self._stand_ins and (stand_in := self._stand_in(module, name, child, where)):
+                self._stand_ins[child] = stand_in
+            if child not in self._stand_ins:
                 yield from self._replace_below(child, where)
+            elif found := self._stand_ins[child]:  # a module may have several places
+                yield module._modules, name, found
 
     def _stand_in(self, owner: nn.Module, name: str, module: nn.Module, path: str) -> nn.Module | None:
         if module not in self._called:
@@ -243,7 +253,7 @@ class Packing:
 
     def _odd(self, model: nn.Module) -> Iterator[nn.Module]:
         """Modules that ran, are still the model's own, and of which nobody says that they treat every row alike."""
-        packed = {part for module in self._replaced for part in module.modules()}
+        packed = {part for module in self._stand_ins for part in module.modules()}
         for module in model.modules():
             inner = module in packed or any(module.children()) or isinstance(module, _ROWWISE)
             if module in self._called and not inner and "RotaryEmbedding" not in type(module).__name__:
@@ -261,19 +271,17 @@ def choose_backend(linears: str, model: nn.Module) -> str:
     if linears == "plain":
         return "plain"
     weight = next(model.parameters())
-    onednn = onednn_problem(weight.dtype)
+    unfit = None
     if not weight.is_cpu or weight.dtype not in (torch.float32, torch.bfloat16):
-        problems = dict.fromkeys(
-            LINEARS, f"weights must be float32 or bfloat16 on the CPU, not {weight.dtype} on {weight.device}"
-        )
-    else:
-        problems = {"native": native.problem(), "onednn": onednn}
-    usable = [backend for backend in ("native", "onednn") if problems[backend] is None]
+        unfit = f"weights must be float32 or bfloat16 on the CPU, not {weight.dtype} on {weight.device}"
+    for backend in ("native", "onednn") if linears == "packed" else (linears,):
+        # In this order: asking for the kernels may build them.
+        problem = unfit or (native.problem() if backend == "native" else onednn_problem(weight.dtype))
+        if problem is None:
+            return backend
     if linears == "packed":
-        return usable[0] if usable else "plain"
-    if linears not in usable:
-        raise ValueError(f"linears={linears!r} cannot be used: {problems[linears]}")
-    return linears
+        return "plain"
+    raise ValueError(f"linears={linears!r} cannot be used: {problem}")
 
 
 __all__ = ["LINEARS", "PackedGatedMLP", "PackedLayers", "PackedRMSNorm", "Packing", "choose_backend", "hooked"]

@@ -7,7 +7,7 @@ Shapes: H hidden size, D head size, N inner size of the MLP.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -34,6 +34,7 @@ _NORM_PLACES = {
     )
 }
 _TOLERANCE = 1e-4  # of a layer's contribution, in float32
+_INTERNALS = frozenset(vars(nn.Module()))  # what every module has
 
 
 class Unrecognised(Exception):
@@ -81,8 +82,6 @@ class LayerCall(NamedTuple):
 class Source(NamedTuple):
     """A tensor that a stand-in was made from, and where it was found."""
 
-    owner: nn.Module
-    name: str
     module: nn.Module
     parameter: str
     tensor: Tensor
@@ -103,7 +102,7 @@ class Parts:
             raise Unrecognised(f"{name} has hooks")
         if module.weight.dtype not in (torch.float32, torch.bfloat16) or not module.weight.is_cpu:
             raise Unrecognised(f"{name} is {module.weight.dtype} on {module.weight.device}")
-        self._remember(owner, name, module)
+        self._remember(module)
         return module
 
     def linears(self, owner: nn.Module, *names: str) -> list[nn.Linear]:
@@ -118,24 +117,18 @@ class Parts:
         module = getattr(owner, name)
         weight = getattr(module, "weight", None)
         epsilon = next((getattr(module, key) for key in ("variance_epsilon", "eps") if hasattr(module, key)), None)
-        if (
-            weight is None
-            or weight.ndim != 1
-            or epsilon is None
-            or len(list(module.parameters())) > 1
-            or hooked(module)
-        ):
+        own = [*module.parameters(), *module.buffers()]
+        if len(own) != 1 or weight is not own[0] or weight.ndim != 1 or epsilon is None or hooked(module):
             raise Unrecognised(f"{name} is {type(module).__name__}")
-        x = (
-            torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0)) * 0.02
-        )  # so small that epsilon shows
+        # So small that epsilon shows, and so large that a bound would.
+        sizes = torch.tensor([[0.003], [0.02], [1.0], [100.0]])
+        x = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0)) * sizes
         unit = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + epsilon)
-        with torch.no_grad():
-            expected = copy.deepcopy(module).float()(x)
+        expected = _tried(copy.deepcopy(module).float(), x)
         wide = weight.detach().float()
         for factors in (wide, 1 + wide):
-            if _distance(unit * factors, expected) < _TOLERANCE:
-                self._remember(owner, name, module)
+            if expected is not None and _distance(unit * factors, expected) < _TOLERANCE:
+                self._remember(module)
                 return factors.contiguous(), epsilon
         raise Unrecognised(f"{name} ({type(module).__name__}) is not an RMS norm")
 
@@ -144,13 +137,16 @@ class Parts:
         names = ("gate_proj", "up_proj") if hasattr(mlp, "gate_proj") else ("gate_up_proj",)
         gates, down = self.linears(mlp, *names), self.linear(mlp, "down_proj")
         function = getattr(mlp, "act_fn", getattr(mlp, "activation_fn", None))
-        if function is None or hooked(mlp) or down.in_features % LANES or down.out_features % LANES:
+        fits = sum(linear.out_features for linear in gates) == 2 * down.in_features
+        if not fits or down.in_features % LANES or down.out_features % LANES:
             raise Unrecognised(f"{type(mlp).__name__} is not a gated MLP of fitting size")
-        points = torch.linspace(-6, 6, 97)
-        activation = next(
-            (n for n, f in ACTIVATIONS.items() if torch.allclose(f(points), function(points), atol=1e-6)), ""
-        )
-        if not activation:
+        if function is None or hooked(mlp) or mlp._parameters or list(mlp.buffers()):
+            raise Unrecognised(f"{type(mlp).__name__} has parts of another kind")
+        # Far out too: some activations are others with a bound.
+        points = torch.cat([torch.linspace(-8, 8, 129), torch.tensor([-1e4, -100.0, -20.0, 20.0, 100.0, 1e4])])
+        found = _tried(function, points)
+        known = (n for n, f in ACTIVATIONS.items() if found is not None and torch.allclose(f(points), found, atol=1e-6))
+        if not (activation := next(known, "")):
             raise Unrecognised(f"the activation of {type(mlp).__name__} is unknown")
         weight = interleave(*torch.cat([linear.weight.detach() for linear in gates]).chunk(2))
         bias = None
@@ -167,15 +163,13 @@ class Parts:
         others = frozenset(
             n for n, c in children.items() if n not in blocks and not isinstance(c, (nn.Dropout, nn.Identity))
         )
-        if "" in blocks or others not in _NORM_PLACES or hooked(layer) or layer._parameters:
+        if "" in blocks or others not in _NORM_PLACES or hooked(layer) or layer._parameters or list(layer.buffers()):
             raise Unrecognised(f"{type(layer).__name__} has parts of another kind")
         attention = children[attention_name]
-        if hooked(attention):
-            raise Unrecognised(f"{attention_name} has hooks")
         names = ("q_proj", "k_proj", "v_proj") if hasattr(attention, "q_proj") else ("qkv_proj",)
         qkv, out = self.linears(attention, *names), self.linear(attention, "o_proj")
         gate_up, down, activation = self.gated_mlp(children[mlp_name], int8)
-        hidden, inner = out.out_features, self.sources[-1].module.in_features  # type: ignore[union-attr]
+        hidden, inner = out.out_features, len(gate_up.weight) * LANES // 2
 
         norms, epsilons = {}, set()
         places = {place: (layer, name) for place, name in _NORM_PLACES[others].items()}
@@ -191,8 +185,7 @@ class Parts:
         fits = rows == (call.heads + 2 * call.kv_heads) * call.dim and out.in_features == call.heads * call.dim
         if call.value_dim != call.dim or call.dim % LANES or hidden % LANES or len(epsilons) > 1 or not fits:
             raise Unrecognised(f"{type(layer).__name__} has sizes that the kernel does not know")
-        if call.sinks is not None:
-            self._remember(layer, attention_name, attention)
+        self._remember(attention)  # for parameters of its own
         bias = None if qkv[0].bias is None else torch.cat([linear.bias.detach() for linear in qkv])
         return LayerWeights(
             qkv=matrix(torch.cat([linear.weight.detach() for linear in qkv]), bias, int8),
@@ -213,8 +206,8 @@ class Parts:
             softcap=call.softcap,
         )
 
-    def _remember(self, owner: nn.Module, name: str, module: nn.Module) -> None:
-        self.sources += [Source(owner, name, module, key, t) for key, t in module._parameters.items() if t is not None]
+    def _remember(self, module: nn.Module) -> None:
+        self.sources += [Source(module, key, t) for key, t in module._parameters.items() if t is not None]
 
 
 def matrix(weight: Tensor, bias: Tensor | None, int8: bool) -> Matrix:
@@ -224,16 +217,18 @@ def matrix(weight: Tensor, bias: Tensor | None, int8: bool) -> Matrix:
 
 
 def hooked(module: nn.Module) -> bool:
-    """Whether somebody listens to the module, who would not be called any more."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+    """Whether somebody listens to the module or a part of it, or has replaced a forward: nobody would be called."""
+    return any(part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part) for part in module.modules())
 
 
 def same_mlp(mlp: nn.Module, run: Any) -> bool:
     """Whether ``run(parts of a float32 copy)(x)`` is what the copy makes of noise ``x``."""
+    hidden = Parts().linear(mlp, "down_proj").out_features
     wide = copy.deepcopy(mlp).float()
-    x = torch.randn(3, wide.down_proj.out_features, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        return _distance(run(*Parts().gated_mlp(wide, int8=False))(x), wide(x)) < _TOLERANCE
+    parts = Parts().gated_mlp(wide, int8=False)
+    x = torch.randn(3, hidden, generator=torch.Generator().manual_seed(0))
+    expected = _tried(wide, x)
+    return expected is not None and _distance(run(*parts)(x), expected) < _TOLERANCE
 
 
 def same_layer(index: int, call: LayerCall, attention: AttentionCall, batch: RaggedBatch, rotary: bool) -> bool:
@@ -252,12 +247,10 @@ def same_layer(index: int, call: LayerCall, attention: AttentionCall, batch: Rag
     noise = torch.randn(given.shape, generator=torch.Generator().manual_seed(0))
     for x in (given, noise):
         kwargs["ragged"] = Forward(batch, fresh_cache(batch))
-        with torch.no_grad():
-            expected = wide(x, *call.args[1:], **kwargs)
-            pools = [fresh_cache(batch).pools(index, (attention.kv_heads, attention.dim), x)]
-            found = run(x, pools, kwargs["position_embeddings"], batch)
-        expected = expected[0] if isinstance(expected, tuple) else expected
-        if not _distance(found - x, expected - x) < _TOLERANCE:
+        expected = _tried(wide, x, *call.args[1:], **kwargs)
+        pools = [fresh_cache(batch).pools(index, (attention.kv_heads, attention.dim), x)]
+        found = run(x, pools, kwargs["position_embeddings"], batch)
+        if expected is None or not _distance(found - x, expected - x) < _TOLERANCE:
             return False
     return True
 
@@ -265,7 +258,11 @@ def same_layer(index: int, call: LayerCall, attention: AttentionCall, batch: Rag
 def settings(module: nn.Module) -> Any:
     """What tells modules of one class apart, other than their weights and their number."""
     plain = (bool, int, float, str, type(None))
-    own = {key: value for key, value in vars(module).items() if isinstance(value, plain) and key != "layer_idx"}
+    own = {
+        key: value if isinstance(value, plain) else id(value)
+        for key, value in vars(module).items()
+        if key not in _INTERNALS and key != "layer_idx"
+    }
     shapes = [(name, tensor.shape) for name, tensor in module._parameters.items() if tensor is not None]
     inner = [(name, settings(child)) for name, child in module.named_children()]
     return type(module), tuple(sorted(own.items())), tuple(shapes), tuple(inner)
@@ -277,6 +274,16 @@ def fresh_cache(batch: RaggedBatch) -> RaggedKVCache:
     for rows in batch.rows:
         cache.open(rows)
     return cache
+
+
+def _tried(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor | None:
+    """What a part of somebody's model returns; ``None`` if it does not take such arguments or returns no tensor."""
+    try:
+        with torch.no_grad():
+            found = function(*args, **kwargs)
+    except Exception:  # it could be any, and only means that this part is of another kind
+        return None
+    return found if isinstance(found, Tensor) else None
 
 
 def _widened(value: Any) -> Any:

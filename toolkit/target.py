@@ -220,6 +220,7 @@ class RaggedModel(nn.Module):
 
     def _pack(self) -> Packing:
         """Observes one forward of two small trees and packs what it saw."""
+        self._packing = None  # or its stand-ins would be observed
         place = _decoder_layers(self.model, self.num_layers)
         layers: list[nn.Module] = list(getattr(*place)) if place else []
         given: dict[nn.Module, LayerCall] = {}

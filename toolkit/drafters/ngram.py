@@ -95,7 +95,8 @@ class NGramDrafter(Drafter):
         return _State([_Index(range(self.shortest, self.longest + 1), prompt) for prompt in tokens])
 
     def propose(self, state: _State, context: DraftContext) -> DraftTree:
-        garden, sizes = Garden(context, Fixed(context.law.k)), {}
+        garden = Garden(context, Fixed(context.law.k))
+        sizes: dict[tuple[int, int], int] = {}
         for depth in range(context.topology.max_depth):
             frontier = garden.frontier(depth)
             if not frontier:
