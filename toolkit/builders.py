@@ -33,9 +33,10 @@ def lookup(target: "Model", costs: CostTable | None = None) -> SpeculativeDecode
         costs: measured now by default, which takes about a second for a small model.
     """
     model = _ragged(target)
-    drafter, topology = NGramDrafter(longest=8, shortest=1), TreeTopology.from_k_config((2, *[1] * 11))
-    coupling = Coupling(Fixed(2), TopDown(Matching()))
-    return SpeculativeDecoder(model, drafter, topology, coupling, costs=costs or CostTable.measure(model))
+    drafter, coupling = NGramDrafter(longest=8, shortest=1), Coupling(Fixed(1), TopDown(Matching()))
+    return SpeculativeDecoder(
+        model, drafter, TreeTopology.chain(12), coupling, costs=costs or CostTable.measure(model)
+    )
 
 
 def ems_sd(target: "Model", draft: "Model | Drafter | None" = None, length: int = 7) -> SpeculativeDecoder:

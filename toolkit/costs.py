@@ -9,6 +9,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Self
 
@@ -87,9 +88,7 @@ class CostTable:
 
     def floor(self, samples: int) -> float:
         """Acceptance below which no number of drafts, up to 16 per sample, makes decoding faster."""
-        base = self(samples)
-        slopes = ((self(samples + more) - base) / more for more in range(1, 16 * samples + 1))
-        return samples / base * min(slopes)
+        return _floor(self, samples)
 
     def worthwhile(self, samples: int, chances: Sequence[float]) -> int:
         """How many drafts give the most tokens per second.
@@ -104,3 +103,10 @@ class CostTable:
             if (rate := expected / self(samples + drafts)) > best:
                 best, count = rate, drafts
         return count
+
+
+@cache
+def _floor(costs: CostTable, samples: int) -> float:
+    base = costs(samples)
+    slopes = ((costs(samples + more) - base) / more for more in range(1, 16 * samples + 1))
+    return samples / base * min(slopes)

@@ -61,7 +61,7 @@ class LayerRun:
             batch.samples,
             batch.positions,
             batch.slots,
-            batch.words,
+            None if batch.words is None else batch.words.contiguous(),
             batch.region if self._windowed else None,
         )
 

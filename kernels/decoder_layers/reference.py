@@ -4,7 +4,7 @@ Shapes: T packed rows, H hidden size, Hq/Hkv query and key heads, D head size, N
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -81,8 +81,11 @@ class LayerWeights:
     def tensors(self) -> list[Tensor | None]:
         """The tensors in the order in which the kernel takes them."""
         found: list[Tensor | None] = []
-        for field in fields(self)[:11]:
-            value = getattr(self, field.name)
+        for name in (
+            "pre_attention", "qkv", "query_norm", "key_norm", "sinks", "out", "post_attention", "pre_mlp", "gate_up",
+            "down", "post_mlp",
+        ):  # fmt: skip
+            value = getattr(self, name)
             found += [value.weight, value.scale, value.bias] if isinstance(value, Matrix) else [value]
         return found
 

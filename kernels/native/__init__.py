@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from arbordraft.kernels.native import fakes
 from arbordraft.kernels.native.build import ISA_VARIABLE, KERNELS, SOURCE, Build, Unavailable, chosen_isa
 
 
@@ -29,13 +30,14 @@ class Extension:
 
     def __init__(self, source: Path = SOURCE, root: Path = KERNELS):
         self.source, self.root = source, root
-        self._tried = False
+        self._tried = self._forked = False
         self._problem: str | None = None
-        self.unlock()
+        self._lock = threading.Lock()
 
-    def unlock(self) -> None:
+    def after_fork(self) -> None:
         """A forked child needs a lock of its own: nobody is left there to release that of another thread."""
         self._lock = threading.Lock()
+        self._forked = True
 
     def load(self) -> bool:
         return self.problem() is None
@@ -57,6 +59,10 @@ class Extension:
             obstacle = Build(isa, self.source, self.root).load(lambda library: torch.ops.load_library(str(library)))
             if hasattr(torch.ops.arbordraft, "self_check") and (failures := torch.ops.arbordraft.self_check()):
                 raise Unavailable(f"they compute wrongly on this machine (self_check: {failures}); please report it")
+            if hasattr(torch.ops.arbordraft, "decoder_layers"):
+                fakes.register()
+                if self._forked:  # torch's threads, which the kernels borrow, may have stayed in the parent
+                    torch.ops.arbordraft.work_alone()
         except (Unavailable, OSError, RuntimeError) as error:
             reason = str(error)
             if not isinstance(error, Unavailable):  # torch hides what the loader said in the cause
@@ -73,7 +79,7 @@ class Extension:
 
 _kernels = Extension()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_kernels.unlock)
+    os.register_at_fork(after_in_child=_kernels.after_fork)
 
 
 def load() -> bool:

@@ -61,7 +61,8 @@ Packed<W> packed(const Tensor& weight, const OptionalTensor& scale, const Option
   constexpr int64_t lanes = std::is_same_v<W, float> ? 1 : 2;
   const int64_t blocks = (outputs + kLanes - 1) / kLanes;
   TORCH_CHECK(
-      weight.dim() == (lanes == 1 ? 3 : 4) && weight.size(0) == blocks && weight.size(2) == kLanes,
+      weight.dim() == (lanes == 1 ? 3 : 4) && weight.size(0) == blocks && weight.size(2) == kLanes &&
+          (lanes == 1 || weight.size(3) == lanes),
       "weights are not packed for ", outputs, " outputs: ", weight.sizes());
   TORCH_CHECK(!scale || scale->numel() == outputs, "expected one scale per output");
   TORCH_CHECK(!bias || bias->numel() == outputs, "expected one bias per output");
@@ -90,7 +91,8 @@ Tensor linear(
   using X = std::conditional_t<kDotBf16 && std::is_same_v<T, bf16>, bf16, float>;
   const Packed<W> m = packed<W>(weight, scale, bias, outputs);
   const int64_t size = x.size(-1), rows = x.numel() / std::max<int64_t>(1, size);
-  TORCH_CHECK(size <= m.inputs && m.inputs - size < 2, "x has ", size, " channels, the weights ", m.inputs);
+  const int64_t padding = weight.dim() == 4 ? 1 : 0;
+  TORCH_CHECK(size <= m.inputs && size >= m.inputs - padding, "x has ", size, " channels, the weights ", m.inputs);
   const bool gated = activation >= 0;
   TORCH_CHECK(!gated || outputs % (2 * kLanes) == 0, "a gated activation needs halves of whole blocks");
   auto shape = x.sizes().vec();
@@ -184,7 +186,9 @@ struct Batch {
   }
   Visible visible(int64_t window) const {
     TORCH_CHECK(window <= 0 || tree_positions, "a sliding window needs the positions of the uncommitted keys");
-    return Visible(samples, batch, positions, words, word_count, tree_positions, window);
+    Visible found(samples, batch, positions, words, word_count, tree_positions, window);
+    for (const auto& row : found.rows) TORCH_CHECK(row.first < row.keys, "a row sees no key, not even its own");
+    return found;
   }
   void check_pool(int64_t pool) const {
     for (int64_t b = 0; b < batch; ++b) {
@@ -364,10 +368,15 @@ std::tuple<Tensor, Tensor> row_max(const Tensor& x) {
 
 std::string isa() { return kIsa; }
 
+// For a process that was forked before it loaded this library.
+void work_alone() { forked() = true; }
+
 }  // namespace
 
 TORCH_LIBRARY(arbordraft, m) {
+  forked();  // notices forks from now on
   m.def("isa() -> str", &isa);
+  m.def("work_alone() -> ()", &work_alone);
   m.def("packed_linear(Tensor x, Tensor weight, Tensor? scale, Tensor? bias, int outputs, int activation) -> Tensor");
   m.def("rms_norm(Tensor x, Tensor weight, float epsilon) -> Tensor");
   m.def("ragged_tree_attention(Tensor query, Tensor keys, Tensor values, Tensor samples, Tensor positions, "

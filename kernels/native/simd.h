@@ -291,7 +291,7 @@ inline f32x16 activate(f32x16 x, Activation kind) {
       return load(lanes);
     }
     default:
-      return max(x, splat(0.f));
+      return max(splat(0.f), x);  // in this order NaN comes through
   }
 }
 

@@ -83,7 +83,8 @@ class PackedLinear(nn.Module):
             self._wide_bias = None if self.bias is None else self.bias.detach().float()
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, backend={self.backend}, int8={self.int8}"
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, backend={self.backend}, int8={self.int8}"
 
 
 def version_of(tensor: Tensor) -> int:

@@ -46,7 +46,7 @@ def ragged_tree_attention(
             values,
             batch.samples,
             batch.positions,
-            batch.words,
+            None if batch.words is None else batch.words.contiguous(),
             batch.region if window else None,
             scale,
             window or 0,

@@ -65,12 +65,13 @@ class RaggedBatch:
     def samples(self) -> Tensor:
         """``[4, B]`` int64: rows, first pool row, committed keys and keys of the tree region of every sample."""
         trees = [len(positions) for positions in self.tree_positions]
-        return torch.tensor([list(self.rows), list(self.starts), list(self.past), trees])
+        return torch.tensor([list(self.rows), list(self.starts), list(self.past), trees], dtype=torch.int64)
 
     @cached_property
     def region(self) -> Tensor:
         """Positions of the keys of all tree regions, one sample after another, int64."""
-        return torch.tensor([position for positions in self.tree_positions for position in positions])
+        positions = [position for positions in self.tree_positions for position in positions]
+        return torch.tensor(positions, dtype=torch.int64)
 
     def to(self, device: torch.device) -> Self:
         """The same batch with its tensors on ``device``."""
@@ -82,7 +83,7 @@ class RaggedBatch:
     def spans(
         self, window: int | None = None, copies: int = 1, dtype: torch.dtype = torch.float32, dense: bool = False
     ) -> list[Span]:
-        """What each sample's rows see: made once per forward and shared by all layers.
+        """What the rows of each sample that has any see: made once per forward and shared by all layers.
 
         Args:
             window: a row at position ``i`` sees keys at positions above ``i - window``.
@@ -92,7 +93,7 @@ class RaggedBatch:
         """
         key = (window, copies, dtype, dense)
         if key not in self._spans:
-            self._spans[key] = [self._span(sample, *key) for sample in range(len(self.rows))]
+            self._spans[key] = [self._span(sample, *key) for sample, rows in enumerate(self.rows) if rows]
         return self._spans[key]
 
     def _span(self, sample: int, window: int | None, copies: int, dtype: torch.dtype, dense: bool) -> Span:

@@ -31,10 +31,12 @@ class _Index:
                 if size <= end:
                     self.ends.setdefault(tuple(self.tokens[end - size :]), []).append(end)
 
-    def continuations(self, suffix: tuple[int, ...]) -> Counter[int]:
-        """How often each token followed ``suffix``, the latest first among equals."""
-        ends = self.ends.get(suffix, ())[-_MOST_MATCHES:]
-        return Counter(self.tokens[end] for end in reversed(ends) if end < len(self.tokens))
+    def continuations(self, suffix: tuple[int, ...]) -> Sequence[int]:
+        """The tokens that followed ``suffix``, the most frequent first, the latest first among equals."""
+        ends = [end for end in self.ends.get(suffix, ())[-_MOST_MATCHES:] if end < len(self.tokens)]
+        if len(ends) < 2:  # nearly always: no need to count
+            return [self.tokens[end] for end in ends]
+        return [token for token, _ in Counter(self.tokens[end] for end in reversed(ends)).most_common()]
 
 
 class _Odds:
@@ -135,7 +137,7 @@ class NGramDrafter(Drafter):
         """Up to ``wanted`` continuations with the length of the suffix that speaks for each."""
         found: dict[int, int] = {}
         for size in range(min(self.longest, len(text)), self.shortest - 1, -1):
-            for token, _ in index.continuations(tuple(text[-size:])).most_common():
+            for token in index.continuations(tuple(text[-size:])):
                 if len(found) == wanted:
                     return found
                 found.setdefault(token, size)

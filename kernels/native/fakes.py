@@ -1,0 +1,32 @@
+"""What the kernels return, without the numbers: lets ``torch.compile`` and ``torch.export`` trace them."""
+
+import torch
+from torch import Tensor
+
+
+def register() -> None:
+    """Tells torch; once per process, after the library was loaded."""
+    for fake in (_packed_linear, _rms_norm, _ragged_tree_attention, _decoder_layers, _row_max):
+        torch.library.register_fake(f"arbordraft::{fake.__name__[1:]}", fake)
+
+
+def _packed_linear(
+    x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, outputs: int, activation: int
+) -> Tensor:
+    return x.new_empty(*x.shape[:-1], outputs if activation < 0 else outputs // 2)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _ragged_tree_attention(query: Tensor, keys: Tensor, values: Tensor, *_: object) -> Tensor:
+    return query.new_empty(query.shape[0], query.shape[1], values.shape[2])
+
+
+def _decoder_layers(hidden: Tensor, *_: object) -> Tensor:
+    return hidden.new_empty(hidden.shape)
+
+
+def _row_max(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape[0], dtype=torch.float32), x.new_empty(x.shape[0], dtype=torch.int64)
