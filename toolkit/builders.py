@@ -34,9 +34,7 @@ def lookup(target: "Model", costs: CostTable | None = None) -> SpeculativeDecode
     """
     model = _ragged(target)
     drafter, coupling = NGramDrafter(longest=8, shortest=1), Coupling(Fixed(1), TopDown(Matching()))
-    return SpeculativeDecoder(
-        model, drafter, TreeTopology.chain(12), coupling, costs=costs or CostTable.measure(model)
-    )
+    return SpeculativeDecoder(model, drafter, TreeTopology.chain(12), coupling, costs=costs or CostTable.measure(model))
 
 
 def ems_sd(target: "Model", draft: "Model | Drafter | None" = None, length: int = 7) -> SpeculativeDecoder:

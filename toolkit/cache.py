@@ -41,6 +41,7 @@ class RaggedKVCache(nn.Module):
     def __init__(self, max_tokens: int | None = None) -> None:
         super().__init__()
         self.max_tokens = max_tokens
+        self.weights: object = None  # what the keys and values were computed with
         self._slabs: dict[int, _Slab] = {}
         self._free: list[tuple[int, int]] = []  # (start, rows), ascending, never adjacent
         self._rows = 0  # rows of every pool

@@ -50,7 +50,7 @@ class RaggedModel(nn.Module):
             copy by C++ kernels, built on first use, which fuse the decoder layers they recognise and give every row
             the same bits whatever rows run beside it. ``"onednn"``: linears only, prepacked by PyTorch. ``"packed"``:
             the first of these that works here. A copy takes as much memory as the weights; it is renewed, with a
-            warning, when they change.
+            warning, if they have changed when a new cache is begun.
         int8: keep 8-bit copies with one scale per output. Twice as fast to read, but another model: its output law is
             what decoding preserves.
         self_test: compare packed with single logits on a few random tokens now.
@@ -131,11 +131,7 @@ class RaggedModel(nn.Module):
             "use_cache": False,
             "logits_to_keep": slice(None) if rows is None else rows.to(self.device),
         }
-        if self._packing is not None and not self._packing.current():
-            warnings.warn(
-                "the model's weights or modules changed after they were packed; packing them again", stacklevel=2
-            )
-            self._packing = self._pack()
+        self._check_weights(cache)
         run = Forward(batch, cache, native=self.backend == "native")
         with torch.no_grad(), self._hooked(layers):
             logits: Tensor = self.model(**inputs, ragged=run).logits[0]
@@ -217,6 +213,17 @@ class RaggedModel(nn.Module):
                 f"{type(self.model).__name__}: packed logits differ from single ones by {error:.1e} of their spread "
                 f"(bound {bound:.0e}); its attention uses something that packed trees do not support"
             )
+
+    def _check_weights(self, cache: RaggedKVCache) -> None:
+        """Packs changed weights again, before the first forward on a cache; what it holds belongs to one set of them."""
+        if self._packing is None or cache.weights is self._packing:
+            return
+        if not self._packing.current():
+            warnings.warn(
+                "the model's weights or modules changed after they were packed; packing them again", stacklevel=3
+            )
+            self._packing = self._pack()
+        cache.weights = self._packing
 
     def _pack(self) -> Packing:
         """Observes one forward of two small trees and packs what it saw."""
