@@ -216,7 +216,7 @@ class RaggedModel(nn.Module):
             )
 
     def _check_weights(self, cache: RaggedKVCache) -> None:
-        """Packs changed weights again, before the first forward on a cache; what it holds belongs to one set of them."""
+        """Packs changed weights again before the first forward on a cache, which holds results of one set of them."""
         if self._packing is None or cache.weights is self._packing:
             return
         if not self._packing.current():

@@ -73,15 +73,19 @@ class Case:
         return statistics.median(run.speed / other.speed for run, other in rounds)
 
     def pairs(self) -> list[tuple[str, str]]:
-        """What is compared: our decoders with `generate` and with vLLM."""
-        ours = [name for name in self.runs if name.startswith("arbordraft")]
-        return [(name, reference) for reference in ("generate", "vLLM") if reference in self.runs for name in ours]
+        """What is compared: every engine with `generate` and with vLLM."""
+        references = [name for name in ("generate", "vLLM") if name in self.runs]
+        return [(name, reference) for reference in references for name in self.runs if name != reference]
+
+    def same_answers(self, engine: str, reference: str) -> int:
+        """How many answers of the first round are equal."""
+        pair = zip(self.runs[engine][0].answers, self.runs[reference][0].answers, strict=True)
+        return sum(found == wanted for found, wanted in pair)
 
     def measurement(self, engine: str, reference: str) -> Measurement:
         """One pair as it is stored."""
         ours, other = (statistics.median(run.seconds for run in self.runs[name]) * 1e3 for name in (engine, reference))
-        answers, expected = self.runs[engine][0].answers, self.runs[reference][0].answers
-        same = sum(found == wanted for found, wanted in zip(answers, expected, strict=True))
+        same = self.same_answers(engine, reference)
         speeds = f"{self.speed(engine):.1f} against {self.speed(reference):.1f} tokens/s"
         case = f"{self.vllm}, batch {self.batch}, {engine} against {reference}"
         detail = f"{speeds}, {same} of {self.batch} answers equal"

@@ -26,8 +26,8 @@ from rounds import Batch, Case, Engine, Task
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from vllm_process import Vllm, VllmConfig, VllmError, find_vllm
 
-from arbordraft import Coupling, Fixed, Matching, NGramDrafter, RaggedModel, SpeculativeDecoder, TopDown, TreeTopology
-from arbordraft.bench import ngram_tree, save
+from arbordraft import RaggedModel, SpeculativeDecoder, builders
+from arbordraft.bench import save
 from arbordraft.pretrained import NAME, fetch_smollm2, load_smollm2
 from arbordraft.prompts import MIXED, VARIED
 
@@ -38,10 +38,8 @@ console = Console(highlight=False)
 
 def decoders(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, SpeculativeDecoder]:
     """The decoders of arbordraft that are compared."""
-    target = RaggedModel(model, tokenizer)
-    root_only = TreeTopology.from_parents([-1])
-    plain = SpeculativeDecoder(target, NGramDrafter(), root_only, Coupling(Fixed(1), TopDown(Matching())))
-    return {"plain": plain, "n-gram": ngram_tree(target)}
+    target = RaggedModel(model, tokenizer, linears="packed")
+    return {"plain": builders.plain(target), "n-gram": builders.lookup(target)}
 
 
 @dataclass
@@ -91,23 +89,24 @@ def read_prompts(file: Path | None) -> list[str]:
 
 
 def show(findings: Findings) -> None:
-    """Prints what was found, and whether anything disturbed it."""
+    """Prints what was found: speeds, their ratios, and how many answers are those of `generate`."""
     for error in findings.errors:
         console.print(Text(error, style="red"))
     cases = findings.cases
     for beside in dict.fromkeys(case.vllm for case in cases):
-        chosen = [case for case in cases if case.vllm == beside]
-        pairs = chosen[0].pairs()
-        table = Table("batch", *(f"{name}\ntokens/s" for name in chosen[0].runs), title=beside)
-        for name, reference in pairs:
-            table.add_column(f"{name}\n/ {reference}")
-        for column in table.columns:
+        references = [name for name in ("generate", "vLLM") if name in cases[0].runs]
+        table = Table(
+            "batch", "engine", "tokens/s", *(f"/ {name}" for name in references), "same answers", title=beside
+        )
+        for column in table.columns[2:]:
             column.justify = "right"
-        for case in chosen:
-            speeds = [f"{case.speed(name):.1f}" for name in case.runs]
-            table.add_row(str(case.batch), *speeds, *(f"{case.ratio(*pair):.2f} x" for pair in pairs))
+        for case in cases:
+            for name in case.runs if case.vllm == beside else ():
+                ratios = [f"{case.ratio(name, reference):.2f} x" for reference in references]
+                same = f"{case.same_answers(name, 'generate')} of {case.batch}"
+                table.add_row(str(case.batch), name, f"{case.speed(name):.1f}", *ratios, same)
+            table.add_section()
         console.print(table)
-
     if cases:
         show_disturbance(cases)
 

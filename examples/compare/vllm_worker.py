@@ -18,6 +18,8 @@ def answers(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
 
     sampling = SamplingParams(temperature=0, max_tokens=request["max_tokens"], detokenize=False)
     prompts = [{"prompt_token_ids": prompt} for prompt in request["prompts"]]
+    # After a second of rest vLLM's processes wait to be woken, and at times only notice a request five seconds later.
+    llm.generate(prompts[:1], SamplingParams(temperature=0, max_tokens=1, detokenize=False), use_tqdm=False)
     start = time.perf_counter()
     found = llm.generate(prompts, sampling, use_tqdm=False)
     seconds = time.perf_counter() - start
