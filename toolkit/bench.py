@@ -271,7 +271,7 @@ def paired(ours: Callable[[], None], reference: Callable[[], None], repeats: int
     """Medians of both in milliseconds, and the median ratio of neighbours: a drifting machine slows both."""
     ours()
     reference()
-    pairs = [(_milliseconds(ours), _milliseconds(reference)) for _ in range(repeats)]
+    pairs = [(milliseconds(ours), milliseconds(reference)) for _ in range(repeats)]
     return (
         statistics.median(pair[0] for pair in pairs),
         statistics.median(pair[1] for pair in pairs),
@@ -279,7 +279,8 @@ def paired(ours: Callable[[], None], reference: Callable[[], None], repeats: int
     )
 
 
-def _milliseconds(run: Callable[[], None]) -> float:
+def milliseconds(run: Callable[[], None]) -> float:
+    """Time of one call."""
     start = time.perf_counter()
     run()
     return (time.perf_counter() - start) * 1e3

@@ -3,13 +3,14 @@
 Ratios are speed-ups: the reference's time over ours.
 """
 
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from arbordraft import builders
-from arbordraft.bench import Measurement, forward_pair, paired, precision
+from arbordraft.bench import Measurement, forward_pair, milliseconds, paired, precision
 from arbordraft.cache import RaggedKVCache
 from arbordraft.coupling import Coupling
 from arbordraft.decoder import SpeculativeDecoder
@@ -153,30 +154,35 @@ def decode_speed(
 ) -> Iterator[Measurement]:
     """Greedy decoding, plain and with lookups where they pay, against ``generate``; prefill included.
 
-    At batch 1 the first eight prompts are decoded one after the other, above it the first so many together.
+    At batch 1 the first four prompts are decoded one after the other, above it the first so many together.
     """
     target = RaggedModel(model, tokenizer, linears="packed")
     decoders = {"plain": builders.plain(target), "n-gram where it pays": builders.lookup(target)}
     reach = {1: ">= 5.0", 4: ">= 4.0", 8: ">= 3.5", 16: ">= 2.5"}
     for batch in (size for size in reach if size <= len(prompts)):
-        groups = [[prompt] for prompt in prompts[:8]] if batch == 1 else [list(prompts[:batch])]
+        groups = [[prompt] for prompt in prompts[:4]] if batch == 1 else [list(prompts[:batch])]
         settings = {"max_new_tokens": new_tokens, "do_sample": False}
         requests: list[dict[str, Any]] = [{**chat_batch(tokenizer, group), **settings} for group in groups]
-        for name, decoder in decoders.items():
-            ours, reference, ratio = paired(_decoding(decoder, requests), _decoding(model, requests), repeats)
+        rounds = [
+            [milliseconds(_decoding(each, requests)) for each in (model, *decoders.values())]
+            for _ in range(repeats + 1)
+        ]
+        theirs = sum(_emitted(model, request) for request in requests)
+        for index, (name, decoder) in enumerate(decoders.items(), 1):
             outputs: list[Any] = [decoder.generate(**request, return_dict_in_generate=True) for request in requests]
             emitted = sum(sum(output.stats.emitted) for output in outputs)
             steps = sum(sum(output.stats.forwards) for output in outputs)
-            theirs = sum(_emitted(model, request) for request in requests)
-            rate, other = emitted / ours * 1e3, theirs / reference * 1e3
+            ours, reference = (statistics.median(times[i] for times in rounds[1:]) for i in (index, 0))
+            ratio = statistics.median(times[0] / times[index] for times in rounds[1:])
+            speeds = f"{emitted / ours * 1e3:.0f} against {theirs / reference * 1e3:.0f} tokens/s"
             yield Measurement(
                 "cpu decode",
                 f"{precision(model)}, batch {batch}, {name}, {new_tokens} new tokens",
                 ours,
                 reference,
-                1 / ratio * emitted / theirs,
-                reach[batch] if decoder is not decoders["plain"] else "",
-                f"{rate:.0f} against {other:.0f} tokens/s, tau {emitted / steps:.2f}",
+                ratio * emitted / theirs,
+                reach[batch] if index > 1 else "",
+                f"{speeds}, tau {emitted / steps:.2f}",
             )
 
 

@@ -161,6 +161,7 @@ def bench(
                 measurements.append(measurement)
                 progress.update(task, description=f"measured: {measurement.case}")
 
+        half: PreTrainedModel | None = None
         for each in dtype or [Dtype.bfloat16, Dtype.float32]:
             target, tokenizer = _load(model, each)
             if suite is Suite.cpu:
@@ -169,7 +170,7 @@ def bench(
                 if each is Dtype.bfloat16:
                     take(bench_cpu.int8_speed(target.model, tokenizer, texts, repeats))
                     take(bench_cpu.decode_speed(target.model, tokenizer, texts, max(3, repeats // 2), new_tokens))
-                    take(bench_cpu.equality(target.model, tokenizer, texts, new_tokens))
+                    half = target.model
             if suite in (Suite.forward, Suite.all):
                 take(benchmark.forward_cost(target.model, repeats))
             if suite in (Suite.verify, Suite.all):
@@ -178,6 +179,8 @@ def bench(
                 take(benchmark.decode_speed(target.model, tokenizer, max(3, repeats // 2), new_tokens))
         if suite is Suite.cpu and others:
             take(bench_cpu.other_architectures(repeats))
+        if half is not None:  # last, as it is no timing
+            take(bench_cpu.equality(half, tokenizer, texts, new_tokens))
         if suite in (Suite.verify, Suite.all):
             take(benchmark.spechub_cost(repeats))
     console.print(measurement_table(measurements))

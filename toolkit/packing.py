@@ -156,7 +156,7 @@ class Packing:
         self._swaps = list(self._replace_below(model, ""))
         self.row_invariant = backend == "native" and 0 < self.fused == len(observed) and not list(self._odd(model))
 
-        # Spelled out, as all of it is compared before every forward.
+        # Spelled out, as all of it is compared whenever a cache is begun.
         edges = [(owner._modules, name, child) for owner in model.modules() for name, child in owner._modules.items()]
         sources = self._parts.sources
         self._places = [modules for modules, _, _ in edges], [name for _, name, _ in edges]
