@@ -1,8 +1,12 @@
 """Settings of the whole suite: deterministic, and kind to small machines."""
 
+import warnings
+
 import pytest
 import torch
 from hypothesis import settings
+
+from arbordraft.kernels import native
 
 settings.register_profile("arbordraft", derandomize=True, deadline=None, database=None)
 settings.load_profile("arbordraft")
@@ -16,3 +20,12 @@ def _reproducible():
     torch.manual_seed(0)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def kernels():
+    """Skips tests of the native kernels where there are none, for a reason that is no fault of theirs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", native.NativeKernelsUnavailable)
+        if problem := native.problem():
+            pytest.skip(problem)

@@ -85,12 +85,16 @@ def test_bench_measures_and_writes_json(tmp_path):
 def test_bench_of_the_cpu_kernels(tmp_path):
     folder, report, prompts = tiny_checkpoint(tmp_path), tmp_path / "bench.json", tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"messages": [{"role": "user", "content": text}]}) + "\n" for text in "abcd"))
-    arguments = ["bench", "cpu", "--model", str(folder), "--dtype", "bfloat16", "--repeats", "1", "--new-tokens", "4"]
-    result = runner.invoke(cli.app, [*arguments, "--no-others", "--prompts", str(prompts), "--json", str(report)])
-    assert result.exit_code == 0, result.output
-    found = json.loads(report.read_text())["measurements"]
-    assert {"cpu forward", "cpu decode", "cpu equality"} <= {measurement["group"] for measurement in found}
-    assert all(m["ratio"] == 1 for m in found if m["group"] == "cpu equality" and "bitwise" in m["detail"])
+    settings = ["--model", str(folder), "--dtype", "bfloat16", "--repeats", "1", "--new-tokens", "4", "--no-others"]
+    found = {}
+    for suite in ("cpu", "equality"):
+        arguments = ["bench", suite, *settings, "--prompts", str(prompts), "--json", str(report)]
+        result = runner.invoke(cli.app, arguments)
+        assert result.exit_code == 0, result.output
+        found[suite] = json.loads(report.read_text())["measurements"]
+    assert {"cpu forward", "cpu decode"} <= {measurement["group"] for measurement in found["cpu"]}
+    assert len(found["equality"]) == 6
+    assert all(m["ratio"] == 1 for m in found["equality"] if "bitwise" in m["detail"])
 
 
 def test_a_prompt_file_of_another_kind_is_named(tmp_path):

@@ -2,18 +2,12 @@
 
 import pytest
 import torch
-from models import poisoned_pool
+from ragged_case import Case
 from torch.testing import assert_close
 
 from arbordraft import TreeTopology
 from arbordraft.kernels.kv_cache import append, append_reference, compact, compact_reference
-from arbordraft.kernels.ragged_tree_attention import (
-    RaggedBatch,
-    ragged_tree_attention,
-    ragged_tree_attention_reference,
-)
-from arbordraft.masks import stack_words
-from arbordraft.topology import ancestor_words
+from arbordraft.kernels.ragged_tree_attention import ragged_tree_attention, ragged_tree_attention_reference
 
 ATTENTION = [ragged_tree_attention_reference, ragged_tree_attention]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
@@ -22,72 +16,6 @@ SHAPES = {
     "plain decoding": [(5, TreeTopology.chain(0)), (9, TreeTopology.chain(0))],
     "several words": [(7, TreeTopology.k_ary(3, 4)), (2, TreeTopology.chain(1))],
 }
-
-
-class Case:
-    """Random rows of some samples, each with its slab between guard bands of NaN.
-
-    Args:
-        samples: committed tokens and topology of each sample.
-        group: query heads per key head.
-        last: only the rows of the last so many levels are new; the levels above are in the pool already.
-        causal: prompts rather than trees: every row sees all rows before it.
-    """
-
-    def __init__(self, samples, group=2, last=99, causal=False, dtype=torch.float64, key_heads=2, size=8, seed=0):
-        generator = torch.Generator().manual_seed(seed)
-        self.keys, starts = poisoned_pool([past + tree.num_nodes for past, tree in samples], key_heads, size, generator)
-        self.values, _ = poisoned_pool([past + tree.num_nodes for past, tree in samples], key_heads, size, generator)
-        new = [range(tree.levels[max(0, len(tree.levels) - last)].start, tree.num_nodes) for _, tree in samples]
-        total = sum(map(len, new))
-        self.query = torch.randn(total, key_heads * group, size, generator=generator, dtype=torch.float64)
-        self.keys, self.values, self.query = (x.to(dtype) for x in (self.keys, self.values, self.query))
-        offsets = [list(range(tree.num_nodes)) if causal else list(tree.depth_list) for _, tree in samples]
-        self.batch = RaggedBatch(
-            rows=[len(nodes) for nodes in new],
-            starts=starts,
-            past=[past for past, _ in samples],
-            tree_positions=[[past + o for o in offset] for (past, _), offset in zip(samples, offsets, strict=True)],
-            positions=torch.tensor(
-                [
-                    past + offset[n]
-                    for (past, _), offset, nodes in zip(samples, offsets, new, strict=True)
-                    for n in nodes
-                ]
-            ),
-            slots=torch.tensor(
-                [start + past + n for start, (past, _), nodes in zip(starts, samples, new, strict=True) for n in nodes]
-            ),
-            words=None
-            if causal
-            else stack_words(
-                [ancestor_words(tree.visible[list(nodes)]) for (_, tree), nodes in zip(samples, new, strict=True)]
-            ),
-        )
-        self.samples, self.new, self.causal = samples, new, causal
-
-    def run(self, attention, **options):
-        return attention(self.query, self.keys, self.values, self.batch, scale=0.3, **options)
-
-    def naive(self, window=None, softcap=None, sinks=None):
-        """One row, one head, one key at a time, in float64; what a row sees follows from the tree itself."""
-        query, keys, values = (x.double() for x in (self.query, self.keys, self.values))
-        out, row, group = torch.zeros_like(query), 0, query.shape[1] // keys.shape[1]
-        for (past, tree), start, nodes in zip(self.samples, self.batch.starts, self.new, strict=True):
-            for node in nodes:
-                above = range(node + 1) if self.causal else tree.path(node)
-                position = {past + above_node: past + order for order, above_node in enumerate(above)}
-                seen = {start + slot: slot for slot in range(past)} | {start + s: p for s, p in position.items()}
-                here = past + len(above) - 1
-                slots = [slot for slot, p in seen.items() if window is None or here - p < window]
-                for head in range(query.shape[1]):
-                    scores = keys[slots, head // group] @ query[row, head] * 0.3
-                    if softcap is not None:
-                        scores = softcap * torch.tanh(scores / softcap)
-                    mass = scores.exp().sum() + (0 if sinks is None else sinks[head].double().exp())
-                    out[row, head] = scores.exp() / mass @ values[slots, head // group]
-                row += 1
-        return out
 
 
 OPTIONS = {

@@ -243,7 +243,7 @@ def provenance() -> dict[str, Any]:
             check=True,
         ).stdout.strip()
     return {
-        "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "argv": [Path(argument).name for argument in sys.argv],  # folders are nobody's business
         "commit": commit,
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "python": platform.python_version(),

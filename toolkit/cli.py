@@ -136,7 +136,7 @@ def bench(
     repeats: Annotated[int, typer.Option(min=1, help="Pairs of timings per case; medians are reported.")] = 7,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt when decoding.")] = 128,
     prompts: Annotated[
-        Path | None, typer.Option(help="JSON lines with 'messages', such as MT-Bench's, for 'cpu'; else built-in ones.")
+        Path | None, typer.Option(help="JSON lines with 'messages', such as MT-Bench's; else built-in ones.")
     ] = None,
     others: Annotated[
         bool, typer.Option(help="In 'cpu', measure random models of other families too; they need 5 GB of memory.")
@@ -145,7 +145,8 @@ def bench(
 ) -> None:
     """Measure forwards, verification and decoding against transformers, paired in one run.
 
-    'forward', 'verify' and 'decode' ('all') run the model's own modules; 'cpu' runs the packed CPU kernels.
+    'forward', 'verify' and 'decode' ('all') run the model's own modules; 'cpu' runs the packed CPU kernels, and
+    'equality' compares speculative with plain greedy tokens on them.
     """
     from arbordraft import bench as benchmark
     from arbordraft import bench_cpu
@@ -160,17 +161,19 @@ def bench(
             for measurement in found:
                 measurements.append(measurement)
                 progress.update(task, description=f"measured: {measurement.case}")
+                if json is not None:  # each time, so that an interrupted run loses little
+                    benchmark.save(json, measurements, suite=suite, model=model, repeats=repeats, new_tokens=new_tokens)
 
-        half: PreTrainedModel | None = None
         for each in dtype or [Dtype.bfloat16, Dtype.float32]:
             target, tokenizer = _load(model, each)
+            texts = read_prompts(prompts) if prompts else [*MIXED, *VARIED]
+            if suite is Suite.equality:
+                take(bench_cpu.equality(target.model, tokenizer, texts, new_tokens))
             if suite is Suite.cpu:
-                texts = read_prompts(prompts) if prompts else [*MIXED, *VARIED]
                 take(bench_cpu.forward_speed(target.model, repeats))
                 if each is Dtype.bfloat16:
                     take(bench_cpu.int8_speed(target.model, tokenizer, texts, repeats))
                     take(bench_cpu.decode_speed(target.model, tokenizer, texts, max(3, repeats // 2), new_tokens))
-                    half = target.model
             if suite in (Suite.forward, Suite.all):
                 take(benchmark.forward_cost(target.model, repeats))
             if suite in (Suite.verify, Suite.all):
@@ -179,13 +182,10 @@ def bench(
                 take(benchmark.decode_speed(target.model, tokenizer, max(3, repeats // 2), new_tokens))
         if suite is Suite.cpu and others:
             take(bench_cpu.other_architectures(repeats))
-        if half is not None:  # last, as it is no timing
-            take(bench_cpu.equality(half, tokenizer, texts, new_tokens))
         if suite in (Suite.verify, Suite.all):
             take(benchmark.spechub_cost(repeats))
     console.print(measurement_table(measurements))
     if json is not None:
-        benchmark.save(json, measurements, suite=suite, model=model, repeats=repeats, new_tokens=new_tokens)
         console.print(f"wrote {json}")
 
 

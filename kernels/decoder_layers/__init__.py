@@ -41,7 +41,7 @@ class LayerRun:
         Args:
             hidden: ``[1, T, H]`` float32 or bfloat16.
             pools: ``[P, Hkv, D]`` keys and values of every layer; the rows' own are written to ``batch.slots``.
-            rotary: ``[1, T, R]`` cosines and sines.
+            rotary: ``[1, T, R]`` cosines and sines, of the dtype of ``hidden`` or float32.
             batch: rows, slabs and ancestor words.
 
         Returns:

@@ -315,8 +315,11 @@ Tensor layers_of(
   arena.reserve(space.partials, partials * chunks);
   arena.allocate();
   const auto widen_all = [](const Tensor& from, float* to) {
-    const T* source = data<T>(from);
-    for (int64_t i = 0; i < from.numel(); i += kLanes) store(to + i, load(source + i, from.numel() - i), from.numel() - i);
+    const auto copy = [&](const auto* source) {
+      for (int64_t i = 0; i < from.numel(); i += kLanes) store(to + i, load(source + i, from.numel() - i), from.numel() - i);
+    };
+    // Some models keep their rotation in float.
+    from.scalar_type() == at::kFloat ? copy(data<float>(from)) : copy(data<T>(from));
   };
   widen_all(hidden, x);
   widen_all(cosine, cosines);

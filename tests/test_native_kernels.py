@@ -1,0 +1,447 @@
+"""The C++ kernels compute what their references do, and give a row the same bits whatever runs beside it."""
+
+import copy
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from native_checks import (
+    KINDS,
+    OPTIONS,
+    PARTS,
+    TREES,
+    Stack,
+    check_attention,
+    check_layers,
+    check_linear,
+    check_rms_norm,
+    check_row_max,
+    layers_of,
+    linear_case,
+    random_layer,
+)
+from ragged_case import Case
+from torch.testing import assert_close
+
+from arbordraft import TreeTopology
+from arbordraft.kernels import native
+from arbordraft.kernels.decoder_layers import LayerRun
+from arbordraft.kernels.packed_linear import (
+    ACTIVATIONS,
+    interleave,
+    pack,
+    packed_linear,
+    quantize,
+    unpack,
+)
+from arbordraft.kernels.ragged_tree_attention import RaggedBatch, ragged_tree_attention
+from arbordraft.kernels.verify import row_max, row_max_reference
+
+DTYPES = [torch.float32, torch.bfloat16]
+pytestmark = pytest.mark.usefixtures("kernels")
+
+
+# Against the references
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_linears(kind, bias):
+    for outputs, inputs in ((16, 16), (1, 1), (17, 2), (33, 19), (64, 96), (130, 65)):
+        for rows in (0, 1, 2, 5, 8):
+            check_linear(kind, outputs, inputs, rows, bias)
+    for rows in range(41):
+        check_linear(kind, 48, 31, rows, bias)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gated_linears(kind, activation):
+    for outputs, inputs, rows in ((32, 7, 1), (96, 64, 3), (64, 33, 17)):
+        for bias in (False, True):
+            check_linear(kind, outputs, inputs, rows, bias, activation)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inputs_of_any_shape_and_layout(kind):
+    (x, *weights), options, _, _ = linear_case(kind, 48, 31, rows=24)
+    together = packed_linear(x, *weights, **options)
+    assert torch.equal(packed_linear(x[3], *weights, **options), together[3])
+    assert torch.equal(packed_linear(x.view(2, 3, 4, 31), *weights, **options), together.view(2, 3, 4, 48))
+    apart = x.T.contiguous().T
+    assert not apart.is_contiguous()
+    assert torch.equal(packed_linear(apart, *weights, **options), together)
+    assert torch.equal(packed_linear(x[::3], *weights, **options), together[::3])
+    assert packed_linear(x.view(4, 6, 31)[:, :0], *weights, **options).shape == (4, 0, 48)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_number_that_is_none_stays_in_its_row(kind):
+    for activation in (None, *ACTIVATIONS):
+        (x, *weights), options, _, _ = linear_case(kind, 64, 33, rows=20, activation=activation)
+        sound = packed_linear(x, *weights, **options)
+        bad = x.clone()
+        bad[7, 3], bad[12, 5] = float("nan"), float("inf")
+        found = packed_linear(bad, *weights, **options)
+        others = [row for row in range(20) if row not in (7, 12)]
+        assert torch.equal(found[others], sound[others])
+        assert found[7].isnan().all()
+        assert not found[12].isfinite().all()
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_far_out(activation):
+    """One gate per output, beside an input of one; a gate that is no number is not hidden."""
+    gates = torch.tensor([-1e30, -200, -90, -30, -8, -1e-3, -0.0, 0.0, 1e-3, 8, 30, 90, 200, 1e30, 1.0, float("nan")])
+    weight = interleave(torch.zeros(16, 1), torch.zeros(16, 1))
+    bias = interleave(gates[:, None], torch.ones(16, 1)).flatten()
+    found = packed_linear(torch.zeros(1, 1), pack(weight), None, bias, outputs=32, activation=activation)[0]
+    assert_close(found, ACTIVATIONS[activation](gates), rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+SIZES = st.integers(1, 40)
+
+
+@given(SIZES, SIZES, st.sampled_from([torch.float32, torch.bfloat16, torch.int8]))
+def test_packing_loses_nothing(outputs, inputs, dtype):
+    weight = torch.randint(-127, 128, (outputs, inputs)).to(dtype)
+    packed = pack(weight)
+    pairs = dtype != torch.float32
+    assert packed.shape == (-(-outputs // 16), -(-inputs // 2) if pairs else inputs, 16, *([2] if pairs else []))
+    assert torch.equal(unpack(packed, outputs, inputs), weight)
+    assert packed.to(torch.float64).abs().sum() == weight.to(torch.float64).abs().sum()  # padding is zero
+
+
+def test_packing_and_unpacking_are_what_the_layout_says():
+    weight = torch.arange(32.0 * 6).view(32, 6)
+    assert torch.equal(pack(weight)[1, 4], weight[16:, 4])
+    assert torch.equal(pack(weight.bfloat16())[1, 2, :, 1], weight[16:, 5].bfloat16())
+
+
+@given(st.integers(1, 3), st.integers(0, 3))
+def test_interleaved_halves(blocks, inputs):
+    gate, up = torch.randn(2, 16 * blocks, inputs)
+    both = interleave(gate, up)
+    assert torch.equal(both.view(blocks, 2, 16, inputs)[:, 0].flatten(0, 1), gate)
+    assert torch.equal(both.view(blocks, 2, 16, inputs)[:, 1].flatten(0, 1), up)
+
+
+@given(SIZES, SIZES, st.sampled_from(DTYPES))
+def test_quantized_weights_are_within_half_a_step(outputs, inputs, dtype):
+    weight = torch.randn(outputs, inputs).to(dtype) * 10.0 ** torch.randint(-3, 3, (outputs, 1))
+    weight[0] = 0
+    eight, scale = quantize(weight)
+    assert (eight.dtype, scale.dtype, scale.shape) == (torch.int8, torch.float32, (outputs,))
+    assert ((eight.double() * scale[:, None] - weight.double()).abs() <= scale[:, None] * 0.5001).all()
+    assert not eight[0].any()
+    assert (eight[1:].abs().amax(dim=1) == 127).all()  # all steps are used
+
+
+def test_wrong_arguments_are_refused():
+    x, packed = torch.randn(3, 32), pack(torch.randn(40, 32))
+    attention = Case(TREES["trees"], dtype=torch.float32, size=16)
+    for call, message in (
+        (lambda: packed_linear(x[:, :31], packed, outputs=40), "31 channels, the weights 32"),
+        (lambda: packed_linear(x, packed, outputs=50), "not packed for 50 outputs"),
+        (lambda: packed_linear(x.bfloat16(), packed, outputs=40), "expected"),
+        (lambda: packed_linear(x.double(), packed, outputs=40), "expected"),
+        (lambda: packed_linear(x, packed, None, torch.zeros(39), outputs=40), "one bias per output"),
+        (lambda: packed_linear(x, packed.to(torch.int8)[..., None], outputs=40), "not packed"),
+        (lambda: packed_linear(x, packed, outputs=40, activation="silu"), "halves of whole blocks"),
+        (lambda: attention_with(attention, starts=[0, 9, 900]), "outside the pool"),
+        (lambda: attention_with(attention, rows=[4, 7, 6]), "describes 17 rows, got 18"),
+        (lambda: attention_with(attention, words=torch.zeros(18, 1, dtype=torch.int64)), "sees no key"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            call()
+
+
+def attention_with(case, **changes):
+    batch = RaggedBatch(
+        **{
+            name: changes.get(name, getattr(case.batch, name))
+            for name in ("rows", "starts", "past", "tree_positions", "positions", "slots", "words")
+        }
+    )
+    return ragged_tree_attention(case.query, case.keys, case.values, batch, scale=0.3, use_native=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_row_maxima(dtype):
+    check_row_max(dtype)
+    with torch.inference_mode():
+        assert row_max(torch.zeros(0, 5, dtype=dtype))[1].shape == (0,)
+    values, tokens = row_max(torch.randn(5, 33, dtype=torch.float64)[:, ::2])  # what the kernels do not know
+    assert (values.dtype, tokens.dtype) == (torch.float64, torch.int64)
+
+
+def test_row_maxima_of_a_large_vocabulary():
+    x = torch.randn(37, 5003)
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for found, expected in zip(row_max(x), row_max_reference(x), strict=True):
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rms_norms(dtype):
+    check_rms_norm(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("samples", TREES.values(), ids=TREES)
+def test_attention(samples, dtype):
+    for options in OPTIONS.values():
+        check_attention(Case(samples, dtype=dtype, size=16), **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_attention_of_prompts(options, dtype):
+    for samples in (
+        [(4, TreeTopology.chain(5)), (0, TreeTopology.chain(6)), (1, TreeTopology.chain(0))],
+        [(120, TreeTopology.chain(15)), (0, TreeTopology.chain(140))],
+    ):
+        check_attention(Case(samples, causal=True, dtype=dtype, size=16), **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("group", [1, 3, 4, 7, 8])
+def test_attention_of_groups(group, dtype):
+    case = Case(TREES["trees"], group=group, dtype=dtype, size=32)
+    check_attention(case)
+    check_attention(case, sinks=torch.linspace(-1, 1, 2 * group), softcap=2.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [16, 48, 64, 80, 128, 256])
+def test_attention_of_head_sizes(size, dtype):
+    for value_size in {size, 16, 80, 256}:
+        check_attention(Case(TREES["several chunks"][1:], dtype=dtype, size=size, value_size=value_size, group=3))
+
+
+@pytest.mark.parametrize("last", [1, 2])
+def test_attention_of_the_last_levels_only(last):
+    case = Case([(5, TreeTopology.k_ary(3, 4)), (2, TreeTopology.k_ary(2, 2))], last=last, dtype=DTYPES[0], size=16)
+    check_attention(case)
+    check_attention(case, window=3)
+    wide = torch.cat([case.batch.words, case.batch.words], dim=1)[:, : case.batch.words.shape[1]]
+    assert not wide.is_contiguous()
+    assert torch.equal(attention_with(case, words=wide), attention_with(case))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("part", PARTS)
+def test_layers(part, dtype):
+    for layers in ([part], ["base", part, "all"]):
+        shared = {name: size for name, size in PARTS[part].items() if name in ("heads", "kv_heads", "dim")}
+        weights = [random_layer(dtype, seed=seed, **{**PARTS[name], **shared}) for seed, name in enumerate(layers)]
+        check_layers(weights, dtype)
+
+
+@pytest.mark.parametrize("kind", ["int8-float32", "int8-bfloat16"])
+def test_layers_with_8_bit_weights(kind):
+    check_layers(layers_of(kind), KINDS[kind][0])
+
+
+def test_layers_that_rotate_some_channels():
+    check_layers([random_layer(dim=32, heads=2)], rotary=8)
+
+
+def test_layers_whose_rotation_is_more_exact():
+    check_layers(layers_of("bfloat16"), torch.bfloat16, rotary_dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    "fault", [{"scale": 0.303}, {"epsilon": 1e-4}, {"window": 3}, {"rotary": False}, {"softcap": 30.0}], ids=str
+)
+def test_another_layer_would_be_seen(fault):
+    layer = random_layer()
+    check_layers([layer])
+    with pytest.raises(AssertionError):
+        check_layers([layer], truth=[replace(layer, **fault)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_without_kernels_computes_the_same(kind, monkeypatch):
+    dtype = KINDS[kind][0]
+    monkeypatch.setenv("ARBORDRAFT_ISA", "off")
+    assert not native.load()
+    if dtype == torch.float32:
+        check_layers(layers_of(kind), dtype)
+    check_linear(kind, 33, 19)
+    check_linear(kind, 32, 7, activation="gelu")
+    check_row_max(dtype)
+    check_attention(Case(TREES["trees"], dtype=dtype, size=16), window=3)
+
+
+# As operators of PyTorch
+
+
+def operator_calls():
+    """Every operator with arguments that exercise all of its schema."""
+    ops = torch.ops.arbordraft
+    (x, *weights), options, _, _ = linear_case("int8-bfloat16", 48, 31)
+    case = Case(TREES["trees"], dtype=torch.float32, size=16)
+    batch = case.batch
+    described, keys = (batch.samples, batch.positions), (batch.slots, batch.words, batch.region)
+    run = LayerRun(layers_of("float32"))
+    pools = [[torch.randn(len(case.keys), 2, 16) for _ in run.layers] for _ in range(2)]
+    rotary = torch.randn(2, 1, 18, 16)
+    return [
+        (ops.packed_linear.default, (x, *weights, options["outputs"], -1)),
+        (ops.packed_linear.default, (torch.randn(2, 3, 8), pack(torch.randn(64, 8)), None, None, 64, 2)),
+        (ops.rms_norm.default, (torch.randn(2, 3, 32), torch.randn(32), 1e-5)),
+        (ops.row_max.default, (torch.randn(5, 33).bfloat16(),)),
+        (
+            ops.ragged_tree_attention.default,
+            (case.query, case.keys, case.values, *described, batch.words, batch.region, 0.3, 4, 2.0, torch.randn(4)),
+        ),
+        (
+            ops.decoder_layers.default,
+            (torch.randn(1, 18, 64), run._tensors, run._integers, run._scalars, *pools, *rotary, *described, *keys),
+        ),
+    ]
+
+
+@pytest.mark.parametrize("index", range(6))
+def test_operators_are_registered_properly(index):
+    operator, arguments = operator_calls()[index]
+    torch.library.opcheck(operator, arguments)
+
+
+def test_operators_can_be_compiled():
+    """With equal results, and equal changes of the pools."""
+    for operator, arguments in operator_calls():
+        torch._dynamo.reset()
+        compiled = torch.compile(operator, fullgraph=True, backend="aot_eager")
+        plain, traced = copy.deepcopy((arguments, arguments))
+        torch.manual_seed(0)
+        assert_close(compiled(*traced), operator(*plain), rtol=0, atol=0, equal_nan=True)
+        assert_close(traced, plain, rtol=0, atol=0, equal_nan=True)
+    assert not torch.equal(traced[4][0], arguments[4][0])  # they were changed
+
+
+def test_inference_mode():
+    stack, text = Stack(layers_of("float32")), [5, 9, 7]
+    expected = stack.text([text])[0]
+    with torch.inference_mode():
+        found = Stack(layers_of("float32")).text([text])[0]
+        assert torch.equal(stack.text([text])[0], expected)
+    assert torch.equal(found, expected)
+
+
+# Threads and processes
+
+
+def test_two_threads_at_once():
+    stacks = [Stack(layers_of(kind), KINDS[kind][0]) for kind in ("float32", "bfloat16")]
+    texts = [[(3 * index + start) % 50 for index in range(40)] for start in range(2)]
+    expected = [stack.text([text])[0] for stack, text in zip(stacks, texts, strict=True)]
+    torch.set_num_threads(2)
+    found = [[], []]
+
+    def work(index):
+        torch.set_num_threads(2)
+        for _ in range(20):
+            found[index].append(stacks[index].text([texts[index]])[0])
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for rows, wanted in zip(found, expected, strict=True):
+        assert len(rows) == 20
+        assert all(torch.equal(row, wanted) for row in rows)
+
+
+FORKS = """
+import os, select
+import torch
+from native_checks import Stack, layers_of
+from arbordraft.kernels import native
+
+stack = Stack(layers_of("float32"))
+
+def run():
+    return stack.text([[index % 50 for index in range(40)]])[0].numpy().tobytes()
+
+def run_in_a_child():
+    reader, writer = os.pipe()
+    if not (child := os.fork()):
+        with os.fdopen(writer, "wb") as file:
+            file.write(run())
+        os._exit(0)
+    os.close(writer)
+    if not select.select([reader], [], [], 60)[0]:
+        os.kill(child, 9)  # it hangs
+    with os.fdopen(reader, "rb") as file:
+        found = file.read()
+    os.waitpid(child, 0)
+    return found
+
+torch.set_num_threads(2)
+torch.randn(1_000_000).exp_()  # wakes a team of threads, which a child does not inherit
+assert not hasattr(torch.ops.arbordraft, "decoder_layers")
+itself = run_in_a_child()
+assert native.load()
+loaded = run_in_a_child()
+expected = run()
+after = run_in_a_child()
+print(itself == expected, loaded == expected, after == expected, run() == expected)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_forked_children():
+    """Of a parent that has not loaded the kernels, has only loaded them, has run them; and the parent afterwards."""
+    assert script("-c", FORKS).split() == ["True"] * 4
+
+
+def script(*command, **variables):
+    """What a fresh interpreter prints."""
+    here = str(Path(__file__).parent)
+    environment = os.environ | {"OMP_WAIT_POLICY": "passive", "PYTHONPATH": here} | variables
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=500, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+# Other processors
+
+
+@pytest.fixture(scope="module")
+def builds():
+    """The builds are made side by side, as they may all be new."""
+    here = Path(__file__).with_name("native_checks.py")
+    started = {
+        isa: subprocess.Popen(
+            [sys.executable, str(here)],
+            env=os.environ | {"ARBORDRAFT_ISA": isa, "OMP_WAIT_POLICY": "passive"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for isa in ("avx512", "avx2", "generic")
+    }
+    yield started
+    for process in started.values():
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("isa", ["avx512", "avx2", "generic"])
+def test_every_instruction_set(isa, builds):
+    output, errors = builds[isa].communicate(timeout=500)
+    if "this CPU lacks" in errors:
+        pytest.skip(errors)
+    assert builds[isa].returncode == 0, errors
+    assert output.strip() == isa
