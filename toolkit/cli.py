@@ -70,6 +70,7 @@ class Suite(StrEnum):
     verify = "verify"
     decode = "decode"
     cpu = "cpu"
+    equality = "equality"
     all = "all"
 
 
