@@ -34,8 +34,8 @@ STEEP = CostTable((1, 64), (1.0, 64.0))
 
 
 def test_costs_are_interpolated_and_extrapolated():
-    table = CostTable((1, 4, 8), (1.0, 4.0, 12.0), overhead=0.5)
-    assert [table(rows) for rows in (1, 2, 4, 6, 8, 10)] == [1.5, 2.5, 4.5, 8.5, 12.5, 16.5]
+    table = CostTable((1, 4, 8), (1.0, 4.0, 12.0))
+    assert [table(rows) for rows in (1, 2, 4, 6, 8, 10)] == [1.0, 2.0, 4.0, 8.0, 12.0, 16.0]
 
 
 def test_noise_cannot_make_more_rows_cheaper():
@@ -56,7 +56,7 @@ def test_malformed_tables_are_refused(rows, seconds):
     chances=st.lists(st.floats(0, 1), max_size=6),
 )
 def test_the_best_number_of_drafts_is_found(seconds, samples, chances):
-    table = CostTable((1, 4, 8), tuple(seconds), overhead=0.1)
+    table = CostTable((1, 4, 8), tuple(seconds))
     chances = sorted(chances, reverse=True)
     rates = [(samples + sum(chances[:n])) / table(samples + n) for n in range(len(chances) + 1)]
     assert rates[table.worthwhile(samples, chances)] == pytest.approx(max(rates))
@@ -67,7 +67,7 @@ def test_the_best_number_of_drafts_is_found(seconds, samples, chances):
 
 
 def test_a_table_survives_the_disk(tmp_path):
-    table = CostTable((1, 8), (0.1, 0.2), 0.01)
+    table = CostTable((1, 8), (0.1, 0.2))
     table.save(tmp_path / "costs.json")
     assert CostTable.load(tmp_path / "costs.json") == table
     assert [path.name for path in tmp_path.iterdir()] == ["costs.json"]

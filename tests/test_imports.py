@@ -20,6 +20,7 @@ ORDER = [
     "verifiers",
     "coupling",
     "cache",
+    "observation",
     "recognition",
     "packing",
     "target",

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 import tomllib
-import types
 import warnings
 from pathlib import Path
 
@@ -52,7 +51,6 @@ pytestmark = pytest.mark.skipif(
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("ARBORDRAFT_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("ARBORDRAFT_ISA", raising=False)
-    monkeypatch.setattr(torch.ops, "arbordraft", types.SimpleNamespace(), raising=False)  # no operators to check
     return tmp_path / "cache" / "native"
 
 
@@ -65,12 +63,12 @@ def write_toy(folder: Path, answer: int = 42, source: str = TOY) -> Extension:
     folder.mkdir(exist_ok=True)
     (folder / "answer.h").write_text(f"#define ANSWER {answer}\n")
     (folder / "toy.cpp").write_text(source)
-    return Extension(folder / "toy.cpp", folder)
+    return Extension(folder / "toy.cpp", folder, lambda forked: None)
 
 
 def again(toy: Extension) -> Extension:
     """What the next process would see."""
-    return Extension(toy.source, toy.root)
+    return Extension(toy.source, toy.root, toy.loaded)
 
 
 def files(folder: Path) -> list[Path]:
@@ -348,16 +346,16 @@ def test_announced_on_a_terminal(cache, toy, capsys, monkeypatch, terminal):
     assert ("building CPU kernels" in capsys.readouterr().err) == terminal
 
 
-def test_self_check_decides(cache, toy, monkeypatch):
-    monkeypatch.setattr(torch.ops.arbordraft, "self_check", lambda: 0, raising=False)
+def test_a_failure_after_loading_decides(cache, toy):
+    called = []
+    toy.loaded = called.append
     assert toy.load()
-    monkeypatch.setattr(torch.ops.arbordraft, "self_check", lambda: 3)
-    assert "self_check: 3" in unavailable(again(toy))
+    assert called == [False]
 
-    def raises():
+    def raises(forked):
         raise RuntimeError("this CPU is on fire")
 
-    monkeypatch.setattr(torch.ops.arbordraft, "self_check", raises)
+    toy.loaded = raises
     assert "this CPU is on fire" in unavailable(again(toy))
 
 
@@ -370,7 +368,7 @@ def test_one_openmp_runtime(cache, toy):
 import ctypes, re, torch
 from arbordraft.kernels.native import Extension
 from pathlib import Path
-toy = Extension(Path({str(toy.source)!r}), Path({str(toy.root)!r}))
+toy = Extension(Path({str(toy.source)!r}), Path({str(toy.root)!r}), lambda forked: None)
 assert toy.load(), toy.problem()
 toy = ctypes.CDLL({str(library)!r})
 torch.set_num_threads(3)

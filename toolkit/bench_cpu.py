@@ -128,6 +128,7 @@ def equality(
     ):
         coupling = Coupling(Fixed(max(shape)), TopDown(Matching()))
         decoder = SpeculativeDecoder(target, drafter, TreeTopology.from_k_config(shape), coupling)
+        level = decoder.exactness_report().level
         for batch in (1, 8):
             found = _tokens(decoder, tokenizer, prompts, batch, new_tokens)
             pairs = list(zip(found, reference, strict=True))
@@ -141,7 +142,7 @@ def equality(
                 total,
                 equal / total,
                 ">= 1.0",
-                f"{same} of {len(prompts)} answers equal; {decoder.exactness_report().level}",
+                f"{same} of {len(prompts)} answers equal; {level}",
             )
 
 

@@ -153,6 +153,7 @@ def bench(
     from arbordraft import bench_cpu
     from arbordraft.prompts import MIXED, VARIED, read_prompts
 
+    texts = read_prompts(prompts) if prompts else [*MIXED, *VARIED]
     measurements: list[benchmark.Measurement] = []
     progress = Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console)
     with progress:
@@ -167,7 +168,6 @@ def bench(
 
         for each in dtype or [Dtype.bfloat16, Dtype.float32]:
             target, tokenizer = _load(model, each)
-            texts = read_prompts(prompts) if prompts else [*MIXED, *VARIED]
             if suite is Suite.equality:
                 take(bench_cpu.equality(target.model, tokenizer, texts, new_tokens))
             if suite is Suite.cpu:

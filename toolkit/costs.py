@@ -28,7 +28,6 @@ class CostTable:
     Args:
         rows: measured numbers of rows, ascending.
         seconds: their times; made not to fall with more rows, since a drop can only be noise.
-        overhead: seconds of a step outside its forward.
 
     Raises:
         ValueError: unless rows ascend from 1 and every time is positive.
@@ -36,11 +35,10 @@ class CostTable:
 
     rows: tuple[int, ...]
     seconds: tuple[float, ...]
-    overhead: float = 0.0
 
     def __post_init__(self) -> None:
         ascending = list(self.rows) == sorted(set(self.rows)) and self.rows[:1] == (1,)
-        if not ascending or len(self.rows) != len(self.seconds) or min(self.seconds) <= 0 or self.overhead < 0:
+        if not ascending or len(self.rows) != len(self.seconds) or min(self.seconds) <= 0:
             raise ValueError("a cost table needs ascending rows from 1 and a positive time for each")
         highest, rising = 0.0, []
         for second in self.seconds:
@@ -70,7 +68,7 @@ class CostTable:
     def load(cls, path: Path) -> Self:
         """Reads what :meth:`save` wrote."""
         fields = json.loads(path.read_text())
-        return cls(tuple(fields["rows"]), tuple(fields["seconds"]), fields["overhead"])
+        return cls(tuple(fields["rows"]), tuple(fields["seconds"]))
 
     def save(self, path: Path) -> None:
         """Writes JSON; the file appears only when it is complete."""
@@ -79,12 +77,12 @@ class CostTable:
         partial.replace(path)
 
     def __call__(self, rows: int) -> float:
-        """Seconds of a step with ``rows`` packed rows; beyond the table along its last slope."""
+        """Seconds of a forward with ``rows`` packed rows; beyond the table along its last slope."""
         at = min(max(bisect_left(self.rows, rows), 1), len(self.rows) - 1)
         if len(self.rows) == 1:
-            return self.overhead + self.seconds[0] * rows
+            return self.seconds[0] * rows
         (low, high), (first, second) = self.rows[at - 1 : at + 1], self.seconds[at - 1 : at + 1]
-        return self.overhead + first + (second - first) * (rows - low) / (high - low)
+        return first + (second - first) * (rows - low) / (high - low)
 
     def floor(self, samples: int) -> float:
         """Acceptance below which no number of drafts, up to 16 per sample, makes decoding faster."""

@@ -8,6 +8,7 @@ Shapes: T packed rows, H hidden size.
 """
 
 import operator
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,17 +20,8 @@ from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Matrix, rm
 from arbordraft.kernels.packed_linear import LANES, packed_linear
 from arbordraft.kernels.packed_linear.module import PackedLinear, onednn_problem
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
-from arbordraft.recognition import (
-    AttentionCall,
-    Forward,
-    LayerCall,
-    Parts,
-    Unrecognised,
-    hooked,
-    same_layer,
-    same_mlp,
-    settings,
-)
+from arbordraft.observation import AttentionCall, Forward, LayerCall, Observation
+from arbordraft.recognition import Parts, Unrecognised, same_layer, same_mlp, settings
 
 LINEARS = ("plain", "packed", "native", "onednn")
 # Besides packed modules, the kinds that treat every row by itself.
@@ -115,46 +107,33 @@ class Packing:
 
     Args:
         model: the model, while its attention is hooked.
-        place: the module that holds the list of decoder layers, and the list's name; ``None`` if there is none.
-        observed: the layers and what they were given by a forward of ``batch`` on a fresh cache.
-        attention: what they asked their attention for, by index.
-        called: all modules that this forward called.
-        batch: the forward's rows.
+        seen: what one of its forwards showed.
         backend: ``"native"`` or ``"onednn"``.
         int8: keep 8-bit weights.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        place: tuple[nn.Module, str] | None,
-        observed: Sequence[LayerCall],
-        attention: dict[int, AttentionCall],
-        called: set[nn.Module],
-        batch: RaggedBatch,
-        backend: str,
-        int8: bool,
-    ) -> None:
+    def __init__(self, model: nn.Module, seen: Observation, backend: str, *, int8: bool = False) -> None:
         self.backend, self.int8 = backend, int8
         self.left: list[str] = []  # linears that stay as they are, with the reason
         self._parts = Parts()
-        self._called = called
+        self._called = seen.called
         self._proven: dict[Any, bool] = {}
         self._layers: list[LayerWeights | None] = [
-            self._recognise(index, call, attention.get(index), batch) for index, call in enumerate(observed)
+            self._recognise(index, call, seen.attention.get(index), seen.batch)
+            for index, call in enumerate(seen.layers)
         ]
         self.fused = sum(layer is not None for layer in self._layers)
-        self._originals = [call.layer for call in observed]
-        self._place = place if self.fused else None
+        self._originals = [call.layer for call in seen.layers]
+        self._place = seen.place
         # One call for all layers, if the model hands all of them the same tables.
-        tables = {id(call.kwargs.get("position_embeddings")) for call in observed}
-        self._together = self.fused == len(observed) and len(tables) == 1
+        tables = {id(call.kwargs.get("position_embeddings")) for call in seen.layers}
+        self._together = self.fused == len(seen.layers) and len(tables) == 1
         self._lists: dict[int, nn.ModuleList] = {}
         self._stand_ins: dict[nn.Module, nn.Module | None] = {
-            call.layer: None for call, layer in zip(observed, self._layers, strict=True) if layer
+            call.layer: None for call, layer in zip(seen.layers, self._layers, strict=True) if layer
         }
         self._swaps = list(self._replace_below(model, ""))
-        self.row_invariant = backend == "native" and 0 < self.fused == len(observed) and not list(self._odd(model))
+        self.row_invariant = backend == "native" and 0 < self.fused == len(seen.layers) and not list(self._odd(model))
 
         # Spelled out, as all of it is compared whenever a cache is begun.
         edges = [(owner._modules, name, child) for owner in model.modules() for name, child in owner._modules.items()]
@@ -185,7 +164,7 @@ class Packing:
         Args:
             layers: run only the first so many decoder layers.
         """
-        if self._place is None:
+        if self._place is None or not (self.fused or layers):
             return self._swaps
         count = layers or len(self._layers)
         if count not in self._lists:
@@ -280,8 +259,10 @@ def choose_backend(linears: str, model: nn.Module) -> str:
         if problem is None:
             return backend
     if linears == "packed":
+        if weight.is_cpu and unfit:
+            warnings.warn(f"linears='packed' uses the model's own linears: {unfit}", stacklevel=3)
         return "plain"
     raise ValueError(f"linears={linears!r} cannot be used: {problem}")
 
 
-__all__ = ["LINEARS", "PackedGatedMLP", "PackedLayers", "PackedRMSNorm", "Packing", "choose_backend", "hooked"]
+__all__ = ["LINEARS", "PackedGatedMLP", "PackedLayers", "PackedRMSNorm", "Packing", "choose_backend"]

@@ -8,16 +8,15 @@ Shapes: H hidden size, D head size, N inner size of the MLP.
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from arbordraft.cache import RaggedKVCache
 from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Matrix
 from arbordraft.kernels.packed_linear import ACTIVATIONS, LANES, interleave, pack, quantize
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
+from arbordraft.observation import AttentionCall, Forward, LayerCall, fresh_cache
 
 # Where the norms of a layer stand, by the names that transformers' models give them.
 _NORM_PLACES = {
@@ -39,44 +38,6 @@ _INTERNALS = frozenset(vars(nn.Module()))  # what every module has
 
 class Unrecognised(Exception):
     """A module is not of the kind that a kernel computes; says why."""
-
-
-class AttentionCall(NamedTuple):
-    """What a layer asks its attention for."""
-
-    heads: int
-    kv_heads: int
-    dim: int
-    value_dim: int
-    scale: float
-    window: int | None
-    softcap: float | None
-    sinks: Tensor | None
-
-
-@dataclass
-class Forward:
-    """What one forward of a :class:`~arbordraft.target.RaggedModel` hands to its layers.
-
-    Args:
-        batch: its rows.
-        cache: its keys and values.
-        native: use the native attention kernel.
-        layers: the layers that have attended so far; with what they asked for, where a layer did so by itself.
-    """
-
-    batch: RaggedBatch
-    cache: RaggedKVCache
-    native: bool = False
-    layers: dict[int, AttentionCall | None] = field(default_factory=dict)
-
-
-class LayerCall(NamedTuple):
-    """A decoder layer and what it was given in an observed forward on a fresh cache."""
-
-    layer: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
 
 
 class Source(NamedTuple):
@@ -266,14 +227,6 @@ def settings(module: nn.Module) -> Any:
     shapes = [(name, tensor.shape) for name, tensor in module._parameters.items() if tensor is not None]
     inner = [(name, settings(child)) for name, child in module.named_children()]
     return type(module), tuple(sorted(own.items())), tuple(shapes), tuple(inner)
-
-
-def fresh_cache(batch: RaggedBatch) -> RaggedKVCache:
-    """An empty cache whose slabs lie where a batch without a past expects them."""
-    cache = RaggedKVCache()
-    for rows in batch.rows:
-        cache.open(rows)
-    return cache
 
 
 def _tried(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor | None:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from arbordraft.cache import RaggedKVCache
 from arbordraft.kernels import native
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch, ragged_tree_attention
+from arbordraft.observation import AttentionCall, Forward, decoder_list, observe
 from arbordraft.packing import Packing, Swap, choose_backend
-from arbordraft.recognition import AttentionCall, Forward, LayerCall
 from arbordraft.topology import TreeTopology, ancestor_words
 
 if TYPE_CHECKING:
@@ -88,7 +88,9 @@ class RaggedModel(nn.Module):
             {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
         )
         self.int8 = int8
-        self._packing = self._pack() if self.backend != "plain" else None
+        self._packing: Packing | None = None
+        if self.backend != "plain":
+            self._packing = self._pack()
         if self_test:
             self.self_test()
 
@@ -227,38 +229,16 @@ class RaggedModel(nn.Module):
         cache.weights = self._packing
 
     def _pack(self) -> Packing:
-        """Observes one forward of two small trees and packs what it saw."""
+        """Observes a forward and packs what it saw."""
         self._packing = None  # or its stand-ins would be observed
-        place = _decoder_layers(self.model, self.num_layers)
-        layers: list[nn.Module] = list(getattr(*place)) if place else []
-        given: dict[nn.Module, LayerCall] = {}
-        called: set[nn.Module] = set()
-
-        def observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            called.add(module)
-            if module in layers:
-                given[module] = LayerCall(module, args, kwargs)
-
-        topology = TreeTopology.from_parents([-1, 0, 0, 1])
-        tokens = torch.randint(self.vocab_size, (2 * topology.num_nodes,), generator=torch.Generator().manual_seed(0))
-        cache = RaggedKVCache()
-        samples = [cache.open(topology.num_nodes) for _ in range(2)]
-        words = ancestor_words(topology.visible.cpu()).repeat(2, 1)
-        run = Forward(cache.plan(samples, [topology.depth_list] * 2, words), cache)
-        hooks = [module.register_forward_pre_hook(observe, with_kwargs=True) for module in self.model.modules()]
-        with torch.no_grad(), self._hooked(None):
+        with self._hooked(None):
             try:
-                self.model(tokens[None], position_ids=run.batch.positions[None], use_cache=False, ragged=run)
+                seen = observe(self.model, self.num_layers, self.vocab_size)
             except UnsupportedModel:
                 raise
             except Exception as failure:
                 raise self._unsupported(failure) from failure
-            finally:
-                for hook in hooks:
-                    hook.remove()
-            observed = [given[layer] for layer in layers if layer in given]
-            attention = {index: call for index, call in run.layers.items() if call}
-            packing = Packing(self.model, place, observed, attention, called, run.batch, self.backend, self.int8)
+            packing = Packing(self.model, seen, self.backend, int8=self.int8)
         if packing.left:
             warnings.warn(f"not packed, as they are not plain linears: {'; '.join(packing.left)}", stacklevel=4)
         return packing
@@ -270,10 +250,7 @@ class RaggedModel(nn.Module):
     def _hooked(self, layers: int | None) -> Iterator[None]:
         """Puts our attention and the stand-ins into the model."""
         before = [config._attn_implementation for config in self._configs]
-        packing: Packing | None = getattr(self, "_packing", None)
-        swaps = packing.swaps(layers) if packing else []
-        if layers and not any(isinstance(stand_in, nn.ModuleList) for _, _, stand_in in swaps):
-            swaps = [*swaps, self._first(layers)]
+        swaps = self._swaps(layers)
         originals = [modules[name] for modules, name, _ in swaps]
         try:
             for config in self._configs:
@@ -287,23 +264,15 @@ class RaggedModel(nn.Module):
             for config, implementation in zip(self._configs, before, strict=True):
                 config._attn_implementation = implementation
 
-    def _first(self, layers: int) -> Swap:
-        place = _decoder_layers(self.model, self.num_layers)
-        if place is None:
+    def _swaps(self, layers: int | None) -> list[Swap]:
+        place = decoder_list(self.model, self.num_layers) if layers else None
+        if layers and place is None:
             raise UnsupportedModel(
                 f"{type(self.model).__name__} does not keep its {self.num_layers} layers in one list: no early exit"
             )
-        owner, name = place
-        return owner._modules, name, getattr(owner, name)[:layers]
-
-
-def _decoder_layers(model: nn.Module, count: int) -> tuple[nn.Module, str] | None:
-    """The module that holds the list of decoder layers, and the list's name: the outermost list of that length."""
-    for owner in model.modules():
-        for name, child in owner.named_children():
-            if isinstance(child, nn.ModuleList) and len(child) == count:
-                return owner, name
-    return None
+        if self._packing is not None:
+            return self._packing.swaps(layers)
+        return [(place[0]._modules, place[1], getattr(*place)[:layers])] if place else []
 
 
 def _register_hook() -> None:

@@ -6,6 +6,7 @@ Whoever calls them asks `load()` first and computes by slower means where it say
 import os
 import threading
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -28,8 +29,9 @@ class Extension:
     `$ARBORDRAFT_ISA` therefore counts when the library is loaded; only `off` is heeded at any time.
     """
 
-    def __init__(self, source: Path = SOURCE, root: Path = KERNELS):
-        self.source, self.root = source, root
+    def __init__(self, source: Path, root: Path, loaded: Callable[[bool], None]):
+        """`loaded` is called once the operators are there, with whether this process was forked before."""
+        self.source, self.root, self.loaded = source, root, loaded
         self._tried = self._forked = False
         self._problem: str | None = None
         self._lock = threading.Lock()
@@ -57,12 +59,7 @@ class Extension:
     def _try(self, isa: str) -> Warning | None:
         try:
             obstacle = Build(isa, self.source, self.root).load(lambda library: torch.ops.load_library(str(library)))
-            if hasattr(torch.ops.arbordraft, "self_check") and (failures := torch.ops.arbordraft.self_check()):
-                raise Unavailable(f"they compute wrongly on this machine (self_check: {failures}); please report it")
-            if hasattr(torch.ops.arbordraft, "decoder_layers"):
-                fakes.register()
-                if self._forked:  # torch's threads, which the kernels borrow, may have stayed in the parent
-                    torch.ops.arbordraft.work_alone()
+            self.loaded(self._forked)
         except (Unavailable, OSError, RuntimeError) as error:
             reason = str(error)
             if not isinstance(error, Unavailable):  # torch hides what the loader said in the cause
@@ -77,7 +74,13 @@ class Extension:
         )
 
 
-_kernels = Extension()
+def _loaded(forked: bool) -> None:
+    fakes.register()
+    if forked:  # torch's threads, which the kernels borrow, may have stayed in the parent
+        torch.ops.arbordraft.work_alone()
+
+
+_kernels = Extension(SOURCE, KERNELS, _loaded)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_kernels.after_fork)
 

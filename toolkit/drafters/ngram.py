@@ -73,7 +73,7 @@ class NGramDrafter(Drafter):
 
     Every node of the tree looks up its own path: first the longest suffix, then shorter ones while children are
     missing. Among the continuations of one suffix the most frequent comes first, then the latest. The draft probability
-    it states is how often lookups of that length came true so far; it decides nothing but which drafts are worth it.
+    it states is how often lookups of that length came true so far: what deciders and costs weigh, and never the law.
 
     Args:
         longest: longest suffix to look up, in tokens.
