@@ -28,6 +28,7 @@ from native_checks import (
     random_layer,
 )
 from ragged_case import Case
+from torch import library
 from torch.testing import assert_close
 
 from arbordraft import TreeTopology
@@ -314,7 +315,7 @@ def operator_calls():
 @pytest.mark.parametrize("index", range(6))
 def test_operators_are_registered_properly(index):
     operator, arguments = operator_calls()[index]
-    torch.library.opcheck(operator, arguments)
+    library.opcheck(operator, arguments)
 
 
 def test_operators_can_be_compiled():

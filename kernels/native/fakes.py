@@ -1,13 +1,12 @@
 """What the kernels return, without the numbers: lets ``torch.compile`` and ``torch.export`` trace them."""
 
-import torch
-from torch import Tensor
+from torch import Tensor, float32, int64, library
 
 
 def register() -> None:
     """Tells torch; once per process, after the library was loaded."""
     for fake in (_packed_linear, _rms_norm, _ragged_tree_attention, _decoder_layers, _row_max):
-        torch.library.register_fake(f"arbordraft::{fake.__name__[1:]}", fake)
+        library.register_fake(f"arbordraft::{fake.__name__[1:]}", fake)
 
 
 def _packed_linear(
@@ -29,4 +28,4 @@ def _decoder_layers(hidden: Tensor, *_: object) -> Tensor:
 
 
 def _row_max(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape[0], dtype=torch.float32), x.new_empty(x.shape[0], dtype=torch.int64)
+    return x.new_empty(x.shape[0], dtype=float32), x.new_empty(x.shape[0], dtype=int64)
