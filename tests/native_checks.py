@@ -201,13 +201,13 @@ class Stack:
 
     def run(self, tokens, batch, cache):
         hidden = self.embeddings[tokens][None]
-        return self.native(hidden, self.pools(cache), self.rotation(batch), batch)[0]
+        return self.native(hidden, self.pools(cache), self.rotation(batch), batch)[0][0]
 
     def reference(self, tokens, batch, pools):
         """In float64, on float64 pools."""
         return decoder_layers_reference(
             self.embeddings[tokens][None].double(), self.layers, pools, self.rotation(batch), batch
-        )[0]
+        )[0][0]
 
     def rotation(self, batch):
         return [table[batch.positions][None] for table in self.tables]

@@ -24,13 +24,18 @@ from arbordraft import (
     WithoutReplacement,
 )
 from arbordraft.drafters.base import Garden
-from arbordraft.types import History
+from arbordraft.types import Draw, History, Origin
 
 CERTAIN, FAIR = torch.tensor([1.0, 0.0]), torch.tensor([0.5, 0.5])
 
 
-def view(depth=1, confidence=((1.0,),), rows=((None,),), history=None):
-    return StepView(depth, confidence, rows, history or [History() for _ in confidence])
+def view(depth=1, confidence=((1.0,),), rows=None, history=None):
+    rows = rows or [[None] * len(nodes) for nodes in confidence]
+    paths = [
+        [(Draw(probability, Origin(row)),) for probability, row in zip(nodes, theirs, strict=True)]
+        for nodes, theirs in zip(confidence, rows, strict=True)
+    ]
+    return StepView(depth, paths, history or [History() for _ in confidence])
 
 
 def test_fixed_depth():

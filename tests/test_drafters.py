@@ -189,7 +189,7 @@ def test_early_exit_is_refused_where_it_cannot_work():
         EarlyExitDrafter(ragged(), layers=2)
     unlisted = tiny()
     unlisted.model.layers = torch.nn.Sequential(*unlisted.model.layers)
-    with pytest.raises(UnsupportedModel, match="no early exit"):
+    with pytest.raises(UnsupportedModel, match="neither early exit"):
         EarlyExitDrafter(RaggedModel(unlisted), layers=1)
     with pytest.raises(ValueError, match="built from the target"):
         EarlyExitDrafter(ragged(seed=1), layers=1).check(ragged(), IID(1))

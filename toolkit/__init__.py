@@ -8,15 +8,17 @@ if _here.name == "toolkit":  # an editable checkout: the sibling folders hold th
 
 from arbordraft import builders
 from arbordraft.cache import CacheOverflow, RaggedKVCache
-from arbordraft.costs import CostTable
+from arbordraft.costs import CostTable, NodeBudget
 from arbordraft.coupling import Coupling
-from arbordraft.deciders import Backoff, ConfidenceThreshold, Decider, EntropyBound, FixedDepth
+from arbordraft.deciders import Backoff, ConfidenceThreshold, Decider, EntropyBound, FixedDepth, LearnedDecider
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import (
     Drafter,
+    EagleDrafter,
     EarlyExitDrafter,
     HybridDrafter,
     LanguageModelDrafter,
+    MedusaDrafter,
     NGramDrafter,
     NoDrafter,
 )
@@ -62,6 +64,7 @@ __all__ = [
     "DraftLaw",
     "DraftTree",
     "Drafter",
+    "EagleDrafter",
     "EarlyExitDrafter",
     "EntropyBound",
     "Exactness",
@@ -71,10 +74,13 @@ __all__ = [
     "HybridDrafter",
     "KSeq",
     "LanguageModelDrafter",
+    "LearnedDecider",
     "Lifted",
     "Matching",
+    "MedusaDrafter",
     "NGramDrafter",
     "NoDrafter",
+    "NodeBudget",
     "NodeLaw",
     "Noise",
     "OptimalTransport",

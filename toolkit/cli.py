@@ -1,4 +1,4 @@
-"""The command line: generate, bench, tree."""
+"""The command line: generate, bench, tree, train."""
 
 import sys
 from collections.abc import Iterator
@@ -12,6 +12,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from arbordraft.display import draw_png, measurement_table, stats_table, stream_panels, tree_text
+from arbordraft.training.cli import app as train
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -26,6 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Multi-draft speculative decoding: several tokens per forward pass, the same output law.",
 )
+app.add_typer(train, name="train")
 console = Console()
 SHAPES = "chain:5 | k:4,2,2 | fork:3x4 | parents:-1,0,0,1 | sequoia:0.6,0.2,0.1@16"
 
@@ -139,6 +141,10 @@ def bench(
     prompts: Annotated[
         Path | None, typer.Option(help="JSON lines with 'messages', such as MT-Bench's; else built-in ones.")
     ] = None,
+    drafter: Annotated[
+        list[Path] | None, typer.Option(help="Folder of a trained drafter; 'decode' then measures what it gains.")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Samples at a time when a trained drafter is measured.")] = 8,
     others: Annotated[
         bool, typer.Option(help="In 'cpu', measure random models of other families too; they need 5 GB of memory.")
     ] = True,
@@ -147,10 +153,12 @@ def bench(
     """Measure forwards, verification and decoding against transformers, paired in one run.
 
     'forward', 'verify' and 'decode' ('all') run the model's own modules; 'cpu' runs the packed CPU kernels, and
-    'equality' compares speculative with plain greedy tokens on them.
+    'equality' compares speculative with plain greedy tokens on them. With --drafter only that is measured: plain
+    decoding against chains and trees of the drafter, on packed kernels.
     """
     from arbordraft import bench as benchmark
-    from arbordraft import bench_cpu
+    from arbordraft import bench_cpu, bench_drafters
+    from arbordraft.loading import load_drafter
     from arbordraft.prompts import MIXED, VARIED, read_prompts
 
     texts = read_prompts(prompts) if prompts else [*MIXED, *VARIED]
@@ -167,7 +175,11 @@ def bench(
                     benchmark.save(json, measurements, suite=suite, model=model, repeats=repeats, new_tokens=new_tokens)
 
         for each in dtype or [Dtype.bfloat16, Dtype.float32]:
-            target, tokenizer = _load(model, each)
+            target, tokenizer = _load(model, each, Linears.packed if drafter else Linears.plain)
+            if drafter:
+                found = {path.name: load_drafter(path, target) for path in drafter}
+                take(bench_drafters.drafter_gain(target, tokenizer, texts, found, new_tokens=new_tokens, batch=batch))
+                continue
             if suite is Suite.equality:
                 take(bench_cpu.equality(target.model, tokenizer, texts, new_tokens))
             if suite is Suite.cpu:

@@ -84,7 +84,7 @@ class CostTable:
         (low, high), (first, second) = self.rows[at - 1 : at + 1], self.seconds[at - 1 : at + 1]
         return first + (second - first) * (rows - low) / (high - low)
 
-    def floor(self, samples: int) -> float:
+    def floor(self, samples: int, chances: Sequence[float] = ()) -> float:
         """Acceptance below which no number of drafts, up to 16 per sample, makes decoding faster."""
         return _floor(self, samples)
 
@@ -101,6 +101,33 @@ class CostTable:
             if (rate := expected / self(samples + drafts)) > best:
                 best, count = rate, drafts
         return count
+
+
+@dataclass(frozen=True)
+class NodeBudget:
+    """As many of the likeliest drafts as fit into a budget, whatever their rows cost.
+
+    With a topology that offers more nodes than the budget, trees take the shape that suits each step: what EAGLE-2
+    (Li et al., 2024) calls expanding and reranking.
+
+    Args:
+        nodes: per sample, root included. Samples of a batch share their budgets.
+    """
+
+    nodes: int
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1:
+            raise ValueError(f"a budget has at least the root, got {self.nodes} nodes")
+
+    def floor(self, samples: int, chances: Sequence[float] = ()) -> float:
+        """The chance of the last draft that fits so far: what is less likely has no descendants that fit either."""
+        count = samples * (self.nodes - 1)
+        return sorted(chances, reverse=True)[count - 1] if 0 < count <= len(chances) else 0.0
+
+    def worthwhile(self, samples: int, chances: Sequence[float]) -> int:
+        """How many of the drafts, likeliest first, are kept."""
+        return min(len(chances), samples * (self.nodes - 1))
 
 
 @cache

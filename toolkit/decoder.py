@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from arbordraft.cache import RaggedKVCache
-from arbordraft.costs import CostTable
 from arbordraft.coupling import Coupling
 from arbordraft.deciders import Decider, FixedDepth
 from arbordraft.drafters import Drafter
@@ -32,7 +31,7 @@ from arbordraft.sampling import Noise, SoftmaxRows, Warp
 from arbordraft.state import DecodeState
 from arbordraft.target import RaggedModel
 from arbordraft.topology import TreeTopology
-from arbordraft.types import DraftContext, DraftTree, SampleVerdict, Verdict
+from arbordraft.types import Costs, DraftContext, DraftTree, SampleVerdict, Verdict
 from arbordraft.verifiers import greedy_verdict
 
 if TYPE_CHECKING:
@@ -52,8 +51,9 @@ class SpeculativeDecoder(nn.Module):
         topology: the largest tree to draft.
         coupling: how children are drawn and how trees are judged.
         decider: stops drafting early, per sample; by default every tree is drafted to its leaves.
-        costs: what rows cost on this machine. Drafts that are not drawn at random are then verified only where they
-            pay, which depends on the whole batch; the output law does not, but sampled tokens may.
+        costs: what rows cost on this machine (:class:`~arbordraft.CostTable`), or how many are wanted
+            (:class:`~arbordraft.NodeBudget`). Drafts that are not drawn at random are then verified only where they pay
+            or fit, which depends on the whole batch; the output law does not, but sampled tokens may.
         max_cache_tokens: bound on the rows of each KV cache; unlimited by default.
 
     Raises:
@@ -68,7 +68,7 @@ class SpeculativeDecoder(nn.Module):
         coupling: Coupling,
         decider: Decider | None = None,
         *,
-        costs: CostTable | None = None,
+        costs: Costs | None = None,
         max_cache_tokens: int | None = None,
     ) -> None:
         super().__init__()
@@ -99,12 +99,12 @@ class SpeculativeDecoder(nn.Module):
         with state.stats.phase("draft"):
             tree = self.drafter.propose(state.drafts, self._context(state, noise))
         with state.stats.phase("target"):
-            logits = self._run_target(state, tree)
+            logits, hidden = self._run_target(state, tree)
         with state.stats.phase("verify"):
-            tree, logits, best = self._drop_failed(state, tree, logits)
+            tree, logits, hidden, best = self._drop_failed(state, tree, logits, hidden)
             verdict = self._judge(state, tree, logits, best, noise)
         with state.stats.phase("commit"):
-            self._commit(state, tree, verdict)
+            self._commit(state, tree, verdict, hidden)
         return verdict
 
     def exactness_report(self) -> ExactnessReport:
@@ -227,8 +227,12 @@ class SpeculativeDecoder(nn.Module):
             likely = budget if self.max_cache_tokens is not None else min(budget, _AHEAD)
             ahead = self.topology.num_nodes + likely
             handles = [cache.open(len(prompt) + ahead) for prompt in prompts]
-            self.target.prefill({handle: prompt[:-1] for handle, prompt in zip(handles, prompts, strict=True)}, cache)
+            known = {handle: prompt[:-1] for handle, prompt in zip(handles, prompts, strict=True)}
+            hidden = self.target.prefill(known, cache, hidden=self.drafter.hidden_layers)
             drafts = self.drafter.start(prompts, cache, handles)
+            if self.drafter.hidden_layers:
+                seen = {sample: hidden[handle] for sample, handle in enumerate(handles) if handle in hidden}
+                self.drafter.observe(drafts, seen)
 
         state = DecodeState(
             tokens=prompts,
@@ -264,7 +268,7 @@ class SpeculativeDecoder(nn.Module):
             costs=self.costs,
         )
 
-    def _run_target(self, state: DecodeState, tree: DraftTree) -> Tensor:
+    def _run_target(self, state: DecodeState, tree: DraftTree) -> tuple[Tensor, Tensor]:
         depths = self.topology.depth_list
         living = [(handle, sample) for handle, sample in zip(state.handles, tree.samples, strict=True) if sample]
         batch = state.cache.plan(
@@ -274,18 +278,21 @@ class SpeculativeDecoder(nn.Module):
         )
         needed = sum(len(state.tokens[index]) - 1 + nodes for index, nodes in enumerate(tree.lengths) if nodes)
         state.stats.count_forward(batch, rows=sum(tree.lengths), keys=needed)
-        return self.target(tree.packed_tokens(), batch, state.cache)
+        return self.target.run(tree.packed_tokens(), batch, state.cache, hidden=self.drafter.hidden_layers)
 
-    def _drop_failed(self, state: DecodeState, tree: DraftTree, logits: Tensor) -> tuple[DraftTree, Tensor, Tensor]:
+    def _drop_failed(
+        self, state: DecodeState, tree: DraftTree, logits: Tensor, hidden: Tensor
+    ) -> tuple[DraftTree, Tensor, Tensor, Tensor]:
         """Ends samples whose logits are not numbers, so that they cannot disturb or lose the others.
 
         Returns:
-            What is left of the tree, its logits, and their most probable tokens, which came up on the way.
+            What is left of the tree, its logits and hidden states, and the most probable tokens, which came up on the
+            way.
         """
         highest, best = row_max(logits)
         sound = highest.isfinite()  # NaN and +inf reach the maximum; -inf alone is a banned token
         if sound.all():
-            return tree, logits, best
+            return tree, logits, hidden, best
         owner = [sample for sample, _, _ in tree.rows()]
         for sample in sorted({owner[row] for row in (~sound).nonzero().flatten().tolist()}):
             state.failures[sample] = "the target's logits are NaN or infinite"
@@ -293,7 +300,7 @@ class SpeculativeDecoder(nn.Module):
             state.cache.close(state.handles[sample])
         kept = torch.tensor([sample not in state.failures for sample in owner])
         samples = (None if index in state.failures else sample for index, sample in enumerate(tree.samples))
-        return DraftTree(tuple(samples)), logits[kept], best[kept]
+        return DraftTree(tuple(samples)), logits[kept], hidden[kept], best[kept]
 
     def _judge(self, state: DecodeState, tree: DraftTree, logits: Tensor, best: Tensor, noise: Noise | None) -> Verdict:
         places = list(tree.rows()) if state.warp.processors else []
@@ -308,24 +315,30 @@ class SpeculativeDecoder(nn.Module):
             _, best = row_max(state.warp(logits, path_of))
         return greedy_verdict(tree, best.tolist())
 
-    def _commit(self, state: DecodeState, tree: DraftTree, verdict: Verdict) -> None:
+    def _commit(self, state: DecodeState, tree: DraftTree, verdict: Verdict, hidden: Tensor) -> None:
         kept: dict[int, list[int]] = {}
+        seen: dict[int, Tensor] = {}
         remaining: list[SampleVerdict | None] = []
+        shares = hidden.split(tree.lengths)
         for sample, (drafted, judged) in enumerate(zip(tree.samples, verdict.samples, strict=True)):
             remaining.append(None)
             if drafted is None or judged is None:
                 continue
+            nodes = list(drafted.tokens)
+            path = [0, *(nodes.index(node) for node in judged.path)]
             emitted = state.append(sample, [*(drafted.tokens[node] for node in judged.path), judged.token])
+            seen[sample] = shares[sample][path[:emitted]]
             state.stats.record(sample, drafted, judged, emitted)
             state.history[sample].record(drafted=len(drafted.tokens) > 1, accepted=len(judged.path) > 0)
             if state.budget[sample] > 0:
                 remaining[sample] = judged
-                nodes = list(drafted.tokens)
-                kept[state.handles[sample]] = [0, *(nodes.index(node) for node in judged.path)]
+                kept[state.handles[sample]] = path
             else:
                 state.cache.close(state.handles[sample])
         state.cache.commit(kept)
         self.drafter.commit(state.drafts, tree, Verdict(tuple(remaining)))
+        if self.drafter.hidden_layers and seen:
+            self.drafter.observe(state.drafts, seen)
 
     def _check_positions(self, prompts: Sequence[Sequence[int]], budget: int) -> None:
         longest = max(len(prompt) for prompt in prompts)

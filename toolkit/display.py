@@ -17,6 +17,7 @@ from arbordraft.metrics import DecodeStats
 from arbordraft.topology import TreeTopology
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from transformers import PreTrainedTokenizerBase
     from transformers.generation.streamers import BaseStreamer
 
@@ -90,7 +91,12 @@ def tree_text(topology: TreeTopology) -> Tree:
 
 
 def draw_png(topology: TreeTopology, path: Path) -> None:
-    """A topology and its causal mask as a PNG file.
+    """A topology and its causal mask as a PNG file; for errors see :func:`tree_picture`."""
+    tree_picture(topology).savefig(path)
+
+
+def tree_picture(topology: TreeTopology) -> "Figure":
+    """A topology and its causal mask.
 
     Raises:
         RuntimeError: if matplotlib is not installed.
@@ -128,4 +134,4 @@ def draw_png(topology: TreeTopology, path: Path) -> None:
     shape.set_title("draft tree")
     mask.imshow(topology.visible.cpu().numpy(), cmap="Greens", vmin=0, vmax=1.4)
     mask.set(title="causal mask", xlabel="key", ylabel="query")
-    figure.savefig(path)
+    return figure

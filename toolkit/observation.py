@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from arbordraft.cache import RaggedKVCache
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
@@ -33,12 +34,15 @@ class Forward:
         cache: its keys and values.
         native: use the native attention kernel.
         layers: the layers that have attended so far; with what they asked for, where a layer did so by itself.
+        hidden: the hidden states that are wanted, by index as in transformers' ``hidden_states``: the input of each
+            decoder layer, and behind the last one the output of the final norm; filled in as the layers run.
     """
 
     batch: RaggedBatch
     cache: RaggedKVCache
     native: bool = False
     layers: dict[int, AttentionCall | None] = field(default_factory=dict)
+    hidden: dict[int, Tensor | None] = field(default_factory=dict)
 
 
 class LayerCall(NamedTuple):
@@ -75,6 +79,53 @@ def decoder_list(model: nn.Module, count: int) -> tuple[nn.Module, str] | None:
             if isinstance(child, nn.ModuleList) and len(child) == count:
                 return owner, name
     return None
+
+
+def tap(place: tuple[nn.Module, str], run: Forward) -> list[RemovableHandle]:
+    """Fills in the wanted hidden states of a forward from outside; returns the hooks to remove behind it."""
+    owner, name = place
+    layers = getattr(owner, name)
+
+    def before(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        run.hidden[index] = (args[0] if args else kwargs["hidden_states"])[0]
+
+    def behind(_: nn.Module, __: Any, output: Any) -> None:
+        run.hidden[len(layers)] = output[0][0]
+
+    return [
+        owner.register_forward_hook(behind)
+        if index == len(layers)
+        else layers[index].register_forward_pre_hook(
+            lambda _, args, kwargs, index=index: before(index, args, kwargs), with_kwargs=True
+        )
+        for index in run.hidden
+    ]
+
+
+def insert(place: tuple[nn.Module, str], module: nn.Module) -> RemovableHandle:
+    """Puts a module behind the last decoder layer from outside; returns the hook to remove behind it."""
+
+    def through(_: nn.Module, __: Any, output: Any) -> Any:
+        return module(output) if isinstance(output, Tensor) else (module(output[0]), *output[1:])
+
+    return getattr(*place)[-1].register_forward_hook(through)
+
+
+def last_module(model: nn.Module, owner: nn.Module) -> nn.Module | None:
+    """The part of the decoder layers' owner that makes its output from theirs: the final norm, if nothing follows it."""
+    seen: list[tuple[nn.Module, Any]] = []
+    hooks = [
+        module.register_forward_hook(lambda module, _, output: seen.append((module, output)))
+        for module in (*owner.children(), owner)
+    ]
+    try:
+        with torch.no_grad():
+            model(torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device), use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    (last, made), (_, output) = seen[-2:]
+    return last if torch.equal(made.flatten(), output[0].flatten()) else None
 
 
 def observe(model: nn.Module, num_layers: int, vocab_size: int) -> Observation:

@@ -62,7 +62,11 @@ class PackedLayers(nn.Module):
             for index, layer in zip(self.indices, self.run.layers, strict=True)
         ]
         ragged.layers.update(dict.fromkeys(self.indices))
-        return self.run(hidden_states, pools, position_embeddings, ragged.batch)
+        wanted = [index for index in self.indices if index in ragged.hidden]
+        taps = [self.indices.index(index) for index in wanted]
+        out, inputs = self.run(hidden_states, pools, position_embeddings, ragged.batch, taps)
+        ragged.hidden.update(zip(wanted, inputs, strict=True))
+        return out
 
 
 class PackedRMSNorm(nn.Module):
@@ -239,6 +243,20 @@ class Packing:
                 yield module
 
 
+def pack_linears(module: nn.Module, backend: str) -> None:
+    """Replaces all linears inside a module for good, by packed ones.
+
+    Args:
+        module: neither a linear itself nor a model that others use.
+        backend: ``"native"`` or ``"onednn"``.
+    """
+    for name, child in module.named_children():
+        if isinstance(child, nn.Linear):
+            setattr(module, name, PackedLinear(child, backend))
+        else:
+            pack_linears(child, backend)
+
+
 def choose_backend(linears: str, model: nn.Module) -> str:
     """What ``linears`` means for this model on this machine: ``"plain"``, ``"native"`` or ``"onednn"``.
 
@@ -265,4 +283,4 @@ def choose_backend(linears: str, model: nn.Module) -> str:
     raise ValueError(f"linears={linears!r} cannot be used: {problem}")
 
 
-__all__ = ["LINEARS", "PackedGatedMLP", "PackedLayers", "PackedRMSNorm", "Packing", "choose_backend"]
+__all__ = ["LINEARS", "PackedGatedMLP", "PackedLayers", "PackedRMSNorm", "Packing", "choose_backend", "pack_linears"]

@@ -6,6 +6,7 @@ Shapes: T packed rows, R rows whose logits are wanted, V vocabulary, Hq/Hkv head
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from arbordraft.cache import RaggedKVCache
 from arbordraft.kernels import native
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch, ragged_tree_attention
-from arbordraft.observation import AttentionCall, Forward, decoder_list, observe
+from arbordraft.observation import AttentionCall, Forward, decoder_list, insert, last_module, observe, tap
 from arbordraft.packing import Packing, Swap, choose_backend
 from arbordraft.topology import TreeTopology, ancestor_words
 
@@ -104,6 +105,17 @@ class RaggedModel(nn.Module):
         """Device of the model's inputs."""
         return self.model.device
 
+    @cached_property
+    def final_norm(self) -> nn.Module:
+        """What stands between the last decoder layer and the head.
+
+        Raises:
+            UnsupportedModel: if that is more than one module.
+        """
+        if norm := last_module(self.model, self._place()[0]):
+            return norm
+        raise UnsupportedModel(f"{type(self.model).__name__} has more than a norm behind its decoder layers")
+
     def forward(
         self,
         tokens: Tensor,
@@ -111,6 +123,7 @@ class RaggedModel(nn.Module):
         cache: RaggedKVCache,
         rows: Tensor | None = None,
         layers: int | None = None,
+        behind: nn.Module | None = None,
     ) -> Tensor:
         """Logits of packed rows; their keys and values are written behind each sample's committed length.
 
@@ -120,9 +133,35 @@ class RaggedModel(nn.Module):
             cache: the KV cache to read and write.
             rows: ``[R]`` rows whose logits are wanted, all T by default.
             layers: run only the first so many layers (early exit).
+            behind: put this behind them, in front of the final norm; maps ``[1, T, H]`` to the same.
 
         Returns:
             ``[R, V]``.
+        """
+        return self.run(tokens, batch, cache, rows, layers, behind=behind)[0]
+
+    def run(
+        self,
+        tokens: Tensor,
+        batch: RaggedBatch,
+        cache: RaggedKVCache,
+        rows: Tensor | None = None,
+        layers: int | None = None,
+        hidden: Sequence[int] = (),
+        behind: nn.Module | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The same as :meth:`forward`, with hidden states of all rows; asking for them changes no bit of the logits.
+
+        Args:
+            hidden: which ones, as transformers numbers its ``hidden_states``: the input of each decoder layer, and
+                behind the last layer the output of the final norm.
+
+        Returns:
+            ``[R, V]`` logits and ``[T, F]`` hidden states, side by side in the order asked for.
+
+        Raises:
+            ValueError: if there is no such layer.
+            UnsupportedModel: if the architecture does not show them.
         """
         if self.model.training:
             raise ValueError(_TRAINING)
@@ -134,8 +173,10 @@ class RaggedModel(nn.Module):
             "logits_to_keep": slice(None) if rows is None else rows.to(self.device),
         }
         self._check_weights(cache)
-        run = Forward(batch, cache, native=self.backend == "native")
-        with torch.no_grad(), self._hooked(layers):
+        run = Forward(batch, cache, self.backend == "native", hidden=dict.fromkeys(hidden))
+        if not all(0 <= index <= self.num_layers for index in hidden):
+            raise ValueError(f"hidden states are numbered 0..{self.num_layers}, got {tuple(hidden)}")
+        with torch.no_grad(), self._hooked(layers, run, behind):
             logits: Tensor = self.model(**inputs, ragged=run).logits[0]
         expected = layers or self.num_layers
         if len(run.layers) != expected:
@@ -143,7 +184,10 @@ class RaggedModel(nn.Module):
                 f"{type(self.model).__name__} called the attention interface in {len(run.layers)} of {expected} "
                 f"layers: {_REQUIREMENT}"
             )
-        return logits
+        found = [run.hidden[index] for index in hidden]
+        if any(states is None for states in found):
+            raise UnsupportedModel(f"{type(self.model).__name__} does not show the hidden states {tuple(hidden)}")
+        return logits, torch.cat(found, dim=-1) if found else logits.new_empty(len(tokens), 0)  # type: ignore[arg-type]
 
     def prefill(
         self,
@@ -152,7 +196,8 @@ class RaggedModel(nn.Module):
         *,
         chunk: int = 2048,
         layers: int | None = None,
-    ) -> None:
+        hidden: Sequence[int] = (),
+    ) -> dict[int, Tensor]:
         """Runs and commits tokens of several samples, packed, at most ``chunk`` rows at a time.
 
         Args:
@@ -160,7 +205,12 @@ class RaggedModel(nn.Module):
             cache: the KV cache.
             chunk: bound on the rows of one forward, and so on its memory.
             layers: run only the first so many layers.
+            hidden: hidden states that are wanted, see :meth:`run`.
+
+        Returns:
+            The ``[n, F]`` hidden states of every sample with tokens.
         """
+        found: dict[int, list[Tensor]] = {sample: [] for sample, tokens in prompts.items() if tokens}
         left = {sample: list(tokens) for sample, tokens in prompts.items() if tokens}
         while left:
             room, part = chunk, {}
@@ -174,8 +224,11 @@ class RaggedModel(nn.Module):
                     del left[sample]
             batch = cache.plan(list(part), [range(len(tokens)) for tokens in part.values()])
             packed = torch.tensor([token for tokens in part.values() for token in tokens])
-            self(packed, batch, cache, rows=torch.zeros(1, dtype=torch.long), layers=layers)
+            _, states = self.run(packed, batch, cache, torch.zeros(1, dtype=torch.long), layers, hidden)
             cache.commit({sample: range(len(tokens)) for sample, tokens in part.items()})
+            for sample, share in zip(part, states.split(list(map(len, part.values()))), strict=True):
+                found[sample].append(share)
+        return {sample: torch.cat(parts) for sample, parts in found.items()}
 
     def self_test(self) -> None:
         """Compares packed logits, of two prompts and a small tree, with the model's own single-path logits.
@@ -231,7 +284,7 @@ class RaggedModel(nn.Module):
     def _pack(self) -> Packing:
         """Observes a forward and packs what it saw."""
         self._packing = None  # or its stand-ins would be observed
-        with self._hooked(None):
+        with self._hooked():
             try:
                 seen = observe(self.model, self.num_layers, self.vocab_size)
             except UnsupportedModel:
@@ -247,32 +300,44 @@ class RaggedModel(nn.Module):
         return UnsupportedModel(f"{type(self.model).__name__} failed on packed tokens ({failure}): {_REQUIREMENT}")
 
     @contextmanager
-    def _hooked(self, layers: int | None) -> Iterator[None]:
-        """Puts our attention and the stand-ins into the model."""
+    def _hooked(
+        self, layers: int | None = None, run: Forward | None = None, behind: nn.Module | None = None
+    ) -> Iterator[None]:
+        """Puts our attention and the stand-ins into the model, and listens for the hidden states that are wanted."""
         before = [config._attn_implementation for config in self._configs]
         swaps = self._swaps(layers)
         originals = [modules[name] for modules, name, _ in swaps]
+        listeners = tap(self._place(), run) if run is not None and run.hidden else []
+        place = self._place() if behind is not None else None
         try:
             for config in self._configs:
                 config._attn_implementation = _HOOK
             for modules, name, stand_in in swaps:
                 modules[name] = stand_in
+            if place and behind is not None:
+                listeners.append(insert(place, behind))
             yield
         finally:
+            for listener in listeners:
+                listener.remove()
             for (modules, name, _), original in zip(swaps, originals, strict=True):
                 modules[name] = original
             for config, implementation in zip(self._configs, before, strict=True):
                 config._attn_implementation = implementation
 
     def _swaps(self, layers: int | None) -> list[Swap]:
-        place = decoder_list(self.model, self.num_layers) if layers else None
-        if layers and place is None:
-            raise UnsupportedModel(
-                f"{type(self.model).__name__} does not keep its {self.num_layers} layers in one list: no early exit"
-            )
+        place = self._place() if layers else None
         if self._packing is not None:
             return self._packing.swaps(layers)
         return [(place[0]._modules, place[1], getattr(*place)[:layers])] if place else []
+
+    def _place(self) -> tuple[nn.Module, str]:
+        if place := decoder_list(self.model, self.num_layers):
+            return place
+        raise UnsupportedModel(
+            f"{type(self.model).__name__} does not keep its {self.num_layers} layers in one list: neither early exit "
+            "nor hidden states"
+        )
 
 
 def _register_hook() -> None:

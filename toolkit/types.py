@@ -1,11 +1,13 @@
 """The data that flows through one decoding step.
 
-Shapes: B samples, n_b nodes of sample b (root included, 0 if it is finished), T = sum of n_b, V vocabulary.
+Shapes: B samples, n_b nodes of sample b (root included, 0 if it is finished), T = sum of n_b, V vocabulary, H hidden
+size of a drafter.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from functools import cached_property
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +19,8 @@ from arbordraft.topology import TreeTopology
 
 Row = TypeVar("Row")
 RowOut = TypeVar("RowOut", covariant=True)
+
+TOP = 10  # highest probabilities of a draft row that deciders are told
 
 
 @dataclass(frozen=True)
@@ -168,6 +172,42 @@ class History:
             self.idle += 1
 
 
+@dataclass(frozen=True, eq=False)
+class Origin:
+    """What the children of a node were drawn from; siblings share it.
+
+    Args:
+        row: ``[V]`` draft row; ``None`` where there was none.
+        hidden: ``[H]`` what the drafter's head made the row from, if the drafter shows it.
+    """
+
+    row: Tensor | None = None
+    hidden: Tensor | None = None
+
+    @cached_property
+    def entropy(self) -> float:
+        """Entropy of the row in nats, 0 where there was none."""
+        return 0.0 if self.row is None else torch.special.entr(self.row).sum().item()
+
+    @cached_property
+    def top(self) -> list[float]:
+        """The ``TOP`` highest probabilities of the row, descending; 0 for what it lacks."""
+        found = [] if self.row is None else self.row.topk(min(TOP, len(self.row))).values.tolist()
+        return [*found, *[0.0] * (TOP - len(found))]
+
+
+class Draw(NamedTuple):
+    """How a drafted token came about.
+
+    Args:
+        probability: its draft probability.
+        origin: what it was drawn from.
+    """
+
+    probability: float
+    origin: Origin
+
+
 @dataclass(frozen=True)
 class StepView:
     """What a decider may look at before the children of the nodes at ``depth`` are drawn.
@@ -176,30 +216,36 @@ class StepView:
 
     Args:
         depth: depth of the frontier, 0 for the roots.
-        confidence: draft probability of each frontier node's token, 1 for a root.
-        rows: ``[V]`` draft row that each frontier node was drawn from; ``None`` where there was none.
+        paths: the draws that led from the root to each frontier node; none for a root.
         history: what happened in earlier steps.
+        greedy: whether the target decodes at temperature 0.
     """
 
     depth: int
-    confidence: Sequence[Sequence[float]]
-    rows: Sequence[Sequence[Tensor | None]]
+    paths: Sequence[Sequence[Sequence[Draw]]]
     history: Sequence[History]
+    greedy: bool = False
+
+    @property
+    def confidence(self) -> list[list[float]]:
+        """Draft probability of each frontier node's token, 1 for a root."""
+        return [[path[-1].probability if path else 1.0 for path in nodes] for nodes in self.paths]
+
+    @property
+    def rows(self) -> list[list[Tensor | None]]:
+        """``[V]`` draft row that each frontier node was drawn from; ``None`` where there was none."""
+        return [[path[-1].origin.row if path else None for path in nodes] for nodes in self.paths]
 
     @property
     def entropy(self) -> list[list[float]]:
         """Entropy in nats of the row each frontier node was drawn from, 0 where there was none."""
-        found: dict[int, float] = {id(None): 0.0}  # siblings share their row
-        for row in (row for rows in self.rows for row in rows):
-            if id(row) not in found and row is not None:
-                found[id(row)] = torch.special.entr(row).sum().item()
-        return [[found[id(row)] for row in rows] for rows in self.rows]
+        return [[path[-1].origin.entropy if path else 0.0 for path in nodes] for nodes in self.paths]
 
 
 class Costs(Protocol):
     """What drafts cost; see :class:`~arbordraft.costs.CostTable`."""
 
-    def floor(self, samples: int) -> float:
+    def floor(self, samples: int, chances: Sequence[float] = ()) -> float:
         """Acceptance below which no number of drafts pays."""
 
     def worthwhile(self, samples: int, chances: Sequence[float]) -> int:

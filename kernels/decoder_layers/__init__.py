@@ -35,7 +35,8 @@ class LayerRun:
         pools: Sequence[tuple[Tensor, Tensor]],
         rotary: tuple[Tensor, Tensor],
         batch: RaggedBatch,
-    ) -> Tensor:
+        taps: Sequence[int] = (),
+    ) -> tuple[Tensor, Tensor]:
         """Runs the layers; natively a row's bits do not depend on the rows beside it.
 
         Args:
@@ -43,12 +44,13 @@ class LayerRun:
             pools: ``[P, Hkv, D]`` keys and values of every layer; the rows' own are written to ``batch.slots``.
             rotary: ``[1, T, R]`` cosines and sines, of the dtype of ``hidden`` or float32.
             batch: rows, slabs and ancestor words.
+            taps: layers of this run whose inputs are wanted too; asking for them changes no bit of the output.
 
         Returns:
-            ``[1, T, H]``. Between the layers it is kept in float32.
+            ``[1, T, H]``, which is kept in float32 between the layers, and the ``[len(taps), T, H]`` tapped inputs.
         """
         if not native.load():
-            return decoder_layers_reference(hidden, self.layers, pools, rotary, batch)
+            return decoder_layers_reference(hidden, self.layers, pools, rotary, batch, taps)
         return torch.ops.arbordraft.decoder_layers(
             hidden.contiguous(),
             self._tensors,
@@ -63,6 +65,7 @@ class LayerRun:
             batch.slots,
             None if batch.words is None else batch.words.contiguous(),
             batch.region if self._windowed else None,
+            list(taps),
         )
 
 

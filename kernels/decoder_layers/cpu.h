@@ -52,8 +52,8 @@ struct Workspace {
 template <class W, class X, class T>
 inline void run_layers(
     float* x, int64_t rows, int64_t hidden, const std::vector<Layer<W, X, T>>& layers, const Workspace<X, T>& space,
-    const float* cosine, const float* sine, int64_t rotary, const int64_t* slots, int64_t most_chunks, int thread,
-    int threads) {
+    const float* cosine, const float* sine, int64_t rotary, const int64_t* slots, int64_t most_chunks,
+    const std::vector<std::pair<int64_t, T*>>& taps, int thread, int threads) {
   const Range mine = share(rows, 1, thread, threads);
   const auto norm_rows = [&](const float* weight, float epsilon) {
     for (int64_t r = mine.begin; r < mine.end; ++r)
@@ -80,7 +80,11 @@ inline void run_layers(
     }
   };
 
-  for (const Layer<W, X, T>& layer : layers) {
+  for (size_t n = 0; n < layers.size(); ++n) {
+    const Layer<W, X, T>& layer = layers[n];
+    for (const auto& [tapped, to] : taps)  // a copy: the residual itself is never rounded
+      if (tapped == int64_t(n))
+        for (int64_t i = mine.begin * hidden; i < mine.end * hidden; i += kLanes) store(to + i, load(x + i));
     const int64_t dim = layer.dim, heads = layer.query_heads + 2 * layer.kv_heads, width = heads * dim;
     norm_rows(layer.pre_attention, layer.epsilon);
     multiply(

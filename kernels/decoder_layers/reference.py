@@ -113,10 +113,13 @@ def decoder_layers_reference(
     pools: Sequence[tuple[Tensor, Tensor]],
     rotary: tuple[Tensor, Tensor],
     batch: RaggedBatch,
-) -> Tensor:
+    taps: Sequence[int] = (),
+) -> tuple[Tensor, Tensor]:
     """See :func:`arbordraft.kernels.decoder_layers.decoder_layers`."""
     x = hidden.flatten(0, -2)
+    inputs = []
     for layer, (keys, values) in zip(layers, pools, strict=True):
+        inputs.append(x)
         y = rms_norm_reference(x, layer.pre_attention, layer.epsilon)
         qkv = _times(y, layer.qkv).unflatten(-1, (-1, layer.dim))
         query, key, value = qkv.split([layer.heads, layer.kv_heads, layer.kv_heads], dim=1)
@@ -139,7 +142,8 @@ def decoder_layers_reference(
         y = rms_norm_reference(x, layer.pre_mlp, layer.epsilon)
         y = _times(_times(y, layer.gate_up, layer.activation), layer.down)
         x = x + rms_norm_reference(y, layer.post_mlp, layer.epsilon)
-    return x.view(hidden.shape)
+    tapped = torch.stack([inputs[index] for index in taps]) if taps else x.new_empty(0, *x.shape)
+    return x.view(hidden.shape), tapped
 
 
 def _times(x: Tensor, matrix: Matrix, activation: str | None = None) -> Tensor:

@@ -237,10 +237,10 @@ Tensor ragged_tree_attention(
 constexpr int64_t kParameters = 19, kIntegers = 7, kScalars = 3;
 
 template <class W, class T>
-Tensor layers_of(
+std::tuple<Tensor, Tensor> layers_of(
     const Tensor& hidden, c10::List<OptionalTensor> parameters, at::IntArrayRef ints, at::ArrayRef<double> scalars,
     at::TensorList keys, at::TensorList values, const Tensor& cosine, const Tensor& sine, const Batch& batch,
-    const Tensor& slots) {
+    const Tensor& slots, at::IntArrayRef taps) {
   using X = std::conditional_t<kDotBf16 && std::is_same_v<T, bf16>, bf16, float>;
   const int64_t size = hidden.size(-1), rows = batch.rows, count = int64_t(keys.size()), rotary = cosine.size(-1);
   TORCH_CHECK(size % kLanes == 0, "the hidden size must be a multiple of 16");
@@ -324,29 +324,36 @@ Tensor layers_of(
   widen_all(hidden, x);
   widen_all(cosine, cosines);
   widen_all(sine, sines);
+  Tensor tapped = at::empty({int64_t(taps.size()), rows, size}, hidden.options());
+  std::vector<std::pair<int64_t, T*>> copies;
+  for (size_t i = 0; i < taps.size(); ++i) {
+    TORCH_CHECK(0 <= taps[i] && taps[i] < count, "there is no layer ", taps[i], " to tap in a run of ", count);
+    copies.emplace_back(taps[i], data<T>(tapped) + int64_t(i) * rows * size);
+  }
   team(true, [&](int thread, int threads) {
-    run_layers(x, rows, size, layers, space, cosines, sines, rotary, slot, chunks, thread, threads);
+    run_layers(x, rows, size, layers, space, cosines, sines, rotary, slot, chunks, copies, thread, threads);
   });
   Tensor out = at::empty(hidden.sizes(), hidden.options());
   T* to = data<T>(out);
   for (int64_t i = 0; i < rows * size; i += kLanes) store(to + i, load(x + i));
-  return out;
+  return {out, tapped};
 }
 
-Tensor decoder_layers(
+std::tuple<Tensor, Tensor> decoder_layers(
     const Tensor& hidden, c10::List<OptionalTensor> parameters, at::IntArrayRef ints, at::ArrayRef<double> scalars,
     at::TensorList keys, at::TensorList values, const Tensor& cosine, const Tensor& sine, const Tensor& samples,
-    const Tensor& positions, const Tensor& slots, const OptionalTensor& words, const OptionalTensor& tree_positions) {
+    const Tensor& positions, const Tensor& slots, const OptionalTensor& words, const OptionalTensor& tree_positions,
+    at::IntArrayRef taps) {
   const Batch batch(samples, positions, words, tree_positions, hidden.numel() / hidden.size(-1));
   TORCH_CHECK(!keys.empty() && parameters.size() > 1, "no layers");
   const bool half = hidden.scalar_type() == at::kBFloat16;
   switch (OptionalTensor(parameters.get(1))->scalar_type()) {
     case at::kChar:
-      return half ? layers_of<int8_t, bf16>(hidden, parameters, ints, scalars, keys, values, cosine, sine, batch, slots)
-                  : layers_of<int8_t, float>(hidden, parameters, ints, scalars, keys, values, cosine, sine, batch, slots);
+      return half ? layers_of<int8_t, bf16>(hidden, parameters, ints, scalars, keys, values, cosine, sine, batch, slots, taps)
+                  : layers_of<int8_t, float>(hidden, parameters, ints, scalars, keys, values, cosine, sine, batch, slots, taps);
     case at::kBFloat16:
-      return layers_of<bf16, bf16>(hidden, parameters, ints, scalars, keys, values, cosine, sine, batch, slots);
-    default: return layers_of<float, float>(hidden, parameters, ints, scalars, keys, values, cosine, sine, batch, slots);
+      return layers_of<bf16, bf16>(hidden, parameters, ints, scalars, keys, values, cosine, sine, batch, slots, taps);
+    default: return layers_of<float, float>(hidden, parameters, ints, scalars, keys, values, cosine, sine, batch, slots, taps);
   }
 }
 
@@ -386,7 +393,7 @@ TORCH_LIBRARY(arbordraft, m) {
         "Tensor? words, Tensor? tree_positions, float scale, int window, float softcap, Tensor? sinks) -> Tensor");
   m.def("decoder_layers(Tensor hidden, Tensor?[] parameters, int[] ints, float[] scalars, Tensor(a!)[] keys, "
         "Tensor(b!)[] values, Tensor cosine, Tensor sine, Tensor samples, Tensor positions, Tensor slots, "
-        "Tensor? words, Tensor? tree_positions) -> Tensor");
+        "Tensor? words, Tensor? tree_positions, int[] taps) -> (Tensor, Tensor)");
   m.def("row_max(Tensor x) -> (Tensor, Tensor)");
 }
 

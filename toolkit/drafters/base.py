@@ -4,8 +4,8 @@ Shapes: R frontier nodes of all samples, V vocabulary.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,14 @@ from arbordraft.cache import RaggedKVCache
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.laws import DraftLaw, Fixed
 from arbordraft.masks import stack_words
+from arbordraft.packing import pack_linears
 from arbordraft.target import RaggedModel
-from arbordraft.types import Costs, DraftContext, DraftTree, SampleTree, StepView, Verdict
+from arbordraft.types import Costs, DraftContext, DraftTree, Draw, Origin, SampleTree, StepView, Verdict
+
+if TYPE_CHECKING:
+    from arbordraft.heads.base import Companion
+
+Network = TypeVar("Network", bound="Companion")
 
 
 class Drafter(nn.Module):
@@ -26,6 +32,7 @@ class Drafter(nn.Module):
     """
 
     max_positions: int | None = None  # length of the longest text it can draft for, if there is a limit
+    hidden_layers: tuple[int, ...] = ()  # the target's hidden states that it wants, as transformers numbers them
 
     def laws(self, law: DraftLaw) -> tuple[DraftLaw, ...]:
         """The laws of the trees that it proposes when the coupling's is ``law``."""
@@ -49,6 +56,32 @@ class Drafter(nn.Module):
 
     def commit(self, state: Any, tree: DraftTree, verdict: Verdict) -> None:
         """Learns what became of a tree; a sample without a verdict is finished."""
+
+    def observe(self, state: Any, hidden: Mapping[int, Tensor]) -> None:
+        """Receives the target's hidden states of newly committed tokens, behind :meth:`start` and :meth:`commit`.
+
+        Never called for drafters that want none.
+
+        Args:
+            state: what :meth:`start` returned.
+            hidden: ``[n, F]`` by sample, those that have just finished included: the states of ``hidden_layers`` side
+                by side, of all tokens behind the last ones observed, except for the last committed one, which the
+                target has not seen yet.
+        """
+        raise NotImplementedError
+
+
+def adopt(network: Network, target: RaggedModel) -> Network:
+    """Readies a trained network, in place, to run beside a target: its device, its dtype, its kind of linears.
+
+    Raises:
+        ValueError: if the network was made, or trained, for another target.
+    """
+    network.check_target(target.model)
+    network.to(target.device, target.model.dtype).eval().requires_grad_(False)
+    if target.backend != "plain":
+        pack_linears(network, target.backend)
+    return network
 
 
 def grow(context: DraftContext, run: "Callable[[Garden, dict[int, list[int]]], Tensor]") -> DraftTree:
@@ -137,30 +170,30 @@ class Garden:
         # These trees look at the two dicts above and grow with them.
         self.trees = {s: SampleTree(context.topology, law, self.tokens[s], self.rows[s]) for s in alive}
         self._going = list(self.trees)
-        # What a decider may see of every node: the draft probability of its token and the row it came from.
-        self._seen: dict[int, dict[int, tuple[float, Tensor | None]]] = {s: {0: (1.0, None)} for s in self.trees}
+        # What deciders may see: how every node's path came about, and what drafters that have it put into `hidden`.
+        self.hidden: dict[tuple[int, int], Tensor] = {}
+        self._paths: dict[int, dict[int, tuple[Draw, ...]]] = {sample: {0: ()} for sample in self.trees}
         # Nodes may be given up for their token only if no token was drawn at random.
         self._costs = context.costs if law.deterministic and alive else None
-        self._floor = self._costs.floor(len(alive)) if self._costs else 0.0
         self._reach = {sample: {0: 1.0} for sample in alive}  # probability that a node's path is accepted
 
     def frontier(self, depth: int) -> dict[int, list[int]]:
         """The living nodes at ``depth`` that get children, for every sample that still goes on."""
         level = self.context.topology.levels[depth]
+        floor = self._costs.floor(len(self.trees), self._chances()) if self._costs else 0.0
         living = {
-            sample: [node for node in level if self._reach[sample].get(node, -1) >= self._floor]
+            sample: [node for node in level if self._reach[sample].get(node, -1) >= floor]
             for sample in self._going
             if depth < (self.context.room[sample] or 0)
         }
         living = {sample: nodes for sample, nodes in living.items() if nodes}
         if not living:
             return {}
-        seen = [[self._seen[sample][node] for node in nodes] for sample, nodes in living.items()]
         view = StepView(
             depth,
-            confidence=[[confidence for confidence, _ in nodes] for nodes in seen],
-            rows=[[row for _, row in nodes] for nodes in seen],
+            paths=[[self._paths[sample][node] for node in nodes] for sample, nodes in living.items()],
             history=[self.context.history[sample] for sample in living],
+            greedy=self.context.greedy,
         )
         keep = self.context.decide(view)
         self._going = [sample for sample, goes_on in zip(living, keep, strict=True) if goes_on]
@@ -174,10 +207,14 @@ class Garden:
         self, sample: int, node: int, tokens: Sequence[int], confidence: Sequence[float], row: Tensor | None
     ) -> None:
         """Gives a node its children, fewer than planned if there are fewer tokens."""
+        origin = Origin(row, self.hidden.get((sample, node)))
         for child, token, probability in zip(self.context.topology.child_list[node], tokens, confidence, strict=False):
             self.tokens[sample][child] = token
-            self._seen[sample][child] = (probability, row)
+            self._paths[sample][child] = (*self._paths[sample][node], Draw(probability, origin))
             self._reach[sample][child] = self._reach[sample][node] * probability
+
+    def _chances(self) -> list[float]:
+        return [chance for nodes in self._reach.values() for node, chance in nodes.items() if node]
 
     def _trim(self, costs: Costs) -> None:
         """Gives up the drafts that are too unlikely to be worth their rows."""

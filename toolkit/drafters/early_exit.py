@@ -1,15 +1,22 @@
 """The target's own first layers as drafter."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from arbordraft.cache import RaggedKVCache
-from arbordraft.drafters.base import Drafter, Garden, grow, plan_level
+from arbordraft.drafters.base import Drafter, Garden, adopt, grow, plan_level
+from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.laws import DraftLaw
 from arbordraft.target import RaggedModel
 from arbordraft.types import DraftContext, DraftTree
+
+if TYPE_CHECKING:
+    from arbordraft.heads.exit_adapter import ExitAdapter
 
 
 @dataclass
@@ -28,20 +35,39 @@ class EarlyExitDrafter(Drafter):
     Args:
         model: the target.
         layers: number of layers to run.
+        adapter: a trained network between these layers and the norm; it is cast to the target's dtype.
 
     Raises:
-        ValueError: if ``layers`` does not leave out any layer.
+        ValueError: if ``layers`` does not leave out any layer, or the adapter was made, or trained, for another target
+            or another number of layers.
         UnsupportedModel: if the architecture does not let its depth be shortened.
     """
 
-    def __init__(self, model: RaggedModel, layers: int) -> None:
+    def __init__(self, model: RaggedModel, layers: int, adapter: "ExitAdapter | None" = None) -> None:
         super().__init__()
         if not 1 <= layers < model.num_layers:
             raise ValueError(f"layers must lie in 1..{model.num_layers - 1} for this target, got {layers}")
+        if adapter is not None and adapter.config.hidden_layers != [layers]:
+            raise ValueError(f"the adapter was made for {adapter.config.hidden_layers} layers, not for {layers}")
         self.model = model
         self.layers = layers
+        self.adapter = None if adapter is None else adopt(adapter, model)
         probe = RaggedKVCache()
-        model.prefill({probe.open(1): [0]}, probe, layers=layers)  # an architecture that cannot do it says so now
+        self._forward(torch.zeros(1, dtype=torch.int64), probe.plan([probe.open(1)], [[0]]), probe)  # or says so now
+
+    @classmethod
+    def from_pretrained(cls, path: str | os.PathLike[str], target: RaggedModel, **kwargs: Any) -> "EarlyExitDrafter":
+        """Loads an adapter that was saved with ``save_pretrained``, from a folder or a hub; it knows its layers.
+
+        Args:
+            path: where it is.
+            target: the model it drafts for.
+            **kwargs: passed on to ``ExitAdapter.from_pretrained``.
+        """
+        from arbordraft.heads.exit_adapter import ExitAdapter
+
+        adapter = ExitAdapter.from_pretrained(path, dtype=target.model.dtype, **kwargs)
+        return cls(target, *(adapter.config.hidden_layers or (0,)), adapter)
 
     def check(self, target: RaggedModel, law: DraftLaw) -> None:
         if target is not self.model:
@@ -58,7 +84,10 @@ class EarlyExitDrafter(Drafter):
 
     def _run(self, state: _State, garden: Garden, frontier: dict[int, list[int]]) -> Tensor:
         tokens, batch = plan_level(garden, frontier, state.cache, state.handles, state.fed)
-        return self.model(tokens, batch, state.cache, layers=self.layers)
+        return self._forward(tokens, batch, state.cache)
+
+    def _forward(self, tokens: Tensor, batch: RaggedBatch, cache: RaggedKVCache) -> Tensor:
+        return self.model(tokens, batch, cache, layers=self.layers, behind=self.adapter)
 
     def extra_repr(self) -> str:
         return f"layers={self.layers}"

@@ -1,8 +1,13 @@
-"""Two drafters in one: the cheap one where it has something to say, the other one elsewhere."""
+"""Two drafters in one: the cheap one where it has something to say, the other one elsewhere.
 
-from collections.abc import Sequence
+Shapes: F hidden states side by side.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+from torch import Tensor
 
 from arbordraft.cache import RaggedKVCache
 from arbordraft.drafters.base import Drafter
@@ -31,6 +36,7 @@ class HybridDrafter(Drafter):
         super().__init__()
         self.first = first
         self.otherwise = otherwise
+        self.hidden_layers = tuple(dict.fromkeys((*first.hidden_layers, *otherwise.hidden_layers)))
         limits = [part.max_positions for part in (first, otherwise) if part.max_positions is not None]
         self.max_positions = min(limits) if limits else None
 
@@ -43,6 +49,13 @@ class HybridDrafter(Drafter):
 
     def start(self, tokens: Sequence[Sequence[int]], target_cache: RaggedKVCache, handles: Sequence[int]) -> _State:
         return _State(*(part.start(tokens, target_cache, handles) for part in (self.first, self.otherwise)))
+
+    def observe(self, state: _State, hidden: Mapping[int, Tensor]) -> None:
+        count = len(self.hidden_layers)
+        for part, own in ((self.first, state.first), (self.otherwise, state.otherwise)):
+            if part.hidden_layers:
+                wanted = [self.hidden_layers.index(layer) for layer in part.hidden_layers]
+                part.observe(own, {s: h.unflatten(1, (count, -1))[:, wanted].flatten(1) for s, h in hidden.items()})
 
     def propose(self, state: _State, context: DraftContext) -> DraftTree:
         found = self.first.propose(state.first, context)

@@ -3,8 +3,11 @@
 Shapes: T packed rows, R frontier nodes, V vocabulary.
 """
 
+import os
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,8 +15,12 @@ from torch import Tensor
 from arbordraft.cache import RaggedKVCache
 from arbordraft.drafters.base import Drafter, Garden, grow, plan_level
 from arbordraft.laws import DraftLaw
-from arbordraft.target import RaggedModel
+from arbordraft.observation import decoder_list
+from arbordraft.target import RaggedModel, UnsupportedModel
 from arbordraft.types import DraftContext, DraftTree, Verdict
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass
@@ -34,6 +41,32 @@ class LanguageModelDrafter(Drafter):
         super().__init__()
         self.model = model
         self.max_positions = model.max_positions
+
+    @classmethod
+    def from_target(cls, target: RaggedModel, layers: int | Sequence[int]) -> "LanguageModelDrafter":
+        """A copy of some of the target's layers: a start for training, and a drafter at once.
+
+        Args:
+            target: the model it drafts for; shares its tokenizer and how weights are read.
+            layers: see :func:`shrink`.
+        """
+        return cls(RaggedModel(shrink(target.model, layers), target.tokenizer, linears=target.backend))
+
+    @classmethod
+    def from_pretrained(
+        cls, path: str | os.PathLike[str], target: RaggedModel, **kwargs: Any
+    ) -> "LanguageModelDrafter":
+        """Loads a causal LM with the target's tokenizer, from a folder or a hub.
+
+        Args:
+            path: where it is.
+            target: the model it drafts for; gives device, dtype and how weights are read.
+            **kwargs: passed on to ``AutoModelForCausalLM.from_pretrained``.
+        """
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=target.model.dtype, **kwargs)
+        return cls(RaggedModel(model.to(target.device), linears=target.backend))
 
     def check(self, target: RaggedModel, law: DraftLaw) -> None:
         if self.model.vocab_size != target.vocab_size:
@@ -85,3 +118,50 @@ class LanguageModelDrafter(Drafter):
         state.cache.commit({handle: range(len(tokens)) for handle, tokens in zip(handles, missing, strict=True)})
         state.fed = {sample: [] for sample in samples}
         return logits
+
+
+def shrink(model: "PreTrainedModel", layers: int | Sequence[int]) -> "PreTrainedModel":
+    """A model of the same class with some of the layers, saved and loaded as any other; nothing is shared.
+
+    Args:
+        model: a causal LM with one list of decoder layers.
+        layers: which ones, or how many: then evenly spread, from the first to the last.
+
+    Raises:
+        ValueError: if there are no such layers.
+        UnsupportedModel: if the architecture does not let its depth be changed.
+    """
+    count = model.config.get_text_config().num_hidden_layers
+    if isinstance(layers, int):
+        if not 2 <= layers <= count:
+            raise ValueError(f"of {count} layers 2 to {count} can be spread from first to last, got {layers}; name them")
+        layers = [index * (count - 1) // (layers - 1) for index in range(layers)]
+    kept = {layer: index for index, layer in enumerate(layers)}
+    if not kept or list(kept) != sorted(layers) or not all(0 <= layer < count for layer in kept):
+        raise ValueError(f"layers must ascend within 0..{count - 1}, got {list(layers)}")
+    place = decoder_list(model, count)
+    if place is None:
+        raise UnsupportedModel(f"{type(model).__name__} does not keep its {count} layers in one list")
+    path = next(name for name, module in model.named_modules() if module is getattr(*place))
+
+    config = deepcopy(model.config)
+    text: Any = config.get_text_config()
+    for name, value in list(vars(text).items()):
+        if "layer" in name and isinstance(value, list | tuple) and len(value) == count:
+            setattr(text, name, [value[layer] for layer in kept])  # one entry per layer
+    text.num_hidden_layers = len(kept)
+    weights = {}
+    for name, tensor in model.state_dict().items():
+        if name.startswith(f"{path}."):
+            layer, _, rest = name.removeprefix(f"{path}.").partition(".")
+            if int(layer) in kept:
+                weights[f"{path}.{kept[int(layer)]}.{rest}"] = tensor
+        else:
+            weights[name] = tensor
+    small = type(model)(config).to(model.device, model.dtype).eval()
+    try:
+        small.load_state_dict(weights)
+    except RuntimeError as error:
+        raise UnsupportedModel(f"the layers {list(kept)} of this {type(model).__name__} do not fit: {error}") from error
+    small.generation_config = deepcopy(model.generation_config)
+    return small

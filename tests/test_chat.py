@@ -1,0 +1,83 @@
+"""Chat templates taken apart, and the first words of self-written user turns."""
+
+import random
+from collections import Counter
+
+import pytest
+from chats import BRACKETS, CHATML, END, START, chat_tokenizer
+
+from arbordraft.training.chat import ChatFormat
+from arbordraft.training.openings import draw_opening
+
+
+@pytest.mark.parametrize("spaced", [False, True])
+@pytest.mark.parametrize("template", [CHATML, BRACKETS])
+def test_the_pieces_put_together_are_what_the_template_makes(template, spaced):
+    tokenizer = chat_tokenizer(template, spaced=spaced)
+    chat = ChatFormat(tokenizer)
+    messages = [
+        {"role": "user", "content": "who are you"},
+        {"role": "assistant", "content": "nobody"},
+        {"role": "user", "content": "and i"},
+    ]
+    whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    first = chat.ids(chat.before_user() + "who are you")
+    rest = chat.ids_behind(f"{chat.to_assistant}nobody{chat.to_user}and i{chat.to_assistant}")
+    assert first + rest == whole
+    if spaced and template == BRACKETS:  # or the test would not tell
+        assert chat.ids(chat.to_assistant) != chat.ids_behind(chat.to_assistant)
+
+
+def test_the_templates_own_system_message_is_there_until_another_is_given():
+    chat = ChatFormat(chat_tokenizer())
+    assert chat.before_user() == f"{START}system\nbe kind{END}\n{START}user\n"
+    assert chat.before_user("be brief") == f"{START}system\nbe brief{END}\n{START}user\n"
+    assert (chat.to_user, chat.to_assistant) == (f"{END}\n{START}user\n", f"{END}\n{START}assistant\n")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [BRACKETS, CHATML.replace("in messages %}", "in messages if message['role'] != 'system' %}")],
+    ids=["refused", "ignored"],
+)
+def test_a_system_message_that_the_template_does_not_take_is_an_error(template):
+    chat = ChatFormat(chat_tokenizer(template))
+    with pytest.raises(ValueError, match=r"takes no system message .*leave them out"):
+        chat.before_user("be brief")
+
+
+def test_a_tokenizer_without_a_template_is_an_error():
+    with pytest.raises(ValueError, match="has no chat template.*chat_template"):
+        ChatFormat(chat_tokenizer(""))
+
+
+def test_a_template_that_changes_what_is_said_is_an_error():
+    with pytest.raises(ValueError, match="does not repeat what was said"):
+        ChatFormat(chat_tokenizer(CHATML.replace("message['content']", "message['content'] | upper")))
+
+
+def test_special_tokens_are_known_whether_they_have_a_name_or_not():
+    tokenizer = chat_tokenizer()
+    assert tokenizer.all_special_ids == [2]  # <|start|> has none
+    assert ChatFormat(tokenizer).special == {1, 2}
+
+
+def test_text_that_continues_a_word_is_tokenised_by_itself():
+    """Only then is there no telling which tokens belong to it."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    merging = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=merging, chat_template=CHATML)
+    assert ChatFormat(tokenizer).ids_behind("b") == [1]
+    assert ChatFormat(tokenizer).ids_behind("") == []
+
+
+def test_openings_follow_from_their_source_and_need_two_batches():
+    draws = [draw_opening(random.Random(seed)) for seed in range(3000)]
+    assert draws == [draw_opening(random.Random(seed)) for seed in range(3000)]
+    assert {opening.limit for opening in draws} == {80, 200}
+    counts = Counter(opening.text for opening in draws)
+    assert 0.19 < counts[""] / len(draws) < 0.25
+    assert len(counts) > 300
+    assert not any(mark in text for text in counts for mark in "{}|")

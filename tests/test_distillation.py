@@ -1,0 +1,393 @@
+"""Self-distillation: whose tokens are whose, what is left out, and that an interruption changes nothing."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from chats import BRACKETS, CHATML, END, START, Babble, Scripted, chat_tokenizer
+from models import EOS, RaggedModel, tiny
+
+from arbordraft.training import distillation
+from arbordraft.training.chat import ChatFormat
+from arbordraft.training.completion import Completion, DecoderCompleter
+from arbordraft.training.distillation import Recipe, SelfDistillation
+from arbordraft.training.features import FreshFeatures
+from arbordraft.training.openings import Opening, draw_opening
+from arbordraft.training.shards import ANSWER, GIVEN, PROMPT, ShardError, ShardFolder
+
+ONE = Recipe(conversations=1, temperatures=(0.7,), answers=1, max_new_tokens=20, max_tokens=400)
+SMALL = Recipe(conversations=10, per_shard=4, max_new_tokens=30, max_tokens=500, follow_ups=0.5)
+
+
+def asking(*texts: str, system: str | None = None) -> list[dict[str, str]]:
+    said = [] if system is None else [{"role": "system", "content": system}]
+    return said + [{"role": "user", "content": text} for text in texts]
+
+
+def answering(tokenizer, *texts: str) -> Scripted:
+    """Says these texts, one after the other."""
+    chat, left = ChatFormat(tokenizer), list(texts)
+    return Scripted(lambda *_: chat.ids_behind(left.pop(0)))
+
+
+def conversations(folder: ShardFolder) -> list[tuple[list[int], list[int], float]]:
+    found = []
+    for shard in folder.shards():
+        ends = shard.offsets.tolist()
+        for (begin, end), temperature in zip(zip(ends, ends[1:], strict=False), shard.temperatures, strict=True):
+            found.append((shard.tokens[begin:end].tolist(), shard.roles[begin:end].tolist(), float(temperature)))
+    return found
+
+
+def spans(roles: list[int]) -> list[int]:
+    """Roles in the order in which they come, each once per span."""
+    return [role for place, role in enumerate(roles) if place == 0 or roles[place - 1] != role]
+
+
+# -- conversations of others
+
+
+@pytest.mark.parametrize("system", [None, "be brief"])
+@pytest.mark.parametrize("spaced", [False, True])
+@pytest.mark.parametrize(("template", "tail"), [(CHATML, END), (BRACKETS, f" {END}")])
+def test_tokens_and_answers_are_those_of_transformers(tmp_path, template, tail, spaced, system):
+    if system and template == BRACKETS:
+        system = None
+    tokenizer = chat_tokenizer(template, spaced=spaced)
+    answers = ["nobody", "you", "x 1"]
+    messages = asking("who are you", "and i", "and he", system=system)
+    complete = answering(tokenizer, *(answer + tail for answer in answers))
+    SelfDistillation(ChatFormat(tokenizer), complete, ONE, ShardFolder(tmp_path), messages=[messages]).run()
+
+    whole = messages[:-3]
+    for asked, answer in zip(messages[-3:], answers, strict=True):
+        whole += [asked, {"role": "assistant", "content": answer}]
+    expected = tokenizer.apply_chat_template(whole, return_assistant_tokens_mask=True, return_dict=True)
+    ((tokens, roles, temperature),) = conversations(ShardFolder(tmp_path))
+    assert tokens == expected["input_ids"][: len(tokens)]
+    assert tokenizer.decode(expected["input_ids"][len(tokens) :]).strip() == ""  # what follows the last end
+    assert [role == ANSWER for role in roles] == [bool(mark) for mark in expected["assistant_masks"]][: len(roles)]
+    assert temperature == pytest.approx(0.7)
+    assert [len(prompt) for prompt, _ in complete.asked] == [place for place, _ in _answers(roles)]
+
+
+def _answers(roles: list[int]) -> list[tuple[int, int]]:
+    starts = [place for place, role in enumerate(roles) if role == ANSWER and roles[place - 1] != ANSWER]
+    ends = [place + 1 for place, role in enumerate(roles) if role == ANSWER and [*roles, GIVEN][place + 1] != ANSWER]
+    return list(zip(starts, ends, strict=True))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Completion([8, 9, 3], False),  # cut off; 3, a newline, is also part of what the template puts next
+        Completion([8, 9, 1, 5], True),  # ended with another stop token than the template's
+    ],
+)
+def test_a_conversation_is_over_when_an_answer_does_not_end_as_in_the_template(tmp_path, answer):
+    complete = Scripted(lambda *_: answer)
+    chat = ChatFormat(chat_tokenizer())
+    SelfDistillation(chat, complete, ONE, ShardFolder(tmp_path), messages=[asking("why is it so", "really")]).run()
+    ((tokens, roles, _),) = conversations(ShardFolder(tmp_path))
+    assert tokens[-len(answer.tokens) :] == answer.tokens
+    assert spans(roles) == [GIVEN, ANSWER]
+
+
+def test_an_answer_may_be_nothing_but_its_end(tmp_path):
+    complete = Scripted(lambda *_: [EOS])
+    chat = ChatFormat(chat_tokenizer())
+    SelfDistillation(chat, complete, ONE, ShardFolder(tmp_path), messages=[asking("why", "really")]).run()
+    ((tokens, roles, _),) = conversations(ShardFolder(tmp_path))
+    assert [tokens[begin:end] for begin, end in _answers(roles)] == [[EOS], [EOS]]
+    assert chat.text(tokens).count(END) == 5  # of the system, two users and two answers
+
+
+def test_prompts_without_room_for_an_answer_are_left_out(tmp_path):
+    tokenizer = chat_tokenizer()
+    recipe = replace(ONE, conversations=2, max_tokens=100)
+    chats = [asking("a" * 60), asking("b", "c" * 60)]
+    complete = answering(tokenizer, f"d{END}")
+    SelfDistillation(ChatFormat(tokenizer), complete, recipe, ShardFolder(tmp_path), messages=chats).run()
+    ((tokens, roles, _),) = conversations(ShardFolder(tmp_path))
+    assert tokenizer.decode(tokens).endswith(f"{START}user\nb{END}\n{START}assistant\nd{END}")
+    assert spans(roles) == [GIVEN, ANSWER]  # nor is the second turn there, to which there is no answer
+
+    recipe = replace(recipe, per_shard=1)
+    work = SelfDistillation(ChatFormat(tokenizer), complete, recipe, ShardFolder(tmp_path / "a"), messages=chats)
+    with pytest.raises(ShardError, match=r"tokens-00000.safetensors would be empty.*raise max_tokens or per_shard"):
+        work.run()
+
+
+@pytest.mark.parametrize(
+    ("messages", "problem"),
+    [
+        ([], "wants 1 conversations, but only 0 were given; lower recipe.conversations"),
+        ([[{"role": "system", "content": "be brief"}]], "has no user turn"),
+    ],
+)
+def test_conversations_that_do_not_do_are_errors(tmp_path, messages, problem):
+    with pytest.raises(ValueError, match=problem):
+        SelfDistillation(ChatFormat(chat_tokenizer()), Babble(), ONE, ShardFolder(tmp_path), messages=messages).run()
+
+
+# -- conversations that the target writes
+
+
+@pytest.mark.parametrize("spaced", [False, True])
+def test_self_written_turns_begin_as_their_text_is_tokenised(tmp_path, spaced):
+    tokenizer = chat_tokenizer(BRACKETS, spaced=spaced)
+    complete = Babble()
+    asked = []
+
+    def listen(prompts, *rest):
+        asked.extend(map(tuple, prompts))
+        return complete(prompts, *rest)
+
+    recipe = replace(SMALL, conversations=30, per_shard=30, follow_ups=0.0)
+    SelfDistillation(ChatFormat(tokenizer), listen, recipe, ShardFolder(tmp_path)).run()
+    source = random.Random("0 0")
+    texts = [f"{START}Q: " + draw_opening(source).text for _ in range(30)]
+    expected = [tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+    assert Counter(asked[:30]) == Counter(expected)
+
+
+def test_the_targets_own_words_are_marked_in_all_turns(tmp_path):
+    tokenizer = chat_tokenizer()
+    chat = ChatFormat(tokenizer)
+    recipe = replace(SMALL, conversations=40, per_shard=40, follow_ups=1.0)
+    SelfDistillation(chat, Babble(), recipe, ShardFolder(tmp_path)).run()
+    found = conversations(ShardFolder(tmp_path))
+    assert {round(temperature, 3) for *_, temperature in found} == {0.0, 0.7, 1.0}
+    longest = max(found, key=lambda conversation: len(spans(conversation[1])))
+    assert spans(longest[1]) == [GIVEN, PROMPT, GIVEN, ANSWER, GIVEN, PROMPT, GIVEN, ANSWER]
+    for tokens, roles, _ in found:
+        assert roles[-1] == ANSWER
+        assert len(tokens) <= recipe.max_tokens
+        given = [chat.text(tokens[begin:end]) for begin, end in _spans_of(roles, GIVEN)]
+        assert given[0].startswith(f"{START}system\nbe kind{END}\n{START}user\n")
+        # Between the target's words stands what the template puts there, and the end of every turn once.
+        assert set(given[1::2]) <= {chat.to_assistant}
+        assert set(given[2::2]) <= {chat.to_user.removeprefix(END)}
+        for begin, end in _spans_of(roles, PROMPT):
+            assert not chat.special & {*tokens[begin:end]}
+        for begin, end in _answers(roles):
+            assert end - begin <= recipe.max_new_tokens
+
+
+def _spans_of(roles: list[int], wanted: int) -> list[tuple[int, int]]:
+    edges = [place for place in range(len(roles) + 1) if place in (0, len(roles)) or roles[place] != roles[place - 1]]
+    return [(begin, end) for begin, end in zip(edges, edges[1:], strict=False) if roles[begin] == wanted]
+
+
+def test_answers_take_their_temperatures_in_turn():
+    recipe = Recipe()
+    assert [recipe.of_prompt(number) for number in range(3)] == [[0.0, 0.7], [0.0, 1.0], [0.0, 0.7]]
+
+
+@pytest.mark.parametrize(
+    ("turn", "kept"),
+    [
+        (Completion([8] * 14 + [EOS], True), 14),  # without its end
+        (Completion([8] * 14 + [1, 9, EOS], True), 14),  # without what follows a special token
+        (Completion([8] * 50 + [5] + [9] * 29, False), 51),  # cut off behind a sentence
+        (Completion([8] * 20 + [5] + [9] * 59, False), 80),  # not where little would be left
+        (Completion([8] * 14 + [60], True), 14),  # with a stop token that is no special one
+    ],
+)
+def test_a_user_turn_stops_where_it_should(tmp_path, turn, kept):
+    recipe = replace(SMALL, per_shard=10, follow_ups=0.0, answers=1)
+    complete = Scripted(lambda _, sampling: [8, EOS] if sampling.max_new_tokens == recipe.max_new_tokens else turn)
+    SelfDistillation(ChatFormat(chat_tokenizer()), complete, recipe, ShardFolder(tmp_path)).run()
+    for tokens, roles, _ in conversations(ShardFolder(tmp_path)):
+        ((begin, end),) = _spans_of(roles, PROMPT)
+        assert tokens[begin:end] == turn.tokens[:kept]
+
+
+def test_useless_user_turns_are_left_out(tmp_path, monkeypatch):
+    tokenizer = chat_tokenizer()
+    monkeypatch.setattr(distillation, "draw_opening", lambda _: Opening("", 80))
+    chat = ChatFormat(tokenizer)
+    turns = ["short", "ab " * 31, "i see a lighthouse", "I see a light-house.", "how do bees find home"]
+
+    def rule(prompt, sampling):
+        if sampling.max_new_tokens == 80 and chat.text(prompt).count("assistant") == 0:
+            return [*chat.ids(turns.pop(0)), EOS]
+        return [10, EOS]  # follow-ups are too short
+
+    recipe = Recipe(conversations=5, temperatures=(0.0,), answers=1, max_new_tokens=30, max_tokens=500, follow_ups=1.0)
+    SelfDistillation(chat, Scripted(rule), recipe, ShardFolder(tmp_path)).run()
+    found = [chat.text(tokens[begin:end]) for tokens, roles, _ in conversations(ShardFolder(tmp_path))
+             for begin, end in _spans_of(roles, PROMPT)]  # fmt: skip
+    assert found == ["i see a lighthouse", "how do bees find home"]
+
+
+@pytest.mark.parametrize(("max_tokens", "answers"), [(196, 1), (197, 2)])
+def test_follow_ups_are_only_begun_where_they_can_be_answered(tmp_path, monkeypatch, max_tokens, answers):
+    monkeypatch.setattr(distillation, "draw_opening", lambda _: Opening("", 80))
+    chat = ChatFormat(chat_tokenizer())
+    complete = Scripted(lambda *_: [*range(8, 23), EOS])
+    recipe = replace(ONE, max_tokens=max_tokens, max_new_tokens=30, follow_ups=1.0)
+    SelfDistillation(chat, complete, recipe, ShardFolder(tmp_path)).run()
+    # 23 tokens to the user, 15 by it, 13 to the assistant, 16 by it, 7 to the user, up to 80 by it, 13 and up to 30.
+    assert max(len(prompt) + sampling.max_new_tokens for prompt, sampling in complete.asked) <= max_tokens
+    ((_, roles, _),) = conversations(ShardFolder(tmp_path))
+    assert len(_answers(roles)) == answers
+
+
+def test_a_template_with_nothing_before_users_cannot_be_continued(tmp_path):
+    plain = "{% for message in messages %}{{ message['content'] + '<|end|>' }}{% endfor %}"
+    chat = ChatFormat(chat_tokenizer(plain))
+    with pytest.raises(ValueError, match="puts nothing before user turns"):
+        SelfDistillation(chat, Babble(), ONE, ShardFolder(tmp_path))
+    SelfDistillation(chat, Babble(), ONE, ShardFolder(tmp_path), messages=[asking("why")]).run()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [
+        ({"conversations": 0}, "conversations must be positive, got 0"),
+        ({"per_shard": 0}, "per_shard must be positive"),
+        ({"temperatures": ()}, "temperatures must not be empty"),
+        ({"temperatures": (-1.0,)}, "temperatures must not be empty or negative"),
+        ({"follow_ups": 1.5}, r"follow_ups must lie in \[0, 1\]"),
+        ({"max_tokens": 256}, r"max_tokens \(256\) must exceed max_new_tokens \(256\)"),
+        ({"temperatures": (0.0,)}, "repeat a greedy one"),
+        ({"temperatures": (0.0, 0.0, 1.0)}, "repeat a greedy one"),
+        ({"answers": 3}, "repeat a greedy one"),
+    ],
+)
+def test_bad_recipes_are_errors(wrong, problem):
+    with pytest.raises(ValueError, match=problem):
+        Recipe(**wrong)
+
+
+# -- interruptions, parts and settings
+
+
+def run(folder, complete, recipe=SMALL, messages=None, provenance=None, **kwargs: int) -> list[tuple[int, int, int]]:
+    told: list[tuple[int, int, int]] = []
+    chat = ChatFormat(chat_tokenizer())
+    work = SelfDistillation(chat, complete, recipe, ShardFolder(folder), provenance or {}, messages)
+    work.run(lambda *news: told.append(news), **kwargs)
+    return told
+
+
+def contents(folder) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+@pytest.fixture
+def whole(tmp_path) -> dict[str, bytes]:
+    """What a run leaves behind that nothing disturbs."""
+    torch.manual_seed(1)  # of no account
+    told = run(tmp_path / "whole", Babble())
+    assert [(done, shards) for done, shards, tokens in told if tokens == 0] == [(1, 3), (2, 3), (3, 3)]
+    found = contents(tmp_path / "whole")
+    assert len(found) == 4
+    assert sum(tokens for *_, tokens in told) >= sum(
+        roles.count(ANSWER) for _, roles, _ in conversations(ShardFolder(tmp_path / "whole"))
+    )
+    return found
+
+
+@pytest.mark.parametrize("failing", [7, 10])
+def test_an_interrupted_run_goes_on_to_the_same_bytes(tmp_path, whole, failing):
+    with pytest.raises(ConnectionError, match="gone"):
+        run(tmp_path / "again", Babble(failing))
+    left = contents(tmp_path / "again")
+    assert 2 <= len(left) < 4  # the manifest, and the shards that were finished
+    assert all(whole[name] == found for name, found in left.items())
+    run(tmp_path / "again", Babble())
+    assert contents(tmp_path / "again") == whole
+
+
+def test_what_is_there_is_not_made_again(tmp_path, whole):
+    told = run(tmp_path / "whole", Babble(failing=0))
+    assert told == [(1, 3, 0), (2, 3, 0), (3, 3, 0)]
+    (tmp_path / "whole" / "tokens-00001.safetensors").unlink()
+    run(tmp_path / "whole", Babble())
+    assert contents(tmp_path / "whole") == whole
+
+
+def test_parts_make_the_same_bytes_as_one_process(tmp_path, whole):
+    for part in (1, 0):
+        run(tmp_path / "parts", Babble(), part=part, of=2)
+    assert contents(tmp_path / "parts") == whole
+    with pytest.raises(ValueError, match=r"parts are numbered 0..1, got 2"):
+        run(tmp_path / "parts", Babble(), part=2, of=2)
+
+
+def test_other_seeds_make_other_conversations(tmp_path, whole):
+    run(tmp_path / "other", Babble(), replace(SMALL, seed=1))
+    other = contents(tmp_path / "other")
+    assert not {*other.values()} & {*whole.values()}
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"recipe": replace(SMALL, seed=1)}, r"another recipe.seed: 0 instead of 1"),
+        ({"recipe": replace(SMALL, max_new_tokens=31)}, r"another recipe.max_new_tokens: 30 instead of 31"),
+        ({"provenance": {"target": "x"}}, "another target: None instead of 'x'"),
+        ({"messages": [asking("why")] * 10}, "another messages: None instead of"),
+    ],
+)
+def test_other_settings_do_not_resume(tmp_path, whole, changes, problem):
+    with pytest.raises(ShardError, match=problem):
+        run(tmp_path / "whole", Babble(), **changes)
+    assert contents(tmp_path / "whole") == whole
+
+
+def test_other_conversations_do_not_resume(tmp_path):
+    run(tmp_path, Babble(), messages=[asking("why")] * 10)
+    run(tmp_path, Babble(), messages=[asking("why")] * 10)
+    with pytest.raises(ShardError, match="another messages"):
+        run(tmp_path, Babble(), messages=[asking("why not")] * 10)
+
+
+@pytest.mark.parametrize("size", [0, 100, -1])
+def test_a_damaged_shard_is_an_error_that_says_what_to_do(tmp_path, whole, size):
+    path = tmp_path / "whole" / "tokens-00001.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(ShardError, match=r"tokens-00001.safetensors .*delete it and run the same generation again"):
+        run(tmp_path / "whole", Babble())
+    path.unlink()
+    run(tmp_path / "whole", Babble())
+    assert contents(tmp_path / "whole") == whole
+
+
+# -- with a target
+
+
+def test_hidden_states_are_stored_with_every_shard_before_it_counts(tmp_path):
+    model = tiny(max_position_embeddings=2048)
+    target = RaggedModel(model, self_test=False)
+    fresh = FreshFeatures(target, (0, 1))
+    stored = []
+
+    def store(shard, states):
+        assert not shard.path.exists()
+        ends = shard.offsets.tolist()
+        sequences = [shard.tokens[begin:end].tolist() for begin, end in zip(ends, ends[1:], strict=False)]
+        for expected, found in zip(fresh(sequences), states, strict=True):
+            torch.testing.assert_close(found, torch.cat(expected, dim=-1), rtol=1e-4, atol=1e-5)
+        stored.append(len(shard))
+
+    recipe = replace(SMALL, conversations=8, max_new_tokens=100, max_tokens=700, follow_ups=1.0)
+    complete = DecoderCompleter(target, 5, (0, 1, target.num_layers))
+    chat = ChatFormat(chat_tokenizer())
+    SelfDistillation(chat, complete, recipe, ShardFolder(tmp_path), store=store).run()
+    found = conversations(ShardFolder(tmp_path))
+    assert sum(stored) == len(found) > 8
+    assert max(spans(roles).count(ANSWER) for _, roles, _ in found) == 2
+
+
+def test_the_target_in_other_batches_makes_the_same_bytes(tmp_path):
+    target = RaggedModel(tiny(max_position_embeddings=2048), self_test=False)
+    chat = ChatFormat(chat_tokenizer())
+    for batch in (3, 50):
+        folder = ShardFolder(tmp_path / str(batch))
+        SelfDistillation(chat, DecoderCompleter(target, batch), replace(SMALL, conversations=8), folder).run()
+    assert contents(tmp_path / "3") == contents(tmp_path / "50")

@@ -1,0 +1,143 @@
+"""An EAGLE-type drafter: one layer that continues the target's hidden states.
+
+Shapes: T packed rows, R frontier nodes, F hidden states side by side, H hidden size, V vocabulary.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from arbordraft.cache import RaggedKVCache
+from arbordraft.drafters.base import Drafter, Garden, adopt, grow, plan_level
+from arbordraft.kernels.ragged_tree_attention import RaggedBatch, ragged_tree_attention
+from arbordraft.laws import DraftLaw
+from arbordraft.target import RaggedModel
+from arbordraft.types import DraftContext, DraftTree, Verdict
+
+if TYPE_CHECKING:
+    from arbordraft.heads.eagle import EagleHead
+
+
+@dataclass
+class _State:
+    cache: RaggedKVCache
+    handles: list[int]
+    pending: dict[int, list[Tensor]]  # target states whose slots the cache lacks
+    fed: dict[int, list[int]] = field(default_factory=dict)  # nodes behind the committed slots, in cache order
+    hidden: dict[int, dict[int, Tensor]] = field(default_factory=dict)  # the layer's output at each node
+
+
+class EagleDrafter(Drafter):
+    """Drafts with an EAGLE-3 head, whose one layer reads the target's hidden states and then its own.
+
+    Where the target has been, slots are filled from its states; the slots of draft trees are given up after every
+    step, since better states are there by then.
+
+    Args:
+        head: the trained network; it is cast to the target's dtype.
+        target: the model it drafts for.
+
+    Raises:
+        ValueError: if the head was made, or trained, for another target.
+
+    Source: EAGLE-3 (Li et al., 2025).
+    """
+
+    def __init__(self, head: "EagleHead", target: RaggedModel) -> None:
+        super().__init__()
+        self.head = adopt(head, target)
+        self.target = target
+        self.hidden_layers = tuple(head.config.hidden_layers or ())
+        self.max_positions = head.config.max_position_embeddings
+        self._native = target.backend == "native"
+
+    @classmethod
+    def from_pretrained(cls, path: str | os.PathLike[str], target: RaggedModel, **kwargs: Any) -> "EagleDrafter":
+        """Loads a head that was saved with ``save_pretrained``, from a folder or a hub.
+
+        Args:
+            path: where it is.
+            target: the model it drafts for.
+            **kwargs: passed on to ``EagleHead.from_pretrained``.
+        """
+        from arbordraft.heads.eagle import EagleHead
+
+        return cls(EagleHead.from_pretrained(path, dtype=target.model.dtype, **kwargs), target)
+
+    def check(self, target: RaggedModel, law: DraftLaw) -> None:
+        if target is not self.target:
+            raise ValueError("EagleDrafter must be built for the target that it drafts for")
+
+    def start(self, tokens: Sequence[Sequence[int]], target_cache: RaggedKVCache, handles: Sequence[int]) -> _State:
+        cache = RaggedKVCache(target_cache.max_tokens)
+        ours = [cache.open(target_cache.capacity(handle)) for handle in handles]
+        return _State(cache, ours, {sample: [] for sample in range(len(tokens))})
+
+    def observe(self, state: _State, hidden: Mapping[int, Tensor]) -> None:
+        for sample, states in hidden.items():
+            if sample in state.pending:
+                state.pending[sample].append(states)
+
+    def propose(self, state: _State, context: DraftContext) -> DraftTree:
+        state.fed, state.hidden = {}, {}
+        # A text of one token has no state to start from: the target goes first.
+        room = [
+            limit if limit is None or len(tokens) > 1 else 0
+            for limit, tokens in zip(context.room, context.tokens, strict=True)
+        ]
+        return grow(replace(context, room=room), lambda garden, frontier: self._run(state, garden, frontier))
+
+    def commit(self, state: _State, tree: DraftTree, verdict: Verdict) -> None:
+        for sample, (handle, judged) in enumerate(zip(state.handles, verdict.samples, strict=True)):
+            if judged is None and handle in state.cache:
+                state.cache.close(handle)
+                del state.pending[sample]
+        state.cache.drop([handle for handle in state.handles if handle in state.cache])
+
+    def _run(self, state: _State, garden: Garden, frontier: dict[int, list[int]]) -> Tensor:
+        if not state.fed:
+            out = self._catch_up(state, garden.context, list(frontier))
+        else:
+            parents = garden.context.topology.parent_list
+            hidden = [state.hidden[s][parents[node]] for s, nodes in frontier.items() for node in nodes]
+            tokens, batch = plan_level(garden, frontier, state.cache, state.handles, state.fed)
+            out = self._layer(tokens, torch.stack(hidden), batch, state.cache)
+        final = self.head.norm(out)
+        places = [(sample, node) for sample, nodes in frontier.items() for node in nodes]
+        garden.hidden |= zip(places, final, strict=True)
+        for (sample, node), row in zip(places, out, strict=True):
+            state.hidden.setdefault(sample, {})[node] = row
+        return self.head.widen(self.head.lm_head(final))
+
+    def _catch_up(self, state: _State, context: DraftContext, samples: list[int]) -> Tensor:
+        """Fills the slots of committed tokens; the last one of each sample predicts the children of its root."""
+        handles = [state.handles[sample] for sample in samples]
+        tokens = [
+            context.tokens[sample][state.cache.length(handle) + 1 :]
+            for sample, handle in zip(samples, handles, strict=True)
+        ]
+        states = torch.cat([part for sample in samples for part in state.pending[sample]])
+        batch = state.cache.plan(handles, [range(len(part)) for part in tokens])
+        packed = torch.tensor([token for part in tokens for token in part])
+        out = self._layer(packed, self.head.fuse(states.to(self.head.dtype)), batch, state.cache)
+        state.cache.commit({handle: range(len(part)) for handle, part in zip(handles, tokens, strict=True)})
+        for sample in samples:
+            state.pending[sample] = []
+        state.fed = {sample: [] for sample in samples}
+        return out[torch.tensor([len(part) for part in tokens]).cumsum(0) - 1]
+
+    @torch.no_grad()
+    def _layer(self, tokens: Tensor, hidden: Tensor, batch: RaggedBatch, cache: RaggedKVCache) -> Tensor:
+        """``[T, H]`` outputs of the layer for ``[T]`` tokens and their ``[T, H]`` inputs."""
+        batch = batch.to(hidden.device)
+        embeddings = self.target.model.get_input_embeddings()(tokens.to(hidden.device)).to(hidden.dtype)
+        rotary = self.head.rotary(batch.positions, hidden.dtype)
+        query, key, value = self.head.queries_keys_values(embeddings, hidden, rotary)
+        keys, values = cache.write(0, key, value, batch.slots)
+        scale = self.head.config.head_dim**-0.5
+        attended = ragged_tree_attention(query, keys, values, batch, scale=scale, use_native=self._native)
+        return self.head.finish(hidden, attended.flatten(1))

@@ -1,0 +1,86 @@
+"""Medusa heads as drafter.
+
+Shapes: R frontier nodes, F hidden states side by side, H hidden size, V vocabulary.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from arbordraft.cache import RaggedKVCache
+from arbordraft.drafters.base import Drafter, Garden, adopt, grow
+from arbordraft.laws import DraftLaw
+from arbordraft.target import RaggedModel
+from arbordraft.types import DraftContext, DraftTree
+
+if TYPE_CHECKING:
+    from arbordraft.heads.medusa import MedusaHead
+
+_State = dict[int, Tensor]  # ``[H]`` of every sample's last observed token
+
+
+class MedusaDrafter(Drafter):
+    """Drafts with Medusa heads: one per depth, all from the hidden state of the token before the root.
+
+    What a head predicts does not depend on the tokens drafted above it, so all nodes of a depth share their row. Trees
+    end where the heads do.
+
+    Args:
+        head: the trained network; it is cast to the target's dtype.
+        target: the model it drafts for.
+
+    Raises:
+        ValueError: if the heads were made, or trained, for another target.
+
+    Source: Medusa (Cai et al., 2024).
+    """
+
+    def __init__(self, head: "MedusaHead", target: RaggedModel) -> None:
+        super().__init__()
+        self.head = adopt(head, target)
+        self.target = target
+        self.hidden_layers = (target.num_layers,)
+
+    @classmethod
+    def from_pretrained(cls, path: str | os.PathLike[str], target: RaggedModel, **kwargs: Any) -> "MedusaDrafter":
+        """Loads heads that were saved with ``save_pretrained``, from a folder or a hub.
+
+        Args:
+            path: where they are.
+            target: the model they draft for.
+            **kwargs: passed on to ``MedusaHead.from_pretrained``.
+        """
+        from arbordraft.heads.medusa import MedusaHead
+
+        return cls(MedusaHead.from_pretrained(path, dtype=target.model.dtype, **kwargs), target)
+
+    def check(self, target: RaggedModel, law: DraftLaw) -> None:
+        if target is not self.target:
+            raise ValueError("MedusaDrafter must be built for the target that it drafts for")
+
+    def start(self, tokens: Sequence[Sequence[int]], target_cache: RaggedKVCache, handles: Sequence[int]) -> _State:
+        return {}
+
+    def observe(self, state: _State, hidden: Mapping[int, Tensor]) -> None:
+        state |= {sample: states[-1] for sample, states in hidden.items()}
+
+    def propose(self, state: _State, context: DraftContext) -> DraftTree:
+        heads = self.head.config.num_heads
+        # A text of one token has no state to look ahead from: the target goes first.
+        room = [
+            limit if limit is None else min(limit, heads) if sample in state else 0
+            for sample, limit in enumerate(context.room)
+        ]
+        return grow(replace(context, room=room), lambda garden, frontier: self._run(state, garden, frontier))
+
+    @torch.no_grad()
+    def _run(self, state: _State, garden: Garden, frontier: dict[int, list[int]]) -> Tensor:
+        """``[R, V]``: the row of every sample, once for each of its nodes."""
+        depth = garden.context.topology.depth_list[next(iter(frontier.values()))[0]]
+        rows = self.head.logits(torch.stack([state[sample] for sample in frontier]), depth)
+        nodes = torch.tensor([len(nodes) for nodes in frontier.values()], device=rows.device)
+        return self.head.widen(rows).repeat_interleave(nodes, dim=0)

@@ -1,0 +1,78 @@
+"""What makes an early exit better: an MLP that stands for the target's left-out layers.
+
+Shapes: ... any leading sizes, H hidden size.
+"""
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from arbordraft.heads.base import Companion, CompanionConfig, GatedMLP, RMSNorm, fingerprint
+
+
+class ExitAdapterConfig(CompanionConfig):
+    """Settings of an :class:`ExitAdapter`; see also :class:`~arbordraft.heads.base.CompanionConfig`.
+
+    ``hidden_layers`` holds one number, that of the layers to run.
+
+    Args:
+        intermediate_size: of the MLP.
+        rms_norm_eps: of the norm.
+    """
+
+    model_type = "arbordraft_exit_adapter"
+
+    intermediate_size: int = 11008
+    rms_norm_eps: float = 1e-5
+
+
+class ExitAdapter(Companion):
+    """A residual gated MLP between the first layers of a target and its final norm.
+
+    It works on every row by itself and predicts through the target's own head.
+
+    Args:
+        config: its settings.
+    """
+
+    config: ExitAdapterConfig
+    config_class = ExitAdapterConfig
+    base_model_prefix = "exit_adapter"
+
+    def __init__(self, config: ExitAdapterConfig) -> None:
+        super().__init__(config)
+        self.norm = RMSNorm(config.target_hidden_size, config.rms_norm_eps)
+        self.mlp = GatedMLP(config.target_hidden_size, config.intermediate_size)
+        self.post_init()
+
+    @classmethod
+    def for_target(
+        cls, model: PreTrainedModel, layers: int, *, intermediate_size: int | None = None, name: str | None = None
+    ) -> "ExitAdapter":
+        """A new adapter that changes nothing yet.
+
+        Args:
+            model: the target.
+            layers: how many of its layers are run.
+            intermediate_size: of the MLP, by default the target's.
+            name: of the target.
+        """
+        config = model.config.get_text_config()
+        adapter = cls(
+            ExitAdapterConfig(
+                vocab_size=model.get_output_embeddings().weight.shape[0],
+                target_hidden_size=config.hidden_size,
+                hidden_layers=[layers],
+                target_fingerprint=fingerprint(model),
+                target_name=name,
+                intermediate_size=intermediate_size
+                or getattr(config, "intermediate_size", None)
+                or 4 * config.hidden_size,
+                rms_norm_eps=getattr(config, "rms_norm_eps", 1e-5),
+            )
+        )
+        nn.init.zeros_(adapter.mlp.down_proj.weight)
+        return adapter
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``[..., H]`` to the same."""
+        return hidden + self.mlp(self.norm(hidden))

@@ -1,0 +1,152 @@
+"""Batches of whole sequences for drafter training, in an order that a seed fixes and a checkpoint can resume.
+
+Shapes: B sequences, L longest of them, F hidden states side by side, H hidden size.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from arbordraft.training.features import Features
+from arbordraft.training.shards import Shard
+
+_STEP = 16  # lengths that round up to the same multiple count as equal
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences side by side, padded on the right.
+
+    Args:
+        tokens: ``[B, L]``; padding holds 0.
+        roles: ``[B, L]`` uint8, see :mod:`arbordraft.training.shards`; padding counts as given.
+        temperatures: ``[B]`` at which the answers were drawn.
+        inputs: ``[B, L - 1, F]`` the target's hidden states, of all tokens but the last.
+        final: ``[B, L - 1, H]`` what the target's head is given at these tokens; row j predicts token j + 1.
+    """
+
+    tokens: Tensor
+    roles: Tensor
+    temperatures: Tensor
+    inputs: Tensor
+    final: Tensor
+
+    def to(self, device: torch.device) -> "Batch":
+        """The same on a device."""
+        return Batch(*(getattr(self, name).to(device) for name in self.__dataclass_fields__))
+
+    def learned(self, roles: Sequence[int]) -> Tensor:
+        """``[B, L]`` bool: tokens of the given roles."""
+        return torch.isin(self.roles, torch.tensor(roles, dtype=torch.uint8, device=self.roles.device))
+
+
+class Place(NamedTuple):
+    """Where a sequence lies."""
+
+    shard: int
+    sequence: int
+    length: int
+
+
+class BatchLoader:
+    """An endless supply of epochs, each in its own order, that Lightning can stop and resume anywhere.
+
+    Sequences of one batch have similar lengths and come from the same shard, whose files are then read in one go. All
+    epochs have the same number of batches. So do all parts; for that, some batches are split, and with hardly more
+    sequences than parts an epoch may lack a few.
+
+    Args:
+        shards: the data.
+        places: the sequences to take.
+        features: what computes or reads the features of some sequences of a shard.
+        batch_tokens: bound on B x L; a longer sequence stands alone.
+        seed: of the order; with ``None`` it is always the same, and every iteration starts at the beginning.
+        part: which share of every epoch's batches, 0 to ``of - 1``.
+        of: number of shares, one per process.
+
+    Raises:
+        ValueError: if there are fewer sequences than parts.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        places: Sequence[Place],
+        features: Callable[[Shard, Sequence[int]], list[Features]],
+        batch_tokens: int,
+        seed: int | None = None,
+        part: int = 0,
+        of: int = 1,
+    ) -> None:
+        if len(places) < of:
+            raise ValueError(f"{len(places)} sequences cannot be shared by {of} processes; use fewer, or more data")
+        self.shards, self.places, self.features = shards, places, features
+        self.batch_tokens, self.seed, self.part, self.of = batch_tokens, seed, part, of
+        self.epoch = 0
+        self.position = 0  # of the next batch in this epoch
+        self._length = len(self._batches()) // of
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Batch]:
+        batches = self._batches()
+        if self.seed is not None:
+            random.Random(f"{self.seed} {self.epoch}").shuffle(batches)
+        for index in range(self.position, len(self)):
+            # First, for a checkpoint is written while the consumer holds the batch, who may never ask for more.
+            if self.seed is not None:
+                self.epoch, self.position = (self.epoch, index + 1) if index + 1 < len(self) else (self.epoch + 1, 0)
+            yield self.collate(batches[index * self.of + self.part])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it stands."""
+        return {"epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where :meth:`state_dict` was asked for."""
+        self.epoch, self.position = state["epoch"], state["position"]
+
+    def collate(self, places: Sequence[Place]) -> Batch:
+        """One batch."""
+        shard = self.shards[places[0].shard]
+        found = self.features(shard, [place.sequence for place in places])
+        spans = [slice(int(shard.offsets[p.sequence]), int(shard.offsets[p.sequence + 1])) for p in places]
+
+        def side_by_side(rows: Sequence[Tensor]) -> Tensor:
+            return pad_sequence(list(rows), batch_first=True)
+
+        return Batch(
+            tokens=side_by_side([shard.tokens[span].long() for span in spans]),
+            roles=side_by_side([shard.roles[span] for span in spans]),
+            temperatures=shard.temperatures[[place.sequence for place in places]],
+            inputs=side_by_side([features.inputs for features in found]),
+            final=side_by_side([features.final for features in found]),
+        )
+
+    def _batches(self) -> list[list[Place]]:
+        """Of this epoch, in ascending order of shards and lengths."""
+        source = random.Random(f"{self.seed} {self.epoch} neighbours")
+        # Whoever comes first among equals, rounded lengths come in one row, which gives the same number of batches.
+        shuffled = [(p.shard, _rounded(p), source.random() if self.seed is not None else 0.0, p) for p in self.places]
+        places = [entry[-1] for entry in sorted(shuffled)]
+        batches: list[list[Place]] = []
+        for place in places:
+            last = batches[-1] if batches else []
+            if last and last[0].shard == place.shard and (len(last) + 1) * _rounded(place) <= self.batch_tokens:
+                last.append(place)
+            else:
+                batches.append([place])
+        while len(batches) % self.of and len(largest := max(batches, key=len)) > 1:
+            at = batches.index(largest)
+            batches[at : at + 1] = largest[::2], largest[1::2]
+        return batches
+
+
+def _rounded(place: Place) -> int:
+    return -(-place.length // _STEP) * _STEP

@@ -1,0 +1,108 @@
+"""Calibrating a decider on held-out text: how honest its chances are, and where stopping gives the most speed.
+
+A label is the share of the draft row that the target accepts, 1 - TV(p, q), so an example counts as accepted with that
+part of its weight and as rejected with the rest.
+
+Shapes: N examples, M drafts along held-out text, G drafting steps.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_COLDEST, _HOTTEST = 0.05, 20.0  # temperatures beyond which a logit says nothing but yes or no, or nothing at all
+
+
+def ece(chances: Tensor, labels: Tensor, weights: Tensor | None = None, bins: int = 15) -> float:
+    """Expected calibration error: how far predictions are from what they predict, on average over bins.
+
+    Args:
+        chances: ``[N]`` predictions in [0, 1].
+        labels: ``[N]`` in [0, 1].
+        weights: ``[N]``, not negative; 1 by default.
+        bins: of equal width.
+
+    Returns:
+        A number in [0, 1], NaN if there is no weight.
+
+    Source: Guo et al., ICML 2017.
+    """
+    chances, labels, weights = _double(chances, labels, weights)
+    places = (chances * bins).long().clamp(max=bins - 1)
+    gaps = torch.zeros(bins, dtype=torch.float64).index_add(0, places, weights * (chances - labels))
+    return float(gaps.abs().sum() / weights.sum())
+
+
+def auc(scores: Tensor, labels: Tensor, weights: Tensor | None = None) -> float:
+    """Area under the ROC curve: how often what is accepted scores higher than what is rejected; ties count half.
+
+    An example whose label lies between 0 and 1 is a tie with itself, so even a perfect order need not reach 1.
+
+    Args:
+        scores: ``[N]``, any numbers.
+        labels: ``[N]`` in [0, 1].
+        weights: ``[N]``, not negative; 1 by default.
+
+    Returns:
+        A number in [0, 1], NaN if nothing is accepted or nothing rejected.
+    """
+    scores, labels, weights = _double(scores, labels, weights)
+    _, places = scores.unique(return_inverse=True)  # ascending
+    accepted = torch.zeros(int(places.max()) + 1 if len(places) else 0, dtype=torch.float64)
+    rejected = accepted.index_add(0, places, weights * (1 - labels))
+    accepted = accepted.index_add(0, places, weights * labels)
+    below = rejected.cumsum(0) - rejected / 2
+    return float((accepted * below).sum() / (accepted.sum() * rejected.sum()))
+
+
+def fit_temperature(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> float:
+    """The temperature at which the sigmoid of the logits has the least cross entropy, in [0.05, 20]; 1 without weight.
+
+    Args:
+        logits: ``[N]``.
+        labels: ``[N]`` in [0, 1].
+        weights: ``[N]``, not negative; 1 by default.
+
+    Source: temperature scaling (Guo et al., ICML 2017); by depth as in DSpark (arXiv:2607.05147).
+    """
+    logits, labels, weights = _double(logits, labels, weights)
+    if weights.sum() == 0:
+        return 1.0
+    low, high = _COLDEST, _HOTTEST
+    for _ in range(50):
+        middle = (low * high) ** 0.5
+        # The cross entropy is convex in 1 / T; where it still rises there, T is too small.
+        rises = (weights * logits * ((logits / middle).sigmoid() - labels)).sum() > 0
+        low, high = (middle, high) if rises else (low, middle)
+    return (low * high) ** 0.5
+
+
+def drafted_lengths(chances: Tensor, threshold: float) -> Tensor:
+    """``[M]`` tokens that :class:`~arbordraft.LearnedDecider` lets draft where its predictions are ``[G, M]`` chances."""
+    survival = torch.cat([torch.ones_like(chances[:1]), chances[:-1]]).cumprod(dim=0)
+    return (survival >= threshold).sum(dim=0)
+
+
+def tokens_per_second(lengths: Tensor, passes: Tensor, seconds: Sequence[float]) -> float:
+    """Speed of decoding one text with chains of drafts, expected along text that the target wrote.
+
+    How many tokens are accepted is exact, see :func:`~arbordraft.training.expected.chain_tau`. How long a draft that
+    leaves the text goes on is not known from the text alone: it is taken to be as long as the one that keeps to it.
+
+    Args:
+        lengths: ``[M]`` int64 drafted tokens of each draft, 0..G.
+        passes: ``[G, M]`` chance that the text's own token passes at that step, given that those before it did.
+        seconds: of a decoding step by its number of drafted tokens, G + 1 numbers.
+    """
+    drafted = torch.arange(1, len(passes) + 1, device=lengths.device)[:, None] <= lengths
+    emitted = 1 + (passes.double().cumprod(dim=0) * drafted).sum(dim=0)
+    return float(emitted.sum() / torch.tensor(seconds, dtype=torch.float64, device=lengths.device)[lengths].sum())
+
+
+def _double(values: Tensor, labels: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    weights = torch.ones_like(labels) if weights is None else weights
+    return values.detach().cpu().double(), labels.detach().cpu().double(), weights.detach().cpu().double()
+
+
+__all__ = ["auc", "drafted_lengths", "ece", "fit_temperature", "tokens_per_second"]

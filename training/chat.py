@@ -1,0 +1,81 @@
+"""How a chat template turns messages into tokens, taken apart so that a model can write any part itself."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_MARKS = "first-mark-4711", "second-mark-4712", "third-mark-4713"  # texts that no template contains
+
+
+class ChatFormat:
+    """The texts that a chat template puts around what user and assistant say.
+
+    ``to_user`` stands between an answer and the next user turn, ``to_assistant`` between a user turn and its answer.
+
+    Args:
+        tokenizer: with a chat template.
+
+    Raises:
+        ValueError: if there is no template, or it does not repeat what users and assistants say word by word.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        if not tokenizer.chat_template:
+            raise ValueError(
+                "the target's tokenizer has no chat template, so nothing tells which tokens are the assistant's; set "
+                "tokenizer.chat_template, or load the instruction-tuned version of the model"
+            )
+        self.tokenizer = tokenizer
+        _, _, self.to_user, self.to_assistant = self._pieces("user", "assistant", "user")
+        added = tokenizer.added_tokens_decoder.items()
+        self.special = frozenset({*tokenizer.all_special_ids, *(token for token, form in added if form.special)})
+
+    def before_user(self, system: str | None = None) -> str:
+        """Text before the first user turn; with the template's own system message if none is given.
+
+        Raises:
+            ValueError: if the template takes no system message.
+        """
+        if system is None:
+            return self._pieces("user")[0]
+        try:
+            before, between, _ = self._pieces("system", "user")
+        except Exception as error:  # templates raise what they like
+            raise ValueError(f"the chat template takes no system message ({error}); leave them out") from error
+        return before + system + between
+
+    def ids(self, text: str) -> list[int]:
+        """Tokens of the beginning of a conversation, special ones only where it spells them out."""
+        return _ids(self.tokenizer, text)
+
+    def ids_behind(self, text: str) -> list[int]:
+        """Tokens of a text that goes on behind another."""
+        return ids_behind(self.tokenizer, text)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """What tokens say."""
+        return str(self.tokenizer.decode(list(tokens)))
+
+    def _pieces(self, *roles: str) -> list[str]:
+        marks = _MARKS[: len(roles)]
+        messages = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
+        rest = str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        pieces = []
+        for mark in marks:
+            piece, found, rest = rest.partition(mark)
+            if not found:
+                raise ValueError(f"the chat template does not repeat what was said word by word: {mark!r} is gone")
+            pieces.append(piece)
+        return [*pieces, rest]
+
+
+def ids_behind(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
+    """Tokens of a text that goes on behind another; where a text begins, many tokenizers add a space."""
+    start, whole = _ids(tokenizer, "a"), _ids(tokenizer, "a" + text)
+    return whole[len(start) :] if whole[: len(start)] == start else _ids(tokenizer, text)
+
+
+def _ids(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -1,0 +1,133 @@
+"""``arbordraft train``: drafters and deciders through LightningCLI, and what belongs to their data and records."""
+
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+CONFIGS = resources.files("arbordraft.training") / "configs"
+
+app = typer.Typer(no_args_is_help=True, help="Train drafters and deciders for a target.")
+_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+def known_configs() -> list[str]:
+    """Names of the configurations that come with the package."""
+    root = Path(str(CONFIGS))
+    return sorted(str(path.relative_to(root).with_suffix("")) for path in root.rglob("*.yaml"))
+
+
+def resolve_configs(arguments: list[str]) -> list[str]:
+    """Replaces names of the package's own configurations, behind ``--config``, by their paths.
+
+    Raises:
+        ValueError: if a configuration is neither a file nor one of the package's.
+    """
+    found: list[str] = []
+    for argument in arguments:
+        flag, equals, name = argument.partition("=")
+        behind = flag == "--config" and equals
+        if behind or (found and found[-1] in ("--config", "-c")):
+            name = name if behind else argument
+            if not Path(name).exists():
+                if name not in known_configs():
+                    raise ValueError(
+                        f"there is no configuration {name!r}: name a YAML file, or one of {', '.join(known_configs())}"
+                    )
+                name = str(CONFIGS / f"{name}.yaml")
+            found.append(f"--config={name}" if behind else name)
+        else:
+            found.append(argument)
+    return found
+
+
+@app.command("drafter", context_settings=_PASS_ON)
+def drafter(context: typer.Context) -> None:
+    """Train a drafter: fit | validate [--config NAME_OR_FILE] [--print_config] [--key.key VALUE ...]."""
+    from arbordraft.training.drafter_module import DrafterModule
+
+    run(DrafterModule, context.args)
+
+
+@app.command("decider", context_settings=_PASS_ON)
+def decider(context: typer.Context) -> None:
+    """Train a decider for a trained drafter: fit | validate, with the same options as 'drafter'."""
+    from arbordraft.training.decider_module import DeciderModule
+
+    run(DeciderModule, context.args)
+
+
+@app.command("generate", context_settings=_PASS_ON)
+def generate(
+    context: typer.Context,
+    part: Annotated[int, typer.Option(min=0, help="Which share of the shards this process writes.")] = 0,
+    of: Annotated[int, typer.Option(min=1, help="Number of shares: start one process for each.")] = 1,
+) -> None:
+    """Only generate the data that a drafter's configuration asks for; options are those of 'drafter fit'."""
+    from arbordraft.training.drafter_module import DrafterModule
+
+    cli = run(DrafterModule, ["fit", *context.args], go=False)
+    cli.trainer.strategy.connect(cli.model)  # the data asks the model which hidden states it reads
+    cli.datamodule.trainer = cli.trainer
+    cli.datamodule.generate(part, of)
+
+
+@app.command("configs")
+def configs() -> None:
+    """List the configurations that come with the package."""
+    for name in known_configs():
+        typer.echo(name)
+
+
+@app.command("sync")
+def sync_spool(
+    spool: Annotated[Path, typer.Argument(help="The folder that the warning named.")] = Path("mlflow-spool"),
+    uri: Annotated[str | None, typer.Option(help="Tracking server, if it is not the training's own.")] = None,
+) -> None:
+    """Push what trainings could not push to MLflow."""
+    from arbordraft.training.delivery import sync
+
+    for run_folder, records in sync(spool, uri).items():
+        typer.echo(f"{run_folder}: {records} records")
+
+
+def run(module: Any, arguments: list[str], *, go: bool = True) -> Any:
+    """Runs LightningCLI with our defaults and returns it.
+
+    Args:
+        module: the LightningModule.
+        arguments: of the command line.
+        go: run the subcommand, not only build everything.
+    """
+    from lightning.pytorch.cli import LightningCLI
+
+    from arbordraft.training.data import SelfDistillationDataModule
+    from arbordraft.training.recording import Recorder
+
+    class CLI(LightningCLI):  # type: ignore[misc]  # Lightning is not type-checked here
+        def add_arguments_to_parser(self, parser: Any) -> None:
+            parser.add_lightning_class_args(Recorder, "results")
+            parser.set_defaults({"results.output": "arbordraft-results"})
+
+        def before_fit(self) -> None:
+            for callback in self.trainer.callbacks:
+                if isinstance(callback, Recorder):
+                    callback.config = self.parser.dump(self.config, skip_none=False)
+
+        def _run_subcommand(self, subcommand: str) -> None:
+            if go:
+                super()._run_subcommand(subcommand)
+
+    return CLI(
+        module,
+        SelfDistillationDataModule,
+        args=resolve_configs(arguments),
+        # Lightning's own writes the configuration into a log folder, which a tracker with a database has not.
+        save_config_callback=None,
+        seed_everything_default=0,
+        trainer_defaults={"logger": False, "enable_checkpointing": True},
+    )
+
+
+__all__ = ["app", "known_configs", "resolve_configs", "run"]

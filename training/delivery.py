@@ -1,0 +1,299 @@
+"""Delivery of journals to MLflow, at once or later, and the promotion of what was delivered.
+
+A training and ``sync`` deliver alike: records are written to the journal first and sent from there, in order. Sending
+directly and spooling only failures would be no simpler, and would leave open whether a request that timed out was
+carried out. Here that does not matter, as sending a record twice changes nothing: MLflow's databases keep one point per
+metric, step, time and value, and runs, models and versions carry the id of their record as a tag, by which they are
+looked up before they are created.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+import sqlite3
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from arbordraft.training.spool import SPOOL, Journal, Progress, Record
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+DEFAULT_URI = "sqlite:///mlflow.db"  # MLflow's own default, so that a bare `mlflow ui` shows it
+RECORD = "arbordraft.record"  # tag with the id of the record that made a run, a model or a version
+MODEL = "arbordraft.model"  # tag of a version with its logged model; MLflow's databases do not keep its model_id
+REGISTERED = "arbordraft.registered"  # tag of a version with the time of its record, in ms
+BATCH = 100  # MLflow takes as many parameters or tags per request
+
+Point = tuple[str, float, int, int]  # name, value, time in ms, step
+
+
+def resolve_uri(uri: str | None) -> str:
+    """The given tracking server, or else that of ``MLFLOW_TRACKING_URI``, or else a file in the working folder."""
+    return uri or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
+
+
+def sync(spool: str | os.PathLike[str] = SPOOL, uri: str | None = None) -> dict[str, int]:
+    """Deliver what trainings could not deliver, oldest run first; safe to repeat, and beside a running training.
+
+    Args:
+        spool: the folder that the trainings named.
+        uri: tracking server; defaults as in ``MLflowTracker``. A run stays with the server that it was begun on.
+
+    Returns:
+        How many records of each run were delivered; runs without pending records are left out.
+
+    Raises:
+        FileNotFoundError: if there is no such spool.
+        RuntimeError: naming the runs that could not be delivered completely; the others were.
+        Exception: whatever MLflow raises, if the server does not answer at all.
+    """
+    if not Path(spool).is_dir():
+        raise FileNotFoundError(f"there is no spool at {Path(spool).absolute()}; name the one that the training named")
+    uri = resolve_uri(uri)
+    with limits():
+        connect(uri).search_experiments(max_results=1)  # one wait for a dead server, not one per run
+    delivered, failures = {}, []
+    for records in sorted(Path(spool).glob("*/records.jsonl")):
+        journal = Journal(records.parent)
+        try:
+            if count := deliver(journal, uri):
+                delivered[journal.key] = count
+        except Exception as error:  # MLflow passes on what its many stores raise
+            failures.append(f"{journal.key}: {reason(error)}")
+    if failures:
+        raise RuntimeError(f"{len(failures)} runs in {Path(spool).absolute()} still wait:\n" + "\n".join(failures))
+    return delivered
+
+
+def deliver(journal: Journal, uri: str) -> int:
+    """Send the pending records of a journal, in order; returns how many, none if somebody else is just doing so.
+
+    Args:
+        journal: notes each record that has arrived, so that an interruption costs nothing.
+        uri: tracking server.
+
+    Raises:
+        Exception: whatever MLflow and its stores raise, if a record fails twice.
+    """
+    if next(journal.pending(journal.progress().offset), None) is None:
+        return 0
+    count = 0
+    with journal.exclusively() as free, limits():
+        progress = journal.progress()
+        delivery = _Delivery(connect(uri), journal, progress)
+        for end, record in journal.pending(progress.offset) if free else ():
+            try:
+                delivery.send(record)
+            except Exception:  # a connection gone stale, or an experiment that somebody else has just created
+                delivery.send(record)
+            progress.offset = end
+            journal.note(progress)
+            shutil.rmtree(journal.files(record), ignore_errors=True)
+            count += 1
+    return count
+
+
+def connect(uri: str) -> MlflowClient:
+    """A client of its own, which leaves alone what the user's code does through ``mlflow``."""
+    from mlflow import MlflowClient
+
+    database = uri.partition("sqlite:///")[2].partition("?")[0]
+    if database and not database.startswith((":", "file:")):  # where this fails, MLflow would go on trying for 100 s
+        Path(database).parent.mkdir(parents=True, exist_ok=True)
+        sqlite3.connect(database).close()
+    return MlflowClient(uri)
+
+
+def reason(error: BaseException) -> str:
+    """An error in one short line, without the credentials that a URI may hold."""
+    text = re.sub(r"(?<=://)[^/@\s]*@", "", " ".join(f"{type(error).__name__}: {error}".split()))
+    return text if len(text) <= 300 else text[:299] + "…"
+
+
+@contextlib.contextmanager
+def limits(timeout: int | None = None) -> Iterator[None]:
+    """Bound the waiting for a server inside the block, as far as the user's environment does not.
+
+    Args:
+        timeout: seconds until an unanswered request counts as failed; by default as MLflow says.
+    """
+    # MLflow's own seven retries take minutes, and as they are blind, they would create runs twice.
+    settings = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+    if timeout is not None:
+        settings["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(timeout)
+    ours = {name: value for name, value in settings.items() if name not in os.environ}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name in ours:
+            os.environ.pop(name, None)
+
+
+class Promotion(NamedTuple):
+    """Whether a champion was replaced, and why."""
+
+    promoted: bool
+    reason: str
+
+
+def promote(name: str, metric: str = "val/tau", uri: str | None = None) -> Promotion:
+    """Give the alias ``champion`` to the ``candidate`` if its metric is higher, or if there is no champion.
+
+    Args:
+        name: registered model.
+        metric: of the logged checkpoints; higher is better.
+        uri: tracking server; defaults as in ``MLflowTracker``.
+
+    Raises:
+        Exception: whatever MLflow raises, if the server does not answer or does not know the model.
+    """
+    with limits():
+        client = connect(resolve_uri(uri))
+        aliases = client.get_registered_model(name).aliases
+        candidate, champion = aliases.get("candidate"), aliases.get("champion")
+        if candidate is None:
+            return Promotion(False, f"{name} has no version with the alias candidate")
+        if candidate == champion:
+            return Promotion(False, f"version {champion} is the champion already")
+        value, bar = (_metric(client, name, version, metric) for version in (candidate, champion))
+        if value is None:
+            return Promotion(False, f"the candidate, version {candidate}, has no {metric}")
+        if champion is not None and bar is None:
+            return Promotion(False, f"the champion, version {champion}, has no {metric} to compare with")
+        if bar is not None and value <= bar:
+            return Promotion(False, f"{metric} of version {candidate}, {value:g}, does not beat {bar:g} of {champion}")
+        client.set_registered_model_alias(name, "champion", str(candidate))
+        beaten = "the first champion" if bar is None else f"beats {bar:g} of version {champion}"
+        return Promotion(True, f"version {candidate} is champion: {metric} {value:g}, {beaten}")
+
+
+def _metric(client: Any, name: str, version: str | int | None, metric: str) -> float | None:
+    """The last value that was linked to a version, if it has one that can be compared."""
+    if version is None:
+        return None
+    model = client.get_model_version(name, str(version)).tags.get(MODEL)
+    metrics = (client.get_logged_model(model).metrics or []) if model else []
+    points = [(point.step, point.timestamp, point.value) for point in metrics if point.key == metric]
+    value = max(points)[2] if points else math.nan
+    return None if math.isnan(value) else value
+
+
+@dataclass
+class _Delivery:
+    """Carries out records; every method may be called again after it failed halfway."""
+
+    client: MlflowClient
+    journal: Journal
+    progress: Progress
+
+    def send(self, record: Record) -> None:
+        from mlflow import entities
+
+        run, files = self.progress.run, self.journal.files(record)
+        match record:
+            case {"kind": "run"}:
+                self._run(record)
+            case {"kind": "params", "values": values}:
+                for batch in _batches([entities.Param(*item) for item in values.items()]):
+                    self.client.log_batch(run, params=batch)
+            case {"kind": "tags", "values": values}:
+                for batch in _batches([entities.RunTag(*item) for item in values.items()]):
+                    self.client.log_batch(run, tags=batch)
+            case {"kind": "metrics", "points": points}:
+                self._metrics(points)
+            case {"kind": "artifact", "name": name}:
+                folder, _, base = name.rpartition("/")
+                self.client.log_artifact(run, str(files / base), folder or None)
+            case {"kind": "dataset", "dataset": dataset, "context": context}:
+                tags = [entities.InputTag("mlflow.data.context", context)]
+                self.client.log_inputs(run, [entities.DatasetInput(entities.Dataset(**dataset), tags)])
+            case {"kind": "model"}:
+                self._model(record, files)
+            case {"kind": "version"}:
+                self._version(record)
+            case {"kind": "end", "status": status, "at": at}:
+                self.client.set_terminated(run, status, end_time=at)
+            case _:
+                raise ValueError(f"unknown record {record['kind']!r}: a newer arbordraft wrote {self.journal.folder}")
+
+    def _run(self, record: Record) -> None:
+        known = self.client.get_experiment_by_name(record["experiment"])
+        experiment = known.experiment_id if known else self.client.create_experiment(record["experiment"])
+        found = self.client.search_runs([experiment], f"tags.`{RECORD}` = '{record['id']}'", max_results=1)
+        if not found:
+            tags = {**record["tags"], RECORD: record["id"]}
+            if parent := record["parent"]:
+                tags["mlflow.parentRunId"] = Journal(self.journal.folder.parent / parent).progress().run
+                if not tags["mlflow.parentRunId"]:
+                    raise RuntimeError(f"its parent {parent} is not delivered yet")
+            found = [self.client.create_run(experiment, record["at"], tags, record["name"])]
+        self.progress.experiment, self.progress.run = experiment, found[0].info.run_id
+
+    def _metrics(self, points: Sequence[Point], model_id: str | None = None) -> None:
+        from mlflow.entities import Metric
+
+        for batch in _batches([Metric(*point, model_id=model_id) for point in points]):
+            self.client.log_batch(self.progress.run, metrics=batch)
+
+    def _model(self, record: Record, files: Path) -> None:
+        from mlflow.entities import LoggedModelOutput
+
+        run, experiment = self.progress.run, self.progress.experiment
+        found = self.client.search_logged_models([experiment], f"tags.`{RECORD}` = '{record['id']}'", max_results=1)
+        tags, params = {RECORD: record["id"]}, {"step": str(record["step"])}
+        model = found[0] if found else self.client.create_logged_model(experiment, record["name"], run, tags, params)
+        self.client.log_model_artifacts(model.model_id, str(files))
+        numbers = [point for point in record["points"] if not math.isnan(point[1])]  # MLflow would link NaN as 0
+        self._metrics(numbers, model.model_id)
+        self._metrics([point for point in record["points"] if point not in numbers])
+        outputs = self.client.get_run(run).outputs
+        if model.model_id not in [output.model_id for output in (outputs.model_outputs if outputs else [])]:
+            self.client.log_outputs(run, [LoggedModelOutput(model.model_id, record["step"])])
+        self.client.finalize_logged_model(model.model_id, "READY")
+        self.progress.models[record["id"]] = model.model_id
+
+    def _version(self, record: Record) -> None:
+        from mlflow import MlflowException
+
+        name, alias = record["name"], record["alias"]
+        with contextlib.suppress(MlflowException):  # it exists; any other trouble shows in the next line
+            self.client.create_registered_model(name)
+        registered = self.client.get_registered_model(name)
+        model = self.client.get_logged_model(self.progress.models[record["model"]])
+        found = self.client.search_model_versions(f"name = '{name}' and tags.`{RECORD}` = '{record['id']}'")
+        version = found[0] if found else self._create_version(record, model)
+
+        # The server does this too, but MLflow does not when it works on a database itself.
+        known = json.loads(model.tags.get("mlflow.modelVersions", "[]"))
+        if (name, str(version.version)) not in [(entry["name"], str(entry["version"])) for entry in known]:
+            known.append({"name": name, "version": version.version})
+            self.client.set_logged_model_tags(model.model_id, {"mlflow.modelVersions": json.dumps(known)})
+
+        if holder := registered.aliases.get(alias):  # a late delivery must not take the alias from a newer version
+            tags = self.client.get_model_version(name, str(holder)).tags
+            if int(tags.get(REGISTERED, 0)) > record["at"]:
+                return
+        self.client.set_registered_model_alias(name, alias, str(version.version))
+
+    def _create_version(self, record: Record, model: Any) -> Any:
+        return self.client.create_model_version(
+            record["name"],
+            model.artifact_location,  # of `models:/m-…` MLflow would ask the global server instead of ours
+            self.progress.run,
+            tags={RECORD: record["id"], MODEL: model.model_id, REGISTERED: str(record["at"])},
+            await_creation_for=0,
+            model_id=model.model_id,
+        )
+
+
+def _batches(items: list[Any]) -> Iterator[list[Any]]:
+    return (items[start : start + BATCH] for start in range(0, len(items), BATCH))

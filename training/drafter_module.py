@@ -1,0 +1,341 @@
+"""Training a drafter with Lightning.
+
+Shapes: B sequences, L tokens, S slots, R predictions, V vocabulary, D draft vocabulary, G drafting steps.
+"""
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from arbordraft import Coupling, Fixed, RaggedModel, SpeculativeDecoder, TreeTopology
+from arbordraft.training.batches import Batch
+from arbordraft.training.data import SelfDistillationDataModule
+from arbordraft.training.expected import chain_tau, tree_tau
+from arbordraft.training.features import TeacherHead
+from arbordraft.training.losses import distillation_loss, position_decay
+from arbordraft.training.optimizers import MuonAdamW
+from arbordraft.training.reports import acceptance_figure, card, tau_figure, tree_figure
+from arbordraft.training.shards import ANSWER
+from arbordraft.training.students import EagleStudent, Prediction, Student
+from arbordraft.verifiers import Matching, TopDown
+
+_RANKS = 8  # siblings that a tree may have
+_ROWS = 256  # rows of logits at a time in validation
+_DIVERGED = (
+    "the checkpoints written before are good. Lower model.lr or trainer.gradient_clip_val, or check the target's "
+    "hidden states for infinities"
+)
+
+
+class TrainingDiverged(RuntimeError):
+    """The loss is no number any more."""
+
+
+class TrainingOutOfMemory(RuntimeError):
+    """A step did not fit into memory."""
+
+
+class Phase(NamedTuple):  # which command lines can print as a default, unlike a dataclass in a tuple
+    """A part of training.
+
+    Args:
+        until: where it ends, as a share of all optimizer steps.
+        steps: drafting steps to unroll.
+        loss: one of :data:`~arbordraft.training.losses.LOSSES`.
+    """
+
+    until: float
+    steps: int
+    loss: str
+
+
+class DrafterModule(LightningModule):
+    """Distils a target into a drafter, on the target's own text.
+
+    Args:
+        student: which drafter.
+        phases: from easy to hard: unrolling costs time and pays only once single steps are good.
+        decay: weight of a drafting step relative to the one before.
+        lr: highest learning rate, reached after ``warmup`` optimizer steps, held until ``flat``, then lowered along a
+            cosine to 3 %.
+        warmup: optimizer steps.
+        flat: share of training.
+        chunk: rows of logits in memory at a time.
+        draft_steps: drafting steps that validation looks at.
+        tree: nodes (root included) and depth of the tree whose block efficiency validation reports.
+        decoded: held-out prompts that validation decodes with the drafter.
+        decoded_tokens: longest answer there.
+    """
+
+    def __init__(
+        self,
+        student: Student | None = None,
+        phases: tuple[Phase, ...] = (Phase(0.45, 1, "kl"), Phase(0.65, 2, "kl"), Phase(1.0, 4, "lk_hybrid")),
+        decay: float = 0.85,
+        lr: float = 1e-3,
+        warmup: int = 30,
+        flat: float = 0.3,
+        chunk: int = 256,
+        draft_steps: int = 4,
+        tree: tuple[int, ...] = (4, 2, 1, 1),
+        decoded: int = 4,
+        decoded_tokens: int = 64,
+    ) -> None:
+        super().__init__()
+        if not phases or phases[-1].until < 1 or any(a.until >= b.until for a, b in pairwise(phases)):
+            raise ValueError(f"the phases must end in ascending order, the last one at 1.0; got {list(phases)}")
+        self.student = student or EagleStudent()
+        self.phases, self.decay = list(phases), decay
+        self.lr, self.warmup, self.flat, self.chunk = lr, warmup, flat, chunk
+        self.draft_steps, self.decoded, self.decoded_tokens = draft_steps, decoded, decoded_tokens
+        self.tree = TreeTopology.from_k_config(tree)
+        self.samples: dict[str, list[Any]] = {}
+        self._seen: list[dict[str, Tensor]] = []
+
+    def save(self, folder: Path) -> None:
+        """Writes the network as transformers does."""
+        self.student.save(folder)
+
+    def card(self, metrics: Mapping[str, float]) -> str:
+        """The model card."""
+        spec, known = self.data.description(), self.data.profile()
+        kind = type(self.student).__name__.removesuffix("Student") + "Drafter"
+        return card(kind, spec["model"], spec["fingerprint"], known, metrics)
+
+    def tables(self) -> dict[str, dict[str, list[Any]]]:
+        """Samples of what was decoded last."""
+        return {"samples": self.samples} if self.samples else {}
+
+    def figures(self, curve: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+        """Pictures of the course of training and of the draft tree."""
+        return {
+            "acceptance": acceptance_figure(curve),
+            "tau": tau_figure(curve),
+            "tree": tree_figure(self.tree),
+        }
+
+    def hidden_layers(self, target: RaggedModel) -> tuple[int, ...]:
+        """The target's hidden states that the student reads."""
+        return self.student.hidden_layers(target)
+
+    @property
+    def data(self) -> SelfDistillationDataModule:
+        """The data module that trains it."""
+        return self.trainer.datamodule  # type: ignore[attr-defined]
+
+    def setup(self, stage: str) -> None:
+        """Builds the network for the data's target."""
+        if not hasattr(self.student, "network"):
+            self.student.build(self.data.target, self.data.frequent, self.data.spec.model)
+        self.data.target.requires_grad_(False)  # its gradients would be computed in vain
+        # Outside of the module's state: a checkpoint holds the drafter only.
+        object.__setattr__(self, "_teacher", TeacherHead(self.data.target))
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """Muon and AdamW with a warm-up, a plateau and a cosine."""
+        optimizer = MuonAdamW(self.student, self.lr)
+        schedule = LambdaLR(optimizer, self._rate)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        """Distillation loss of all drafting steps of the present phase.
+
+        Raises:
+            TrainingDiverged: if the loss is no number.
+            TrainingOutOfMemory: if the step did not fit into memory; it names the settings that help.
+        """
+        phase = next(phase for phase in self.phases if self._progress() < phase.until or phase is self.phases[-1])
+        try:
+            return self._loss(batch, phase)
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            if "out of memory" in str(error).lower() or "can't allocate memory" in str(error):
+                raise TrainingOutOfMemory(
+                    f"{error}. Lower data.batch_tokens (now {self.data.batch_tokens}), model.chunk (now {self.chunk}), "
+                    "the draft vocabulary or the drafting steps of the last phase"
+                ) from error
+            raise
+
+    def _loss(self, batch: Batch, phase: Phase) -> Tensor:
+        learned, tokens = batch.learned(self.data.learned), self.student.tokens
+        teacher = self._teacher.weight if tokens is None else self._teacher.weight[tokens]
+        weights = position_decay(phase.steps, self.decay)
+        losses = []
+        for step, prediction in enumerate(self.student.unroll(batch, self.data.target, phase.steps)):
+            wanted = learned[:, prediction.ahead :].clone()
+            wanted[:, : prediction.first] = False
+            rows = wanted.flatten().nonzero()[:, 0]
+            result = distillation_loss(
+                prediction.hidden[:, : wanted.shape[1]].flatten(0, 1)[rows],
+                prediction.head,
+                batch.final[:, prediction.ahead - 1 :].flatten(0, 1)[rows],
+                teacher,
+                None,
+                torch.ones(len(rows), device=self.device),
+                bias=prediction.bias,
+                loss=phase.loss,
+                chunk=self.chunk,
+                teacher_logits=self._teacher.cap,
+            )
+            losses.append(result.loss * weights[step])
+            self.log(f"train/acceptance_pos_{step + 1}", result.acceptance.mean(), batch_size=1)
+            self.log(f"train/agreement_pos_{step + 1}", result.agreement.float().mean(), batch_size=1)
+        loss = torch.stack(losses).sum() / weights[: len(losses)].sum()
+        if not loss.isfinite():
+            raise TrainingDiverged(f"the loss became {loss.item()} at step {self.global_step}; {_DIVERGED}")
+        self.log("train/loss", loss, prog_bar=True, batch_size=1)
+        return loss
+
+    def on_validation_epoch_start(self) -> None:
+        """Forgets the last validation."""
+        self._seen = []
+
+    def validation_step(self, batch: Batch, index: int) -> None:
+        """Collects ranks and acceptances along held-out text."""
+        predictions = self.student.unroll(batch, self.data.target, self.draft_steps)
+        found = [self._along(batch, prediction) for prediction in predictions]
+        if self.student.steps_alike:
+            found *= self.draft_steps
+        begins = batch.roles[:, -found[0]["ranks"].shape[1] :] == ANSWER
+        self._seen.append(
+            {
+                "temperature": batch.temperatures,
+                "begins": begins,
+                **{name: torch.stack([row[name] for row in found]) for name in found[0]},
+            }
+        )
+
+    def on_validation_epoch_end(self) -> None:
+        """Reports expected block efficiencies, acceptance by depth, and a real decode."""
+        metrics = {}
+        for label, keep in (("greedy", 0.0), ("sampled", 1.0)):
+            parts = [(part, part["temperature"] == keep) for part in self._seen]
+            parts = [(part, rows) for part, rows in parts if rows.any() and part["begins"][rows].any()]
+            if not parts:
+                continue
+            total = sum(int(part["begins"][rows].sum()) for part, rows in parts)
+            factor = "matches" if label == "greedy" else "passes"
+            steps = len(parts[0][0]["ranks"])  # fewer than were asked for if it drafts no further
+
+            def mean(value: Any, parts: Any = parts, total: int = total) -> float:
+                return sum(value(p, r) * int(p["begins"][r].sum()) for p, r in parts) / total
+
+            metrics[f"val/tau_{label}_chain"] = mean(
+                lambda p, r, factor=factor: chain_tau(p[factor][:, r].float(), p["begins"][r])
+            )
+            for step in range(steps):
+                metrics[f"val/acceptance_{label}_pos_{step + 1}"] = mean(
+                    lambda p, r, step=step, name="matches" if label == "greedy" else "overlap": float(
+                        p[name][step][r][p["begins"][r]].float().mean()
+                    )
+                )
+            if label == "greedy":
+                first = torch.cat([part["ranks"][0, rows][part["begins"][rows]] for part, rows in parts])
+                shares = torch.bincount(first, minlength=_RANKS)[:_RANKS] / len(first)
+                self.student.network.config.acceptance = shares.tolist()
+            if label == "greedy" and self.tree.max_depth <= steps:
+                metrics["val/tau_greedy_tree"] = mean(
+                    lambda p, r: tree_tau(p["ranks"][:, r], p["begins"][r], self.tree)
+                )
+        if self.decoded and not self.trainer.sanity_checking:
+            metrics |= self._decode()
+        taus = [value for name, value in metrics.items() if name.startswith("val/tau_") and name.endswith("chain")]
+        metrics["val/tau"] = sum(taus) / max(1, len(taus))  # what checkpoints are compared by
+        self.log_dict(metrics, rank_zero_only=False, sync_dist=False)
+
+    def on_train_batch_start(self, batch: Batch, index: int) -> None:
+        """Lets noise depend on how far training is, not on how it came there: a resumed one draws the same."""
+        place = f"{self.data.seed} {self.global_step} {index} {self.global_rank}"
+        torch.manual_seed(random.Random(place).getrandbits(63))
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Makes sure that the last checkpoint of a training that diverges is a good one.
+
+        Raises:
+            TrainingDiverged: if a weight is no number.
+        """
+        for name, parameter in self.named_parameters():
+            if not parameter.isfinite().all():
+                raise TrainingDiverged(f"{name} is not finite at step {self.global_step}; {_DIVERGED}")
+
+    def _along(self, batch: Batch, prediction: Prediction) -> dict[str, Tensor]:
+        """``[B, S]`` values of one drafting step along the text, 0 where it has ended or never began."""
+        ahead = prediction.ahead
+        wanted = batch.roles[:, ahead:] == ANSWER
+        wanted[:, : prediction.first] = False
+        rows = wanted.flatten().nonzero()[:, 0]
+        tokens = batch.tokens[:, ahead:].flatten()[rows]
+        hidden = prediction.hidden[:, : wanted.shape[1]].flatten(0, 1)[rows]
+        final = batch.final[:, ahead - 1 :].flatten(0, 1)[rows]
+        values = [torch.empty(0, 4, device=self.device)]
+        for chunk in range(0, len(rows), _ROWS):
+            part = slice(chunk, chunk + _ROWS)
+            logits = torch.nn.functional.linear(
+                hidden[part].to(prediction.head.dtype), prediction.head, prediction.bias
+            )
+            draft = self.student.widen(logits.float()).softmax(dim=-1)
+            target = self._teacher(final[part]).float().softmax(dim=-1)
+            own = draft.gather(1, tokens[part, None])
+            passes = (own / target.gather(1, tokens[part, None])).clamp(max=1)
+            rank = (draft > own).sum(dim=1, keepdim=True)
+            overlap = torch.minimum(draft, target).sum(dim=1, keepdim=True)
+            values.append(torch.cat([(rank == 0) & (own > 0), passes, rank, overlap], dim=1))
+        filled = torch.zeros(wanted.numel(), 4, device=self.device)
+        filled[:, 2] = len(self._teacher.weight)  # no rank at all
+        filled[rows] = torch.cat(values)
+        matches, passes, ranks, overlap = filled.unflatten(0, wanted.shape).unbind(-1)
+        return {"matches": matches, "passes": passes, "ranks": ranks.long(), "overlap": overlap}
+
+    def _decode(self) -> dict[str, float]:
+        """Decodes held-out prompts with the drafter as it is."""
+        target = self.data.target
+        decoder = SpeculativeDecoder(
+            target,
+            self.student.drafter(target),
+            TreeTopology.chain(self.draft_steps),
+            Coupling(Fixed(1), TopDown(Matching())),
+        )
+        prompts = self.data.held_out_prompts(self.decoded)
+        longest = max(map(len, prompts))
+        output = decoder.generate(
+            torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts]),
+            attention_mask=torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts]),
+            max_new_tokens=self.decoded_tokens,
+            do_sample=False,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+        )
+        stats, tokenizer = output.stats, target.tokenizer  # type: ignore[union-attr]
+        answers = output.sequences[:, longest:]  # type: ignore[union-attr]
+        self.samples = {
+            "prompt": [tokenizer.decode(prompt) for prompt in prompts],  # type: ignore[union-attr]
+            "answer": [
+                tokenizer.decode(answer[:count])  # type: ignore[union-attr]
+                for answer, count in zip(answers.tolist(), stats.emitted, strict=True)
+            ],
+        }
+        rounds = max(1, max(stats.forwards))
+        return {
+            "val/decode_tau": stats.tau,
+            "val/draft_ms": 1e3 * stats.seconds["draft"] / rounds,
+            "val/target_ms": 1e3 * stats.seconds["target"] / rounds,
+        }
+
+    def _progress(self) -> float:
+        return self.global_step / max(1, self.trainer.estimated_stepping_batches)
+
+    def _rate(self, step: int) -> float:
+        total = max(1, self.trainer.estimated_stepping_batches)
+        warm = min(1.0, (step + 1) / max(1, self.warmup))
+        left = min(1.0, max(0.0, (step / total - self.flat) / max(1e-9, 1 - self.flat)))
+        return warm * (0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * left)))
+
+
+__all__ = ["DrafterModule", "Phase", "TrainingDiverged", "TrainingOutOfMemory"]

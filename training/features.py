@@ -1,0 +1,192 @@
+"""What a target shows of the conversations that drafters learn from: hidden states, and rows to imitate.
+
+Shapes: n tokens of a sequence, N of a shard, F input features side by side, H hidden size, V vocabulary, R rows.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.nn import functional
+
+from arbordraft import RaggedKVCache, RaggedModel
+from arbordraft.training.shards import Shard, ShardError, ShardFolder, write_tensors
+
+_CHUNK = 64  # rows of logits at a time
+_ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}  # of a row's norm; half precision rounds by far more
+
+
+class Features(NamedTuple):
+    """What the target shows of one sequence; its last token has no row.
+
+    Args:
+        inputs: ``[n - 1, F]`` hidden states that the drafter is given.
+        final: ``[n - 1, H]`` outputs of the final norm, from which the head makes the rows to imitate.
+    """
+
+    inputs: Tensor
+    final: Tensor
+
+
+class TeacherHead(nn.Module):
+    """The target's head alone: logits from what the final norm gives.
+
+    Args:
+        target: the model.
+
+    Raises:
+        ValueError: if the model does more to its logits than project and cap them, or reads other weights.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, target: RaggedModel) -> None:
+        super().__init__()
+        head = target.model.get_output_embeddings()
+        self.register_buffer("weight", head.weight.detach(), persistent=False)
+        self.register_buffer("bias", None if head.bias is None else head.bias.detach(), persistent=False)
+        self.softcap: float | None = getattr(target.model.config.get_text_config(), "final_logit_softcapping", None)
+        self._check(target)
+
+    def forward(self, final: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """``[R, V]`` logits, or ``[R, D]`` those of the ``[D]`` tokens."""
+        weight, bias = self.weight, self.bias
+        if tokens is not None:
+            weight, bias = weight[tokens], None if bias is None else bias[tokens]
+        return self.cap(functional.linear(final.to(weight.dtype), weight, bias))
+
+    def cap(self, logits: Tensor) -> Tensor:
+        """What the model does to its logits behind the projection."""
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+    def normaliser(self, final: Tensor) -> Tensor:
+        """``[R]`` float32 log-sum-exp of the logits, computed in parts."""
+        return torch.cat([self(part).float().logsumexp(dim=-1) for part in final.split(_CHUNK)])
+
+    def _check(self, target: RaggedModel) -> None:
+        cache = RaggedKVCache()
+        tokens = torch.arange(4) % target.vocab_size
+        logits, final = target.run(tokens, cache.plan([cache.open(4)], [range(4)]), cache, hidden=(target.num_layers,))
+        if not _close(self(final), logits, half=0.03):
+            raise ValueError(
+                f"{type(target.model).__name__} does something unknown to its logits behind the output layer, or does "
+                "not read that layer as it is (int8): drafters would learn wrong rows"
+            )
+
+
+class FreshFeatures:
+    """Computes features when they are asked for.
+
+    Args:
+        target: the model.
+        layers: hidden states that the drafter wants, as transformers numbers them.
+    """
+
+    def __init__(self, target: RaggedModel, layers: Sequence[int]) -> None:
+        self.target = target
+        self.layers = tuple(layers)
+        self.head = TeacherHead(target)
+
+    def __call__(self, sequences: Sequence[Sequence[int]]) -> list[Features]:
+        """Features of several sequences, in one unpadded batch."""
+        cache = RaggedKVCache()
+        handles = [cache.open(len(tokens)) for tokens in sequences]
+        known = {handle: tokens[:-1] for handle, tokens in zip(handles, sequences, strict=True)}
+        states = self.target.prefill(known, cache, hidden=(*self.layers, self.target.num_layers))
+        return [self.split(states[handle]) for handle in handles]
+
+    def split(self, states: Tensor) -> Features:
+        """Takes ``[n - 1, F + H]`` states apart."""
+        width = self.head.weight.shape[1]
+        return Features(states[:, :-width], states[:, -width:])
+
+
+class CachedFeatures:
+    """Features of all sequences of a folder, from files beside its shards.
+
+    Args:
+        folder: where the shards lie.
+        layers: hidden states that the drafter wants, as transformers numbers them.
+    """
+
+    def __init__(self, folder: ShardFolder, layers: Sequence[int]) -> None:
+        self.folder = folder
+        self.layers = tuple(layers)
+
+    def write(self, shard: Shard, features: Sequence[Features]) -> None:
+        """Stores the features of all sequences of a shard.
+
+        Raises:
+            ShardError: if they do not belong to its sequences.
+        """
+        lengths = shard.offsets.diff().tolist()
+        if [len(found.inputs) + 1 for found in features] != lengths:
+            raise ShardError(f"{len(features)} sequences of features do not fit the sequences of {shard.path}")
+        # The row that the last token lacks is filled, so that one list of offsets serves both files.
+        columns = [torch.cat([functional.pad(p, (0, 0, 0, 1)) for p in parts]) for parts in zip(*features, strict=True)]
+        layers = ",".join(map(str, self.layers))
+        metadata = {"digest": shard.digest, "layers": layers}
+        write_tensors(dict(zip(Features._fields, columns, strict=True)), self.folder.hidden_path(shard), metadata)
+
+    def complete(self, shard: Shard) -> bool:
+        """Whether the features of a shard are there, belong to it and are those of the wanted layers.
+
+        Raises:
+            ShardError: if there is something else.
+        """
+        path = self.folder.hidden_path(shard)
+        if not path.exists():
+            return False
+        try:
+            with safe_open(path, "pt") as file:
+                found = file.metadata() or {}
+                rows = file.get_slice("inputs").get_shape()[0]
+        except (OSError, SafetensorError) as error:
+            raise ShardError(f"{path} cannot be read ({error}); delete it to compute it again") from error
+        layers = ",".join(map(str, self.layers))
+        if found.get("digest") != shard.digest or found.get("layers") != layers or rows != len(shard.tokens):
+            raise ShardError(
+                f"{path} holds hidden states {found.get('layers')} of other text than wanted (layers {layers}); delete "
+                "it to compute it again"
+            )
+        return True
+
+    def read(self, shard: Shard, sequences: Sequence[int]) -> list[Features]:
+        """Features of some sequences of a shard."""
+        with safe_open(self.folder.hidden_path(shard), "pt") as file:
+            parts = [file.get_slice(name) for name in Features._fields]
+            spans = [(int(shard.offsets[s]), int(shard.offsets[s + 1]) - 1) for s in sequences]
+            return [Features(*(part[start:end] for part in parts)) for start, end in spans]
+
+    @staticmethod
+    def bytes_per_token(target: RaggedModel, layers: Sequence[int]) -> int:
+        """What the cache takes on disk."""
+        width = target.model.get_output_embeddings().weight.shape[1]
+        return (len(layers) + 1) * width * target.model.dtype.itemsize
+
+    def check(self, shard: Shard, sequences: Sequence[int], fresh: FreshFeatures) -> None:
+        """Compares cached features with a fresh forward.
+
+        Raises:
+            ShardError: if they differ by more than rounding.
+        """
+        spans = [(int(shard.offsets[s]), int(shard.offsets[s + 1])) for s in sequences]
+        expected = fresh([shard.tokens[start:end].tolist() for start, end in spans])
+        for sequence, found, wanted in zip(sequences, self.read(shard, sequences), expected, strict=True):
+            for name, ours, theirs in zip(Features._fields, found, wanted, strict=True):
+                if not _close(ours, theirs):
+                    raise ShardError(
+                        f"{self.folder.hidden_path(shard)}: cached {name} of sequence {sequence} differ from a fresh "
+                        "forward of this target; delete the file to compute it again"
+                    )
+
+
+def _close(found: Tensor, expected: Tensor, half: float = 0.1) -> bool:
+    """Whether two tensors are the same but for rounding, row by row."""
+    if found.shape != expected.shape:
+        return False
+    error, size = (found.double() - expected.double()).norm(dim=-1), expected.double().norm(dim=-1)
+    return bool((error <= _ROUNDING.get(expected.dtype, half) * size).all())

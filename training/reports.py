@@ -1,0 +1,114 @@
+"""Pictures and model cards of what was trained."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def acceptance_figure(curve: Sequence[Mapping[str, float]]) -> Any:
+    """Acceptance by drafting step, one line per validation."""
+    figure, axes = _figure("drafting step", "acceptance on held-out text")
+    for kind, style in (("greedy", "-"), ("sampled", "--")):
+        for index, point in enumerate(curve):
+            steps = _by_position(point, f"val/acceptance_{kind}_pos_")
+            label = f"{kind}, step {point['step']:.0f}" if index == len(curve) - 1 else None
+            shade = (index + 1) / len(curve)
+            axes.plot(range(1, len(steps) + 1), steps, style, color=(0.1, 0.3, 0.6), alpha=shade, label=label)
+    axes.set_ylim(0, 1)
+    if curve:
+        axes.legend()
+    return figure
+
+
+def tau_figure(curve: Sequence[Mapping[str, float]]) -> Any:
+    """Expected block efficiency in the course of training."""
+    figure, axes = _figure("optimizer step", "tokens per target forward, on held-out text")
+    for name in sorted({name for point in curve for name in point if "tau" in name}):
+        points = [(point["step"], point[name]) for point in curve if name in point]
+        axes.plot(*zip(*points, strict=True), marker=".", label=name)
+    if curve:
+        axes.legend()
+    return figure
+
+
+def speed_figure(speeds: Mapping[str, Sequence[Any]]) -> Any:
+    """Speed of a learned decider by its threshold, beside that of the best fixed depth.
+
+    Args:
+        speeds: the columns ``decider``, which is ``learned`` or ``fixed``, ``at`` and ``tokens_per_second``.
+    """
+    figure, axes = _figure("threshold", "tokens per second, expected on held-out text")
+    rows = list(zip(*(speeds[name] for name in ("decider", "at", "tokens_per_second")), strict=True))
+    learned = [(at, speed) for kind, at, speed in rows if kind == "learned" and at <= 1]
+    speed, depth = max((speed, at) for kind, at, speed in rows if kind == "fixed")
+    axes.plot(*zip(*learned, strict=True), marker=".", label="learned")
+    axes.axhline(speed, linestyle="--", color="grey", label=f"fixed depth {depth}")
+    axes.legend()
+    return figure
+
+
+def tree_figure(topology: Any) -> Any:
+    """A draft tree."""
+    from arbordraft.display import tree_picture
+
+    return tree_picture(topology)
+
+
+def card(
+    kind: str, target: str, fingerprint: str | None, profile: Mapping[str, Any], metrics: Mapping[str, float]
+) -> str:
+    """A model card: what it is, how it was made, what it reached, how to use it.
+
+    Args:
+        kind: name of the drafter's or decider's class.
+        target: the model it belongs to.
+        fingerprint: of that model's weights.
+        profile: of the data.
+        metrics: of the last validation.
+    """
+    rows = "\n".join(f"| {name.removeprefix('val/')} | {value:.4g} |" for name, value in sorted(metrics.items()))
+    manifest = profile.get("manifest", {})
+    return f"""---
+library_name: arbordraft
+tags: [speculative-decoding, {kind.lower()}]
+base_model: {target}
+---
+# {kind} for {target}
+
+Trained with arbordraft by self-distillation: the target wrote all text that it learned from.
+
+- target: {target}, fingerprint {fingerprint}
+- data: {profile.get("conversations")} conversations, {profile.get("answer_tokens")} answer tokens
+- digest of the data: {profile.get("digest")}
+- recipe: {manifest.get("recipe")}
+
+Output is lossless whatever this network drafts; the figures say how often it is right.
+
+| held-out text | value |
+|---|---|
+{rows}
+
+```python
+from arbordraft import {kind}
+
+drafter = {kind}.from_pretrained("this folder", target)
+```
+"""
+
+
+def _by_position(point: Mapping[str, float], prefix: str) -> list[float]:
+    found = {int(name.removeprefix(prefix)): value for name, value in point.items() if name.startswith(prefix)}
+    return [found[position] for position in sorted(found)]
+
+
+def _figure(x: str, y: str) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(alpha=0.3)
+    return figure, axes
+
+
+__all__ = ["acceptance_figure", "card", "speed_figure", "tau_figure", "tree_figure"]

@@ -1,0 +1,115 @@
+"""What every student is.
+
+Shapes: B sequences, S slots, H hidden size, D draft vocabulary, V vocabulary.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from arbordraft import Drafter, RaggedModel
+from arbordraft.training.batches import Batch
+from arbordraft.training.features import TeacherHead
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from arbordraft.heads.base import DraftHead
+
+
+class Prediction(NamedTuple):
+    """What a student predicts with its drafting step s: the (s + 1)-th token of a draft.
+
+    Args:
+        hidden: ``[B, S, H]`` what its head is given. Slot j predicts token ``j + ahead``, as part of the draft that
+            began at slot j - s.
+        head: ``[D, H]`` weight of that head.
+        bias: ``[D]`` of that head.
+        ahead: distance from a slot to the token it predicts, the same for all steps of a student.
+        first: slots before this one have no prediction.
+    """
+
+    hidden: Tensor
+    head: Tensor
+    bias: Tensor | None
+    ahead: int
+    first: int
+
+
+class Student(nn.Module):
+    """A drafter in training.
+
+    ``network`` holds what is trained; it is there once :meth:`build` was called.
+    """
+
+    network: "PreTrainedModel"
+    steps_alike = False  # whether all drafting steps predict the same along a text; unroll then yields one for all
+
+    @property
+    def tokens(self) -> Tensor | None:
+        """``[D]`` target ids that it can draft, ``None`` for all."""
+        return None
+
+    def widen(self, logits: Tensor) -> Tensor:
+        """``[R, D]`` draft logits as ``[R, V]``."""
+        return logits
+
+    @abstractmethod
+    def hidden_layers(self, target: RaggedModel) -> tuple[int, ...]:
+        """The target's hidden states that it reads, as transformers numbers them."""
+
+    @abstractmethod
+    def build(self, target: RaggedModel, frequent: Callable[[int], list[int]], name: str | None = None) -> None:
+        """Creates the network.
+
+        Args:
+            target: the model it is to draft for.
+            frequent: gives the so many most frequent tokens of the data.
+            name: of the target.
+
+        Raises:
+            ValueError: if it cannot draft for this target.
+        """
+
+    @abstractmethod
+    def unroll(self, batch: Batch, target: RaggedModel, steps: int) -> Iterator[Prediction]:
+        """What its first ``steps`` drafting steps predict; fewer if it drafts no further."""
+
+    @abstractmethod
+    def drafter(self, target: RaggedModel) -> Drafter:
+        """A drafter with a copy of the network as it is now."""
+
+    def save(self, folder: Path) -> None:
+        """Writes the network as transformers does."""
+        self.network.save_pretrained(folder)
+
+
+class HeadStudent(Student):
+    """A drafter in training that has a vocabulary of its own."""
+
+    network: "DraftHead"
+
+    @property
+    def tokens(self) -> Tensor:
+        return self.network.tokens
+
+    def widen(self, logits: Tensor) -> Tensor:
+        return self.network.widen(logits)
+
+
+def shift(x: Tensor) -> Tensor:
+    """``[B, S, H]`` moved one slot up: row j holds what slot j - 1 had, the first one zeros."""
+    return functional.pad(x[:, :-1], (0, 0, 1, 0))
+
+
+def check_plain_head(target: RaggedModel) -> None:
+    """Raises ValueError if a student with a head like the target's would need more than a matrix for it."""
+    if TeacherHead(target).softcap is not None:
+        raise ValueError(f"{type(target.model).__name__} caps its logits; of a student's logits no loss knows that")
+
+
+__all__ = ["HeadStudent", "Prediction", "Student", "check_plain_head", "shift"]

@@ -1,0 +1,128 @@
+"""Training of an EAGLE-3 layer.
+
+Shapes: B sequences, L tokens, S slots, F hidden states side by side, H hidden size, Hq/Hkv heads, C head size.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from arbordraft import Drafter, EagleDrafter, RaggedModel
+from arbordraft.training.batches import Batch
+from arbordraft.training.students.base import HeadStudent, Prediction, shift
+
+if TYPE_CHECKING:
+    from arbordraft.heads.eagle import EagleHead
+
+
+class EagleStudent(HeadStudent):
+    """One EAGLE-3 layer, unrolled as it will be used: its own output stands for what the target has not seen yet.
+
+    Tokens are the text's own at all steps ("training-time test" of EAGLE-3).
+
+    Args:
+        vocabulary: size of the draft vocabulary, ``None`` for the target's whole.
+        layers: the target's hidden states to read; by default a low, a middle and a high one.
+        intermediate_size: of the MLP, by default the target's.
+        noise: standard deviation of noise on the target's states, relative to theirs.
+    """
+
+    network: "EagleHead"
+
+    def __init__(
+        self,
+        vocabulary: int | None = 8192,
+        layers: Sequence[int] | None = None,
+        intermediate_size: int | None = None,
+        noise: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.vocabulary, self.layers = vocabulary, layers
+        self.intermediate_size, self.noise = intermediate_size, noise
+
+    def hidden_layers(self, target: RaggedModel) -> tuple[int, ...]:
+        count = target.num_layers
+        return tuple(self.layers or (min(2, count), count // 2, max(count - 3, 0)))
+
+    def build(self, target: RaggedModel, frequent: Callable[[int], list[int]], name: str | None = None) -> None:
+        from arbordraft.heads.eagle import EagleHead
+
+        self.network = EagleHead.for_target(
+            target.model,
+            frequent(self.vocabulary or target.vocab_size),
+            hidden_layers=self.hidden_layers(target),
+            intermediate_size=self.intermediate_size,
+            name=name,
+        ).float()
+
+    def unroll(self, batch: Batch, target: RaggedModel, steps: int) -> Iterator[Prediction]:
+        head = self.network
+        slots = batch.tokens.shape[1] - 2  # the last slot that predicts something holds the last token but one
+        embeddings = target.model.get_input_embeddings()(batch.tokens[:, 1:-1]).to(head.dtype)
+        rotary = head.rotary(torch.arange(slots, device=batch.tokens.device), head.dtype)
+        states = batch.inputs[:, :slots].to(head.dtype)
+        if self.noise and self.training:
+            states = states + torch.randn_like(states) * self.noise * states.std()
+        hidden = head.fuse(states)
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        for step in range(steps):
+            query, key, value = head.queries_keys_values(embeddings, hidden, rotary)
+            keys.append(key)
+            values.append(value)
+            hidden = head.finish(hidden, attend_unrolled(query, keys, values).flatten(2))
+            yield Prediction(head.norm(hidden), head.lm_head.weight, None, ahead=2, first=step)
+            hidden = shift(hidden)  # slot j goes on from the output of slot j - 1
+
+    def drafter(self, target: RaggedModel) -> Drafter:
+        return EagleDrafter(deepcopy(self.network), target)
+
+
+def attend_unrolled(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+    """Attention of the slots of drafting step s = ``len(keys) - 1``.
+
+    When slot j drafts its s-th step, the target has seen the tokens up to slot j - s; it attends to these slots as
+    they were at step 0, and to slot j - s + t as it was at step t, for t = 1..s.
+
+    Args:
+        query: ``[B, S, Hq, C]``.
+        keys: ``[B, S, Hkv, C]`` of every step so far.
+        values: the same.
+
+    Returns:
+        ``[B, S, Hq, C]``.
+    """
+    step, slots = len(keys) - 1, query.shape[1]
+    groups = query.shape[2] // keys[0].shape[2]
+    if step == 0:
+        found = functional.scaled_dot_product_attention(
+            query.transpose(1, 2), keys[0].transpose(1, 2), values[0].transpose(1, 2), is_causal=True, enable_gqa=True
+        )
+        return found.transpose(1, 2)
+    query = query.unflatten(2, (-1, groups)) * query.shape[-1] ** -0.5
+    at = torch.arange(slots, device=query.device)
+    seen = at[None, :] <= at[:, None] - step
+    scores = torch.einsum("bikgc,bjkc->bkgij", query, keys[0]).float().masked_fill(~seen, -torch.inf)
+    own = [
+        torch.einsum("bikgc,bikc->bkgi", query, _later(key, step - t)).float()[..., None]
+        for t, key in enumerate(keys[1:], 1)
+    ]
+    # A slot before the first full draft would see nothing at all; its prediction is not used.
+    shares = torch.cat([scores, *own], dim=-1).softmax(dim=-1).to(values[0].dtype)
+    found = torch.einsum("bkgij,bjkc->bikgc", shares[..., :slots], values[0])
+    for t, value in enumerate(values[1:], 1):
+        share = shares[..., slots + t - 1].permute(0, 3, 1, 2)[..., None]
+        found = found + share * _later(value, step - t)[:, :, :, None]
+    return found.flatten(2, 3)
+
+
+def _later(x: Tensor, by: int) -> Tensor:
+    """``[B, S, Hkv, C]`` moved ``by`` slots up: row j holds what slot j - by had."""
+    return functional.pad(x[:, : x.shape[1] - by], (0, 0, 0, 0, by, 0)) if by else x
+
+
+__all__ = ["EagleStudent", "attend_unrolled"]

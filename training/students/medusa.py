@@ -1,0 +1,58 @@
+"""Training of Medusa heads.
+
+Shapes: B sequences, S slots, H hidden size.
+"""
+
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from typing import TYPE_CHECKING
+
+from arbordraft import Drafter, MedusaDrafter, RaggedModel
+from arbordraft.training.batches import Batch
+from arbordraft.training.students.base import HeadStudent, Prediction, shift
+
+if TYPE_CHECKING:
+    from arbordraft.heads.medusa import MedusaHead
+
+
+class MedusaStudent(HeadStudent):
+    """Medusa heads: each learns its own distance from what the target's final norm gives, which every batch holds.
+
+    Args:
+        num_heads: tokens to look ahead; phases of more drafting steps train no more.
+        num_hidden_layers: residual layers of each head.
+        vocabulary: size of the draft vocabulary, ``None`` for the target's whole.
+    """
+
+    network: "MedusaHead"
+
+    def __init__(self, num_heads: int = 4, num_hidden_layers: int = 1, vocabulary: int | None = 8192) -> None:
+        super().__init__()
+        self.num_heads, self.num_hidden_layers, self.vocabulary = num_heads, num_hidden_layers, vocabulary
+
+    def hidden_layers(self, target: RaggedModel) -> tuple[int, ...]:
+        return ()
+
+    def build(self, target: RaggedModel, frequent: Callable[[int], list[int]], name: str | None = None) -> None:
+        from arbordraft.heads.medusa import MedusaHead
+
+        self.network = MedusaHead.for_target(
+            target.model,
+            frequent(self.vocabulary or target.vocab_size),
+            num_heads=self.num_heads,
+            num_hidden_layers=self.num_hidden_layers,
+            name=name,
+        ).float()
+
+    def unroll(self, batch: Batch, target: RaggedModel, steps: int) -> Iterator[Prediction]:
+        head = self.network
+        hidden = batch.final[:, :-1].to(head.dtype)
+        for step in range(min(steps, head.config.num_heads)):
+            yield Prediction(head.blocks[step](hidden), head.lm_heads[step].weight, None, ahead=2, first=step)
+            hidden = shift(hidden)  # all heads of a draft look at the slot where it began
+
+    def drafter(self, target: RaggedModel) -> Drafter:
+        return MedusaDrafter(deepcopy(self.network), target)
+
+
+__all__ = ["MedusaStudent"]
