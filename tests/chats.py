@@ -76,17 +76,16 @@ class Babble:
     """Continues every text with letters that follow from the text, the seed and nothing else; quick.
 
     Args:
-        failing: the call that fails, counted from 0; none does by default.
+        fails: whether a call does, asked at its beginning.
     """
 
-    def __init__(self, failing: int | None = None) -> None:
-        self.failing, self.calls = failing, 0
+    def __init__(self, fails: Callable[[], bool] = lambda: False) -> None:
+        self.fails = fails
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int, done: Callable[[int], object]
     ) -> list[Completion]:
-        self.calls += 1
-        if self.calls - 1 == self.failing:
+        if self.fails():
             raise ConnectionError("gone")
         found = []
         for index, prompt in enumerate(prompts):

@@ -47,7 +47,7 @@ def test_a_system_message_that_the_template_does_not_take_is_an_error(template):
 
 
 def test_a_tokenizer_without_a_template_is_an_error():
-    with pytest.raises(ValueError, match="has no chat template.*chat_template"):
+    with pytest.raises(ValueError, match=r"has no chat template.*chat_template"):
         ChatFormat(chat_tokenizer(""))
 
 

@@ -81,7 +81,7 @@ def test_nothing_to_read_is_an_error(tmp_path):
         read_conversations(lines(tmp_path, {"messages": []}))
     with pytest.raises(ValueError, match="list holds no conversation"):
         read_conversations([])
-    with pytest.raises(FileNotFoundError, match="no file owner/chats; .* hf:owner/chats"):
+    with pytest.raises(FileNotFoundError, match=r"no file owner/chats; .* hf:owner/chats"):
         read_conversations("owner/chats")
 
 
@@ -109,7 +109,7 @@ def test_datasets_are_read_from_memory_from_disk_and_from_the_hub(tmp_path, monk
 
 
 def test_a_bad_row_of_a_dataset_is_an_error_that_names_its_number():
-    with pytest.raises(ValueError, match="^list, row 1: unknown role 'x'"):
+    with pytest.raises(ValueError, match=r"^list, row 1: unknown role 'x'"):
         read_conversations([{"messages": ASKED}, {"messages": [{"role": "x"}]}])
 
 

@@ -307,7 +307,17 @@ def operator_calls():
         ),
         (
             ops.decoder_layers.default,
-            (torch.randn(1, 18, 64), run._tensors, run._integers, run._scalars, *pools, *rotary, *described, *keys, [1, 0]),
+            (
+                torch.randn(1, 18, 64),
+                run._tensors,
+                run._integers,
+                run._scalars,
+                *pools,
+                *rotary,
+                *described,
+                *keys,
+                [1, 0],
+            ),
         ),
     ]
 

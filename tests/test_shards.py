@@ -63,7 +63,7 @@ def test_the_digest_is_that_of_the_contents(folder, tmp_path):
 
 
 def test_bad_conversations_are_errors(tmp_path):
-    with pytest.raises(ShardError, match="would be empty.*max_tokens or per_shard"):
+    with pytest.raises(ShardError, match=r"would be empty.*max_tokens or per_shard"):
         pack([], tmp_path / "shard")
     with pytest.raises(ValueError, match="one role per token"):
         pack([CHATS[0]._replace(roles=[ANSWER])], tmp_path / "shard")
@@ -116,8 +116,12 @@ def test_damage_is_found_and_the_error_says_what_to_do(folder, damage, problem):
 
 
 def test_a_failed_write_leaves_nothing_behind(folder, monkeypatch):
+    def fail(_, path, __):
+        path.write_bytes(b"half of it")
+        raise OSError("disk full")
+
     before = folder.path(0).read_bytes()
-    monkeypatch.setattr("arbordraft.training.shards.save_file", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr("arbordraft.training.shards.save_file", fail)
     with pytest.raises(OSError, match="disk full"):
         write_shard(pack(CHATS[:1], folder.path(0)))
     assert folder.path(0).read_bytes() == before

@@ -2,41 +2,134 @@
 
 import json
 import random
+from collections.abc import Mapping
 from pathlib import Path
-from string import ascii_letters
+from string import ascii_lowercase
 from typing import Any
 
+import torch
 import yaml
-from models import EOS, tiny, tiny_tokenizer
+from chats import BRACKETS, chat_tokenizer
+from models import tiny
+from safetensors import safe_open
 
-from arbordraft import EagleDrafter, RaggedModel, SpeculativeDecoder, builders
-from arbordraft.training.cli import run
 from arbordraft.training.data import SelfDistillationDataModule
 from arbordraft.training.distillation import Recipe
 from arbordraft.training.drafter_module import DrafterModule, Phase
 from arbordraft.training.students import EagleStudent
 from arbordraft.training.targets import Target
 
-TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ 'd' + message.content + 'e' if message.role == 'user' else 'f' + message.content + 'c' }}"
-    "{% endfor %}{{ 'f' if add_generation_prompt else '' }}"
-)
-RECIPE = {"conversations": 12, "per_shard": 4, "max_new_tokens": 20, "max_tokens": 64}
+RECIPE = Recipe(conversations=12, per_shard=4, max_new_tokens=16, max_tokens=64)
+TRAINER = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+    "log_every_n_steps": 1,
+    "logger": False,
+    "enable_checkpointing": False,
+}
 
 
-def save_target(folder: Path, seed: int = 0) -> Path:
+def save_target(folder: Path, seed: int = 0, **overrides: object) -> Path:
     """A model that is sure of what it says, with a tokenizer that knows a chat template."""
-    tiny(seed=seed, sharpness=4.0, max_position_embeddings=256).save_pretrained(folder)
-    tokenizer = tiny_tokenizer()
-    tokenizer.eos_token, tokenizer.chat_template = ascii_letters[EOS], TEMPLATE
-    tokenizer.save_pretrained(folder)
+    tiny(seed=seed, sharpness=4.0, **overrides).save_pretrained(folder)
+    chat_tokenizer(BRACKETS).save_pretrained(folder)
     return folder
 
 
-def save_prompts(path: Path, count: int = 12, length: int = 12) -> Path:
-    """Users who say random words."""
+def save_prompts(path: Path, count: int = 12) -> Path:
+    """Users who say random words of different lengths."""
     source = random.Random(0)
-    words = ["".join(source.choices(ascii_letters[6:], k=length + number % 5)) for number in range(count)]
-    path.write_text("\n".join(json.dumps({"messages": [{"role": "user", "content": word}]}) for word in words))
+    words = ["".join(source.choices(ascii_lowercase, k=6 + 7 * number % 20)) for number in range(count)]
+    path.write_text("".join(json.dumps({"messages": [{"role": "user", "content": word}]}) + "\n" for word in words))
     return path
+
+
+def save_world(folder: Path) -> Path:
+    """A target and prompts; ``data(folder)`` generates the rest there when it is first used."""
+    save_target(folder / "target")
+    save_prompts(folder / "prompts.jsonl")
+    return folder
+
+
+def data(world: Path, **changes: Any) -> SelfDistillationDataModule:
+    """The target's answers to the prompts."""
+    settings = {
+        "folder": str(world / "data"),
+        "target": Target(str(world / "target"), dtype="float32", linears="plain"),
+        "recipe": RECIPE,
+        "prompts": str(world / "prompts.jsonl"),
+        "batch_tokens": 128,
+        "validation": 3,
+    }
+    return SelfDistillationDataModule(**{**settings, **changes})
+
+
+def module(noise: float = 0.0, **changes: Any) -> DrafterModule:
+    """A drafter that learns in two phases."""
+    settings = {
+        "phases": (Phase(0.5, 1, "kl"), Phase(1.0, 2, "lk_hybrid")),
+        "warmup": 2,
+        "draft_steps": 2,
+        "tree": (2, 1),
+        "decoded": 2,
+        "decoded_tokens": 8,
+    }
+    return DrafterModule(EagleStudent(vocabulary=40, layers=[0, 1, 2], noise=noise), **{**settings, **changes})
+
+
+def save_config(path: Path, world: Path, **sections: Mapping[str, Any]) -> Path:
+    """The same as a configuration for the command line; sections are merged into it."""
+    config: dict[str, Any] = {
+        "seed_everything": 0,
+        "trainer": {**TRAINER, "max_epochs": 2},
+        "model": {
+            "student": {
+                "class_path": "arbordraft.training.students.EagleStudent",
+                "init_args": {"vocabulary": 40, "layers": [0, 1, 2]},
+            },
+            "phases": [{"until": 0.5, "steps": 1, "loss": "kl"}, {"until": 1.0, "steps": 2, "loss": "lk_hybrid"}],
+            "warmup": 2,
+            "draft_steps": 2,
+            "tree": [2, 1],
+            "decoded": 2,
+            "decoded_tokens": 8,
+        },
+        "data": {
+            "folder": str(world / "data"),
+            "target": {"model": str(world / "target"), "dtype": "float32", "linears": "plain"},
+            "recipe": {"conversations": 12, "per_shard": 4, "max_new_tokens": 16, "max_tokens": 64},
+            "prompts": str(world / "prompts.jsonl"),
+            "batch_tokens": 128,
+            "validation": 3,
+        },
+        "results": {"output": str(path.parent / "results")},
+    }
+    for name, changes in sections.items():
+        config[name] = {**config.get(name, {}), **changes}
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two states are the same to the last bit, but for times that were measured."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(
+            same(one[key], other[key]) for key in one if not str(key).endswith("_ms")
+        )
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def stored(folder: Path) -> dict[str, Any]:
+    """What the files of a folder of shards hold."""
+    found: dict[str, Any] = {"manifest": json.loads((folder / "manifest.json").read_text())}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            found[path.name] = [file.metadata(), {name: file.get_tensor(name) for name in sorted(file.keys())}]
+    return found

@@ -111,12 +111,13 @@ def insert(place: tuple[nn.Module, str], module: nn.Module) -> RemovableHandle:
     return getattr(*place)[-1].register_forward_hook(through)
 
 
-def last_module(model: nn.Module, owner: nn.Module) -> nn.Module | None:
-    """The part of the decoder layers' owner that makes its output from theirs: the final norm, if nothing follows it."""
+def final_module(model: nn.Module, place: tuple[nn.Module, str]) -> nn.Module | None:
+    """What makes the output of the decoder layers' owner from theirs; ``None`` if that is not one module alone."""
+    owner, layers = place[0], getattr(*place)
     seen: list[tuple[nn.Module, Any]] = []
     hooks = [
         module.register_forward_hook(lambda module, _, output: seen.append((module, output)))
-        for module in (*owner.children(), owner)
+        for module in (layers[-1], *owner.children(), owner)
     ]
     try:
         with torch.no_grad():
@@ -124,8 +125,8 @@ def last_module(model: nn.Module, owner: nn.Module) -> nn.Module | None:
     finally:
         for hook in hooks:
             hook.remove()
-    (last, made), (_, output) = seen[-2:]
-    return last if torch.equal(made.flatten(), output[0].flatten()) else None
+    (before, _), (last, made), (_, output) = seen[-3:]
+    return last if before is layers[-1] and torch.equal(made.flatten(), output[0].flatten()) else None
 
 
 def observe(model: nn.Module, num_layers: int, vocab_size: int) -> Observation:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from arbordraft.cache import RaggedKVCache
 from arbordraft.kernels import native
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch, ragged_tree_attention
-from arbordraft.observation import AttentionCall, Forward, decoder_list, insert, last_module, observe, tap
+from arbordraft.observation import AttentionCall, Forward, decoder_list, final_module, insert, observe, tap
 from arbordraft.packing import Packing, Swap, choose_backend
 from arbordraft.topology import TreeTopology, ancestor_words
 
@@ -112,7 +112,7 @@ class RaggedModel(nn.Module):
         Raises:
             UnsupportedModel: if that is more than one module.
         """
-        if norm := last_module(self.model, self._place()[0]):
+        if norm := final_module(self.model, self._place()):
             return norm
         raise UnsupportedModel(f"{type(self.model).__name__} has more than a norm behind its decoder layers")
 

@@ -110,6 +110,9 @@ def run(module: Any, arguments: list[str], *, go: bool = True) -> Any:
             parser.add_lightning_class_args(Recorder, "results")
             parser.set_defaults({"results.output": "arbordraft-results"})
 
+        def parse_arguments(self, parser: Any, args: Any) -> None:
+            self.config = parser.parse_args(args)  # without the warning that the process has arguments, too
+
         def before_fit(self) -> None:
             for callback in self.trainer.callbacks:
                 if isinstance(callback, Recorder):
@@ -125,6 +128,8 @@ def run(module: Any, arguments: list[str], *, go: bool = True) -> Any:
         args=resolve_configs(arguments),
         # Lightning's own writes the configuration into a log folder, which a tracker with a database has not.
         save_config_callback=None,
+        auto_configure_optimizers=False,  # the modules bring their own
+        parser_kwargs={"allow_abbrev": False},
         seed_everything_default=0,
         trainer_defaults={"logger": False, "enable_checkpointing": True},
     )

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from arbordraft.training.targets import Target
 _CHECKED = 2  # cached sequences that are compared with a fresh forward
 
 
-class SelfDistillationDataModule(LightningDataModule):
+class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # Lightning is not type-checked here
     """Conversations whose answers the target wrote, with the hidden states it had.
 
     What is missing is generated before training; an interrupted generation goes on where it stopped.
@@ -33,7 +34,7 @@ class SelfDistillationDataModule(LightningDataModule):
     Args:
         folder: where shards lie or will lie.
         target: the model to imitate.
-        recipe: what to generate.
+        recipe: what to generate; of given prompts, no more conversations than there are.
         prompts: conversations whose user turns are answered: a JSONL file or ``hf:NAME``; without it the target writes
             its own.
         server: an OpenAI-compatible API that runs the same target, for instance ``http://localhost:8000/v1``; without
@@ -78,7 +79,7 @@ class SelfDistillationDataModule(LightningDataModule):
     @cached_property
     def target(self) -> RaggedModel:
         """The target, loaded when it is first needed."""
-        return self.spec.load()
+        return self.spec.load(self.trainer.strategy.root_device if self.trainer else "cpu")
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -154,7 +155,7 @@ class SelfDistillationDataModule(LightningDataModule):
             "manifest": self.folder.manifest(),
         }
 
-    def description(self) -> dict[str, str | None]:
+    def description(self) -> dict[str, Any]:
         """The target, for the record."""
         return {
             "model": self.spec.model,
@@ -180,10 +181,12 @@ class SelfDistillationDataModule(LightningDataModule):
             if fresh is not None:
                 cached.write(shard, [fresh.split(found) for found in states])
 
+        messages = read_conversations(self.prompts) if self.prompts else None
+        count = self.recipe.conversations if messages is None else min(self.recipe.conversations, len(messages))
         work = SelfDistillation(
             ChatFormat(tokenizer),
             complete,
-            self.recipe,
+            replace(self.recipe, conversations=count),
             self.folder,
             provenance={
                 "target": fingerprint(self.target.model),
@@ -191,7 +194,7 @@ class SelfDistillationDataModule(LightningDataModule):
                 "revision": self.spec.revision,
                 "prompts": self.prompts,
             },
-            messages=read_conversations(self.prompts) if self.prompts else None,
+            messages=messages,
             store=store,
         )
         with _progress("Generating") as bar:

@@ -1,14 +1,11 @@
 """Training a decider with Lightning, for a drafter that is trained already.
 
-Shapes: B sequences, L tokens, S slots, R rows, V vocabulary, D draft vocabulary, G drafting steps, M drafts: one for
-every token of an answer with which a draft may begin, H hidden size of the drafter, K highest probabilities of a row.
+Shapes: G drafting steps, M drafts along held-out text.
 """
 
 import json
 import math
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,87 +15,26 @@ from torch import Tensor
 from torch.nn import functional
 from torch.optim import AdamW, Optimizer
 
-from arbordraft import (
-    CostTable,
-    Coupling,
-    Decider,
-    Fixed,
-    FixedDepth,
-    LearnedDecider,
-    RaggedModel,
-    SpeculativeDecoder,
-    TreeTopology,
-)
-from arbordraft.deciders.learned import UNLIKELY
+from arbordraft import Drafter, LearnedDecider, RaggedModel
 from arbordraft.training.batches import Batch
 from arbordraft.training.calibration import auc, drafted_lengths, ece, fit_temperature, tokens_per_second
 from arbordraft.training.data import SelfDistillationDataModule
+from arbordraft.training.drafts import Drafts, follow
 from arbordraft.training.features import TeacherHead
 from arbordraft.training.reports import card, speed_figure
-from arbordraft.training.shards import ANSWER
-from arbordraft.training.students import EagleStudent, Prediction, Student
-from arbordraft.verifiers import Matching, TopDown
+from arbordraft.training.step_costs import StepCosts
+from arbordraft.training.students import EagleStudent, Student
 
-_ROWS = 256  # rows of logits at a time
 _THRESHOLDS = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 2.0)
-_TINY = torch.finfo(torch.float32).tiny
+_TIMED = 4  # prompts that are decoded to measure what a decoding step costs
 
 
-@dataclass(frozen=True)
-class StepCosts:
-    """Seconds of the parts of a decoding step of one text.
-
-    Args:
-        target: the target's forward by its rows.
-        draft: a drafting step.
-        decide: asking the decider about it.
-        rest: verification and bookkeeping, once per step.
-    """
-
-    target: CostTable
-    draft: float
-    decide: float = 0.0
-    rest: float = 0.0
-
-    def seconds(self, steps: int, *, learned: bool) -> list[float]:
-        """``[G + 1]`` seconds of a decoding step by its number of drafted tokens, with or without a learned decider."""
-        each = self.draft + self.decide * learned
-        return [self.rest + self.target(1 + drafted) + drafted * each for drafted in range(steps + 1)]
-
-
-@dataclass(frozen=True)
-class Drafts:
-    """Every draft that may begin in the answers of a batch, as long as it keeps to their tokens.
-
-    Args:
-        places: ``[G, M, 3]``, see :meth:`arbordraft.LearnedDecider.logits`.
-        statistics: ``[G, M, 1 + K]``, likewise.
-        hidden: ``[G, M, H]``, likewise; H = 0 if it is not read.
-        labels: ``[G, M]`` 1 - TV of target and draft row.
-        passes: ``[G, M]`` chance that the text's own token passes, given that those before it did:
-            ``min(1, q(x) / p(x))``.
-        weights: ``[G, M]`` chance that the draft gets so far, the product of ``passes`` before.
-        valid: ``[G, M]`` bool: whether the answer does. All that stands where it does not is meaningless, but
-            ``passes`` and ``weights`` are 0.
-        sequences: ``[M]`` the sequence of the batch.
-    """
-
-    places: Tensor
-    statistics: Tensor
-    hidden: Tensor
-    labels: Tensor
-    passes: Tensor
-    weights: Tensor
-    valid: Tensor
-    sequences: Tensor
-
-
-class DeciderModule(LightningModule):
+class DeciderModule(LightningModule):  # type: ignore[misc]  # Lightning is not type-checked here
     """Teaches a decider how much of its rows a drafter can expect to be accepted, on the target's own text.
 
-    The label of a draft row is 1 - TV(target row, draft row), at the temperature of the text: where that is 0 both rows
-    are one-hot. A row counts as much as the path above it survives, so all depths are learned as often as decoding
-    visits them. Validation calibrates the decider and chooses the threshold that decodes most tokens per second.
+    The label of a draft row is 1 - TV(target row, draft row), and it counts as much as the path above it survives: all
+    depths are learned as often as decoding visits them. Validation calibrates the decider, depth by depth, and chooses
+    the threshold that decodes most tokens per second, both on one half of the held-out text; it reports on the other.
 
     Args:
         drafter: folder of a trained EAGLE head, or a student that has its network. It stays as it is.
@@ -109,7 +45,7 @@ class DeciderModule(LightningModule):
         lr: learning rate.
         thresholds: to choose from; above 1 nothing is drafted.
         costs: what decoding steps cost; measured on this machine by default.
-        measured_tokens: length of each of four answers that are decoded for it.
+        timed_tokens: length of the answers that are decoded for it.
 
     Raises:
         ValueError: if an argument is out of range, or the folder holds something else.
@@ -118,8 +54,9 @@ class DeciderModule(LightningModule):
     """
 
     student: Student
-    _teacher: TeacherHead
     _target: RaggedModel
+    _teacher: TeacherHead
+    _drafter: Drafter
 
     def __init__(
         self,
@@ -131,7 +68,7 @@ class DeciderModule(LightningModule):
         lr: float = 1e-3,
         thresholds: Sequence[float] = _THRESHOLDS,
         costs: StepCosts | None = None,
-        measured_tokens: int = 48,
+        timed_tokens: int = 48,
     ) -> None:
         super().__init__()
         if draft_steps < 1 or not thresholds or min(thresholds) < 0:
@@ -142,10 +79,10 @@ class DeciderModule(LightningModule):
         # Outside of the module's state, like the target's parts below: a checkpoint holds the decider only.
         object.__setattr__(self, "student", student.eval().requires_grad_(False))
         config = student.network.config
-        size = getattr(config, "hidden_size", config.target_hidden_size)
+        size = getattr(config, "hidden_size", None) or config.target_hidden_size
         self.decider = LearnedDecider(size if hidden else 0, top_k, widths)
         self.draft_steps, self.lr, self.thresholds = draft_steps, lr, tuple(thresholds)
-        self.costs, self.measured_tokens = costs, measured_tokens
+        self.costs, self.timed_tokens = costs, timed_tokens
         self.speeds: dict[str, list[Any]] = {}
         self._seen: list[dict[str, Tensor]] = []
         self._sequences = 0
@@ -156,8 +93,8 @@ class DeciderModule(LightningModule):
 
     def card(self, metrics: Mapping[str, float]) -> str:
         """The model card."""
-        spec, known = self.data.description(), self.data.profile()
-        return card("LearnedDecider", spec["model"], spec["fingerprint"], known, metrics)
+        fingerprint = self.data.description()["fingerprint"]
+        return card("LearnedDecider", self.data.spec.model, fingerprint, self.data.profile(), metrics)
 
     def tables(self) -> dict[str, dict[str, list[Any]]]:
         """Speed by threshold and by fixed depth, from the last validation."""
@@ -169,12 +106,12 @@ class DeciderModule(LightningModule):
 
     def hidden_layers(self, target: RaggedModel) -> tuple[int, ...]:
         """The target's hidden states that the drafter reads."""
-        return tuple(self.student.network.config.hidden_layers or ())
+        return self.student.hidden_layers(target)
 
     @property
     def data(self) -> SelfDistillationDataModule:
         """The data module that trains it."""
-        return self.trainer.datamodule  # type: ignore[attr-defined]
+        return self.trainer.datamodule
 
     def setup(self, stage: str) -> None:
         """Brings the drafter to its target."""
@@ -186,14 +123,18 @@ class DeciderModule(LightningModule):
         Raises:
             ValueError: if the drafter was trained for another one.
         """
-        self.student.network.check_target(target.model)
         self.student.to(target.device)
-        object.__setattr__(self, "_teacher", TeacherHead(target))
-        object.__setattr__(self, "_target", target)
+        found = {"_target": target, "_teacher": TeacherHead(target), "_drafter": self.student.drafter(target)}
+        for name, part in found.items():
+            object.__setattr__(self, name, part)
 
     def configure_optimizers(self) -> Optimizer:
         """AdamW."""
         return AdamW(self.decider.parameters(), lr=self.lr)
+
+    def drafts(self, batch: Batch) -> Drafts:
+        """What the drafter does along a batch."""
+        return follow(self.student, batch, self._target, self._teacher, self.draft_steps, self.decider)
 
     def training_step(self, batch: Batch, index: int) -> Tensor:
         """Cross entropy of the chances, weighted by survival."""
@@ -219,7 +160,7 @@ class DeciderModule(LightningModule):
         self._sequences += len(batch.tokens)
 
     def on_validation_epoch_end(self) -> None:
-        """Calibrates the decider, chooses its threshold, and reports both on text that neither has seen.
+        """Calibrates the decider, chooses its threshold, and reports.
 
         Raises:
             ValueError: if too little text is held out.
@@ -230,15 +171,15 @@ class DeciderModule(LightningModule):
         judges, complete = seen["judges"][0], seen["valid"].all(dim=0)
         if not (complete & judges).any() or not (complete & ~judges).any():
             raise ValueError(
-                f"no two held-out answers are as long as {self.draft_steps} drafting steps, one to calibrate and one to "
-                "judge; raise data.validation, or lower model.draft_steps"
+                f"there are no two held-out answers as long as {self.draft_steps} drafting steps, one to calibrate and "
+                "one to judge; raise data.validation, or lower model.draft_steps, of which some drafters have few"
             )
-        parts = [{name: values[:, half] for name, values in seen.items()} for half in (~judges, judges)]
+        fit, judge = ({name: values[:, half] for name, values in seen.items()} for half in (~judges, judges))
         self.decider.temperatures = tuple(
-            fit_temperature(*(parts[0][name][step] for name in ("logits", "labels", "weights")))
+            fit_temperature(fit["logits"][step], fit["labels"][step], fit["weights"][step])
             for step in range(self.draft_steps)
         )
-        metrics = self._honesty(parts[1]) | self._choose(*parts)
+        metrics = self._honesty(judge) | self._choose(fit, judge)
         self.log_dict({f"val/{name}": value for name, value in metrics.items()}, rank_zero_only=False, sync_dist=False)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -249,106 +190,44 @@ class DeciderModule(LightningModule):
         """Takes it back."""
         self.decider.temperatures, self.decider.threshold = checkpoint["calibration"]
 
-    @torch.no_grad()
-    def drafts(self, batch: Batch) -> Drafts:
-        """What the drafter does with a batch, in the form in which decoding shows it to the decider."""
-        steps = min(self.draft_steps, batch.tokens.shape[1] - 2)
-        predictions = list(self.student.unroll(batch, self._target, steps))
-        rows = torch.stack([_earlier(found, step) for step, found in enumerate(self._rows(batch, predictions))])
-        sequences, first = rows[0, ..., 0].nonzero(as_tuple=True)
-        real, labels, passes, own = rows[:, sequences, first, :4].unbind(-1)
-        valid = real.cumprod(dim=0)
-        depths = torch.arange(len(rows), device=rows.device)[:, None].expand_as(valid)
-        greedy = (batch.temperatures[sequences] == 0).expand_as(valid)
-        hidden = rows.new_zeros(*valid.shape, self.decider.hidden_size)
-        if self.decider.hidden_size:
-            for step, prediction in enumerate(predictions):
-                slots = (first + step - prediction.ahead).clamp(max=prediction.hidden.shape[1] - 1)
-                hidden[step] = prediction.hidden[sequences, slots].float()
-        return Drafts(
-            places=torch.stack([depths, _before(own.clamp(min=UNLIKELY).log(), 0.0).cumsum(dim=0), greedy], dim=-1),
-            statistics=rows[:, sequences, first, 4:],
-            hidden=hidden,
-            labels=labels,
-            passes=passes * valid,
-            weights=_before(passes, 1.0).cumprod(dim=0) * valid,
-            valid=valid.bool(),
-            sequences=sequences,
-        )
-
-    def _rows(self, batch: Batch, predictions: Sequence[Prediction]) -> Tensor:
-        """``[G, B, L, 5 + K]`` of the rows that predict the tokens of answers, by token.
-
-        The last axis holds 1 if there is such a row, its label, how likely the token passes, the token's draft
-        probability, and the row's entropy and highest probabilities.
-        """
-        count, length = batch.tokens.shape
-        tokens, top = self.student.network.tokens, self.decider.top_k
-        index = tokens.new_full((self.student.network.config.vocab_size,), -1)
-        index[tokens] = torch.arange(len(tokens), device=tokens.device)
-        found = torch.zeros(self.draft_steps, count * length, 5 + top, device=tokens.device)
-        for part in (batch.roles == ANSWER).flatten().nonzero()[:, 0].split(_ROWS):
-            sequences, at = part // length, part % length
-            text = batch.tokens[sequences, at]
-            greedy = batch.temperatures[sequences] == 0
-            heat = batch.temperatures[sequences].masked_fill(greedy, 1.0)[:, None]
-            target = (self._teacher(batch.final[sequences, at - 1]).float() / heat).log_softmax(dim=-1)
-            likely, target = target.gather(1, text[:, None])[:, 0].exp(), target[:, tokens].exp()
-            for step, prediction in enumerate(predictions):
-                slots = at - prediction.ahead
-                hidden = prediction.hidden[sequences, slots.clamp(min=0)].to(prediction.head.dtype)
-                draft = (functional.linear(hidden, prediction.head, prediction.bias).float() / heat).softmax(dim=-1)
-                known = index[text]
-                own = draft.gather(1, known.clamp(min=0)[:, None])[:, 0] * (known >= 0)
-                matches = (draft.argmax(dim=-1) == known).float()
-                label = torch.where(greedy, matches, torch.minimum(target, draft).sum(dim=-1).clamp(max=1))
-                passes = torch.where(greedy, matches, (own / likely.clamp(min=_TINY)).clamp(max=1))
-                best = draft.topk(min(top, draft.shape[-1])).values
-                entropy = torch.special.entr(draft).sum(dim=-1)
-                row = torch.cat(
-                    [torch.stack([torch.ones_like(own), label, passes, own, entropy], dim=-1), best], dim=-1
-                )
-                found[step, part, : row.shape[-1]] = row * (slots >= prediction.first)[:, None]
-        return found.view(self.draft_steps, count, length, -1)
+    def _calibrated(self, part: Mapping[str, Tensor]) -> Tensor:
+        """``[G, M]`` logits at their temperatures."""
+        return part["logits"] / torch.tensor(self.decider.temperatures)[:, None]
 
     def _honesty(self, part: Mapping[str, Tensor]) -> dict[str, float]:
-        """How good the chances are, over all depths and at each."""
-        labels, weights, chances = part["labels"], part["weights"], self._chances(part)
-        kept = weights > 0
-        everywhere = chances[kept], labels[kept], weights[kept]
-        metrics = {
-            "bce": float(_cross_entropy(torch.logit(everywhere[0], 1e-7), *everywhere[1:])),
-            "ece": ece(*everywhere),
-            "ece_uncalibrated": ece(part["logits"][kept].sigmoid(), *everywhere[1:]),
-            "auc": auc(*everywhere),
-        }
-        for step in range(self.draft_steps):
-            there = chances[step][kept[step]], labels[step][kept[step]], weights[step][kept[step]]
-            metrics[f"bce_pos_{step + 1}"] = float(_cross_entropy(torch.logit(there[0], 1e-7), *there[1:]))
-            metrics[f"ece_pos_{step + 1}"] = ece(*there)
-            metrics[f"auc_pos_{step + 1}"] = auc(*there)
+        """How good the chances are, over all depths and at each; what is undefined is left out."""
+        reached = part["weights"] > 0
+        before, labels, weights = (part[name][reached] for name in ("logits", "labels", "weights"))
+        metrics = {"ece_uncalibrated": ece(before.sigmoid(), labels, weights)}
+        calibrated = self._calibrated(part)
+        single = {f"_pos_{step + 1}": slice(step, step + 1) for step in range(self.draft_steps)}
+        for suffix, steps in {"": slice(None), **single}.items():
+            rows = (calibrated, part["labels"], part["weights"])
+            logits, labels, weights = (values[steps][reached[steps]] for values in rows)
+            metrics[f"bce{suffix}"] = float(_cross_entropy(logits, labels, weights))
+            metrics[f"ece{suffix}"] = ece(logits.sigmoid(), labels, weights)
+            metrics[f"auc{suffix}"] = auc(logits, labels, weights)
         return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
     def _choose(self, fit: Mapping[str, Tensor], judge: Mapping[str, Tensor]) -> dict[str, float]:
-        """Chooses the threshold by speed on one part; speeds are those on the other one."""
+        """Chooses the threshold, and the fixed depth to compare with, on one part; speeds are those on the other."""
         if self.costs is None:
             measured = self._measure() if self.trainer.is_global_zero else None
             self.costs = self.trainer.strategy.broadcast(measured)
-        learned = self.costs.seconds(self.draft_steps, learned=True)
-        fixed = self.costs.seconds(self.draft_steps, learned=False)
+        learned, fixed = (self.costs.seconds(self.draft_steps, learned=learned) for learned in (True, False))
         depths = range(self.draft_steps + 1)
 
         def speeds(part: Mapping[str, Tensor]) -> tuple[list[float], list[float]]:
             complete = part["valid"].all(dim=0)
-            chances, passes = self._chances(part)[:, complete], part["passes"][:, complete]
+            chances, passes = self._calibrated(part)[:, complete].sigmoid(), part["passes"][:, complete]
+            always = torch.ones_like(passes[0], dtype=torch.int64)
             return (
                 [tokens_per_second(drafted_lengths(chances, at), passes, learned) for at in self.thresholds],
-                [tokens_per_second(torch.full_like(passes[0], at).long(), passes, fixed) for at in depths],
+                [tokens_per_second(always * depth, passes, fixed) for depth in depths],
             )
 
         by_threshold, by_depth = speeds(fit)
-        best = max(range(len(by_threshold)), key=by_threshold.__getitem__)
-        depth = max(depths, key=by_depth.__getitem__)
+        best, depth = (max(range(len(found)), key=found.__getitem__) for found in (by_threshold, by_depth))
         self.decider.threshold = self.thresholds[best]
         by_threshold, by_depth = speeds(judge)
         self.speeds = {
@@ -364,66 +243,34 @@ class DeciderModule(LightningModule):
             "fixed_depth": depth,
         }
 
-    def _chances(self, part: Mapping[str, Tensor]) -> Tensor:
-        """``[G, M]``."""
-        return (part["logits"] / torch.tensor(self.decider.temperatures)[:, None]).sigmoid()
-
     def _measure(self) -> StepCosts:
-        """Decodes some held-out prompts with and without the decider, which never stops here."""
-        target, coupling = self.data.target, Coupling(Fixed(1), TopDown(Matching()))
-        drafter, topology = self.student.drafter(target), TreeTopology.chain(self.draft_steps)
-        tireless = deepcopy(self.decider)
-        tireless.threshold = 0.0
-        prompts = self.data.held_out_prompts(4)
-
-        def decode(decider: Decider) -> tuple[float, float]:
-            decoder, draft, rest = SpeculativeDecoder(target, drafter, topology, coupling, decider), [], []
-            for prompt in prompts:
-                stats = decoder.generate(
-                    torch.tensor([prompt]),
-                    max_new_tokens=self.measured_tokens,
-                    do_sample=False,
-                    eos_token_id=None,
-                    return_dict_in_generate=True,
-                ).stats  # type: ignore[union-attr]
-                draft.append(stats.seconds["draft"] / max(1, stats.drafted))
-                rest.append((stats.seconds["verify"] + stats.seconds["commit"]) / stats.forwards[0])
-            return min(draft), min(rest)  # the best, which noise disturbs least
-
-        decode(FixedDepth())  # warms up
-        draft, rest = decode(FixedDepth())
-        decide = max(0.0, decode(tireless)[0] - draft)
-        return StepCosts(CostTable.measure(target, range(1, self.draft_steps + 2)), draft, decide, rest)
+        prompts = self.data.held_out_prompts(_TIMED)
+        return StepCosts.measure(
+            self._target, self._drafter, self.decider, prompts, self.draft_steps, self.timed_tokens
+        )
 
 
 def _load(folder: str) -> Student:
     from arbordraft.heads.eagle import EagleConfig, EagleHead
 
     try:
-        kind = json.loads(Path(folder, "config.json").read_text()).get("model_type")
-    except (OSError, ValueError) as error:
+        kind = json.loads(Path(folder, "config.json").read_text())["model_type"]
+    except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{folder} holds no trained drafter: its config.json cannot be read ({error})") from error
     if kind != EagleConfig.model_type:
-        raise ValueError(f"{folder} holds a {kind}; a folder must hold an EAGLE head, hand others over as students")
-    student = EagleStudent()
-    student.network = EagleHead.from_pretrained(folder).float()
+        raise ValueError(
+            f"{folder} holds a model of type {kind!r}, not an EAGLE head; hand another drafter over itself"
+        )
+    network = EagleHead.from_pretrained(folder).float()
+    student = EagleStudent(layers=network.config.hidden_layers)
+    student.network = network
     return student
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
     """Weighted mean; 0 if there is nothing."""
     losses = functional.binary_cross_entropy_with_logits(logits.float(), labels, reduction="none")
-    return (losses * weights).sum() / weights.sum().clamp(min=_TINY)
+    return (losses * weights).sum() / weights.sum().clamp(min=torch.finfo(torch.float32).tiny)
 
 
-def _earlier(x: Tensor, by: int) -> Tensor:
-    """``[B, L, C]``: place j holds what j + by had."""
-    return functional.pad(x[:, by:], (0, 0, 0, min(by, x.shape[1])))
-
-
-def _before(x: Tensor, start: float) -> Tensor:
-    """``[G, M]``: step s holds what s - 1 had."""
-    return torch.cat([torch.full_like(x[:1], start), x[:-1]])
-
-
-__all__ = ["DeciderModule", "Drafts", "StepCosts"]
+__all__ = ["DeciderModule", "StepCosts"]

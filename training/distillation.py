@@ -43,7 +43,7 @@ class Recipe:
         temperatures: at which answers are drawn; each prompt takes the next ``answers`` of them, in turn.
         answers: answers per prompt.
         max_new_tokens: longest answer.
-        max_tokens: longest conversation; a longer prompt is left out, and before a later turn the conversation ends.
+        max_tokens: longest conversation; prompts that leave no room for an answer are left out, later turns too.
         follow_ups: share of the self-written conversations that get a second user turn.
         seed: of everything drawn.
 
@@ -264,14 +264,15 @@ class SelfDistillation:
         return asked
 
     def _followed_up(self, drafts: list[_Draft], source: random.Random, done: Callable[[int], object]) -> list[_Draft]:
-        room = len(self._to_user) + _FOLLOW_UP + len(self._to_assistant)
-        drafts = [draft for draft in drafts if self._fits(len(draft.tokens) + room)]
-        texts = [draft.tokens + self._behind_answer(draft) for draft in drafts]
+        room = _FOLLOW_UP + len(self._to_assistant)
+        begun = [(draft, draft.tokens + self._behind_answer(draft)) for draft in drafts]
+        begun = [(draft, text) for draft, text in begun if self._fits(len(text) + room)]
+        turns = self._user_turns([text for _, text in begun], _FOLLOW_UP, source, done)
         asked = []
-        for draft, turn in zip(drafts, self._user_turns(texts, _FOLLOW_UP, source, done), strict=True):
+        for (draft, text), turn in zip(begun, turns, strict=True):
             draft.follow_up = False
             if _asks(self.chat.text(turn)):
-                draft.add(self._behind_answer(draft), GIVEN)
+                draft.add(text[len(draft.tokens) :], GIVEN)
                 draft.add(turn, PROMPT)
                 draft.add(self._to_assistant, GIVEN)
                 asked.append(draft)

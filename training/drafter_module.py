@@ -5,7 +5,8 @@ Shapes: B sequences, L tokens, S slots, R predictions, V vocabulary, D draft voc
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,7 +58,7 @@ class Phase(NamedTuple):  # which command lines can print as a default, unlike a
     loss: str
 
 
-class DrafterModule(LightningModule):
+class DrafterModule(LightningModule):  # type: ignore[misc]  # Lightning is not type-checked here
     """Distils a target into a drafter, on the target's own text.
 
     Args:
@@ -129,10 +130,17 @@ class DrafterModule(LightningModule):
     @property
     def data(self) -> SelfDistillationDataModule:
         """The data module that trains it."""
-        return self.trainer.datamodule  # type: ignore[attr-defined]
+        return self.trainer.datamodule
 
     def setup(self, stage: str) -> None:
-        """Builds the network for the data's target."""
+        """Builds the network for the data's target.
+
+        Raises:
+            ValueError: if the target is on another device than what learns from it.
+        """
+        here, there = self.trainer.strategy.root_device, self.data.target.device
+        if here.type != there.type:
+            raise ValueError(f"the target is on {there}, the training on {here}; leave data.target.device at auto")
         if not hasattr(self.student, "network"):
             self.student.build(self.data.target, self.data.frequent, self.data.spec.model)
         self.data.target.requires_grad_(False)  # its gradients would be computed in vain
@@ -153,15 +161,13 @@ class DrafterModule(LightningModule):
             TrainingOutOfMemory: if the step did not fit into memory; it names the settings that help.
         """
         phase = next(phase for phase in self.phases if self._progress() < phase.until or phase is self.phases[-1])
-        try:
+        with self._explained():
             return self._loss(batch, phase)
-        except (torch.OutOfMemoryError, RuntimeError) as error:
-            if "out of memory" in str(error).lower() or "can't allocate memory" in str(error):
-                raise TrainingOutOfMemory(
-                    f"{error}. Lower data.batch_tokens (now {self.data.batch_tokens}), model.chunk (now {self.chunk}), "
-                    "the draft vocabulary or the drafting steps of the last phase"
-                ) from error
-            raise
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Gradients; raises as :meth:`training_step` does."""
+        with self._explained():
+            super().backward(loss, *args, **kwargs)
 
     def _loss(self, batch: Batch, phase: Phase) -> Tensor:
         learned, tokens = batch.learned(self.data.learned), self.student.tokens
@@ -328,12 +334,27 @@ class DrafterModule(LightningModule):
             "val/target_ms": 1e3 * stats.seconds["target"] / rounds,
         }
 
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Names the settings that help against a lack of memory."""
+        try:
+            yield
+        except RuntimeError as error:  # what PyTorch raises on a CPU, and the parent of what it raises elsewhere
+            if "out of memory" not in str(error).lower() and "can't allocate memory" not in str(error):
+                raise
+            raise TrainingOutOfMemory(
+                f"{error}. Lower data.batch_tokens (now {self.data.batch_tokens}), model.chunk (now {self.chunk}), "
+                "the draft vocabulary or the drafting steps of the last phase"
+            ) from error
+
     def _progress(self) -> float:
         return self.global_step / max(1, self.trainer.estimated_stepping_batches)
 
     def _rate(self, step: int) -> float:
-        total = max(1, self.trainer.estimated_stepping_batches)
         warm = min(1.0, (step + 1) / max(1, self.warmup))
+        if step == 0:  # asked before a checkpoint has said where the data stand, for which Lightning would set them up
+            return warm
+        total = max(1, self.trainer.estimated_stepping_batches)
         left = min(1.0, max(0.0, (step / total - self.flat) / max(1e-9, 1 - self.flat)))
         return warm * (0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * left)))
 

@@ -38,11 +38,10 @@ class MuonAdamW(Optimizer):
         if others:
             self.parts.append(AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay))
         super().__init__([group for part in self.parts for group in part.param_groups], {})
-        # Schedulers write into these groups, so the parts must read the same ones.
-        self.param_groups = [group for part in self.parts for group in part.param_groups]
+        self._share()
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of both."""
         loss = None
         if closure is not None:
@@ -52,12 +51,14 @@ class MuonAdamW(Optimizer):
             part.step()
         return loss
 
-    def state_dict(self) -> dict[str, Any]:
-        """Of both."""
-        return {"parts": [part.state_dict() for part in self.parts]}
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Of both."""
-        for part, state in zip(self.parts, state_dict["parts"], strict=True):
-            part.load_state_dict(state)
-        self.param_groups = [group for part in self.parts for group in part.param_groups]
+        """Of both, as every optimizer's."""
+        super().load_state_dict(state_dict)
+        self._share()
+
+    def _share(self) -> None:
+        """Lets the parts work on the groups and the state that schedulers and checkpoints see."""
+        groups = iter(self.param_groups)
+        for part in self.parts:
+            part.param_groups = [next(groups) for _ in part.param_groups]
+            part.state = self.state

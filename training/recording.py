@@ -1,14 +1,15 @@
 """What a training leaves behind: the best network as a folder, its card, and a record for the tracker."""
 
 import json
+import math
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 
 RESULT = "best"
@@ -26,31 +27,31 @@ class Publishable(Protocol):
 
 def publish(folder: Path, write: Callable[[Path], None]) -> None:
     """Writes a folder aside and puts it in place at once; an older one goes only when the new one is complete."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
-        fresh, old = Path(scratch, "new"), Path(scratch, "old")
-        fresh.mkdir()
-        write(fresh)
-        if folder.exists():
-            folder.rename(old)
-        os.replace(fresh, folder)
-        shutil.rmtree(old, ignore_errors=True)
+    new, old = (folder.with_name(f".{folder.name}-{age}") for age in ("new", "old"))
+    shutil.rmtree(new, ignore_errors=True)  # of a process that was killed
+    new.mkdir(parents=True)
+    write(new)
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    new.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 class Recorder(Callback):  # type: ignore[misc]  # Lightning is not type-checked here
     """Publishes the best network after every validation and tells the trackers what they should know.
 
     Args:
-        output: folder for results: ``best/`` with the network, ``metrics.json``.
+        output: folder for results: ``best/`` with the network, ``curve.json`` with the metrics of every validation.
         monitor: the metric that decides what is best; higher is better.
         alias: of the registered version; ``None`` registers nothing.
     """
 
     def __init__(self, output: str, monitor: str = "val/tau", alias: str | None = "candidate") -> None:
         self.output, self.monitor, self.alias = Path(output), monitor, alias
-        self.best = float("-inf")
         self.config = ""
         self.curve: list[dict[str, float]] = []
+        self._resumed = False
 
     @property
     def result(self) -> Path:
@@ -59,16 +60,16 @@ class Recorder(Callback):  # type: ignore[misc]  # Lightning is not type-checked
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed training goes on with."""
-        return {"best": self.best, "curve": self.curve}
+        return {"curve": self.curve}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes it back."""
-        self.best, self.curve = state_dict["best"], state_dict["curve"]
+        self.curve, self._resumed = state_dict["curve"], True
 
     @rank_zero_only  # type: ignore[untyped-decorator, unused-ignore]
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Records what the training depends on."""
-        data = trainer.datamodule  # type: ignore[attr-defined]
+        data = trainer.datamodule
         profile = data.profile()
         for tracker in _trackers(trainer):
             tracker.log_config(self.config)
@@ -78,24 +79,26 @@ class Recorder(Callback):  # type: ignore[misc]  # Lightning is not type-checked
             )
 
     @rank_zero_only  # type: ignore[untyped-decorator, unused-ignore]
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Takes back, too, what came behind the checkpoint: a validation at the same step is not done again."""
+        if self._resumed and self._curve_path.exists():
+            known = json.loads(self._curve_path.read_text())
+            self.curve = [point for point in known if point["step"] <= trainer.global_step]
+
+    @rank_zero_only  # type: ignore[untyped-decorator, unused-ignore]
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Publishes the network if it is the best so far."""
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
-        if trainer.sanity_checking or self.monitor not in metrics:
+        reached = metrics.get(self.monitor, math.nan)
+        if trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING or not math.isfinite(reached):
             return
+        self.curve = [point for point in self.curve if point["step"] < trainer.global_step]
+        if all(reached > point[self.monitor] for point in self.curve):
+            self._publish(trainer, pl_module, metrics)
         self.curve.append({"step": trainer.global_step, **metrics})
-        if metrics[self.monitor] <= self.best:
-            return
-        self.best = metrics[self.monitor]
-
-        def write(folder: Path) -> None:
-            pl_module.save(folder)
-            (folder / "README.md").write_text(pl_module.card(metrics))
-            (folder / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
-
-        publish(self.result, write)
-        for tracker in _trackers(trainer):
-            tracker.log_checkpoint(self.result, trainer.global_step, metrics)
+        partial = self._curve_path.with_name(f".{self._curve_path.name}")
+        partial.write_text(json.dumps(self.curve, indent=2) + "\n")
+        partial.replace(self._curve_path)
 
     @rank_zero_only  # type: ignore[untyped-decorator, unused-ignore]
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -109,6 +112,20 @@ class Recorder(Callback):  # type: ignore[misc]  # Lightning is not type-checked
                 tracker.log_text((self.result / "README.md").read_text(), "model-card.md")
                 if self.alias is not None and tracker.registers:
                     tracker.register(self.result, self.alias)
+
+    @property
+    def _curve_path(self) -> Path:
+        return self.output / "curve.json"
+
+    def _publish(self, trainer: Trainer, pl_module: LightningModule, metrics: Mapping[str, float]) -> None:
+        def write(folder: Path) -> None:
+            pl_module.save(folder)
+            (folder / "README.md").write_text(pl_module.card(metrics))
+            (folder / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+
+        publish(self.result, write)
+        for tracker in _trackers(trainer):
+            tracker.log_checkpoint(self.result, trainer.global_step, metrics)
 
 
 def _trackers(trainer: Trainer) -> list[Any]:

@@ -67,6 +67,9 @@ def card(
     """
     rows = "\n".join(f"| {name.removeprefix('val/')} | {value:.4g} |" for name, value in sorted(metrics.items()))
     manifest = profile.get("manifest", {})
+    use = f'drafter = {kind}.from_pretrained("this folder", target)'
+    if kind.endswith("Decider"):
+        use = f'decider = {kind}.from_pretrained("this folder")'
     return f"""---
 library_name: arbordraft
 tags: [speculative-decoding, {kind.lower()}]
@@ -90,7 +93,7 @@ Output is lossless whatever this network drafts; the figures say how often it is
 ```python
 from arbordraft import {kind}
 
-drafter = {kind}.from_pretrained("this folder", target)
+{use}
 ```
 """
 

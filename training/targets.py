@@ -21,18 +21,21 @@ class Target:
         model: a name on the Hugging Face hub, a folder, or ``smollm2`` for the small model of the examples.
         revision: of the hub's repository.
         dtype: of its weights: ``float32``, ``bfloat16`` or ``float16``.
-        device: where it runs.
+        device: where it runs; ``auto`` for the device that this process trains on.
         linears: how weights are read on a CPU, see :class:`~arbordraft.RaggedModel`.
     """
 
     model: str = SMALL
     revision: str | None = None
     dtype: str = "bfloat16"
-    device: str = "cpu"
+    device: str = "auto"
     linears: str = "packed"
 
-    def load(self) -> RaggedModel:
+    def load(self, device: torch.device | str = "cpu") -> RaggedModel:
         """The model with its tokenizer.
+
+        Args:
+            device: what ``auto`` stands for.
 
         Raises:
             ValueError: if the dtype is unknown.
@@ -41,7 +44,8 @@ class Target:
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise ValueError(f"dtype must be float32, bfloat16 or float16, got {self.dtype!r}")
         model, tokenizer = self._load(dtype)
-        return RaggedModel(model.eval().to(self.device), tokenizer, linears=self.linears)
+        device = device if self.device == "auto" else self.device
+        return RaggedModel(model.eval().to(device), tokenizer, linears=self.linears)
 
     def _load(self, dtype: torch.dtype) -> "tuple[Any, PreTrainedTokenizerBase]":
         if self.model == SMALL:

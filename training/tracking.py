@@ -35,7 +35,6 @@ from arbordraft.training.spool import SPOOL, Journal
 
 TIMEOUT = 20  # seconds; a hung server costs twice that, once per training
 VALUE_LIMIT = 6000  # characters of a parameter; tags may have more
-PACKAGES = ("arbordraft", "torch", "transformers", "lightning", "mlflow")
 STATUS = {"success": "FINISHED", "finished": "FINISHED", "killed": "KILLED"}  # else FAILED
 
 P = ParamSpec("P")
@@ -180,13 +179,12 @@ class MLflowTracker(Logger):  # type: ignore[misc]  # Lightning is not type-chec
     def log_provenance(self, seed: int, target: Mapping[str, Any]) -> None:
         """Log what a training depends on: seed, versions, hardware, target model, and the commit of a git checkout."""
         versions = {"python": platform.python_version()}
-        for package in PACKAGES:
+        for package in ("arbordraft", "torch", "transformers", "lightning", "mlflow"):
             with suppress(importlib.metadata.PackageNotFoundError):
                 versions[package] = importlib.metadata.version(package)
         gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         hardware = {"platform": platform.platform(), "cpus": os.cpu_count(), "gpus": ", ".join(gpus) or "none"}
         self.log_hyperparams({"seed": seed, "versions": versions, "hardware": hardware})
-
         tags = {f"target.{name}": value for name, value in _flatten(target)}
         if commit := _git("rev-parse", "HEAD"):
             tags["mlflow.source.git.commit"] = commit

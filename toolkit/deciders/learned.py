@@ -152,9 +152,11 @@ class LearnedDecider(Decider):
         if not places:
             return {}
         like = next(self.parameters())
+        # Entropy and top cost more than the network: they are asked for only if they are read.
+        known = [[origin.entropy, *origin.top[: self.top_k]] if self.top_k else [] for origin in places]
         logits = self.logits(
             like.new_tensor(list(places.values())),
-            like.new_tensor([[origin.entropy, *origin.top[: self.top_k]] for origin in places]),
+            like.new_tensor(known),
             torch.stack([self._shown(origin) for origin in places]).to(like) if self.hidden_size else None,
         )
         temperatures = like.new_tensor([self.temperature(depth) for depth, _, _ in places.values()])

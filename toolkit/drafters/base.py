@@ -78,7 +78,7 @@ def adopt(network: Network, target: RaggedModel) -> Network:
         ValueError: if the network was made, or trained, for another target.
     """
     network.check_target(target.model)
-    network.to(target.device, target.model.dtype).eval().requires_grad_(False)
+    network.to(target.device, target.model.dtype).eval().requires_grad_(False)  # type: ignore[arg-type]
     if target.backend != "plain":
         pack_linears(network, target.backend)
     return network
@@ -107,7 +107,7 @@ def grow(context: DraftContext, run: "Callable[[Garden, dict[int, list[int]]], T
         sound = probs.sum(dim=-1).isfinite().tolist()
         if not all(sound):
             warnings.warn("the drafter produced NaN or infinite logits; nothing is drafted there", stacklevel=2)
-        certain = probs.topk(min(garden.law.k, probs.shape[-1])).indices.tolist() if context.greedy else None
+        certain = _likeliest(probs, garden.law.k) if context.greedy else None
         for row, (sample, node) in enumerate(places):
             if not sound[row]:
                 continue
@@ -120,6 +120,12 @@ def grow(context: DraftContext, run: "Callable[[Garden, dict[int, list[int]]], T
                 garden.rows[sample][node] = probs[row]
             garden.plant(sample, node, tokens, probs[row, tokens].tolist(), probs[row])
     return garden.tree()
+
+
+def _likeliest(probs: Tensor, count: int) -> list[list[int]]:
+    """The most probable tokens of every row, without those of probability 0."""
+    values, tokens = (found.tolist() for found in probs.topk(min(count, probs.shape[-1])))
+    return [[t for t, p in zip(*row, strict=True) if p > 0] for row in zip(tokens, values, strict=True)]
 
 
 def plan_level(

@@ -67,7 +67,8 @@ class EarlyExitDrafter(Drafter):
         from arbordraft.heads.exit_adapter import ExitAdapter
 
         adapter = ExitAdapter.from_pretrained(path, dtype=target.model.dtype, **kwargs)
-        return cls(target, *(adapter.config.hidden_layers or (0,)), adapter)
+        (layers,) = adapter.config.hidden_layers or (0,)
+        return cls(target, layers, adapter)
 
     def check(self, target: RaggedModel, law: DraftLaw) -> None:
         if target is not self.model:

@@ -66,7 +66,7 @@ class LanguageModelDrafter(Drafter):
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(path, dtype=target.model.dtype, **kwargs)
-        return cls(RaggedModel(model.to(target.device), linears=target.backend))
+        return cls(RaggedModel(model.to(target.device), linears=target.backend))  # type: ignore[arg-type]
 
     def check(self, target: RaggedModel, law: DraftLaw) -> None:
         if self.model.vocab_size != target.vocab_size:
@@ -134,7 +134,7 @@ def shrink(model: "PreTrainedModel", layers: int | Sequence[int]) -> "PreTrained
     count = model.config.get_text_config().num_hidden_layers
     if isinstance(layers, int):
         if not 2 <= layers <= count:
-            raise ValueError(f"of {count} layers 2 to {count} can be spread from first to last, got {layers}; name them")
+            raise ValueError(f"2 to {count} layers can be spread from first to last, got {layers}; name them")
         layers = [index * (count - 1) // (layers - 1) for index in range(layers)]
     kept = {layer: index for index, layer in enumerate(layers)}
     if not kept or list(kept) != sorted(layers) or not all(0 <= layer < count for layer in kept):
@@ -158,7 +158,8 @@ def shrink(model: "PreTrainedModel", layers: int | Sequence[int]) -> "PreTrained
                 weights[f"{path}.{kept[int(layer)]}.{rest}"] = tensor
         else:
             weights[name] = tensor
-    small = type(model)(config).to(model.device, model.dtype).eval()
+    small: Any = type(model)(config)
+    small.to(model.device, model.dtype).eval()
     try:
         small.load_state_dict(weights)
     except RuntimeError as error:

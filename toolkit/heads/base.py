@@ -161,6 +161,6 @@ def fingerprint(model: PreTrainedModel) -> str:
     config: Any = model.config.get_text_config()
     found = hashlib.sha256(f"{config.model_type} {config.num_hidden_layers} {config.hidden_size}".encode())
     for name, parameter in sorted(model.named_parameters()):
-        if parameter.dim() == 1 and name.endswith("norm.weight"):
+        if parameter.dim() == 1 and name.endswith(".weight"):
             found.update(parameter.detach().to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
     return found.hexdigest()[:16]

@@ -118,9 +118,11 @@ class EagleHead(DraftHead):
                 target_fingerprint=fingerprint(model),
                 target_name=name,
                 hidden_size=config.hidden_size,
-                intermediate_size=intermediate_size or config.intermediate_size,
+                intermediate_size=intermediate_size
+                or getattr(config, "intermediate_size", None)
+                or 4 * config.hidden_size,
                 num_attention_heads=config.num_attention_heads,
-                num_key_value_heads=config.num_key_value_heads or config.num_attention_heads,
+                num_key_value_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
                 head_dim=dim,
                 rms_norm_eps=getattr(config, "rms_norm_eps", 1e-5),
                 rope_theta=rope.get("rope_theta", 10000.0),

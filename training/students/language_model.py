@@ -38,7 +38,7 @@ class LanguageModelStudent(Student):
         yield Prediction(hidden, head.weight, head.bias, ahead=1, first=0)
 
     def drafter(self, target: RaggedModel) -> Drafter:
-        model = deepcopy(self.network).to(target.device, target.model.dtype).eval()
+        model = deepcopy(self.network).to(target.device, target.model.dtype).eval()  # type: ignore[arg-type]
         return LanguageModelDrafter(RaggedModel(model, target.tokenizer, linears=target.backend))
 
 

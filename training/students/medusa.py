@@ -48,7 +48,8 @@ class MedusaStudent(HeadStudent):
         head = self.network
         hidden = batch.final[:, :-1].to(head.dtype)
         for step in range(min(steps, head.config.num_heads)):
-            yield Prediction(head.blocks[step](hidden), head.lm_heads[step].weight, None, ahead=2, first=step)
+            (matrix,) = head.lm_heads[step].parameters()
+            yield Prediction(head.blocks[step](hidden), matrix, None, ahead=2, first=step)
             hidden = shift(hidden)  # all heads of a draft look at the slot where it began
 
     def drafter(self, target: RaggedModel) -> Drafter:

@@ -1,0 +1,508 @@
+"""Training a decider: labels and weights by hand, calibration, the choice of the threshold, and a whole training."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule, Trainer
+from models import VOCAB, context, greedy_reference, left_padded, new_tokens, next_logits, ragged, tiny
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.testing import assert_close
+from torch.utils.data import DataLoader
+
+from arbordraft import (
+    CostTable,
+    Coupling,
+    EagleDrafter,
+    Fixed,
+    LearnedDecider,
+    Matching,
+    RaggedKVCache,
+    RaggedModel,
+    SpeculativeDecoder,
+    TopDown,
+    TreeTopology,
+)
+from arbordraft.deciders.learned import UNLIKELY
+from arbordraft.heads.eagle import EagleHead
+from arbordraft.training.batches import Batch
+from arbordraft.training.calibration import auc, drafted_lengths, ece, fit_temperature, tokens_per_second
+from arbordraft.training.decider_module import DeciderModule, StepCosts
+from arbordraft.training.features import FreshFeatures, TeacherHead
+from arbordraft.training.shards import ANSWER, GIVEN
+from arbordraft.training.students import EagleStudent, LanguageModelStudent, MedusaStudent
+from arbordraft.training.students.base import Prediction, Student
+
+FREE = CostTable((1, 8), (1.0, 1.0))
+
+
+def tensor(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+# Calibration.
+
+
+def test_ece_is_the_mean_gap_of_the_bins():
+    """Bins of a half: 0.2 and 0.4 with labels 0 and 1, gap 0.2 of weight 2; 0.9 with label 0.5, gap 0.4 of weight 2."""
+    chances, labels, weights = tensor(0.2, 0.4, 0.9), tensor(0, 1, 0.5), tensor(1, 1, 2)
+    assert ece(chances, labels, weights, bins=2) == pytest.approx((2 * 0.2 + 2 * 0.4) / 4)
+    assert ece(chances, labels, bins=2) == pytest.approx((2 * 0.2 + 0.4) / 3)
+    assert ece(chances, labels, weights, bins=1) == pytest.approx(abs(0.2 + 0.4 + 1.8 - 2) / 4)
+    assert ece(labels, labels, weights) == 0
+    assert ece(tensor(1.0), tensor(0.0)) == 1
+    assert math.isnan(ece(tensor(), tensor()))
+
+
+def test_auc_is_how_often_the_accepted_score_higher():
+    assert auc(tensor(1, 2, 3, 4), tensor(0, 0, 1, 1)) == 1
+    assert auc(tensor(4, 3, 2, 1), tensor(0, 0, 1, 1)) == 0
+    assert auc(tensor(5, 5, 5), tensor(0, 1, 0)) == 0.5
+    assert auc(tensor(1, 3, 2, 4), tensor(0, 0, 1, 1)) == 0.75
+    assert auc(tensor(1, 3, 2, 4), tensor(0, 0, 1, 1), tensor(1, 3, 1, 1)) == pytest.approx((4 + 1) / 8)
+    assert math.isnan(auc(tensor(1, 2), tensor(1, 1)))
+    assert math.isnan(auc(tensor(), tensor()))
+
+
+def test_auc_of_soft_labels_is_that_of_their_parts():
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randint(5, (40,), generator=generator).double()
+    labels, weights = torch.rand(2, 40, generator=generator, dtype=torch.float64)
+    expected = auc(
+        torch.cat([scores, scores]),
+        torch.cat([torch.ones(40), torch.zeros(40)]).double(),
+        torch.cat([weights * labels, weights * (1 - labels)]),
+    )
+    positive, negative = weights * labels, weights * (1 - labels)
+    wins = (scores[:, None] > scores) + (scores[:, None] == scores) / 2
+    brute = (positive[:, None] * negative * wins).sum() / (positive.sum() * negative.sum())
+    assert auc(scores, labels, weights) == pytest.approx(expected) == pytest.approx(brute.item())
+
+
+@pytest.mark.parametrize("planted", [0.3, 1.0, 2.5])
+def test_a_planted_temperature_is_found(planted):
+    logits = torch.randn(500, generator=torch.Generator().manual_seed(0)) * 2
+    labels, nothing = (logits / planted).sigmoid(), torch.full((500,), 0.5)
+    assert fit_temperature(logits, labels) == pytest.approx(planted, rel=1e-6)
+    both, mixed = torch.cat([logits, logits]), torch.cat([labels, nothing])
+    assert fit_temperature(both, mixed, torch.arange(1000) < 500) == pytest.approx(planted, rel=1e-6)
+    assert fit_temperature(both, mixed) > 1.2 * planted
+
+
+def test_temperatures_have_bounds():
+    assert fit_temperature(tensor(1, -1), tensor(1, 0)) == pytest.approx(0.05)
+    assert fit_temperature(tensor(1, -1), tensor(0, 1)) == pytest.approx(20)
+    assert fit_temperature(tensor(), tensor()) == 1
+    assert fit_temperature(tensor(1.0), tensor(0.0), tensor(0.0)) == 1
+
+
+def test_lengths_are_those_that_the_decider_lets_draft():
+    chances = torch.tensor([[0.9, 0.5, 0.2], [0.9, 0.9, 0.9], [0.1, 0.9, 0.9]])
+    assert [drafted_lengths(chances, at).tolist() for at in (0.0, 0.3, 0.6, 0.95, 1.0, 1.1)] == [
+        [3, 3, 3], [3, 3, 1], [3, 1, 1], [1, 1, 1], [1, 1, 1], [0, 0, 0]
+    ]  # fmt: skip
+
+
+def test_speed_in_closed_form():
+    """Chains of n tokens that pass with chance a each emit (1 - a^(n+1)) / (1 - a) on average."""
+    chance, seconds = 0.6, [1.0, 1.5, 2.0, 2.5]
+    for length in range(4):
+        expected = (1 - chance ** (length + 1)) / (1 - chance) / seconds[length]
+        found = tokens_per_second(torch.full((7,), length), torch.full((3, 7), chance), seconds)
+        assert found == pytest.approx(expected)
+    passes = torch.tensor([[1.0, 0.5], [1.0, 1.0], [0.0, 1.0]])
+    assert tokens_per_second(torch.tensor([3, 1]), passes, seconds) == pytest.approx((3 + 1.5) / (2.5 + 1.5))
+
+
+def test_step_costs():
+    costs = StepCosts(CostTable((1, 2, 4), (1.0, 2.0, 3.0)), draft=0.25, decide=0.125, rest=10)
+    assert costs.seconds(3, learned=False) == [11.0, 12.25, 13.0, 13.75]
+    assert costs.seconds(3, learned=True) == [11.0, 12.375, 13.25, 14.125]
+
+
+# The choice of the threshold.
+
+
+def planted_part(easy, count=1000, steps=4):
+    """Drafts that pass nearly always, and such that hardly ever do, which the decider can tell apart."""
+    chances = torch.where(torch.arange(count) < easy * count, 0.9, 0.3).expand(steps, -1)
+    return {
+        "logits": torch.logit(chances),
+        "passes": chances,
+        "labels": chances,
+        "valid": torch.ones(steps, count, dtype=torch.bool),
+        "weights": torch.cat([torch.ones(1, count), chances[:-1]]).cumprod(0),
+    }
+
+
+def eagle_student(target):
+    torch.manual_seed(0)
+    student = EagleStudent(layers=[0, 1, 2])
+    student.network = EagleHead.for_target(target.model, list(range(3, VOCAB)), hidden_layers=[0, 1, 2])
+    return student
+
+
+def chosen(fit, judge=None, **settings):
+    module = DeciderModule(eagle_student(ragged()), draft_steps=4, **settings)
+    metrics = module._choose(fit, judge or fit)
+    return module, metrics
+
+
+def test_the_threshold_is_chosen_by_speed():
+    """A draft costs a quarter of a target's forward; 'accepted of the drafted' would stop after the first token."""
+    part, costs = planted_part(easy=0.5), StepCosts(FREE, draft=0.25)
+    module, metrics = chosen(part, costs=costs)
+    seconds = [1 + 0.25 * drafted for drafted in range(5)]
+    speeds, shares = {}, {}
+    for threshold in module.thresholds:
+        lengths = drafted_lengths(part["passes"], threshold)
+        accepted = sum(
+            sum(0.9**s if index < 500 else 0.3**s for s in range(1, n + 1)) for index, n in enumerate(lengths)
+        )
+        speeds[threshold] = float((1000 + accepted) / sum(seconds[n] for n in lengths))
+        shares[threshold] = float(accepted / max(1, lengths.sum()))
+    fastest = max(speeds, key=speeds.__getitem__)
+    assert module.decider.threshold == metrics["threshold"] == fastest
+    assert max(shares, key=shares.__getitem__) != fastest
+    assert metrics["tokens_per_second"] == pytest.approx(speeds[fastest])
+    assert [metrics[f"tokens_per_second@{at:g}"] for at in module.thresholds] == pytest.approx([*speeds.values()])
+    fixed = [module.speeds["tokens_per_second"][len(speeds) + depth] for depth in range(5)]
+    assert metrics["tokens_per_second_fixed"] == max(fixed) == fixed[metrics["fixed_depth"]]
+    assert metrics["tokens_per_second"] > metrics["tokens_per_second_fixed"]
+
+
+def test_what_drafting_costs_moves_the_threshold():
+    part = planted_part(easy=0.5)
+    assert chosen(part, costs=StepCosts(FREE, draft=0.0))[0].decider.threshold == 0
+    assert chosen(part, costs=StepCosts(FREE, draft=10.0))[0].decider.threshold > 1
+    assert chosen(part, costs=StepCosts(FREE, draft=0.1, decide=10.0))[0].decider.threshold > 1
+
+
+def test_the_judges_have_no_say():
+    """Chosen on one part, reported on the other."""
+    costs = StepCosts(FREE, draft=0.25)
+    (one, own), (other, foreign) = (
+        chosen(planted_part(easy=0.5), judge, costs=costs) for judge in (None, planted_part(easy=0.0))
+    )
+    assert one.decider.threshold == other.decider.threshold
+    assert own["tokens_per_second"] > foreign["tokens_per_second"]
+
+
+# Labels, weights and features.
+
+
+def batch_of(target, layers, lengths=(24, 17, 20), temperatures=(0.0, 0.7, 1.0), given=4, seed=0):
+    """Texts that the target would have written: greedily, or drawn at a temperature."""
+    generator = torch.Generator().manual_seed(seed)
+    texts = []
+    for length, temperature in zip(lengths, temperatures, strict=True):
+        text = torch.randint(3, VOCAB, (given,), generator=generator).tolist()
+        while len(text) < length:
+            logits = next_logits(target.model, text)
+            row = (logits / temperature).softmax(-1) if temperature else (logits == logits.max()).float()
+            text.append(int(torch.multinomial(row, 1, generator=generator)))
+        texts.append(text)
+    features = FreshFeatures(target, layers)(texts)
+    roles = [torch.tensor([GIVEN] * given + [ANSWER] * (len(text) - given), dtype=torch.uint8) for text in texts]
+    return Batch(
+        pad_sequence([torch.tensor(text) for text in texts], batch_first=True),
+        pad_sequence(roles, batch_first=True),
+        torch.tensor(temperatures),
+        pad_sequence([found.inputs for found in features], batch_first=True),
+        pad_sequence([found.final for found in features], batch_first=True),
+    )
+
+
+def attached(student, target, **settings):
+    module = DeciderModule(student, **settings)
+    module.attach(target)
+    return module
+
+
+def forced_draft(drafter, target, text, start, steps, greedy, temperature):
+    """Draft rows and what deciders see, when the drafter drafts the text's own tokens from ``start`` on."""
+    views, rows = [], []
+
+    def decide(view):
+        views.append(view)
+        return [True]
+
+    def warp(logits, place_of):
+        rows.append((logits / (temperature or 1)).softmax(-1)[0])
+        forced = rows[-1].new_full((1, VOCAB), -torch.inf)
+        forced[0, text[start + len(rows) - 1]] = 0
+        return forced
+
+    cache = RaggedKVCache()
+    handle = cache.open(64)
+    hidden = target.prefill({handle: text[: start - 1]}, cache, hidden=drafter.hidden_layers)
+    state = drafter.start([text[:start]], cache, [handle])
+    drafter.observe(state, {0: hidden[handle]})
+    step = context([text[:start]], TreeTopology.chain(steps), Fixed(1), greedy=greedy, decide=decide)
+    object.__setattr__(step, "warp", warp)
+    drafter.propose(state, step)
+    return rows, [view.paths[0][0][-1].origin.hidden for view in views[1:]]
+
+
+def test_labels_weights_and_features_by_hand():
+    """Every draft of a batch against the drafter itself, fed with the text, and against the target without a cache."""
+    target, steps = ragged(sharpness=3.0), 3
+    module = attached(eagle_student(target), target, draft_steps=steps, top_k=3)
+    drafter = EagleDrafter(eagle_student(target).network, target)
+    batch = batch_of(target, module.hidden_layers(target))
+    drafts = module.drafts(batch)
+    lengths = [24, 17, 20]
+    # A draft needs one token before its root, and a text of one token has no state: all answers begin behind four.
+    assert len(drafts.sequences) == sum(length - 4 for length in lengths)
+    seen = 0
+    for sample, (length, temperature) in enumerate(zip(lengths, [0.0, 0.7, 1.0], strict=True)):
+        text = batch.tokens[sample, :length].tolist()
+        for index, start in enumerate(range(4, length)):
+            column = (drafts.sequences == sample).nonzero()[index, 0]
+            count = min(steps, length - start)
+            assert drafts.valid[:, column].tolist() == [True] * count + [False] * (steps - count)
+            if start % 4:
+                continue
+            # The last step of a chain is not shown to anybody: one more is drafted where the text has one more.
+            rows, hidden = forced_draft(drafter, target, [*text, 5], start, count + 1, temperature == 0, temperature)
+            reach = weight = 1.0
+            for step in range(count):
+                token, draft = text[start + step], rows[step]
+                scores = next_logits(target.model, text[: start + step])
+                p = (scores / temperature).softmax(-1) if temperature else (scores == scores.max()).float()
+                q = draft if temperature else (draft == draft.max()).float()
+                label = 1 - (p - q).abs().sum().item() / 2
+                passes = min(1.0, (q[token] / p[token]).item())
+                assert drafts.labels[step, column].item() == pytest.approx(label, abs=1e-4)
+                assert drafts.passes[step, column].item() == pytest.approx(passes, abs=1e-4)
+                assert drafts.weights[step, column].item() == pytest.approx(weight, abs=1e-4)
+                assert_close(
+                    drafts.places[step, column],
+                    torch.tensor([step, math.log(reach), temperature == 0]),
+                    rtol=1e-3,
+                    atol=1e-3,
+                )
+                entropy = torch.special.entr(draft).sum()[None]
+                statistics = torch.cat([entropy, draft.topk(3).values])
+                assert_close(drafts.statistics[step, column], statistics, rtol=1e-3, atol=1e-4)
+                assert_close(drafts.hidden[step, column], hidden[step], rtol=1e-3, atol=1e-3)
+                reach *= max(draft[token].item(), UNLIKELY)
+                weight *= passes
+                seen += 1
+            assert (drafts.weights[count:, column] == 0).all()
+            assert (drafts.passes[count:, column] == 0).all()
+    assert seen > 20
+    assert (drafts.weights[1:, drafts.sequences == 0] == 1).any()  # some greedy drafts were right
+
+
+def test_drafts_end_with_the_answer():
+    """What others said in between is not drafted, nor is anything behind it as part of the same draft."""
+    target = ragged()
+    module = attached(eagle_student(target), target, draft_steps=4)
+    batch = batch_of(target, module.hidden_layers(target), lengths=(12,), temperatures=(1.0,))
+    batch.roles[0, 7] = GIVEN
+    drafts = module.drafts(batch)
+    assert drafts.valid.sum(dim=0).tolist() == [3, 2, 1, 4, 3, 2, 1]
+    assert not drafts.weights[~drafts.valid].any()
+
+
+@pytest.mark.parametrize(
+    "student", [MedusaStudent(num_heads=2, vocabulary=None), LanguageModelStudent(2)], ids=["medusa", "language model"]
+)
+def test_other_students(student):
+    """One that drafts less far than asked, and one whose drafting steps are all alike."""
+    target = ragged()
+    student.build(target, lambda count: list(range(count)))
+    module = attached(student, target, draft_steps=3, hidden=False)
+    drafts = module.drafts(batch_of(target, ()))
+    if isinstance(student, MedusaStudent):
+        assert drafts.valid[:2].any(dim=1).all()
+        assert not drafts.valid[2].any()
+    else:  # step 1 of a draft is step 0 of the one that begins a token later
+        inside = drafts.valid[1, :-1]
+        assert_close(drafts.labels[1, :-1][inside], drafts.labels[0, 1:][inside])
+        assert_close(drafts.statistics[1, :-1][inside], drafts.statistics[0, 1:][inside])
+
+
+# Training.
+
+
+class Data(LightningDataModule):
+    """Batches of a tiny target's text; the last ones are held out."""
+
+    def __init__(self, target, layers, train=2, held_out=2, **settings):
+        super().__init__()
+        self.target, self.spec = target, SimpleNamespace(model="tiny")
+        self.batches = [batch_of(target, layers, seed=seed, **settings) for seed in range(train + held_out)]
+        self.train = train
+
+    def train_dataloader(self):
+        return DataLoader(self.batches[: self.train], batch_size=None)
+
+    def val_dataloader(self):
+        return DataLoader(self.batches[self.train :], batch_size=None)
+
+    def held_out_prompts(self, count):
+        return [batch.tokens[0, :4].tolist() for batch in self.batches[self.train :]][:count]
+
+    def description(self):
+        return {"fingerprint": "f00d"}
+
+    def profile(self):
+        return {"conversations": 12}
+
+
+def trainer(folder, epochs=1, **settings):
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return Trainer(
+        max_epochs=epochs,
+        accelerator="cpu",
+        devices=1,
+        default_root_dir=folder,
+        log_every_n_steps=1,
+        **quiet,
+        **settings,
+    )
+
+
+class Moody(Student):
+    """Knows the target's row after every second token and nothing after the others."""
+
+    steps_alike = True
+
+    def __init__(self, target):
+        super().__init__()
+        self.network = nn.Module()
+        self.network.config = SimpleNamespace(hidden_size=target.model.config.hidden_size)
+        self.network.head = nn.Linear(1, 1)
+        self.head = TeacherHead(target).weight
+
+    def hidden_layers(self, target):
+        return ()
+
+    def unroll(self, batch, target, steps):
+        knows = (batch.tokens[:, :-1] % 2 == 0)[..., None]
+        yield Prediction(batch.final * knows, self.head, None, ahead=1, first=0)
+
+    def drafter(self, target):
+        return None
+
+
+def test_a_planted_signal_is_learned(tmp_path):
+    """The entropy of a row tells the two moods apart; before training the decider cannot."""
+    target = ragged(sharpness=3.0)
+    data = Data(target, (), train=4, held_out=2)
+    module = DeciderModule(
+        Moody(target), hidden=False, widths=(16,), draft_steps=3, lr=0.02, costs=StepCosts(FREE, draft=0.25)
+    )
+    runner = trainer(tmp_path, epochs=30, enable_checkpointing=False, num_sanity_val_steps=0)
+    (before,) = runner.validate(module, data, verbose=False)
+    runner.fit(module, data)
+    after = {name: float(value) for name, value in runner.callback_metrics.items()}
+    assert after["val/bce"] < before["val/bce"] - 0.1
+    assert after["val/auc"] > 0.85 > before["val/auc"] + 0.1
+    assert after["val/ece"] < 0.1
+    assert after["val/tokens_per_second"] > before["val/tokens_per_second"]
+    assert {f"val/{name}_pos_{step}" for name in ("bce", "ece", "auc") for step in (1, 2, 3)} <= after.keys()
+
+
+@pytest.fixture(scope="module")
+def target():
+    return RaggedModel(tiny(sharpness=3.0))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, target):
+    """Where a trained drafter lies."""
+    path = tmp_path_factory.mktemp("drafter")
+    eagle_student(target).save(path)
+    return str(path)
+
+
+def test_a_whole_training(tmp_path, target, folder):
+    """From a folder, with measured costs, to a decider that decodes; the drafter stays as it was."""
+    module = DeciderModule(folder, draft_steps=3, widths=(16,), timed_tokens=8)
+    weights = {name: tensor.clone() for name, tensor in module.student.state_dict().items()}
+    data = Data(target, module.hidden_layers(target))
+    runner = trainer(tmp_path, epochs=2)
+    runner.fit(module, data)
+    metrics = {name: float(value) for name, value in runner.callback_metrics.items()}
+    assert metrics["val/threshold"] == module.decider.threshold
+    assert module.decider.threshold in module.thresholds
+    assert {
+        "val/ece",
+        "val/auc",
+        "val/bce",
+        "val/tokens_per_second@0.3",
+        "val/tokens_per_second_fixed",
+    } <= metrics.keys()
+    assert len(module.decider.temperatures) == 3
+    assert module.costs.draft > 0
+    assert module.costs.rest > 0
+    for name, tensor in module.student.state_dict().items():
+        assert torch.equal(tensor, weights[name])
+    assert "LearnedDecider.from_pretrained" in module.card(metrics)
+    assert len(module.tables()["speeds"]["at"]) == len(module.thresholds) + 4
+    assert set(module.figures([])) == {"speeds"}
+
+    module.save(tmp_path / "decider")
+    decider = LearnedDecider.from_pretrained(tmp_path / "decider")
+    assert (decider.threshold, decider.temperatures) == (module.decider.threshold, module.decider.temperatures)
+    drafter = EagleDrafter.from_pretrained(folder, target)
+    coupling = Coupling(Fixed(1), TopDown(Matching()))
+    decoder = SpeculativeDecoder(target, drafter, TreeTopology.chain(3), coupling, decider)
+    prompts = data.held_out_prompts(2)
+    output = decoder.generate(**left_padded(prompts), max_new_tokens=8, do_sample=False, return_dict_in_generate=True)
+    assert new_tokens(output.sequences, prompts, output.stats.emitted) == greedy_reference(
+        target.model, prompts, max_new_tokens=8
+    )
+
+
+def test_a_training_is_resumed(tmp_path, target, folder):
+    """One epoch and one more after an interruption are two epochs; a checkpoint holds the decider only."""
+    settings = {"draft_steps": 2, "widths": (8,), "costs": StepCosts(FREE, draft=0.25)}
+    modules = []
+    for epochs, checkpoint in ((2, None), (1, None), (2, tmp_path / "one.ckpt")):
+        torch.manual_seed(0)
+        module = DeciderModule(folder, **settings)
+        runner = trainer(tmp_path, epochs, enable_checkpointing=False)
+        runner.fit(module, Data(target, module.hidden_layers(target)), ckpt_path=checkpoint)
+        if epochs == 1:
+            runner.save_checkpoint(tmp_path / "one.ckpt")
+        modules.append(module)
+    straight, _, resumed = modules
+    stored = torch.load(tmp_path / "one.ckpt", weights_only=True)
+    assert all(name.startswith("decider.") for name in stored["state_dict"])
+    fresh = DeciderModule(folder, **settings)
+    fresh.on_load_checkpoint(stored)
+    assert fresh.decider.threshold == modules[1].decider.threshold
+    assert fresh.decider.temperatures == modules[1].decider.temperatures != (1.0,)
+    assert stored["state_dict"].keys() == straight.state_dict().keys()
+    for name, weight in straight.state_dict().items():
+        assert torch.equal(weight, resumed.state_dict()[name])
+    assert resumed.decider.temperatures == straight.decider.temperatures
+
+
+def test_too_little_held_out_text_is_refused(tmp_path, target, folder):
+    module = DeciderModule(folder, draft_steps=8, costs=StepCosts(FREE, draft=0.25))
+    data = Data(target, module.hidden_layers(target), lengths=(9,), temperatures=(0.0,))
+    with pytest.raises(ValueError, match=r"raise data\.validation, or lower model\.draft_steps"):
+        trainer(tmp_path).validate(module, data, verbose=False)
+
+
+def test_another_target_or_folder_is_refused(tmp_path, folder):
+    with pytest.raises(ValueError, match="trained for another target"):
+        DeciderModule(folder).attach(RaggedModel(tiny(num_hidden_layers=3)))
+    with pytest.raises(ValueError, match="holds no trained drafter"):
+        DeciderModule(str(tmp_path))
+    tiny().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="holds a model of type 'llama', not an EAGLE head"):
+        DeciderModule(str(tmp_path))
+
+
+@pytest.mark.parametrize("settings", [{"draft_steps": 0}, {"thresholds": ()}, {"thresholds": (-1.0,)}])
+def test_bad_settings_are_refused(folder, settings):
+    with pytest.raises(ValueError, match="draft_steps must be positive"):
+        DeciderModule(folder, **settings)

@@ -1,0 +1,208 @@
+"""The target's rows and hidden states that drafters learn from, computed and from files."""
+
+import models
+import pytest
+import torch
+from models import ARCHITECTURES, VOCAB, ragged, tiny
+from safetensors.torch import load_file, save_file
+
+from arbordraft import RaggedModel
+from arbordraft.training.features import CachedFeatures, Features, FreshFeatures, TeacherHead
+from arbordraft.training.shards import ANSWER, Conversation, Shard, ShardError, ShardFolder, pack, write_shard
+
+TEXTS = [[5, 9, 7, 5, 9], [11, 3], [8, 3, 8, 3, 8, 20, 21, 22, 8, 3, 30]]
+LAYERS = (0, 1)
+SCALED = {**ARCHITECTURES["llama"], "attention_multiplier": 0.35}
+DOING_MORE = {"cohere": {**ARCHITECTURES["llama"], "logit_scale": 0.0625}, "granite": {**SCALED, "logits_scaling": 8.0}}
+
+
+def rows(target: RaggedModel, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The target's own logits, and what its final norm gives."""
+    with torch.no_grad():
+        output = target.model(torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
+    return output.logits[0], output.hidden_states[-1][0]
+
+
+# -- the head
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gemma3", "gpt2", "opt", "phi3", "qwen3"])
+def test_the_head_alone_makes_the_targets_rows(architecture):
+    target = ragged(architecture, sharpness=30.0)  # where a cap changes a lot
+    head = TeacherHead(target)
+    logits, final = rows(target, TEXTS[2])
+    torch.testing.assert_close(head(final), logits, rtol=1e-4, atol=1e-3)
+    some = torch.tensor([4, 60, 0])
+    torch.testing.assert_close(head(final, some), logits[:, some], rtol=1e-4, atol=1e-3)
+    many = final.repeat(20, 1)  # several chunks
+    torch.testing.assert_close(head.normaliser(many), logits.logsumexp(-1).repeat(20), rtol=1e-4, atol=1e-3)
+    assert not [*head.parameters()]
+    assert not head.state_dict()
+
+
+def test_a_bias_of_the_head_counts():
+    model = tiny("phi3")
+    model.lm_head.bias = torch.nn.Parameter(torch.randn(VOCAB, generator=torch.Generator().manual_seed(0)))
+    target = RaggedModel(model, self_test=False)
+    logits, final = rows(target, TEXTS[0])
+    torch.testing.assert_close(TeacherHead(target)(final), logits, rtol=1e-4, atol=1e-4)
+    some = torch.tensor([4, 60, 0])
+    torch.testing.assert_close(TeacherHead(target)(final, some), logits[:, some], rtol=1e-4, atol=1e-4)
+
+
+def test_the_cap_is_not_for_nothing():
+    target = ragged("gemma2", sharpness=30.0)
+    head = TeacherHead(target)
+    logits, final = rows(target, TEXTS[2])
+    assert head.softcap == 30.0
+    head.softcap = None
+    assert (head(final) - logits).abs().max() > 10
+
+
+@pytest.mark.parametrize("architecture", DOING_MORE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_target_that_scales_its_logits_is_refused(monkeypatch, architecture, dtype):
+    monkeypatch.setitem(models.ARCHITECTURES, architecture, DOING_MORE[architecture])
+    target = RaggedModel(tiny(architecture).to(dtype), self_test=dtype == torch.float32)
+    with pytest.raises(ValueError, match="does something unknown to its logits"):
+        TeacherHead(target)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cap_of_another_name_is_refused(dtype):
+    target = RaggedModel(tiny(sharpness=6.0).to(dtype), self_test=False)  # the cap changes 5 % of it
+    TeacherHead(target)
+    target.model.lm_head.register_forward_hook(lambda _, __, logits: torch.tanh(logits / 30) * 30)
+    with pytest.raises(ValueError, match="does something unknown to its logits"):
+        TeacherHead(target)
+
+
+# -- hidden states
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "opt"])
+def test_fresh_features_are_the_models_own_hidden_states(architecture):
+    target = ragged(architecture)
+    for tokens, found in zip(TEXTS, FreshFeatures(target, (1, 0))(TEXTS), strict=True):
+        with torch.no_grad():
+            output = target.model(torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
+        states = [states[0, :-1] for states in output.hidden_states]
+        torch.testing.assert_close(found.inputs, torch.cat([states[1], states[0]], dim=-1), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found.final, states[-1], rtol=1e-4, atol=1e-5)
+
+
+def test_a_layer_that_is_not_there_is_an_error():
+    with pytest.raises(ValueError, match=r"numbered 0..2, got \(3, 2\)"):
+        FreshFeatures(ragged(), (3,))(TEXTS)
+
+
+@pytest.fixture
+def fresh() -> FreshFeatures:
+    return FreshFeatures(ragged(), LAYERS)
+
+
+@pytest.fixture
+def cached(tmp_path) -> CachedFeatures:
+    folder = ShardFolder(tmp_path)
+    folder.claim({})
+    return CachedFeatures(folder, LAYERS)
+
+
+@pytest.fixture
+def shard(cached) -> Shard:
+    shard = pack([Conversation(text, [ANSWER] * len(text), 0.0) for text in TEXTS], cached.folder.path(0))
+    write_shard(shard)
+    return shard
+
+
+def test_cached_features_are_read_as_they_were_written(cached, shard, fresh):
+    assert not cached.complete(shard)
+    features = fresh(TEXTS)
+    cached.write(shard, features)
+    assert cached.complete(shard)
+    for sequences in ([0, 1, 2], [2, 0], [1]):
+        for sequence, found in zip(sequences, cached.read(shard, sequences), strict=True):
+            assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, features[sequence], strict=True))
+    cached.check(shard, [2, 0, 1], fresh)
+    (path,) = cached.folder.folder.glob("hidden-*")
+    size = sum(tensor.nbytes for tensor in load_file(path).values())
+    assert size == cached.bytes_per_token(fresh.target, LAYERS) * len(shard.tokens)
+
+
+def test_a_target_whose_head_is_not_float32_is_compared_with_more_patience(cached, shard):
+    half = RaggedModel(tiny().to(torch.bfloat16), self_test=False)
+    fresh = FreshFeatures(half, LAYERS)
+    cached.write(shard, fresh(TEXTS))
+    cached.check(shard, [0, 1, 2], fresh)
+    spoil(cached, shard, lambda tensors: tensors["final"][1].mul_(1.3))
+    with pytest.raises(ShardError, match="final of sequence 0 differ"):
+        cached.check(shard, [0], fresh)
+
+
+def spoil(cached, shard, change, **metadata: str) -> None:
+    path = cached.folder.hidden_path(shard)
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, {"digest": shard.digest, "layers": "0,1", **metadata})
+
+
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        (lambda tensors: tensors["final"][1].mul_(1.01), "final of sequence 0"),
+        (lambda tensors: tensors["inputs"][5].zero_(), "inputs of sequence 1"),
+        (lambda tensors: tensors["inputs"].copy_(tensors["inputs"].roll(1, dims=0)), "inputs of sequence 0"),
+        (lambda tensors: tensors["final"][-2, 3].fill_(float("nan")), "final of sequence 2"),
+    ],
+)
+def test_features_that_were_changed_are_found(cached, shard, fresh, change, place):
+    cached.write(shard, fresh(TEXTS))
+    spoil(cached, shard, lambda tensors: None)
+    cached.check(shard, [0, 1, 2], fresh)
+    spoil(cached, shard, change)
+    with pytest.raises(ShardError, match=f"{place} differ from a fresh forward .*delete the file to compute it again"):
+        cached.check(shard, [0, 1, 2], fresh)
+
+
+def test_features_of_another_target_are_found(cached, shard, fresh):
+    cached.write(shard, FreshFeatures(ragged(seed=1), LAYERS)(TEXTS))
+    with pytest.raises(ShardError, match="differ from a fresh forward"):
+        cached.check(shard, [1], fresh)
+
+
+def test_features_of_other_sequences_are_not_written(cached, shard, fresh):
+    for texts in (TEXTS[:2], [TEXTS[1], TEXTS[0], TEXTS[2]], []):
+        with pytest.raises(ShardError, match="do not fit the sequences of"):
+            cached.write(shard, fresh(texts))
+    assert not cached.complete(shard)
+
+
+@pytest.mark.parametrize(
+    ("change", "metadata"),
+    [
+        (lambda tensors: None, {"digest": "of other text"}),
+        (lambda tensors: None, {"layers": "0,1,2"}),
+        (lambda tensors: tensors.update(inputs=tensors["inputs"][:-1].clone()), {}),
+    ],
+)
+def test_files_of_other_text_or_layers_are_errors(cached, shard, fresh, change, metadata):
+    cached.write(shard, fresh(TEXTS))
+    spoil(cached, shard, change, **metadata)
+    with pytest.raises(ShardError, match=r"of other text than wanted \(layers 0,1\); delete it to compute it again"):
+        cached.complete(shard)
+
+
+@pytest.mark.parametrize("size", [0, 50, -1])
+def test_files_that_were_cut_off_are_errors(cached, shard, fresh, size):
+    cached.write(shard, fresh(TEXTS))
+    path = cached.folder.hidden_path(shard)
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(ShardError, match=r"hidden-00000.safetensors cannot be read .*delete it to compute it again"):
+        cached.complete(shard)
+
+
+def test_features_can_be_split_off_recorded_states(fresh):
+    (expected, *_) = fresh(TEXTS)
+    found = fresh.split(torch.cat(expected, dim=-1))
+    assert isinstance(found, Features)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))

@@ -1,0 +1,304 @@
+"""Networks behind drafters: sizes, starting points, files, and the target they belong to."""
+
+import pytest
+import torch
+from companions import EXIT, LAYERS, eagle_row, target, trained, with_norms
+from models import PROMPTS, VOCAB, next_logits, tiny
+from safetensors import safe_open
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM
+
+from arbordraft import (
+    EagleDrafter,
+    EarlyExitDrafter,
+    LanguageModelDrafter,
+    MedusaDrafter,
+    RaggedModel,
+    UnsupportedModel,
+)
+from arbordraft.drafters.language_model import shrink
+from arbordraft.heads.base import fingerprint
+from arbordraft.heads.eagle import EagleHead
+from arbordraft.heads.exit_adapter import ExitAdapter
+from arbordraft.heads.medusa import MedusaHead
+
+TOKENS = [1, 3, 4, 50, 60]
+MADE = {
+    "eagle": lambda model: EagleHead.for_target(model, TOKENS, hidden_layers=(1, 2, 3), name="tiny"),
+    "medusa": lambda model: MedusaHead.for_target(model, TOKENS, num_heads=2, num_hidden_layers=2, name="tiny"),
+    "exit": lambda model: ExitAdapter.for_target(model, EXIT, name="tiny"),
+}
+DRAFTERS = {"eagle": EagleDrafter, "medusa": MedusaDrafter, "exit": EarlyExitDrafter}
+every_network = pytest.mark.parametrize("name", MADE)
+_MLP = [f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
+NAMES = {  # as serving engines read them
+    "eagle": {"d2t", "t2d", "fc.weight", "norm.weight", "lm_head.weight"}
+    | {f"midlayer.self_attn.{part}_proj.weight" for part in "qkvo"}
+    | {f"midlayer.{name}.weight" for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")}
+    | {f"midlayer.{name}" for name in _MLP},
+    "medusa": {"d2t", "t2d", *(f"lm_heads.{h}.weight" for h in range(2))}
+    | {f"blocks.{h}.layers.{j}.{part}" for h in range(2) for j in range(2) for part in ("weight", "bias")},
+    "exit": {"norm.weight", *_MLP},
+}
+
+
+def outputs(name, network):
+    """What a network makes of some hidden states."""
+    with torch.no_grad():
+        hidden = torch.randn(5, 32, generator=torch.Generator().manual_seed(0)).to(network.dtype)
+        if name == "exit":
+            return network(hidden)
+        if name == "medusa":
+            return torch.cat([network.widen(network.logits(hidden, head)) for head in range(2)])
+        found = network.queries_keys_values(hidden, network.fuse(hidden.repeat(1, 3)), network.rotary(
+            torch.arange(5), hidden.dtype))  # fmt: skip
+        return network.widen(network.logits(network.finish(hidden, found[0].flatten(1))))
+
+
+def scrambled(name, model=None):
+    """With weights that are no starting point any more."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        network = MADE[name](model or target().model)
+        with torch.no_grad():
+            for weight in network.parameters():
+                weight.add_(0.2 * torch.randn(weight.shape))
+    return network.eval()
+
+
+# Files
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@every_network
+def test_saved_and_loaded(name, dtype, tmp_path):
+    network = scrambled(name).to(dtype)
+    network.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert set(file.keys()) == NAMES[name]
+    again = type(network).from_pretrained(tmp_path, dtype=dtype)
+    assert torch.equal(outputs(name, again), outputs(name, network))
+    assert again.dtype == dtype
+    if name != "exit":
+        assert again.tokens.tolist() == TOKENS
+        assert again.t2d.nonzero().flatten().tolist() == TOKENS
+    known = ("vocab_size", "target_hidden_size", "hidden_layers", "target_fingerprint", "target_name")
+    assert [getattr(again.config, key) for key in known] == [getattr(network.config, key) for key in known]
+
+
+@every_network
+def test_drafters_load_them(name, tmp_path):
+    scrambled(name).save_pretrained(tmp_path)
+    drafter = DRAFTERS[name].from_pretrained(tmp_path, target())
+    loaded = drafter.adapter if name == "exit" else drafter.head
+    assert torch.equal(outputs(name, loaded), outputs(name, scrambled(name)))
+    assert not any(parameter.requires_grad for parameter in loaded.parameters())
+    if name == "exit":
+        assert drafter.layers == EXIT
+
+
+def test_an_adapter_says_how_many_layers_it_needs(tmp_path):
+    adapter = scrambled("exit")
+    adapter.config.hidden_layers = None
+    adapter.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="layers must lie in"):
+        EarlyExitDrafter.from_pretrained(tmp_path, target())
+
+
+# Where training starts
+
+
+def test_medusa_starts_as_the_targets_own_head():
+    head, hidden = MedusaHead.for_target(target().model, TOKENS), torch.randn(3, 32)
+    for index in range(4):
+        wide = head.widen(head.logits(hidden, index))
+        assert torch.equal(wide[:, TOKENS], target().model.lm_head(hidden)[:, TOKENS])
+        others = [token for token in range(VOCAB) if token not in TOKENS]
+        assert (wide[:, others] == -torch.inf).all()
+
+
+def test_an_adapter_starts_as_nothing():
+    hidden = torch.randn(3, 32)
+    assert torch.equal(ExitAdapter.for_target(target().model, EXIT)(hidden), hidden)
+    assert not torch.allclose(scrambled("exit")(hidden), hidden)
+
+
+def test_an_eagle_layer_that_sees_no_tokens_is_the_targets_last():
+    """Rotation, groups of heads, norms and MLP, against transformers' own layer on the same states."""
+    model = target().model
+    head = EagleHead.for_target(model, range(VOCAB), hidden_layers=[LAYERS - 1])
+    with torch.no_grad():
+        head.fc.weight.copy_(torch.eye(32))
+        for part in (head.midlayer.self_attn.q_proj, head.midlayer.self_attn.k_proj, head.midlayer.self_attn.v_proj):
+            part.weight[:, :32] = 0
+    for prompt in (PROMPTS[0], PROMPTS[2]):
+        assert_close(eagle_row(head, model, [*prompt, 0], []), next_logits(model, prompt), rtol=0, atol=1e-5)
+    with torch.no_grad():
+        head.midlayer.hidden_norm.weight.mul_(torch.linspace(0.5, 1.5, 32))
+    assert (eagle_row(head, model, [*PROMPTS[0], 0], []) - next_logits(model, PROMPTS[0])).abs().max() > 1e-2
+
+
+# Vocabulary
+
+
+def test_a_trimmed_vocabulary():
+    head = MedusaHead.for_target(target().model, TOKENS[::-1])
+    assert head.tokens.tolist() == TOKENS
+    assert head.d2t.tolist() == [token - index for index, token in enumerate(TOKENS)]
+    for wrong in (TOKENS[:4], [*TOKENS[:4], VOCAB], [-1, *TOKENS[1:]], [*TOKENS, 2]):
+        with pytest.raises(ValueError, match="draft vocabulary must be 5 different ids below 61"):
+            head.set_vocabulary(wrong)
+    whole = MedusaHead.for_target(target().model, range(VOCAB))
+    logits = torch.randn(2, VOCAB)
+    assert whole.widen(logits) is logits
+
+
+# The target
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"vocab_size": 53}, "vocabulary of 61 tokens, the target has 53"),
+        ({"hidden_size": 64}, "hidden states of size 32, the target's have 64"),
+        ({"num_hidden_layers": LAYERS + 1}, "trained for another target .tiny, fingerprint"),
+        ({}, "config.target_fingerprint = None"),
+    ],
+    ids=["vocabulary", "size", "depth", "norms"],
+)
+@every_network
+def test_another_target_is_refused(name, other, message):
+    model = with_norms(tiny(**{"num_hidden_layers": LAYERS, **other}), seed=2)
+    with pytest.raises(ValueError, match=message):
+        DRAFTERS[name](*([RaggedModel(model), EXIT, MADE[name](target().model)] if name == "exit" else [
+            MADE[name](target().model), RaggedModel(model)]))  # fmt: skip
+
+
+@every_network
+def test_a_relative_of_the_target_may_be_tried(name):
+    network = MADE[name](target().model)
+    network.config.target_fingerprint = None
+    other = RaggedModel(with_norms(tiny(num_hidden_layers=LAYERS), seed=2))
+    DRAFTERS[name](*([other, EXIT, network] if name == "exit" else [network, other]))
+
+
+def test_language_models_share_the_vocabulary():
+    small = RaggedModel(shrink(tiny(vocab_size=53), [0]))
+    with pytest.raises(ValueError, match="53 token ids, the target 61"):
+        LanguageModelDrafter(small).check(target(), None)
+
+
+def test_the_fingerprint_is_that_of_the_weights():
+    model = with_norms(tiny(num_hidden_layers=3))
+    known = fingerprint(model)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        assert fingerprint(model.to(dtype)) == known
+    with torch.no_grad():  # as quantisers do, norms left alone
+        for weight in model.parameters():
+            if weight.ndim == 2:
+                scale = weight.abs().amax(dim=1, keepdim=True) / 7
+                weight.copy_((weight / scale).round() * scale)
+    assert fingerprint(model) == known
+    for name in ("model.norm.weight", "model.layers.1.input_layernorm.weight"):
+        weight = model.get_parameter(name)
+        before = weight.detach().clone()
+        with torch.no_grad():
+            weight[3] *= 1.02
+        assert fingerprint(model) != known
+        with torch.no_grad():
+            weight.copy_(before)
+    assert fingerprint(model) == known
+    assert fingerprint(with_norms(tiny(num_hidden_layers=2))) != known
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "opt", "gpt_neox", "gemma2", "phi3", "qwen3_moe"])
+def test_fingerprints_notice_the_norms_of_every_architecture(architecture):
+    assert fingerprint(tiny(architecture)) != fingerprint(with_norms(tiny(architecture)))
+
+
+# Some layers of a target
+
+
+def cut(model, layers):
+    """The same model with fewer layers, by hand."""
+    inner = model.model
+    inner.layers = torch.nn.ModuleList(inner.layers[layer] for layer in layers)
+    inner.config.num_hidden_layers = len(layers)
+    return model
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "olmo2"])
+@pytest.mark.parametrize(
+    ("wanted", "layers"), [(2, [0, 5]), (3, [0, 2, 5]), (6, range(6)), ([1, 4], [1, 4]), ([3], [3])]
+)
+def test_a_small_model_has_the_layers(architecture, wanted, layers, tmp_path):
+    model, twin = (with_norms(tiny(architecture, num_hidden_layers=6)) for _ in range(2))
+    small, expected = shrink(model, wanted), cut(twin, list(layers))
+    for prompt in PROMPTS:
+        assert torch.equal(next_logits(small, prompt), next_logits(expected, prompt))
+    assert model.config.num_hidden_layers == 6
+    mine = {parameter.data_ptr() for parameter in model.parameters()}
+    assert not mine & {parameter.data_ptr() for parameter in small.parameters()}
+    small.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(again) is type(model)
+    assert torch.equal(next_logits(again, PROMPTS[2]), next_logits(small, PROMPTS[2]))
+
+
+def test_layers_of_several_kinds_keep_theirs(tmp_path):
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    model = tiny("gemma2", num_hidden_layers=4, layer_types=kinds)
+    small = shrink(model, [1, 2, 3])
+    assert small.config.layer_types == kinds[1:]
+    assert model.config.layer_types == kinds
+    # Without their kinds the layers would attend to something else.
+    wrong = shrink(model, [1, 2, 3])
+    wrong.config.layer_types = kinds[:3]
+    wrong = type(wrong)(wrong.config).eval()
+    wrong.load_state_dict(small.state_dict())
+    assert not torch.allclose(next_logits(wrong, PROMPTS[2]), next_logits(small, PROMPTS[2]))
+    small.save_pretrained(tmp_path)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.layer_types == kinds[1:]
+
+
+def test_tied_weights_stay_tied():
+    small = shrink(tiny(num_hidden_layers=3, tie_word_embeddings=True), 2)
+    assert small.lm_head.weight is small.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [(1, "2 to 4 layers"), (5, "2 to 4 layers"), ([], "ascend"), ([0, 4], "ascend within 0..3"), ([2, 1], "ascend"),
+     ([1, 1], "ascend"), ([-1], "ascend")],
+)  # fmt: skip
+def test_layers_that_there_are_not(layers, message):
+    with pytest.raises(ValueError, match=message):
+        shrink(target().model, layers)
+
+
+def test_layers_that_do_not_fit_elsewhere():
+    """The first layer of deepseek is dense, all others are experts."""
+    model = tiny("deepseek_v3", num_hidden_layers=3)
+    shrink(model, [0, 2])
+    with pytest.raises(UnsupportedModel, match=r"layers \[1, 2\] of this DeepseekV3ForCausalLM do not fit"):
+        shrink(model, [1, 2])
+
+
+def test_small_models_as_drafters(tmp_path):
+    drafter = LanguageModelDrafter.from_target(target(), [0, 3])
+    assert (drafter.model.backend, drafter.model.num_layers) == ("plain", 2)
+    drafter.model.model.save_pretrained(tmp_path)
+    again = LanguageModelDrafter.from_pretrained(tmp_path, target())
+    assert torch.equal(next_logits(again.model.model, PROMPTS[0]), next_logits(drafter.model.model, PROMPTS[0]))
+    again.check(target(), None)
+
+
+@pytest.mark.parametrize("name", ["eagle", "medusa", "exit", "model"])
+def test_what_training_saves_drafters_load(name, tmp_path):
+    student = trained(name)
+    student.save(tmp_path)
+    kind = {**DRAFTERS, "model": LanguageModelDrafter}[name]
+    drafter = kind.from_pretrained(tmp_path, target())
+    found = drafter.model.model if name == "model" else drafter.adapter if name == "exit" else drafter.head
+    for key, tensor in student.network.state_dict().items():
+        assert torch.equal(found.state_dict()[key], tensor), key

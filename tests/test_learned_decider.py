@@ -1,0 +1,313 @@
+"""A learned decider: what it reads, when it stops, that it survives a file, and that the output does not notice it."""
+
+import json
+import math
+
+import pytest
+import torch
+from models import PROMPTS, VOCAB, context, greedy_reference, left_padded, new_tokens, ragged, tiny
+from oracles import distance_to_target, draft_trees, random_table
+from torch.testing import assert_close
+
+from arbordraft import (
+    Coupling,
+    EagleDrafter,
+    Fixed,
+    FixedDepth,
+    LanguageModelDrafter,
+    LearnedDecider,
+    Matching,
+    NGramDrafter,
+    RaggedKVCache,
+    RaggedModel,
+    RecursiveRejection,
+    SpeculativeDecoder,
+    StepView,
+    TopDown,
+    TreeTopology,
+    WithoutReplacement,
+)
+from arbordraft.heads.eagle import EagleHead
+from arbordraft.types import Draw, History, Origin
+
+ROW = torch.tensor([0.7, 0.2, 0.1])
+TREE = TreeTopology.from_k_config((2, 2, 1))
+
+
+def view(*samples, greedy=False):
+    """Of samples that are given as the paths of their nodes."""
+    return StepView(max(map(len, samples[0])), samples, [History() for _ in samples], greedy)
+
+
+def path(*rows, probability=0.5):
+    return tuple(Draw(probability, row if isinstance(row, Origin) else Origin(row)) for row in rows)
+
+
+def constant(chance, **settings):
+    """A decider that predicts the same of every row."""
+    decider = LearnedDecider(**settings)
+    with torch.no_grad():
+        for parameter in decider.parameters():
+            parameter.zero_()
+        decider.network[-1].bias.fill_(math.log(chance / (1 - chance)))
+    return decider
+
+
+def random_decider(seed=0, **settings):
+    torch.manual_seed(seed)
+    decider = LearnedDecider(**settings)
+    with torch.no_grad():
+        for parameter in decider.parameters():
+            parameter.normal_(std=2 / parameter.shape[-1] ** 0.5)
+    return decider
+
+
+def eagle_drafter(target=None):
+    torch.manual_seed(0)
+    target = target or ragged()
+    head = EagleHead.for_target(target.model, list(range(3, VOCAB)), hidden_layers=[0, 1, 2])
+    return EagleDrafter(head, target)
+
+
+def test_the_whole_path_has_to_survive():
+    """0.8 for every row: three survive with 0.512, and the best node of a sample counts."""
+    one, three = path(ROW), path(ROW, ROW, ROW)
+    assert constant(0.8, threshold=0.511)(view([three], [three, one])) == [True, True]
+    assert constant(0.8, threshold=0.513)(view([three], [three, one])) == [False, True]
+    assert constant(0.8, threshold=0.801)(view([three], [three, one])) == [False, False]
+
+
+def test_a_root_always_survives():
+    assert LearnedDecider(threshold=1.0)(view([()], [()])) == [True, True]
+    assert LearnedDecider(threshold=1.01)(view([()], [()])) == [False, False]
+
+
+def test_depths_have_temperatures_of_their_own():
+    """At half the temperature the logit doubles: 0.8 becomes 16/17; the last temperature holds for what is deeper."""
+    chance = 0.8 * (16 / 17) ** 2
+    for threshold, goes_on in ((chance - 1e-4, True), (chance + 1e-4, False)):
+        decider = constant(0.8, threshold=threshold, temperatures=(1.0, 0.5))
+        assert decider(view([path(ROW, ROW, ROW)])) == [goes_on]
+
+
+def test_a_lookup_states_its_own_chance():
+    lookup = path(None, None, probability=0.9)
+    assert constant(0.1, threshold=0.80)(view([lookup])) == [True]
+    assert constant(0.1, threshold=0.82)(view([lookup])) == [False]
+
+
+def test_what_the_network_reads():
+    """Depth, log-probability of the path above the row, greediness; entropy and top of the row; hidden state."""
+    decider, seen = LearnedDecider(hidden_size=2, top_k=4), []
+    decider.logits = lambda *features: seen.append(features) or torch.zeros(len(features[0]))
+    first, second = Origin(ROW, torch.tensor([1.0, 2.0])), Origin(torch.tensor([0.0, 1.0, 0.0]), torch.tensor([3.0, 4]))
+    sibling, other = Draw(0.25, first), Draw(0.5, first)
+    decider(view([(other, Draw(1.0, second)), (sibling,)], greedy=True))
+    ((places, statistics, hidden),) = seen
+    assert_close(places, torch.tensor([[0, 0, 1], [1, math.log(0.5), 1]]))
+    entropy = -sum(p * math.log(p) for p in ROW.tolist())
+    assert_close(statistics, torch.tensor([[entropy, 0.7, 0.2, 0.1, 0.0], [0.0, 1.0, 0.0, 0.0, 0.0]]))
+    assert_close(hidden, torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    decider(view([path(first, first, probability=0.0)]))
+    assert seen[1][0].tolist() == [[0, 0, 0]]  # a row is asked about once
+
+
+def test_every_feature_counts():
+    decider = random_decider(hidden_size=3, top_k=2)
+    places, statistics, hidden = torch.randn(1, 3), torch.rand(1, 3), torch.randn(1, 3)
+    known = decider.logits(places, statistics, hidden).item()
+    assert decider.logits(places + 1, statistics, hidden).item() != known
+    assert decider.logits(places, statistics + 1, hidden).item() != known
+    assert decider.logits(places, statistics, hidden.flip(1)).item() != known
+    without = random_decider(hidden_size=0, top_k=0, widths=())
+    assert without.logits(places, statistics, hidden) == without.logits(places, statistics + 1, None)
+
+
+@pytest.mark.parametrize("settings", [{}, {"hidden_size": 4, "top_k": 0, "widths": (8, 5)}, {"widths": ()}])
+def test_a_file_keeps_everything(tmp_path, settings):
+    decider = random_decider(**settings, threshold=0.25, temperatures=(1.5, 0.5))
+    decider.save_pretrained(tmp_path / "there")
+    found = LearnedDecider.from_pretrained(tmp_path / "there")
+    assert repr(found) == repr(decider)
+    assert json.loads((tmp_path / "there" / "config.json").read_text())["threshold"] == 0.25
+    for name, tensor in decider.state_dict().items():
+        assert torch.equal(found.state_dict()[name], tensor)
+    steps = [view([path(*(Origin(torch.rand(5).softmax(0), torch.randn(4)) for _ in range(3)))]) for _ in range(20)]
+    answers = [decider(step) for step in steps]
+    assert [found(step) for step in steps] == answers
+    assert LearnedDecider.from_pretrained(tmp_path / "there", threshold=0.75).threshold == 0.75
+
+
+def test_a_bad_folder_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"cannot be read as a LearnedDecider: .*config.json"):
+        LearnedDecider.from_pretrained(tmp_path)
+    LearnedDecider().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(ValueError, match="cannot be read as a LearnedDecider"):
+        LearnedDecider.from_pretrained(tmp_path)
+    LearnedDecider(widths=(3,)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="size mismatch"):
+        LearnedDecider.from_pretrained(tmp_path, widths=(4,))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ValueError, match="that of something else"):
+        LearnedDecider.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"hidden_size": -1}, {"top_k": 11}, {"widths": (0,)}, {"threshold": -0.1}, {"temperatures": (0.0,)}]
+)
+def test_bad_arguments_are_refused(settings):
+    with pytest.raises(ValueError, match="got"):
+        LearnedDecider(**settings)
+
+
+def test_a_drafter_that_shows_too_little_is_refused():
+    decider = LearnedDecider(hidden_size=4)
+    with pytest.raises(ValueError, match="reads hidden states of size 4, the drafter shows none"):
+        decider(view([path(ROW)]))
+    with pytest.raises(ValueError, match="reads hidden states of size 4, the drafter shows 3"):
+        decider(view([path(Origin(ROW, torch.zeros(3)))]))
+
+
+def test_an_anticipating_one_is_refused():
+    class Peeking(LearnedDecider):
+        anticipating = True
+
+    coupling = Coupling(Fixed(1), TopDown(Matching()))
+    SpeculativeDecoder(ragged(), NGramDrafter(), TreeTopology.chain(1), coupling, LearnedDecider())
+    with pytest.raises(ValueError, match="looks at tokens that are still to be verified"):
+        SpeculativeDecoder(ragged(), NGramDrafter(), TreeTopology.chain(1), coupling, Peeking())
+
+
+def test_an_eagle_drafter_shows_what_its_head_is_given():
+    target, views = ragged(), []
+    drafter = eagle_drafter()
+
+    def decide(step):
+        views.append(step)
+        return [True] * len(step.history)
+
+    cache = RaggedKVCache()
+    prompts = [PROMPTS[0], PROMPTS[2]]
+    handles = [cache.open(len(prompt)) for prompt in prompts]
+    known = {handle: prompt[:-1] for handle, prompt in zip(handles, prompts, strict=True)}
+    hidden = target.prefill(known, cache, hidden=drafter.hidden_layers)
+    state = drafter.start(prompts, cache, handles)
+    drafter.observe(state, {sample: hidden[handle] for sample, handle in enumerate(handles)})
+    tree = drafter.propose(state, context(prompts, TREE, WithoutReplacement(2), decide=decide))
+    assert tree.lengths == [TREE.num_nodes] * 2
+    assert [step.depth for step in views] == [0, 1, 2]
+    for step in views:
+        for sample, paths in enumerate(step.paths):
+            for node, draws in zip(TREE.levels[step.depth], paths, strict=True):
+                assert len(draws) == step.depth
+                for passed, draw in zip(TREE.path(node)[1:], draws, strict=True):
+                    row = tree.samples[sample].draft_probs[TREE.parent_list[passed]]
+                    assert torch.equal(draw.origin.row, row)
+                    assert draw.probability == pytest.approx(row[tree.samples[sample].tokens[passed]].item())
+                    logits = drafter.head.widen(drafter.head.lm_head(draw.origin.hidden)[None])[0]
+                    assert_close(logits.softmax(-1), row)
+
+
+def decode(decider, drafter, topology=TREE, **options):
+    coupling = Coupling(WithoutReplacement(2), TopDown(RecursiveRejection()))
+    decoder = SpeculativeDecoder(ragged(), drafter, topology, coupling, decider)
+    settings = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True} | options
+    output = decoder.generate(**left_padded(PROMPTS), **settings)
+    return output.stats, new_tokens(output.sequences, PROMPTS, output.stats.emitted)
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.02, 0.3, 0.7, 1.0, 2.0])
+@pytest.mark.parametrize("kind", ["rows", "hidden", "both"])
+def test_the_output_does_not_notice(kind, threshold):
+    """A batch whose samples stop at their own depths."""
+    drafter = LanguageModelDrafter(ragged(seed=3)) if kind == "rows" else eagle_drafter()
+    size = 0 if kind == "rows" else 32
+    decider = random_decider(hidden_size=size, top_k=0 if kind == "hidden" else 10, threshold=threshold)
+    stats, found = decode(decider, drafter)
+    assert found == greedy_reference(ragged().model, PROMPTS, max_new_tokens=12)
+    assert (stats.pad_rows, stats.pad_keys) == (0, 0)
+
+
+def test_the_threshold_says_how_much_is_drafted():
+    drafter = LanguageModelDrafter(ragged(seed=3))
+    options = {"eos_token_id": None}
+    drafted = {
+        threshold: decode(random_decider(threshold=threshold), drafter, **options)[0].drafted
+        for threshold in (0.0, 0.3, 1.0, 1.1)
+    }
+    assert drafted[0.0] == decode(FixedDepth(), drafter, **options)[0].drafted
+    assert drafted[1.0] == decode(FixedDepth(1), drafter, **options)[0].drafted
+    assert drafted[1.1] == 0
+    assert drafted[0.0] > drafted[0.3] > drafted[1.0]
+
+
+def test_samples_of_a_batch_stop_at_their_own_depths():
+    drafter, lengths = LanguageModelDrafter(ragged(seed=3)), []
+    propose = drafter.propose
+
+    def record(state, step):
+        tree = propose(state, step)
+        lengths.append(tree.lengths)
+        return tree
+
+    drafter.propose = record
+    decode(random_decider(1, threshold=0.2), drafter, TreeTopology.chain(4), do_sample=True, seeds=[1, 2, 3])
+    assert all(len(set(step)) == 2 for step in lengths[:3])  # long before the end, which shortens drafts by itself
+
+
+def step_view(tree, depth):
+    """What a decoder would show of a tree whose next level, ``depth``, is still to be drawn."""
+    origins = {node: Origin(row) for node, row in tree.draft_probs.items()}
+    parents = tree.topology.parent_list
+
+    def draws(node):
+        nodes = tree.topology.path(node)[1:]
+        return tuple(Draw(origins[parents[n]].row[tree.tokens[n]].item(), origins[parents[n]]) for n in nodes)
+
+    frontier = [node for node in tree.topology.levels[depth - 1] if node in tree.tokens]
+    return StepView(depth - 1, [[draws(node) for node in frontier]], [History()])
+
+
+@pytest.mark.parametrize("parents", [[-1, 0, 1, 2], [-1, 0, 0, 1, 3]], ids=["chain", "tree"])
+def test_exactly_the_target_is_emitted(parents):
+    """By enumeration; the decider stops in some trees and goes on in others."""
+    decider, answers = random_decider(threshold=0.2), set()
+
+    def goes_on(depth, tree):
+        (found,) = decider(step_view(tree, depth))
+        answers.add((depth, found))
+        return found
+
+    def draft(*arguments):
+        return draft_trees(*arguments, goes_on=goes_on)
+
+    law, verifier = WithoutReplacement(2 if len(parents) > 4 else 1), TopDown(RecursiveRejection())
+    for seed in range(2):
+        table = random_table("peaked", 3, seed)
+        assert distance_to_target(verifier, TreeTopology(parents), law, table, draft=draft) < 1e-12
+    assert {(3, True), (3, False)} <= answers
+
+
+def test_a_decider_that_looks_at_the_drawn_level_would_be_seen():
+    """Negative control: the level is dropped again where the decider, asked after the draw, dislikes its tokens."""
+    decider = constant(0.5, threshold=0.4)
+
+    def regrets(depth, tree):
+        paths = [[Draw(d.probability, Origin()) for d in path] for path in step_view(tree, depth + 1).paths[0]]
+        return not decider(view(paths))[0]
+
+    def draft(*arguments):
+        return draft_trees(*arguments, regrets=regrets)
+
+    arguments = TopDown(RecursiveRejection()), TreeTopology.chain(1), WithoutReplacement(1), random_table("random", 3)
+    assert distance_to_target(*arguments, draft=draft) > 1e-3
+
+
+def test_another_dtype_of_the_target():
+    """Hidden states come in the target's dtype, the decider computes in its own."""
+    target = RaggedModel(tiny().to(torch.bfloat16))
+    coupling = Coupling(Fixed(1), TopDown(Matching()))
+    decider = random_decider(hidden_size=32, threshold=0.3)
+    decoder = SpeculativeDecoder(target, eagle_drafter(target), TreeTopology.chain(3), coupling, decider)
+    assert decoder.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=6, do_sample=False).shape[1] > len(PROMPTS[0])

@@ -1,0 +1,283 @@
+"""Students: what they predict along a text is what their drafters draft there, and so is the expected gain."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from companions import EXIT, LAYERS, STUDENTS, Rounds, batch_for, drafter, frequent, target, texts, trained
+from models import PROMPTS, VOCAB, tiny
+from torch.nn import functional
+from torch.testing import assert_close
+
+from arbordraft import Fixed, MedusaDrafter, RaggedModel, TreeTopology
+from arbordraft.training.drafter_module import DrafterModule, Phase
+from arbordraft.training.expected import chain_tau, tree_tau
+from arbordraft.training.features import TeacherHead
+from arbordraft.training.optimizers import MuonAdamW
+from arbordraft.training.shards import ANSWER
+from arbordraft.training.students import EarlyExitStudent, LanguageModelStudent, MedusaStudent, attend_unrolled
+
+STEPS = 4
+every_student = pytest.mark.parametrize("name", STUDENTS)
+
+
+class Dictated(Fixed):
+    """Draws what it is told to, whatever the row."""
+
+    def __init__(self, tokens):
+        super().__init__(1)
+        self.tokens = iter(tokens)
+
+    def draw(self, draft, uniforms):
+        return [next(self.tokens)]
+
+
+def drafted_rows(made, text, at):
+    """The rows that a real drafter shows when it has committed ``text[:at]`` and drafts what follows."""
+    rounds = Rounds(made, target(), [text[:at]])
+    (tree,) = rounds.propose(TreeTopology.chain(STEPS), Dictated([*text[at:], *[0] * STEPS])).samples
+    return [tree.draft_probs[node] for node in range(min(STEPS, len(text) - at)) if node in tree.draft_probs]
+
+
+@torch.no_grad()
+def unrolled(name):
+    """Probabilities of all steps: ``[B, S, V]`` each, how far ahead, and their first slots."""
+    student = trained(name)
+    found = list(student.unroll(batch_for(student), target(), STEPS))
+    found *= STEPS if student.steps_alike else 1
+    rows = [student.widen(functional.linear(p.hidden, p.head, p.bias)).softmax(dim=-1) for p in found]
+    assert {p.ahead for p in found} == {found[0].ahead}
+    return rows, found[0].ahead, [p.first for p in found]
+
+
+@every_student
+def test_training_predicts_what_decoding_drafts(name):
+    """The row of slot j at step s is the one of depth s + 1 in the draft that begins at slot j - s."""
+    made, (rows, ahead, first) = drafter(name), unrolled(name)
+    assert len(rows) == {"medusa": 3}.get(name, STEPS)
+    compared = 0
+    for sample, text in enumerate(texts()):
+        for at in range(ahead, len(text)):
+            drafted = drafted_rows(made, text, at)
+            assert len(drafted) == min(len(rows), len(text) - at)
+            for step, row in enumerate(drafted):
+                slot = at - ahead + step
+                assert slot >= first[step]
+                assert_close(row, rows[step][sample, slot], rtol=0, atol=2e-5)
+                compared += 1
+    assert compared > 150
+
+
+@every_student
+def test_a_row_of_another_slot_or_step_would_be_seen(name):
+    rows, ahead, _ = unrolled(name)
+    text, at = texts()[2], 16
+    drafted = drafted_rows(drafter(name), text, at)
+    for step, row in enumerate(drafted):
+        assert (row - rows[step][2, at - ahead + step + 1]).abs().max() > 1e-3
+    if name in ("eagle", "medusa"):
+        assert (drafted[1] - rows[0][2, at - ahead + 1]).abs().max() > 1e-3
+
+
+def alone(query, keys, values, slot):
+    """``[B, Hq, C]`` of one slot: it sees the target's slots up to where its draft began, then one of each step."""
+    began, groups = slot - len(keys) + 1, query.shape[2] // keys[0].shape[2]
+    key, value = (
+        torch.cat([part[0][:, : began + 1], *(part[t][:, began + t, None] for t in range(1, len(part)))], dim=1)
+        .repeat_interleave(groups, dim=2)
+        for part in (keys, values)
+    )  # fmt: skip
+    shares = (torch.einsum("bhc,bshc->bhs", query[:, slot], key) * query.shape[-1] ** -0.5).softmax(dim=-1)
+    return torch.einsum("bhs,bshc->bhc", shares, value)
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_unrolled_attention_is_that_of_every_slot_alone(steps, groups):
+    """And so are its gradients."""
+    shapes = [(2, 7, 2 * groups, 4), *[(2, 7, 2, 4)] * (2 * steps)]
+    given = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    query, keys, values = given[0], given[1 : steps + 1], given[steps + 1 :]
+    found = attend_unrolled(query, keys, values)[:, steps - 1 :]
+    expected = torch.stack([alone(query, keys, values, slot) for slot in range(steps - 1, 7)], dim=1)
+    assert_close(found, expected, rtol=0, atol=1e-5)
+    slope = torch.randn_like(found)
+    gradients = [torch.autograd.grad(result, given, slope, retain_graph=True) for result in (found, expected)]
+    for one, other in zip(*gradients, strict=True):
+        assert_close(one, other, rtol=0, atol=1e-5)
+
+
+# The gain that validation expects
+
+
+@pytest.fixture
+def module(monkeypatch):
+    """Makes modules for a student, without a trainer."""
+
+    def make(student, **options):
+        made = DrafterModule(student, draft_steps=STEPS, decoded=0, **options)
+        object.__setattr__(made, "_teacher", TeacherHead(target()))
+        made.log = lambda *_, **__: None
+        return made
+
+    data = SimpleNamespace(target=target(), learned=(ANSWER,))
+    monkeypatch.setattr(DrafterModule, "data", data)
+    return make
+
+
+@torch.no_grad()
+def seen(module, name):
+    """What validation keeps of the texts."""
+    made = module(trained(name))
+    made.validation_step(batch_for(made.student), 0)
+    return made._seen[0], unrolled(name)[1]
+
+
+def accepted(made, text, at, topology):
+    """Length of the path along the text in the tree that a real drafter proposes greedily behind ``text[:at]``."""
+    law = Fixed(max(len(children) for children in topology.child_list))
+    (tree,) = Rounds(made, target(), [text[:at]]).propose(topology, law, greedy=True).samples
+    node, length = 0, 0
+    for token in text[at:]:
+        node = next((child for child in tree.children(node) if tree.tokens[child] == token), None)
+        if node is None:
+            break
+        length += 1
+    return length
+
+
+TREE = TreeTopology.from_k_config((3, 2, 1))
+
+
+@every_student
+def test_the_expected_gain_is_what_drafting_gains(module, name):
+    """Place by place: the text at temperature 0 is what decoding would say, wherever a draft begins in it."""
+    made, (kept, ahead) = drafter(name), seen(module, name)
+    lengths = []
+    for sample, (prompt, text) in enumerate(zip(PROMPTS, texts(), strict=True)):
+        for at in range(max(len(prompt), ahead), len(text)):
+            only = torch.zeros_like(kept["begins"])
+            only[sample, at - ahead] = True
+            length = accepted(made, text, at, TreeTopology.chain(len(kept["ranks"])))
+            assert chain_tau(kept["matches"], only) == 1 + length
+            assert tree_tau(kept["ranks"], only, TREE) == 1 + accepted(made, text, at, TREE)
+            lengths.append(1 + length)
+    assert int(kept["begins"].sum()) == len(lengths)
+    assert chain_tau(kept["matches"], kept["begins"]) == pytest.approx(sum(lengths) / len(lengths), rel=1e-6)
+    assert len(set(lengths)) >= 3  # neither always right nor always wrong
+
+
+@pytest.mark.parametrize("name", ["eagle", "medusa"])
+def test_steps_counted_from_where_drafts_begin_would_be_seen(module, name):
+    """Negative control: every step at its draft's first slot instead of at its own."""
+    kept, _ = seen(module, name)
+    wrong = torch.stack([torch.nn.functional.pad(m[:, step:], (0, step)) for step, m in enumerate(kept["matches"])])
+    assert chain_tau(wrong, kept["begins"]) != chain_tau(kept["matches"], kept["begins"])
+
+
+def test_random_drafts_are_expected_to_pass_as_often_as_they_do(module):
+    """The chance that validation gives to the text's own token is that of accepting a draft, weighted as drawn."""
+    kept, ahead = seen(module, "exit")
+    student, final = trained("exit"), batch_for(trained("exit")).final
+    (found,) = student.unroll(batch_for(student), target(), 1)
+    draft = functional.linear(found.hidden, found.head).softmax(dim=-1)
+    real = TeacherHead(target())(final).softmax(dim=-1)
+    slots = kept["begins"]
+    assert ahead == 1
+    tokens = batch_for(student).tokens[:, 1:]
+    own = [rows.gather(2, tokens[..., None])[..., 0][slots] for rows in (draft, real)]
+    assert_close(kept["passes"][0][slots], (own[0] / own[1]).clamp(max=1), rtol=0, atol=1e-5)
+    assert_close(kept["overlap"][0][slots], torch.minimum(draft, real).sum(-1)[slots], rtol=0, atol=1e-5)
+
+
+# Training
+
+
+def losses(module, student, phase, steps=15):
+    made, found = module(student), []
+    batch, optimizer = batch_for(student), torch.optim.Adam(student.parameters(), lr=3e-3)
+    for _ in range(steps):
+        loss = made._loss(batch, phase)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+@every_student
+def test_students_learn(module, name):
+    student = STUDENTS[name]()
+    student.build(target(), frequent)
+    found = losses(module, student, Phase(1.0, STEPS, "kl"))
+    assert found[-1] < 0.7 * found[0]
+    assert all(parameter.grad is not None for parameter in student.parameters())
+    assert not any(parameter.requires_grad for parameter in target().parameters())
+    assert {name.split(".")[0] for name in student.state_dict()} == {"network"}  # nothing of the target
+
+
+@pytest.mark.parametrize("name", ["exit", "model"])
+def test_more_steps_add_nothing_where_all_are_alike(module, name):
+    student = STUDENTS[name]()
+    student.build(target(), frequent)
+    one, many = (losses(module, student, Phase(1.0, steps, "kl"), steps=1)[0] for steps in (1, STEPS))
+    student.build(target(), frequent)
+    assert one == losses(module, student, Phase(1.0, STEPS, "kl"), steps=1)[0]
+    assert many < one
+
+
+def test_medusa_heads_learn_apart(module):
+    """A phase of one step leaves the later heads alone, one of more steps than heads trains them all."""
+    student = MedusaStudent(num_heads=2, vocabulary=None)
+    student.build(target(), frequent)
+    assert len(student.tokens) == VOCAB
+    first, second = student.network.lm_heads
+    before = second.weight.detach().clone()
+    losses(module, student, Phase(1.0, 1, "kl"), steps=2)
+    assert torch.equal(second.weight, before)
+    assert not torch.equal(first.weight, before)
+    losses(module, student, Phase(1.0, STEPS, "kl"), steps=2)
+    assert not torch.equal(second.weight, before)
+
+
+def test_noise_reaches_only_training():
+    student = STUDENTS["eagle"]()
+    student.build(target(), frequent)
+    student.noise, batch = 0.5, batch_for(student)
+    rows = [next(student.unroll(batch, target(), 1)).hidden for _ in range(2)]
+    assert not torch.equal(*rows)
+    student.eval()
+    rows = [next(student.unroll(batch, target(), 1)).hidden for _ in range(2)]
+    assert torch.equal(*rows)
+
+
+def test_a_drafter_is_a_copy():
+    student = STUDENTS["medusa"]()
+    student.build(target(), frequent)
+    made = student.drafter(target())
+    assert isinstance(made, MedusaDrafter)
+    assert all(parameter.requires_grad for parameter in student.parameters())
+    with torch.no_grad():
+        student.network.lm_heads[0].weight.zero_()
+    assert made.head.lm_heads[0].weight.abs().max() > 0
+
+
+def test_matrices_that_map_tokens_are_no_matter_for_muon():
+    student = LanguageModelStudent([0, 3])
+    student.build(target(), frequent)
+    muon, adam = MuonAdamW(student).parts
+    by_token = {student.network.lm_head.weight, student.network.model.embed_tokens.weight}
+    assert by_token <= set(adam.param_groups[0]["params"])
+    assert {parameter.dim() for parameter in muon.param_groups[0]["params"]} == {2}
+
+
+def test_students_say_early_what_cannot_work():
+    with pytest.raises(ValueError, match=r"layers must lie in 1\.\.3"):
+        EarlyExitStudent(LAYERS).build(target(), frequent)
+    with pytest.raises(ValueError, match="2 to 4 layers"):
+        LanguageModelStudent(7).build(target(), frequent)
+    capped = RaggedModel(tiny("gemma2", num_hidden_layers=4, final_logit_softcapping=20.0))
+    for student in (EarlyExitStudent(EXIT), LanguageModelStudent(2)):
+        with pytest.raises(ValueError, match="Gemma2ForCausalLM caps its logits"):
+            student.build(capped, frequent)
+    MedusaStudent(vocabulary=10).build(capped, frequent)

@@ -1,0 +1,422 @@
+"""Trained drafters: their rows are those of their networks, whatever was accepted before, and nothing is lost."""
+
+import pytest
+import torch
+from companions import EXIT, LAYERS, ROWS, Rounds, check_rows, drafter, states, target, trained, with_norms
+from models import PROMPTS, greedy_reference, left_padded, new_tokens, tiny
+from packed_models import BACKENDS, small
+from test_generate_law import fit
+from test_generate_law import small as few
+
+from arbordraft import (
+    IID,
+    Coupling,
+    Drafter,
+    EagleDrafter,
+    EarlyExitDrafter,
+    Fixed,
+    HybridDrafter,
+    LanguageModelDrafter,
+    Lifted,
+    Matching,
+    MedusaDrafter,
+    NGramDrafter,
+    RaggedKVCache,
+    RaggedModel,
+    RecursiveRejection,
+    SpeculativeDecoder,
+    TopDown,
+    TopTail,
+    TreeTopology,
+    UnsupportedModel,
+    WithoutReplacement,
+)
+from arbordraft.drafters.base import Garden
+from arbordraft.heads.eagle import EagleHead
+from arbordraft.heads.exit_adapter import ExitAdapter
+from arbordraft.heads.medusa import MedusaHead
+from arbordraft.types import DraftTree, SampleTree
+
+CHAIN, UNEVEN = TreeTopology.chain(4), TreeTopology([-1, 0, 0, 1, 1, 2, 3, 6])
+LAWS = [IID(2), WithoutReplacement(2), TopTail(1, 1), Fixed(2)]
+LOOKUP = Coupling(Fixed(2), TopDown(Matching()))
+DRAWN = Coupling(WithoutReplacement(2), Lifted(RecursiveRejection()))
+HYBRIDS = {
+    "hybrid eagle": lambda: HybridDrafter(NGramDrafter(3, 1), drafter("eagle")),
+    "hybrid medusa": lambda: HybridDrafter(NGramDrafter(3, 1), drafter("medusa")),
+}
+every_drafter = pytest.mark.parametrize("name", ROWS)
+
+
+def build(name, coupling=DRAWN, topology=UNEVEN):
+    found = HYBRIDS[name]() if name in HYBRIDS else drafter(name)
+    return SpeculativeDecoder(target(), found, topology, coupling)
+
+
+def decode(decoder, prompts=PROMPTS, **options):
+    options = {"max_new_tokens": 18, "do_sample": False, "eos_token_id": None, **options}
+    output = decoder.generate(**left_padded(prompts), return_dict_in_generate=True, **options)
+    return new_tokens(output.sequences, prompts, output.stats.emitted), output.stats
+
+
+# Nothing is lost
+
+
+@pytest.mark.parametrize("topology", [CHAIN, UNEVEN], ids=["chain", "tree"])
+@pytest.mark.parametrize("name", [*ROWS, *HYBRIDS])
+def test_greedy_equals_transformers(name, topology):
+    """For a ragged batch, with a prompt of one token, and for its samples alone."""
+    coupling = LOOKUP if name in HYBRIDS else DRAWN
+    decoder = build(name, coupling, topology)
+    expected = greedy_reference(target().model, PROMPTS, max_new_tokens=18, eos_token_id=None)
+    found, stats = decode(decoder)
+    assert found == expected
+    assert stats.accepted.total() > sum(stats.forwards) / 3  # drafting took part in it
+    for prompt, tokens in zip(PROMPTS, expected, strict=True):
+        assert decode(decoder, [prompt])[0] == [tokens]
+
+
+@every_drafter
+def test_samples_may_end_at_any_time(name):
+    (*_, ends), _ = decode(build(name))
+    expected = greedy_reference(target().model, PROMPTS, max_new_tokens=18, eos_token_id=ends[4], pad_token_id=0)
+    assert decode(build(name), eos_token_id=ends[4], pad_token_id=0)[0] == expected
+    assert len({len(tokens) for tokens in expected}) > 1
+
+
+def few_drafter(name):
+    """For the target of six tokens whose law of texts is known."""
+    model = few(0).model
+    if name == "eagle":
+        return EagleDrafter(EagleHead.for_target(model, [0, 1, 3, 4, 5], hidden_layers=[1]), few(0))
+    if name == "medusa":
+        return MedusaDrafter(MedusaHead.for_target(model, [0, 1, 3, 4, 5]), few(0))
+    if name == "exit":
+        adapter = ExitAdapter.for_target(model, 1)
+        torch.nn.init.normal_(adapter.mlp.down_proj.weight, std=0.1)
+        return EarlyExitDrafter(few(0), 1, adapter)
+    return LanguageModelDrafter.from_target(few(0), [0])
+
+
+@every_drafter
+def test_sampling_has_the_law_of_the_target(name):
+    coupling = Coupling(WithoutReplacement(2), TopDown(RecursiveRejection()))
+    assert fit(SpeculativeDecoder(few(0), few_drafter(name), TreeTopology([-1, 0, 0, 1]), coupling)) > 1e-3
+
+
+def test_rows_that_were_not_drawn_from_would_be_seen():
+    """Negative control: rows flatter than those that the drafts came from."""
+
+    class Liar(MedusaDrafter):
+        def propose(self, state, context):
+            trees = [
+                tree and SampleTree(tree.topology, tree.law, tree.tokens, {n: r * 0.3 + 0.7 / 6 for n, r in
+                tree.draft_probs.items()})
+                for tree in super().propose(state, context).samples
+            ]  # fmt: skip
+            return DraftTree(tuple(trees))
+
+    liar = Liar(few_drafter("medusa").head, few(0))
+    coupling = Coupling(WithoutReplacement(2), TopDown(RecursiveRejection()))
+    assert fit(SpeculativeDecoder(few(0), liar, TreeTopology([-1, 0, 0, 1]), coupling)) < 1e-6
+
+
+# Rows
+
+
+@pytest.mark.parametrize("law", LAWS, ids=str)
+@every_drafter
+def test_rows_are_those_of_the_network(name, law):
+    """In a ragged batch, and tokens are drawn from them as the law says."""
+    rounds = Rounds(drafter(name), target(), PROMPTS)
+    tree = rounds.propose(UNEVEN, law)
+    assert check_rows(name, trained(name).network, target().model, tree, PROMPTS) >= 8
+    for number, sample in enumerate(tree.samples):
+        for node, row in sample.draft_probs.items():
+            uniforms = rounds.context.noise.draft[number, list(UNEVEN.child_list[node])].tolist()
+            drawn = sample.law_of(node).draw(row, uniforms)
+            assert [sample.tokens[child] for child in sample.children(node)] == drawn
+
+
+def walk(made, name, steps=6):
+    """Rounds in which samples accept more or less, do not draft, or end; counts the rows that were compared."""
+    rounds, count = Rounds(made, target(), PROMPTS), 0
+    ends = [[0, 0, 5], [3, 1, 2], [0, 7, 0], [7, None, 6], [0, None, 1], [2, None, 4]]
+    drafts = [[True] * 3, [True] * 3, [False, True, True], [True] * 3, [True, False], [True, True]]
+    for step in range(steps):
+
+        def decide(view, drafting=drafts[step]):
+            return drafting[: len(view.history)]
+
+        tree = rounds.propose(UNEVEN, WithoutReplacement(2), decide=decide, seed=10 * step)
+        count += check_rows(name, trained(name).network, target().model, tree, rounds.tokens)
+        reached = [
+            end if end is None or end in tree.samples[sample].tokens else 0 for sample, end in enumerate(ends[step])
+        ]
+        rounds.commit(tree, reached)
+    return count
+
+
+@every_drafter
+def test_rows_stay_right_whatever_was_accepted(name):
+    assert walk(drafter(name), name) > 35
+
+
+class Late(EagleDrafter):
+    """Takes each token's states for those of the next."""
+
+    def observe(self, state, hidden):
+        super().observe(state, {sample: states.roll(1, 0) for sample, states in hidden.items()})
+
+
+class Hoarder(EagleDrafter):
+    """Does not give up the slots of its trees."""
+
+    def commit(self, state, tree, verdict):
+        state.cache.drop = lambda handles: None
+        super().commit(state, tree, verdict)
+        del state.cache.drop
+
+
+class Forward(MedusaDrafter):
+    """Looks ahead from the first token that it was shown."""
+
+    def observe(self, state, hidden):
+        state |= {sample: states[0] for sample, states in hidden.items()}
+
+
+@pytest.mark.parametrize(("name", "wrong"), [("eagle", Late), ("eagle", Hoarder), ("medusa", Forward)])
+def test_a_wrong_state_would_be_seen(name, wrong):
+    with pytest.raises(AssertionError):
+        walk(wrong(drafter(name).head, target()), name)
+
+
+@pytest.mark.parametrize("name", ["eagle", "medusa"])
+def test_a_text_of_one_token_is_not_drafted_for(name):
+    rounds = Rounds(drafter(name), target(), [[11], [5, 9]])
+    tree = rounds.propose(CHAIN, IID(1))
+    assert tree.lengths == [1, {"eagle": 5, "medusa": 4}[name]]
+    rounds.commit(tree, [0, 1])
+    tree = rounds.propose(CHAIN, IID(1))
+    assert tree.samples[0].draft_probs
+    check_rows(name, trained(name).network, target().model, tree, rounds.tokens)
+
+
+def test_medusa_trees_end_where_the_heads_do():
+    rounds = Rounds(drafter("medusa"), target(), PROMPTS[2:])
+    assert rounds.propose(TreeTopology.chain(7), IID(1)).lengths == [4]
+    assert rounds.propose(TreeTopology.chain(2), IID(1)).lengths == [3]
+    assert rounds.propose(TreeTopology.chain(7), IID(1), room=[1]).lengths == [2]
+
+
+@pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", ["eagle", "medusa"])
+def test_nothing_outside_of_the_vocabulary_is_drafted(name, greedy):
+    """Not even where the tree has more room than the vocabulary tokens."""
+    kind = {"eagle": EagleHead, "medusa": MedusaHead}[name]
+    with torch.random.fork_rng():
+        head = kind.for_target(target().model, [3, 60])
+    made = {"eagle": EagleDrafter, "medusa": MedusaDrafter}[name](head, target())
+    for law in (IID(3), WithoutReplacement(3), TopTail(1, 2), Fixed(3)):
+        tree = Rounds(made, target(), PROMPTS).propose(TreeTopology.k_ary(3, 2), law, greedy=greedy)
+        drafted = {token for sample in tree.samples for node, token in sample.tokens.items() if node}
+        assert drafted == {3, 60}
+        assert tree.lengths[1] == 1
+    decoder = SpeculativeDecoder(target(), made, UNEVEN, DRAWN)
+    assert decode(decoder)[0] == greedy_reference(target().model, PROMPTS, max_new_tokens=18, eos_token_id=None)
+
+
+@pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "top_k": 1}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", ["eagle", "medusa", "exit"])
+def test_a_broken_network_costs_speed_only(name, sampling):
+    broken = drafter(name)
+    with torch.no_grad():
+        for weight in (broken.adapter if name == "exit" else broken.head).parameters():
+            weight.fill_(float("nan"))
+    expected = greedy_reference(target().model, PROMPTS, max_new_tokens=6, eos_token_id=None)
+    with pytest.warns(UserWarning, match="drafter produced NaN or infinite logits"):
+        found, stats = decode(SpeculativeDecoder(target(), broken, UNEVEN, DRAWN), max_new_tokens=6, **sampling)
+    assert found == expected
+    assert stats.drafted == 0
+
+
+# Packed weights
+
+
+def adapted(model, layers):
+    """An adapter that does something."""
+    with torch.random.fork_rng():
+        adapter = ExitAdapter.for_target(model, layers)
+        torch.nn.init.normal_(adapter.mlp.down_proj.weight, std=0.3)
+    return adapter
+
+
+def untrained(name, of):
+    """Untrained, for any target of three layers."""
+    model = of.model
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        if name == "eagle":
+            return EagleDrafter(EagleHead.for_target(model, range(30), hidden_layers=[0, 1, 2]), of)
+        if name == "medusa":
+            return MedusaDrafter(MedusaHead.for_target(model, range(30)), of)
+        if name == "exit":
+            return EarlyExitDrafter(of, 1, adapted(model, 1))
+        return LanguageModelDrafter.from_target(of, 2)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("backend", ["plain", *BACKENDS])
+@every_drafter
+def test_packed_weights_give_the_same_rows(name, backend):
+    model, twin = (with_norms(small(num_hidden_layers=3)) for _ in range(2))  # asking for states leaves hooks behind
+    packed, reference = RaggedModel(model, linears=backend), RaggedModel(twin)
+    made, plain = untrained(name, packed), untrained(name, reference)
+    network = {"exit": "adapter", "model": "model"}.get(name, "head")
+    network = getattr(plain, network) if name != "model" else plain.model.model
+    rounds = Rounds(made, packed, PROMPTS)
+    for _ in range(2):
+        tree = rounds.propose(UNEVEN, WithoutReplacement(2))
+        check_rows(name, network, twin, tree, rounds.tokens, atol=1e-4)
+        rounds.commit(tree, [0, 0, 1])
+    expected = greedy_reference(twin, PROMPTS, max_new_tokens=8, eos_token_id=None)
+    assert decode(SpeculativeDecoder(packed, made, UNEVEN, DRAWN), max_new_tokens=8)[0] == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@every_drafter
+def test_half_precision(name, dtype):
+    """A drafter takes the target's dtype over; NaN or an error would show here."""
+    half = RaggedModel(with_norms(small(num_hidden_layers=3)).to(dtype))
+    made = untrained(name, half)
+    found, stats = decode(SpeculativeDecoder(half, made, UNEVEN, DRAWN), max_new_tokens=8)
+    assert stats.drafted > 0
+    assert [len(tokens) for tokens in found] == [8, 8, 8]
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "gpt_neox", "gemma2", "gpt_oss"])
+@every_drafter
+def test_any_architecture(name, architecture):
+    of = RaggedModel(
+        with_norms(tiny(architecture, **{"n_layer" if architecture == "gpt2" else "num_hidden_layers": 3}))
+    )
+    decoder = SpeculativeDecoder(of, untrained(name, of), UNEVEN, DRAWN)
+    found, stats = decode(decoder, max_new_tokens=8)
+    assert found == greedy_reference(of.model, PROMPTS, max_new_tokens=8, eos_token_id=None)
+    assert stats.drafted > 0
+
+
+# Early exit
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_oss", "gpt_neox"])
+def test_a_new_adapter_changes_no_bit(architecture):
+    model = small(architecture, num_hidden_layers=3)
+    of = RaggedModel(model)
+    rows = []
+    for adapter in (None, ExitAdapter.for_target(model, 2), adapted(model, 2)):
+        tree = Rounds(EarlyExitDrafter(of, 2, adapter), of, PROMPTS).propose(CHAIN, IID(1))
+        rows.append(torch.stack([sample.draft_probs[0] for sample in tree.samples]))
+    assert torch.equal(rows[0], rows[1])
+    assert not torch.allclose(rows[0], rows[2])
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2", "opt", "gpt_oss", "deepseek_v3"])
+def test_the_final_norm_follows_the_layers(architecture):
+    """The state in front of the second layer, normed, is what a model of one layer hands to its head."""
+    of, found = RaggedModel(small(architecture)), []
+    for layers, hidden in ((None, 1), (1, 2)):
+        cache = RaggedKVCache()
+        tokens, batch = torch.tensor(PROMPTS[0]), cache.plan([cache.open(5)], [range(5)])
+        found.append(of.run(tokens, batch, cache, layers=layers, hidden=(hidden,))[1])
+    torch.testing.assert_close(of.final_norm(found[0]), found[1], rtol=0, atol=1e-5)
+    assert not torch.allclose(found[0], found[1], atol=1e-2)
+
+
+def test_more_than_a_norm_behind_the_layers_is_refused():
+    projecting = RaggedModel(tiny("opt", word_embed_proj_dim=16))
+    with pytest.raises(UnsupportedModel, match="more than a norm behind"):
+        _ = projecting.final_norm
+
+
+def test_an_adapter_fits_one_number_of_layers():
+    adapter = ExitAdapter.for_target(target().model, EXIT)
+    with pytest.raises(ValueError, match=r"made for \[2\] layers, not for 3"):
+        EarlyExitDrafter(target(), 3, adapter)
+    with pytest.raises(ValueError, match=r"layers must lie in 1\.\.3"):
+        EarlyExitDrafter(target(), LAYERS, ExitAdapter.for_target(target().model, LAYERS))
+
+
+def test_the_model_is_left_as_it_was():
+    of = RaggedModel(small(num_hidden_layers=3))
+    before = [len(module._forward_hooks) for module in of.model.modules()]
+    Rounds(EarlyExitDrafter(of, 2, adapted(of.model, 2)), of, PROMPTS).propose(UNEVEN, IID(2))
+    assert [len(module._forward_hooks) for module in of.model.modules()] == before == [0] * len(before)
+
+
+# Hybrid
+
+
+class Sometimes(Drafter):
+    """Proposes one token to some samples in some rounds, and checks the states that it is shown.
+
+    Args:
+        rounds: for every round, the samples.
+        layers: states that it wants.
+    """
+
+    def __init__(self, rounds, layers):
+        super().__init__()
+        self.rounds, self.hidden_layers = iter(rounds), layers
+
+    def start(self, tokens, target_cache, handles):
+        return {sample: [] for sample in range(len(tokens))}
+
+    def observe(self, state, hidden):
+        for sample, shown in hidden.items():
+            state[sample].append(shown)
+
+    def propose(self, state, context):
+        chosen, garden = next(self.rounds), Garden(context, Fixed(1))
+        for sample in garden.frontier(0):
+            if sample in chosen:
+                garden.plant(sample, 0, [9], [1.0], None)
+        return garden.tree()
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_who_was_skipped_catches_up(name):
+    """With states of its own for the first part, between those of the other one."""
+    first = Sometimes([(0, 1), (), (0, 2), (0,), ()], (2, 0))
+    hybrid = HybridDrafter(first, drafter(name))
+    others = drafter(name).hidden_layers
+    assert hybrid.hidden_layers == tuple(dict.fromkeys((2, 0, *others)))
+    rounds = Rounds(hybrid, target(), PROMPTS)
+    ends = [[1, 0, 3], [3, 1, 0], [0, 3, 1], [1, None, 0], [0, None, 0]]
+    compared = 0
+    for number, ends_now in enumerate(ends):
+        tree = rounds.propose(UNEVEN, WithoutReplacement(2), seed=7 * number)
+        compared += check_rows(name, trained(name).network, target().model, tree, rounds.tokens)
+        rounds.commit(tree, [e if e is None or e in tree.samples[s].tokens else 0 for s, e in enumerate(ends_now)])
+    assert compared > 20
+    for sample, text in enumerate(rounds.tokens):
+        shown = torch.cat(rounds.state.first[sample])
+        if rounds.handles[sample] in rounds.cache:
+            torch.testing.assert_close(shown, states(target().model, text[:-1], 2, 0), rtol=0, atol=1e-4)
+
+
+def test_parts_that_want_no_states_get_none():
+    hybrid = HybridDrafter(NGramDrafter(), drafter("exit"))
+    assert hybrid.hidden_layers == ()
+    assert HybridDrafter(NGramDrafter(), drafter("medusa")).hidden_layers == (LAYERS,)
+
+
+# What does not fit
+
+
+@pytest.mark.parametrize("name", ["eagle", "medusa", "exit"])
+def test_a_drafter_belongs_to_its_target(name):
+    with pytest.raises(ValueError, match="must be built f"):
+        drafter(name).check(few(0), IID(1))
+    with pytest.raises(ValueError, match="must be built f"):
+        SpeculativeDecoder(few(0), drafter(name), CHAIN, DRAWN)

@@ -1,0 +1,143 @@
+"""What a drafter does along text of the target, draft by draft, in the form in which decoding shows it to deciders.
+
+The text is the target's own, so a draft that keeps to it is one that is accepted: its later steps see what they would
+see in decoding, as often as they are reached.
+
+Shapes: B sequences, L tokens, R rows, G drafting steps, M drafts: one for every token of an answer that a
+draft may begin with, H hidden size of the drafter or 0, K highest probabilities of a row.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from arbordraft import LearnedDecider, RaggedModel
+from arbordraft.deciders.learned import UNLIKELY
+from arbordraft.training.batches import Batch
+from arbordraft.training.features import TeacherHead
+from arbordraft.training.shards import ANSWER
+from arbordraft.training.students import Prediction, Student
+
+_ROWS = 256  # rows of logits at a time
+_TINY = torch.finfo(torch.float32).tiny
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """The drafts of a batch.
+
+    Args:
+        places: ``[G, M, 3]``, see :meth:`arbordraft.LearnedDecider.logits`.
+        statistics: ``[G, M, 1 + K]``, likewise.
+        hidden: ``[G, M, H]``, likewise.
+        labels: ``[G, M]`` 1 - TV of target and draft row, both at the temperature of the text. Where that is 0 both are
+            one-hot, and the target's token is the text's.
+        passes: ``[G, M]`` chance that the text's token passes if those before it did, ``min(1, q(x) / p(x))``.
+        weights: ``[G, M]`` chance that the draft gets so far: the product of ``passes`` before.
+        valid: ``[G, M]`` bool: whether the answer goes so far. Where it does not, ``passes`` and ``weights`` are 0 and
+            all else means nothing.
+        sequences: ``[M]`` the sequence of the batch.
+    """
+
+    places: Tensor
+    statistics: Tensor
+    hidden: Tensor
+    labels: Tensor
+    passes: Tensor
+    weights: Tensor
+    valid: Tensor
+    sequences: Tensor
+
+
+@torch.no_grad()
+def follow(
+    student: Student, batch: Batch, target: RaggedModel, teacher: TeacherHead, steps: int, decider: LearnedDecider
+) -> Drafts:
+    """Lets the student draft along a batch.
+
+    Args:
+        student: with its network.
+        batch: of the target's text.
+        target: the target.
+        teacher: its head.
+        steps: G; what lies beyond the student's own depth is not valid.
+        decider: says which features are wanted.
+    """
+    predictions = list(student.unroll(batch, target, min(steps, batch.tokens.shape[1] - 2)))
+    by_token = _rows(student, batch, teacher, predictions, decider.top_k)
+    if student.steps_alike:
+        predictions, by_token = predictions * steps, by_token.expand(steps, -1, -1, -1)
+    by_token = functional.pad(by_token, (0, 0, 0, 0, 0, 0, 0, steps - len(by_token)))
+    rows = torch.stack([_earlier(found, step) for step, found in enumerate(by_token)])
+    sequences, first = rows[0, ..., 0].nonzero(as_tuple=True)
+    rows = rows[:, sequences, first]
+    real, labels, passes, own = rows[..., :4].unbind(-1)
+    valid = real.cumprod(dim=0)
+    hidden = rows.new_zeros(*valid.shape, decider.hidden_size)
+    if decider.hidden_size:
+        for step, prediction in enumerate(predictions):
+            slots = (first + step - prediction.ahead).clamp(max=prediction.hidden.shape[1] - 1)
+            hidden[step] = prediction.hidden[sequences, slots].float()
+    depths = torch.arange(steps, device=rows.device)[:, None].expand_as(valid)
+    reach = _before(own.clamp(min=UNLIKELY).log(), 0.0).cumsum(dim=0)
+    greedy = (batch.temperatures[sequences] == 0).expand_as(valid)
+    return Drafts(
+        places=torch.stack([depths, reach, greedy], dim=-1),
+        statistics=rows[..., 4:],
+        hidden=hidden,
+        labels=labels,
+        passes=passes * valid,
+        weights=_before(passes, 1.0).cumprod(dim=0) * valid,
+        valid=valid.bool(),
+        sequences=sequences,
+    )
+
+
+def _rows(
+    student: Student, batch: Batch, teacher: TeacherHead, predictions: Sequence[Prediction], top_k: int
+) -> Tensor:
+    """``[G, B, L, 5 + K]`` of the rows that predict tokens of answers, by these tokens.
+
+    The last axis holds 1 if there is such a row, its label, how likely the token passes, the token's draft probability,
+    the row's entropy and its highest probabilities.
+    """
+    count, length = batch.tokens.shape
+    found = torch.zeros(len(predictions), count * length, 5 + top_k, device=batch.tokens.device)
+    for part in (batch.roles == ANSWER).flatten().nonzero()[:, 0].split(_ROWS):
+        sequences, at = part // length, part % length
+        text = batch.tokens[sequences, at]
+        greedy = batch.temperatures[sequences] == 0
+        heat = batch.temperatures[sequences].masked_fill(greedy, 1.0)[:, None]  # what decoding shows of greedy drafts
+        # One target row serves all drafting steps.
+        target = (teacher(batch.final[sequences, at - 1]).float() / heat).softmax(dim=-1)
+        likely = target.gather(1, text[:, None])[:, 0].clamp(min=_TINY)
+        for step, prediction in enumerate(predictions):
+            slots = at - prediction.ahead
+            hidden = prediction.hidden[sequences, slots.clamp(min=0)].to(prediction.head.dtype)
+            logits = functional.linear(hidden, prediction.head, prediction.bias)
+            draft = (student.widen(logits.float()) / heat).softmax(dim=-1)
+            own = draft.gather(1, text[:, None])[:, 0]
+            matches = (draft.argmax(dim=-1) == text).float()
+            label = torch.where(greedy, matches, torch.minimum(target, draft).sum(dim=-1).clamp(max=1))
+            passes = torch.where(greedy, matches, (own / likely).clamp(max=1))
+            entropy = torch.special.entr(draft).sum(dim=-1)
+            row = torch.stack([torch.ones_like(own), label, passes, own, entropy], dim=-1)
+            row = torch.cat([row, draft.topk(min(top_k, draft.shape[-1])).values], dim=-1)
+            found[step, part, : row.shape[-1]] = row * (slots >= prediction.first)[:, None]
+    return found.unflatten(1, (count, length))
+
+
+def _earlier(x: Tensor, by: int) -> Tensor:
+    """``[B, L, C]``: place j holds what j + by had."""
+    return functional.pad(x[:, by:], (0, 0, 0, min(by, x.shape[1])))
+
+
+def _before(x: Tensor, start: float) -> Tensor:
+    """``[G, M]``: step s holds what s - 1 had."""
+    return torch.cat([torch.full_like(x[:1], start), x[:-1]])
+
+
+__all__ = ["Drafts", "follow"]
