@@ -5,14 +5,12 @@ import sys
 from pathlib import Path
 
 import torch
-from lightning.pytorch import Trainer
-from test_training import fit
-from tiny_training import TRAINER, data, module
+from lightning.pytorch.strategies import ModelParallelStrategy
+from tiny_training import fit
 
 from arbordraft.training.distillation import SelfDistillation
 
 RANK = os.environ.get("RANK", "0")
-DDP = {"devices": 2, "strategy": "ddp"}
 
 
 def log_generation(path: Path) -> None:
@@ -27,19 +25,28 @@ def log_generation(path: Path) -> None:
     SelfDistillation._write = noted
 
 
+def strategy(name: str) -> object:
+    """Lightning takes each for one trainer only."""
+    return ModelParallelStrategy(save_distributed_checkpoint=False) if name == "fsdp" else name
+
+
 def main(world: Path, folder: Path) -> None:
     torch.set_num_threads(1)
     log_generation(folder / "generated")
-    torch.manual_seed(0)
-    model = module()
-    trainer = Trainer(**{**TRAINER, **DDP, "max_epochs": 2, "gradient_clip_val": 0.5, "limit_val_batches": 0})
-    trainer.fit(model, data(world))
-    torch.save(model.state_dict(), folder / f"weights-{RANK}")
-
-    whole = fit(world, folder / "whole", **DDP)
-    fit(world, folder / "stopped", kill=5, **DDP)
-    rest = fit(world, folder / "stopped", **DDP)
-    torch.save([whole, rest], folder / f"resumed-{RANK}")
+    for name in ("ddp", "fsdp"):
+        runs = {"plain": {"noise": 0.0}, "whole": {}, "stopped": {"kill": 5}, "resumed": {}}
+        found = {
+            run: fit(
+                world,
+                folder / name / run.replace("resumed", "stopped"),
+                devices=2,
+                strategy=strategy(name),
+                gradient_clip_val=0.5,
+                **settings,
+            )
+            for run, settings in runs.items()
+        }
+        torch.save(found, folder / f"{name}-{RANK}")
 
 
 if __name__ == "__main__":

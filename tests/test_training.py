@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from lightning.pytorch import Callback, Trainer, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch import Trainer
 from models import greedy_reference, left_padded, new_tokens
-from tiny_training import TRAINER, data, module, same, save_config, save_world, stored
+from tiny_training import TRAINER, data, fit, module, same, save_config, save_world, stored
 from typer.testing import CliRunner
 
 from arbordraft import Coupling, EagleDrafter, Fixed, Matching, SpeculativeDecoder, TopDown, TreeTopology
@@ -87,7 +86,7 @@ def test_results_are_a_folder_that_decodes_losslessly(trained):
     best = folder / "results" / "best"
     assert {path.name for path in best.iterdir()} == FILES
     curve = json.loads((folder / "results" / "curve.json").read_text())
-    assert [point["step"] for point in curve] == [72, 144]
+    assert [point["step"] for point in curve] == [64, 128]
     winner = max(curve, key=lambda point: point["val/tau"])
     assert json.loads((best / "metrics.json").read_text()) == {k: v for k, v in winner.items() if k != "step"}
     assert "| tau |" in (best / "README.md").read_text()
@@ -212,49 +211,6 @@ def test_shares_of_the_data_can_be_generated_apart(world, tmp_path):
     assert same(stored(tmp_path / "shared"), stored(tmp_path / "alone"))
 
 
-class Killed(Exception):
-    """Stands for whatever ends a process."""
-
-
-class Kill(Callback):
-    """Ends a training in front of its step number ``at``."""
-
-    def __init__(self, at):
-        self.at = at
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.global_step == self.at:
-            raise Killed
-
-
-class Losses(Callback):
-    """Keeps the loss and the text of every batch."""
-
-    def __init__(self):
-        self.seen = []
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.seen.append((float(outputs["loss"]), batch.tokens.tolist()))
-
-
-def fit(world, folder, every=2, kill=None, noise=0.1, **settings):
-    """Trains, from the last checkpoint if there is one; returns the last checkpoint and what every batch was."""
-    seed_everything(0, verbose=False)
-    keep = ModelCheckpoint(folder / "checkpoints", every_n_train_steps=every, save_last=True, save_top_k=1)
-    losses = Losses()
-    callbacks = [Recorder(str(folder / "results")), keep, losses, *([] if kill is None else [Kill(kill)])]
-    settings = {**TRAINER, "enable_checkpointing": True, "max_epochs": 2, "val_check_interval": 4, **settings}
-    last = folder / "checkpoints" / "last.ckpt"
-    trainer = Trainer(**settings, callbacks=callbacks)
-    try:
-        trainer.fit(module(noise), data(world), ckpt_path=last if last.exists() else None)
-    except Killed:
-        assert kill is not None
-    else:
-        trainer.save_checkpoint(last)
-    return (torch.load(last, weights_only=True) if last.exists() else None), losses.seen
-
-
 @pytest.fixture(scope="module")
 def whole(world, tmp_path_factory):
     """A training that nobody stopped, and the same in another manner."""
@@ -306,7 +262,7 @@ def test_checkpoints_hold_the_drafter_only(whole, world):
 
 def test_a_killed_process_leaves_a_checkpoint_that_goes_on(world, whole, tmp_path):
     script = (
-        "import sys; from pathlib import Path; from test_training import fit, world; "
+        "import sys; from pathlib import Path; from tiny_training import fit; "
         "fit(Path(sys.argv[1]), Path(sys.argv[2]), 1)"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}

@@ -10,12 +10,15 @@ from typing import Any
 import torch
 import yaml
 from chats import BRACKETS, chat_tokenizer
+from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
 from models import tiny
 from safetensors import safe_open
 
 from arbordraft.training.data import SelfDistillationDataModule
 from arbordraft.training.distillation import Recipe
 from arbordraft.training.drafter_module import DrafterModule, Phase
+from arbordraft.training.recording import Recorder
 from arbordraft.training.students import EagleStudent
 from arbordraft.training.targets import Target
 
@@ -62,7 +65,7 @@ def data(world: Path, **changes: Any) -> SelfDistillationDataModule:
         "recipe": RECIPE,
         "prompts": str(world / "prompts.jsonl"),
         "batch_tokens": 128,
-        "validation": 3,
+        "validation": 4,
     }
     return SelfDistillationDataModule(**{**settings, **changes})
 
@@ -103,7 +106,7 @@ def save_config(path: Path, world: Path, **sections: Mapping[str, Any]) -> Path:
             "recipe": {"conversations": 12, "per_shard": 4, "max_new_tokens": 16, "max_tokens": 64},
             "prompts": str(world / "prompts.jsonl"),
             "batch_tokens": 128,
-            "validation": 3,
+            "validation": 4,
         },
         "results": {"output": str(path.parent / "results")},
     }
@@ -111,6 +114,49 @@ def save_config(path: Path, world: Path, **sections: Mapping[str, Any]) -> Path:
         config[name] = {**config.get(name, {}), **changes}
     path.write_text(yaml.safe_dump(config))
     return path
+
+
+class Killed(Exception):
+    """Stands for whatever ends a process."""
+
+
+class Kill(Callback):
+    """Ends a training in front of its step number ``at``."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == self.at:
+            raise Killed
+
+
+class Losses(Callback):
+    """Keeps the loss and the text of every batch."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.seen.append((float(outputs["loss"]), batch.tokens.tolist()))
+
+
+def fit(world, folder, every=2, kill=None, noise=0.1, **settings):
+    """Trains, from the last checkpoint if there is one; returns the last checkpoint and what every batch was."""
+    seed_everything(0, verbose=False)
+    keep = ModelCheckpoint(folder / "checkpoints", every_n_train_steps=every, save_last=True, save_top_k=1)
+    losses = Losses()
+    callbacks = [Recorder(str(folder / "results")), keep, losses, *([] if kill is None else [Kill(kill)])]
+    settings = {**TRAINER, "enable_checkpointing": True, "max_epochs": 2, "val_check_interval": 4, **settings}
+    last = folder / "checkpoints" / "last.ckpt"
+    trainer = Trainer(**settings, callbacks=callbacks)
+    try:
+        trainer.fit(module(noise), data(world), ckpt_path=last if last.exists() else None)
+    except Killed:
+        assert kill is not None
+    else:
+        trainer.save_checkpoint(last)
+    return (torch.load(last, weights_only=True) if last.exists() else None), losses.seen
 
 
 def same(one: Any, other: Any) -> bool:

@@ -88,7 +88,7 @@ def generate(
     file: Annotated[Path | None, typer.Option(help="Text file with one prompt per line, added to the others.")] = None,
     model: ModelOption = "smollm2",
     drafter: Annotated[
-        str, typer.Option(help="'ngram', 'early-exit:LAYERS', 'none', or hub name or folder of a draft model.")
+        str, typer.Option(help="'ngram', 'early-exit:LAYERS', 'none', folder of a trained drafter, or a draft model's hub name.")
     ] = "ngram",
     tree: Annotated[str, typer.Option(help=f"Shape of the draft tree: {SHAPES}.")] = "k:2,1,1,1",
     law: Annotated[Law | None, typer.Option(help="Draft law; by default 'fixed' for ngram, else top-tail.")] = None,
@@ -289,6 +289,7 @@ def _decoder(
     linears: Linears,
 ) -> "SpeculativeDecoder":
     import arbordraft as ad
+    from arbordraft.loading import load_drafter
 
     widest = max(1, *(len(children) for children in topology.child_list))
     parts: dict[Verifier, type[ad.TopDown | ad.Lifted]] = {Verifier.top_down: ad.TopDown, Verifier.lifted: ad.Lifted}
@@ -300,6 +301,8 @@ def _decoder(
         law, decider = law or Law.fixed, decider or ad.Backoff()
     elif drafter.startswith("early-exit:"):
         proposer = ad.EarlyExitDrafter(target, int(drafter.partition(":")[2]))
+    elif Path(drafter).is_dir():
+        proposer = load_drafter(drafter, target)
     else:
         proposer = ad.LanguageModelDrafter(_load(drafter, dtype, linears)[0])
     laws: dict[Law | None, ad.DraftLaw] = {

@@ -3,15 +3,21 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
-from arbordraft.drafters import Drafter, EagleDrafter
+from arbordraft.drafters import Drafter, EagleDrafter, EarlyExitDrafter, LanguageModelDrafter, MedusaDrafter
 from arbordraft.target import RaggedModel
 
-_KINDS = {"arbordraft_eagle": EagleDrafter}
+# By the model_type in config.json; whatever else transformers can load counts as a language model.
+_KINDS: dict[str, Any] = {
+    "arbordraft_eagle": EagleDrafter,
+    "arbordraft_exit_adapter": EarlyExitDrafter,
+    "arbordraft_medusa": MedusaDrafter,
+}
 
 
 def load_drafter(path: str | os.PathLike[str], target: RaggedModel) -> Drafter:
-    """The drafter that a training saved in a folder.
+    """The drafter that a training saved in a folder, or a small language model in its place.
 
     Args:
         path: the folder.
@@ -25,6 +31,5 @@ def load_drafter(path: str | os.PathLike[str], target: RaggedModel) -> Drafter:
         kind = json.loads(config.read_text())["model_type"]
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{path} holds no trained drafter: its config.json cannot be read ({error})") from error
-    if kind not in _KINDS:
-        raise ValueError(f"{path} holds a model of type {kind!r}, not a drafter ({', '.join(_KINDS)})")
-    return _KINDS[kind].from_pretrained(path, target)
+    drafter: Drafter = _KINDS.get(kind, LanguageModelDrafter).from_pretrained(path, target)
+    return drafter

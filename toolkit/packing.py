@@ -21,7 +21,7 @@ from arbordraft.kernels.packed_linear import LANES, packed_linear
 from arbordraft.kernels.packed_linear.module import PackedLinear, onednn_problem
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.observation import AttentionCall, Forward, LayerCall, Observation
-from arbordraft.recognition import Parts, Unrecognised, same_layer, same_mlp, settings
+from arbordraft.recognition import Parts, Unrecognised, heard, same_layer, same_mlp, settings
 
 LINEARS = ("plain", "packed", "native", "onednn")
 # Besides packed modules, the kinds that treat every row by itself.
@@ -159,7 +159,7 @@ class Packing:
             and all(map(operator.is_, map(dict.get, *self._holders), self._tensors))
             and list(map(_VERSION, self._counting)) == self._versions
             and list(map(Tensor.data_ptr, self._tensors)) == self._addresses
-            and not any(self._listeners)
+            and not (any(self._listeners) and any(map(heard, self._listeners)))
         )
 
     def swaps(self, layers: int | None) -> list[Swap]:

@@ -7,7 +7,7 @@ Shapes: H hidden size, D head size, N inner size of the MLP.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -179,7 +179,18 @@ def matrix(weight: Tensor, bias: Tensor | None, int8: bool) -> Matrix:
 
 def hooked(module: nn.Module) -> bool:
     """Whether somebody listens to the module or a part of it, or has replaced a forward: nobody would be called."""
-    return any(part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part) for part in module.modules())
+    return any(
+        heard(part._forward_hooks) or heard(part._forward_pre_hooks) or "forward" in vars(part)
+        for part in module.modules()
+    )
+
+
+def heard(hooks: Mapping[int, Any]) -> bool:
+    """Whether any of a module's hooks wants to be called.
+
+    transformers leaves hooks behind once hidden states were asked for; they only act when they are asked for again.
+    """
+    return any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in hooks.values())
 
 
 def same_mlp(mlp: nn.Module, run: Any) -> bool:

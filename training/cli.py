@@ -2,9 +2,12 @@
 
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from arbordraft.training.data import SelfDistillationDataModule
 
 CONFIGS = resources.files("arbordraft.training") / "configs"
 
@@ -65,12 +68,7 @@ def generate(
     of: Annotated[int, typer.Option(min=1, help="Number of shares: start one process for each.")] = 1,
 ) -> None:
     """Only generate the data that a drafter's configuration asks for; options are those of 'drafter fit'."""
-    from arbordraft.training.drafter_module import DrafterModule
-
-    cli = run(DrafterModule, ["fit", *context.args], go=False)
-    cli.trainer.strategy.connect(cli.model)  # the data asks the model which hidden states it reads
-    cli.datamodule.trainer = cli.trainer
-    cli.datamodule.generate(part, of)
+    data_of(context.args).generate(part, of)
 
 
 @app.command("configs")
@@ -90,6 +88,16 @@ def sync_spool(
 
     for run_folder, records in sync(spool, uri).items():
         typer.echo(f"{run_folder}: {records} records")
+
+
+def data_of(arguments: list[str]) -> "SelfDistillationDataModule":
+    """The data that arguments of 'drafter fit' ask for, ready to be generated."""
+    from arbordraft.training.drafter_module import DrafterModule
+
+    cli = run(DrafterModule, ["fit", *arguments, "--trainer.logger", "false"], go=False)
+    cli.trainer.strategy.connect(cli.model)  # the data asks the model which hidden states it reads
+    cli.datamodule.trainer = cli.trainer
+    return cli.datamodule
 
 
 def run(module: Any, arguments: list[str], *, go: bool = True) -> Any:
@@ -113,7 +121,8 @@ def run(module: Any, arguments: list[str], *, go: bool = True) -> Any:
         def parse_arguments(self, parser: Any, args: Any) -> None:
             self.config = parser.parse_args(args)  # without the warning that the process has arguments, too
 
-        def before_fit(self) -> None:
+        def instantiate_classes(self) -> None:
+            super().instantiate_classes()
             for callback in self.trainer.callbacks:
                 if isinstance(callback, Recorder):
                     callback.config = self.parser.dump(self.config, skip_none=False)
@@ -135,4 +144,4 @@ def run(module: Any, arguments: list[str], *, go: bool = True) -> Any:
     )
 
 
-__all__ = ["app", "known_configs", "resolve_configs", "run"]
+__all__ = ["app", "data_of", "known_configs", "resolve_configs", "run"]

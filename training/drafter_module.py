@@ -7,13 +7,17 @@ import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.optim.lr_scheduler import LambdaLR
 
 from arbordraft import Coupling, Fixed, RaggedModel, SpeculativeDecoder, TreeTopology
@@ -102,8 +106,8 @@ class DrafterModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
         self._seen: list[dict[str, Tensor]] = []
 
     def save(self, folder: Path) -> None:
-        """Writes the network as transformers does."""
-        self.student.save(folder)
+        """Writes the network, as it was when it was validated last, as transformers does."""
+        self._whole.save(folder)
 
     def card(self, metrics: Mapping[str, float]) -> str:
         """The model card."""
@@ -146,6 +150,16 @@ class DrafterModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
         self.data.target.requires_grad_(False)  # its gradients would be computed in vain
         # Outside of the module's state: a checkpoint holds the drafter only.
         object.__setattr__(self, "_teacher", TeacherHead(self.data.target))
+        object.__setattr__(self, "_whole", self.student)
+
+    def configure_model(self) -> None:
+        """Splits weights, gradients and optimizer state over all processes if a ``ModelParallelStrategy`` wants it."""
+        if isinstance(self.trainer.strategy, ModelParallelStrategy) and not isinstance(self, FSDPModule):
+            mesh = init_device_mesh(self.trainer.strategy.root_device.type, (self.trainer.world_size,))
+            # Whole for as long as a step lasts: students use parts of their networks apart from each other.
+            fully_shard(self, mesh=mesh, reshard_after_forward=False)
+            register_fsdp_forward_method(self, "training_step")
+            register_fsdp_forward_method(self, "validation_step")
 
     def configure_optimizers(self) -> dict[str, Any]:
         """Muon and AdamW with a warm-up, a plateau and a cosine."""
@@ -171,7 +185,7 @@ class DrafterModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
 
     def _loss(self, batch: Batch, phase: Phase) -> Tensor:
         learned, tokens = batch.learned(self.data.learned), self.student.tokens
-        teacher = self._teacher.weight if tokens is None else self._teacher.weight[tokens]
+        teacher, finish = self._teacher.rows(tokens)
         weights = position_decay(phase.steps, self.decay)
         losses = []
         for step, prediction in enumerate(self.student.unroll(batch, self.data.target, phase.steps)):
@@ -188,7 +202,7 @@ class DrafterModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
                 bias=prediction.bias,
                 loss=phase.loss,
                 chunk=self.chunk,
-                teacher_logits=self._teacher.cap,
+                teacher_logits=finish,
             )
             losses.append(result.loss * weights[step])
             self.log(f"train/acceptance_pos_{step + 1}", result.acceptance.mean(), batch_size=1)
@@ -250,6 +264,7 @@ class DrafterModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
                 metrics["val/tau_greedy_tree"] = mean(
                     lambda p, r: tree_tau(p["ranks"][:, r], p["begins"][r], self.tree)
                 )
+        self._gather()
         if self.decoded and not self.trainer.sanity_checking:
             metrics |= self._decode()
         taus = [value for name, value in metrics.items() if name.startswith("val/tau_") and name.endswith("chain")]
@@ -304,7 +319,7 @@ class DrafterModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
         target = self.data.target
         decoder = SpeculativeDecoder(
             target,
-            self.student.drafter(target),
+            self._whole.drafter(target),
             TreeTopology.chain(self.draft_steps),
             Coupling(Fixed(1), TopDown(Matching())),
         )
@@ -333,6 +348,15 @@ class DrafterModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
             "val/draft_ms": 1e3 * stats.seconds["draft"] / rounds,
             "val/target_ms": 1e3 * stats.seconds["target"] / rounds,
         }
+
+    def _gather(self) -> None:
+        """Has the student at hand with all its weights, also where they are split; all processes must take part."""
+        whole = self.student
+        if isinstance(self, FSDPModule):
+            self.unshard()
+            whole = deepcopy(self.student)
+            self.reshard()
+        object.__setattr__(self, "_whole", whole)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

@@ -3,7 +3,7 @@
 Shapes: n tokens of a sequence, N of a shard, F input features side by side, H hidden size, V vocabulary, R rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,7 +14,6 @@ from torch.nn import functional
 from arbordraft import RaggedKVCache, RaggedModel
 from arbordraft.training.shards import Shard, ShardError, ShardFolder, write_tensors
 
-_CHUNK = 64  # rows of logits at a time
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}  # of a row's norm; half precision rounds by far more
 
 
@@ -51,20 +50,22 @@ class TeacherHead(nn.Module):
         self.softcap: float | None = getattr(target.model.config.get_text_config(), "final_logit_softcapping", None)
         self._check(target)
 
-    def forward(self, final: Tensor, tokens: Tensor | None = None) -> Tensor:
-        """``[R, V]`` logits, or ``[R, D]`` those of the ``[D]`` tokens."""
+    def forward(self, final: Tensor) -> Tensor:
+        """``[R, V]`` logits of ``[R, H]``."""
+        weight, finish = self.rows(None)
+        return finish(functional.linear(final.to(weight.dtype), weight))
+
+    def rows(self, tokens: Tensor | None) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """``[D, H]`` weights of some tokens, or of all, and what makes logits of their ``[R, D]`` products."""
         weight, bias = self.weight, self.bias
         if tokens is not None:
             weight, bias = weight[tokens], None if bias is None else bias[tokens]
-        return self.cap(functional.linear(final.to(weight.dtype), weight, bias))
 
-    def cap(self, logits: Tensor) -> Tensor:
-        """What the model does to its logits behind the projection."""
-        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+        def finish(products: Tensor) -> Tensor:
+            logits = products if bias is None else products + bias
+            return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
-    def normaliser(self, final: Tensor) -> Tensor:
-        """``[R]`` float32 log-sum-exp of the logits, computed in parts."""
-        return torch.cat([self(part).float().logsumexp(dim=-1) for part in final.split(_CHUNK)])
+        return weight, finish
 
     def _check(self, target: RaggedModel) -> None:
         cache = RaggedKVCache()

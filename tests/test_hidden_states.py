@@ -1,0 +1,145 @@
+"""Hidden states of packed rows: those of transformers, from every backend, at no price in bits."""
+
+import pytest
+import torch
+from models import PROMPTS, tiny
+from packed_models import FUSED, OTHERS, logits, plain, small
+from torch.testing import assert_close
+
+from arbordraft import (
+    Coupling,
+    DraftTree,
+    Fixed,
+    Matching,
+    NGramDrafter,
+    NoDrafter,
+    RaggedKVCache,
+    RaggedModel,
+    SpeculativeDecoder,
+    TopDown,
+    TreeTopology,
+    UnsupportedModel,
+)
+
+ALL = (0, 1, 2)
+
+
+def expected(model, tokens, layers=ALL):
+    with torch.no_grad():
+        states = model(torch.tensor([list(tokens)]), output_hidden_states=True, use_cache=False).hidden_states
+    return torch.cat([states[layer][0] for layer in layers], dim=-1)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2", "opt", "gpt_oss"])
+def test_they_are_those_of_transformers(architecture):
+    model = tiny(architecture)
+    cache = RaggedKVCache()
+    samples = [cache.open() for _ in PROMPTS]
+    found = plain(model).prefill(dict(zip(samples, PROMPTS, strict=True)), cache, chunk=4, hidden=ALL)
+    for sample, prompt in zip(samples, PROMPTS, strict=True):
+        assert_close(found[sample], expected(model, prompt), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("backend", ["native", "onednn"])
+@pytest.mark.parametrize("architecture", [*FUSED, *OTHERS])
+def test_every_backend_shows_them(architecture, backend):
+    model = small(architecture)
+    target, cache = RaggedModel(model, linears=backend), RaggedKVCache()
+    prompt = PROMPTS[2]
+    found = target.prefill({cache.open(): prompt}, cache, hidden=ALL)
+    (states,) = found.values()
+    assert_close(states, expected(model, prompt), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_asking_changes_no_bit(dtype):
+    target = RaggedModel(small().to(dtype), linears="native")
+    tokens = torch.arange(8) + 20
+    found = []
+    for hidden in ((), (1,), ALL):
+        cache = RaggedKVCache()
+        batch = cache.plan([cache.open()], [range(8)])
+        found.append(target.run(tokens, batch, cache, hidden=hidden)[0])
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+@pytest.mark.usefixtures("kernels")
+def test_asking_transformers_for_them_leaves_the_kernels_alone(recwarn):
+    """It leaves hooks behind, which do nothing."""
+    model = small()
+    target = RaggedModel(model, linears="native")
+    before = logits(target)
+    expected(model, PROMPTS[0])
+    assert any(module._forward_hooks for module in model.modules())
+    assert torch.equal(logits(target), before)
+    assert target.row_invariant
+    assert not [warning for warning in recwarn if "changed" in str(warning.message)]
+    model.model.layers[0].register_forward_hook(lambda *_: None)
+    with pytest.warns(UserWarning, match="changed"):
+        logits(target)
+
+
+def test_unknown_ones_are_refused():
+    target, cache = plain(tiny()), RaggedKVCache()
+    batch = cache.plan([cache.open()], [range(1)])
+    with pytest.raises(ValueError, match=r"numbered 0\.\.2"):
+        target.run(torch.tensor([1]), batch, cache, hidden=(3,))
+
+
+def test_a_model_that_hides_them_is_named():
+    model = tiny()
+    target = plain(model)
+    target.num_layers = 3  # no list of so many layers
+    cache = RaggedKVCache()
+    with pytest.raises(UnsupportedModel, match="hidden states"):
+        target.run(torch.tensor([1]), cache.plan([cache.open()], [range(1)]), cache, hidden=(1,))
+
+
+class Watcher(NGramDrafter):
+    """Drafts lookups and keeps what it is shown."""
+
+    hidden_layers = ALL
+
+    def start(self, tokens, target_cache, handles):
+        self.seen = {sample: [] for sample in range(len(tokens))}
+        return super().start(tokens, target_cache, handles)
+
+    def observe(self, state, hidden):
+        for sample, states in hidden.items():
+            self.seen[sample].append(states)
+
+
+class Idle(Watcher):
+    """Drafts nothing at all."""
+
+    def propose(self, state, context) -> DraftTree:
+        return NoDrafter().propose(None, context)
+
+
+@pytest.mark.parametrize("kind", [Watcher, Idle])
+@pytest.mark.parametrize("eos", [None, 44])
+def test_drafters_are_shown_every_committed_token_but_the_last(kind, eos):
+    """In batches of different prompts and paces, and for samples that end in the middle of an accepted path."""
+    model = tiny()
+    drafter = kind(longest=2, shortest=1)
+    decoder = SpeculativeDecoder(
+        plain(model), drafter, TreeTopology.from_k_config((2, 1, 1)), Coupling(Fixed(2), TopDown(Matching()))
+    )
+    width = max(map(len, PROMPTS))
+    output = decoder.generate(
+        torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in PROMPTS]),
+        attention_mask=torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS]),
+        max_new_tokens=24,
+        do_sample=False,
+        eos_token_id=eos,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+    )
+    assert eos is None or min(output.stats.emitted) < 24
+    for sample, prompt in enumerate(PROMPTS):
+        text = prompt + output.sequences[sample, width : width + output.stats.emitted[sample]].tolist()
+        found = torch.cat(drafter.seen[sample])
+        assert len(found) == len(text) - 1
+        assert_close(found, expected(model, text)[:-1], rtol=1e-4, atol=1e-4)
