@@ -24,7 +24,7 @@ class ShardWriter:
 
     def __call__(self, rows: dict[str, Any]) -> dict[str, Any]:
         """One share of as many as there are shards is one shard."""
-        for index in rows["id"].tolist():
+        for index in rows["shard"].tolist():
             self.data.generate(index, self.shards)
         return rows
 
@@ -38,7 +38,8 @@ def main() -> None:
     settings, arguments = parser.parse_known_args()
     data = data_of(arguments)
     shards = data.recipe.shards
-    done = ray.data.range(shards, override_num_blocks=shards).map_batches(
+    rows = [{"shard": index} for index in range(shards)]
+    done = ray.data.from_items(rows, override_num_blocks=shards).map_batches(
         ShardWriter,
         fn_constructor_args=[arguments, shards],
         batch_size=1,

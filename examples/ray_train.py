@@ -20,7 +20,7 @@ from arbordraft.training.drafter_module import DrafterModule
 
 RAY = [
     "--trainer.devices=auto",
-    "--trainer.strategy=ray.train.lightning.RayDDPStrategy",
+    "--trainer.strategy.class_path=ray.train.lightning.RayDDPStrategy",
     "--trainer.plugins=ray.train.lightning.RayLightningEnvironment",
     "--trainer.callbacks+=ray.train.lightning.RayTrainReportCallback",
 ]

@@ -209,11 +209,12 @@ class Spoiled(RaggedModel):
         super().__init__(model, self_test=False)
         self.token, self.value = token, value
 
-    def forward(self, tokens, batch, cache, rows=None, layers=None):
-        logits = super().forward(tokens, batch, cache, rows, layers).clone()
+    def run(self, tokens, batch, cache, rows=None, *others, **options):
+        logits, hidden = super().run(tokens, batch, cache, rows, *others, **options)
         if rows is None:
+            logits = logits.clone()
             logits[tokens == self.token, 7] = self.value
-        return logits
+        return logits, hidden
 
 
 @pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "top_k": 1}], ids=["greedy", "sampled"])

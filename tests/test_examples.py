@@ -36,6 +36,33 @@ def test_example(example, arguments, expected):
     assert expected in run(str(ROOT / "examples" / example), *arguments)
 
 
+def test_training_from_nothing(tmp_path):
+    """The whole of it, small: generation, drafter, decider, gain; and again, where nothing is left to do."""
+    small = ["--conversations", "6", "--folder", str(tmp_path), "--new-tokens", "1", "--"]
+    options = {
+        "data.recipe.per_shard": 6,
+        "data.recipe.max_new_tokens": 12,
+        "data.recipe.follow_ups": 0,
+        "data.validation": 4,
+        "data.generation_batch": 16,
+        "trainer.max_steps": 1,
+        "trainer.val_check_interval": 1,
+        "trainer.logger": "false",
+    }
+    script = str(ROOT / "examples" / "train_smollm2.py")
+    for _ in range(2):
+        shown = run(script, *small, *(f"--{name}={value}" for name, value in options.items()))
+        assert "trained" in shown
+        assert "tau" in shown
+    assert {path.name for path in (tmp_path / "data").glob("*.safetensors")} == {
+        "tokens-00000.safetensors",
+        "hidden-00000.safetensors",
+    }
+    for kind in ("drafter", "decider"):
+        assert (tmp_path / kind / "best" / "model.safetensors").exists()
+        assert (tmp_path / kind / "checkpoints" / "last.ckpt").exists()
+
+
 def test_every_example_is_tested():
     source = Path(__file__).read_text()
     assert all(f'"{path.name}"' in source for path in (ROOT / "examples").glob("*.py"))

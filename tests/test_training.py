@@ -224,24 +224,33 @@ def whole(world, tmp_path_factory):
     }
 
 
+def check_training(found, seen, expected, seen_then):
+    """Everything that a training goes on with is what it was in one that was not stopped."""
+    assert 0 < len(seen) < len(seen_then)
+    assert seen == seen_then[len(seen_then) - len(seen) :]
+    for name in ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "SelfDistillationDataModule"):
+        assert same(found[name], expected[name]), name
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_stopped_trainings_go_on_exactly(world, whole, tmp_path, seed):
     """Wherever it is stopped: weights, optimizer, schedule, order of batches, noise, and the record of validations."""
     source = random.Random(seed)
     changes, expected, seen = whole[source.choice(["plain", "plain", "accumulated", "counted"])]
-    every, steps = source.choice([1, 2, 3]), expected["global_step"]
-    for kill in sorted(source.sample(range(1, steps), 2)):
-        fit(world, tmp_path, every, kill, **changes)
+    every, steps = seed % 4, expected["global_step"]
+    fit(world, tmp_path, every, source.randrange(steps // 2 + 1 if every == 0 else every + 1, steps), **changes)
     found, rest = fit(world, tmp_path, every, **changes)
-    assert rest == seen[len(seen) - len(rest) :]
-    assert len(rest) < len(seen)
-    for name in ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch"):
-        assert same(found[name], expected[name]), name
-    loader = found["loops"]["fit_loop"]["state_dict"]["combined_loader"]
-    assert loader == expected["loops"]["fit_loop"]["state_dict"]["combined_loader"]
+    check_training(found, rest, expected, seen)
     curves = [checkpoint["callbacks"]["Recorder"]["curve"] for checkpoint in (found, expected)]
     assert len(curves[0]) > 2
     assert same(*curves)
+
+
+@pytest.mark.parametrize(("every", "kills"), [(1, (3, 5, 12)), (2, (8, 15)), (3, (7, 11)), (0, (5, 13))])
+def test_trainings_that_are_stopped_again_and_again_go_on_exactly(world, whole, tmp_path, every, kills):
+    for kill in kills:
+        fit(world, tmp_path, every, kill)
+    check_training(*fit(world, tmp_path, every), *whole["plain"][1:])
 
 
 def test_noise_is_drawn_and_matters(whole, world, tmp_path):

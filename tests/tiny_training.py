@@ -87,7 +87,7 @@ def save_config(path: Path, world: Path, **sections: Mapping[str, Any]) -> Path:
     """The same as a configuration for the command line; sections are merged into it."""
     config: dict[str, Any] = {
         "seed_everything": 0,
-        "trainer": {**TRAINER, "max_epochs": 2},
+        "trainer": {**TRAINER, "max_epochs": 2, "enable_checkpointing": True},
         "model": {
             "student": {
                 "class_path": "arbordraft.training.students.EagleStudent",
@@ -131,6 +131,19 @@ class Kill(Callback):
             raise Killed
 
 
+class FailOnce(Callback):
+    """Raises in the second epoch, unless it did so before."""
+
+    def __init__(self, mark: str) -> None:
+        self.mark = Path(mark)
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.current_epoch == 1 and batch_idx == 1 and not self.mark.exists():
+            trainer.strategy.barrier()
+            self.mark.touch()
+            raise RuntimeError("a lost machine")
+
+
 class Losses(Callback):
     """Keeps the loss and the text of every batch."""
 
@@ -142,9 +155,13 @@ class Losses(Callback):
 
 
 def fit(world, folder, every=2, kill=None, noise=0.1, **settings):
-    """Trains, from the last checkpoint if there is one; returns the last checkpoint and what every batch was."""
+    """Trains, from the last checkpoint if there is one; returns the last checkpoint and what every batch was.
+
+    Checkpoints are written every so many steps, or with 0 at the end of every epoch.
+    """
     seed_everything(0, verbose=False)
-    keep = ModelCheckpoint(folder / "checkpoints", every_n_train_steps=every, save_last=True, save_top_k=1)
+    when = {"every_n_train_steps": every} if every else {"every_n_epochs": 1, "save_on_train_epoch_end": True}
+    keep = ModelCheckpoint(folder / "checkpoints", save_last=True, save_top_k=1, **when)
     losses = Losses()
     callbacks = [Recorder(str(folder / "results")), keep, losses, *([] if kill is None else [Kill(kill)])]
     settings = {**TRAINER, "enable_checkpointing": True, "max_epochs": 2, "val_check_interval": 4, **settings}

@@ -88,7 +88,10 @@ def generate(
     file: Annotated[Path | None, typer.Option(help="Text file with one prompt per line, added to the others.")] = None,
     model: ModelOption = "smollm2",
     drafter: Annotated[
-        str, typer.Option(help="'ngram', 'early-exit:LAYERS', 'none', folder of a trained drafter, or a draft model's hub name.")
+        str,
+        typer.Option(
+            help="'ngram', 'early-exit:LAYERS', 'none', folder of a trained drafter, or a draft model's hub name."
+        ),
     ] = "ngram",
     tree: Annotated[str, typer.Option(help=f"Shape of the draft tree: {SHAPES}.")] = "k:2,1,1,1",
     law: Annotated[Law | None, typer.Option(help="Draft law; by default 'fixed' for ngram, else top-tail.")] = None,

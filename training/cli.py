@@ -78,6 +78,20 @@ def configs() -> None:
         typer.echo(name)
 
 
+@app.command("demo")
+def demo(
+    folder: Annotated[Path, typer.Option(help="For data, results and checkpoints.")] = Path("arbordraft-smollm2"),
+    conversations: Annotated[int | None, typer.Option(help="How many to generate, 9216 by default.")] = None,
+) -> None:
+    """Train a drafter and a decider for SmolLM2-135M-Instruct from nothing, in about three hours on two cores."""
+    from rich.console import Console
+
+    from arbordraft.training.demo import Demo, gain
+
+    console = Console()
+    gain(console, Demo(folder, conversations).run(console)["drafter"])
+
+
 @app.command("sync")
 def sync_spool(
     spool: Annotated[Path, typer.Argument(help="The folder that the warning named.")] = Path("mlflow-spool"),
@@ -88,6 +102,11 @@ def sync_spool(
 
     for run_folder, records in sync(spool, uri).items():
         typer.echo(f"{run_folder}: {records} records")
+
+
+def checkpoint_folder(output: str) -> str:
+    """Where a training whose results go to ``output`` keeps its checkpoints."""
+    return str(Path(output) / "checkpoints")
 
 
 def data_of(arguments: list[str]) -> "SelfDistillationDataModule":
@@ -108,6 +127,7 @@ def run(module: Any, arguments: list[str], *, go: bool = True) -> Any:
         arguments: of the command line.
         go: run the subcommand, not only build everything.
     """
+    from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.cli import LightningCLI
 
     from arbordraft.training.data import SelfDistillationDataModule
@@ -116,7 +136,10 @@ def run(module: Any, arguments: list[str], *, go: bool = True) -> Any:
     class CLI(LightningCLI):  # type: ignore[misc]  # Lightning is not type-checked here
         def add_arguments_to_parser(self, parser: Any) -> None:
             parser.add_lightning_class_args(Recorder, "results")
+            parser.add_lightning_class_args(ModelCheckpoint, "checkpoints")
             parser.set_defaults({"results.output": "arbordraft-results"})
+            parser.set_defaults({"checkpoints.save_last": True, "checkpoints.every_n_train_steps": 100})
+            parser.link_arguments("results.output", "checkpoints.dirpath", compute_fn=checkpoint_folder)
 
         def parse_arguments(self, parser: Any, args: Any) -> None:
             self.config = parser.parse_args(args)  # without the warning that the process has arguments, too

@@ -75,6 +75,8 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
         self.shards: list[Shard] = []
         self._train: list[Place] = []
         self._held_out: list[Place] = []
+        self._batches: BatchLoader | None = None
+        self._resumed: dict[str, Any] = {}
 
     @cached_property
     def target(self) -> RaggedModel:
@@ -115,11 +117,23 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
     def train_dataloader(self) -> BatchLoader:
         """Batches of this process."""
         rank, world = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
-        return self._loader(self._train, self.seed, rank, world)
+        self._batches = self._loader(self._train, self.seed, rank, world)
+        if self._resumed:
+            self._batches.load_state_dict(self._resumed)
+            self._resumed = {}
+        return self._batches
 
     def val_dataloader(self) -> BatchLoader:
         """Held-out batches, in a fixed order, the same on every process."""
         return self._loader(self._held_out, None, 0, 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the order of batches stands; Lightning itself forgets that between two epochs."""
+        return self._batches.state_dict() if self._batches is not None else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on there."""
+        self._resumed = state_dict
 
     def frequent(self, count: int) -> list[int]:
         """The most frequent tokens that are learned, ties by id; unseen ones fill up what is left."""

@@ -1,12 +1,10 @@
-"""From nothing but a target to a trained drafter and decider, with the data, the records and the proof."""
+"""From nothing but a target to a trained drafter and decider, with the data, the records and a taste of the gain."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
-
-from arbordraft.training.recording import RESULT
 
 
 @dataclass(frozen=True)
@@ -14,21 +12,21 @@ class Demo:
     """What to train and where everything goes.
 
     Args:
-        folder: for data, checkpoints, results and the tracker's database.
+        folder: for data, results and checkpoints.
+        conversations: how many to generate; by default what the configuration says.
         drafter: configuration of the drafter.
-        decider: configuration of the decider, ``None`` for none.
-        changes: further options of ``arbordraft train drafter fit``, as on its command line.
+        decider: configuration of the decider.
+        options: further ones of ``arbordraft train``, for both.
     """
 
     folder: Path = Path("arbordraft-smollm2")
+    conversations: int | None = None
     drafter: str = "drafter/smollm2"
-    decider: str | None = "decider/smollm2"
-    changes: tuple[str, ...] = ()
+    decider: str = "decider/smollm2"
+    options: Sequence[str] = ()
 
     def run(self, console: Console) -> dict[str, Path]:
-        """Generates, trains, and decodes a few prompts with the result.
-
-        An interrupted run goes on where it stopped: generation at the last shard, training at the last checkpoint.
+        """Generates and trains; an interrupted run goes on at the last shard, or at the last checkpoint.
 
         Returns:
             Folders of the trained networks, by kind.
@@ -36,31 +34,26 @@ class Demo:
         from arbordraft.training.cli import run
         from arbordraft.training.decider_module import DeciderModule
         from arbordraft.training.drafter_module import DrafterModule
+        from arbordraft.training.recording import RESULT
 
+        found = {kind: self.folder / kind / RESULT for kind in ("drafter", "decider")}
         console.rule("drafter")
-        found = {"drafter": self.folder / "drafter" / RESULT}
-        run(DrafterModule, ["fit", "--config", self.drafter, *self._places("drafter"), *self.changes])
-        if self.decider is not None:
-            console.rule("decider")
-            found["decider"] = self.folder / "decider" / RESULT
-            options = [f"--model.drafter={found['drafter']}", *self._places("decider")]
-            run(DeciderModule, ["fit", "--config", self.decider, *options, *self._data_changes()])
+        run(DrafterModule, self._arguments("drafter", self.drafter))
+        console.rule("decider")
+        run(DeciderModule, [*self._arguments("decider", self.decider), f"--model.drafter={found['drafter']}"])
         return found
 
-    def _places(self, kind: str) -> list[str]:
-        options = [
-            f"--data.folder={self.folder / 'data'}",
-            f"--results.output={self.folder / kind}",
-        ]
-        last = self.folder / "checkpoints" / kind / "last.ckpt"
-        return [*options, f"--ckpt_path={last}"] if last.exists() else options
-
-    def _data_changes(self) -> list[str]:
-        return [change for change in self.changes if change.startswith("--data.")]
+    def _arguments(self, kind: str, config: str) -> list[str]:
+        output = self.folder / kind
+        arguments = ["fit", "--config", config, f"--data.folder={self.folder / 'data'}", f"--results.output={output}"]
+        if self.conversations is not None:
+            arguments.append(f"--data.recipe.conversations={self.conversations}")
+        last = output / "checkpoints" / "last.ckpt"
+        return [*arguments, *([f"--ckpt_path={last}"] if last.exists() else []), *self.options]
 
 
-def gain(console: Console, drafter: Path, prompts: Any = None, new_tokens: int = 128) -> None:
-    """Decodes prompts with the trained drafter and shows what it gains over plain decoding."""
+def gain(console: Console, drafter: Path, new_tokens: int = 128) -> None:
+    """Decodes the built-in prompts with the trained drafter and shows what it gains over plain decoding."""
     import torch
 
     from arbordraft import RaggedModel
@@ -72,6 +65,10 @@ def gain(console: Console, drafter: Path, prompts: Any = None, new_tokens: int =
 
     model, tokenizer = load_smollm2(torch.bfloat16)
     target = RaggedModel(model.eval(), tokenizer, linears="packed")
-    texts = prompts or [*MIXED, *VARIED]
-    found = drafter_gain(target, tokenizer, texts, {"trained": load_drafter(drafter, target)}, new_tokens=new_tokens)
+    found = drafter_gain(
+        target, tokenizer, [*MIXED, *VARIED], {"trained": load_drafter(drafter, target)}, new_tokens=new_tokens
+    )
     console.print(measurement_table(list(found)))
+
+
+__all__ = ["Demo", "gain"]

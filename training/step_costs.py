@@ -66,6 +66,7 @@ class StepCosts:
             for prompt in prompts:
                 output = decoder.generate(
                     torch.tensor([prompt]),
+                    attention_mask=torch.ones(1, len(prompt), dtype=torch.long),  # or an end of turn counts as padding
                     max_new_tokens=tokens,
                     do_sample=False,
                     eos_token_id=None,

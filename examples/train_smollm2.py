@@ -1,0 +1,35 @@
+"""From nothing but the target to a trained drafter and decider for SmolLM2-135M-Instruct, on two CPU cores.
+
+The target writes conversations (about 90 minutes, 3 million answer tokens, 20 GB of hidden states), an EAGLE-3 drafter
+and then a decider learn from them (about 60 minutes), and a few prompts are decoded with the result. Interrupt it
+whenever you like: the same command goes on where it stopped. `arbordraft train demo` does the same.
+
+    python examples/train_smollm2.py
+    python examples/train_smollm2.py --conversations 768 --folder quick    # a small one, in a quarter of an hour
+"""
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+
+from arbordraft.training.demo import Demo, gain
+
+
+def main() -> None:
+    """Runs the whole of it."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--folder", type=Path, default=Path("arbordraft-smollm2"), help="for data and results")
+    options.add_argument("--conversations", type=int, help="how many to generate, 9216 by default")
+    options.add_argument("--new-tokens", type=int, default=128, help="length of the answers that show the gain")
+    options.add_argument("options", nargs="*", help="further options of `arbordraft train`, behind --")
+    arguments = options.parse_args()
+
+    console = Console()
+    found = Demo(arguments.folder, arguments.conversations, options=arguments.options).run(console)
+    console.rule("what it gains")
+    gain(console, found["drafter"], arguments.new_tokens)
+
+
+if __name__ == "__main__":
+    main()
