@@ -24,6 +24,8 @@ from arbordraft.training.drafter_module import DrafterModule
 from arbordraft.training.recording import Recorder, publish
 from arbordraft.training.shards import ANSWER
 
+pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory")  # trainings that go on find theirs
+
 NAMES = {"val/tau", "val/tau_greedy_chain", "val/tau_greedy_tree", "val/tau_sampled_chain", "val/decode_tau"}
 NAMES |= {f"val/acceptance_{kind}_pos_{step}" for kind in ("greedy", "sampled") for step in (1, 2)}
 NAMES |= {"val/draft_ms", "val/target_ms"}
@@ -128,6 +130,19 @@ def test_expected_acceptance_is_what_decoding_accepts(trained):
                 checked.append(one + both)
     assert len(checked) > 20
     assert len(set(checked)) > 1
+
+
+def test_the_command_line_goes_on_and_validates(world, tmp_path):
+    config = save_config(tmp_path / "config.yaml", world, checkpoints={"every_n_train_steps": 3})
+    run(DrafterModule, ["fit", "--config", str(config)])
+    last = tmp_path / "results" / "checkpoints" / "last.ckpt"
+    assert torch.load(last, weights_only=True)["global_step"] == 15
+    run(DrafterModule, ["fit", "--config", str(config), "--ckpt_path", str(last), "--trainer.max_epochs", "3"])
+    assert torch.load(last, weights_only=True)["global_step"] == 24
+    curve = json.loads((tmp_path / "results" / "curve.json").read_text())
+    assert [point["step"] for point in curve] == [8, 16, 24]
+    validated = run(DrafterModule, ["validate", "--config", str(config), "--ckpt_path", str(last)])
+    assert float(validated.trainer.callback_metrics["val/tau"]) == pytest.approx(curve[-1]["val/tau"])
 
 
 def printed(*arguments: str, capsys) -> str:

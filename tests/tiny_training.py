@@ -37,15 +37,17 @@ TRAINER = {
 
 def save_target(folder: Path, seed: int = 0, **overrides: object) -> Path:
     """A model that is sure of what it says, with a tokenizer that knows a chat template."""
-    tiny(seed=seed, sharpness=4.0, **overrides).save_pretrained(folder)
+    model = tiny(seed=seed, sharpness=4.0, **overrides)
+    model.model.norm.weight.data += 0.1 * seed  # a model is known by its norms
+    model.save_pretrained(folder)
     chat_tokenizer(BRACKETS).save_pretrained(folder)
     return folder
 
 
-def save_prompts(path: Path, count: int = 12) -> Path:
+def save_prompts(path: Path, count: int = 12, extra: int = 0) -> Path:
     """Users who say random words of different lengths."""
     source = random.Random(0)
-    words = ["".join(source.choices(ascii_lowercase, k=6 + 7 * number % 20)) for number in range(count)]
+    words = ["".join(source.choices(ascii_lowercase, k=6 + extra + 7 * number % 20)) for number in range(count)]
     path.write_text("".join(json.dumps({"messages": [{"role": "user", "content": word}]}) + "\n" for word in words))
     return path
 

@@ -132,8 +132,11 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
         return self._batches.state_dict() if self._batches is not None else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on there."""
-        self._resumed = state_dict
+        """Goes on there; a schedule that asked how many batches there are has made the loader before."""
+        if self._batches is None:
+            self._resumed = state_dict
+        else:
+            self._batches.load_state_dict(state_dict)
 
     def frequent(self, count: int) -> list[int]:
         """The most frequent tokens that are learned, ties by id; unseen ones fill up what is left."""
@@ -217,9 +220,9 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
             def report(done: int, shards: int, tokens: int) -> None:
                 nonlocal total
                 total += tokens
-                bar.update(task, completed=done, total=shards, note=f"{total:,} tokens")
+                bar.update(task, completed=done, total=shards, description=f"{total:,} tokens")
 
-            task = bar.add_task("Conversations", total=None, note="")
+            task = bar.add_task("", total=None)
             work.run(report, part=part, of=of)
 
     @cached_property
@@ -234,7 +237,7 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
             return
         size = cached.bytes_per_token(self.target, self.layers) * sum(len(shard.tokens) for shard in missing)
         with _progress(f"Caching hidden states, {size / 1e9:.1f} GB; cache: false computes them each time") as bar:
-            for shard in bar.track(missing):
+            for shard in bar.track(missing, description=""):
                 cached.write(shard, list(self._computed(shard, range(len(shard)))))
 
     def _computed(self, shard: Shard, sequences: Sequence[int]) -> Iterator[Features]:
@@ -281,7 +284,7 @@ def _first(marks: Tensor) -> int:
 
 def _progress(title: str) -> Progress:
     return Progress(
-        TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}")
+        TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}")
     )
 
 

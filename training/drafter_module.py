@@ -269,7 +269,7 @@ class DrafterModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
             metrics |= self._decode()
         taus = [value for name, value in metrics.items() if name.startswith("val/tau_") and name.endswith("chain")]
         metrics["val/tau"] = sum(taus) / max(1, len(taus))  # what checkpoints are compared by
-        self.log_dict(metrics, rank_zero_only=False, sync_dist=False)
+        self.log_dict(metrics, sync_dist=True)  # the same everywhere, but for times
 
     def on_train_batch_start(self, batch: Batch, index: int) -> None:
         """Lets noise depend on how far training is, not on how it came there: a resumed one draws the same."""
@@ -376,8 +376,6 @@ class DrafterModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
 
     def _rate(self, step: int) -> float:
         warm = min(1.0, (step + 1) / max(1, self.warmup))
-        if step == 0:  # asked before a checkpoint has said where the data stand, for which Lightning would set them up
-            return warm
         total = max(1, self.trainer.estimated_stepping_batches)
         left = min(1.0, max(0.0, (step / total - self.flat) / max(1e-9, 1 - self.flat)))
         return warm * (0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * left)))

@@ -41,11 +41,11 @@ def tree_tau(ranks: Tensor, begins: Tensor, topology: TreeTopology) -> float:
     """
     width = max(len(children) for children in topology.child_list)
     # One row more: a dead end, which leads nowhere.
-    table = torch.full((topology.num_nodes + 1, width + 1), topology.num_nodes)
+    table = torch.full((topology.num_nodes + 1, width + 1), topology.num_nodes, device=ranks.device)
     for node, children in enumerate(topology.child_list):
-        table[node, : len(children)] = torch.tensor(children)
+        table[node, : len(children)] = torch.tensor(children, device=ranks.device)
     at = torch.zeros_like(ranks[0])
-    total = torch.ones(at.shape)
+    total = torch.ones(at.shape, device=ranks.device)
     for step in range(topology.max_depth):
         at = table[at, _earlier(ranks[step], step, width).clamp(max=width)]
         total = total + (at < topology.num_nodes)

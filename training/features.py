@@ -178,7 +178,7 @@ class CachedFeatures:
         expected = fresh([shard.tokens[start:end].tolist() for start, end in spans])
         for sequence, found, wanted in zip(sequences, self.read(shard, sequences), expected, strict=True):
             for name, ours, theirs in zip(Features._fields, found, wanted, strict=True):
-                if not _close(ours, theirs):
+                if not _close(ours, theirs.cpu()):
                     raise ShardError(
                         f"{self.folder.hidden_path(shard)}: cached {name} of sequence {sequence} differ from a fresh "
                         "forward of this target; delete the file to compute it again"
