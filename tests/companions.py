@@ -127,7 +127,7 @@ def eagle_row(head: torch.nn.Module, model: PreTrainedModel, prefix: Sequence[in
         scores = torch.einsum("hc,shc->hs", query, torch.stack(keys)) * query.shape[-1] ** -0.5
         attended = torch.einsum("hs,shc->hc", scores.softmax(-1), torch.stack(values)).flatten()
         outputs.append(head.finish(hidden, attended))
-    return head.widen(head.logits(outputs[-1]))
+    return head.widen(head.lm_head(head.norm(outputs[-1])))
 
 
 @torch.no_grad()

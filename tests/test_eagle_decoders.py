@@ -56,9 +56,9 @@ def test_the_builder_decodes_like_the_target(folder, sampled, lookup):
 
 def test_the_builder_fits_trees_to_the_head(folder):
     drafter = EagleDrafter.from_pretrained(folder, target())
-    drafter.head.config.acceptance = [0.9, 0.0, 0.0]
+    drafter.acceptance = (0.9, 0.0, 0.0)
     assert builders.eagle(target(), drafter, nodes=4, sampled=True).topology.parent_list == (-1, 0, 1, 2)
-    drafter.head.config.acceptance = [0.3, 0.3, 0.3]
+    drafter.acceptance = (0.3, 0.3, 0.3)
     assert builders.eagle(target(), drafter, nodes=4, sampled=True).topology.parent_list == (-1, 0, 0, 0)
     given = TreeTopology.from_k_config((2, 1))
     assert builders.eagle(target(), drafter, topology=given).topology is given

@@ -52,7 +52,7 @@ def outputs(name, network):
             return torch.cat([network.widen(network.logits(hidden, head)) for head in range(2)])
         found = network.queries_keys_values(hidden, network.fuse(hidden.repeat(1, 3)), network.rotary(
             torch.arange(5), hidden.dtype))  # fmt: skip
-        return network.widen(network.logits(network.finish(hidden, found[0].flatten(1))))
+        return network.widen(network.lm_head(network.norm(network.finish(hidden, found[0].flatten(1)))))
 
 
 def scrambled(name, model=None):

@@ -21,6 +21,7 @@ ORDER = [
     "coupling",
     "cache",
     "observation",
+    "attention",
     "recognition",
     "packing",
     "target",

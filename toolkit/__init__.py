@@ -7,6 +7,7 @@ if _here.name == "toolkit":  # an editable checkout: the sibling folders hold th
     __path__.append(str(_here.parent))
 
 from arbordraft import builders
+from arbordraft.attention import UnsupportedModel
 from arbordraft.cache import CacheOverflow, RaggedKVCache
 from arbordraft.costs import CostTable, NodeBudget
 from arbordraft.coupling import Coupling
@@ -28,7 +29,7 @@ from arbordraft.laws import IID, DraftLaw, Fixed, TopTail, WithoutReplacement
 from arbordraft.masks import SlicedCausalMask
 from arbordraft.metrics import DecodeStats
 from arbordraft.sampling import Noise
-from arbordraft.target import RaggedModel, UnsupportedModel
+from arbordraft.target import RaggedModel
 from arbordraft.topology import TreeTopology
 from arbordraft.types import DraftContext, DraftTree, SampleTree, StepView, Verdict
 from arbordraft.verifiers import (

@@ -9,22 +9,19 @@ from torch import Tensor
 
 from arbordraft import builders
 from arbordraft.bench import Measurement, precision
-from arbordraft.costs import NodeBudget
 from arbordraft.coupling import Coupling
 from arbordraft.decoder import SpeculativeDecoder
-from arbordraft.drafters import Drafter, HybridDrafter, NGramDrafter
-from arbordraft.laws import IID, Fixed, TopTail
+from arbordraft.drafters import Drafter, NGramDrafter
+from arbordraft.laws import IID, Fixed
 from arbordraft.prompts import chat_batch
 from arbordraft.target import RaggedModel
 from arbordraft.topology import TreeTopology
-from arbordraft.verifiers import Lifted, Matching, RecursiveRejection, TopDown
+from arbordraft.verifiers import Matching, RecursiveRejection, TopDown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Request = dict[str, Any]
-# Acceptance by rank to which trees are fitted for drafters that do not know their own.
-_ACCEPTANCE = (0.5, 0.15, 0.08, 0.05, 0.03, 0.02, 0.02, 0.01)
 
 
 def drafter_gain(
@@ -66,25 +63,15 @@ def decoders(
     target: RaggedModel, drafters: dict[str, Drafter], *, sampled: bool
 ) -> Iterator[tuple[str, SpeculativeDecoder]]:
     """The decoders that are compared: lookup alone, and chains, trees and lookup-else-tree of every drafter."""
-    chain, lookup = TreeTopology.chain(4), NGramDrafter(longest=5, shortest=3)
+    chain = TreeTopology.chain(4)
     matching = Coupling(Fixed(1), TopDown(Matching()))
     yield "lookup alone", SpeculativeDecoder(target, NGramDrafter(), TreeTopology.chain(8), matching)
+    single = Coupling(IID(1), TopDown(RecursiveRejection())) if sampled else matching
     for name, drafter in drafters.items():
-        known = getattr(getattr(drafter, "head", None), "config", None)
-        acceptance = tuple(getattr(known, "acceptance", None) or _ACCEPTANCE)
-        if sampled:
-            single = Coupling(IID(1), TopDown(RecursiveRejection()))
-            yield f"{name}, chain of 4", SpeculativeDecoder(target, drafter, chain, single)
-            tree = TreeTopology.sequoia(acceptance[:4], 16, 6)
-            width = max(map(len, tree.child_list))
-            several = Coupling(TopTail(1, max(1, width - 1)), Lifted(RecursiveRejection()))
-            yield f"{name}, tree of 16", SpeculativeDecoder(target, drafter, tree, several)
-            continue
-        yield f"{name}, chain of 4", SpeculativeDecoder(target, drafter, chain, matching)
-        tree = TreeTopology.sequoia(acceptance, 64, 6)
-        several = Coupling(Fixed(max(map(len, tree.child_list))), TopDown(Matching()))
-        for label, proposer in ((name, drafter), (f"lookup, else {name}", HybridDrafter(lookup, drafter))):
-            yield f"{label}, tree of 16", SpeculativeDecoder(target, proposer, tree, several, costs=NodeBudget(16))
+        yield f"{name}, chain of 4", SpeculativeDecoder(target, drafter, chain, single)
+        yield f"{name}, tree of 16", builders.fitted(target, drafter, sampled=sampled)
+        if not sampled:
+            yield f"lookup, else {name}, tree of 16", builders.fitted(target, drafter, lookup=True)
 
 
 def _decode(decoder: SpeculativeDecoder, batches: Sequence[dict[str, Tensor]], law: Request) -> tuple[int, float, str]:

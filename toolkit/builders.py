@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from arbordraft.costs import CostTable, NodeBudget
 from arbordraft.coupling import Coupling
@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     Model = RaggedModel | PreTrainedModel
-
-
-_ACCEPTANCE = (0.5, 0.15, 0.08, 0.05, 0.03, 0.02, 0.02, 0.01)  # of an EAGLE head that does not say its own
 
 
 def plain(target: "Model") -> SpeculativeDecoder:
@@ -96,9 +93,22 @@ def sequoia(
     return SpeculativeDecoder(_ragged(target), _drafter(draft), topology, coupling)
 
 
-def eagle(
+def eagle(target: "Model", head: "str | os.PathLike[str] | EagleDrafter", **options: Any) -> SpeculativeDecoder:
+    """A trained EAGLE-3 drafter with trees for its own acceptance: EAGLE-2 and -3 (Li et al., 2024 and 2025).
+
+    Args:
+        target: the target.
+        head: folder or hub name of a trained head, or a drafter.
+        **options: those of :func:`fitted`.
+    """
+    model = _ragged(target)
+    drafter = head if isinstance(head, EagleDrafter) else EagleDrafter.from_pretrained(head, model)
+    return fitted(model, drafter, **options)
+
+
+def fitted(
     target: "Model",
-    head: "str | os.PathLike[str] | EagleDrafter",
+    draft: "Model | Drafter",
     nodes: int = 16,
     *,
     sampled: bool = False,
@@ -106,31 +116,30 @@ def eagle(
     max_depth: int = 6,
     topology: TreeTopology | None = None,
 ) -> SpeculativeDecoder:
-    """A trained EAGLE-3 drafter with trees for its own acceptance: EAGLE-2 and -3 (Li et al., 2024 and 2025).
+    """Any drafter with trees for its own acceptance.
 
     Args:
         target: the target.
-        head: folder or hub name of a trained head, or a drafter.
+        draft: a draft model or drafter.
         nodes: rows per sample that the target verifies, root included.
         sampled: whether requests will sample. A sampled tree has a fixed shape, its children are the most probable
             token and some drawn from the others; a greedy one takes the shape that suits each step best. Either
             decodes any request losslessly.
         lookup: copy from the sample's own text where its last tokens occurred before, and draft elsewhere.
         max_depth: bound on the trees' depth.
-        topology: the sampled tree, or the largest greedy one; by default fitted to the head's own acceptance.
+        topology: the sampled tree, or the largest greedy one; by default fitted to the drafter's acceptance.
     """
-    model = _ragged(target)
-    drafter = head if isinstance(head, EagleDrafter) else EagleDrafter.from_pretrained(head, model)
-    acceptance = drafter.head.config.acceptance or _ACCEPTANCE
+    drafter = _drafter(draft)
+    acceptance = drafter.acceptance
     proposer = HybridDrafter(NGramDrafter(longest=5, shortest=3), drafter) if lookup else drafter
     if sampled:
         topology = topology or TreeTopology.sequoia(acceptance[:4], nodes, max_depth)
         width = max(map(len, topology.child_list))
         coupling = Coupling(TopTail(1, width - 1) if width > 1 else IID(1), Lifted(RecursiveRejection()))
-        return SpeculativeDecoder(model, proposer, topology, coupling)
+        return SpeculativeDecoder(_ragged(target), proposer, topology, coupling)
     topology = topology or TreeTopology.sequoia(acceptance, 4 * nodes, max_depth)
     coupling = Coupling(Fixed(max(map(len, topology.child_list))), TopDown(Matching()))
-    return SpeculativeDecoder(model, proposer, topology, coupling, costs=NodeBudget(nodes))
+    return SpeculativeDecoder(_ragged(target), proposer, topology, coupling, costs=NodeBudget(nodes))
 
 
 def _ragged(model: "Model") -> RaggedModel:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -122,6 +123,16 @@ def read_prompts(path: Path) -> list[str]:
         except (ValueError, KeyError, TypeError, StopIteration) as error:
             raise ValueError(f'{path}:{number} is not {{"messages": [{{"role": "user", "content": ...}}]}}') from error
     return found
+
+
+def left_padded(prompts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    """``input_ids`` and ``attention_mask``, both ``[B, L]``, of tokenized prompts."""
+    longest = max(map(len, prompts))
+    padding = [longest - len(prompt) for prompt in prompts]
+    return {
+        "input_ids": torch.tensor([[0] * pad + list(prompt) for pad, prompt in zip(padding, prompts, strict=True)]),
+        "attention_mask": torch.tensor([[0] * pad + [1] * (longest - pad) for pad in padding]),
+    }
 
 
 def chat_batch(tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str]) -> dict[str, Tensor]:

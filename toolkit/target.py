@@ -1,6 +1,6 @@
 """Any Hugging Face causal LM, run on the packed rows of a ragged batch.
 
-Shapes: T packed rows, R rows whose logits are wanted, V vocabulary, Hq/Hkv heads, D head size.
+Shapes: T packed rows, R rows whose logits are wanted, F hidden states side by side, V vocabulary, H hidden size.
 """
 
 import warnings
@@ -12,30 +12,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from arbordraft.attention import HOOK, REQUIREMENT, UnsupportedModel, register
 from arbordraft.cache import RaggedKVCache
 from arbordraft.kernels import native
-from arbordraft.kernels.ragged_tree_attention import RaggedBatch, ragged_tree_attention
-from arbordraft.observation import AttentionCall, Forward, decoder_list, final_module, insert, observe, tap
+from arbordraft.kernels.ragged_tree_attention import RaggedBatch
+from arbordraft.observation import Forward, decoder_list, final_module, insert, observe, tap
 from arbordraft.packing import Packing, Swap, choose_backend
 from arbordraft.topology import TreeTopology, ancestor_words
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_HOOK = "arbordraft_ragged"
-# Arguments that models hand to their attention although they concern the caller only.
-_IGNORED = frozenset({"cache_position", "dropout", "is_causal", "logits_to_keep", "position_ids", "use_cache"})
 # Rotary embeddings whose frequencies change for the whole batch once one sample is long.
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 _TRAINING = "the model is in training mode, where dropout would change its output: call model.eval()"
-_REQUIREMENT = (
-    "arbordraft needs every layer to be softmax attention that goes through transformers' AttentionInterface "
-    "(falcon, bloom, linear-attention and state-space models do not)"
-)
-
-
-class UnsupportedModel(ValueError):
-    """The model cannot be run on packed rows."""
 
 
 class RaggedModel(nn.Module):
@@ -77,7 +67,7 @@ class RaggedModel(nn.Module):
         self.backend = choose_backend(linears, model)
         if int8 and self.backend != "native":
             raise ValueError(f"int8 weights need the native kernels: {native.problem() or 'use linears=native'}")
-        _register_hook()
+        register()
         self.model = model
         self.tokenizer = tokenizer
         config = model.config.get_text_config()
@@ -112,7 +102,7 @@ class RaggedModel(nn.Module):
         Raises:
             UnsupportedModel: if that is more than one module.
         """
-        if norm := final_module(self.model, self._place()):
+        if norm := final_module(self.model, self._place):
             return norm
         raise UnsupportedModel(f"{type(self.model).__name__} has more than a norm behind its decoder layers")
 
@@ -182,7 +172,7 @@ class RaggedModel(nn.Module):
         if len(run.layers) != expected:
             raise UnsupportedModel(
                 f"{type(self.model).__name__} called the attention interface in {len(run.layers)} of {expected} "
-                f"layers: {_REQUIREMENT}"
+                f"layers: {REQUIREMENT}"
             )
         found = [run.hidden[index] for index in hidden]
         if any(states is None for states in found):
@@ -297,7 +287,7 @@ class RaggedModel(nn.Module):
         return packing
 
     def _unsupported(self, failure: Exception) -> UnsupportedModel:
-        return UnsupportedModel(f"{type(self.model).__name__} failed on packed tokens ({failure}): {_REQUIREMENT}")
+        return UnsupportedModel(f"{type(self.model).__name__} failed on packed tokens ({failure}): {REQUIREMENT}")
 
     @contextmanager
     def _hooked(
@@ -307,15 +297,14 @@ class RaggedModel(nn.Module):
         before = [config._attn_implementation for config in self._configs]
         swaps = self._swaps(layers)
         originals = [modules[name] for modules, name, _ in swaps]
-        listeners = tap(self._place(), run) if run is not None and run.hidden else []
-        place = self._place() if behind is not None else None
+        listeners = tap(self._place, run) if run is not None and run.hidden else []
         try:
             for config in self._configs:
-                config._attn_implementation = _HOOK
+                config._attn_implementation = HOOK
             for modules, name, stand_in in swaps:
                 modules[name] = stand_in
-            if place and behind is not None:
-                listeners.append(insert(place, behind))
+            if behind is not None:
+                listeners.append(insert(self._place, behind))
             yield
         finally:
             for listener in listeners:
@@ -326,65 +315,24 @@ class RaggedModel(nn.Module):
                 config._attn_implementation = implementation
 
     def _swaps(self, layers: int | None) -> list[Swap]:
-        place = self._place() if layers else None
+        owner, name = self._place if layers else (None, "")
         if self._packing is not None:
             return self._packing.swaps(layers)
-        return [(place[0]._modules, place[1], getattr(*place)[:layers])] if place else []
+        return [(owner._modules, name, getattr(owner, name)[:layers])] if owner else []
 
+    @cached_property
     def _place(self) -> tuple[nn.Module, str]:
+        """The module that holds the list of decoder layers, and the list's name.
+
+        Raises:
+            UnsupportedModel: if there is no such list.
+        """
         if place := decoder_list(self.model, self.num_layers):
             return place
         raise UnsupportedModel(
             f"{type(self.model).__name__} does not keep its {self.num_layers} layers in one list: neither early exit "
             "nor hidden states"
         )
-
-
-def _register_hook() -> None:
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(_HOOK, _attention)
-
-
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    ragged: Forward | None = None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """What transformers calls in every attention layer: ``[1, H, T, D]`` in, ``[1, T, Hq, D]`` out."""
-    unknown = [name for name, given in others.items() if not (given is None or given is False or name in _IGNORED)]
-    if ragged is None or attention_mask is not None or unknown:
-        raise UnsupportedModel(
-            f"{type(module).__name__} asks its attention for something packed rows do not offer: "
-            f"{unknown or 'a mask of its own'}"
-        )
-    layer: int = module.layer_idx  # type: ignore[assignment]
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    heads, kv_heads, dim, value_dim = query.shape[1], key.shape[1], query.shape[-1], value.shape[-1]
-    ragged.layers[layer] = AttentionCall(heads, kv_heads, dim, value_dim, scale, sliding_window, softcap, s_aux)
-    batch = ragged.batch
-    keys, values = ragged.cache.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1), batch.slots)
-    out = ragged_tree_attention(
-        query[0].transpose(0, 1),
-        keys,
-        values,
-        batch,
-        scale=scale,
-        window=sliding_window,
-        softcap=softcap,
-        sinks=s_aux,
-        use_native=ragged.native,
-    )
-    return out[None], None
 
 
 def _max_positions(config: Any) -> int | None:

@@ -1,4 +1,4 @@
-"""Fitting the parts of a decoder to measurements."""
+"""Training drafters and deciders, and fitting trees to what a target accepts."""
 
 from arbordraft.training.trees import fit_topology
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from arbordraft import NoDrafter, RaggedKVCache, RaggedModel, SpeculativeDecoder, builders
+from arbordraft.prompts import left_padded
 from arbordraft.training.chat import ids_behind
 
 if TYPE_CHECKING:
@@ -118,17 +119,17 @@ class DecoderCompleter:
         )
 
         greedy = sampling.temperature == 0
-        longest = max(map(len, prompts))
-        padding = [longest - len(prompt) for prompt in prompts]
+        inputs = left_padded(prompts)
+        longest = inputs["input_ids"].shape[1]
         # Not by generate(), which would mix the model's own top_p, penalties and the like into the law.
         output: Any = self._decoder.decode_loop(
             self._decoder.target.model,
-            torch.tensor([[0] * pad + list(prompt) for pad, prompt in zip(padding, prompts, strict=True)]),
+            inputs["input_ids"],
             LogitsProcessorList([] if greedy else [TemperatureLogitsWarper(float(sampling.temperature))]),
             StoppingCriteriaList([MaxLengthCriteria(longest + sampling.max_new_tokens), EosTokenCriteria(self._ends)]),
             GenerationConfig(do_sample=not greedy, pad_token_id=0, return_dict_in_generate=True),
             seeds=seeds,
-            attention_mask=torch.tensor([[0] * pad + [1] * (longest - pad) for pad in padding]),
+            attention_mask=inputs["attention_mask"],
         )
         found = []
         for sample, count in enumerate(output.stats.emitted):

@@ -1,6 +1,6 @@
 """Training a drafter with Lightning.
 
-Shapes: B sequences, L tokens, S slots, R predictions, V vocabulary, D draft vocabulary, G drafting steps.
+Shapes: B sequences, L tokens, S slots, R predictions, D draft vocabulary.
 """
 
 import math
@@ -20,20 +20,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.optim.lr_scheduler import LambdaLR
 
-from arbordraft import Coupling, Fixed, RaggedModel, SpeculativeDecoder, TreeTopology
+from arbordraft import RaggedModel, TreeTopology
 from arbordraft.training.batches import Batch
 from arbordraft.training.data import SelfDistillationDataModule
-from arbordraft.training.expected import chain_tau, tree_tau
 from arbordraft.training.features import TeacherHead
 from arbordraft.training.losses import distillation_loss, position_decay
 from arbordraft.training.optimizers import MuonAdamW
 from arbordraft.training.reports import acceptance_figure, card, tau_figure, tree_figure
 from arbordraft.training.shards import ANSWER
-from arbordraft.training.students import EagleStudent, Prediction, Student
-from arbordraft.verifiers import Matching, TopDown
+from arbordraft.training.students import EagleStudent, Student
+from arbordraft.training.validation import along, decoded, expectations
 
-_RANKS = 8  # siblings that a tree may have
-_ROWS = 256  # rows of logits at a time in validation
 _DIVERGED = (
     "the checkpoints written before are good. Lower model.lr or trainer.gradient_clip_val, or check the target's "
     "hidden states for infinities"
@@ -75,7 +72,7 @@ class DrafterModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
         flat: share of training.
         chunk: rows of logits in memory at a time.
         draft_steps: drafting steps that validation looks at.
-        tree: nodes (root included) and depth of the tree whose block efficiency validation reports.
+        tree: children per level of the tree whose block efficiency validation reports.
         decoded: held-out prompts that validation decodes with the drafter.
         decoded_tokens: longest answer there.
     """
@@ -220,7 +217,7 @@ class DrafterModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
     def validation_step(self, batch: Batch, index: int) -> None:
         """Collects ranks and acceptances along held-out text."""
         predictions = self.student.unroll(batch, self.data.target, self.draft_steps)
-        found = [self._along(batch, prediction) for prediction in predictions]
+        found = [along(self.student, self._teacher, batch, prediction) for prediction in predictions]
         if self.student.steps_alike:
             found *= self.draft_steps
         begins = batch.roles[:, -found[0]["ranks"].shape[1] :] == ANSWER
@@ -234,39 +231,17 @@ class DrafterModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
 
     def on_validation_epoch_end(self) -> None:
         """Reports expected block efficiencies, acceptance by depth, and a real decode."""
-        metrics = {}
-        for label, keep in (("greedy", 0.0), ("sampled", 1.0)):
-            parts = [(part, part["temperature"] == keep) for part in self._seen]
-            parts = [(part, rows) for part, rows in parts if rows.any() and part["begins"][rows].any()]
-            if not parts:
-                continue
-            total = sum(int(part["begins"][rows].sum()) for part, rows in parts)
-            factor = "matches" if label == "greedy" else "passes"
-            steps = len(parts[0][0]["ranks"])  # fewer than were asked for if it drafts no further
-
-            def mean(value: Any, parts: Any = parts, total: int = total) -> float:
-                return sum(value(p, r) * int(p["begins"][r].sum()) for p, r in parts) / total
-
-            metrics[f"val/tau_{label}_chain"] = mean(
-                lambda p, r, factor=factor: chain_tau(p[factor][:, r].float(), p["begins"][r])
-            )
-            for step in range(steps):
-                metrics[f"val/acceptance_{label}_pos_{step + 1}"] = mean(
-                    lambda p, r, step=step, name="matches" if label == "greedy" else "overlap": float(
-                        p[name][step][r][p["begins"][r]].float().mean()
-                    )
-                )
-            if label == "greedy":
-                first = torch.cat([part["ranks"][0, rows][part["begins"][rows]] for part, rows in parts])
-                shares = torch.bincount(first, minlength=_RANKS)[:_RANKS] / len(first)
-                self.student.network.config.acceptance = shares.tolist()
-            if label == "greedy" and self.tree.max_depth <= steps:
-                metrics["val/tau_greedy_tree"] = mean(
-                    lambda p, r: tree_tau(p["ranks"][:, r], p["begins"][r], self.tree)
-                )
+        found = expectations(self._seen, self.tree)
+        if found.acceptance:
+            self.student.network.config.acceptance = found.acceptance
+        metrics = found.metrics
         self._gather()
         if self.decoded and not self.trainer.sanity_checking:
-            metrics |= self._decode()
+            prompts = self.data.held_out_prompts(self.decoded)
+            figures, self.samples = decoded(
+                self.data.target, self._whole, prompts, self.draft_steps, self.decoded_tokens
+            )
+            metrics |= figures
         taus = [value for name, value in metrics.items() if name.startswith("val/tau_") and name.endswith("chain")]
         metrics["val/tau"] = sum(taus) / max(1, len(taus))  # what checkpoints are compared by
         self.log_dict(metrics, sync_dist=True)  # the same everywhere, but for times
@@ -285,69 +260,6 @@ class DrafterModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
         for name, parameter in self.named_parameters():
             if not parameter.isfinite().all():
                 raise TrainingDiverged(f"{name} is not finite at step {self.global_step}; {_DIVERGED}")
-
-    def _along(self, batch: Batch, prediction: Prediction) -> dict[str, Tensor]:
-        """``[B, S]`` values of one drafting step along the text, 0 where it has ended or never began."""
-        ahead = prediction.ahead
-        wanted = batch.roles[:, ahead:] == ANSWER
-        wanted[:, : prediction.first] = False
-        rows = wanted.flatten().nonzero()[:, 0]
-        tokens = batch.tokens[:, ahead:].flatten()[rows]
-        hidden = prediction.hidden[:, : wanted.shape[1]].flatten(0, 1)[rows]
-        final = batch.final[:, ahead - 1 :].flatten(0, 1)[rows]
-        values = [torch.empty(0, 4, device=self.device)]
-        for chunk in range(0, len(rows), _ROWS):
-            part = slice(chunk, chunk + _ROWS)
-            logits = torch.nn.functional.linear(
-                hidden[part].to(prediction.head.dtype), prediction.head, prediction.bias
-            )
-            draft = self.student.widen(logits.float()).softmax(dim=-1)
-            target = self._teacher(final[part]).float().softmax(dim=-1)
-            own = draft.gather(1, tokens[part, None])
-            passes = (own / target.gather(1, tokens[part, None])).clamp(max=1)
-            rank = (draft > own).sum(dim=1, keepdim=True)
-            overlap = torch.minimum(draft, target).sum(dim=1, keepdim=True)
-            values.append(torch.cat([(rank == 0) & (own > 0), passes, rank, overlap], dim=1))
-        filled = torch.zeros(wanted.numel(), 4, device=self.device)
-        filled[:, 2] = len(self._teacher.weight)  # no rank at all
-        filled[rows] = torch.cat(values)
-        matches, passes, ranks, overlap = filled.unflatten(0, wanted.shape).unbind(-1)
-        return {"matches": matches, "passes": passes, "ranks": ranks.long(), "overlap": overlap}
-
-    def _decode(self) -> dict[str, float]:
-        """Decodes held-out prompts with the drafter as it is."""
-        target = self.data.target
-        decoder = SpeculativeDecoder(
-            target,
-            self._whole.drafter(target),
-            TreeTopology.chain(self.draft_steps),
-            Coupling(Fixed(1), TopDown(Matching())),
-        )
-        prompts = self.data.held_out_prompts(self.decoded)
-        longest = max(map(len, prompts))
-        output = decoder.generate(
-            torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts]),
-            attention_mask=torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts]),
-            max_new_tokens=self.decoded_tokens,
-            do_sample=False,
-            pad_token_id=0,
-            return_dict_in_generate=True,
-        )
-        stats, tokenizer = output.stats, target.tokenizer  # type: ignore[union-attr]
-        answers = output.sequences[:, longest:]  # type: ignore[union-attr]
-        self.samples = {
-            "prompt": [tokenizer.decode(prompt) for prompt in prompts],  # type: ignore[union-attr]
-            "answer": [
-                tokenizer.decode(answer[:count])  # type: ignore[union-attr]
-                for answer, count in zip(answers.tolist(), stats.emitted, strict=True)
-            ],
-        }
-        rounds = max(1, max(stats.forwards))
-        return {
-            "val/decode_tau": stats.tau,
-            "val/draft_ms": 1e3 * stats.seconds["draft"] / rounds,
-            "val/target_ms": 1e3 * stats.seconds["target"] / rounds,
-        }
 
     def _gather(self) -> None:
         """Has the student at hand with all its weights, also where they are split; all processes must take part."""

@@ -6,23 +6,13 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 
 RESULT = "best"
-
-
-class Publishable(Protocol):
-    """What a module in training offers to be recorded."""
-
-    def save(self, folder: Path) -> None:
-        """Writes what was trained as transformers does."""
-
-    def card(self, metrics: Mapping[str, float]) -> str:
-        """The model card."""
 
 
 def publish(folder: Path, write: Callable[[Path], None]) -> None:
@@ -40,6 +30,8 @@ def publish(folder: Path, write: Callable[[Path], None]) -> None:
 
 class Recorder(Callback):  # type: ignore[misc]  # Lightning is not type-checked here
     """Publishes the best network after every validation and tells the trackers what they should know.
+
+    The module in training offers ``save(folder)``, ``card(metrics)``, ``tables()`` and ``figures(curve)``.
 
     Args:
         output: folder for results: ``best/`` with the network, ``curve.json`` with the metrics of every validation.
@@ -134,4 +126,4 @@ def _trackers(trainer: Trainer) -> list[Any]:
     return [logger for logger in trainer.loggers if isinstance(logger, MLflowTracker)]
 
 
-__all__ = ["RESULT", "Publishable", "Recorder", "publish"]
+__all__ = ["RESULT", "Recorder", "publish"]

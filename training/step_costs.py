@@ -5,8 +5,6 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Self
 
-import torch
-
 from arbordraft import (
     CostTable,
     Coupling,
@@ -19,6 +17,7 @@ from arbordraft import (
     SpeculativeDecoder,
     TreeTopology,
 )
+from arbordraft.prompts import left_padded
 from arbordraft.verifiers import Matching, TopDown
 
 
@@ -65,8 +64,7 @@ class StepCosts:
             found = []
             for prompt in prompts:
                 output = decoder.generate(
-                    torch.tensor([prompt]),
-                    attention_mask=torch.ones(1, len(prompt), dtype=torch.long),  # or an end of turn counts as padding
+                    **left_padded([prompt]),  # with a mask, or an end of turn would count as padding
                     max_new_tokens=tokens,
                     do_sample=False,
                     eos_token_id=None,

@@ -32,6 +32,8 @@ class Drafter(nn.Module):
     """
 
     max_positions: int | None = None  # length of the longest text it can draft for, if there is a limit
+    # How often the next token is its most probable one, its second, and so on: what trees are fitted to.
+    acceptance: tuple[float, ...] = (0.5, 0.15, 0.08, 0.05, 0.03, 0.02, 0.02, 0.01)
     hidden_layers: tuple[int, ...] = ()  # the target's hidden states that it wants, as transformers numbers them
 
     def laws(self, law: DraftLaw) -> tuple[DraftLaw, ...]:
@@ -82,6 +84,29 @@ def adopt(network: Network, target: RaggedModel) -> Network:
     if target.backend != "plain":
         pack_linears(network, target.backend)
     return network
+
+
+class HeadDrafter(Drafter):
+    """A drafter around a trained head.
+
+    Args:
+        head: the trained network; it is cast to the target's dtype.
+        target: the model it drafts for.
+
+    Raises:
+        ValueError: if the head was made, or trained, for another target.
+    """
+
+    def __init__(self, head: Any, target: RaggedModel) -> None:
+        super().__init__()
+        self.head = adopt(head, target)
+        self.target = target
+        if head.config.acceptance:
+            self.acceptance = tuple(head.config.acceptance)
+
+    def check(self, target: RaggedModel, law: DraftLaw) -> None:
+        if target is not self.target:
+            raise ValueError(f"{type(self).__name__} must be built for the target that it drafts for")
 
 
 def grow(context: DraftContext, run: "Callable[[Garden, dict[int, list[int]]], Tensor]") -> DraftTree:

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from arbordraft.cache import RaggedKVCache
-from arbordraft.drafters.base import Drafter, Garden, adopt, grow, plan_level
+from arbordraft.drafters.base import Garden, HeadDrafter, grow, plan_level
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch, ragged_tree_attention
-from arbordraft.laws import DraftLaw
 from arbordraft.target import RaggedModel
 from arbordraft.types import DraftContext, DraftTree, Verdict
 
@@ -31,7 +30,7 @@ class _State:
     hidden: dict[int, dict[int, Tensor]] = field(default_factory=dict)  # the layer's output at each node
 
 
-class EagleDrafter(Drafter):
+class EagleDrafter(HeadDrafter):
     """Drafts with an EAGLE-3 head, whose one layer reads the target's hidden states and then its own.
 
     Where the target has been, slots are filled from its states; the slots of draft trees are given up after every
@@ -48,9 +47,7 @@ class EagleDrafter(Drafter):
     """
 
     def __init__(self, head: "EagleHead", target: RaggedModel) -> None:
-        super().__init__()
-        self.head = adopt(head, target)
-        self.target = target
+        super().__init__(head, target)
         self.hidden_layers = tuple(head.config.hidden_layers or ())
         self.max_positions = head.config.max_position_embeddings
         self._native = target.backend == "native"
@@ -67,10 +64,6 @@ class EagleDrafter(Drafter):
         from arbordraft.heads.eagle import EagleHead
 
         return cls(EagleHead.from_pretrained(path, dtype=target.model.dtype, **kwargs), target)
-
-    def check(self, target: RaggedModel, law: DraftLaw) -> None:
-        if target is not self.target:
-            raise ValueError("EagleDrafter must be built for the target that it drafts for")
 
     def start(self, tokens: Sequence[Sequence[int]], target_cache: RaggedKVCache, handles: Sequence[int]) -> _State:
         cache = RaggedKVCache(target_cache.max_tokens)

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from arbordraft.attention import UnsupportedModel
 from arbordraft.cache import RaggedKVCache
 from arbordraft.drafters.base import Drafter, Garden, grow, plan_level
 from arbordraft.laws import DraftLaw
 from arbordraft.observation import decoder_list
-from arbordraft.target import RaggedModel, UnsupportedModel
+from arbordraft.target import RaggedModel
 from arbordraft.types import DraftContext, DraftTree, Verdict
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from arbordraft.cache import RaggedKVCache
-from arbordraft.drafters.base import Drafter, Garden, adopt, grow
-from arbordraft.laws import DraftLaw
+from arbordraft.drafters.base import Garden, HeadDrafter, grow
 from arbordraft.target import RaggedModel
 from arbordraft.types import DraftContext, DraftTree
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 _State = dict[int, Tensor]  # ``[H]`` of every sample's last observed token
 
 
-class MedusaDrafter(Drafter):
+class MedusaDrafter(HeadDrafter):
     """Drafts with Medusa heads: one per depth, all from the hidden state of the token before the root.
 
     What a head predicts does not depend on the tokens drafted above it, so all nodes of a depth share their row. Trees
@@ -40,9 +39,7 @@ class MedusaDrafter(Drafter):
     """
 
     def __init__(self, head: "MedusaHead", target: RaggedModel) -> None:
-        super().__init__()
-        self.head = adopt(head, target)
-        self.target = target
+        super().__init__(head, target)
         self.hidden_layers = (target.num_layers,)
 
     @classmethod
@@ -57,10 +54,6 @@ class MedusaDrafter(Drafter):
         from arbordraft.heads.medusa import MedusaHead
 
         return cls(MedusaHead.from_pretrained(path, dtype=target.model.dtype, **kwargs), target)
-
-    def check(self, target: RaggedModel, law: DraftLaw) -> None:
-        if target is not self.target:
-            raise ValueError("MedusaDrafter must be built for the target that it drafts for")
 
     def start(self, tokens: Sequence[Sequence[int]], target_cache: RaggedKVCache, handles: Sequence[int]) -> _State:
         return {}

@@ -164,10 +164,6 @@ class EagleHead(DraftHead):
         hidden = hidden + self.midlayer.self_attn.o_proj(attended)
         return hidden + self.midlayer.mlp(self.midlayer.post_attention_layernorm(hidden))
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """``[..., D]`` draft logits from the layer's output."""
-        return self.lm_head(self.norm(hidden))
-
     def rotary(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines ``[..., 1, C]`` of positions ``[...]``."""
         half = torch.arange(0, self.config.head_dim, 2, device=positions.device) / self.config.head_dim
