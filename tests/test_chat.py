@@ -1,13 +1,14 @@
 """Chat templates taken apart, and the first words of self-written user turns."""
 
 import random
+import re
 from collections import Counter
 
 import pytest
 from chats import BRACKETS, CHATML, END, START, chat_tokenizer
 
 from arbordraft.training.chat import ChatFormat
-from arbordraft.training.openings import draw_opening
+from arbordraft.training.openings import draw_opening, known_words
 
 
 @pytest.mark.parametrize("spaced", [False, True])
@@ -78,6 +79,29 @@ def test_openings_follow_from_their_source_and_need_two_batches():
     assert draws == [draw_opening(random.Random(seed)) for seed in range(3000)]
     assert {opening.limit for opening in draws} == {80, 200}
     counts = Counter(opening.text for opening in draws)
-    assert 0.19 < counts[""] / len(draws) < 0.25
+    assert 0.08 < counts[""] / len(draws) < 0.12
     assert len(counts) > 300
     assert not any(mark in text for text in counts for mark in "{}|")
+
+
+def test_openings_end_with_the_words_that_they_ask_about():
+    words = [f"word{number}" for number in range(5000)]
+    texts = [draw_opening(random.Random(seed), words).text for seed in range(3000)]
+    asking = [text for text in texts if re.search(r"word\d+", text)]
+    assert len(asking) > 0.4 * len(texts)
+    assert all(re.search(r"word\d+$", text) for text in asking)
+    assert len(set(asking)) > 0.95 * len(asking)
+
+
+@pytest.mark.parametrize("mark", ["Ġ", "▁"])
+def test_words_come_from_the_vocabulary(mark):
+    """Whole tokens behind a space, which are words of four letters at least."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    behind_space = [mark + word for word in ("volcano", "tea", "Rome", "2024", "co-op", "")]
+    pieces = ["water", *behind_space, "", "<|end|>"]
+    inner = Tokenizer(models.BPE({piece: number for number, piece in enumerate(pieces)}, []))
+    inner.decoder = decoders.ByteLevel() if mark == "Ġ" else decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|end|>")
+    assert known_words(tokenizer) == ["Rome", "volcano"]

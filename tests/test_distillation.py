@@ -15,7 +15,7 @@ from arbordraft.training.chat import ChatFormat
 from arbordraft.training.completion import Completion, DecoderCompleter
 from arbordraft.training.distillation import Recipe, SelfDistillation
 from arbordraft.training.features import FreshFeatures
-from arbordraft.training.openings import Opening, draw_opening
+from arbordraft.training.openings import Opening, draw_opening, known_words
 from arbordraft.training.shards import ANSWER, GIVEN, PROMPT, ShardError, ShardFolder
 
 ONE = Recipe(conversations=1, temperatures=(0.7,), answers=1, max_new_tokens=20, max_tokens=400)
@@ -160,7 +160,7 @@ def test_self_written_turns_begin_as_their_text_is_tokenised(tmp_path, spaced):
     recipe = replace(SMALL, conversations=30, per_shard=30, follow_ups=0.0)
     SelfDistillation(ChatFormat(tokenizer), listen, recipe, ShardFolder(tmp_path)).run()
     source = random.Random("0 0")
-    texts = [f"{START}Q: " + draw_opening(source).text for _ in range(30)]
+    texts = [f"{START}Q: " + draw_opening(source, known_words(tokenizer)).text for _ in range(30)]
     expected = [tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
     assert Counter(asked[:30]) == Counter(expected)
 
@@ -219,7 +219,7 @@ def test_a_user_turn_stops_where_it_should(tmp_path, turn, kept):
 
 def test_useless_user_turns_are_left_out(tmp_path, monkeypatch):
     tokenizer = chat_tokenizer()
-    monkeypatch.setattr(distillation, "draw_opening", lambda _: Opening("", 80))
+    monkeypatch.setattr(distillation, "draw_opening", lambda *_: Opening("", 80))
     chat = ChatFormat(tokenizer)
     turns = ["short", "ab " * 31, "i see a lighthouse", "I see a light-house.", "how do bees find home"]
 
@@ -237,7 +237,7 @@ def test_useless_user_turns_are_left_out(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("max_tokens", "answers"), [(196, 1), (197, 2)])
 def test_follow_ups_are_only_begun_where_they_can_be_answered(tmp_path, monkeypatch, max_tokens, answers):
-    monkeypatch.setattr(distillation, "draw_opening", lambda _: Opening("", 80))
+    monkeypatch.setattr(distillation, "draw_opening", lambda *_: Opening("", 80))
     chat = ChatFormat(chat_tokenizer())
     complete = Scripted(lambda *_: [*range(8, 23), EOS])
     recipe = replace(ONE, max_tokens=max_tokens, max_new_tokens=30, follow_ups=1.0)

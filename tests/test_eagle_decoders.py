@@ -60,6 +60,8 @@ def test_the_builder_fits_trees_to_the_head(folder):
     assert builders.eagle(target(), drafter, nodes=4, sampled=True).topology.parent_list == (-1, 0, 1, 2)
     drafter.acceptance = (0.3, 0.3, 0.3)
     assert builders.eagle(target(), drafter, nodes=4, sampled=True).topology.parent_list == (-1, 0, 0, 0)
+    copied = builders.eagle(target(), drafter, nodes=8, max_depth=3, lookup=True).topology
+    assert (copied.level_end(3), copied.num_nodes, copied.max_depth) == (32, 36, 7), "lookups may fill the budget"
     given = TreeTopology.from_k_config((2, 1))
     assert builders.eagle(target(), drafter, topology=given).topology is given
 

@@ -178,18 +178,26 @@ def test_features_of_other_sequences_are_not_written(cached, shard, fresh):
 
 
 @pytest.mark.parametrize(
-    ("change", "metadata"),
+    ("change", "metadata", "problem"),
     [
-        (lambda tensors: None, {"digest": "of other text"}),
-        (lambda tensors: None, {"layers": "0,1,2"}),
-        (lambda tensors: tensors.update(inputs=tensors["inputs"][:-1].clone()), {}),
+        (lambda tensors: None, {"digest": "of other text"}, "hidden states of other text;"),
+        (lambda tensors: None, {"layers": "0,2"}, r"hidden states \(0, 2\), the drafter reads \(0, 1\);"),
+        (lambda tensors: tensors.update(inputs=tensors["inputs"][:-1].clone()), {}, "hidden states of other text;"),
     ],
 )
-def test_files_of_other_text_or_layers_are_errors(cached, shard, fresh, change, metadata):
+def test_files_of_other_text_or_layers_are_errors(cached, shard, fresh, change, metadata, problem):
     cached.write(shard, fresh(TEXTS))
     spoil(cached, shard, change, **metadata)
-    with pytest.raises(ShardError, match=r"of other text than wanted \(layers 0,1\); delete it to compute it again"):
+    with pytest.raises(ShardError, match=f"{problem} delete it to compute it again"):
         cached.complete(shard)
+
+
+@pytest.mark.parametrize("layers", [(), (1,), (1, 0)])
+def test_other_drafters_read_what_they_need_from_the_same_files(cached, shard, fresh, layers):
+    cached.write(shard, fresh(TEXTS))
+    other = CachedFeatures(cached.folder, layers)
+    assert other.complete(shard)
+    other.check(shard, [0, 2], FreshFeatures(fresh.target, layers))
 
 
 @pytest.mark.parametrize("size", [0, 50, -1])

@@ -15,6 +15,7 @@ import torch
 import yaml
 from lightning.pytorch import Trainer
 from models import greedy_reference, left_padded, new_tokens
+from safetensors.torch import load_file
 from tiny_training import TRAINER, data, fit, module, same, save_config, save_world, stored
 from typer.testing import CliRunner
 
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory")  # traini
 NAMES = {"val/tau", "val/tau_greedy_chain", "val/tau_greedy_tree", "val/tau_sampled_chain", "val/decode_tau"}
 NAMES |= {f"val/acceptance_{kind}_pos_{step}" for kind in ("greedy", "sampled") for step in (1, 2)}
 NAMES |= {"val/draft_ms", "val/target_ms"}
-FILES = {"config.json", "model.safetensors", "README.md", "metrics.json"}
+FILES = {"config.json", "model.safetensors", "README.md", "metrics.json", "training.yaml"}
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +58,10 @@ def trained(world, tmp_path_factory):
 def drafter_of(folder, target):
     drafter = EagleDrafter.from_pretrained(folder, target)
     return SpeculativeDecoder(target, drafter, TreeTopology.chain(2), Coupling(Fixed(1), TopDown(Matching())))
+
+
+def recorder(cli):
+    return next(callback for callback in cli.trainer.callbacks if isinstance(callback, Recorder))
 
 
 def test_a_tiny_data_set_is_learned_by_heart(trained):
@@ -92,6 +97,9 @@ def test_results_are_a_folder_that_decodes_losslessly(trained):
     winner = max(curve, key=lambda point: point["val/tau"])
     assert json.loads((best / "metrics.json").read_text()) == {k: v for k, v in winner.items() if k != "step"}
     assert "| tau |" in (best / "README.md").read_text()
+    assert load_file(best / "model.safetensors")["fc.weight"].dtype == torch.float16
+    again = run(DrafterModule, ["fit", "--config", str(best / "training.yaml")], go=False)
+    assert recorder(again).config == recorder(cli).config == (best / "training.yaml").read_text()
 
     target, prompts = cli.datamodule.target, cli.datamodule.held_out_prompts(3)
     decoder = drafter_of(best, target)

@@ -126,7 +126,7 @@ def fitted(
             token and some drawn from the others; a greedy one takes the shape that suits each step best. Either
             decodes any request losslessly.
         lookup: copy from the sample's own text where its last tokens occurred before, and draft elsewhere.
-        max_depth: bound on the trees' depth.
+        max_depth: bound on the trees' depth; what greedy lookups copy may go on below, as long as ``nodes`` last.
         topology: the sampled tree, or the largest greedy one; by default fitted to the drafter's acceptance.
     """
     drafter = _drafter(draft)
@@ -137,9 +137,20 @@ def fitted(
         width = max(map(len, topology.child_list))
         coupling = Coupling(TopTail(1, width - 1) if width > 1 else IID(1), Lifted(RecursiveRejection()))
         return SpeculativeDecoder(_ragged(target), proposer, topology, coupling)
-    topology = topology or TreeTopology.sequoia(acceptance, 4 * nodes, max_depth)
+    if topology is None:
+        topology = TreeTopology.sequoia(acceptance, 4 * nodes, max_depth)
+        if lookup:  # what is copied may go on for as long as the budget lasts
+            topology = _with_trunk(topology, nodes - 1)
     coupling = Coupling(Fixed(max(map(len, topology.child_list))), TopDown(Matching()))
     return SpeculativeDecoder(_ragged(target), proposer, topology, coupling, costs=NodeBudget(nodes))
+
+
+def _with_trunk(topology: TreeTopology, depth: int) -> TreeTopology:
+    """The tree with the first of its deepest paths carried on down to a depth."""
+    parents = topology.parent_list
+    more = max(0, depth - topology.max_depth)
+    trunk = [topology.levels[-1][0], *range(len(parents), len(parents) + more)][:more]
+    return TreeTopology.from_parents([*parents, *trunk])
 
 
 def _ragged(model: "Model") -> RaggedModel:

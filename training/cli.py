@@ -81,7 +81,7 @@ def configs() -> None:
 @app.command("demo")
 def demo(
     folder: Annotated[Path, typer.Option(help="For data, results and checkpoints.")] = Path("arbordraft-smollm2"),
-    conversations: Annotated[int | None, typer.Option(help="How many to generate, 9216 by default.")] = None,
+    conversations: Annotated[int | None, typer.Option(help="How many to generate, 8448 by default.")] = None,
 ) -> None:
     """Train a drafter and a decider for SmolLM2-135M-Instruct from nothing, in about three hours on two cores."""
     from rich.console import Console
@@ -146,9 +146,10 @@ def run(module: Any, arguments: list[str], *, go: bool = True) -> Any:
 
         def instantiate_classes(self) -> None:
             super().instantiate_classes()
+            resolved = self._parser(self.subcommand).dump(self.config[self.subcommand], skip_none=False)
             for callback in self.trainer.callbacks:
                 if isinstance(callback, Recorder):
-                    callback.config = self.parser.dump(self.config, skip_none=False)
+                    callback.config = resolved  # fit --config takes it
 
         def _run_subcommand(self, subcommand: str) -> None:
             if go:

@@ -185,17 +185,17 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
         """Generates this process's share of the shards."""
         tokenizer = self.target.tokenizer
         assert tokenizer is not None
-        keep = self.layers if self.cache and self.server is None else ()
-        cached, fresh = CachedFeatures(self.folder, keep), self._fresh if keep else None
+        keep = self.cache and self.server is None  # what is computed anyway
+        cached, fresh = (CachedFeatures(self.folder, self.layers), self._fresh) if keep else (None, None)
         complete: Completer
         if self.server is not None:
             complete = ServerCompleter(self.server, self.server_model, tokenizer)
         else:
-            hidden = (*keep, self.target.num_layers) if keep else ()
+            hidden = (*self.layers, self.target.num_layers) if keep else ()
             complete = DecoderCompleter(self.target, self.generation_batch, hidden)
 
         def store(shard: Shard, states: list[Tensor]) -> None:
-            if fresh is not None:
+            if cached and fresh:
                 cached.write(shard, [fresh.split(found) for found in states])
 
         messages = read_conversations(self.prompts) if self.prompts else None

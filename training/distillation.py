@@ -14,7 +14,7 @@ from torch import Tensor
 
 from arbordraft.training.chat import ChatFormat
 from arbordraft.training.completion import Completer, Completion, Sampling
-from arbordraft.training.openings import draw_opening
+from arbordraft.training.openings import draw_opening, known_words
 from arbordraft.training.shards import (
     ANSWER,
     GIVEN,
@@ -138,6 +138,7 @@ class SelfDistillation:
                 f"the recipe wants {self.recipe.conversations} conversations, but only {len(self.messages)} were "
                 "given; lower recipe.conversations"
             )
+        self._words = known_words(self.chat.tokenizer) if self.messages is None else []
         self._to_user = self.chat.ids_behind(self.chat.to_user)
         self._to_assistant = self.chat.ids_behind(self.chat.to_assistant)
 
@@ -200,7 +201,7 @@ class SelfDistillation:
 
     def _written(self, count: int, source: random.Random, done: Callable[[int], object]) -> Iterator[_Draft]:
         before = self.chat.before_user()
-        openings = [draw_opening(source) for _ in range(count)]
+        openings = [draw_opening(source, self._words) for _ in range(count)]
         begun = [self.chat.ids(before + opening.text) for opening in openings]
         turns: dict[int, list[int]] = {}
         for limit in sorted({opening.limit for opening in openings}):

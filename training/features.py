@@ -4,7 +4,7 @@ Shapes: n tokens of a sequence, N of a shard, F input features side by side, H h
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from arbordraft import RaggedKVCache, RaggedModel
-from arbordraft.training.shards import Shard, ShardError, ShardFolder, write_tensors
+from arbordraft.training.shards import Shard, ShardError, ShardFolder, read_rows, write_tensors
 
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}  # of a row's norm; half precision rounds by far more
 
@@ -110,7 +110,7 @@ class CachedFeatures:
 
     Args:
         folder: where the shards lie.
-        layers: hidden states that the drafter wants, as transformers numbers them.
+        layers: hidden states that the drafter wants, as transformers numbers them; files may hold more of them.
     """
 
     def __init__(self, folder: ShardFolder, layers: Sequence[int]) -> None:
@@ -133,7 +133,7 @@ class CachedFeatures:
         write_tensors(dict(zip(Features._fields, columns, strict=True)), self.folder.hidden_path(shard), metadata)
 
     def complete(self, shard: Shard) -> bool:
-        """Whether the features of a shard are there, belong to it and are those of the wanted layers.
+        """Whether the features of a shard are there, belong to it and cover the wanted layers.
 
         Raises:
             ShardError: if there is something else.
@@ -143,24 +143,31 @@ class CachedFeatures:
             return False
         try:
             with safe_open(path, "pt") as file:
-                found = file.metadata() or {}
+                digest, layers = (file.metadata() or {}).get("digest"), _layers(file)
                 rows = file.get_slice("inputs").get_shape()[0]
         except (OSError, SafetensorError) as error:
             raise ShardError(f"{path} cannot be read ({error}); delete it to compute it again") from error
-        layers = ",".join(map(str, self.layers))
-        if found.get("digest") != shard.digest or found.get("layers") != layers or rows != len(shard.tokens):
+        if digest != shard.digest or rows != len(shard.tokens):
+            raise ShardError(f"{path} holds hidden states of other text; delete it to compute it again")
+        if not {*self.layers} <= {*layers}:
             raise ShardError(
-                f"{path} holds hidden states {found.get('layers')} of other text than wanted (layers {layers}); delete "
-                "it to compute it again"
+                f"{path} holds hidden states {layers}, the drafter reads {self.layers}; delete it to compute it again"
             )
         return True
 
     def read(self, shard: Shard, sequences: Sequence[int]) -> list[Features]:
         """Features of some sequences of a shard."""
-        with safe_open(self.folder.hidden_path(shard), "pt") as file:
-            parts = [file.get_slice(name) for name in Features._fields]
-            spans = [(int(shard.offsets[s]), int(shard.offsets[s + 1]) - 1) for s in sequences]
-            return [Features(*(part[start:end] for part in parts)) for start, end in spans]
+        spans = [(int(shard.offsets[s]), int(shard.offsets[s + 1]) - 1) for s in sequences]
+        path = self.folder.hidden_path(shard)
+        with safe_open(path, "pt") as file:
+            layers = _layers(file)
+        found = [Features(*parts) for parts in zip(*read_rows(path, Features._fields, spans), strict=True)]
+        if layers == self.layers:
+            return found
+        wanted = [layers.index(layer) for layer in self.layers]
+        return [
+            Features(inputs.unflatten(1, (len(layers), -1))[:, wanted].flatten(1), final) for inputs, final in found
+        ]
 
     @staticmethod
     def bytes_per_token(target: RaggedModel, layers: Sequence[int]) -> int:
@@ -183,6 +190,11 @@ class CachedFeatures:
                         f"{self.folder.hidden_path(shard)}: cached {name} of sequence {sequence} differ from a fresh "
                         "forward of this target; delete the file to compute it again"
                     )
+
+
+def _layers(file: Any) -> tuple[int, ...]:
+    """The hidden states in an open file."""
+    return tuple(int(layer) for layer in (file.metadata() or {}).get("layers", "").split(",") if layer)
 
 
 def _close(found: Tensor, expected: Tensor, half: float = 0.1) -> bool:

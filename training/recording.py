@@ -13,6 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 
 RESULT = "best"
+RECIPE = "training.yaml"
 
 
 def publish(folder: Path, write: Callable[[Path], None]) -> None:
@@ -34,7 +35,8 @@ class Recorder(Callback):  # type: ignore[misc]  # Lightning is not type-checked
     The module in training offers ``save(folder)``, ``card(metrics)``, ``tables()`` and ``figures(curve)``.
 
     Args:
-        output: folder for results: ``best/`` with the network, ``curve.json`` with the metrics of every validation.
+        output: folder for results: ``best/`` with the network and how it was trained, ``curve.json`` with the metrics
+            of every validation.
         monitor: the metric that decides what is best; higher is better.
         alias: of the registered version; ``None`` registers nothing.
     """
@@ -114,6 +116,8 @@ class Recorder(Callback):  # type: ignore[misc]  # Lightning is not type-checked
             pl_module.save(folder)
             (folder / "README.md").write_text(pl_module.card(metrics))
             (folder / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+            if self.config:
+                (folder / RECIPE).write_text(self.config)
 
         publish(self.result, write)
         for tracker in _trackers(trainer):

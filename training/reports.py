@@ -67,8 +67,9 @@ def card(
     """
     rows = "\n".join(f"| {name.removeprefix('val/')} | {value:.4g} |" for name, value in sorted(metrics.items()))
     manifest = profile.get("manifest", {})
+    command = "decider" if kind.endswith("Decider") else "drafter"
     use = f'drafter = {kind}.from_pretrained("this folder", target)'
-    if kind.endswith("Decider"):
+    if command == "decider":
         use = f'decider = {kind}.from_pretrained("this folder")'
     return f"""---
 library_name: arbordraft
@@ -83,6 +84,7 @@ Trained with arbordraft by self-distillation: the target wrote all text that it 
 - data: {profile.get("conversations")} conversations, {profile.get("answer_tokens")} answer tokens
 - digest of the data: {profile.get("digest")}
 - recipe: {manifest.get("recipe")}
+- training: `training.yaml` beside this card, for `arbordraft train {command} fit --config`
 
 Output is lossless whatever this network drafts; the figures say how often it is right.
 

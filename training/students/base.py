@@ -5,6 +5,7 @@ Shapes: B sequences, S slots, H hidden size, D draft vocabulary, V vocabulary.
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -84,8 +85,8 @@ class Student(nn.Module):
         """A drafter with a copy of the network as it is now."""
 
     def save(self, folder: Path) -> None:
-        """Writes the network as transformers does."""
-        self.network.save_pretrained(folder)
+        """Writes the network as transformers does, in float16: half the size, and drafters need no more."""
+        deepcopy(self.network).half().save_pretrained(folder)
 
 
 class HeadStudent(Student):
