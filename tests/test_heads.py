@@ -301,4 +301,5 @@ def test_what_training_saves_drafters_load(name, tmp_path):
     drafter = kind.from_pretrained(tmp_path, target())
     found = drafter.model.model if name == "model" else drafter.adapter if name == "exit" else drafter.head
     for key, tensor in student.network.state_dict().items():
-        assert torch.equal(found.state_dict()[key], tensor), key
+        stored = tensor.half().float() if tensor.is_floating_point() else tensor
+        assert torch.equal(found.state_dict()[key], stored), key
