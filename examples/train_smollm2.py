@@ -1,7 +1,7 @@
 """From nothing but the target to a trained drafter and decider for SmolLM2-135M-Instruct, on two CPU cores.
 
 The target writes conversations (about 80 minutes, 3 million answer tokens, 20 GB of hidden states), an EAGLE-3 drafter
-and then a decider learn from them (about 60 minutes), and a few prompts are decoded with the result. Interrupt it
+(about 65 minutes) and then a decider learn from them, and a few prompts are decoded with the result. Interrupt it
 whenever you like: the same command goes on where it stopped. `arbordraft train demo` does the same.
 
     python examples/train_smollm2.py

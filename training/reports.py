@@ -84,7 +84,7 @@ Trained with arbordraft by self-distillation: the target wrote all text that it 
 - data: {profile.get("conversations")} conversations, {profile.get("answer_tokens")} answer tokens
 - digest of the data: {profile.get("digest")}
 - recipe: {manifest.get("recipe")}
-- training: `training.yaml` beside this card, for `arbordraft train {command} fit --config`
+- training: `training.yaml`, if it was started from the command line, for `arbordraft train {command} fit --config`
 
 Output is lossless whatever this network drafts; the figures say how often it is right.
 

@@ -111,20 +111,20 @@ def decoded(
         Coupling(Fixed(1), TopDown(Matching())),
     )
     inputs = left_padded(prompts)
-    output = decoder.generate(
+    output: Any = decoder.generate(
         **inputs,
         max_new_tokens=new_tokens,
         do_sample=False,
         pad_token_id=0,
         return_dict_in_generate=True,
     )
-    stats, tokenizer = output.stats, target.tokenizer  # type: ignore[union-attr]
-    answers = output.sequences[:, inputs["input_ids"].shape[1] :]  # type: ignore[union-attr]
+    stats, tokenizer = output.stats, target.tokenizer
+    assert tokenizer is not None
+    answers = output.sequences[:, inputs["input_ids"].shape[1] :]
     samples = {
-        "prompt": [tokenizer.decode(prompt) for prompt in prompts],  # type: ignore[union-attr]
+        "prompt": [tokenizer.decode(prompt) for prompt in prompts],
         "answer": [
-            tokenizer.decode(answer[:count])  # type: ignore[union-attr]
-            for answer, count in zip(answers.tolist(), stats.emitted, strict=True)
+            tokenizer.decode(answer[:count]) for answer, count in zip(answers.tolist(), stats.emitted, strict=True)
         ],
     }
     rounds = max(1, max(stats.forwards))
