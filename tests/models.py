@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from arbordraft import DraftContext, DraftLaw, FixedDepth, Noise, RaggedModel, SlicedCausalMask, TreeTopology
+from arbordraft import Decider, DraftContext, DraftLaw, FixedDepth, Noise, RaggedModel, SlicedCausalMask, TreeTopology
 from arbordraft.sampling import Warp
-from arbordraft.types import History
 
 VOCAB = 61
 EOS = 2
@@ -211,6 +210,6 @@ def context(
         greedy=greedy,
         warp=lambda logits, place_of: warp(logits, lambda row: path(*place_of(row))),
         decide=decide or FixedDepth(),
-        history=[History() for _ in tokens],
+        memory=[decide.start() if isinstance(decide, Decider) else None for _ in tokens],
         noise=None if greedy else Noise.draw(generators, topology.num_nodes),
     )

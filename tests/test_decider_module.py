@@ -22,6 +22,7 @@ from arbordraft import (
     RaggedKVCache,
     RaggedModel,
     SpeculativeDecoder,
+    StepCosts,
     TopDown,
     TreeTopology,
 )
@@ -29,13 +30,18 @@ from arbordraft.deciders.learned import UNLIKELY
 from arbordraft.heads.eagle import EagleHead
 from arbordraft.training.batches import Batch
 from arbordraft.training.calibration import auc, drafted_lengths, ece, fit_temperature, tokens_per_second
-from arbordraft.training.decider_module import DeciderModule, StepCosts
+from arbordraft.training.decider_module import DeciderModule
 from arbordraft.training.features import FreshFeatures, TeacherHead
 from arbordraft.training.shards import ANSWER, GIVEN
 from arbordraft.training.students import EagleStudent, LanguageModelStudent, MedusaStudent
 from arbordraft.training.students.base import Prediction, Student
 
 FREE = CostTable((1, 8), (1.0, 1.0))
+
+
+def drafting(seconds):
+    """A level of drafting takes so long."""
+    return CostTable((1,), (seconds,))
 
 
 def tensor(*values):
@@ -116,12 +122,6 @@ def test_speed_in_closed_form():
     assert tokens_per_second(torch.tensor([3, 1]), passes, seconds) == pytest.approx((3 + 1.5) / (2.5 + 1.5))
 
 
-def test_step_costs():
-    costs = StepCosts(CostTable((1, 2, 4), (1.0, 2.0, 3.0)), draft=0.25, decide=0.125, rest=10)
-    assert costs.seconds(3, learned=False) == [11.0, 12.25, 13.0, 13.75]
-    assert costs.seconds(3, learned=True) == [11.0, 12.375, 13.25, 14.125]
-
-
 # The choice of the threshold.
 
 
@@ -152,7 +152,7 @@ def chosen(fit, judge=None, **settings):
 
 def test_the_threshold_is_chosen_by_speed():
     """A draft costs a quarter of a target's forward; 'accepted of the drafted' would stop after the first token."""
-    part, costs = planted_part(easy=0.5), StepCosts(FREE, draft=0.25)
+    part, costs = planted_part(easy=0.5), StepCosts(FREE, drafting(0.25))
     module, metrics = chosen(part, costs=costs)
     seconds = [1 + 0.25 * drafted for drafted in range(5)]
     speeds, shares = {}, {}
@@ -175,14 +175,14 @@ def test_the_threshold_is_chosen_by_speed():
 
 def test_what_drafting_costs_moves_the_threshold():
     part = planted_part(easy=0.5)
-    assert chosen(part, costs=StepCosts(FREE, draft=0.0))[0].decider.threshold == 0
-    assert chosen(part, costs=StepCosts(FREE, draft=10.0))[0].decider.threshold > 1
-    assert chosen(part, costs=StepCosts(FREE, draft=0.1, decide=10.0))[0].decider.threshold > 1
+    assert chosen(part, costs=StepCosts(FREE, drafting(1e-9)))[0].decider.threshold == 0
+    assert chosen(part, costs=StepCosts(FREE, drafting(10.0)))[0].decider.threshold > 1
+    assert chosen(part, costs=StepCosts(FREE, drafting(0.1), decide=10.0))[0].decider.threshold > 1
 
 
 def test_the_judges_have_no_say():
     """Chosen on one part, reported on the other."""
-    costs = StepCosts(FREE, draft=0.25)
+    costs = StepCosts(FREE, drafting(0.25))
     (one, own), (other, foreign) = (
         chosen(planted_part(easy=0.5), judge, costs=costs) for judge in (None, planted_part(easy=0.0))
     )
@@ -395,7 +395,7 @@ def test_a_planted_signal_is_learned(tmp_path):
     target = ragged(sharpness=3.0)
     data = Data(target, (), train=4, held_out=2)
     module = DeciderModule(
-        Moody(target), hidden=False, widths=(16,), draft_steps=3, lr=0.02, costs=StepCosts(FREE, draft=0.25)
+        Moody(target), hidden=False, widths=(16,), draft_steps=3, lr=0.02, costs=StepCosts(FREE, drafting(0.25))
     )
     runner = trainer(tmp_path, epochs=30, enable_checkpointing=False, num_sanity_val_steps=0)
     (before,) = runner.validate(module, data, verbose=False)
@@ -439,7 +439,7 @@ def test_a_whole_training(tmp_path, target, folder):
         "val/tokens_per_second_fixed",
     } <= metrics.keys()
     assert len(module.decider.temperatures) == 3
-    assert module.costs.draft > 0
+    assert module.costs.draft(1) > 0
     assert module.costs.rest > 0
     for name, tensor in module.student.state_dict().items():
         assert torch.equal(tensor, weights[name])
@@ -462,7 +462,7 @@ def test_a_whole_training(tmp_path, target, folder):
 
 def test_a_training_is_resumed(tmp_path, target, folder):
     """One epoch and one more after an interruption are two epochs; a checkpoint holds the decider only."""
-    settings = {"draft_steps": 2, "widths": (8,), "costs": StepCosts(FREE, draft=0.25)}
+    settings = {"draft_steps": 2, "widths": (8,), "costs": StepCosts(FREE, drafting(0.25))}
     modules = []
     for epochs, checkpoint in ((2, None), (1, None), (2, tmp_path / "one.ckpt")):
         torch.manual_seed(0)
@@ -486,7 +486,7 @@ def test_a_training_is_resumed(tmp_path, target, folder):
 
 
 def test_too_little_held_out_text_is_refused(tmp_path, target, folder):
-    module = DeciderModule(folder, draft_steps=8, costs=StepCosts(FREE, draft=0.25))
+    module = DeciderModule(folder, draft_steps=8, costs=StepCosts(FREE, drafting(0.25)))
     data = Data(target, module.hidden_layers(target), lengths=(9,), temperatures=(0.0,))
     with pytest.raises(ValueError, match=r"raise data\.validation, or lower model\.draft_steps"):
         trainer(tmp_path).validate(module, data, verbose=False)

@@ -1,41 +1,50 @@
 """Deciders: when they stop, that each sample stops for itself, and that the output does not notice."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from models import PROMPTS, VOCAB, greedy_reference, left_padded, new_tokens, ragged
 
 from arbordraft import (
+    AcceptedAverage,
+    AdaEDL,
     Backoff,
+    Bandit,
     ConfidenceThreshold,
+    CostAware,
+    CostTable,
     Coupling,
     Decider,
     EntropyBound,
     Fixed,
     FixedDepth,
+    Heuristic,
     LanguageModelDrafter,
     NGramDrafter,
+    PathSurvival,
     RecursiveRejection,
     SpeculativeDecoder,
+    StepCosts,
     StepView,
     TopDown,
     TreeTopology,
     WithoutReplacement,
 )
 from arbordraft.drafters.base import Garden
-from arbordraft.types import Draw, History, Origin
+from arbordraft.types import Draw, Origin, Outcome
 
 CERTAIN, FAIR = torch.tensor([1.0, 0.0]), torch.tensor([0.5, 0.5])
 
 
-def view(depth=1, confidence=((1.0,),), rows=None, history=None):
+def view(depth=1, confidence=((1.0,),), rows=None, memory=None, **options):
     rows = rows or [[None] * len(nodes) for nodes in confidence]
     paths = [
         [(Draw(probability, Origin(row)),) for probability, row in zip(nodes, theirs, strict=True)]
         for nodes, theirs in zip(confidence, rows, strict=True)
     ]
-    return StepView(depth, paths, history or [History() for _ in confidence])
+    return StepView(depth, paths, memory or [None] * len(paths), **options)
 
 
 def test_fixed_depth():
@@ -65,26 +74,146 @@ def test_entropy_bound():
         EntropyBound(gamma=0)
 
 
+def lengths(decider, accepted, deepest=30):
+    """Levels that one sample drafts, step by step, if so many of them are accepted, or as many as there are."""
+    memory, found = decider.start(), []
+    for most in accepted:
+        found.append(next((d for d in range(deepest) if not decider(view(d, memory=[memory]))[0]), deepest))
+        decider.observe(memory, Outcome(found[-1], min(found[-1], most)))
+    return found
+
+
 def test_backoff_pauses_for_ever_longer():
     """Two failures, then pauses of 1, 2, 4, 4, ... steps with one failing attempt between them; a success ends it."""
-    decider, history, drafted = Backoff(patience=2, longest=4), History(), []
-    for step in range(21):
-        goes_on = decider(view(history=[history]))[0]
-        drafted.append(int(goes_on))
-        history.record(drafted=goes_on, accepted=step == 18)
-    assert drafted == [1, 1, 0, 1, 0, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0]
-    history.record(drafted=True, accepted=True)
-    assert decider(view(history=[history])) == [True]
+    drafted = lengths(Backoff(patience=2, longest=4), [0] * 18 + [1, 0, 0, 0], deepest=1)
+    assert drafted == [1, 1, 0, 1, 0, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1]
+    drafted = lengths(Backoff(patience=2, longest=4), [0] * 6 + [1, 0, 0, 0], deepest=1)
+    assert drafted == [1, 1, 0, 1, 0, 0, 1, 1, 1, 0]
     with pytest.raises(ValueError, match="must be positive"):
         Backoff(patience=0)
+
+
+def test_the_heuristic_adds_two_or_takes_one():
+    assert lengths(Heuristic(first=3, longest=6), [9, 9, 9, 2, 0, 0, 0, 0, 0, 0]) == [3, 5, 6, 6, 5, 4, 3, 2, 1, 1]
+    with pytest.raises(ValueError, match=r"must lie in 1\.\.longest"):
+        Heuristic(first=9, longest=8)
+
+
+def test_the_accepted_average_follows():
+    """It halves its distance to what is accepted: 2, 1, .5, .25, then on to 8 - 7.75 / 2 and so on, rounded up."""
+    assert lengths(AcceptedAverage(first=2, margin=1, decay=0.5), [0, 0, 0, 9, 9]) == [3, 2, 2, 2, 3]
+    assert lengths(AcceptedAverage(first=0, margin=0.5, decay=0.0), [1, 2, 3]) == [1, 2, 3]
+    with pytest.raises(ValueError, match="margin be positive"):
+        AcceptedAverage(margin=0)
+
+
+def test_adaedl_asks_for_more_while_too_little_is_accepted():
+    decider, step = AdaEDL(threshold=0.6, wanted=0.5, step=0.1, decay=0.5), view(confidence=((0.5,),), rows=((FAIR,),))
+    memory, bounds, found = decider.start(), [], []
+    for accepted in (0, 0, 4, 4, 4):
+        found.append(decider(replace(step, memory=[memory]))[0])
+        decider.observe(memory, Outcome(4, accepted))
+        bounds.append(memory.threshold)
+    # Averages .25, .125, .5625, .78125, ...: below one half twice. The row promises 0.628.
+    assert bounds == pytest.approx([0.65, 0.7, 0.65, 0.6, 0.55])
+    assert found == [True, False, False, False, True]
+    with pytest.raises(ValueError, match=r"wanted must lie in \[0, 1\]"):
+        AdaEDL(wanted=2)
+
+
+def test_path_survival_is_a_product():
+    draws = [Draw(probability, Origin()) for probability in (0.5, 0.8, 0.1)]
+    step = StepView(2, [[tuple(draws[:2]), (draws[0], draws[2])], [()]], [None, None])
+    assert PathSurvival().survival(step) == [[pytest.approx(0.4), pytest.approx(0.05)], [1.0]]
+    assert [PathSurvival(bound)(step) for bound in (0.39, 0.41, 1.1)] == [[True, True], [False, True], [False, False]]
+    with pytest.raises(ValueError, match="must not be negative"):
+        PathSurvival(-0.1)
+
+
+@pytest.mark.parametrize(("depth", "best"), [(1, 0), (6, 1)])
+def test_a_bandit_finds_the_better_decider(depth, best):
+    """Drafts of which one level is accepted had better be short, drafts accepted whole be long; both are tried."""
+    decider = Bandit([FixedDepth(1), FixedDepth(6)], cost=0.3, longest=6)
+    memory = decider.start()
+    for _ in range(200):
+        drafted = 6 if decider(view(1, memory=[memory]))[0] else 1
+        decider.observe(memory, Outcome(drafted, min(drafted, depth)))
+    assert min(memory.pulls) > 0
+    assert memory.pulls[best] > 0.7 * sum(memory.pulls)
+    with pytest.raises(ValueError, match="at least two deciders"):
+        Bandit([FixedDepth()])
+
+
+def test_a_bandit_asks_whom_each_sample_has_chosen_and_lets_all_learn():
+    decider = Bandit([Backoff(patience=1), Heuristic(first=2)])
+    one, other = decider.start(), decider.start()
+    decider.observe(one, Outcome(1, 0))
+    assert (one.arm, other.arm) == (1, 0)
+    assert decider(view(0, ((1.0,), (1.0,)), memory=[one, other])) == [True, True]
+    assert decider(view(2, ((1.0,), (1.0,)), memory=[one, other])) == [False, True]
+    assert one.memories[0].failures == 1
+    assert one.memories[1].levels == 1
+
+
+COSTS = StepCosts(CostTable((1, 64), (1.0, 7.3)), CostTable((1, 64), (0.2, 0.2)))  # 0.1 a row, 0.2 a level
+
+
+def pace(acceptance=0.7, emitted=2.0, drafted=2.0):
+    memory = CostAware(COSTS).start()
+    memory.acceptance, memory.emitted, memory.drafted = acceptance, emitted, drafted
+    return memory
+
+
+def test_cost_aware_goes_on_while_a_level_gains_more_than_decoding_does():
+    """A step of two levels takes 1.6, so decoding emits 1.25 a second: a level's 0.3 seconds must gain 0.375 tokens."""
+    assert COSTS.step(1, 2) == pytest.approx(1.6)
+    assert COSTS.level(3, 1) == pytest.approx(0.3)
+    chances = (0.5, 0.54, 0.8)
+    found = [CostAware(COSTS)(view(1, ((chance,),), memory=[pace()], planned=2))[0] for chance in chances]
+    assert found == [0.7 * chance > 0.375 for chance in chances] == [False, True, True]
+
+
+def test_cost_aware_shares_a_level_between_the_samples_that_gain_most():
+    """With 0.2 for the drafter's forward alone neither of two is worth it that both together are."""
+    memory = [pace(emitted=1.5, drafted=1.0)] * 2
+    alone = CostAware(COSTS)(view(1, ((0.7,),), memory=memory[:1], batch=2, planned=4))
+    both = CostAware(COSTS)(view(1, ((0.7,), (0.7,)), memory=memory, batch=2, planned=4))
+    mixed = CostAware(COSTS)(view(1, ((0.01,), (0.9,)), memory=memory, batch=2, planned=4))
+    assert (alone, both, mixed) == ([False], [True, True], [False, True])
+
+
+def test_cost_aware_rests_and_tries_again():
+    decider, memory, drafted = CostAware(COSTS, decay=0.5), pace(0.4, 1.0, 0.0), []
+    for _ in range(60):
+        goes_on = decider(view(0, ((1.0,),), memory=[memory]))[0]
+        drafted.append(int(goes_on))
+        decider.observe(memory, Outcome(int(goes_on), 0))
+    assert 0 < sum(drafted) < 20
+    memory.acceptance = 0.95
+    decider.observe(memory, Outcome(4, 4))
+    assert memory.acceptance == pytest.approx(1 - 0.05 / 16)
+
+
+def test_step_costs_survive_a_file(tmp_path):
+    costs = replace(COSTS, decide=0.125, rest=10.0)
+    assert [costs.step(1, levels) for levels in range(3)] == pytest.approx([11, 11.425, 11.85])
+    costs.save(tmp_path / "costs.json")
+    assert StepCosts.load(tmp_path / "costs.json") == costs
+    assert [path.name for path in tmp_path.iterdir()] == ["costs.json"]
+    for broken in ("{}", "[]", "no", '{"target": {"rows": [1], "seconds": [0]}, "draft": 3}'):
+        (tmp_path / "costs.json").write_text(broken)
+        with pytest.raises(ValueError, match="holds no step costs"):
+            StepCosts.load(tmp_path / "costs.json")
+    with pytest.raises(ValueError, match="times must not be negative"):
+        replace(COSTS, rest=-1.0)
 
 
 class Alternating(Decider):
     """Sample ``b`` drafts ``b`` levels: the most ragged batch there is."""
 
     def forward(self, view):
-        stopped = len(PROMPTS) - len(view.history)  # those with the smaller numbers
-        return [stopped + index > view.depth for index in range(len(view.history))]
+        stopped = len(PROMPTS) - len(view.paths)  # those with the smaller numbers
+        return [stopped + index > view.depth for index in range(len(view.paths))]
 
 
 def draft_model_decoder(decider):
@@ -95,7 +224,20 @@ def draft_model_decoder(decider):
 
 @pytest.mark.parametrize(
     "decider",
-    [FixedDepth(0), FixedDepth(1), ConfidenceThreshold(0.05), EntropyBound(0.2), Backoff(1, 2), Alternating()],
+    [
+        FixedDepth(0),
+        FixedDepth(1),
+        ConfidenceThreshold(0.05),
+        EntropyBound(0.2),
+        PathSurvival(0.1),
+        AdaEDL(0.2),
+        Backoff(1, 2),
+        Heuristic(1, 3),
+        AcceptedAverage(0.5, 0.5),
+        Bandit([FixedDepth(1), Heuristic()]),
+        CostAware(StepCosts(CostTable((1, 64), (1.0, 2.0)), CostTable((1, 64), (0.1, 0.2)))),
+        Alternating(),
+    ],
     ids=lambda decider: type(decider).__name__,
 )
 def test_the_output_does_not_notice(decider):

@@ -90,7 +90,7 @@ def test_deciders_see_the_rows_that_the_frontier_was_drawn_from():
 
     def decide(view):
         views.append(view)
-        return [True] * len(view.history)
+        return [True] * len(view.paths)
 
     state, _, _ = started(drafter, ragged())
     tree = drafter.propose(state, context(PROMPTS, UNEVEN, WithoutReplacement(2), decide=decide))
@@ -122,7 +122,7 @@ def walk(drafter, target, model, steps, topology=UNEVEN):
     for number, (ends, drafting) in enumerate(steps):
 
         def decide(view, drafting=drafting):
-            return drafting[: len(view.history)]
+            return drafting[: len(view.paths)]
 
         room = [None if end is None else topology.max_depth for end in ends]
         step = context(tokens, topology, WithoutReplacement(2), room=room, decide=decide, seed=number)

@@ -28,7 +28,7 @@ from arbordraft import (
     WithoutReplacement,
 )
 from arbordraft.heads.eagle import EagleHead
-from arbordraft.types import Draw, History, Origin
+from arbordraft.types import Draw, Origin
 
 ROW = torch.tensor([0.7, 0.2, 0.1])
 TREE = TreeTopology.from_k_config((2, 2, 1))
@@ -36,7 +36,7 @@ TREE = TreeTopology.from_k_config((2, 2, 1))
 
 def view(*samples, greedy=False):
     """Of samples that are given as the paths of their nodes."""
-    return StepView(max(map(len, samples[0])), samples, [History() for _ in samples], greedy)
+    return StepView(max(map(len, samples[0])), samples, [None] * len(samples), greedy)
 
 
 def path(*rows, probability=0.5):
@@ -185,7 +185,7 @@ def test_an_eagle_drafter_shows_what_its_head_is_given():
 
     def decide(step):
         views.append(step)
-        return [True] * len(step.history)
+        return [True] * len(step.paths)
 
     cache = RaggedKVCache()
     prompts = [PROMPTS[0], PROMPTS[2]]
@@ -266,7 +266,7 @@ def step_view(tree, depth):
         return tuple(Draw(origins[parents[n]].row[tree.tokens[n]].item(), origins[parents[n]]) for n in nodes)
 
     frontier = [node for node in tree.topology.levels[depth - 1] if node in tree.tokens]
-    return StepView(depth - 1, [[draws(node) for node in frontier]], [History()])
+    return StepView(depth - 1, [[draws(node) for node in frontier]], [None])
 
 
 @pytest.mark.parametrize("parents", [[-1, 0, 1, 2], [-1, 0, 0, 1, 3]], ids=["chain", "tree"])

@@ -146,7 +146,7 @@ def walk(made, name, steps=6):
     for step in range(steps):
 
         def decide(view, drafting=drafts[step]):
-            return drafting[: len(view.history)]
+            return drafting[: len(view.paths)]
 
         tree = rounds.propose(UNEVEN, WithoutReplacement(2), decide=decide, seed=10 * step)
         count += check_rows(name, trained(name).network, target().model, tree, rounds.tokens)

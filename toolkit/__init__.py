@@ -9,9 +9,22 @@ if _here.name == "toolkit":  # an editable checkout: the sibling folders hold th
 from arbordraft import builders
 from arbordraft.attention import UnsupportedModel
 from arbordraft.cache import CacheOverflow, RaggedKVCache
-from arbordraft.costs import CostTable, NodeBudget
+from arbordraft.costs import CostTable, NodeBudget, StepCosts
 from arbordraft.coupling import Coupling
-from arbordraft.deciders import Backoff, ConfidenceThreshold, Decider, EntropyBound, FixedDepth, LearnedDecider
+from arbordraft.deciders import (
+    AcceptedAverage,
+    AdaEDL,
+    Backoff,
+    Bandit,
+    ConfidenceThreshold,
+    CostAware,
+    Decider,
+    EntropyBound,
+    FixedDepth,
+    Heuristic,
+    LearnedDecider,
+    PathSurvival,
+)
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import (
     Drafter,
@@ -31,7 +44,7 @@ from arbordraft.metrics import DecodeStats
 from arbordraft.sampling import Noise
 from arbordraft.target import RaggedModel
 from arbordraft.topology import TreeTopology
-from arbordraft.types import DraftContext, DraftTree, SampleTree, StepView, Verdict
+from arbordraft.types import DraftContext, DraftTree, Outcome, SampleTree, StepView, Verdict
 from arbordraft.verifiers import (
     Exactness,
     KSeq,
@@ -53,9 +66,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "IID",
+    "AcceptedAverage",
+    "AdaEDL",
     "Backoff",
+    "Bandit",
     "CacheOverflow",
     "ConfidenceThreshold",
+    "CostAware",
     "CostTable",
     "Coupling",
     "Decider",
@@ -72,6 +89,7 @@ __all__ = [
     "ExactnessReport",
     "Fixed",
     "FixedDepth",
+    "Heuristic",
     "HybridDrafter",
     "KSeq",
     "LanguageModelDrafter",
@@ -85,6 +103,8 @@ __all__ = [
     "NodeLaw",
     "Noise",
     "OptimalTransport",
+    "Outcome",
+    "PathSurvival",
     "RaggedKVCache",
     "RaggedModel",
     "RecursiveRejection",
@@ -93,6 +113,7 @@ __all__ = [
     "SlicedCausalMask",
     "SpecHub",
     "SpeculativeDecoder",
+    "StepCosts",
     "StepView",
     "TopDown",
     "TopTail",

@@ -1,4 +1,4 @@
-"""What a forward of so many rows costs on this machine, and how many drafts are worth it.
+"""What forwards and steps cost on this machine, and how many drafts are worth it.
 
 Rows are not free on a CPU, nor on a GPU once a batch is large: a draft pays only if its chance of being accepted is
 worth more than the time of its row.
@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 
 from arbordraft.cache import RaggedKVCache
 from arbordraft.target import RaggedModel
 
+_TABLES = ("target", "draft")
 _ROWS = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128)
 
 
@@ -72,11 +73,9 @@ class CostTable:
 
     def save(self, path: Path) -> None:
         """Writes JSON; the file appears only when it is complete."""
-        partial = path.with_suffix(path.suffix + ".part")
-        partial.write_text(json.dumps(asdict(self)) + "\n")
-        partial.replace(path)
+        _write(path, asdict(self))
 
-    def __call__(self, rows: int) -> float:
+    def __call__(self, rows: float) -> float:
         """Seconds of a forward with ``rows`` packed rows; beyond the table along its last slope."""
         at = min(max(bisect_left(self.rows, rows), 1), len(self.rows) - 1)
         if len(self.rows) == 1:
@@ -104,6 +103,62 @@ class CostTable:
 
 
 @dataclass(frozen=True)
+class StepCosts:
+    """Seconds of the parts of a decoding step.
+
+    Args:
+        target: the target's forward by its rows.
+        draft: a level of drafting by the rows that the drafter is given.
+        decide: asking a learned decider about a level, if there is one.
+        rest: verification and bookkeeping, once per step.
+
+    Raises:
+        ValueError: if a time is negative.
+    """
+
+    target: CostTable
+    draft: CostTable
+    decide: float = 0.0
+    rest: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.decide < 0 or self.rest < 0:
+            raise ValueError(f"times must not be negative, got decide={self.decide} and rest={self.rest}")
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Reads what :meth:`save` wrote.
+
+        Raises:
+            ValueError: if it is something else.
+        """
+        try:
+            fields = json.loads(path.read_text())
+            tables = {name: CostTable(**{k: tuple(v) for k, v in fields.pop(name).items()}) for name in _TABLES}
+            return cls(**tables, **fields)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} holds no step costs: {error}; measure them again") from error
+
+    def save(self, path: Path) -> None:
+        """Writes JSON; the file appears only when it is complete."""
+        _write(path, asdict(self))
+
+    def step(self, samples: int, levels: float) -> float:
+        """Seconds of a step in which ``samples`` chains of ``levels`` drafts, on average, are drafted and verified."""
+        rows = samples * (1 + levels)
+        return self.rest + self.target(rows) + levels * (self.draft(samples) + self.decide)
+
+    def level(self, planned: int, rows: int) -> float:
+        """Seconds that one level more takes: its drafting, and its rows in the target's forward.
+
+        Args:
+            planned: rows that the target gets without it.
+            rows: nodes that get children; each is taken to get one.
+        """
+        return self.draft(rows) + self.decide + self.target(planned + rows) - self.target(planned)
+
+
+@dataclass(frozen=True)
 class NodeBudget:
     """As many of the likeliest drafts as fit into a budget, whatever their rows cost.
 
@@ -128,6 +183,12 @@ class NodeBudget:
     def worthwhile(self, samples: int, chances: Sequence[float]) -> int:
         """How many of the drafts, likeliest first, are kept."""
         return min(len(chances), samples * (self.nodes - 1))
+
+
+def _write(path: Path, fields: dict[str, Any]) -> None:
+    partial = path.with_suffix(path.suffix + ".part")
+    partial.write_text(json.dumps(fields) + "\n")
+    partial.replace(path)
 
 
 @cache

@@ -31,7 +31,7 @@ from arbordraft.sampling import Noise, SoftmaxRows, Warp
 from arbordraft.state import DecodeState
 from arbordraft.target import RaggedModel
 from arbordraft.topology import TreeTopology
-from arbordraft.types import Costs, DraftContext, DraftTree, SampleVerdict, Verdict
+from arbordraft.types import Costs, DraftContext, DraftTree, Outcome, SampleVerdict, Verdict
 from arbordraft.verifiers import greedy_verdict
 
 if TYPE_CHECKING:
@@ -247,6 +247,7 @@ class SpeculativeDecoder(nn.Module):
             stats=stats,
             padding=padding,
             streamers=streamers,
+            memory=[self.decider.start() for _ in prompts],
         )
         for sample, prompt in enumerate(prompts):
             state.stream(sample, prompt)
@@ -263,7 +264,7 @@ class SpeculativeDecoder(nn.Module):
             greedy=state.greedy,
             warp=lambda logits, place_of: state.warp(logits, lambda row: state.path(*place_of(row))),
             decide=self.decider,
-            history=state.history,
+            memory=state.memory,
             noise=noise,
             costs=self.costs,
         )
@@ -329,7 +330,8 @@ class SpeculativeDecoder(nn.Module):
             emitted = state.append(sample, [*(drafted.tokens[node] for node in judged.path), judged.token])
             seen[sample] = shares[sample][path[:emitted]]
             state.stats.record(sample, drafted, judged, emitted)
-            state.history[sample].record(drafted=len(drafted.tokens) > 1, accepted=len(judged.path) > 0)
+            levels = max(map(self.topology.depth_list.__getitem__, drafted.tokens))
+            self.decider.observe(state.memory[sample], Outcome(levels, len(judged.path)))
             if state.budget[sample] > 0:
                 remaining[sample] = judged
                 kept[state.handles[sample]] = path

@@ -13,7 +13,6 @@ from arbordraft.cache import RaggedKVCache
 from arbordraft.huggingface import Stopping
 from arbordraft.metrics import DecodeStats
 from arbordraft.sampling import Warp
-from arbordraft.types import History
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
@@ -35,6 +34,7 @@ class DecodeState:
         greedy: whether the target decodes at temperature 0.
         stopping: the request's stopping criteria.
         stats: what is counted.
+        memory: what the decider remembers of each sample.
         streamers: receivers of committed tokens; none if empty.
     """
 
@@ -49,12 +49,9 @@ class DecodeState:
     greedy: bool
     stopping: Stopping
     stats: DecodeStats
+    memory: list[Any]
     streamers: "Sequence[BaseStreamer]" = ()
-    history: list[History] = field(init=False)
     failures: dict[int, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.history = [History() for _ in self.tokens]
 
     @property
     def active(self) -> list[int]:

@@ -7,7 +7,7 @@ size of a drafter.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -156,20 +156,16 @@ class Verdict:
     samples: tuple[SampleVerdict | None, ...]
 
 
-@dataclass
-class History:
-    """How drafting went for one sample so far; all that was committed, nothing that still is to be verified."""
+class Outcome(NamedTuple):
+    """What became of a sample's drafts in one step; all of it is committed.
 
-    failures: int = 0  # drafted steps in a row of which nothing was accepted
-    idle: int = 0  # steps in a row without drafting
+    Args:
+        drafted: levels of drafts that the target verified.
+        accepted: how many of them were accepted.
+    """
 
-    def record(self, drafted: bool, accepted: bool) -> None:
-        """Adds one step."""
-        if drafted:
-            self.idle = 0
-            self.failures = 0 if accepted else self.failures + 1
-        else:
-            self.idle += 1
+    drafted: int
+    accepted: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,14 +213,18 @@ class StepView:
     Args:
         depth: depth of the frontier, 0 for the roots.
         paths: the draws that led from the root to each frontier node; none for a root.
-        history: what happened in earlier steps.
+        memory: what the decider remembers of each sample, see :meth:`~arbordraft.Decider.start`.
         greedy: whether the target decodes at temperature 0.
+        batch: samples that the target's forward will serve, those that stopped drafting included.
+        planned: rows of that forward so far, all samples, roots included.
     """
 
     depth: int
     paths: Sequence[Sequence[Sequence[Draw]]]
-    history: Sequence[History]
+    memory: Sequence[Any]
     greedy: bool = False
+    batch: int = 1
+    planned: int = 1
 
     @property
     def confidence(self) -> list[list[float]]:
@@ -267,7 +267,7 @@ class DraftContext:
         warp: the request's logits processors. Given ``[R, V]`` logits and, per row, the sample and the drafted tokens
             before the prediction, it returns ``[R, V]`` scores.
         decide: says before every level which samples go on.
-        history: how drafting went for each sample.
+        memory: what the decider remembers of each sample.
         noise: uniforms of this step; ``None`` if ``greedy``.
         costs: what rows cost; drafts that are not drawn at random are then given up where they do not pay.
     """
@@ -280,6 +280,6 @@ class DraftContext:
     greedy: bool
     warp: Callable[[Tensor, Callable[[int], tuple[int, Sequence[int]]]], Tensor]
     decide: Callable[[StepView], Sequence[bool]]
-    history: Sequence[History]
+    memory: Sequence[Any]
     noise: Noise | None
     costs: Costs | None = None

@@ -6,6 +6,7 @@ Shapes: G drafting steps, M drafts along held-out text.
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,14 @@ from torch import Tensor
 from torch.nn import functional
 from torch.optim import AdamW, Optimizer
 
-from arbordraft import Drafter, LearnedDecider, RaggedModel
+from arbordraft import Drafter, LearnedDecider, RaggedModel, StepCosts
 from arbordraft.training.batches import Batch
 from arbordraft.training.calibration import auc, drafted_lengths, ece, fit_temperature, tokens_per_second
 from arbordraft.training.data import SelfDistillationDataModule
 from arbordraft.training.drafts import Drafts, follow
 from arbordraft.training.features import TeacherHead
 from arbordraft.training.reports import card, speed_figure
-from arbordraft.training.step_costs import StepCosts
+from arbordraft.training.step_costs import measure_step_costs
 from arbordraft.training.students import EagleStudent, Student
 
 _THRESHOLDS = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 2.0)
@@ -214,8 +215,10 @@ class DeciderModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
         if self.costs is None:
             measured = self._measure() if self.trainer.is_global_zero else None
             self.costs = self.trainer.strategy.broadcast(measured)
-        learned, fixed = (self.costs.seconds(self.draft_steps, learned=learned) for learned in (True, False))
         depths = range(self.draft_steps + 1)
+        learned, fixed = (
+            [costs.step(1, drafted) for drafted in depths] for costs in (self.costs, replace(self.costs, decide=0.0))
+        )
 
         def speeds(part: Mapping[str, Tensor]) -> tuple[list[float], list[float]]:
             complete = part["valid"].all(dim=0)
@@ -245,7 +248,7 @@ class DeciderModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
 
     def _measure(self) -> StepCosts:
         prompts = self.data.held_out_prompts(_TIMED)
-        return StepCosts.measure(
+        return measure_step_costs(
             self._target, self._drafter, self.decider, prompts, self.draft_steps, self.timed_tokens
         )
 
@@ -273,4 +276,4 @@ def _cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
     return (losses * weights).sum() / weights.sum().clamp(min=torch.finfo(torch.float32).tiny)
 
 
-__all__ = ["DeciderModule", "StepCosts"]
+__all__ = ["DeciderModule"]

@@ -1,9 +1,7 @@
-"""What a decoding step costs on this machine, drafting and deciding included."""
+"""Measuring what a decoding step costs on this machine, drafting and deciding included."""
 
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass
-from typing import Self
 
 from arbordraft import (
     CostTable,
@@ -15,78 +13,56 @@ from arbordraft import (
     LearnedDecider,
     RaggedModel,
     SpeculativeDecoder,
+    StepCosts,
     TreeTopology,
 )
 from arbordraft.prompts import left_padded
 from arbordraft.verifiers import Matching, TopDown
 
 
-@dataclass(frozen=True)
-class StepCosts:
-    """Seconds of the parts of a decoding step of one text.
+def measure_step_costs(
+    target: RaggedModel,
+    drafter: Drafter,
+    decider: LearnedDecider,
+    prompts: Sequence[Sequence[int]],
+    steps: int,
+    tokens: int = 48,
+) -> StepCosts:
+    """Decodes greedily with and without the decider, which never stops here; of several prompts the best counts.
 
     Args:
-        target: the target's forward by its rows.
-        draft: a drafting step.
-        decide: asking the decider about it.
-        rest: verification and bookkeeping, once per decoding step.
+        target: the target.
+        drafter: made for it.
+        decider: made for the drafter.
+        prompts: decoded one at a time.
+        steps: drafted tokens of every chain.
+        tokens: length of the answers.
     """
 
-    target: CostTable
-    draft: float
-    decide: float = 0.0
-    rest: float = 0.0
+    def decode(stop: Decider) -> tuple[float, float]:
+        topology, coupling = TreeTopology.chain(steps), Coupling(Fixed(1), TopDown(Matching()))
+        decoder = SpeculativeDecoder(target, drafter, topology, coupling, stop)
+        found = []
+        for prompt in prompts:
+            output = decoder.generate(
+                **left_padded([prompt]),  # with a mask, or an end of turn would count as padding
+                max_new_tokens=tokens,
+                do_sample=False,
+                eos_token_id=None,
+                return_dict_in_generate=True,
+            )
+            stats = output.stats  # type: ignore[union-attr]
+            rest = (stats.seconds["verify"] + stats.seconds["commit"]) / stats.forwards[0]
+            found.append((stats.seconds["draft"] / max(1, stats.drafted), rest))
+        draft, rest = (min(times) for times in zip(*found, strict=True))
+        return draft, rest
 
-    @classmethod
-    def measure(
-        cls,
-        target: RaggedModel,
-        drafter: Drafter,
-        decider: LearnedDecider,
-        prompts: Sequence[Sequence[int]],
-        steps: int,
-        tokens: int = 48,
-    ) -> Self:
-        """Decodes greedily with and without the decider, which never stops here; of several prompts the best counts.
-
-        Args:
-            target: the target.
-            drafter: made for it.
-            decider: made for the drafter.
-            prompts: decoded one at a time.
-            steps: drafted tokens of every chain.
-            tokens: length of the answers.
-        """
-
-        def decode(stop: Decider) -> tuple[float, float]:
-            topology, coupling = TreeTopology.chain(steps), Coupling(Fixed(1), TopDown(Matching()))
-            decoder = SpeculativeDecoder(target, drafter, topology, coupling, stop)
-            found = []
-            for prompt in prompts:
-                output = decoder.generate(
-                    **left_padded([prompt]),  # with a mask, or an end of turn would count as padding
-                    max_new_tokens=tokens,
-                    do_sample=False,
-                    eos_token_id=None,
-                    return_dict_in_generate=True,
-                )
-                stats = output.stats  # type: ignore[union-attr]
-                rest = (stats.seconds["verify"] + stats.seconds["commit"]) / stats.forwards[0]
-                found.append((stats.seconds["draft"] / max(1, stats.drafted), rest))
-            draft, rest = (min(times) for times in zip(*found, strict=True))
-            return draft, rest
-
-        tireless = deepcopy(decider)
-        tireless.threshold = 0.0
-        decode(tireless)  # warms up
-        draft, rest = decode(FixedDepth())
-        decide = max(0.0, decode(tireless)[0] - draft)
-        return cls(CostTable.measure(target, range(1, steps + 2)), draft, decide, rest)
-
-    def seconds(self, steps: int, *, learned: bool) -> list[float]:
-        """``[G + 1]`` seconds of a decoding step by its number of drafted tokens, with or without a learned decider."""
-        each = self.draft + self.decide * learned
-        return [self.rest + self.target(1 + drafted) + drafted * each for drafted in range(steps + 1)]
+    tireless = deepcopy(decider)
+    tireless.threshold = 0.0
+    decode(tireless)  # warms up
+    draft, rest = decode(FixedDepth())
+    decide = max(0.0, decode(tireless)[0] - draft)
+    return StepCosts(CostTable.measure(target, range(1, steps + 2)), CostTable((1,), (draft,)), decide, rest)
 
 
-__all__ = ["StepCosts"]
+__all__ = ["measure_step_costs"]

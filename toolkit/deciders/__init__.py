@@ -1,7 +1,22 @@
 """Deciders: before every level of drafting they say which samples go on."""
 
+from arbordraft.deciders.adaptive import AcceptedAverage, AdaEDL, Backoff, Bandit, Heuristic
 from arbordraft.deciders.base import Decider
+from arbordraft.deciders.cost_aware import CostAware
 from arbordraft.deciders.learned import LearnedDecider
-from arbordraft.deciders.simple import Backoff, ConfidenceThreshold, EntropyBound, FixedDepth
+from arbordraft.deciders.simple import ConfidenceThreshold, EntropyBound, FixedDepth, PathSurvival
 
-__all__ = ["Backoff", "ConfidenceThreshold", "Decider", "EntropyBound", "FixedDepth", "LearnedDecider"]
+__all__ = [
+    "AcceptedAverage",
+    "AdaEDL",
+    "Backoff",
+    "Bandit",
+    "ConfidenceThreshold",
+    "CostAware",
+    "Decider",
+    "EntropyBound",
+    "FixedDepth",
+    "Heuristic",
+    "LearnedDecider",
+    "PathSurvival",
+]

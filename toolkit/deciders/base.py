@@ -1,10 +1,11 @@
 """What every decider is."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
-from arbordraft.types import StepView
+from arbordraft.types import Outcome, StepView
 
 
 class Decider(nn.Module):
@@ -13,9 +14,17 @@ class Decider(nn.Module):
     A decider sees only what exists before these children are drawn, so whether a token is verified never depends on
     that token or a later one, and the output law is preserved. A decider that looks further declares itself
     ``anticipating`` and is refused where that would bias the law.
+
+    What it remembers of a sample travels with the sample, so one decider serves many batches at once.
     """
 
     anticipating = False
+
+    def start(self) -> Any:
+        """What is remembered of a new sample; changed by :meth:`observe`, shown in ``view.memory``."""
+
+    def observe(self, memory: Any, outcome: Outcome) -> None:
+        """Learns what became of a sample's drafts, after every step."""
 
     def forward(self, view: StepView) -> Sequence[bool]:
         """``[B]``: whether each sample goes on."""

@@ -16,14 +16,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from arbordraft.deciders.base import Decider
+from arbordraft.deciders.simple import PathSurvival
 from arbordraft.types import TOP, Origin, StepView
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 UNLIKELY = 1e-6  # stands for smaller draft probabilities, whose logarithms would drown all other features
 
 
-class LearnedDecider(Decider):
+class LearnedDecider(PathSurvival):
     """Goes on while the path to some frontier node is likely enough to survive verification as a whole.
 
     Of every draft row q a small network predicts how much of the target's row p it covers, 1 - TV(p, q): the chance
@@ -58,18 +58,16 @@ class LearnedDecider(Decider):
         threshold: float = 0.3,
         temperatures: Sequence[float] = (1.0,),
     ) -> None:
-        super().__init__()
+        super().__init__(threshold)
         if hidden_size < 0 or not 0 <= top_k <= TOP or any(width < 1 for width in widths):
             raise ValueError(
                 f"hidden_size must not be negative, top_k lie in 0..{TOP} and widths be positive, got {hidden_size}, "
                 f"{top_k} and {list(widths)}"
             )
-        if threshold < 0 or not temperatures or min(temperatures) <= 0:
-            raise ValueError(
-                f"threshold must not be negative and temperatures be positive, got {threshold} and {list(temperatures)}"
-            )
+        if not temperatures or min(temperatures) <= 0:
+            raise ValueError(f"temperatures must be positive, got {list(temperatures)}")
         self.hidden_size, self.top_k, self.widths = hidden_size, top_k, tuple(widths)
-        self.threshold, self.temperatures = threshold, tuple(temperatures)
+        self.temperatures = tuple(temperatures)
         sizes = [3 + (1 + top_k) * (top_k > 0) + hidden_size, *widths]
         layers: list[nn.Module] = []
         for before, after in zip(sizes, widths, strict=False):
@@ -77,10 +75,10 @@ class LearnedDecider(Decider):
         self.network = nn.Sequential(*layers, nn.Linear(sizes[-1], 1))
 
     @torch.no_grad()
-    def forward(self, view: StepView) -> Sequence[bool]:
+    def survival(self, view: StepView) -> list[list[float]]:
         chances = self._chances(view)
         return [
-            max(math.prod(chances.get(d.origin, d.probability) for d in path) for path in nodes) >= self.threshold
+            [math.prod(chances.get(draw.origin, draw.probability) for draw in path) for path in nodes]
             for nodes in view.paths
         ]
 

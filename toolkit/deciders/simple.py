@@ -1,4 +1,4 @@
-"""Deciders without parameters to train."""
+"""Deciders that look at the drafts of the present step only."""
 
 import math
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ class FixedDepth(Decider):
         self.depth = depth
 
     def forward(self, view: StepView) -> Sequence[bool]:
-        return [self.depth is None or view.depth < self.depth] * len(view.history)
+        return [self.depth is None or view.depth < self.depth] * len(view.paths)
 
     def extra_repr(self) -> str:
         return f"depth={self.depth}"
@@ -45,9 +45,10 @@ class ConfidenceThreshold(Decider):
 class EntropyBound(Decider):
     """Goes on while the entropy of some draft row still promises an acceptance of at least ``threshold``.
 
-    The promise is ``1 - sqrt(gamma * H)``, ``H`` in nats.
+    The promise is ``1 - sqrt(gamma * H)``, ``H`` in nats. SVIP's rule, which stops at ``sqrt(0.15 H) > 0.3``, is
+    ``EntropyBound(0.7, 0.15)``.
 
-    Source: AdaEDL (Agrawal et al., 2024).
+    Source: AdaEDL (Agrawal et al., 2024), SVIP (Zhang et al., 2024).
     """
 
     def __init__(self, threshold: float = 0.3, gamma: float = 0.2) -> None:
@@ -58,31 +59,37 @@ class EntropyBound(Decider):
         self.gamma = gamma
 
     def forward(self, view: StepView) -> Sequence[bool]:
-        return [1 - math.sqrt(self.gamma * min(nodes)) >= self.threshold for nodes in view.entropy]
+        return [promise >= self.threshold for promise in self.promises(view)]
+
+    def promises(self, view: StepView) -> list[float]:
+        """Of each sample's surest row."""
+        return [1 - math.sqrt(self.gamma * max(0.0, min(nodes))) for nodes in view.entropy]
 
     def extra_repr(self) -> str:
         return f"threshold={self.threshold}, gamma={self.gamma}"
 
 
-class Backoff(Decider):
-    """Rests from drafting while drafts keep failing, and tries again after ever longer pauses.
+class PathSurvival(Decider):
+    """Goes on while some path to the frontier survives verification as a whole with a chance of at least ``threshold``.
 
-    After ``patience`` drafted steps in a row without an accepted token a sample pauses for 1, 2, 4, ... steps, at most
-    ``longest``, with one attempt between pauses. An accepted token ends it.
+    The chance is the product of the draft probabilities along the path;
+    :class:`~arbordraft.LearnedDecider` puts better ones in their place.
+
+    Source: the product rule of SpecDec++ (Huang et al., 2024), which stops at ``1 - chance > h``.
     """
 
-    def __init__(self, patience: int = 2, longest: int = 16) -> None:
+    def __init__(self, threshold: float = 0.3) -> None:
         super().__init__()
-        if patience < 1 or longest < 1:
-            raise ValueError(f"patience and longest must be positive, got {patience} and {longest}")
-        self.patience = patience
-        self.longest = longest
+        if threshold < 0:
+            raise ValueError(f"threshold must not be negative, got {threshold}")
+        self.threshold = threshold
 
     def forward(self, view: StepView) -> Sequence[bool]:
-        return [
-            past.failures < self.patience or past.idle >= min(self.longest, 2 ** min(past.failures - self.patience, 30))
-            for past in view.history
-        ]
+        return [max(nodes) >= self.threshold for nodes in self.survival(view)]
+
+    def survival(self, view: StepView) -> list[list[float]]:
+        """Chance of the path to each frontier node, sample by sample; 1 for a root."""
+        return [[math.prod(draw.probability for draw in path) for path in nodes] for nodes in view.paths]
 
     def extra_repr(self) -> str:
-        return f"patience={self.patience}, longest={self.longest}"
+        return f"threshold={self.threshold}"

@@ -223,8 +223,10 @@ class Garden:
         view = StepView(
             depth,
             paths=[[self._paths[sample][node] for node in nodes] for sample, nodes in living.items()],
-            history=[self.context.history[sample] for sample in living],
+            memory=[self.context.memory[sample] for sample in living],
             greedy=self.context.greedy,
+            batch=len(self.trees),
+            planned=sum(map(len, self.tokens.values())),
         )
         keep = self.context.decide(view)
         self._going = [sample for sample, goes_on in zip(living, keep, strict=True) if goes_on]

@@ -1,0 +1,244 @@
+"""Deciders that learn, sample by sample, from what became of earlier drafts."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from arbordraft.deciders.base import Decider
+from arbordraft.deciders.simple import EntropyBound
+from arbordraft.types import Outcome, StepView
+
+
+@dataclass
+class _Failures:
+    failures: int = 0  # drafted steps in a row of which nothing was accepted
+    idle: int = 0  # steps in a row without drafting
+
+
+class Backoff(Decider):
+    """Rests from drafting while drafts keep failing, and tries again after ever longer pauses.
+
+    After ``patience`` drafted steps in a row without an accepted token a sample pauses for 1, 2, 4, ... steps, at most
+    ``longest``, with one attempt between pauses. An accepted token ends it.
+    """
+
+    def __init__(self, patience: int = 2, longest: int = 16) -> None:
+        super().__init__()
+        if patience < 1 or longest < 1:
+            raise ValueError(f"patience and longest must be positive, got {patience} and {longest}")
+        self.patience = patience
+        self.longest = longest
+
+    def start(self) -> _Failures:
+        return _Failures()
+
+    def observe(self, memory: _Failures, outcome: Outcome) -> None:
+        if outcome.drafted:
+            memory.idle = 0
+            memory.failures = 0 if outcome.accepted else memory.failures + 1
+        else:
+            memory.idle += 1
+
+    def forward(self, view: StepView) -> Sequence[bool]:
+        return [
+            past.failures < self.patience or past.idle >= min(self.longest, 2 ** min(past.failures - self.patience, 30))
+            for past in view.memory
+        ]
+
+    def extra_repr(self) -> str:
+        return f"patience={self.patience}, longest={self.longest}"
+
+
+@dataclass
+class _Length:
+    levels: float
+
+
+class Heuristic(Decider):
+    """Drafts two levels more after a step that accepted all of them, one less after any other.
+
+    Args:
+        first: levels of a sample's first drafts.
+        longest: they never get more.
+
+    Source: the "heuristic" schedule of Hugging Face's assisted generation, per sample.
+    """
+
+    def __init__(self, first: int = 5, longest: int = 20) -> None:
+        super().__init__()
+        if not 1 <= first <= longest:
+            raise ValueError(f"first must lie in 1..longest, got {first} and {longest}")
+        self.first, self.longest = first, longest
+
+    def start(self) -> _Length:
+        return _Length(self.first)
+
+    def observe(self, memory: _Length, outcome: Outcome) -> None:
+        if outcome.drafted:
+            change = 2 if outcome.accepted == outcome.drafted else -1
+            memory.levels = min(self.longest, max(1, memory.levels + change))
+
+    def forward(self, view: StepView) -> Sequence[bool]:
+        return [view.depth < past.levels for past in view.memory]
+
+    def extra_repr(self) -> str:
+        return f"first={self.first}, longest={self.longest}"
+
+
+class AcceptedAverage(Decider):
+    """Drafts as deep as was accepted on average lately, and ``margin`` levels more.
+
+    Args:
+        first: the average that a sample starts with.
+        margin: levels, may be a fraction.
+        decay: share of the old average in the new one.
+
+    Source: the moving average behind SGLang's adaptive draft lengths, without its tiers.
+    """
+
+    def __init__(self, first: float = 3.0, margin: float = 1.0, decay: float = 0.8) -> None:
+        super().__init__()
+        if first < 0 or margin <= 0 or not 0 <= decay < 1:
+            raise ValueError(
+                f"first must not be negative, margin be positive and decay lie in [0, 1), got {first}, {margin} and "
+                f"{decay}"
+            )
+        self.first, self.margin, self.decay = first, margin, decay
+
+    def start(self) -> _Length:
+        return _Length(self.first)
+
+    def observe(self, memory: _Length, outcome: Outcome) -> None:
+        if outcome.drafted:
+            memory.levels = self.decay * memory.levels + (1 - self.decay) * outcome.accepted
+
+    def forward(self, view: StepView) -> Sequence[bool]:
+        return [view.depth < past.levels + self.margin for past in view.memory]
+
+    def extra_repr(self) -> str:
+        return f"first={self.first}, margin={self.margin}, decay={self.decay}"
+
+
+@dataclass
+class _Bound:
+    threshold: float
+    accepted: float
+
+
+class AdaEDL(EntropyBound):
+    """An entropy bound whose threshold follows the sample's own acceptance.
+
+    While fewer than ``wanted`` of the drafted levels are accepted the threshold rises, else it falls.
+
+    Args:
+        threshold: that a sample starts with.
+        gamma: see :class:`EntropyBound`.
+        wanted: share of accepted levels to aim for.
+        step: by which the threshold tends to change.
+        decay: share of the old threshold in the new one; acceptance is averaged with half of it.
+
+    Source: AdaEDL (Agrawal et al., 2024) with the update of Draft & Verify (Zhang et al., ACL 2024).
+    """
+
+    def __init__(
+        self, threshold: float = 0.3, gamma: float = 0.2, wanted: float = 0.7, step: float = 0.05, decay: float = 0.5
+    ) -> None:
+        super().__init__(threshold, gamma)
+        if not 0 <= wanted <= 1 or step <= 0 or not 0 <= decay < 1:
+            raise ValueError(
+                f"wanted must lie in [0, 1], step be positive and decay lie in [0, 1), got {wanted}, {step} and {decay}"
+            )
+        self.wanted, self.step, self.decay = wanted, step, decay
+
+    def start(self) -> _Bound:
+        return _Bound(self.threshold, self.wanted)
+
+    def observe(self, memory: _Bound, outcome: Outcome) -> None:
+        if outcome.drafted:
+            memory.accepted += (outcome.accepted / outcome.drafted - memory.accepted) / 2
+            aim = memory.threshold + (self.step if memory.accepted < self.wanted else -self.step)
+            memory.threshold = min(1.0, max(0.0, self.decay * memory.threshold + (1 - self.decay) * aim))
+
+    def forward(self, view: StepView) -> Sequence[bool]:
+        return [promise >= past.threshold for promise, past in zip(self.promises(view), view.memory, strict=True)]
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, wanted={self.wanted}, step={self.step}, decay={self.decay}"
+
+
+@dataclass
+class _Arms:
+    memories: list[Any]
+    pulls: list[int]
+    rewards: list[float]
+    arm: int = 0
+
+
+class Bandit(Decider):
+    """Finds out, sample by sample, which of several deciders pays best: UCB1.
+
+    A step's reward is its tokens by its time, as a share of the best there could be: all of ``longest`` levels
+    accepted. Its time is reckoned, not measured, so that the choice does not depend on what else the machine does.
+
+    Args:
+        deciders: to choose from; one is in charge of a step, all learn from it.
+        cost: time of drafting and verifying one more level, in units of a decoding step without drafts.
+        longest: levels of drafts that the topology allows for.
+        exploration: weight of the bonus for what was tried seldom.
+
+    Source: UCB1 (Auer et al., 2002) over stopping rules as in TapOut (2025), over settings as in BanditSpec (2025).
+    """
+
+    def __init__(
+        self, deciders: Sequence[Decider], cost: float = 0.2, longest: int = 8, exploration: float = 0.5
+    ) -> None:
+        super().__init__()
+        if len(deciders) < 2 or cost < 0 or longest < 1 or exploration < 0:
+            raise ValueError(
+                "a bandit needs at least two deciders, a cost and an exploration that are not negative, and a longest "
+                f"of at least 1, got {len(deciders)}, {cost}, {exploration} and {longest}"
+            )
+        if any(decider.anticipating for decider in deciders):
+            self.anticipating = True
+        self.deciders = nn.ModuleList(deciders)
+        self.cost, self.longest, self.exploration = cost, longest, exploration
+
+    def start(self) -> _Arms:
+        count = len(self.deciders)
+        return _Arms([decider.start() for decider in self.deciders], [0] * count, [0.0] * count)
+
+    def observe(self, memory: _Arms, outcome: Outcome) -> None:
+        for decider, known in zip(self.deciders, memory.memories, strict=True):
+            decider.observe(known, outcome)
+        best = (1 + self.longest) / (1 + self.cost * self.longest)
+        memory.pulls[memory.arm] += 1
+        memory.rewards[memory.arm] += (1 + outcome.accepted) / (1 + self.cost * outcome.drafted) / best
+        steps = sum(memory.pulls)
+
+        def bound(arm: int) -> float:
+            pulls = memory.pulls[arm]
+            if not pulls:
+                return math.inf
+            return memory.rewards[arm] / pulls + self.exploration * math.sqrt(2 * math.log(steps) / pulls)
+
+        memory.arm = max(range(len(memory.pulls)), key=bound)
+
+    def forward(self, view: StepView) -> Sequence[bool]:
+        found = [False] * len(view.paths)
+        for arm, decider in enumerate(self.deciders):
+            mine = [sample for sample, past in enumerate(view.memory) if past.arm == arm]
+            if mine:
+                part = replace(
+                    view,
+                    paths=[view.paths[sample] for sample in mine],
+                    memory=[view.memory[sample].memories[arm] for sample in mine],
+                )
+                for sample, goes_on in zip(mine, decider(part), strict=True):
+                    found[sample] = goes_on
+        return found
+
+    def extra_repr(self) -> str:
+        return f"cost={self.cost}, longest={self.longest}, exploration={self.exploration}"
