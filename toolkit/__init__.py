@@ -43,12 +43,14 @@ from arbordraft.masks import SlicedCausalMask
 from arbordraft.metrics import DecodeStats
 from arbordraft.sampling import Noise
 from arbordraft.target import RaggedModel
+from arbordraft.target_initialised import TargetInitialisedDecoder
 from arbordraft.topology import TreeTopology
 from arbordraft.types import DraftContext, DraftTree, Outcome, SampleTree, StepView, Verdict
 from arbordraft.verifiers import (
     Exactness,
     KSeq,
     Lifted,
+    LongestBranch,
     Matching,
     NodeLaw,
     OptimalTransport,
@@ -95,6 +97,7 @@ __all__ = [
     "LanguageModelDrafter",
     "LearnedDecider",
     "Lifted",
+    "LongestBranch",
     "Matching",
     "MedusaDrafter",
     "NGramDrafter",
@@ -115,6 +118,7 @@ __all__ = [
     "SpeculativeDecoder",
     "StepCosts",
     "StepView",
+    "TargetInitialisedDecoder",
     "TopDown",
     "TopTail",
     "TopTailRule",

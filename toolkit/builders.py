@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from arbordraft.costs import CostTable, NodeBudget
 from arbordraft.coupling import Coupling
+from arbordraft.deciders import ConfidenceThreshold, Decider
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter, EagleDrafter, HybridDrafter, LanguageModelDrafter, NGramDrafter, NoDrafter
 from arbordraft.laws import IID, Fixed, TopTail, WithoutReplacement
 from arbordraft.target import RaggedModel
+from arbordraft.target_initialised import TargetInitialisedDecoder
 from arbordraft.topology import TreeTopology
 from arbordraft.verifiers import Lifted, Matching, RecursiveRejection, SpecHub, TopDown
 
@@ -64,6 +66,39 @@ def mcsd(target: "Model", draft: "Model | Drafter", k_config: Sequence[int] = (4
     """Several candidates without replacement: MCSD (Yang et al., 2024)."""
     coupling = Coupling(WithoutReplacement(max(k_config)), TopDown(RecursiveRejection()))
     return SpeculativeDecoder(_ragged(target), _drafter(draft), TreeTopology.from_k_config(k_config), coupling)
+
+
+def dynasd(
+    target: "Model",
+    draft: "Model | Drafter",
+    width: int = 1,
+    depth: int = 5,
+    *,
+    k_config: Sequence[int] | None = None,
+    decider: Decider | None = None,
+) -> SpeculativeDecoder:
+    """Target-initialised candidates and an early stop: improved MCSD (Lu et al., 2024; its code is called DynaSD).
+
+    The tree that the target verifies is the part that was drafted of one largest tree, whose mask is built once.
+
+    Args:
+        target: the target.
+        draft: a draft model or drafter.
+        width: tokens that the target proposes for the first level. One is lossless: the token that every step ends
+            with. More reproduce the paper, whose output is not the target's: results are marked lossy.
+        depth: levels below these tokens: chains, the paper's fork.
+        k_config: children per level below these tokens instead of chains, the paper's static tree.
+        decider: stops drafting early; by default while no draft's probability reaches the paper's 0.4.
+    """
+    if width < 1:
+        raise ValueError(f"width must be positive, got {width}")
+    model, drafter, decider = _ragged(target), _drafter(draft), decider or ConfidenceThreshold(0.4)
+    below = tuple(k_config or (1,) * depth)
+    if width > 1:
+        topology = TreeTopology.from_k_config((width, *below))
+        return TargetInitialisedDecoder(model, drafter, topology, decider)
+    coupling = Coupling(WithoutReplacement(max(below)), TopDown(RecursiveRejection()))
+    return SpeculativeDecoder(model, drafter, TreeTopology.from_k_config(below), coupling, decider)
 
 
 def spechub(target: "Model", draft: "Model | Drafter", depth: int = 4) -> SpeculativeDecoder:

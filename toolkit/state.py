@@ -36,6 +36,8 @@ class DecodeState:
         stats: what is counted.
         memory: what the decider remembers of each sample.
         streamers: receivers of committed tokens; none if empty.
+        failures: why samples were given up.
+        following: ``[V]`` target row behind the committed tokens of a sample, for decoders that draft from it.
     """
 
     tokens: list[list[int]]
@@ -52,6 +54,7 @@ class DecodeState:
     memory: list[Any]
     streamers: "Sequence[BaseStreamer]" = ()
     failures: dict[int, str] = field(default_factory=dict)
+    following: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
     def active(self) -> list[int]:

@@ -270,6 +270,8 @@ class DraftContext:
         memory: what the decider remembers of each sample.
         noise: uniforms of this step; ``None`` if ``greedy``.
         costs: what rows cost; drafts that are not drawn at random are then given up where they do not pay.
+        candidates: children that each root has already, with the ``[V]`` row that they were drawn from; ``None`` if the
+            drafter gives roots theirs.
     """
 
     tokens: Sequence[Sequence[int]]
@@ -283,3 +285,4 @@ class DraftContext:
     memory: Sequence[Any]
     noise: Noise | None
     costs: Costs | None = None
+    candidates: "Sequence[tuple[Sequence[int], Tensor] | None] | None" = None

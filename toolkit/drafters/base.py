@@ -35,6 +35,7 @@ class Drafter(nn.Module):
     # How often the next token is its most probable one, its second, and so on: what trees are fitted to.
     acceptance: tuple[float, ...] = (0.5, 0.15, 0.08, 0.05, 0.03, 0.02, 0.02, 0.01)
     hidden_layers: tuple[int, ...] = ()  # the target's hidden states that it wants, as transformers numbers them
+    takes_candidates = False  # whether it goes on from first tokens that it did not choose itself
 
     def laws(self, law: DraftLaw) -> tuple[DraftLaw, ...]:
         """The laws of the trees that it proposes when the coupling's is ``law``."""
@@ -134,7 +135,7 @@ def grow(context: DraftContext, run: "Callable[[Garden, dict[int, list[int]]], T
             warnings.warn("the drafter produced NaN or infinite logits; nothing is drafted there", stacklevel=2)
         certain = _likeliest(probs, garden.law.k) if context.greedy else None
         for row, (sample, node) in enumerate(places):
-            if not sound[row]:
+            if not sound[row] or (node == 0 and context.candidates is not None):
                 continue
             children = context.topology.child_list[node]
             if certain is not None:
@@ -207,6 +208,10 @@ class Garden:
         # Nodes may be given up for their token only if no token was drawn at random.
         self._costs = context.costs if law.deterministic and alive else None
         self._reach = {sample: {0: 1.0} for sample in alive}  # probability that a node's path is accepted
+        for sample, given in enumerate(context.candidates or ()):
+            if given is not None and sample in self.trees:
+                tokens, row = given
+                self.plant(sample, 0, tokens, row[tokens].tolist(), row)
 
     def frontier(self, depth: int) -> dict[int, list[int]]:
         """The living nodes at ``depth`` that get children, for every sample that still goes on."""

@@ -46,6 +46,8 @@ class EagleDrafter(HeadDrafter):
     Source: EAGLE-3 (Li et al., 2025).
     """
 
+    takes_candidates = True
+
     def __init__(self, head: "EagleHead", target: RaggedModel) -> None:
         super().__init__(head, target)
         self.hidden_layers = tuple(head.config.hidden_layers or ())

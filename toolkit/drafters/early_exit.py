@@ -43,6 +43,8 @@ class EarlyExitDrafter(Drafter):
         UnsupportedModel: if the architecture does not let its depth be shortened.
     """
 
+    takes_candidates = True
+
     def __init__(self, model: RaggedModel, layers: int, adapter: "ExitAdapter | None" = None) -> None:
         super().__init__()
         if not 1 <= layers < model.num_layers:

@@ -38,6 +38,8 @@ class LanguageModelDrafter(Drafter):
         model: the draft model.
     """
 
+    takes_candidates = True
+
     def __init__(self, model: RaggedModel) -> None:
         super().__init__()
         self.model = model

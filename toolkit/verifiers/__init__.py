@@ -1,6 +1,7 @@
 """Verification: rules decide at one node, tree verifiers decide about a whole tree."""
 
 from arbordraft.verifiers.k_seq import KSeq
+from arbordraft.verifiers.longest_branch import LongestBranch
 from arbordraft.verifiers.rules import Exactness, Matching, NodeLaw, RecursiveRejection, Rule, TopTailRule
 from arbordraft.verifiers.spechub import SpecHub
 from arbordraft.verifiers.transport import OptimalTransport, optimal_acceptance
@@ -10,6 +11,7 @@ __all__ = [
     "Exactness",
     "KSeq",
     "Lifted",
+    "LongestBranch",
     "Matching",
     "NodeLaw",
     "OptimalTransport",

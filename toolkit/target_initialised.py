@@ -1,0 +1,130 @@
+"""Decoding with candidates that the target proposes: the wide mode of improved MCSD.
+
+Shapes: B samples, R rows, V vocabulary, W candidates.
+"""
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from arbordraft.coupling import Coupling
+from arbordraft.deciders import Decider
+from arbordraft.decoder import SpeculativeDecoder
+from arbordraft.drafters import Drafter
+from arbordraft.laws import WithoutReplacement
+from arbordraft.sampling import Noise
+from arbordraft.state import DecodeState
+from arbordraft.target import RaggedModel
+from arbordraft.topology import TreeTopology
+from arbordraft.types import DraftContext, DraftTree, Verdict
+from arbordraft.verifiers.longest_branch import LongestBranch
+
+
+class TargetInitialisedDecoder(SpeculativeDecoder):
+    """Commits the longest of W branches that begin with tokens of the target's own choice. Lossy.
+
+    The target's row behind the committed text gives the first level, its W most probable tokens in greedy decoding and
+    W different draws otherwise; the drafter continues them. See :class:`~arbordraft.LongestBranch` for what is kept.
+    Not even greedy decoding gives the target's own text. Results say so: their ``stats.exactness`` is "lossy".
+
+    The last committed token is read again as the root of the next tree: one row more than the reference needs.
+
+    Args:
+        target: the target.
+        drafter: continues the candidates.
+        topology: W children at the root.
+        decider: stops samples early; the candidates are always there.
+        max_cache_tokens: see :class:`~arbordraft.SpeculativeDecoder`.
+
+    Raises:
+        ValueError: if the drafter cannot go on from tokens that it did not choose, or the root has one child only: that
+            is lossless without this class.
+
+    Source: improved MCSD (Lu et al., 2024).
+    """
+
+    def __init__(
+        self,
+        target: RaggedModel,
+        drafter: Drafter,
+        topology: TreeTopology,
+        decider: Decider | None = None,
+        *,
+        max_cache_tokens: int | None = None,
+    ) -> None:
+        self.width = len(topology.child_list[0])
+        if not drafter.takes_candidates:
+            raise ValueError(
+                f"{type(drafter).__name__} cannot go on from tokens that it did not choose; take a draft model, an "
+                "EAGLE head or an early exit"
+            )
+        if self.width < 2:
+            raise ValueError(
+                "a single candidate is what every SpeculativeDecoder has, losslessly: its root is the target's own "
+                "token; use SpeculativeDecoder, or builders.dynasd(width=1)"
+            )
+        widest = max(map(len, topology.child_list))
+        coupling = Coupling(WithoutReplacement(widest), LongestBranch())
+        super().__init__(target, drafter, topology, coupling, decider, max_cache_tokens=max_cache_tokens)
+        warnings.warn(
+            f"{self.width} target-initialised candidates change the output law; with width 1, or with the width below "
+            "the root, decoding is lossless",
+            stacklevel=2,
+        )
+
+    def _start(self, *args: Any) -> DecodeState:
+        state = super()._start(*args)
+        roots = [tokens[-1] for tokens in state.tokens]
+        batch = state.cache.plan(state.handles, [[0]] * len(roots))
+        logits, _ = self.target.run(torch.tensor(roots), batch, state.cache)
+        state.cache.drop(state.handles)
+        rows = state.warp(logits, state.path).softmax(dim=-1)
+        state.following = dict(enumerate(rows))
+        return state
+
+    def _context(self, state: DecodeState, noise: Noise | None) -> DraftContext:
+        law, children = WithoutReplacement(self.width), list(self.topology.child_list[0])
+        candidates: list[tuple[list[int], Tensor] | None] = []
+        for sample, budget in enumerate(state.budget):
+            row = state.following[sample] if budget > 0 else None
+            if row is None:
+                candidates.append(None)
+            elif noise is None:
+                best = row.topk(min(self.width, len(row)))
+                candidates.append((best.indices[best.values > 0].tolist(), row))
+            else:
+                candidates.append((law.draw(row, noise.draft[sample, children].tolist()), row))
+        context = super()._context(state, noise)
+        # Nothing is emitted behind the drafted levels, so these may use up the whole budget.
+        room = [budget if budget > 0 else None for budget in state.budget]
+        return replace(context, room=room, candidates=candidates)
+
+    def _judge(self, state: DecodeState, tree: DraftTree, logits: Tensor, best: Tensor, noise: Noise | None) -> Verdict:
+        places = list(tree.rows())
+
+        def path_of(row: int) -> list[int]:
+            sample, node, _ = places[row]
+            return state.path(sample, tree.samples[sample].path(node))  # type: ignore[union-attr]
+
+        rows = state.warp(logits, path_of).softmax(dim=-1)
+        if noise is None:  # tests are then about certainties
+            certain = functional.one_hot(rows.argmax(dim=-1), rows.shape[-1]).to(rows.dtype)
+            nothing = torch.zeros(len(tree.samples), self.topology.num_nodes, dtype=torch.float64)
+            verdict = self.coupling(tree, certain, Noise(nothing, nothing, nothing))
+        else:
+            verdict = self.coupling(tree, rows, noise)
+        verifier: LongestBranch = self.coupling.verifier  # type: ignore[assignment]
+        for sample, ((drafted, target), judged) in enumerate(zip(tree.split(rows), verdict.samples, strict=True)):
+            if drafted is not None and judged is not None:
+                end = (0, *judged.path)[-1]
+                last = next((node for node in drafted.children(end) if drafted.tokens[node] == judged.token), end)
+                greedy = noise is None
+                state.following[sample] = target[last] if greedy else verifier.following(drafted, target, last)
+        return verdict
+
+
+__all__ = ["TargetInitialisedDecoder"]

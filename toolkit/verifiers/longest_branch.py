@@ -1,0 +1,70 @@
+"""The verifier of improved MCSD's wide mode.
+
+Shapes: V vocabulary.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from arbordraft.laws import DraftLaw
+from arbordraft.sampling import residual
+from arbordraft.types import SampleTree
+from arbordraft.verifiers.rules import Exactness
+from arbordraft.verifiers.trees import Decision, TreeVerifier
+
+
+class LongestBranch(TreeVerifier):
+    """Commits the longest branch below candidates that the target itself has proposed. Lossy.
+
+    Children of the root stand without a test: they were drawn from the target's own row. Every other node is tested by
+    itself against its own draft probability, siblings too. A node passes if it and all above it do; the first of the
+    deepest ones wins. What follows it is not drawn here: the next step's candidates are, from :meth:`following`.
+
+    The winner of several candidates is the one whose branch was drafted best, not one drawn from the target's law: with
+    a single candidate at the root and no siblings below it this is plain speculative sampling, with more it is lossy.
+
+    Source: improved MCSD (Lu et al., 2024). Its fork and its static mode are this rule on a fork and on any other tree.
+    """
+
+    exactness = Exactness.LOSSY
+
+    def supports(self, law: DraftLaw) -> bool:
+        return True
+
+    def decide(self, tree: SampleTree, target: Mapping[int, Tensor]) -> Decision:
+        depths = tree.topology.depth_list
+        passed = {0, *tree.children(0)}
+        for node in tree.tokens:
+            if depths[node] < 2:
+                continue
+            parent = tree.topology.parent_list[node]
+            # Every node is asked about, or the number of questions would depend on their answers.
+            if (yield node, _ratio(tree, target, parent, node)) and parent in passed:
+                passed.add(node)
+        last = max(passed, key=lambda node: (depths[node], -node))
+        if last == 0:
+            return 0, target[0]
+        token = torch.tensor(tree.tokens[last], device=target[last].device)
+        return tree.topology.parent_list[last], functional.one_hot(token, len(target[last])).to(target[last].dtype)
+
+    def following(self, tree: SampleTree, target: Mapping[int, Tensor], last: int) -> Tensor:
+        """``[V]`` row from which the candidates behind the committed node ``last`` are drawn.
+
+        As in the reference: the residual where a draft was rejected, but the plain target row if no drafted token at
+        all was accepted. It need not sum to 1.
+        """
+        draft = tree.draft_probs.get(last)
+        if tree.topology.depth_list[last] < 2 or draft is None or not tree.children(last):
+            return target[last]
+        left = residual(target[last], draft)
+        return left if left.sum() > 0 else target[last]
+
+
+def _ratio(tree: SampleTree, target: Mapping[int, Tensor], parent: int, node: int) -> float:
+    """min(1, p / q) of a node's token; q = 1 for one that was certain."""
+    token, draft = tree.tokens[node], tree.draft_probs.get(parent)
+    chance = target[parent][token].item()
+    return min(1.0, chance if draft is None else chance / draft[token].item())
