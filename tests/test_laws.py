@@ -8,7 +8,7 @@ import torch
 from oracles import random_rows, row
 from scipy.stats import chisquare
 
-from arbordraft import IID, DraftLaw, Fixed, TopTail, WithoutReplacement
+from arbordraft import IID, AdaptiveTopTail, DraftLaw, Fixed, TopTail, WithoutReplacement
 
 LAWS = [
     IID(2),
@@ -18,6 +18,8 @@ LAWS = [
     TopTail(1, 1),
     TopTail(2, 1),
     TopTail(1, 2),
+    AdaptiveTopTail(2, 0.3),
+    AdaptiveTopTail(3, 0.25),
     Fixed(2),
 ]
 GRID = 40
@@ -161,6 +163,17 @@ def test_drawing_leaves_the_row_alone(law):
         before = draft.clone()
         list(law.proposals(draft, law.draw(draft, [0.1, 0.6, 0.9])))
         assert torch.equal(draft, before)
+
+
+def test_adaptive_tops_are_the_tokens_the_drafter_is_sure_of():
+    draft = row(5, 3, 1, 1)
+    for threshold, tops in ((0.6, 0), (0.5, 1), (0.3, 2), (0.0, 2)):
+        law, same = AdaptiveTopTail(3, threshold), DraftLaw(tops, 3 - tops, replacement=False)
+        assert list(law.enumerate(draft)) == list(same.enumerate(draft))
+        assert law.draw(draft, [0.7, 0.2, 0.4]) == same.draw(draft, [0.7, 0.2, 0.4])
+    assert AdaptiveTopTail(3, 0.1).narrow(2).draw(draft, [0.99, 0.0]) == [3, 0]
+    with pytest.raises(ValueError, match="must not be negative"):
+        AdaptiveTopTail(2, -1)
 
 
 def test_first_draws_agree_across_laws():

@@ -15,6 +15,7 @@ from scipy.stats import chisquare
 
 from arbordraft import (
     IID,
+    AdaptiveTopTail,
     Exactness,
     Fixed,
     KSeq,
@@ -48,6 +49,7 @@ PAIRS = [
     *((WithoutReplacement, (k,), rule) for k in (2, 3) for rule in (RecursiveRejection, TopTailRule, Matching)),
     *((TopTail, (1, 1), rule) for rule in (SpecHub, RecursiveRejection, TopTailRule, Matching)),
     *((TopTail, split, rule) for split in ((1, 2), (2, 1)) for rule in (RecursiveRejection, TopTailRule)),
+    *((AdaptiveTopTail, (k, 0.35), rule) for k in (2, 3) for rule in (RecursiveRejection, TopTailRule)),
     *((Fixed, (k,), rule) for k in (2, 3) for rule in (RecursiveRejection, Matching)),
 ]
 PAPER_ORDER = (TopTail, (1, 1), lambda: SpecHub("paper"))
@@ -71,7 +73,7 @@ def widest(topology):
 
 def fits(topology, pair):
     """Enough children to draw; and k = 3 is tried only where it differs from k = 2."""
-    k, widest = sum(pair[1]), max(len(children) for children in TOPOLOGIES[topology].child_list)
+    k, widest = pair[0](*pair[1]).k, max(len(children) for children in TOPOLOGIES[topology].child_list)
     return widest == k or (k == 2 and widest == 1)
 
 

@@ -38,7 +38,7 @@ from arbordraft.drafters import (
 )
 from arbordraft.exactness import ExactnessReport
 from arbordraft.huggingface import DecodingError
-from arbordraft.laws import IID, DraftLaw, Fixed, TopTail, WithoutReplacement
+from arbordraft.laws import IID, AdaptiveTopTail, DraftLaw, Fixed, TopTail, WithoutReplacement
 from arbordraft.masks import SlicedCausalMask
 from arbordraft.metrics import DecodeStats
 from arbordraft.sampling import Noise
@@ -70,6 +70,7 @@ __all__ = [
     "IID",
     "AcceptedAverage",
     "AdaEDL",
+    "AdaptiveTopTail",
     "Backoff",
     "Bandit",
     "CacheOverflow",

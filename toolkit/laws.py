@@ -17,7 +17,7 @@ class DraftLaw(nn.Module):
     """Draws ``tails`` tokens from a draft row without its tops, then lists the ``tops`` most probable tokens.
 
     Users pick one of the named laws: :class:`IID`, :class:`WithoutReplacement`, :class:`TopTail`,
-    :class:`Fixed`.
+    :class:`AdaptiveTopTail`, :class:`Fixed`.
 
     Tokens of draft probability 0 are never drafted: a row with too small a support yields fewer children. How
     many depends on the draft row alone, which keeps every verifier lossless.
@@ -71,7 +71,7 @@ class DraftLaw(nn.Module):
         """
         tops, row = self._split(draft)
         tails: list[int] = []
-        for index in range(self._tails_of(row)):
+        for index in range(self._tails_of(row, len(tops))):
             tails.append(draw(row, uniforms[index]))
             if not self.replacement:
                 row[tails[-1]] = 0
@@ -113,12 +113,16 @@ class DraftLaw(nn.Module):
                 for probability, tokens in tails(rest, left - 1):
                     yield row[token].item() / mass * probability, [token, *tokens]
 
-        for probability, tokens in tails(row, self._tails_of(row)):
+        for probability, tokens in tails(row, self._tails_of(row, len(tops))):
             yield probability, tokens + tops
+
+    def tops_of(self, draft: Tensor) -> int:
+        """Number of certain tokens for a ``[V]`` draft row, which alone may decide it."""
+        return self.tops
 
     def top_tokens(self, draft: Tensor) -> list[int]:
         """The certain tokens, the most probable one first."""
-        count = min(self.tops, len(draft))
+        count = min(self.tops_of(draft), len(draft))
         if count == 0:
             return []
         if count == 1:
@@ -134,12 +138,13 @@ class DraftLaw(nn.Module):
         row[tops] = 0
         return tops, row
 
-    def _tails_of(self, row: Tensor) -> int:
-        """How many tokens are drawn from what is left of a row."""
-        if self.tails == 0:
+    def _tails_of(self, row: Tensor, tops: int) -> int:
+        """How many tokens are drawn from what the tops left of a row."""
+        wanted = min(self.tails, self.k - tops)
+        if wanted == 0:
             return 0
         support = int((row > 0).sum())
-        return self.tails if self.replacement and support > 0 else min(self.tails, support)
+        return wanted if self.replacement and support > 0 else min(wanted, support)
 
     def extra_repr(self) -> str:
         return f"tops={self.tops}, tails={self.tails}, replacement={self.replacement}"
@@ -168,6 +173,35 @@ class TopTail(DraftLaw):
 
     def __init__(self, tops: int, tails: int) -> None:
         super().__init__(tops, tails, replacement=False)
+
+
+class AdaptiveTopTail(DraftLaw):
+    """``TopTail(m, k - m)`` with m chosen node by node: the tokens of draft probability ``threshold`` or more are tops.
+
+    Certain tokens are accepted as often as the target wants them, so they serve where the drafter is sure; where it is
+    not, draws cover more. The choice follows from the draft row alone, so verification stays lossless. One token at
+    least is always drawn.
+
+    Args:
+        k: number of children.
+        threshold: of the draft probability; 1 or more makes it :class:`WithoutReplacement`, 0 ``TopTail(k - 1, 1)``.
+    """
+
+    def __init__(self, k: int, threshold: float = 0.2) -> None:
+        super().__init__(tops=0, tails=k, replacement=False)
+        if threshold < 0:
+            raise ValueError(f"threshold must not be negative, got {threshold}")
+        self.threshold = threshold
+
+    def narrow(self, children: int) -> "DraftLaw":
+        super().narrow(children)  # checks
+        return self if children == self.k else AdaptiveTopTail(children, self.threshold)
+
+    def tops_of(self, draft: Tensor) -> int:
+        return min(int((draft >= self.threshold).sum()), self.k - 1)
+
+    def extra_repr(self) -> str:
+        return f"k={self.k}, threshold={self.threshold}"
 
 
 class Fixed(DraftLaw):

@@ -110,10 +110,11 @@ def optimal_acceptance(law: DraftLaw, target: Tensor, draft: Tensor) -> float:
     tail[tops] = 0
     (rest,) = tail.nonzero()
     p_tops = float(p[tops].sum())
-    if law.tails == 0 or len(rest) == 0:
+    if law.k == len(tops) or len(rest) == 0:
         return p_tops
     rest = rest[np.argsort(p[rest] / tail[rest], kind="stable")]
-    draws = law.tails if law.replacement else min(law.tails, len(rest))
+    tails = min(law.tails, law.k - len(tops))
+    draws = tails if law.replacement else min(tails, len(rest))
     covered = _all_inside(tail[rest] / tail.sum(), draws, law.replacement)
     return min(1.0, 1 + float((p_tops + p[rest].cumsum() - covered).min()))
 
