@@ -27,7 +27,7 @@ from arbordraft import (
     TopDown,
     TreeTopology,
 )
-from arbordraft.bench import ngram_tree
+from arbordraft.bench.model import ngram_tree
 from arbordraft.display import stream_panels
 from arbordraft.pretrained import load_smollm2
 from arbordraft.prompts import MIXED, chat_batch

@@ -16,7 +16,7 @@ from torch import Tensor
 from arbordraft import TreeTopology
 from arbordraft.laws import DraftLaw
 from arbordraft.types import DraftTree, SampleTree
-from arbordraft.verifiers import NodeLaw, Rule, TreeVerifier
+from arbordraft.verifiers import Rule, TreeVerifier
 
 Tokens = tuple[int, ...]
 Table = Callable[[Tokens], tuple[Tensor, Tensor]]
@@ -168,26 +168,6 @@ def expected_accepted(verifier: TreeVerifier, topology: TreeTopology, law: Draft
 def acceptance(rule: Rule, law: DraftLaw, target: Tensor, draft: Tensor) -> float:
     """Probability that a rule continues with one of the children."""
     return sum(chance * sum(rule(target, 1.0, draft, tokens, law).accept) for chance, tokens in law.enumerate(draft))
-
-
-class Remembered(Rule):
-    """A rule that answers the same question once: rows come from a table, so they are told apart by identity."""
-
-    def __init__(self, rule: Rule) -> None:
-        super().__init__()
-        self.rule = rule
-        self.answers: dict[object, tuple[NodeLaw, object]] = {}
-
-    def supports(self, law: DraftLaw) -> bool:
-        return self.rule.supports(law)
-
-    def forward(
-        self, target: Tensor, weight: float, draft: Tensor | None, tokens: Sequence[int], law: DraftLaw
-    ) -> NodeLaw:
-        key = (id(target), weight, id(draft), tuple(tokens), law.tops, law.tails, law.replacement)
-        if key not in self.answers:  # the rows are kept alive with the answer, lest an id be used again
-            self.answers[key] = self.rule(target, weight, draft, tokens, law), (target, draft)
-        return self.answers[key][0]
 
 
 def packed(samples: Sequence[SampleTree | None], tables: Sequence[Mapping[int, Tensor]]) -> tuple[DraftTree, Tensor]:

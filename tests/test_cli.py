@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -68,33 +69,76 @@ def test_generate_without_prompts_is_a_usage_error():
     assert runner.invoke(cli.app, ["generate"]).exit_code == 2
 
 
-def test_bench_measures_and_writes_json(tmp_path):
-    torch.manual_seed(0)
-    folder = tiny_checkpoint(tmp_path)
+def bench(tmp_path, *arguments):
+    """What a measurement of a tiny model writes."""
     report = tmp_path / "bench.json"
-    arguments = ["bench", "--model", str(folder), "--dtype", "float32", "--repeats", "1", "--new-tokens", "4"]
-    result = runner.invoke(cli.app, [*arguments, "--json", str(report)])
+    result = runner.invoke(cli.app, ["bench", *arguments, "--json", str(report)])
     assert result.exit_code == 0, result.output
-    found = json.loads(report.read_text())
-    assert {measurement["group"] for measurement in found["measurements"]} == {"forward", "verify", "decode"}
-    assert all(measurement["ours"] > 0 for measurement in found["measurements"])
-    assert found["provenance"]["versions"]["torch"] == torch.__version__
-    assert not list(tmp_path.glob("*.part"))
+    assert not list(tmp_path.glob("*.part*"))
+    return json.loads(report.read_text())
 
 
-def test_bench_of_the_cpu_kernels(tmp_path):
-    folder, report, prompts = tiny_checkpoint(tmp_path), tmp_path / "bench.json", tmp_path / "prompts.jsonl"
+@pytest.fixture
+def asked(tmp_path):
+    """Options that name a tiny model and two questions."""
+    torch.manual_seed(0)
+    prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"messages": [{"role": "user", "content": text}]}) + "\n" for text in "abcd"))
-    settings = ["--model", str(folder), "--dtype", "bfloat16", "--repeats", "1", "--new-tokens", "4", "--no-others"]
-    found = {}
-    for suite in ("cpu", "equality"):
-        arguments = ["bench", suite, *settings, "--prompts", str(prompts), "--json", str(report)]
-        result = runner.invoke(cli.app, arguments)
-        assert result.exit_code == 0, result.output
-        found[suite] = json.loads(report.read_text())["measurements"]
-    assert {"cpu forward", "cpu decode"} <= {measurement["group"] for measurement in found["cpu"]}
-    assert len(found["equality"]) == 6
-    assert all(m["ratio"] == 1 for m in found["equality"] if "bitwise" in m["detail"])
+    return ["--model", str(tiny_checkpoint(tmp_path))], ["--prompts", str(prompts), "--limit", "2", "--new-tokens", "4"]
+
+
+@pytest.mark.parametrize("command", ["forward", "verify", "lookup"])
+def test_bench_writes_times_with_their_provenance(tmp_path, asked, command):
+    model, _ = asked
+    tokens = ["--new-tokens", "4"] if command == "lookup" else []
+    found = bench(tmp_path, command, *model, "--dtype", "float32", "--repeats", "1", *tokens)
+    assert {m["group"] for m in found["measurements"]} == {"decode" if command == "lookup" else command}
+    assert all(m["ours"] > 0 for m in found["measurements"])
+    assert found["provenance"]["versions"]["torch"] == torch.__version__
+
+
+def test_bench_of_the_cpu_kernels(tmp_path, asked):
+    model, (prompts, path, *_) = asked
+    settings = [*model, prompts, path, "--dtype", "bfloat16", "--new-tokens", "4"]
+    found = bench(tmp_path, "cpu", *settings, "--repeats", "1", "--no-others")["measurements"]
+    assert {"cpu forward", "cpu decode"} <= {m["group"] for m in found}
+    found = bench(tmp_path, "equality", *settings)["measurements"]
+    assert len(found) == 6
+    assert all(m["ratio"] == 1 for m in found if "bitwise" in m["detail"])
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "rows"),
+    [
+        ("decode", ["--drafter", "early-exit:1", "--batch", "2"], 5 + 4),
+        ("batching", ["--batches", "1,2", "--repeats", "1"], 2 * 5),
+        ("product", ["--drafter", "early-exit:1", "--batches", "2", "--nodes", "6"], 2 * 5),
+        ("deciders", ["--drafter", "early-exit:1", "--batches", "2", "--depth", "2", "--repeats", "1"], 1 + 2 + 8),
+        ("compare", ["--drafter", "early-exit:1", "--repeats", "1"], 6),
+        ("verifiers", ["--drafter", "early-exit:1", "--temperatures", "1", "--children", "2", "--no-trees"], 6),
+        (
+            "verifiers",
+            [
+                *("--drafter", "early-exit:1", "--temperatures", "1"),
+                *("--children", "2", "--depths", "1", "--nodes", "4"),
+            ],
+            6 + 2 * 10,
+        ),
+    ],
+)
+def test_bench_decodes_and_draws(tmp_path, asked, command, options, rows):
+    picture = tmp_path / "bench.png"
+    with warnings.catch_warnings(action="ignore"):  # the lossy fork says that it is
+        found = bench(tmp_path, command, *(part for parts in asked for part in parts), *options, "--png", str(picture))
+    assert len(found["measurements"]) == rows
+    assert picture.stat().st_size > 1000
+
+
+def test_bench_names_what_it_cannot_read(asked):
+    model, prompts = asked
+    for wrong in (["batching", "--batches", "1,x"], ["verifiers"], ["decode", "--drafter", "early-exit:99"]):
+        result = runner.invoke(cli.app, ["bench", *wrong, *model, *prompts])
+        assert result.exit_code != 0
 
 
 def test_a_prompt_file_of_another_kind_is_named(tmp_path):

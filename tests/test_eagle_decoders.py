@@ -20,7 +20,7 @@ from arbordraft import (
     TreeTopology,
     builders,
 )
-from arbordraft.bench_drafters import decoders, drafter_gain
+from arbordraft.bench.drafters import decoders, drafter_gain
 from arbordraft.cli import app
 from arbordraft.loading import load_drafter
 
@@ -145,11 +145,11 @@ def test_the_gain_is_counted(folder):
     model = RaggedModel(target().model, tokenizer())
     drafters = {"eagle": EagleDrafter.from_pretrained(folder, model)}
     found = list(drafter_gain(model, model.tokenizer, ["a b c", "c"], drafters, new_tokens=8, batch=2))
-    assert [m.case.split(", ")[1] for m in found] == ["T=0"] * 4 + ["T=1"] * 3
-    for measurement in found:
-        tau = float(measurement.detail.removeprefix("tau ").split(";")[0])
-        assert 1 <= tau <= 7
-        assert measurement.ratio == pytest.approx(measurement.reference / measurement.ours)
+    assert [row.temperature for row in found] == [0] * 5 + [1] * 4
+    assert [row.decoder for row in found[:5]] == [*(row.decoder for row in found[5:]), found[4].decoder]
+    for row in found:
+        assert 1 <= row.tau <= 7
+        assert row.speed_up == pytest.approx(row.tokens_per_second / found[5 * (row.temperature > 0)].tokens_per_second)
 
 
 def test_the_command_line_takes_a_trained_drafter(folder, tmp_path):
@@ -165,4 +165,4 @@ def test_the_command_line_takes_a_trained_drafter(folder, tmp_path):
     options = ["--prompts", str(prompts), "--new-tokens", "4", "--batch", "1", "--json", str(report)]
     result = runner.invoke(app, ["bench", "decode", *common, *options])
     assert result.exit_code == 0, result.output
-    assert len(json.loads(report.read_text())["measurements"]) == 7
+    assert len(json.loads(report.read_text())["measurements"]) == 9

@@ -40,8 +40,6 @@ ORDER = [
     "pretrained",
     "prompts",
     "bench",
-    "bench_cpu",
-    "bench_drafters",
     "display",
 ]
 FOLDERS = {  # folder -> the folders it may import from, besides itself

@@ -4,7 +4,6 @@ import pytest
 import torch
 from oracles import (
     ROW_KINDS,
-    Remembered,
     distance_to_target,
     draft_trees,
     random_table,
@@ -33,7 +32,7 @@ from arbordraft import (
 )
 from arbordraft.sampling import Noise, draw
 from arbordraft.types import DraftTree, SampleTree
-from arbordraft.verifiers import NodeLaw, Rule
+from arbordraft.verifiers import NodeLaw, Remembered, Rule
 
 EXACT = 1e-12
 TOPOLOGIES = {

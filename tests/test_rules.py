@@ -6,7 +6,6 @@ import pytest
 import torch
 from oracles import (
     ROW_KINDS,
-    Remembered,
     acceptance,
     draft_trees,
     expected_accepted,
@@ -40,7 +39,7 @@ from arbordraft import (
 )
 from arbordraft.sampling import Noise
 from arbordraft.types import DraftTree, SampleTree
-from arbordraft.verifiers import Rule, greedy_verdict
+from arbordraft.verifiers import Remembered, Rule, greedy_verdict
 
 LAWS = [
     *(IID(2), IID(3), WithoutReplacement(2), WithoutReplacement(3)),

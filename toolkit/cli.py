@@ -1,22 +1,20 @@
 """The command line: generate, bench, tree, train."""
 
 import sys
-from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from arbordraft.display import draw_png, measurement_table, stats_table, stream_panels, tree_text
+from arbordraft.bench.cli import app as bench
+from arbordraft.display import draw_png, stats_table, stream_panels, tree_text
+from arbordraft.options import Dtype, DtypeOption, Linears, ModelOption, load_target
 from arbordraft.training.cli import app as train
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
     from arbordraft.decoder import SpeculativeDecoder
     from arbordraft.target import RaggedModel
     from arbordraft.topology import TreeTopology
@@ -27,17 +25,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Multi-draft speculative decoding: several tokens per forward pass, the same output law.",
 )
+app.add_typer(bench, name="bench")
 app.add_typer(train, name="train")
 console = Console()
 SHAPES = "chain:5 | k:4,2,2 | fork:3x4 | parents:-1,0,0,1 | sequoia:0.6,0.2,0.1@16"
-
-
-class Dtype(StrEnum):
-    """Precision of the weights."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
 
 
 class Law(StrEnum):
@@ -54,32 +45,6 @@ class Verifier(StrEnum):
 
     top_down = "top-down"
     lifted = "lifted"
-
-
-class Linears(StrEnum):
-    """How weights are read on a CPU; see ``RaggedModel``."""
-
-    packed = "packed"
-    native = "native"
-    onednn = "onednn"
-    plain = "plain"
-
-
-class Suite(StrEnum):
-    """Groups of measurements."""
-
-    forward = "forward"
-    verify = "verify"
-    decode = "decode"
-    cpu = "cpu"
-    equality = "equality"
-    all = "all"
-
-
-ModelOption = Annotated[
-    str, typer.Option(help="Hub name or folder of a causal LM; 'smollm2' fetches SmolLM2-135M-Instruct.")
-]
-DtypeOption = Annotated[Dtype, typer.Option(help="Precision of the weights.")]
 
 
 @app.command()
@@ -114,8 +79,8 @@ def generate(
     if not texts:
         raise typer.BadParameter("give at least one prompt, or --file")
     topology = parse_topology(tree)
-    target, tokenizer = _load(model, dtype, linears)
-    decoder = _decoder(target, drafter, topology, law, verifier, confidence, dtype, linears)
+    target, tokenizer = load_target(model, dtype, linears)
+    decoder = _decoder(target, drafter, topology, law, verifier, confidence)
 
     from arbordraft.prompts import chat_batch
 
@@ -132,77 +97,6 @@ def generate(
         output: Any = decoder.generate(**inputs, **settings, streamer=streamers, return_dict_in_generate=True)
         seconds = time.perf_counter() - start
     console.print(stats_table(output.stats, seconds))
-
-
-@app.command()
-def bench(
-    suite: Annotated[Suite, typer.Argument(help="What to measure.")] = Suite.all,
-    model: ModelOption = "smollm2",
-    dtype: Annotated[list[Dtype] | None, typer.Option(help="Precisions; by default bfloat16 and float32.")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Pairs of timings per case; medians are reported.")] = 7,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt when decoding.")] = 128,
-    prompts: Annotated[
-        Path | None, typer.Option(help="JSON lines with 'messages', such as MT-Bench's; else built-in ones.")
-    ] = None,
-    drafter: Annotated[
-        list[Path] | None, typer.Option(help="Folder of a trained drafter; 'decode' then measures what it gains.")
-    ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Samples at a time when a trained drafter is measured.")] = 8,
-    others: Annotated[
-        bool, typer.Option(help="In 'cpu', measure random models of other families too; they need 5 GB of memory.")
-    ] = True,
-    json: Annotated[Path | None, typer.Option(help="Write the figures and their provenance to this file.")] = None,
-) -> None:
-    """Measure forwards, verification and decoding against transformers, paired in one run.
-
-    'forward', 'verify' and 'decode' ('all') run the model's own modules; 'cpu' runs the packed CPU kernels, and
-    'equality' compares speculative with plain greedy tokens on them. With --drafter only that is measured: plain
-    decoding against chains and trees of the drafter, on packed kernels.
-    """
-    from arbordraft import bench as benchmark
-    from arbordraft import bench_cpu, bench_drafters
-    from arbordraft.loading import load_drafter
-    from arbordraft.prompts import MIXED, VARIED, read_prompts
-
-    texts = read_prompts(prompts) if prompts else [*MIXED, *VARIED]
-    measurements: list[benchmark.Measurement] = []
-    progress = Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console)
-    with progress:
-        task = progress.add_task("loading the model")
-
-        def take(found: Iterator[benchmark.Measurement]) -> None:
-            for measurement in found:
-                measurements.append(measurement)
-                progress.update(task, description=f"measured: {measurement.case}")
-                if json is not None:  # each time, so that an interrupted run loses little
-                    benchmark.save(json, measurements, suite=suite, model=model, repeats=repeats, new_tokens=new_tokens)
-
-        for each in dtype or [Dtype.bfloat16, Dtype.float32]:
-            target, tokenizer = _load(model, each, Linears.packed if drafter else Linears.plain)
-            if drafter:
-                found = {path.name: load_drafter(path, target) for path in drafter}
-                take(bench_drafters.drafter_gain(target, tokenizer, texts, found, new_tokens=new_tokens, batch=batch))
-                continue
-            if suite is Suite.equality:
-                take(bench_cpu.equality(target.model, tokenizer, texts, new_tokens))
-            if suite is Suite.cpu:
-                take(bench_cpu.forward_speed(target.model, repeats))
-                if each is Dtype.bfloat16:
-                    take(bench_cpu.int8_speed(target.model, tokenizer, texts, repeats))
-                    take(bench_cpu.decode_speed(target.model, tokenizer, texts, max(3, repeats // 2), new_tokens))
-            if suite in (Suite.forward, Suite.all):
-                take(benchmark.forward_cost(target.model, repeats))
-            if suite in (Suite.verify, Suite.all):
-                take(benchmark.verify_cost(target.model, repeats))
-            if suite in (Suite.decode, Suite.all):
-                take(benchmark.decode_speed(target.model, tokenizer, max(3, repeats // 2), new_tokens))
-        if suite is Suite.cpu and others:
-            take(bench_cpu.other_architectures(repeats))
-        if suite in (Suite.verify, Suite.all):
-            take(benchmark.spechub_cost(repeats))
-    console.print(measurement_table(measurements))
-    if json is not None:
-        console.print(f"wrote {json}")
 
 
 @app.command("tree")
@@ -262,25 +156,6 @@ def _lines(file: Path | None) -> list[str]:
     return [line for line in file.read_text().splitlines() if line.strip()] if file else []
 
 
-def _load(model: str, dtype: Dtype, linears: Linears = Linears.plain) -> "tuple[RaggedModel, PreTrainedTokenizerBase]":
-    import torch
-
-    from arbordraft.target import RaggedModel
-
-    precision: torch.dtype = getattr(torch, dtype)
-    if model == "smollm2":
-        from arbordraft.pretrained import load_smollm2
-
-        found: PreTrainedModel
-        found, tokenizer = load_smollm2(precision)
-    else:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        found = AutoModelForCausalLM.from_pretrained(model, dtype=precision)
-        tokenizer = AutoTokenizer.from_pretrained(model)
-    return RaggedModel(found.eval(), tokenizer, linears=linears), tokenizer
-
-
 def _decoder(
     target: "RaggedModel",
     drafter: str,
@@ -288,26 +163,17 @@ def _decoder(
     law: Law | None,
     verifier: Verifier,
     confidence: float | None,
-    dtype: Dtype,
-    linears: Linears,
 ) -> "SpeculativeDecoder":
     import arbordraft as ad
-    from arbordraft.loading import load_drafter
+    from arbordraft.loading import drafter_named
 
     widest = max(1, *(len(children) for children in topology.child_list))
     parts: dict[Verifier, type[ad.TopDown | ad.Lifted]] = {Verifier.top_down: ad.TopDown, Verifier.lifted: ad.Lifted}
     decider: ad.Decider | None = None if confidence is None else ad.ConfidenceThreshold(confidence)
-    proposer: ad.Drafter
+    proposer = drafter_named(drafter, target)
     if drafter in ("ngram", "none"):
-        proposer = ad.NGramDrafter() if drafter == "ngram" else ad.NoDrafter()
         topology = ad.TreeTopology.chain(0) if drafter == "none" else topology
         law, decider = law or Law.fixed, decider or ad.Backoff()
-    elif drafter.startswith("early-exit:"):
-        proposer = ad.EarlyExitDrafter(target, int(drafter.partition(":")[2]))
-    elif Path(drafter).is_dir():
-        proposer = load_drafter(drafter, target)
-    else:
-        proposer = ad.LanguageModelDrafter(_load(drafter, dtype, linears)[0])
     laws: dict[Law | None, ad.DraftLaw] = {
         None: ad.TopTail(1, widest - 1) if widest > 1 else ad.IID(1),
         Law.iid: ad.IID(widest),

@@ -198,6 +198,9 @@ class SpeculativeDecoder(nn.Module):
     def _stats(self, batch: int) -> DecodeStats:
         return DecodeStats(self.coupling.exactness.value, [0] * batch, [0] * batch)
 
+    def _open_cache(self) -> RaggedKVCache:
+        return RaggedKVCache(self.max_cache_tokens)
+
     def _start(
         self,
         input_ids: Tensor,
@@ -221,7 +224,7 @@ class SpeculativeDecoder(nn.Module):
             raise ValueError(f"{len(seeds)} seeds for {batch} samples")
 
         stats = self._stats(batch)
-        cache = RaggedKVCache(self.max_cache_tokens)
+        cache = self._open_cache()
         with stats.phase("prefill"):
             # Under a limit a sample gets all it can need at once, so that an overflow comes now or never.
             likely = budget if self.max_cache_tokens is not None else min(budget, _AHEAD)

@@ -5,7 +5,15 @@ import os
 from pathlib import Path
 from typing import Any
 
-from arbordraft.drafters import Drafter, EagleDrafter, EarlyExitDrafter, LanguageModelDrafter, MedusaDrafter
+from arbordraft.drafters import (
+    Drafter,
+    EagleDrafter,
+    EarlyExitDrafter,
+    LanguageModelDrafter,
+    MedusaDrafter,
+    NGramDrafter,
+    NoDrafter,
+)
 from arbordraft.target import RaggedModel
 
 # By the model_type in config.json; whatever else transformers can load counts as a language model.
@@ -14,6 +22,25 @@ _KINDS: dict[str, Any] = {
     "arbordraft_exit_adapter": EarlyExitDrafter,
     "arbordraft_medusa": MedusaDrafter,
 }
+
+
+def drafter_named(name: str, target: RaggedModel) -> Drafter:
+    """The drafter that a command line means by ``ngram``, ``none``, ``early-exit:LAYERS``, a folder or a hub name.
+
+    Args:
+        name: as above; a name on the hub is that of a draft model.
+        target: the model that it drafts for.
+
+    Raises:
+        ValueError: if it means nothing.
+    """
+    if name in ("ngram", "none"):
+        return NGramDrafter() if name == "ngram" else NoDrafter()
+    if name.startswith("early-exit:"):
+        return EarlyExitDrafter(target, int(name.partition(":")[2]))
+    if Path(name).is_dir():
+        return load_drafter(name, target)
+    return LanguageModelDrafter.from_pretrained(name, target)
 
 
 def load_drafter(path: str | os.PathLike[str], target: RaggedModel) -> Drafter:

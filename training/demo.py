@@ -57,8 +57,8 @@ def gain(console: Console, drafter: Path, new_tokens: int = 128) -> None:
     import torch
 
     from arbordraft import RaggedModel
-    from arbordraft.bench_drafters import drafter_gain
-    from arbordraft.display import measurement_table
+    from arbordraft.bench.drafters import drafter_gain
+    from arbordraft.display import rows_table
     from arbordraft.loading import load_drafter
     from arbordraft.pretrained import load_smollm2
     from arbordraft.prompts import MIXED, VARIED
@@ -68,7 +68,7 @@ def gain(console: Console, drafter: Path, new_tokens: int = 128) -> None:
     found = drafter_gain(
         target, tokenizer, [*MIXED, *VARIED], {"trained": load_drafter(drafter, target)}, new_tokens=new_tokens
     )
-    console.print(measurement_table(list(found)))
+    console.print(rows_table(list(found)))
 
 
 __all__ = ["Demo", "gain"]

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from vllm_process import Tokens, Vllm, VllmConfig
 
-from arbordraft.bench import Measurement
+from arbordraft.bench.measure import Measurement
 from arbordraft.prompts import chat_batch
 
 TRIALS = 2  # calls per batch to find the fastest of several ways to run vLLM

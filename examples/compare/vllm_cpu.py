@@ -27,7 +27,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from vllm_process import Vllm, VllmConfig, VllmError, find_vllm
 
 from arbordraft import RaggedModel, SpeculativeDecoder, builders
-from arbordraft.bench import save
+from arbordraft.bench.measure import save
 from arbordraft.pretrained import NAME, fetch_smollm2, load_smollm2
 from arbordraft.prompts import MIXED, VARIED
 

@@ -131,6 +131,29 @@ class TopTailRule(Rule):
         return NodeLaw(found.accept + [0.0] * (len(tokens) - len(tails)), found.stop, found.reject)
 
 
+class Remembered(Rule):
+    """A rule that works out its answer to the same question once, for enumerations that ask often.
+
+    Rows are told apart by identity, so every row must be the same object whenever it is shown.
+    """
+
+    def __init__(self, rule: Rule) -> None:
+        super().__init__()
+        self.rule = rule
+        self._answers: dict[object, tuple[NodeLaw, object]] = {}
+
+    def supports(self, law: DraftLaw) -> bool:
+        return self.rule.supports(law)
+
+    def forward(
+        self, target: Tensor, weight: float, draft: Tensor | None, tokens: Sequence[int], law: DraftLaw
+    ) -> NodeLaw:
+        key = (id(target), weight, id(draft), tuple(tokens), type(law), law.extra_repr())
+        if key not in self._answers:  # the rows are kept alive with the answer, lest an id be used again
+            self._answers[key] = self.rule(target, weight, draft, tokens, law), (target, draft)
+        return self._answers[key][0]
+
+
 def reject_in_turn(target: Tensor, weight: float, tokens: Sequence[int], proposals: Iterable[Tensor | None]) -> NodeLaw:
     """Rejection sampling of one child after the other; ``None`` is the proposal of a certain child."""
     accept: list[float] = []

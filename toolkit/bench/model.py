@@ -1,72 +1,42 @@
-"""Measurements of what speculation costs and gains, each paired with its reference in one run.
+"""What forwards, verification and lookups cost and gain with a model's own modules, each paired with its reference.
 
 Shapes: B samples, V vocabulary.
 """
 
-import json
-import platform
-import statistics
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
-from importlib.metadata import version
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
+from arbordraft.bench.measure import Measurement, paired, precision
 from arbordraft.cache import RaggedKVCache
 from arbordraft.coupling import Coupling
 from arbordraft.deciders import Backoff
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import NGramDrafter
-from arbordraft.laws import Fixed, TopTail, WithoutReplacement
+from arbordraft.laws import DraftLaw, Fixed, TopTail, WithoutReplacement
 from arbordraft.prompts import REPEATING, VARIED, chat_batch
 from arbordraft.sampling import Noise
 from arbordraft.target import RaggedModel
 from arbordraft.topology import TreeTopology
 from arbordraft.types import DraftTree, SampleTree
-from arbordraft.verifiers import Lifted, Matching, RecursiveRejection, SpecHub, TopDown
+from arbordraft.verifiers import (
+    Lifted,
+    Matching,
+    OptimalTransport,
+    RecursiveRejection,
+    Rule,
+    SpecHub,
+    TopDown,
+    TopTailRule,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 _CALLS = 40  # calls per timing of something that takes microseconds
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """One comparison. Times are medians in milliseconds; the ratio is the median of the pairs' ratios.
-
-    Args:
-        group: which question it belongs to.
-        case: what was varied.
-        ours: time of arbordraft.
-        reference: time of what it is compared with.
-        ratio: ``ours / reference``, or for decoding the speed-up ``reference / ours``.
-        reach: the bound that the project set itself, if any: ``"<= 1.10"``.
-        detail: further figures.
-    """
-
-    group: str
-    case: str
-    ours: float
-    reference: float
-    ratio: float
-    reach: str = ""
-    detail: str = ""
-
-    @property
-    def reached(self) -> bool | None:
-        """Whether the bound holds; ``None`` without one."""
-        if not self.reach:
-            return None
-        relation, bound = self.reach.split()
-        return self.ratio <= float(bound) if relation == "<=" else self.ratio >= float(bound)
 
 
 def forward_cost(model: "PreTrainedModel", repeats: int = 7) -> Iterator[Measurement]:
@@ -139,7 +109,7 @@ def spechub_cost(repeats: int = 7) -> Iterator[Measurement]:
     """SpecHub at one node against one softmax of the same row, for growing vocabularies."""
     generator = torch.Generator().manual_seed(0)
     for vocab in (4096, 16384, 49152, 131072, 262144):
-        ours, reference, ratio = paired(*_hub_nodes(vocab, generator), repeats)
+        ours, reference, ratio = paired(*_nodes(SpecHub(), TopTail(1, 1), vocab, generator), repeats)
         ours, reference = ours / _CALLS, reference / _CALLS
         # A row below this size fits the innermost caches: the rule's fixed cost shows.
         reach = "<= 2.0" if vocab >= 49152 else ""
@@ -147,19 +117,52 @@ def spechub_cost(repeats: int = 7) -> Iterator[Measurement]:
         yield Measurement("verify", case, ours, reference, ratio, reach, f"{ours / vocab * 1e6:.2f} ns per token")
 
 
-def _hub_nodes(vocab: int, generator: torch.Generator) -> tuple[Callable[[], None], Callable[[], None]]:
-    """SpecHub's law for many drawn pairs, and as many softmaxes."""
-    rule, law = SpecHub(), TopTail(1, 1)
-    logits = torch.randn(2, vocab, generator=generator) * 3
-    p, q = logits.softmax(dim=-1)
-    pairs = [law.draw(q, [uniform]) for uniform in torch.rand(_CALLS, generator=generator).tolist()]
+def rule_cost(repeats: int = 7) -> Iterator[Measurement]:
+    """Tail and tops at one node for growing vocabularies and numbers of children, and against the linear program.
 
-    def nodes() -> None:
-        for pair in pairs:
+    The program's variables are pairs of a drawn outcome and a token: beyond small vocabularies there is no solving it.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for k in (2, 3, 4):
+        for vocab in (4096, 32768, 131072, 262144):
+            law = TopTail(k - 1, 1)
+            ours, reference, ratio = paired(*_nodes(TopTailRule(), law, vocab, generator), repeats)
+            detail = f"{ours / _CALLS / vocab * 1e6:.2f} ns per token"
+            case = f"TopTail({k - 1}, 1) at one node, V={vocab}, against one softmax"
+            yield Measurement("verify", case, ours / _CALLS, reference / _CALLS, ratio, "", detail)
+    for vocab in (64, 256, 1024):
+        logits = torch.randn(2, vocab, generator=generator) * 3
+        p, q = logits.softmax(dim=-1)
+        ours, reference, ratio = paired(_hub(SpecHub(), p, q, _CALLS), _hub(OptimalTransport(), p, q, 1), repeats)
+        case = f"SpecHub at one node, V={vocab}, against its compact linear program"
+        yield Measurement("verify", case, ours / _CALLS, reference, ratio / _CALLS)
+
+
+def _hub(rule: Rule, p: Tensor, q: Tensor, calls: int) -> Callable[[], None]:
+    law = TopTail(1, 1)
+    pair = law.draw(q, [0.5])
+
+    def node() -> None:
+        for _ in range(calls):
             rule(p, 1.0, q, pair, law)
 
+    return node
+
+
+def _nodes(
+    rule: Rule, law: DraftLaw, vocab: int, generator: torch.Generator
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """A rule's law for many drawn children, and as many softmaxes."""
+    logits = torch.randn(2, vocab, generator=generator) * 3
+    p, q = logits.softmax(dim=-1)
+    drawn = [law.draw(q, uniforms) for uniforms in torch.rand(_CALLS, law.k, generator=generator).tolist()]
+
+    def nodes() -> None:
+        for tokens in drawn:
+            rule(p, 1.0, q, tokens, law)
+
     def softmaxes() -> None:
-        for _ in pairs:
+        for _ in drawn:
             logits[0].softmax(dim=-1)
 
     return nodes, softmaxes
@@ -229,71 +232,3 @@ def ngram_tree(target: RaggedModel) -> SpeculativeDecoder:
         Coupling(Fixed(2), TopDown(Matching())),
         Backoff(patience=1),
     )
-
-
-def provenance() -> dict[str, Any]:
-    """What a figure needs beside it to be read later."""
-    commit = None
-    with suppress(OSError, subprocess.CalledProcessError):
-        commit = subprocess.run(
-            ["git", "describe", "--always", "--dirty"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
-    return {
-        "argv": [Path(argument).name for argument in sys.argv],  # folders are nobody's business
-        "commit": commit,
-        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "cpu": _cpu_name(),
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "versions": {name: version(name) for name in ("arbordraft", "torch", "transformers", "scipy")},
-    }
-
-
-def save(path: Path, measurements: Sequence[Measurement], **settings: Any) -> None:
-    """Writes measurements with their provenance as JSON; the file appears only when it is complete."""
-    report = {
-        "provenance": provenance(),
-        "settings": settings,
-        "measurements": [asdict(measurement) | {"reached": measurement.reached} for measurement in measurements],
-    }
-    partial = path.with_suffix(path.suffix + ".part")
-    partial.write_text(json.dumps(report, indent=2) + "\n")
-    partial.replace(path)
-
-
-def paired(ours: Callable[[], None], reference: Callable[[], None], repeats: int) -> tuple[float, float, float]:
-    """Medians of both in milliseconds, and the median ratio of neighbours: a drifting machine slows both."""
-    ours()
-    reference()
-    pairs = [(milliseconds(ours), milliseconds(reference)) for _ in range(repeats)]
-    return (
-        statistics.median(pair[0] for pair in pairs),
-        statistics.median(pair[1] for pair in pairs),
-        statistics.median(pair[0] / pair[1] for pair in pairs),
-    )
-
-
-def milliseconds(run: Callable[[], None]) -> float:
-    """Time of one call."""
-    start = time.perf_counter()
-    run()
-    return (time.perf_counter() - start) * 1e3
-
-
-def precision(model: "PreTrainedModel") -> str:
-    """Short name of the dtype."""
-    return str(model.dtype).removeprefix("torch.")
-
-
-def _cpu_name() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor()

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from arbordraft import builders
-from arbordraft.bench import Measurement, forward_pair, milliseconds, paired, precision
+from arbordraft.bench.measure import Measurement, milliseconds, paired, precision
+from arbordraft.bench.model import forward_pair
 from arbordraft.cache import RaggedKVCache
 from arbordraft.coupling import Coupling
 from arbordraft.decoder import SpeculativeDecoder

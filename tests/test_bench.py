@@ -1,0 +1,199 @@
+"""The harness itself: padding costs what it says and changes nothing, and expectations are those of the laws."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from models import PROMPTS, VOCAB, greedy_reference, left_padded, new_tokens, ragged, tiny_tokenizer
+from oracles import acceptance, random_rows
+
+from arbordraft import (
+    IID,
+    AdaptiveTopTail,
+    Coupling,
+    EarlyExitDrafter,
+    Fixed,
+    LanguageModelDrafter,
+    Matching,
+    NGramDrafter,
+    RaggedModel,
+    RecursiveRejection,
+    SpeculativeDecoder,
+    TopDown,
+    TopTail,
+    TreeTopology,
+    WithoutReplacement,
+    optimal_acceptance,
+)
+from arbordraft.bench.decoding import emitted
+from arbordraft.bench.padded import PaddedDecoder
+from arbordraft.bench.verifiers import (
+    batches_of,
+    clustered,
+    expected_accepted,
+    laws_of,
+    node_acceptance,
+    tree_tau,
+    watch,
+)
+from arbordraft.drafters import Drafter
+from arbordraft.drafters.base import Garden
+
+CHAIN = TreeTopology.chain(5)
+
+
+class Told(Drafter):
+    """Drafts chains of given lengths whose first tokens are right: all but the last ``wrong`` of them."""
+
+    def __init__(self, texts, plan):
+        super().__init__()
+        self.texts, self.plan, self.step = texts, plan, 0
+
+    def propose(self, state, context):
+        garden, step = Garden(context, Fixed(1)), self.plan[min(self.step, len(self.plan) - 1)]
+        self.step += 1
+        for depth in range(5):
+            for sample in garden.frontier(depth):
+                length, right = step[sample]
+                if depth < length:
+                    known = self.texts[sample]
+                    at = len(context.tokens[sample]) + depth
+                    token = known[at] if depth < right else (known[at] + 1) % VOCAB
+                    garden.plant(sample, depth, [token], [1.0], None)
+        return garden.tree()
+
+
+def decoded(decoder, prompts, new=12, **options):
+    settings = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
+    output = decoder.generate(**left_padded(prompts), **settings | options)
+    return new_tokens(output.sequences, prompts, output.stats.emitted), output.stats
+
+
+def test_the_worked_example_of_the_paper():
+    """Predicted 5 then 2 and 2 then 5 tokens, accepted 4 then 2 and 1 then 6, the last one being no draft.
+
+    A padded batch fills up 3 rows in either step, and 3 and then 4 columns; an unpadded one none.
+    """
+    prompts = [PROMPTS[0], PROMPTS[0][::-1]]
+    answers = greedy_reference(ragged().model, prompts, max_new_tokens=12, eos_token_id=None)
+    texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+    plan = [[(5, 3), (2, 0)], [(2, 1), (5, 5)], [(0, 0), (0, 0)]]
+    parts = Coupling(Fixed(1), TopDown(Matching()))
+    pads = {}
+    for name, cls, options in (
+        ("unpadded", SpeculativeDecoder, {}),
+        ("rows only", PaddedDecoder, {"pad_cache": False}),
+        ("columns only", PaddedDecoder, {"pad_input": False}),
+        ("vanilla", PaddedDecoder, {}),
+    ):
+        decoder = cls(ragged(), Told(texts, plan), CHAIN, parts, **options)
+        found, counts, commit = [], [], decoder._commit
+
+        def watched(state, tree, verdict, hidden, commit=commit, counts=counts):
+            before = [len(tokens) for tokens in state.tokens]
+            commit(state, tree, verdict, hidden)
+            counts.append([len(tokens) - old for tokens, old in zip(state.tokens, before, strict=True)])
+
+        decoder._commit = watched
+        found, stats = decoded(decoder, prompts)
+        assert found == answers
+        assert counts[:2] == [[4, 1], [2, 6]]
+        pads[name] = stats.pad_rows, stats.pad_keys
+    assert pads["unpadded"] == (0, 0)
+    assert pads["rows only"][0] == pads["vanilla"][0] >= 3 + 3
+    assert pads["columns only"][0] == 0
+    assert 0 < pads["columns only"][1] < pads["vanilla"][1]
+
+
+@pytest.mark.parametrize("options", [{}, {"pad_cache": False}, {"pad_input": False}], ids=str)
+@pytest.mark.parametrize("linears", ["plain", "packed"])
+def test_padding_changes_no_token(options, linears):
+    target = RaggedModel(ragged().model, linears=linears)
+    lookup, same = NGramDrafter(longest=2, shortest=1), LanguageModelDrafter(RaggedModel(ragged(seed=3).model))
+    for drafter in (lookup, same):
+        coupling = Coupling(Fixed(1), TopDown(Matching()))
+        found, stats = decoded(PaddedDecoder(target, drafter, CHAIN, coupling, **options), PROMPTS, eos_token_id=2)
+        assert found == greedy_reference(ragged().model, PROMPTS, max_new_tokens=12)
+        assert drafter is same or stats.pad_rows + stats.pad_keys > 0
+
+
+def test_only_chains_are_padded():
+    with pytest.raises(ValueError, match="made for chains"):
+        PaddedDecoder(ragged(), NGramDrafter(), TreeTopology.k_ary(2, 2), Coupling(Fixed(2), TopDown(Matching())))
+
+
+@pytest.mark.parametrize("k", [2, 3])
+def test_acceptance_is_that_of_the_laws(k):
+    """A large sample of draws on a few rows comes close to the exact acceptance; no rule beats its optimum."""
+    rows = [random_rows("random", 5, seed) for seed in range(4)]
+    for law, rules in laws_of(k).values():
+        for rule in rules.values():
+            for target, draft in rows:
+                assert acceptance(rule, law, target, draft) <= optimal_acceptance(law, target, draft) + 1e-9
+
+
+def questions():
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = tokenizer.pad_token = "c"
+    return RaggedModel(ragged().model, tokenizer), tokenizer, ["a b c", "c", "b a", "d d"]
+
+
+def test_node_rows_are_expectations_on_the_same_positions():
+    target, tokenizer, prompts = questions()
+    drafters = {"half": EarlyExitDrafter(target, 1)}
+    rows = list(
+        node_acceptance(
+            target, tokenizer, prompts, drafters, temperatures=(1.0,), children=(2, 3), new_tokens=6, batch=2
+        )
+    )
+    assert len({row.positions for row in rows}) == 1
+    for row in rows:
+        assert row.acceptance == pytest.approx(sum(row.by_rank))
+        assert 0 < row.acceptance <= row.optimum + 6 * row.error + 1e-9
+        assert len(row.by_rank) == row.k
+    hub = [row.acceptance for row in rows if row.law == "TopTail(1,1)"]
+    assert hub[0] == pytest.approx(hub[1])  # both orders accept as often
+
+
+def test_tree_rows_are_what_decoding_would_show():
+    """The mean over positions of the exact expectation, against counting verdicts there."""
+    target, tokenizer, prompts = questions()
+    drafter, law, topology = EarlyExitDrafter(target, 1), WithoutReplacement(2), TreeTopology.k_ary(2, 2)
+    rows = list(
+        tree_tau(target, tokenizer, prompts, {"half": drafter}, temperatures=(1.0,), depths=(2,), new_tokens=6, batch=4)
+    )
+    (found,) = (row for row in rows if row.law == "WithoutReplacement(2)" and row.verifier.startswith("TopDown"))
+    expected, counted = [], []
+    verifier = TopDown(RecursiveRejection())
+
+    def look(prompt, tree, target_rows):
+        expected.append(expected_accepted(verifier, tree, target_rows))
+        law_of = verifier.law(tree, target_rows)
+        assert sum(chance for chance, _, _ in law_of) == pytest.approx(1, abs=1e-5)
+        counted.append(max(law_of, key=lambda end: end[0])[1])
+
+    watch(target, drafter, topology, law, batches_of(tokenizer, prompts, 4), 1.0, 6, look)
+    assert len(expected) == found.positions
+    assert found.tau == pytest.approx(1 + sum(expected) / len(expected), abs=1e-6)
+    assert any(counted)
+
+
+def test_clusters_are_the_units_of_the_error():
+    values = [(0, 1.0), (0, 1.0), (1, 0.0), (1, 0.0)]
+    mean, error = clustered(values)
+    assert mean == 0.5
+    assert error == pytest.approx(math.sqrt(2 / 1 * (1.0**2 + 1.0**2)) / 4)
+    assert math.isnan(clustered([(0, 1.0)])[1])
+
+
+def test_a_threshold_law_lies_between_its_neighbours():
+    draft = torch.tensor([0.6, 0.2, 0.1, 0.1])
+    assert list(AdaptiveTopTail(2, 0.5).enumerate(draft)) == list(TopTail(1, 1).enumerate(draft))
+    assert list(AdaptiveTopTail(2, 0.7).enumerate(draft)) == list(WithoutReplacement(2).enumerate(draft))
+    assert IID(1).k == 1
+
+
+def test_what_is_behind_the_end_of_an_answer_does_not_count():
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=[2, 7]))
+    assert emitted(torch.tensor([[5, 2, 0, 0], [5, 5, 5, 5], [7, 2, 2, 2]]), model) == 2 + 4 + 1

@@ -1,0 +1,1 @@
+"""Measurements: programs that print tables and write JSON with provenance."""

@@ -1,0 +1,424 @@
+"""``arbordraft bench``: every measurement as a command that prints a table and writes JSON."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from arbordraft.options import Dtype, Linears, ModelOption, load_target
+
+if TYPE_CHECKING:
+    from arbordraft.drafters import Drafter
+    from arbordraft.target import RaggedModel
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Measure forwards, verification and decoding; whatever is compared takes turns in one run.",
+)
+console = Console()
+
+DtypesOption = Annotated[list[Dtype] | None, typer.Option("--dtype", help="Precisions; bfloat16 and float32 if none.")]
+OneDtype = Annotated[Dtype, typer.Option(help="Precision of the weights.")]
+RepeatsOption = Annotated[int, typer.Option(min=1, help="Timings per case; medians are reported.")]
+TokensOption = Annotated[int, typer.Option(min=1, help="Tokens per prompt when decoding.")]
+PromptsOption = Annotated[
+    Path | None, typer.Option(help="JSON lines with 'messages', such as MT-Bench's; else built-in ones.")
+]
+LimitOption = Annotated[int | None, typer.Option(min=1, help="Use the first so many prompts only.")]
+JsonOption = Annotated[Path | None, typer.Option(help="Write the figures and their provenance to this file.")]
+PngOption = Annotated[Path | None, typer.Option(help="Draw the figures to this PNG file (needs matplotlib).")]
+BatchOption = Annotated[int, typer.Option(min=1, help="Prompts at a time.")]
+BatchesOption = Annotated[str, typer.Option(help="Prompts at a time, several sizes, as in 1,4,8.")]
+TemperaturesOption = Annotated[str, typer.Option(help="Temperatures, as in 0,1; 0 is greedy.")]
+DrafterHelp = "'ngram', 'early-exit:LAYERS', folder of a trained drafter, or a draft model's hub name."
+DrafterOption = Annotated[str, typer.Option(help=DrafterHelp)]
+DraftersOption = Annotated[list[str] | None, typer.Option("--drafter", help=f"{DrafterHelp} May be repeated.")]
+
+
+@dataclass
+class Run:
+    """What has been measured so far; it is saved row by row, so that an interrupted run loses little.
+
+    Args:
+        json: file to write.
+        png: picture to draw in the end.
+        settings: to write beside the figures.
+    """
+
+    json: Path | None
+    png: Path | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    rows: list[Any] = field(default_factory=list)
+
+    @contextmanager
+    def progress(self) -> Iterator[Progress]:
+        """Shows what is going on, and the results behind."""
+        from arbordraft.bench.plots import plot
+        from arbordraft.display import rows_table
+
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        with Progress(*columns, console=console) as progress:
+            self._task = progress.add_task("loading the model")
+            self._progress = progress
+            yield progress
+        for kind in dict.fromkeys(map(type, self.rows)):
+            console.print(rows_table([row for row in self.rows if type(row) is kind]))
+        if self.png is not None:
+            plot(self.rows, self.png)
+        for path in (self.json, self.png):
+            if path is not None:
+                console.print(f"wrote {path}")
+
+    def take(self, found: Iterable[Any]) -> list[Any]:
+        """Collects rows as they come, and returns them."""
+        from arbordraft.bench.measure import save
+
+        new = []
+        for row in found:
+            new.append(row)
+            self.rows.append(row)
+            self._progress.update(self._task, description=f"{len(self.rows)} measured")
+            if self.json is not None:
+                save(self.json, self.rows, **self.settings)
+        return new
+
+
+def texts(prompts: Path | None, limit: int | None) -> list[str]:
+    """The prompts to decode."""
+    from arbordraft.prompts import MIXED, VARIED, read_prompts
+
+    found = read_prompts(prompts) if prompts else [*MIXED, *VARIED]
+    return found[:limit]
+
+
+def numbers(text: str, kind: type) -> list[Any]:
+    """Comma-separated numbers.
+
+    Raises:
+        typer.BadParameter: if something else is among them.
+    """
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(f"expected comma-separated numbers, got {text!r}") from error
+
+
+def drafters_of(names: Sequence[str] | None, target: "RaggedModel") -> "dict[str, Drafter]":
+    """Drafters by the names that tables give them."""
+    from arbordraft.loading import drafter_named
+
+    if not names:
+        raise typer.BadParameter("name at least one --drafter")
+    return {Path(name).name if Path(name).is_dir() else name: drafter_named(name, target) for name in names}
+
+
+@app.command()
+def forward(
+    model: ModelOption = "smollm2", dtype: DtypesOption = None, repeats: RepeatsOption = 7, json: JsonOption = None
+) -> None:
+    """One packed forward of the model's own modules against its own forward."""
+    from arbordraft.bench.model import forward_cost
+
+    run = Run(json, settings={"model": model, "repeats": repeats})
+    with run.progress():
+        for each in dtype or [Dtype.bfloat16, Dtype.float32]:
+            run.take(forward_cost(load_target(model, each)[0].model, repeats))
+
+
+@app.command()
+def verify(
+    model: ModelOption = "smollm2", dtype: DtypesOption = None, repeats: RepeatsOption = 7, json: JsonOption = None
+) -> None:
+    """Verification of a tree against the target's forward; rules against the vocabulary and against the LP."""
+    from arbordraft.bench.model import rule_cost, spechub_cost, verify_cost
+
+    run = Run(json, settings={"model": model, "repeats": repeats})
+    with run.progress():
+        for each in dtype or [Dtype.bfloat16, Dtype.float32]:
+            run.take(verify_cost(load_target(model, each)[0].model, repeats))
+        run.take(spechub_cost(repeats))
+        run.take(rule_cost(repeats))
+
+
+@app.command()
+def lookup(
+    model: ModelOption = "smollm2",
+    dtype: DtypesOption = None,
+    repeats: RepeatsOption = 3,
+    new_tokens: TokensOption = 128,
+    json: JsonOption = None,
+) -> None:
+    """The n-gram tree on the model's own modules against ``generate``, token for token, where it pays and where not."""
+    from arbordraft.bench.model import decode_speed
+
+    run = Run(json, settings={"model": model, "repeats": repeats, "new_tokens": new_tokens})
+    with run.progress():
+        for each in dtype or [Dtype.bfloat16, Dtype.float32]:
+            target, tokenizer = load_target(model, each)
+            run.take(decode_speed(target.model, tokenizer, repeats, new_tokens))
+
+
+@app.command()
+def cpu(
+    model: ModelOption = "smollm2",
+    dtype: DtypesOption = None,
+    repeats: RepeatsOption = 7,
+    new_tokens: TokensOption = 128,
+    prompts: PromptsOption = None,
+    others: Annotated[bool, typer.Option(help="Also random models of other families, which need 5 GB.")] = True,
+    json: JsonOption = None,
+) -> None:
+    """The packed CPU kernels against transformers."""
+    from arbordraft.bench import cpu as kernels
+
+    run = Run(json, settings={"model": model, "repeats": repeats, "new_tokens": new_tokens})
+    with run.progress():
+        for each in dtype or [Dtype.bfloat16, Dtype.float32]:
+            target, tokenizer = load_target(model, each)
+            run.take(kernels.forward_speed(target.model, repeats))
+            if each is Dtype.bfloat16:
+                found = texts(prompts, None)
+                run.take(kernels.int8_speed(target.model, tokenizer, found, repeats))
+                run.take(kernels.decode_speed(target.model, tokenizer, found, max(3, repeats // 2), new_tokens))
+        if others:
+            run.take(kernels.other_architectures(repeats))
+
+
+@app.command()
+def equality(
+    model: ModelOption = "smollm2",
+    dtype: DtypesOption = None,
+    new_tokens: TokensOption = 128,
+    prompts: PromptsOption = None,
+    json: JsonOption = None,
+) -> None:
+    """Speculative against plain greedy tokens on the packed CPU kernels."""
+    from arbordraft.bench.cpu import equality as compared
+
+    run = Run(json, settings={"model": model, "new_tokens": new_tokens})
+    with run.progress():
+        for each in dtype or [Dtype.bfloat16, Dtype.float32]:
+            target, tokenizer = load_target(model, each)
+            run.take(compared(target.model, tokenizer, texts(prompts, None), new_tokens))
+
+
+@app.command()
+def decode(
+    drafter: DraftersOption = None,
+    model: ModelOption = "smollm2",
+    dtype: OneDtype = Dtype.bfloat16,
+    new_tokens: TokensOption = 128,
+    prompts: PromptsOption = None,
+    limit: LimitOption = None,
+    batch: BatchOption = 8,
+    temperatures: TemperaturesOption = "0,1",
+    repeats: RepeatsOption = 1,
+    json: JsonOption = None,
+    png: PngOption = None,
+) -> None:
+    """What drafters gain over plain decoding: lookups, chains, trees, and lookups with trees behind them."""
+    from arbordraft.bench.drafters import drafter_gain
+
+    run = Run(json, png, {"model": model, "new_tokens": new_tokens, "batch": batch})
+    with run.progress():
+        target, tokenizer = load_target(model, dtype, Linears.packed)
+        run.take(
+            drafter_gain(
+                target,
+                tokenizer,
+                texts(prompts, limit),
+                drafters_of(drafter, target),
+                new_tokens=new_tokens,
+                batch=batch,
+                temperatures=numbers(temperatures, float),
+                repeats=repeats,
+            )
+        )
+
+
+@app.command()
+def verifiers(
+    drafter: DraftersOption = None,
+    model: ModelOption = "smollm2",
+    dtype: OneDtype = Dtype.float32,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Positions per prompt.")] = 24,
+    prompts: PromptsOption = None,
+    limit: LimitOption = None,
+    batch: BatchOption = 8,
+    temperatures: TemperaturesOption = "0.3,0.6,1",
+    children: Annotated[str, typer.Option(help="Numbers of children of one node.")] = "2,3,4",
+    depths: Annotated[
+        str, typer.Option(help="Depths of binary trees; 1,2,3,4 have 3, 7, 15 and 31 nodes.")
+    ] = "1,2,3,4",
+    nodes: Annotated[str, typer.Option(help="Sizes of Sequoia trees, fitted to each law's acceptance.")] = "4,8,16,32",
+    trees: Annotated[bool, typer.Option(help="Trees as well as single nodes.")] = True,
+    json: JsonOption = None,
+    png: PngOption = None,
+) -> None:
+    """What draft laws and verifiers accept on the model's own rows, as expectations with standard errors."""
+    from arbordraft.bench.verifiers import node_acceptance, tree_tau
+
+    run = Run(json, png, {"model": model, "new_tokens": new_tokens})
+    with run.progress():
+        target, tokenizer = load_target(model, dtype, Linears.packed)
+        found, heat = drafters_of(drafter, target), numbers(temperatures, float)
+        common: dict[str, Any] = {"temperatures": heat, "new_tokens": new_tokens, "batch": batch}
+        questions = texts(prompts, limit)
+        singles = run.take(
+            node_acceptance(target, tokenizer, questions, found, children=numbers(children, int), **common)
+        )
+        if trees:
+            ranks = {(row.drafter, row.temperature, row.law): row.by_rank for row in singles if row.k == 2}
+            shapes = {"depths": numbers(depths, int), "nodes": numbers(nodes, int), "ranks": ranks}
+            run.take(tree_tau(target, tokenizer, questions, found, **shapes, **common))
+
+
+@app.command()
+def batching(
+    drafter: DrafterOption = "ngram",
+    model: ModelOption = "smollm2",
+    dtype: OneDtype = Dtype.bfloat16,
+    new_tokens: TokensOption = 128,
+    prompts: PromptsOption = None,
+    limit: LimitOption = None,
+    batches: BatchesOption = "1,2,4,8,12,16,24",
+    length: Annotated[int, typer.Option(min=1, help="Drafted tokens per step.")] = 7,
+    repeats: RepeatsOption = 3,
+    json: JsonOption = None,
+    png: PngOption = None,
+) -> None:
+    """EMS-SD's comparison: the same chains in a padded batch, half padded ones and an unpadded one."""
+    from arbordraft.bench.batching import padding
+
+    run = Run(json, png, {"model": model, "new_tokens": new_tokens, "length": length, "repeats": repeats})
+    with run.progress():
+        target, tokenizer = load_target(model, dtype, Linears.packed)
+        (found,) = drafters_of([drafter], target).values()
+        options: dict[str, Any] = {"length": length, "new_tokens": new_tokens, "repeats": repeats}
+        questions = texts(prompts, limit)
+        run.take(padding(target, tokenizer, questions, found, batches=numbers(batches, int), **options))
+
+
+@app.command()
+def product(
+    drafter: DrafterOption,
+    model: ModelOption = "smollm2",
+    dtype: OneDtype = Dtype.bfloat16,
+    new_tokens: TokensOption = 64,
+    prompts: PromptsOption = None,
+    limit: LimitOption = None,
+    batches: BatchesOption = "1,4,8,16",
+    temperatures: TemperaturesOption = "0,1",
+    nodes: Annotated[int, typer.Option(min=3, help="Most nodes of a tree, root included.")] = 16,
+    repeats: RepeatsOption = 1,
+    json: JsonOption = None,
+    png: PngOption = None,
+) -> None:
+    """Ragged batches of chains, static trees and trees of dynamic depth; and the lossy fork of improved MCSD."""
+    from arbordraft.bench.batching import product as measured
+
+    run = Run(json, png, {"model": model, "new_tokens": new_tokens, "nodes": nodes, "repeats": repeats})
+    with run.progress():
+        target, tokenizer = load_target(model, dtype, Linears.packed)
+        (found,) = drafters_of([drafter], target).values()
+        run.take(
+            measured(
+                target,
+                tokenizer,
+                texts(prompts, limit),
+                found,
+                batches=numbers(batches, int),
+                temperatures=numbers(temperatures, float),
+                nodes=nodes,
+                new_tokens=new_tokens,
+                repeats=repeats,
+            )
+        )
+
+
+@app.command()
+def deciders(
+    drafter: DrafterOption,
+    model: ModelOption = "smollm2",
+    dtype: OneDtype = Dtype.bfloat16,
+    new_tokens: TokensOption = 128,
+    prompts: PromptsOption = None,
+    limit: LimitOption = None,
+    batches: BatchesOption = "1,8",
+    temperatures: TemperaturesOption = "0",
+    depth: Annotated[int, typer.Option(min=1, help="Longest chain.")] = 6,
+    costs: Annotated[Path | None, typer.Option(help="Step costs that 'arbordraft tune --costs' has written.")] = None,
+    learned: Annotated[Path | None, typer.Option(help="Folder of a trained decider for the drafter.")] = None,
+    repeats: RepeatsOption = 3,
+    json: JsonOption = None,
+    png: PngOption = None,
+) -> None:
+    """When to stop drafting: every decider on the same chains, by tokens per second."""
+    from arbordraft.bench.deciders import choices, stops
+    from arbordraft.costs import StepCosts
+    from arbordraft.deciders import LearnedDecider
+
+    run = Run(json, png, {"model": model, "new_tokens": new_tokens, "depth": depth, "repeats": repeats})
+    with run.progress():
+        target, tokenizer = load_target(model, dtype, Linears.packed)
+        (found,) = drafters_of([drafter], target).values()
+        table = StepCosts.load(costs) if costs else None
+        trained = LearnedDecider.from_pretrained(learned) if learned else None
+        for heat in numbers(temperatures, float):
+            for batch in numbers(batches, int):
+                run.take(
+                    stops(
+                        target,
+                        tokenizer,
+                        texts(prompts, limit),
+                        found,
+                        choices(depth, table, trained),
+                        depth=depth,
+                        batch=batch,
+                        temperature=heat,
+                        new_tokens=new_tokens,
+                        repeats=repeats,
+                    )
+                )
+
+
+@app.command()
+def compare(
+    drafter: DraftersOption = None,
+    model: ModelOption = "smollm2",
+    dtype: OneDtype = Dtype.bfloat16,
+    new_tokens: TokensOption = 128,
+    prompts: PromptsOption = None,
+    limit: LimitOption = None,
+    batches: BatchesOption = "1",
+    temperatures: TemperaturesOption = "0",
+    repeats: RepeatsOption = 3,
+    json: JsonOption = None,
+    png: PngOption = None,
+) -> None:
+    """arbordraft against transformers: ``generate``, prompt lookup and, with a draft model, assisted generation."""
+    from arbordraft.bench.compare import against_transformers
+
+    run = Run(json, png, {"model": model, "new_tokens": new_tokens, "repeats": repeats})
+    with run.progress():
+        target, tokenizer = load_target(model, dtype, Linears.packed)
+        found = drafters_of(drafter, target) if drafter else {}
+        for heat in numbers(temperatures, float):
+            for batch in numbers(batches, int):
+                run.take(
+                    against_transformers(
+                        target,
+                        tokenizer,
+                        texts(prompts, limit),
+                        found,
+                        batch=batch,
+                        temperature=heat,
+                        new_tokens=new_tokens,
+                        repeats=repeats,
+                    )
+                )

@@ -1,0 +1,135 @@
+"""The padded batch that EMS-SD is measured against: for benchmarks, and nothing else.
+
+Shapes: T packed rows, padding included, R rows of real tokens, V vocabulary.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from arbordraft.cache import RaggedKVCache
+from arbordraft.decoder import SpeculativeDecoder
+from arbordraft.kernels.ragged_tree_attention import RaggedBatch
+from arbordraft.state import DecodeState
+from arbordraft.topology import ancestor_words
+from arbordraft.types import DraftTree
+
+
+class PaddedDecoder(SpeculativeDecoder):
+    """A :class:`~arbordraft.SpeculativeDecoder` for chains that pads as a rectangular batch must.
+
+    Drafter, kernels and verification are those of the unpadded decoder, and so is the output.
+
+    Args:
+        *parts: those of a :class:`~arbordraft.SpeculativeDecoder`.
+        pad_input: every sample, finished ones too, has as many rows in the target's forward as the longest draft.
+        pad_cache: keys of all samples lie in the same columns. A prompt shorter than the longest leaves columns that
+            belong to no token, and so does every step in which another sample accepted more; they are masked, but
+            read.
+        **options: as well.
+
+    Raises:
+        ValueError: if the topology is no chain.
+
+    Source: the "vanilla" method of EMS-SD (Ni et al., NAACL 2025) and its ablations.
+    """
+
+    def __init__(self, *parts: Any, pad_input: bool = True, pad_cache: bool = True, **options: Any) -> None:
+        super().__init__(*parts, **options)
+        if self.topology.max_depth + 1 != self.topology.num_nodes:
+            raise ValueError("padded batches are made for chains of drafts")
+        self.pad_input, self.pad_cache = pad_input, pad_cache
+
+    def _open_cache(self) -> RaggedKVCache:
+        return _PaddedCache(self.pad_cache)
+
+    def _start(self, *arguments: Any) -> DecodeState:
+        state = super()._start(*arguments)
+        self._cache(state).align(state.handles)
+        return state
+
+    def _run_target(self, state: DecodeState, tree: DraftTree) -> tuple[Tensor, Tensor]:
+        cache, lengths = self._cache(state), tree.lengths
+        longest = max(lengths)
+        rows = [longest if self.pad_input else length for length in lengths]
+        taking = [sample for sample, count in enumerate(rows) if count]
+        batch = cache.plan_padded(
+            [state.handles[sample] for sample in taking],
+            [lengths[sample] for sample in taking],
+            [rows[sample] for sample in taking],
+        )
+        needed = sum(len(state.tokens[index]) - 1 + nodes for index, nodes in enumerate(lengths) if nodes)
+        state.stats.count_forward(batch, rows=sum(lengths), keys=needed)
+        tokens, real, start = torch.zeros(sum(rows), dtype=torch.int64), [], 0
+        for count, length in zip(rows, lengths, strict=True):
+            real += range(start, start + length)
+            start += count
+        tokens[real] = tree.packed_tokens()
+        logits, hidden = self.target.run(tokens, batch, cache, hidden=self.drafter.hidden_layers)
+        return logits[real], hidden[real]
+
+    def _cache(self, state: DecodeState) -> "_PaddedCache":
+        assert isinstance(state.cache, _PaddedCache)
+        return state.cache
+
+
+class _PaddedCache(RaggedKVCache):
+    """Keeps all columns behind the prompts as uncommitted ones, of which words say who belongs to a token.
+
+    Finished samples stay: a rectangular batch goes on with them.
+    """
+
+    def __init__(self, pad: bool) -> None:
+        super().__init__()
+        self.pad = pad
+        self._real: dict[int, list[bool]] = {}  # which of a sample's columns behind its prompt belong to a token
+        self._finished: set[int] = set()
+
+    def align(self, samples: Sequence[int]) -> None:
+        """Lets the prompts end in the same column."""
+        longest = max(self._slabs[sample].length for sample in samples)
+        for sample in samples:
+            slab = self._slabs[sample]
+            missing = longest - slab.length if self.pad else 0
+            self._reserve(slab, slab.length + missing)
+            slab.tree_positions += [0] * missing
+            self._real[sample] = [False] * missing
+
+    def __contains__(self, sample: object) -> bool:
+        return super().__contains__(sample) and sample not in self._finished
+
+    def close(self, sample: int) -> None:
+        self._finished.add(sample)
+
+    def plan_padded(self, samples: Sequence[int], lengths: Sequence[int], rows: Sequence[int]) -> RaggedBatch:
+        """Plans chains of ``lengths`` rows, filled up to ``rows``; what is filled up sees itself only."""
+        offsets = [
+            [sum(self._real[sample]) + min(row, max(length - 1, 0)) for row in range(count)]
+            for sample, length, count in zip(samples, lengths, rows, strict=True)
+        ]
+        width = max(len(self._real[sample]) + count for sample, count in zip(samples, rows, strict=True))
+        visible = []
+        for sample, length, count in zip(samples, lengths, rows, strict=True):
+            known = torch.tensor(self._real[sample], dtype=torch.bool)
+            own = torch.eye(count, dtype=torch.bool)
+            own[:length, :length] = torch.ones(length, length, dtype=torch.bool).tril()
+            seen = torch.cat([known.expand(count, -1), own], dim=1)
+            visible.append(torch.nn.functional.pad(seen, (0, width - seen.shape[1])))
+        return self.plan(samples, offsets, ancestor_words(torch.cat(visible)))
+
+    def commit(self, kept: Mapping[int, Sequence[int]]) -> None:
+        if not self._real:  # prompts
+            super().commit(kept)
+            return
+        gained = max(map(len, kept.values()), default=0)
+        for sample, real in self._real.items():
+            count = len(kept.get(sample, ()))
+            if list(kept.get(sample, ())) != list(range(count)):
+                raise ValueError("a padded cache keeps the beginning of a chain")
+            columns = gained if self.pad else count
+            real += [True] * count + [False] * (columns - count)
+            slab = self._slabs[sample]
+            del slab.tree_positions[len(real) :]
+            slab.tree_positions += [0] * (len(real) - len(slab.tree_positions))

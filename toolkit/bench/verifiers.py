@@ -1,0 +1,353 @@
+"""What draft laws and verifiers accept on a real model's rows: expectations, as nothing is counted that can be told.
+
+At every position of text that the target samples, each draft law drafts a tree, and the chance of every verdict follows
+from the verifier's own law. What is left of chance is which text, and which drafts. All laws see the same positions.
+
+Shapes: V vocabulary.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from arbordraft.coupling import Coupling
+from arbordraft.decoder import SpeculativeDecoder
+from arbordraft.drafters import Drafter
+from arbordraft.laws import IID, AdaptiveTopTail, DraftLaw, TopTail, WithoutReplacement
+from arbordraft.prompts import chat_batch
+from arbordraft.sampling import Noise, draw
+from arbordraft.target import RaggedModel
+from arbordraft.topology import TreeTopology
+from arbordraft.types import DraftTree, Rows, SampleTree, SampleVerdict, Verdict
+from arbordraft.verifiers import (
+    KSeq,
+    Lifted,
+    RecursiveRejection,
+    Remembered,
+    Rule,
+    SpecHub,
+    TopDown,
+    TopTailRule,
+    TreeVerifier,
+    optimal_acceptance,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+THRESHOLDS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6)
+
+
+@dataclass(frozen=True)
+class NodeRow:
+    """Acceptance at one node with k children, on average over positions.
+
+    Args:
+        drafter: its name.
+        temperature: of both models.
+        k: children.
+        law: how they were drawn.
+        rule: who decided.
+        positions: how many.
+        by_rank: chance that the child drawn first, second, ... is the accepted one.
+        acceptance: that one is.
+        error: standard error of that, prompts being independent.
+        optimum: the most that any lossless rule could reach with these draws.
+    """
+
+    drafter: str
+    temperature: float
+    k: int
+    law: str
+    rule: str
+    positions: int
+    by_rank: list[float]
+    acceptance: float
+    error: float
+    optimum: float
+
+
+@dataclass(frozen=True)
+class TreeRow:
+    """Tokens per target forward with one kind of tree, on average over positions.
+
+    Args:
+        drafter: its name.
+        temperature: of both models.
+        topology: which kind of tree.
+        nodes: root included.
+        law: how children were drawn.
+        verifier: who decided.
+        positions: how many.
+        tau: 1 + expected accepted tokens.
+        error: standard error of that, prompts being independent.
+    """
+
+    drafter: str
+    temperature: float
+    topology: str
+    nodes: int
+    law: str
+    verifier: str
+    positions: int
+    tau: float
+    error: float
+
+
+def laws_of(k: int) -> "dict[str, tuple[DraftLaw, dict[str, Rule]]]":
+    """The draft laws for k children, and the rules that are valid for each."""
+    rejection = RecursiveRejection()
+    found: dict[str, tuple[DraftLaw, dict[str, Rule]]] = {
+        f"IID({k})": (IID(k), {"RRS": rejection, "K-SEQ": KSeq()}),
+        f"WithoutReplacement({k})": (WithoutReplacement(k), {"RRS": rejection}),
+    }
+    if k == 2:
+        found["TopTail(1,1)"] = TopTail(1, 1), {"SpecHub, paper's order": SpecHub("paper"), "SpecHub": SpecHub()}
+    else:
+        found |= {f"TopTail({m},{k - m})": (TopTail(m, k - m), {"TopTail": TopTailRule()}) for m in range(1, k)}
+    return found
+
+
+class Witness(TreeVerifier):
+    """Emits one token of the target's law per step, whatever was drafted, and shows trees and rows to somebody.
+
+    Args:
+        look: is given the sample, its tree and its target rows.
+    """
+
+    def __init__(self, look: Callable[[int, SampleTree, Mapping[int, Tensor]], None]) -> None:
+        super().__init__()
+        self.look = look
+
+    def supports(self, law: DraftLaw) -> bool:
+        return True
+
+    def forward(self, tree: DraftTree, target_probs: Rows[Tensor], noise: Noise) -> Verdict:
+        verdicts: list[SampleVerdict | None] = []
+        for sample, (drafted, target) in enumerate(tree.split(target_probs)):
+            if drafted is None:
+                verdicts.append(None)
+                continue
+            self.look(sample, drafted, target)
+            verdicts.append(SampleVerdict((), draw(target[0], noise.final[sample, 0].item()), recovered=False))
+        return Verdict(tuple(verdicts))
+
+
+def watch(
+    target: RaggedModel,
+    drafter: Drafter,
+    topology: TreeTopology,
+    law: DraftLaw,
+    batches: Sequence[dict[str, Tensor]],
+    temperature: float,
+    new_tokens: int,
+    look: Callable[[int, SampleTree, Mapping[int, Tensor]], None],
+) -> None:
+    """Shows every position of text that the target samples, with a tree drafted there.
+
+    Args:
+        target: the target.
+        drafter: the drafter.
+        topology: shape of the trees.
+        law: how children are drawn.
+        batches: prompts, tokenized.
+        temperature: of both models.
+        new_tokens: positions per prompt.
+        look: is given the number of the prompt, the tree and the ``[V]`` target rows by node.
+    """
+    first = 0
+
+    def show(sample: int, tree: SampleTree, rows: Mapping[int, Tensor]) -> None:
+        if len(tree.tokens) > 1:  # the last positions have no room for drafts
+            look(first + sample, tree, rows)
+
+    decoder = SpeculativeDecoder(target, drafter, topology, Coupling(law, Witness(show)))
+    for inputs in batches:
+        size = len(inputs["input_ids"])
+        decoder.generate(
+            **inputs,
+            do_sample=True,
+            temperature=temperature,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=new_tokens,
+            seeds=[1000 + first + sample for sample in range(size)],
+        )
+        first += size
+
+
+def batches_of(tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str], batch: int) -> list[dict[str, Tensor]]:
+    """Prompts as tokenized batches."""
+    return [chat_batch(tokenizer, list(prompts[i : i + batch])) for i in range(0, len(prompts), batch)]
+
+
+def node_acceptance(
+    target: RaggedModel,
+    tokenizer: "PreTrainedTokenizerBase",
+    prompts: Sequence[str],
+    drafters: Mapping[str, Drafter],
+    *,
+    temperatures: Sequence[float] = (0.3, 0.6, 1.0),
+    children: Sequence[int] = (2, 3, 4),
+    new_tokens: int = 32,
+    batch: int = 8,
+    optima: int = 100,
+) -> Iterator[NodeRow]:
+    """Acceptance of the children of one node by every law and rule; all laws draw from the same rows.
+
+    The law that chooses its tops by a threshold is given the best one on every second prompt; the figures of all laws
+    are those of the other prompts.
+
+    Args:
+        target: the target.
+        tokenizer: its tokenizer.
+        prompts: first user turns.
+        drafters: by name.
+        temperatures: of both models.
+        children: numbers of children.
+        new_tokens: positions per prompt.
+        batch: prompts at a time.
+        optima: positions for which the optimum of every law is solved, which takes longer than all else.
+    """
+    batches = batches_of(tokenizer, prompts, batch)
+    for name, drafter in drafters.items():
+        for temperature in temperatures:
+            rows: list[tuple[int, Tensor, Tensor]] = []
+
+            def keep(prompt: int, tree: SampleTree, found: Mapping[int, Tensor], rows: list[Any] = rows) -> None:
+                if 0 in tree.draft_probs:
+                    rows.append((prompt, found[0].clone(), tree.draft_probs[0].clone()))
+
+            watch(target, drafter, TreeTopology.chain(1), IID(1), batches, temperature, new_tokens, keep)
+            for k in children:
+                for row in _node_rows(rows, k, optima):
+                    yield NodeRow(drafter=name, temperature=temperature, **row)
+
+
+def _node_rows(rows: Sequence[tuple[int, Tensor, Tensor]], k: int, optima: int) -> Iterator[dict[str, Any]]:
+    uniforms = torch.rand(len(rows), k, generator=torch.Generator().manual_seed(0), dtype=torch.float64).tolist()
+    judged = [index for index, (prompt, _, _) in enumerate(rows) if prompt % 2]
+    chosen = [index for index, (prompt, _, _) in enumerate(rows) if not prompt % 2]
+
+    def ranks(law: DraftLaw, rule: Rule, index: int) -> list[float]:
+        _, p, q = rows[index]
+        tokens = law.draw(q, uniforms[index])
+        accept = rule(p, 1.0, q, tokens, law).accept
+        return [*accept, *[0.0] * (k - len(accept))]
+
+    def total(law: DraftLaw, rule: Rule, indices: Sequence[int]) -> float:
+        return sum(sum(ranks(law, rule, index)) for index in indices) / max(1, len(indices))
+
+    laws = laws_of(k)
+    best = max(THRESHOLDS, key=lambda at: total(AdaptiveTopTail(k, at), TopTailRule(), chosen))
+    laws[f"AdaptiveTopTail({k}, {best:g})"] = AdaptiveTopTail(k, best), {"TopTail": TopTailRule()}
+    every = max(1, len(judged) // max(1, optima))
+    for law_name, (law, rules) in laws.items():
+        solved = [optimal_acceptance(law, rows[i][1], rows[i][2]) for i in judged[::every]]
+        for rule_name, rule in rules.items():
+            found = [ranks(law, rule, index) for index in judged]
+            mean, error = clustered([(rows[i][0], sum(accept)) for i, accept in zip(judged, found, strict=True)])
+            yield {
+                "k": k,
+                "law": law_name,
+                "rule": rule_name,
+                "positions": len(judged),
+                "by_rank": [sum(column) / len(judged) for column in zip(*found, strict=True)],
+                "acceptance": mean,
+                "error": error,
+                "optimum": sum(solved) / max(1, len(solved)),
+            }
+
+
+def tree_tau(
+    target: RaggedModel,
+    tokenizer: "PreTrainedTokenizerBase",
+    prompts: Sequence[str],
+    drafters: Mapping[str, Drafter],
+    *,
+    temperatures: Sequence[float] = (0.3, 0.6, 1.0),
+    depths: Sequence[int] = (1, 2, 3, 4),
+    nodes: Sequence[int] = (4, 8, 16, 32),
+    ranks: "Mapping[tuple[str, float, str], Sequence[float]] | None" = None,
+    new_tokens: int = 24,
+    batch: int = 8,
+) -> Iterator[TreeRow]:
+    """Tokens per forward on complete binary trees, and on Sequoia trees fitted to each law.
+
+    Args:
+        target: the target.
+        tokenizer: its tokenizer.
+        prompts: first user turns.
+        drafters: by name.
+        temperatures: of both models.
+        depths: of binary trees.
+        nodes: of Sequoia trees, root included.
+        ranks: by drafter, temperature and law of two children: acceptance by rank, to fit Sequoia trees to; without it
+            there are none.
+        new_tokens: positions per prompt.
+        batch: prompts at a time.
+    """
+    batches = batches_of(tokenizer, prompts, batch)
+    for name, drafter in drafters.items():
+        for temperature in temperatures:
+            for law_name, (law, rules) in laws_of(2).items():
+                shapes = {"binary": [TreeTopology.k_ary(2, depth) for depth in depths]}
+                if ranks and (name, temperature, law_name) in ranks:
+                    rates = [max(rate, 1e-3) for rate in ranks[name, temperature, law_name]]
+                    shapes["sequoia"] = [TreeTopology.sequoia(rates, count) for count in nodes]
+                verifiers: list[tuple[str, type[TopDown | Lifted], Rule]] = [
+                    (f"{kind.__name__}({rule_name})", kind, rule)
+                    for rule_name, rule in rules.items()
+                    for kind in (TopDown, Lifted)
+                ]
+                for shape, topologies in shapes.items():
+                    for topology in topologies:
+                        found: dict[str, list[tuple[int, float]]] = defaultdict(list)
+
+                        def weigh(
+                            prompt: int,
+                            tree: SampleTree,
+                            rows: Mapping[int, Tensor],
+                            found: dict[str, list[tuple[int, float]]] = found,
+                            verifiers: Sequence[tuple[str, type[TopDown | Lifted], Rule]] = verifiers,
+                        ) -> None:
+                            for verifier_name, kind, rule in verifiers:
+                                verifier = kind(Remembered(rule))  # for this tree: it keeps the rows
+                                found[verifier_name].append((prompt, expected_accepted(verifier, tree, rows)))
+
+                        watch(target, drafter, topology, law, batches, temperature, new_tokens, weigh)
+                        for verifier_name, accepted in found.items():
+                            mean, error = clustered(accepted)
+                            yield TreeRow(
+                                name,
+                                temperature,
+                                shape,
+                                topology.num_nodes,
+                                law_name,
+                                verifier_name,
+                                len(accepted),
+                                1 + mean,
+                                error,
+                            )
+
+
+def expected_accepted(verifier: TreeVerifier, tree: SampleTree, target: Mapping[int, Tensor]) -> float:
+    """Expected accepted tokens given the drafts."""
+    return sum(chance * len(path) for chance, path, _ in verifier.law(tree, target))
+
+
+def clustered(values: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Mean of ``(cluster, value)`` pairs, and its standard error with clusters as the independent units."""
+    mean = sum(value for _, value in values) / len(values)
+    sums: dict[int, float] = defaultdict(float)
+    for cluster, value in values:
+        sums[cluster] += value - mean
+    count = len(sums)
+    if count < 2:
+        return mean, math.nan
+    return mean, math.sqrt(count / (count - 1) * sum(total**2 for total in sums.values())) / len(values)
