@@ -153,7 +153,7 @@ def test_node_rows_are_expectations_on_the_same_positions():
         assert 0 < row.acceptance <= row.optimum + 6 * row.error + 1e-9
         assert len(row.by_rank) == row.k
     hub = [row.acceptance for row in rows if row.law == "TopTail(1,1)"]
-    assert hub[0] == pytest.approx(hub[1])  # both orders accept as often
+    assert hub[0] == pytest.approx(hub[1], abs=0.05)  # equal on average over draws, not given a draw
 
 
 def test_tree_rows_are_what_decoding_would_show():

@@ -99,6 +99,56 @@ def generate(
     console.print(stats_table(output.stats, seconds))
 
 
+@app.command()
+def tune(
+    drafter: Annotated[
+        str,
+        typer.Option(help="'ngram', 'early-exit:LAYERS', folder of a trained drafter, or a draft model's hub name."),
+    ] = "ngram",
+    model: ModelOption = "smollm2",
+    dtype: DtypeOption = Dtype.bfloat16,
+    prompts: Annotated[Path | None, typer.Option(help="JSON lines with 'messages': what will be asked.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use the first so many prompts only.")] = None,
+    batches: Annotated[str, typer.Option(help="Batch sizes to choose for, as in 1,8.")] = "1,8",
+    temperature: Annotated[float, typer.Option(min=0, help="0 decodes greedily.")] = 0.0,
+    new_tokens: Annotated[int, typer.Option(min=8, help="Longest answer of the last round.")] = 96,
+    output: Annotated[Path, typer.Option(help="File to write, for SpeculativeDecoder.from_tuned.")] = Path(
+        "tuned.json"
+    ),
+    costs: Annotated[Path | None, typer.Option(help="Write the step costs to this file, too.")] = None,
+) -> None:
+    """Find the fastest way to speculate on this machine, for a drafter and your own prompts, by batch size."""
+    from arbordraft.bench.cli import numbers, texts
+    from arbordraft.loading import drafter_named
+    from arbordraft.tuning import tune as find
+
+    sizes = numbers(batches, int)
+    with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console) as progress:
+        task = progress.add_task("loading the model")
+        target, tokenizer = load_target(model, dtype, Linears.packed)
+        found = find(
+            target,
+            tokenizer,
+            drafter,
+            drafter_named(drafter, target),
+            texts(prompts, limit),
+            batches=sizes,
+            temperature=temperature,
+            new_tokens=new_tokens,
+            tell=lambda what: progress.update(task, description=what),
+        )
+    found.save(output)
+    if costs is not None:
+        found.costs.save(costs)
+    for choice in found.choices:
+        gain = (
+            f"{choice.tokens_per_second:.0f} tokens/s, {choice.tokens_per_second / choice.plain:.2f} x plain decoding"
+        )
+        verdict = f"{choice.setting}: {gain}" if choice.pays else "do not speculate: plain decoding is the fastest"
+        console.print(f"batch {choice.batch}: {verdict}")
+    console.print(f"wrote {output}")
+
+
 @app.command("tree")
 def draw_tree(
     shape: Annotated[str, typer.Argument(help=SHAPES)],

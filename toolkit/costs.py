@@ -7,7 +7,7 @@ worth more than the time of its row.
 import json
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -133,11 +133,15 @@ class StepCosts:
             ValueError: if it is something else.
         """
         try:
-            fields = json.loads(path.read_text())
-            tables = {name: CostTable(**{k: tuple(v) for k, v in fields.pop(name).items()}) for name in _TABLES}
-            return cls(**tables, **fields)
+            return cls.from_fields(json.loads(path.read_text()))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} holds no step costs: {error}; measure them again") from error
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Self:
+        """The inverse of ``dataclasses.asdict``, also after a detour through JSON."""
+        tables = {name: CostTable(**{key: tuple(row) for key, row in fields[name].items()}) for name in _TABLES}
+        return cls(**{**fields, **tables})
 
     def save(self, path: Path) -> None:
         """Writes JSON; the file appears only when it is complete."""

@@ -3,7 +3,9 @@
 Shapes: B samples, n_b nodes of sample b, T = sum of n_b packed rows, V vocabulary.
 """
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -88,6 +90,25 @@ class SpeculativeDecoder(nn.Module):
         self.decider = decider
         self.costs = costs
         self.max_cache_tokens = max_cache_tokens
+
+    @classmethod
+    def from_tuned(
+        cls, path: str | os.PathLike[str], target: RaggedModel, batch: int = 1, drafter: Drafter | None = None
+    ) -> "SpeculativeDecoder":
+        """The decoder that ``arbordraft tune`` chose on this machine.
+
+        Args:
+            path: the file that it wrote.
+            target: the target that it was tuned for.
+            batch: prompts that will be decoded at a time.
+            drafter: the drafter that it was tuned for; by default loaded by the name in the file.
+
+        Raises:
+            ValueError: if the file holds something else.
+        """
+        from arbordraft.tuning import Tuned
+
+        return Tuned.load(Path(path)).decoder(target, batch, drafter)
 
     def step(self, state: DecodeState) -> Verdict:
         """One round: draft a tree per sample, run the target once over all of them, keep what it accepts.

@@ -75,7 +75,7 @@ def provenance() -> dict[str, Any]:
 
 
 def save(path: Path, measurements: Sequence[Any], **settings: Any) -> None:
-    """Writes measurements, which are dataclasses, and their provenance as JSON; the file appears when it is complete."""
+    """Writes measurements, which are dataclasses, and their provenance as JSON; it appears when it is complete."""
     rows = []
     for measurement in measurements:
         row = asdict(measurement)

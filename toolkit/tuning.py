@@ -1,0 +1,391 @@
+"""Which way of speculating is fastest, for one target and drafter on this machine and somebody's own prompts.
+
+Costs and acceptance are measured, settings that cannot win are left out by what both predict, and the others compete:
+all decode some prompts in turns, the slower half drops out, and the rest decode more.
+
+Shapes: B samples.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from torch import Tensor
+
+from arbordraft import builders
+from arbordraft.costs import CostTable, StepCosts
+from arbordraft.coupling import Coupling
+from arbordraft.deciders import CostAware, Decider
+from arbordraft.decoder import SpeculativeDecoder
+from arbordraft.drafters import Drafter, NGramDrafter
+from arbordraft.laws import IID, Fixed
+from arbordraft.metrics import DecodeStats
+from arbordraft.prompts import chat_batch
+from arbordraft.target import RaggedModel
+from arbordraft.topology import TreeTopology
+from arbordraft.types import StepView
+from arbordraft.verifiers import Matching, RecursiveRejection, TopDown
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_CHAINS = (1, 2, 3, 4, 6, 8)
+_TREES = (4, 8, 16, 32)
+_NEAR = 0.7  # settings predicted to be this much slower than the best are not measured
+_WIDTHS = (1, 2, 4, 8, 16)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A way of speculating.
+
+    Args:
+        kind: ``plain``, ``lookup``, ``chain``, ``tree``, or ``lookup or tree``: copy where the text repeats itself, and
+            draft a tree elsewhere.
+        size: levels of a chain, nodes of a tree, root included.
+        stop: whether a cost-aware decider shortens chains.
+    """
+
+    kind: str
+    size: int = 0
+    stop: bool = False
+
+    def __str__(self) -> str:
+        match self.kind:
+            case "chain":
+                return f"chain of {self.size}" + (", cost-aware" if self.stop else "")
+            case "tree" | "lookup or tree":
+                return f"{self.kind} of {self.size}"
+        return self.kind
+
+    def decoder(self, target: RaggedModel, drafter: Drafter, costs: StepCosts, *, sampled: bool) -> SpeculativeDecoder:
+        """What it stands for.
+
+        Raises:
+            ValueError: if there is no such kind.
+        """
+        match self.kind:
+            case "plain":
+                return builders.plain(target)
+            case "lookup":
+                return builders.lookup(target, costs.target)
+            case "chain":
+                coupling = Coupling(Fixed(1), TopDown(Matching()))
+                if sampled and not isinstance(drafter, NGramDrafter):
+                    coupling = Coupling(IID(1), TopDown(RecursiveRejection()))
+                decider = CostAware(costs) if self.stop else None
+                return SpeculativeDecoder(target, drafter, TreeTopology.chain(self.size), coupling, decider)
+            case "tree" | "lookup or tree":
+                lookup = self.kind != "tree"
+                return builders.fitted(target, drafter, self.size, sampled=sampled, lookup=lookup)
+        raise ValueError(f"there is no way of speculating called {self.kind!r}")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The best setting for a batch size.
+
+    Args:
+        batch: prompts at a time.
+        setting: the fastest.
+        tokens_per_second: its speed on the prompts it was chosen on.
+        plain: that of decoding without drafts.
+        rivals: speeds of the others, as far as they got.
+    """
+
+    batch: int
+    setting: Setting
+    tokens_per_second: float
+    plain: float
+    rivals: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def pays(self) -> bool:
+        """Whether speculation is faster at all."""
+        return self.setting.kind != "plain"
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What tuning found out.
+
+    Args:
+        drafter: name of the drafter, as for :func:`~arbordraft.loading.drafter_named`.
+        temperature: 0 for greedy.
+        costs: of the steps.
+        acceptance: of a chain's drafts by depth.
+        choices: by batch size, ascending.
+    """
+
+    drafter: str
+    temperature: float
+    costs: StepCosts
+    acceptance: list[float]
+    choices: list[Choice]
+
+    def choice(self, batch: int) -> Choice:
+        """That for the largest batch size tuned for which is not above this one, or the smallest of all."""
+        below = [choice for choice in self.choices if choice.batch <= batch]
+        return below[-1] if below else self.choices[0]
+
+    def decoder(self, target: RaggedModel, batch: int, drafter: Drafter | None = None) -> SpeculativeDecoder:
+        """The decoder chosen for a batch size.
+
+        Args:
+            target: the target.
+            batch: prompts at a time.
+            drafter: by default loaded by its name.
+        """
+        from arbordraft.loading import drafter_named
+
+        drafter = drafter or drafter_named(self.drafter, target)
+        return self.choice(batch).setting.decoder(target, drafter, self.costs, sampled=self.temperature > 0)
+
+    def save(self, path: Path) -> None:
+        """Writes JSON; the file appears only when it is complete."""
+        partial = path.with_suffix(path.suffix + ".part")
+        partial.write_text(json.dumps(asdict(self), indent=2) + "\n")
+        partial.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Reads what :meth:`save` wrote.
+
+        Raises:
+            ValueError: if it is something else.
+        """
+        try:
+            found = json.loads(path.read_text())
+            found["costs"] = StepCosts.from_fields(found["costs"])
+            found["choices"] = [Choice(**row | {"setting": Setting(**row["setting"])}) for row in found["choices"]]
+            return cls(**found)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is not what tuning writes: {error}; run 'arbordraft tune' again") from error
+
+
+def tune(
+    target: RaggedModel,
+    tokenizer: "PreTrainedTokenizerBase",
+    name: str,
+    drafter: Drafter,
+    prompts: Sequence[str],
+    *,
+    batches: Sequence[int] = (1, 8),
+    temperature: float = 0.0,
+    new_tokens: int = 96,
+    tell: Callable[[str], None] = lambda what: None,
+) -> Tuned:
+    """Measures, predicts and lets settings compete.
+
+    Args:
+        target: the target.
+        tokenizer: its tokenizer.
+        name: of the drafter.
+        drafter: the drafter.
+        prompts: first user turns, such as will be decoded.
+        batches: batch sizes to choose for.
+        temperature: 0 for greedy.
+        new_tokens: longest answer in the last round.
+        tell: is told what is going on.
+    """
+    tell("measuring forwards and drafts")
+    costs = measure_costs(target, drafter, tokenizer, prompts)
+    tell("measuring acceptance")
+    acceptance = measure_acceptance(target, drafter, tokenizer, prompts, temperature, new_tokens)
+    choices = []
+    for batch in sorted(set(batches)):
+        settings = plausible(costs, acceptance, drafter, batch, sampled=temperature > 0)
+        choices.append(
+            _compete(settings, target, drafter, costs, tokenizer, prompts, batch, temperature, new_tokens, tell)
+        )
+    return Tuned(name, temperature, costs, acceptance, choices)
+
+
+def grid(drafter: Drafter, *, sampled: bool) -> list[Setting]:
+    """All settings that tuning knows for a drafter."""
+    found = [Setting("plain"), Setting("lookup")]
+    if isinstance(drafter, NGramDrafter):
+        return found + [Setting("chain", levels) for levels in _CHAINS]
+    found += [Setting("chain", levels, stop) for levels in _CHAINS for stop in (False, True)]
+    found += [Setting("tree", nodes) for nodes in _TREES]
+    if not sampled:
+        found += [Setting("lookup or tree", nodes) for nodes in _TREES]
+    return found
+
+
+def plausible(
+    costs: StepCosts, acceptance: Sequence[float], drafter: Drafter, batch: int, *, sampled: bool
+) -> list[Setting]:
+    """The settings of the grid that may be the fastest; those that nothing is predicted of among them."""
+    predicted: dict[Setting, float] = {}
+    unknown = []
+    for setting in grid(drafter, sampled=sampled):
+        speed = predict(setting, costs, acceptance, drafter, batch)
+        if speed is None:
+            unknown.append(setting)
+        else:
+            predicted[setting] = speed
+    best = max(predicted.values(), default=0.0)
+    return [*unknown, *(setting for setting, speed in predicted.items() if speed >= _NEAR * best)]
+
+
+def predict(
+    setting: Setting, costs: StepCosts, acceptance: Sequence[float], drafter: Drafter, batch: int
+) -> float | None:
+    """Expected tokens per second; ``None`` where it depends on what texts repeat, and for plain decoding."""
+    if setting.kind == "chain" and not isinstance(drafter, NGramDrafter):
+        emitted = reach = 1.0
+        for rate in (*acceptance, *acceptance[-1:] * setting.size)[: setting.size]:
+            reach *= rate
+            emitted += reach
+        return batch * emitted / costs.step(batch, setting.size)
+    if setting.kind == "tree":
+        topology = TreeTopology.sequoia(drafter.acceptance, setting.size, 6)
+        chances = [1.0]
+        for node, parent in enumerate(topology.parent_list[1:], 1):
+            rank = topology.child_list[parent].index(node)
+            chances.append(chances[parent] * drafter.acceptance[rank])
+        widths = [sum(bool(topology.child_list[node]) for node in level) for level in topology.levels[:-1]]
+        seconds = costs.rest + costs.target(batch * setting.size) + sum(costs.draft(batch * width) for width in widths)
+        return batch * sum(chances) / seconds
+    return None
+
+
+def measure_costs(
+    target: RaggedModel, drafter: Drafter, tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str]
+) -> StepCosts:
+    """Times forwards of the target, levels of drafting by their rows, and what a step takes besides.
+
+    Args:
+        target: the target.
+        drafter: the drafter.
+        tokenizer: of the target.
+        prompts: first user turns.
+    """
+    levels: dict[int, list[float]] = {}
+    rest = []
+    for width in _WIDTHS:
+        texts = [prompts[index % len(prompts)] for index in range(width)]
+        watch = _Stopwatch()
+        coupling = Coupling(Fixed(1), TopDown(Matching()))
+        decoder = SpeculativeDecoder(target, drafter, TreeTopology.chain(4), coupling, watch)
+        output: Any = decoder.generate(
+            **chat_batch(tokenizer, texts), max_new_tokens=24, do_sample=False, return_dict_in_generate=True
+        )
+        stats: DecodeStats = output.stats
+        rest.append((stats.seconds["verify"] + stats.seconds["commit"]) / max(1, max(stats.forwards)))
+        for rows, seconds in watch.levels:
+            levels.setdefault(rows, []).append(seconds)
+    table = {rows: statistics.median(found) for rows, found in levels.items()}
+    if 1 not in table:  # a drafter that had nothing to say
+        table[1] = max(1e-9, min(table.values(), default=1e-6))
+    rows = sorted(table)
+    draft = CostTable(tuple(rows), tuple(max(table[count], 1e-9) for count in rows))
+    return StepCosts(CostTable.measure(target), draft, rest=min(rest))
+
+
+def measure_acceptance(
+    target: RaggedModel,
+    drafter: Drafter,
+    tokenizer: "PreTrainedTokenizerBase",
+    prompts: Sequence[str],
+    temperature: float,
+    new_tokens: int,
+) -> list[float]:
+    """How often a chain's drafts are accepted, by depth, when those before them were."""
+    setting, size = Setting("chain", 4), 8
+    decoder = setting.decoder(target, drafter, _NO_COSTS, sampled=temperature > 0)
+    tried: dict[int, int] = {}
+    accepted: dict[int, int] = {}
+    for inputs in _batches(tokenizer, prompts, size):
+        output: Any = decoder.generate(**inputs, **_request(temperature, new_tokens), return_dict_in_generate=True)
+        for depth, count in output.stats.tried.items():
+            tried[depth] = tried.get(depth, 0) + count
+            accepted[depth] = accepted.get(depth, 0) + output.stats.accepted[depth]
+    return [accepted[depth] / tried[depth] for depth in sorted(tried)] or [0.0]
+
+
+class _Stopwatch(Decider):
+    """Never stops, and times what happens between two of its questions: a level of drafting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.levels: list[tuple[int, float]] = []
+        self._last: tuple[int, int, float] | None = None
+
+    def forward(self, view: StepView) -> Sequence[bool]:
+        now = time.perf_counter()
+        if self._last is not None and view.depth == self._last[0] + 1:
+            self.levels.append((self._last[1], now - self._last[2]))
+        rows = sum(map(len, view.paths))
+        self._last = view.depth, rows, time.perf_counter()
+        return [True] * len(view.paths)
+
+
+def _compete(
+    settings: Sequence[Setting],
+    target: RaggedModel,
+    drafter: Drafter,
+    costs: StepCosts,
+    tokenizer: "PreTrainedTokenizerBase",
+    prompts: Sequence[str],
+    batch: int,
+    temperature: float,
+    new_tokens: int,
+    tell: Callable[[str], None],
+) -> Choice:
+    """Successive halving; plain decoding stays to the end, for the choice to be told against it."""
+    plain = Setting("plain")
+    left = [plain, *(setting for setting in settings if setting != plain)]
+    sampled = temperature > 0
+    decoders = {setting: setting.decoder(target, drafter, costs, sampled=sampled) for setting in left}
+    batches = list(_batches(tokenizer, [prompts[i % len(prompts)] for i in range(max(batch, len(prompts)))], batch))
+    for decoder in decoders.values():
+        decoder.generate(**batches[0], **_request(temperature, 4))
+    speeds: dict[Setting, float] = {}
+    rounds, number = max(1, (len(left) - 1).bit_length()), 0
+    while True:
+        tokens = max(8, new_tokens >> max(0, rounds - 1 - number))
+        part = batches[: max(1, len(batches) >> max(0, rounds - 1 - number))]
+        counts, seconds = dict.fromkeys(left, 0), dict.fromkeys(left, 0.0)
+        for inputs in part:
+            for setting in left:
+                tell(f"batch {batch}: {len(left)} settings left, decoding with {setting}")
+                start = time.perf_counter()
+                output: Any = decoders[setting].generate(
+                    **inputs,
+                    **_request(temperature, tokens),
+                    seeds=[1000 + sample for sample in range(len(inputs["input_ids"]))],
+                    return_dict_in_generate=True,
+                )
+                seconds[setting] += time.perf_counter() - start
+                counts[setting] += sum(output.stats.emitted)
+        speeds |= {setting: counts[setting] / seconds[setting] for setting in left}
+        number += 1
+        ranked = sorted(left, key=lambda setting: -speeds[setting])
+        if number >= rounds:
+            break
+        kept = ranked[: max(2, (len(ranked) + 1) // 2)]
+        left = kept if plain in kept else [*kept, plain]
+    rivals = {str(setting): speeds[setting] for setting in sorted(speeds, key=lambda setting: -speeds[setting])}
+    return Choice(batch, ranked[0], speeds[ranked[0]], speeds[plain], rivals)
+
+
+def _batches(tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str], batch: int) -> Iterator[dict[str, Tensor]]:
+    for first in range(0, len(prompts), batch):
+        yield chat_batch(tokenizer, list(prompts[first : first + batch]))
+
+
+def _request(temperature: float, new_tokens: int) -> dict[str, Any]:
+    if temperature == 0:
+        return {"do_sample": False, "max_new_tokens": new_tokens}
+    return {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0, "max_new_tokens": new_tokens}
+
+
+_NO_COSTS = StepCosts(CostTable((1,), (1.0,)), CostTable((1,), (1.0,)))
+
+__all__ = ["Choice", "Setting", "Tuned", "grid", "measure_acceptance", "measure_costs", "tune"]
