@@ -28,6 +28,9 @@ def run(*arguments: str) -> str:
     [
         ("quickstart.py", [], "The capital of France is Paris"),
         ("sampling.py", [], "SpecHub, lifted"),
+        ("ems_sd.py", [], "same answers: True"),
+        ("dynasd.py", [], "lossy"),
+        ("spechub.py", [], "SpecHub, paper's order"),
         ("demo.py", ["--max-new-tokens", "12", "--prompts", "3"], "3 of 3 answers"),
     ],
     ids=lambda value: value if isinstance(value, str) and value.endswith(".py") else "",

@@ -268,6 +268,7 @@ def measure_costs(
     """
     levels: dict[int, list[float]] = {}
     rest = []
+    lengths = [int(inputs["attention_mask"].sum()) for inputs in _batches(tokenizer, prompts, 1)]
     for width in _WIDTHS:
         texts = [prompts[index % len(prompts)] for index in range(width)]
         watch = _Stopwatch()
@@ -285,7 +286,9 @@ def measure_costs(
         table[1] = max(1e-9, min(table.values(), default=1e-6))
     rows = sorted(table)
     draft = CostTable(tuple(rows), tuple(max(table[count], 1e-9) for count in rows))
-    return StepCosts(CostTable.measure(target), draft, rest=min(rest))
+    # Forwards take longer behind long texts: these are as long as the prompts and half an answer.
+    context = int(statistics.median(lengths)) + 64
+    return StepCosts(CostTable.measure(target, context=context), draft, rest=min(rest))
 
 
 def measure_acceptance(

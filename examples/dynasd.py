@@ -1,0 +1,55 @@
+"""Improved MCSD: drafts of dynamic length, and what several target-initialised candidates do to the output.
+
+Whatever a decider stops, the answers stay the target's own; with more than one candidate they do not.
+"""
+
+import warnings
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from arbordraft import (
+    AcceptedAverage,
+    Backoff,
+    ConfidenceThreshold,
+    EarlyExitDrafter,
+    EntropyBound,
+    FixedDepth,
+    Heuristic,
+    PathSurvival,
+    RaggedModel,
+    builders,
+)
+from arbordraft.pretrained import load_smollm2
+from arbordraft.prompts import MIXED, chat_batch
+
+NEW_TOKENS = 32
+
+
+def main() -> None:
+    """Prints what was drafted and accepted, and whether the answers are those of plain decoding."""
+    model, tokenizer = load_smollm2(torch.float32)
+    target = RaggedModel(model, tokenizer)
+    drafter = EarlyExitDrafter(target, 2 * target.num_layers // 3)
+    request = {**chat_batch(tokenizer, MIXED[:3]), "max_new_tokens": NEW_TOKENS, "do_sample": False}
+    expected = builders.plain(target).generate(**request).tolist()
+    table = Table("candidates", "decider", "output law", "tau", "drafted per step", "answers of plain decoding")
+    deciders = [
+        FixedDepth(), Heuristic(), AcceptedAverage(), ConfidenceThreshold(0.4), EntropyBound(0.7, 0.15),
+        PathSurvival(0.3), Backoff(),
+    ]  # fmt: skip
+    warnings.simplefilter("ignore")  # the one that says what the third column says
+    for width, decider in [*((1, decider) for decider in deciders), (2, FixedDepth()), (4, FixedDepth())]:
+        decoder = builders.dynasd(target, drafter, width, depth=4, decider=decider)
+        output = decoder.generate(**request, return_dict_in_generate=True)
+        stats, same = output.stats, output.sequences.tolist() == expected
+        drafted = stats.drafted / sum(stats.forwards)
+        table.add_row(
+            str(width), str(decider), stats.exactness, f"{stats.tau:.2f}", f"{drafted:.1f}", "yes" if same else "no"
+        )
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""SpecHub and its relatives: how often one of the drafted children is accepted, on real rows, against the optimum.
+
+Nothing is counted: the chance of acceptance follows from the target's row, the draft row and the drawn tokens.
+"""
+
+import torch
+from rich.console import Console
+
+from arbordraft import EarlyExitDrafter, RaggedModel
+from arbordraft.bench.verifiers import node_acceptance
+from arbordraft.display import rows_table
+from arbordraft.pretrained import load_smollm2
+from arbordraft.prompts import MIXED
+
+
+def main() -> None:
+    """Prints acceptance by rank, its sum and the optimum, for two and three children."""
+    model, tokenizer = load_smollm2(torch.float32)
+    target = RaggedModel(model, tokenizer, linears="packed")
+    drafters = {"first 20 layers": EarlyExitDrafter(target, 20)}
+    rows = node_acceptance(
+        target, tokenizer, MIXED[:4], drafters, temperatures=(1.0,), children=(2, 3), new_tokens=8, optima=4
+    )
+    Console().print(rows_table(list(rows)))
+
+
+if __name__ == "__main__":
+    main()
