@@ -239,8 +239,8 @@ def predict(
     """Expected tokens per second; ``None`` where it depends on what texts repeat, and for plain decoding."""
     if setting.kind == "chain" and not isinstance(drafter, NGramDrafter):
         emitted = reach = 1.0
-        for rate in (*acceptance, *acceptance[-1:] * setting.size)[: setting.size]:
-            reach *= rate
+        for depth in range(setting.size):
+            reach *= acceptance[min(depth, len(acceptance) - 1)]
             emitted += reach
         return batch * emitted / costs.step(batch, setting.size)
     if setting.kind == "tree":
@@ -284,8 +284,8 @@ def measure_costs(
     table = {rows: statistics.median(found) for rows, found in levels.items()}
     if 1 not in table:  # a drafter that had nothing to say
         table[1] = max(1e-9, min(table.values(), default=1e-6))
-    rows = sorted(table)
-    draft = CostTable(tuple(rows), tuple(max(table[count], 1e-9) for count in rows))
+    counts = sorted(table)
+    draft = CostTable(tuple(counts), tuple(max(table[count], 1e-9) for count in counts))
     # Forwards take longer behind long texts: these are as long as the prompts and half an answer.
     context = int(statistics.median(lengths)) + 64
     return StepCosts(CostTable.measure(target, context=context), draft, rest=min(rest))

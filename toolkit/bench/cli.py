@@ -274,7 +274,7 @@ def verifiers(
         )
         if trees:
             ranks = {(row.drafter, row.temperature, row.law): row.by_rank for row in singles if row.k == 2}
-            shapes = {"depths": numbers(depths, int), "nodes": numbers(nodes, int), "ranks": ranks}
+            shapes: dict[str, Any] = {"depths": numbers(depths, int), "nodes": numbers(nodes, int), "ranks": ranks}
             run.take(tree_tau(target, tokenizer, questions, found, **shapes, **common))
 
 

@@ -42,7 +42,7 @@ def choices(depth: int, costs: StepCosts | None = None, learned: LearnedDecider 
     """
     found: dict[str, Decider] = {f"fixed {levels}": FixedDepth(levels) for levels in range(1, depth + 1)}
     found |= {
-        "heuristic": Heuristic(longest=depth),
+        "heuristic": Heuristic(min(5, depth), depth),
         "accepted average": AcceptedAverage(),
         "confidence 0.4": ConfidenceThreshold(0.4),
         "SVIP": EntropyBound(0.7, 0.15),

@@ -76,7 +76,7 @@ class Total:
     tried: Counter[int] = field(default_factory=Counter)
     accepted: Counter[int] = field(default_factory=Counter)
     ranks: Counter[int] = field(default_factory=Counter)
-    seconds: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=dict)
     exactness: str = "exact"
 
     def add(self, stats: DecodeStats) -> None:
@@ -90,7 +90,7 @@ class Total:
         self.accepted += stats.accepted
         self.ranks += stats.accepted_rank
         for phase, seconds in stats.seconds.items():
-            self.seconds[phase] += seconds  # type: ignore[assignment]  # a counter of fractions
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
 
 # Decodes one batch and returns what it emitted: a decoder's statistics, or, of somebody else's, the number of tokens.
@@ -194,7 +194,7 @@ def in_turns(
     reference = next(iter(rates.values()))
     for name, found_rates in rates.items():
         total = totals[name]
-        row = {
+        row: dict[str, Any] = {
             "dtype": precision(model),
             "batch": batch,
             "temperature": temperature,

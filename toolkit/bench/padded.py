@@ -62,7 +62,8 @@ class PaddedDecoder(SpeculativeDecoder):
         )
         needed = sum(len(state.tokens[index]) - 1 + nodes for index, nodes in enumerate(lengths) if nodes)
         state.stats.count_forward(batch, rows=sum(lengths), keys=needed)
-        tokens, real, start = torch.zeros(sum(rows), dtype=torch.int64), [], 0
+        tokens, start = torch.zeros(sum(rows), dtype=torch.int64), 0
+        real: list[int] = []
         for count, length in zip(rows, lengths, strict=True):
             real += range(start, start + length)
             start += count

@@ -30,27 +30,27 @@ def plot(rows: Sequence[Any], path: Path) -> None:
     except ImportError as error:
         raise RuntimeError("drawing a PNG needs matplotlib: pip install arbordraft[plot]") from error
 
-    panels: list[tuple[str, Callable[[Axes], None]]] = []
+    panels: list[tuple[str, Callable[[Axes, list[Any]], None], list[Any]]] = []
     trees = [row for row in rows if isinstance(row, TreeRow)]
     nodes = [row for row in rows if isinstance(row, NodeRow)]
     decodes = [row for row in rows if isinstance(row, DecodeRow)]
     for key, group in _by(trees, lambda row: (row.drafter, row.temperature, row.topology)):
-        panels.append(("{}, T={:g}, {} trees".format(*key), lambda axes, group=group: _tau_over_nodes(axes, group)))
+        panels.append(("{}, T={:g}, {} trees".format(*key), _tau_over_nodes, group))
     for key, group in _by(nodes, lambda row: (row.drafter, row.temperature)):
-        panels.append(("{}, T={:g}, one node".format(*key), lambda axes, group=group: _by_rank(axes, group)))
+        panels.append(("{}, T={:g}, one node".format(*key), _by_rank, group))
     for key, group in _by(decodes, lambda row: (row.dtype, row.temperature)):
         title = "{}, T={:g}".format(*key)
         if len({row.batch for row in group}) > 1:
-            panels.append((title, lambda axes, group=group: _speed_over_batch(axes, group)))
-        panels.append((title, lambda axes, group=group: _by_depth(axes, group)))
+            panels.append((title, _speed_over_batch, group))
+        panels.append((title, _by_depth, group))
     if not panels:
         raise ValueError("these measurements have no picture")
     columns = min(3, len(panels))
     lines = -(-len(panels) // columns)
     figure = Figure(figsize=(6 * columns, 4.5 * lines), layout="constrained")
-    for axes, (title, draw) in zip(figure.subplots(lines, columns, squeeze=False).flat, panels, strict=False):
+    for axes, (title, draw, group) in zip(figure.subplots(lines, columns, squeeze=False).flat, panels, strict=False):
         axes.set_title(title)
-        draw(axes)
+        draw(axes, group)
         axes.legend(fontsize="x-small")
     partial = path.with_suffix(".part.png")
     figure.savefig(partial)

@@ -203,7 +203,7 @@ class Bandit(Decider):
             )
         if any(decider.anticipating for decider in deciders):
             self.anticipating = True
-        self.deciders = nn.ModuleList(deciders)
+        self.deciders: Sequence[Decider] = nn.ModuleList(deciders)  # type: ignore[assignment]
         self.cost, self.longest, self.exploration = cost, longest, exploration
 
     def start(self) -> _Arms:
