@@ -40,8 +40,8 @@ format: $(VENV)/.installed-dev ## Format the code and apply safe fixes
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.installed-demo ## Measure block efficiency and speed
-	$(BIN)/arbordraft bench $(ARGS)
+bench: $(VENV)/.installed-demo ## Measure what ARGS names, lookups by default
+	$(BIN)/arbordraft bench $(or $(ARGS),lookup)
 
 clean: ## Remove everything that was built here, .venv included
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
