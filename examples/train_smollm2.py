@@ -1,7 +1,7 @@
 """From nothing but the target to a trained drafter and decider for SmolLM2-135M-Instruct, on two CPU cores.
 
-The target writes conversations (about 75 minutes, 2.7 million answer tokens, 17 GB of hidden states), an EAGLE-3 drafter
-(about an hour) and then a decider learn from them, and a few prompts are decoded with the result. Interrupt it
+The target writes conversations (about 75 minutes, 2.7 million answer tokens, 17 GB of hidden states), an EAGLE-3
+drafter (about an hour) and then a decider learn from them, and a few prompts are decoded with the result. Interrupt it
 whenever you like: the same command goes on where it stopped. `arbordraft train demo` does the same.
 
     python examples/train_smollm2.py
