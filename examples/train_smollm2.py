@@ -1,6 +1,6 @@
 """From nothing but the target to a trained drafter and decider for SmolLM2-135M-Instruct, on two CPU cores.
 
-The target writes conversations (about 75 minutes, 2.7 million answer tokens, 17 GB of hidden states), an EAGLE-3
+The target writes conversations (about 75 minutes, 2.6 million answer tokens, 17 GB of hidden states), an EAGLE-3
 drafter (about an hour) and then a decider learn from them, and a few prompts are decoded with the result. Interrupt it
 whenever you like: the same command goes on where it stopped. `arbordraft train demo` does the same.
 
@@ -20,7 +20,7 @@ def main() -> None:
     """Runs the whole of it."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--folder", type=Path, default=Path("arbordraft-smollm2"), help="for data and results")
-    options.add_argument("--conversations", type=int, help="how many to generate, 7680 by default")
+    options.add_argument("--conversations", type=int, help="how many to generate, 7296 by default")
     options.add_argument("--new-tokens", type=int, default=128, help="length of the answers that show the gain")
     options.add_argument("options", nargs="*", help="further options of `arbordraft train`, behind --")
     arguments = options.parse_args()

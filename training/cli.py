@@ -81,7 +81,7 @@ def configs() -> None:
 @app.command("demo")
 def demo(
     folder: Annotated[Path, typer.Option(help="For data, results and checkpoints.")] = Path("arbordraft-smollm2"),
-    conversations: Annotated[int | None, typer.Option(help="How many to generate, 7680 by default.")] = None,
+    conversations: Annotated[int | None, typer.Option(help="How many to generate, 7296 by default.")] = None,
 ) -> None:
     """Train a drafter and a decider for SmolLM2-135M-Instruct from nothing, in about three hours on two cores."""
     from rich.console import Console
