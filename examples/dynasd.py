@@ -24,15 +24,15 @@ from arbordraft import (
 from arbordraft.pretrained import load_smollm2
 from arbordraft.prompts import MIXED, chat_batch
 
-NEW_TOKENS = 32
+NEW_TOKENS = 24
 
 
 def main() -> None:
     """Prints what was drafted and accepted, and whether the answers are those of plain decoding."""
     model, tokenizer = load_smollm2(torch.float32)
-    target = RaggedModel(model, tokenizer)
+    target = RaggedModel(model, tokenizer, linears="packed")
     drafter = EarlyExitDrafter(target, 2 * target.num_layers // 3)
-    request = {**chat_batch(tokenizer, MIXED[:3]), "max_new_tokens": NEW_TOKENS, "do_sample": False}
+    request = {**chat_batch(tokenizer, MIXED[:2]), "max_new_tokens": NEW_TOKENS, "do_sample": False}
     expected = builders.plain(target).generate(**request).tolist()
     table = Table("candidates", "decider", "output law", "tau", "drafted per step", "answers of plain decoding")
     deciders = [

@@ -7,8 +7,8 @@ import torch
 from rich.console import Console
 
 from arbordraft import EarlyExitDrafter, RaggedModel
+from arbordraft.bench.tables import rows_table
 from arbordraft.bench.verifiers import node_acceptance
-from arbordraft.display import rows_table
 from arbordraft.pretrained import load_smollm2
 from arbordraft.prompts import MIXED
 

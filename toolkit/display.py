@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -13,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from arbordraft.bench.measure import Measurement
 from arbordraft.metrics import DecodeStats
 from arbordraft.topology import TreeTopology
 
@@ -61,51 +59,6 @@ def stats_table(stats: DecodeStats, seconds: float) -> Table:
     table.add_row("pad rows / pad keys", f"{stats.pad_rows} / {stats.pad_keys}")
     table.add_row("seconds by phase", "  ".join(f"{name} {spent:.2f}" for name, spent in stats.seconds.items()))
     return table
-
-
-def measurement_table(measurements: Sequence[Measurement]) -> Table:
-    """Measurements as a table; a missed reach is printed like any other."""
-    table = Table()
-    for column in ("case", "ours, ms", "reference, ms", "ratio", "to reach", "", "detail"):
-        table.add_column(column, justify="right" if "ms" in column or column == "ratio" else "left")
-    for measurement in measurements:
-        mark = {True: "[green]yes", False: "[red]no", None: ""}[measurement.reached]
-        table.add_row(
-            measurement.case,
-            f"{measurement.ours:.2f}",
-            f"{measurement.reference:.2f}",
-            f"{measurement.ratio:.2f}",
-            measurement.reach,
-            mark,
-            measurement.detail,
-        )
-    return table
-
-
-def rows_table(rows: Sequence[Any]) -> Table:
-    """Measurements of one kind as a table; what is the same in all rows stands below."""
-    if isinstance(rows[0], Measurement):
-        return measurement_table(rows)
-    columns = {name: [getattr(row, name) for row in rows] for name in (field.name for field in fields(rows[0]))}
-    varied = {name: values for name, values in columns.items() if len(rows) == 1 or any(v != values[0] for v in values)}
-    same = ", ".join(f"{name} {_short(values[0])}" for name, values in columns.items() if name not in varied)
-    table = Table(caption=same, caption_justify="left")
-    for name, values in varied.items():
-        table.add_column(name.replace("_", " "), justify="left" if isinstance(values[0], str) else "right")
-    for row in zip(*varied.values(), strict=True):
-        table.add_row(*map(_short, row))
-    return table
-
-
-def _short(value: Any) -> str:
-    match value:
-        case float():
-            return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3f}"
-        case list():
-            return " ".join(f"{part:.2f}" for part in value) or "-"
-        case dict():
-            return " ".join(f"{name} {part:.0%}" for name, part in value.items()) or "-"
-    return str(value)
 
 
 def tree_text(topology: TreeTopology) -> Tree:

@@ -58,7 +58,7 @@ def gain(console: Console, drafter: Path, new_tokens: int = 128) -> None:
 
     from arbordraft import RaggedModel
     from arbordraft.bench.drafters import drafter_gain
-    from arbordraft.display import rows_table
+    from arbordraft.bench.tables import rows_table
     from arbordraft.loading import load_drafter
     from arbordraft.pretrained import load_smollm2
     from arbordraft.prompts import MIXED, VARIED

@@ -59,7 +59,7 @@ class Run:
     def progress(self) -> Iterator[Progress]:
         """Shows what is going on, and the results behind."""
         from arbordraft.bench.plots import plot
-        from arbordraft.display import rows_table
+        from arbordraft.bench.tables import rows_table
 
         columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
         with Progress(*columns, console=console) as progress:

@@ -143,7 +143,7 @@ def theirs(model: "PreTrainedModel", **options: Any) -> Decode:
 
 def emitted(answers: Tensor, model: "PreTrainedModel") -> int:
     """Tokens of ``[B, L]`` answers up to the end of each, which counts, the padding behind it not."""
-    ends = model.generation_config.eos_token_id  # type: ignore[union-attr]
+    ends = model.generation_config.eos_token_id
     known = torch.tensor(ends if isinstance(ends, list) else [ends] if ends is not None else [])
     over = torch.isin(answers.cpu(), known)
     return int((over.cumsum(dim=1) - over.long() == 0).sum())
