@@ -9,8 +9,6 @@ from models import PROMPTS, VOCAB, greedy_reference, left_padded, new_tokens, ra
 from oracles import acceptance, random_rows
 
 from arbordraft import (
-    IID,
-    AdaptiveTopTail,
     Coupling,
     EarlyExitDrafter,
     Fixed,
@@ -21,7 +19,6 @@ from arbordraft import (
     RecursiveRejection,
     SpeculativeDecoder,
     TopDown,
-    TopTail,
     TreeTopology,
     WithoutReplacement,
     optimal_acceptance,
@@ -29,7 +26,6 @@ from arbordraft import (
 from arbordraft.bench.decoding import emitted
 from arbordraft.bench.padded import PaddedDecoder
 from arbordraft.bench.verifiers import (
-    batches_of,
     clustered,
     expected_accepted,
     laws_of,
@@ -39,6 +35,7 @@ from arbordraft.bench.verifiers import (
 )
 from arbordraft.drafters import Drafter
 from arbordraft.drafters.base import Garden
+from arbordraft.prompts import chat_batches
 
 CHAIN = TreeTopology.chain(5)
 
@@ -124,8 +121,8 @@ def test_only_chains_are_padded():
 
 
 @pytest.mark.parametrize("k", [2, 3])
-def test_acceptance_is_that_of_the_laws(k):
-    """A large sample of draws on a few rows comes close to the exact acceptance; no rule beats its optimum."""
+def test_rules_are_paired_with_their_laws(k):
+    """Exact acceptance over all draws on a few rows: every rule is paired with its law, and none beats the optimum."""
     rows = [random_rows("random", 5, seed) for seed in range(4)]
     for law, rules in laws_of(k).values():
         for rule in rules.values():
@@ -173,7 +170,7 @@ def test_tree_rows_are_what_decoding_would_show():
         assert sum(chance for chance, _, _ in law_of) == pytest.approx(1, abs=1e-5)
         counted.append(max(law_of, key=lambda end: end[0])[1])
 
-    watch(target, drafter, topology, law, batches_of(tokenizer, prompts, 4), 1.0, 6, look)
+    watch(target, drafter, topology, law, chat_batches(tokenizer, prompts, 4), 1.0, 6, look)
     assert len(expected) == found.positions
     assert found.tau == pytest.approx(1 + sum(expected) / len(expected), abs=1e-6)
     assert any(counted)
@@ -185,13 +182,6 @@ def test_clusters_are_the_units_of_the_error():
     assert mean == 0.5
     assert error == pytest.approx(math.sqrt(2 / 1 * (1.0**2 + 1.0**2)) / 4)
     assert math.isnan(clustered([(0, 1.0)])[1])
-
-
-def test_a_threshold_law_lies_between_its_neighbours():
-    draft = torch.tensor([0.6, 0.2, 0.1, 0.1])
-    assert list(AdaptiveTopTail(2, 0.5).enumerate(draft)) == list(TopTail(1, 1).enumerate(draft))
-    assert list(AdaptiveTopTail(2, 0.7).enumerate(draft)) == list(WithoutReplacement(2).enumerate(draft))
-    assert IID(1).k == 1
 
 
 def test_what_is_behind_the_end_of_an_answer_does_not_count():

@@ -328,17 +328,21 @@ class SpeculativeDecoder(nn.Module):
         return DraftTree(tuple(samples)), logits[kept], hidden[kept], best[kept]
 
     def _judge(self, state: DecodeState, tree: DraftTree, logits: Tensor, best: Tensor, noise: Noise | None) -> Verdict:
+        if noise is not None:
+            return self.coupling(tree, SoftmaxRows(self._scores(state, tree, logits)), noise)
+        if state.warp.processors:
+            _, best = row_max(self._scores(state, tree, logits))
+        return greedy_verdict(tree, best.tolist())
+
+    def _scores(self, state: DecodeState, tree: DraftTree, logits: Tensor) -> Tensor:
+        """``[T, V]`` logits after the request's processors, each row along its own path."""
         places = list(tree.rows()) if state.warp.processors else []
 
         def path_of(row: int) -> list[int]:
             sample, node, _ = places[row]
             return state.path(sample, tree.samples[sample].path(node))  # type: ignore[union-attr]
 
-        if noise is not None:
-            return self.coupling(tree, SoftmaxRows(state.warp(logits, path_of)), noise)
-        if state.warp.processors:
-            _, best = row_max(state.warp(logits, path_of))
-        return greedy_verdict(tree, best.tolist())
+        return state.warp(logits, path_of)
 
     def _commit(self, state: DecodeState, tree: DraftTree, verdict: Verdict, hidden: Tensor) -> None:
         kept: dict[int, list[int]] = {}

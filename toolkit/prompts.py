@@ -6,7 +6,7 @@ Shapes: B prompts, L columns.
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -152,3 +152,15 @@ def chat_batch(tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str]) -> 
         tokenizer.pad_token = tokenizer.eos_token
     found = tokenizer(list(prompts), return_tensors="pt", padding=True, padding_side="left")
     return {"input_ids": found["input_ids"], "attention_mask": found["attention_mask"]}
+
+
+def chat_batches(tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str], batch: int) -> list[dict[str, Tensor]]:
+    """The same for many prompts, ``batch`` at a time."""
+    return [chat_batch(tokenizer, prompts[first : first + batch]) for first in range(0, len(prompts), batch)]
+
+
+def plain_request(temperature: float, new_tokens: int) -> dict[str, Any]:
+    """Arguments of ``generate`` for sampling from the whole vocabulary, or greedy decoding at temperature 0."""
+    if temperature == 0:
+        return {"do_sample": False, "max_new_tokens": new_tokens}
+    return {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0, "max_new_tokens": new_tokens}

@@ -104,13 +104,7 @@ class TargetInitialisedDecoder(SpeculativeDecoder):
         return replace(context, room=room, candidates=candidates)
 
     def _judge(self, state: DecodeState, tree: DraftTree, logits: Tensor, best: Tensor, noise: Noise | None) -> Verdict:
-        places = list(tree.rows())
-
-        def path_of(row: int) -> list[int]:
-            sample, node, _ = places[row]
-            return state.path(sample, tree.samples[sample].path(node))  # type: ignore[union-attr]
-
-        rows = state.warp(logits, path_of).softmax(dim=-1)
+        rows = self._scores(state, tree, logits).softmax(dim=-1)
         if noise is None:  # tests are then about certainties
             certain = functional.one_hot(rows.argmax(dim=-1), rows.shape[-1]).to(rows.dtype)
             nothing = torch.zeros(len(tree.samples), self.topology.num_nodes, dtype=torch.float64)

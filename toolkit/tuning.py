@@ -9,12 +9,10 @@ Shapes: B samples.
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
-
-from torch import Tensor
 
 from arbordraft import builders
 from arbordraft.costs import CostTable, StepCosts
@@ -24,7 +22,7 @@ from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter, NGramDrafter
 from arbordraft.laws import IID, Fixed
 from arbordraft.metrics import DecodeStats
-from arbordraft.prompts import chat_batch
+from arbordraft.prompts import chat_batch, chat_batches, plain_request
 from arbordraft.target import RaggedModel
 from arbordraft.topology import TreeTopology
 from arbordraft.types import StepView
@@ -268,7 +266,7 @@ def measure_costs(
     """
     levels: dict[int, list[float]] = {}
     rest = []
-    lengths = [int(inputs["attention_mask"].sum()) for inputs in _batches(tokenizer, prompts, 1)]
+    lengths = [int(inputs["attention_mask"].sum()) for inputs in chat_batches(tokenizer, prompts, 1)]
     for width in _WIDTHS:
         texts = [prompts[index % len(prompts)] for index in range(width)]
         watch = _Stopwatch()
@@ -304,8 +302,8 @@ def measure_acceptance(
     decoder = setting.decoder(target, drafter, _NO_COSTS, sampled=temperature > 0)
     tried: dict[int, int] = {}
     accepted: dict[int, int] = {}
-    for inputs in _batches(tokenizer, prompts, size):
-        output: Any = decoder.generate(**inputs, **_request(temperature, new_tokens), return_dict_in_generate=True)
+    for inputs in chat_batches(tokenizer, prompts, size):
+        output: Any = decoder.generate(**inputs, **plain_request(temperature, new_tokens), return_dict_in_generate=True)
         for depth, count in output.stats.tried.items():
             tried[depth] = tried.get(depth, 0) + count
             accepted[depth] = accepted.get(depth, 0) + output.stats.accepted[depth]
@@ -346,9 +344,9 @@ def _compete(
     left = [plain, *(setting for setting in settings if setting != plain)]
     sampled = temperature > 0
     decoders = {setting: setting.decoder(target, drafter, costs, sampled=sampled) for setting in left}
-    batches = list(_batches(tokenizer, [prompts[i % len(prompts)] for i in range(max(batch, len(prompts)))], batch))
+    batches = chat_batches(tokenizer, [prompts[i % len(prompts)] for i in range(max(batch, len(prompts)))], batch)
     for decoder in decoders.values():
-        decoder.generate(**batches[0], **_request(temperature, 4))
+        decoder.generate(**batches[0], **plain_request(temperature, 4))
     speeds: dict[Setting, float] = {}
     rounds, number = max(1, (len(left) - 1).bit_length()), 0
     while True:
@@ -361,7 +359,7 @@ def _compete(
                 start = time.perf_counter()
                 output: Any = decoders[setting].generate(
                     **inputs,
-                    **_request(temperature, tokens),
+                    **plain_request(temperature, tokens),
                     seeds=[1000 + sample for sample in range(len(inputs["input_ids"]))],
                     return_dict_in_generate=True,
                 )
@@ -376,17 +374,6 @@ def _compete(
         left = kept if plain in kept else [*kept, plain]
     rivals = {str(setting): speeds[setting] for setting in sorted(speeds, key=lambda setting: -speeds[setting])}
     return Choice(batch, ranked[0], speeds[ranked[0]], speeds[plain], rivals)
-
-
-def _batches(tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str], batch: int) -> Iterator[dict[str, Tensor]]:
-    for first in range(0, len(prompts), batch):
-        yield chat_batch(tokenizer, list(prompts[first : first + batch]))
-
-
-def _request(temperature: float, new_tokens: int) -> dict[str, Any]:
-    if temperature == 0:
-        return {"do_sample": False, "max_new_tokens": new_tokens}
-    return {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0, "max_new_tokens": new_tokens}
 
 
 _NO_COSTS = StepCosts(CostTable((1,), (1.0,)), CostTable((1,), (1.0,)))

@@ -16,7 +16,7 @@ from torch import Tensor
 from arbordraft.bench.measure import precision
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.metrics import DecodeStats
-from arbordraft.prompts import chat_batch
+from arbordraft.prompts import chat_batches, plain_request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -97,13 +97,6 @@ class Total:
 Decode = Callable[[dict[str, Tensor], Request], "DecodeStats | int"]
 
 
-def requests(temperature: float, new_tokens: int) -> Request:
-    """Arguments of ``generate`` for plain sampling, or greedy decoding at temperature 0."""
-    if temperature == 0:
-        return {"do_sample": False, "max_new_tokens": new_tokens}
-    return {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0, "max_new_tokens": new_tokens}
-
-
 def ours(decoder: SpeculativeDecoder) -> Decode:
     """Decoding with one of our decoders; samples have their own seeds, the same for every decoder."""
 
@@ -172,8 +165,8 @@ def in_turns(
         new_tokens: longest answer.
         repeats: rounds, after one that warms up on the first batch.
     """
-    batches = [chat_batch(tokenizer, list(prompts[i : i + batch])) for i in range(0, len(prompts), batch)]
-    request = requests(temperature, new_tokens)
+    batches = chat_batches(tokenizer, prompts, batch)
+    request = plain_request(temperature, new_tokens)
     for decode in decoders.values():
         decode(batches[0], request | {"max_new_tokens": min(new_tokens, 8)})
     rates: dict[str, list[float]] = {name: [] for name in decoders}

@@ -19,7 +19,7 @@ from arbordraft.coupling import Coupling
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter
 from arbordraft.laws import IID, AdaptiveTopTail, DraftLaw, TopTail, WithoutReplacement
-from arbordraft.prompts import chat_batch
+from arbordraft.prompts import chat_batches, plain_request
 from arbordraft.sampling import Noise, draw
 from arbordraft.target import RaggedModel
 from arbordraft.topology import TreeTopology
@@ -171,19 +171,10 @@ def watch(
         size = len(inputs["input_ids"])
         decoder.generate(
             **inputs,
-            do_sample=True,
-            temperature=temperature,
-            top_k=0,
-            top_p=1.0,
-            max_new_tokens=new_tokens,
+            **plain_request(temperature, new_tokens),
             seeds=[1000 + first + sample for sample in range(size)],
         )
         first += size
-
-
-def batches_of(tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str], batch: int) -> list[dict[str, Tensor]]:
-    """Prompts as tokenized batches."""
-    return [chat_batch(tokenizer, list(prompts[i : i + batch])) for i in range(0, len(prompts), batch)]
 
 
 def node_acceptance(
@@ -214,7 +205,7 @@ def node_acceptance(
         batch: prompts at a time.
         optima: positions for which the optimum of every law is solved, which takes longer than all else.
     """
-    batches = batches_of(tokenizer, prompts, batch)
+    batches = chat_batches(tokenizer, prompts, batch)
     for name, drafter in drafters.items():
         for temperature in temperatures:
             rows: list[tuple[int, Tensor, Tensor]] = []
@@ -292,7 +283,7 @@ def tree_tau(
         new_tokens: positions per prompt.
         batch: prompts at a time.
     """
-    batches = batches_of(tokenizer, prompts, batch)
+    batches = chat_batches(tokenizer, prompts, batch)
     for name, drafter in drafters.items():
         for temperature in temperatures:
             for law_name, (law, rules) in laws_of(2).items():

@@ -27,7 +27,7 @@ class CostAware(Decider):
     as many as pay together, so with ``seeds`` tokens depend on what shares the batch.
 
     Args:
-        costs: measured, see :class:`~arbordraft.StepCosts`.
+        costs: measured by :func:`~arbordraft.tuning.measure_costs`, or by ``arbordraft tune --costs``.
         survival: estimates the chances of paths; its threshold is not used.
         decay: share of the old averages in the new ones.
 
