@@ -2,13 +2,14 @@
 
 Eight prompts of different lengths are decoded greedily in float32, streaming. Then four decoders answer the same
 batch: transformers' generate, its prompt lookup (one prompt at a time, all it supports), arbordraft with an n-gram
-tree, and arbordraft with the target's own first layers as drafter. Every answer is checked token for token.
+tree, and arbordraft with an EAGLE-3 drafter that arbordraft trained. Every answer is checked token for token.
 """
 
 import argparse
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -16,23 +17,15 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from arbordraft import (
-    ConfidenceThreshold,
-    Coupling,
-    EarlyExitDrafter,
-    Fixed,
-    Matching,
-    RaggedModel,
-    SpeculativeDecoder,
-    TopDown,
-    TreeTopology,
-)
+from arbordraft import RaggedModel, SpeculativeDecoder
 from arbordraft.bench.model import ngram_tree
+from arbordraft.builders import eagle
 from arbordraft.display import stream_panels
 from arbordraft.pretrained import load_smollm2
 from arbordraft.prompts import MIXED, chat_batch
 
 Inputs = dict[str, Tensor]
+TRAINED = Path(__file__).parent / "checkpoints" / "smollm2-135m-instruct-eagle"
 
 
 @dataclass
@@ -81,17 +74,6 @@ def speculative(name: str, decoder: SpeculativeDecoder, inputs: Inputs, new_toke
     return Run(name, answers, seconds, f"{output.stats.tau:.2f}", str(output.stats.pad_rows))
 
 
-def early_exit(target: RaggedModel) -> SpeculativeDecoder:
-    """The first two thirds of the target draft for the whole; a confidence stop keeps chains short."""
-    return SpeculativeDecoder(
-        target,
-        EarlyExitDrafter(target, layers=2 * target.num_layers // 3),
-        TreeTopology.chain(2),
-        Coupling(Fixed(1), TopDown(Matching())),
-        ConfidenceThreshold(0.5),
-    )
-
-
 def cut(model: PreTrainedModel, inputs: Inputs, ids: Tensor) -> list[list[int]]:
     """New tokens of every prompt up to the end of its answer."""
     end = model.generation_config.eos_token_id
@@ -122,7 +104,7 @@ def main() -> int:
             plain(model, inputs, new_tokens),
             prompt_lookup(model, inputs, new_tokens),
             speculative("arbordraft n-gram tree", lookup, inputs, new_tokens),
-            speculative("arbordraft early exit, 2/3 of the layers", early_exit(target), inputs, new_tokens),
+            speculative("arbordraft trained drafter, tree of 16", eagle(target, TRAINED), inputs, new_tokens),
         ]
     table = Table("decoder", "tokens/s", "against generate", "tau", "pad rows", "same tokens")
     for run in runs:

@@ -10,8 +10,9 @@ import torch
 from models import tiny_checkpoint
 from typer.testing import CliRunner
 
-from arbordraft import cli
+from arbordraft import CostTable, NoDrafter, StepCosts, cli
 from arbordraft.prompts import read_prompts
+from arbordraft.tuning import Choice, Setting, Tuned, grid
 
 runner = CliRunner()
 
@@ -132,6 +133,20 @@ def test_bench_decodes_and_draws(tmp_path, asked, command, options, rows):
         found = bench(tmp_path, command, *(part for parts in asked for part in parts), *options, "--png", str(picture))
     assert len(found["measurements"]) == rows
     assert picture.stat().st_size > 1000
+
+
+def test_bench_tries_the_whole_grid_beside_what_was_chosen(tmp_path, asked):
+    model, prompts = asked
+    file = tmp_path / "tuned.json"
+    cheap = CostTable((1,), (1e-3,))
+    chosen = Choice(2, Setting("chain", 2), 5.0, 4.0)
+    Tuned("early-exit:1", 0.0, StepCosts(cheap, cheap), [0.5], [chosen]).save(file)
+    options = ["--batches", "2", "--repeats", "1"]
+    found = bench(tmp_path, "tuned", str(file), *model, *prompts, *options)["measurements"]
+    known = grid(NoDrafter(), sampled=False)
+    assert found[0]["decoder"] == "chosen: chain of 2"
+    assert {row["decoder"].removeprefix("chosen: ") for row in found} == set(map(str, known))
+    assert found[0]["speed_up"] == 1
 
 
 def test_bench_names_what_it_cannot_read(asked):

@@ -1,6 +1,9 @@
 """A real model in float32: every decoder emits the tokens that transformers' own greedy search emits."""
 
 import copy
+import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +13,11 @@ from arbordraft import (
     Backoff,
     ConfidenceThreshold,
     Coupling,
+    EagleDrafter,
     EarlyExitDrafter,
     Fixed,
     LanguageModelDrafter,
+    LearnedDecider,
     Lifted,
     Matching,
     NGramDrafter,
@@ -25,8 +30,14 @@ from arbordraft import (
     TreeTopology,
     WithoutReplacement,
 )
+from arbordraft.builders import eagle
 from arbordraft.pretrained import load_smollm2
+from arbordraft.training.cli import run
+from arbordraft.training.decider_module import DeciderModule
+from arbordraft.training.drafter_module import DrafterModule
 
+CHECKPOINTS = Path(__file__).resolve().parents[1] / "examples" / "checkpoints"
+SHIPPED = CHECKPOINTS / "smollm2-135m-instruct-eagle"
 NEW_TOKENS = 24
 QUESTIONS = [
     "Hi!",
@@ -91,6 +102,16 @@ def decoders(target, half):
         "bf16 copy, tree": lambda: SpeculativeDecoder(
             target, LanguageModelDrafter(half), slim, hubs, ConfidenceThreshold(0.3)
         ),
+        "trained, dynamic tree": lambda: eagle(target, SHIPPED),
+        "trained, behind lookups": lambda: eagle(target, SHIPPED, lookup=True),
+        "trained, drawn tree": lambda: eagle(target, SHIPPED, sampled=True),
+        "trained, learned stop": lambda: SpeculativeDecoder(
+            target,
+            EagleDrafter.from_pretrained(SHIPPED, target),
+            TreeTopology.chain(6),
+            Coupling(Fixed(1), TopDown(Matching())),
+            LearnedDecider.from_pretrained(CHECKPOINTS / "smollm2-135m-instruct-decider"),
+        ),
     }
 
 
@@ -104,6 +125,24 @@ def test_greedy_tokens_are_those_of_transformers(target, half, prompts, batch, e
     assert (output.stats.pad_rows, output.stats.pad_keys) == (0, 0)
     single = decoder.generate(torch.tensor([prompts[ALONE]]), **options)
     assert single.sequences[0, len(prompts[ALONE]) :].tolist() == expected[ALONE]
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "score", "limit"),
+    [("eagle", DrafterModule, "tau", 20_000_000), ("decider", DeciderModule, "auc", 200_000)],
+)
+def test_what_is_shipped_is_small_and_tells_how_it_was_made(name, module, score, limit):
+    folder = CHECKPOINTS / f"smollm2-135m-instruct-{name}"
+    files = {path.name for path in folder.iterdir()}
+    assert files == {"README.md", "config.json", "metrics.json", "model.safetensors", "training.yaml"}
+    assert (folder / "model.safetensors").stat().st_size <= limit
+    recipe = ["fit", "--config", str(folder / "training.yaml"), "--trainer.logger", "false"]
+    if name == "decider":
+        recipe += ["--model.drafter", str(SHIPPED)]
+    run(module, recipe, go=False)
+    card = (folder / "README.md").read_text()
+    assert re.search(r"digest of the data: [0-9a-f]{64}", card)
+    assert f"| {score} | {json.loads((folder / 'metrics.json').read_text())[f'val/{score}']:.4g} |" in card
 
 
 def test_seeded_sampling_does_not_depend_on_the_batch(target, prompts, batch):

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from arbordraft.allocator import keep_freed_memory
 from arbordraft.bench.cli import app as bench
 from arbordraft.display import draw_png, stats_table, stream_panels, tree_text
 from arbordraft.options import Dtype, DtypeOption, Linears, ModelOption, load_target
@@ -166,6 +167,7 @@ def draw_tree(
 
 def main() -> None:
     """Entry point: runs the app; whatever goes wrong ends in one line and a non-zero exit status."""
+    keep_freed_memory()
     try:
         app()
     except KeyboardInterrupt:

@@ -130,6 +130,7 @@ def run(module: Any, arguments: list[str], *, go: bool = True) -> Any:
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.cli import LightningCLI
 
+    from arbordraft.allocator import keep_freed_memory
     from arbordraft.training.data import SelfDistillationDataModule
     from arbordraft.training.recording import Recorder
 
@@ -155,6 +156,7 @@ def run(module: Any, arguments: list[str], *, go: bool = True) -> Any:
             if go:
                 super()._run_subcommand(subcommand)
 
+    keep_freed_memory()
     return CLI(
         module,
         SelfDistillationDataModule,

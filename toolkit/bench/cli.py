@@ -422,3 +422,31 @@ def compare(
                         repeats=repeats,
                     )
                 )
+
+
+@app.command()
+def tuned(
+    file: Annotated[Path, typer.Argument(help="What 'arbordraft tune' has written.")],
+    drafter: Annotated[str | None, typer.Option(help="By default the one it was tuned for.")] = None,
+    model: ModelOption = "smollm2",
+    dtype: OneDtype = Dtype.bfloat16,
+    new_tokens: TokensOption = 96,
+    prompts: PromptsOption = None,
+    limit: LimitOption = None,
+    batches: BatchesOption = "1,8",
+    repeats: RepeatsOption = 3,
+    json: JsonOption = None,
+    png: PngOption = None,
+) -> None:
+    """The choice of ``arbordraft tune`` against its whole grid; give it prompts that were not tuned on."""
+    from arbordraft.bench.tuned import against_grid
+    from arbordraft.tuning import Tuned
+
+    choice = Tuned.load(file)
+    run = Run(json, png, {"model": model, "new_tokens": new_tokens, "repeats": repeats})
+    with run.progress():
+        target, tokenizer = load_target(model, dtype, Linears.packed)
+        (found,) = drafters_of([drafter or choice.drafter], target).values()
+        options: dict[str, Any] = {"new_tokens": new_tokens, "repeats": repeats}
+        for batch in numbers(batches, int):
+            run.take(against_grid(target, tokenizer, texts(prompts, limit), choice, found, batch=batch, **options))

@@ -1,0 +1,56 @@
+"""Large blocks that a program frees stay with it, where the C library has a setting for that."""
+
+import subprocess
+import sys
+
+import pytest
+
+from arbordraft import allocator
+
+FAULTS = """
+import resource, sys
+import torch
+from arbordraft.allocator import keep_freed_memory
+
+if sys.argv[1] == "kept":
+    assert keep_freed_memory()
+before = None
+for turn in range(12):
+    if turn == 2:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(3 << 24).add_(1)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a setting of glibc")
+def test_freed_memory_is_used_again():
+    """Page faults of ten tensors of 192 MB: as many as they have pages, or next to none."""
+    faults = {}
+    for case in ("kept", "by default"):
+        command = [sys.executable, "-c", FAULTS, case]
+        faults[case] = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert faults["kept"] * 10 < faults["by default"]
+
+
+@pytest.mark.parametrize(("platform", "library"), [("darwin", None), ("linux", object())])
+def test_other_libraries_are_left_alone(monkeypatch, platform, library):
+    monkeypatch.setattr(allocator.sys, "platform", platform)
+    monkeypatch.setattr(allocator.ctypes, "CDLL", lambda name: library)
+    assert not allocator.keep_freed_memory()
+
+
+def test_older_versions_take_less(monkeypatch):
+    taken = []
+
+    class Old:
+        @staticmethod
+        def mallopt(setting, value):
+            taken.append((setting, value))
+            return int(setting != -3 or value <= 1 << 25)
+
+    monkeypatch.setattr(allocator.ctypes, "CDLL", lambda name: Old)
+    assert allocator.keep_freed_memory()
+    assert (-3, 1 << 25) in taken
+    Old.mallopt = staticmethod(lambda setting, value: 0)
+    assert not allocator.keep_freed_memory()
