@@ -3,6 +3,7 @@
 Shapes: R frontier nodes of all samples, V vocabulary.
 """
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -84,6 +85,12 @@ def adopt(network: Network, target: RaggedModel) -> Network:
     network.to(target.device, target.model.dtype).eval().requires_grad_(False)  # type: ignore[arg-type]
     if target.backend != "plain":
         pack_linears(network, target.backend)
+    if target.backend == "native":
+        from arbordraft.heads.base import RMSNorm
+
+        for module in network.modules():
+            if isinstance(module, RMSNorm):
+                module.run_natively()
     return network
 
 
@@ -130,15 +137,15 @@ def grow(context: DraftContext, run: "Callable[[Garden, dict[int, list[int]]], T
             return sample, garden.trees[sample].path(node)
 
         probs = context.warp(run(garden, frontier), place_of).softmax(dim=-1)
-        sound = probs.sum(dim=-1).isfinite().tolist()
+        certain, highest = _likeliest(probs, garden.law.k if context.greedy else 1)
+        sound = [math.isfinite(value) for value in highest]
         if not all(sound):
             warnings.warn("the drafter produced NaN or infinite logits; nothing is drafted there", stacklevel=2)
-        certain = _likeliest(probs, garden.law.k) if context.greedy else None
         for row, (sample, node) in enumerate(places):
             if not sound[row] or (node == 0 and context.candidates is not None):
                 continue
             children = context.topology.child_list[node]
-            if certain is not None:
+            if context.greedy:
                 tokens = certain[row][: len(children)]
             else:
                 uniforms = context.noise.draft[sample, list(children)].tolist()  # type: ignore[union-attr]
@@ -148,10 +155,15 @@ def grow(context: DraftContext, run: "Callable[[Garden, dict[int, list[int]]], T
     return garden.tree()
 
 
-def _likeliest(probs: Tensor, count: int) -> list[list[int]]:
-    """The most probable tokens of every row, without those of probability 0."""
-    values, tokens = (found.tolist() for found in probs.topk(min(count, probs.shape[-1])))
-    return [[t for t, p in zip(*row, strict=True) if p > 0] for row in zip(tokens, values, strict=True)]
+def _likeliest(probs: Tensor, count: int) -> tuple[list[list[int]], list[float]]:
+    """The most probable tokens of every row, without those of probability 0; and the highest probabilities."""
+    # One is found much faster than several.
+    found = probs.max(dim=-1, keepdim=True) if count == 1 else probs.topk(min(count, probs.shape[-1]))
+    values, tokens = (part.tolist() for part in found)
+    return (
+        [[t for t, p in zip(*row, strict=True) if p > 0] for row in zip(tokens, values, strict=True)],
+        [row[0] for row in values],
+    )
 
 
 def plan_level(

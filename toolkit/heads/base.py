@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from arbordraft.kernels.decoder_layers import rms_norm
+
 
 class CompanionConfig(PreTrainedConfig):
     """Settings that all companions have.
@@ -114,8 +116,7 @@ class DraftHead(Companion):
         if logits.shape[-1] == len(self.t2d):
             return logits
         wide = logits.new_full((*logits.shape[:-1], len(self.t2d)), -torch.inf)
-        wide[..., self.tokens] = logits
-        return wide
+        return wide.index_copy_(-1, self.tokens, logits)
 
 
 class RMSNorm(nn.Module):
@@ -126,13 +127,22 @@ class RMSNorm(nn.Module):
         epsilon: added to the mean square.
     """
 
+    native = False  # use the C++ kernel, which has no gradient
+
     def __init__(self, size: int, epsilon: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.epsilon = epsilon
 
+    def run_natively(self) -> None:
+        """From now on uses the C++ kernel, with a weight in float32."""
+        self.float()
+        self.native = True
+
     def forward(self, x: Tensor) -> Tensor:
         """``[..., H]``, computed in float32."""
+        if self.native:
+            return rms_norm(x, self.weight, self.epsilon)
         return nn.functional.rms_norm(x.float(), x.shape[-1:], self.weight.float(), self.epsilon).to(x.dtype)
 
 

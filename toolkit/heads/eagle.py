@@ -84,6 +84,7 @@ class EagleHead(DraftHead):
         self.midlayer = _Layer(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self._frequencies: Tensor | None = None  # of the rotary embedding, as soon as they are needed
         self.post_init()
 
     @classmethod
@@ -157,7 +158,8 @@ class EagleHead(DraftHead):
             projection(x).unflatten(-1, (-1, dim))
             for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
-        return rotate(query, rotary), rotate(key, rotary), value
+        turned = rotate(torch.cat([query, key], dim=-2), rotary)
+        return *turned.split([query.shape[-2], key.shape[-2]], dim=-2), value
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """``[..., H]`` the layer's output, from its input and what its heads attended to, ``[..., Hq * C]``."""
@@ -166,9 +168,10 @@ class EagleHead(DraftHead):
 
     def rotary(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines ``[..., 1, C]`` of positions ``[...]``."""
-        half = torch.arange(0, self.config.head_dim, 2, device=positions.device) / self.config.head_dim
-        angles = positions[..., None].float() * self.config.rope_theta**-half
-        angles = torch.cat([angles, angles], dim=-1)[..., None, :]
+        if self._frequencies is None or self._frequencies.device != positions.device:
+            half = torch.arange(0, self.config.head_dim, 2, device=positions.device) / self.config.head_dim
+            self._frequencies = (self.config.rope_theta**-half).repeat(2)
+        angles = positions[..., None, None].float() * self._frequencies
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
     @torch.no_grad()
