@@ -113,7 +113,7 @@ def tune(
     limit: Annotated[int | None, typer.Option(min=1, help="Use the first so many prompts only.")] = None,
     batches: Annotated[str, typer.Option(help="Batch sizes to choose for, as in 1,8.")] = "1,8",
     temperature: Annotated[float, typer.Option(min=0, help="0 decodes greedily.")] = 0.0,
-    new_tokens: Annotated[int, typer.Option(min=8, help="Longest answer of the last round.")] = 96,
+    new_tokens: Annotated[int, typer.Option(min=8, help="Longest answer.")] = 96,
     output: Annotated[Path, typer.Option(help="File to write, for SpeculativeDecoder.from_tuned.")] = Path(
         "tuned.json"
     ),

@@ -187,7 +187,7 @@ def tune(
         prompts: first user turns, such as will be decoded.
         batches: batch sizes to choose for.
         temperature: 0 for greedy.
-        new_tokens: longest answer in the last round.
+        new_tokens: longest answer.
         tell: is told what is going on.
     """
     tell("measuring forwards and drafts")
@@ -350,8 +350,8 @@ def _compete(
     speeds: dict[Setting, float] = {}
     rounds, number = max(1, (len(left) - 1).bit_length()), 0
     while True:
-        tokens = max(8, new_tokens >> max(0, rounds - 1 - number))
-        part = batches[: max(1, len(batches) >> max(0, rounds - 1 - number))]
+        # Fewer prompts rather than shorter answers: lookups find something only when there is some text.
+        part = batches[: max(2, len(batches) >> max(0, rounds - 1 - number))]
         counts, seconds = dict.fromkeys(left, 0), dict.fromkeys(left, 0.0)
         for inputs in part:
             for setting in left:
@@ -359,7 +359,7 @@ def _compete(
                 start = time.perf_counter()
                 output: Any = decoders[setting].generate(
                     **inputs,
-                    **plain_request(temperature, tokens),
+                    **plain_request(temperature, new_tokens),
                     seeds=[1000 + sample for sample in range(len(inputs["input_ids"]))],
                     return_dict_in_generate=True,
                 )

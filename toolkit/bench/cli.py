@@ -257,6 +257,9 @@ def verifiers(
     ] = "1,2,3,4",
     nodes: Annotated[str, typer.Option(help="Sizes of Sequoia trees, fitted to each law's acceptance.")] = "4,8,16,32",
     trees: Annotated[bool, typer.Option(help="Trees as well as single nodes.")] = True,
+    optima: Annotated[
+        int, typer.Option(min=1, help="Positions for which optima are solved, which takes longer than all else.")
+    ] = 100,
     json: JsonOption = None,
     png: PngOption = None,
 ) -> None:
@@ -270,7 +273,9 @@ def verifiers(
         common: dict[str, Any] = {"temperatures": heat, "new_tokens": new_tokens, "batch": batch}
         questions = texts(prompts, limit)
         singles = run.take(
-            node_acceptance(target, tokenizer, questions, found, children=numbers(children, int), **common)
+            node_acceptance(
+                target, tokenizer, questions, found, children=numbers(children, int), optima=optima, **common
+            )
         )
         if trees:
             ranks = {(row.drafter, row.temperature, row.law): row.by_rank for row in singles if row.k == 2}
