@@ -13,7 +13,7 @@ def keep_freed_memory() -> bool:
 
     By default every block above 32 MB is mapped and unmapped alone, so that the system has to clear and map all its
     pages again whenever a row of tensors as large as a chunk of a vocabulary is reckoned with. Memory that the process
-    has had stays with it. It is the whole process's, so programs call it, the library does not.
+    has had stays with it. It concerns the whole process: command lines call it, nothing below them does.
 
     Returns:
         Whether the system's C library knows such settings; without, nothing changes.
