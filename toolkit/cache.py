@@ -122,8 +122,7 @@ class RaggedKVCache(nn.Module):
         """Stores the ``[T, H, D]`` keys and values of one layer and returns the layer's ``[P, H, D]`` pools."""
         key_pool = self._pool(f"keys_{layer}", keys)
         value_pool = self._pool(f"values_{layer}", values)
-        append(key_pool, keys, slots)
-        append(value_pool, values, slots)
+        append(key_pool, value_pool, keys, values, slots)
         return key_pool, value_pool
 
     def commit(self, kept: Mapping[int, Sequence[int]]) -> None:
@@ -135,21 +134,16 @@ class RaggedKVCache(nn.Module):
         Raises:
             ValueError: if an index is out of range or out of order.
         """
-        source: list[int] = []
-        destination: list[int] = []
+        moves: list[list[tuple[int, int]]] = []
         for sample, rows in kept.items():
             slab = self._slabs[sample]
             ordered = list(rows) == sorted(set(rows))
             if not ordered or (rows and not 0 <= rows[0] <= rows[-1] < len(slab.tree_positions)):
                 raise ValueError(f"rows {list(rows)} must ascend within 0..{len(slab.tree_positions) - 1}")
-            for target_row, row in enumerate(rows):
-                if row != target_row:
-                    source.append(slab.start + slab.length + row)
-                    destination.append(slab.start + slab.length + target_row)
-        if source:
-            pools = list(self._pools())
-            device = pools[0].device
-            compact(pools, torch.tensor(source, device=device), torch.tensor(destination, device=device))
+            first = slab.start + slab.length
+            moves.append([(first + row, first + place) for place, row in enumerate(rows) if row != place])
+        if any(moves):
+            compact(list(self._pools()), moves)
         for sample, rows in kept.items():
             slab = self._slabs[sample]
             slab.length += len(rows)

@@ -8,9 +8,10 @@ from collections.abc import Iterable
 from torch import Tensor
 
 
-def append_reference(pool: Tensor, rows: Tensor, slots: Tensor) -> None:
+def append_reference(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, slots: Tensor) -> None:
     """See :func:`arbordraft.kernels.kv_cache.append`."""
-    pool.index_copy_(0, slots, rows)
+    keys.index_copy_(0, slots, new_keys)
+    values.index_copy_(0, slots, new_values)
 
 
 def compact_reference(pools: Iterable[Tensor], source: Tensor, destination: Tensor) -> None:

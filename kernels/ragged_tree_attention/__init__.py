@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-from arbordraft.kernels import native
+from arbordraft.kernels import choice, native
 from arbordraft.kernels.ragged_tree_attention.batch import RaggedBatch
+from arbordraft.kernels.ragged_tree_attention.operator import tree_attention
 from arbordraft.kernels.ragged_tree_attention.reference import ragged_tree_attention_reference
 
 
@@ -19,6 +20,7 @@ def ragged_tree_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     use_native: bool = False,
+    split_size: int = 0,
 ) -> Tensor:
     """Attends the packed rows of all samples, each to its own committed keys and to its ancestors.
 
@@ -33,13 +35,32 @@ def ragged_tree_attention(
         sinks: ``[Hq]`` logits of attention sinks.
         use_native: use the C++ kernel where it is built and knows dtype and head sizes. Its rows do not depend on each
             other's number, so that a tree node gets the bits that plain decoding will give its token.
+        split_size: keys of a split of the Triton kernel, a multiple of 64: a row's bits then do not depend on what
+            shares its batch. With 0 the number of splits follows the work.
 
     Returns:
         ``[T, Hq, Dv]``.
     """
+    if choice.wants_triton("ragged_tree_attention", query):
+        return tree_attention(
+            query.contiguous(),
+            keys,
+            values,
+            batch.layout,
+            batch.region.to(query.device),
+            batch.positions,
+            batch.words,
+            scale,
+            window or 0,
+            softcap or 0.0,
+            sinks,
+            max(batch.rows, default=0),
+            max(batch.past, default=0),
+            split_size,
+        )
     sizes = (query.shape[2], values.shape[2])
     known = query.dtype in (torch.float32, torch.bfloat16) and not any(size % 16 for size in sizes)
-    if use_native and known and query.is_cpu and native.load():
+    if use_native and choice.wants_native() and known and query.is_cpu and native.load():
         return torch.ops.arbordraft.ragged_tree_attention(
             query.contiguous(),
             keys,

@@ -6,6 +6,7 @@ Shapes: B samples of this forward, T packed rows, W ancestor words, P pool rows.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import NamedTuple, Self
 
 import torch
@@ -68,10 +69,37 @@ class RaggedBatch:
         return torch.tensor([list(self.rows), list(self.starts), list(self.past), trees], dtype=torch.int64)
 
     @cached_property
+    def layout(self) -> Tensor:
+        """``[4, B + 1]`` int64, on the device of the rows.
+
+        Of every sample its first packed row, its first pool row, its committed keys and the first of its keys in
+        :attr:`region`. The last column says where the packed rows and the regions end.
+        """
+        first_rows = (0, *accumulate(self.rows))
+        first_keys = (0, *accumulate(map(len, self.tree_positions)))
+        table = [first_rows, (*self.starts, 0), (*self.past, 0), first_keys]
+        return torch.tensor(table, dtype=torch.int64).to(self.positions.device)
+
+    @cached_property
     def region(self) -> Tensor:
         """Positions of the keys of all tree regions, one sample after another, int64."""
         positions = [position for positions in self.tree_positions for position in positions]
         return torch.tensor(positions, dtype=torch.int64)
+
+    @classmethod
+    def from_layout(cls, layout: Tensor, region: Tensor, positions: Tensor, words: Tensor | None) -> Self:
+        """The batch that :attr:`layout` and :attr:`region` describe, but for the slots, which attention does not read."""
+        first_rows, starts, past, first_keys = layout.tolist()
+        keys = region.tolist()
+        return cls(
+            rows=[end - begin for begin, end in pairwise(first_rows)],
+            starts=starts[:-1],
+            past=past[:-1],
+            tree_positions=[keys[begin:end] for begin, end in pairwise(first_keys)],
+            positions=positions,
+            slots=positions.new_empty(0),
+            words=words,
+        )
 
     def to(self, device: torch.device) -> Self:
         """The same batch with its tensors on ``device``."""

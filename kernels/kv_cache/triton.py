@@ -1,0 +1,78 @@
+"""Writing to the pools of a ragged KV cache and closing its gaps, in Triton.
+
+Shapes: T new rows, M moves, B samples, N pools, P pool rows, E numbers of a row.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 256
+
+
+@triton.jit
+def append_rows(
+    KEYS, VALUES, NEW_KEYS, NEW_VALUES, SLOTS, stride_k, stride_v, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program writes a part of one row, of keys and of values."""
+    row = tl.program_id(0).to(tl.int64)
+    e = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(SLOTS + row)
+    key = tl.load(NEW_KEYS + row * stride_k + e, mask=e < KEY_SIZE)
+    tl.store(KEYS + slot * KEY_SIZE + e, key, mask=e < KEY_SIZE)
+    value = tl.load(NEW_VALUES + row * stride_v + e, mask=e < VALUE_SIZE)
+    tl.store(VALUES + slot * VALUE_SIZE + e, value, mask=e < VALUE_SIZE)
+
+
+@triton.jit
+def compact_rows(LIKE, POOLS, SIZES, SOURCE, DESTINATION, FIRST, BLOCK: tl.constexpr):
+    """One program makes all moves of one sample, one after the other, in one part of the rows of one pool.
+
+    Rows move towards the front and in order, so that no row is overwritten before it was read. A thread reads and
+    writes the same columns throughout: there is nobody it would have to wait for.
+    """
+    sample = tl.program_id(0)
+    pool = tl.program_id(1)
+    size = tl.load(SIZES + pool)
+    e = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    base = tl.load(POOLS + pool).to(LIKE.dtype)
+    for move in range(tl.load(FIRST + sample), tl.load(FIRST + sample + 1)):
+        row = tl.load(base + tl.load(SOURCE + move) * size + e, mask=e < size)
+        tl.store(base + tl.load(DESTINATION + move) * size + e, row, mask=e < size)
+
+
+def launch_append(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, slots: Tensor) -> None:
+    """See :func:`arbordraft.kernels.kv_cache.append`."""
+    if not len(slots):
+        return
+    new_keys, new_values = new_keys.flatten(1), new_values.flatten(1)  # copies where heads do not lie side by side
+    sizes = new_keys.shape[1], new_values.shape[1]
+    append_rows[(len(slots), triton.cdiv(max(sizes), _BLOCK))](
+        keys,
+        values,
+        new_keys,
+        new_values,
+        slots,
+        new_keys.stride(0),
+        new_values.stride(0),
+        KEY_SIZE=sizes[0],
+        VALUE_SIZE=sizes[1],
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )
+
+
+def launch_compact(pools: list[Tensor], source: Tensor, destination: Tensor, first: Tensor) -> None:
+    """See :func:`arbordraft.kernels.kv_cache.compact`."""
+    sizes = [pool[0].numel() for pool in pools]
+    device = source.device
+    # A table of addresses, so that one launch serves all layers.
+    table = torch.tensor([[pool.data_ptr() for pool in pools], sizes], dtype=torch.int64, device=device)
+    compact_rows[(len(first) - 1, len(pools), triton.cdiv(max(sizes), _BLOCK))](
+        pools[0], table[0], table[1], source, destination, first, BLOCK=_BLOCK, num_warps=4
+    )
+
+
+__all__ = ["append_rows", "compact_rows", "launch_append", "launch_compact"]

@@ -1,0 +1,420 @@
+"""Ragged tree attention in Triton.
+
+One program attends a tile of one sample's packed rows, all query heads of one key head side by side, to one part of
+that sample's keys. Keys are read once for all of these rows and heads. A sample's keys are its committed prefix, which
+every row sees, and its tree region, of which ancestor words tell what a row sees: one word per row and tile. Prefixes
+are cut into splits, whose results a second kernel puts together.
+
+Shapes: T packed rows, B samples, P pool rows, Hq/Hkv query/key heads, G = Hq / Hkv, D/Dv head sizes, S splits,
+W ancestor words.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_NEVER_SPLIT = 256  # keys
+
+
+@triton.jit
+def _scores(
+    q,
+    k,
+    visible,
+    scale,
+    softcap,
+    SOFTCAP: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Scores in units of log2, ``-inf`` where a key is not visible."""
+    if UPCAST:  # the interpreter cannot multiply bfloat16
+        q = q.to(tl.float32)
+        k = k.to(tl.float32)
+    s = tl.dot(q, k, input_precision="ieee") * scale
+    if SOFTCAP:
+        x = s / softcap
+        # tanh without a library: libdevice is not there on every backend, nor in the interpreter.
+        e = tl.exp2(-2.0 * 1.4426950408889634 * tl.abs(x))
+        t = (1.0 - e) / (1.0 + e)
+        s = softcap * tl.where(x < 0, -t, t)
+    s = s * 1.4426950408889634
+    return tl.where(visible, s, -float("inf"))
+
+
+@triton.jit
+def _accumulate(s, v, m, l, acc, UPCAST: tl.constexpr):
+    """Adds a tile of scores and values to the running softmax."""
+    new = tl.maximum(m, tl.max(s, 1))
+    safe = tl.where(new == -float("inf"), 0.0, new)  # a row that has seen nothing yet
+    p = tl.exp2(s - safe[:, None])
+    shrink = tl.exp2(m - safe)
+    acc = acc * shrink[:, None]
+    if UPCAST:
+        acc = tl.dot(p, v.to(tl.float32), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+    return new, l * shrink + tl.sum(p, 1), acc
+
+
+@triton.jit
+def attend(
+    Q,
+    K,
+    V,
+    OUT,
+    PART,
+    PART_LSE,
+    SINKS,
+    LAYOUT,  # [4, B + 1], see RaggedBatch.layout
+    REGION,  # positions of the keys of all tree regions
+    POSITIONS,  # [T]
+    WORDS,  # [T, W]
+    scale,
+    softcap,
+    window,
+    samples,
+    split_tiles,  # tiles of a split; 0 shares them out among all
+    stride_qt,
+    stride_qh,
+    stride_kp,
+    stride_kh,
+    stride_vp,
+    stride_vh,
+    stride_ot,
+    stride_oh,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    W: tl.constexpr,
+    SEARCH: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINK: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    block = tl.program_id(0)
+    head = tl.program_id(1)
+    split = tl.program_id(2)
+
+    # Sample b owns the blocks from LAYOUT[0, b] // BLOCK_Q + b on: a few too many, but known without a table.
+    low = 0
+    high = samples
+    for _ in range(SEARCH):
+        middle = (low + high) // 2
+        mine = tl.load(LAYOUT + middle) // BLOCK_Q + middle <= block
+        low = tl.where(mine, middle, low)
+        high = tl.where(mine, high, middle)
+    first = tl.load(LAYOUT + low)
+    rows = (tl.load(LAYOUT + low + 1) - first).to(tl.int32)
+    local = block - (first // BLOCK_Q + low).to(tl.int32)
+    if local * BLOCK_Q >= rows:
+        return
+
+    columns = samples + 1
+    start = tl.load(LAYOUT + columns + low)
+    past = tl.load(LAYOUT + 2 * columns + low).to(tl.int32)
+    region = tl.load(LAYOUT + 3 * columns + low)
+    tree = (tl.load(LAYOUT + 3 * columns + low + 1) - region).to(tl.int32)
+
+    lanes = tl.arange(0, BLOCK_M)
+    row = local * BLOCK_Q + lanes // G
+    q_head = head * G + lanes % G
+    real = (row < rows) & (lanes < BLOCK_Q * G)
+    at = first + row
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_DV)
+    n = tl.arange(0, BLOCK_N)
+    q = tl.load(
+        Q + at[:, None] * stride_qt + q_head[:, None] * stride_qh + d[None, :],
+        mask=real[:, None] & (d < D)[None, :],
+        other=0.0,
+    )
+    position = tl.load(POSITIONS + at, mask=real, other=0).to(tl.int32)
+
+    # Whole tiles of the prefix are shared out among the splits; what is left of it belongs to the last one in use, and
+    # so does the tree.
+    tiles = past // BLOCK_N
+    if split_tiles > 0:
+        per = split_tiles
+        last = tl.maximum(tl.cdiv(tiles, split_tiles), 1) - 1
+    else:
+        per = tl.cdiv(tiles, SPLITS)
+        last = SPLITS - 1
+    begin = tl.minimum(split * per, tiles)
+    end = tl.minimum(begin + per, tiles)
+    if WINDOW:
+        nearest = tl.min(tl.where(real, position, 2147483647), 0)
+        begin = tl.maximum(begin, tl.minimum((nearest - window + 1) // BLOCK_N, end))
+        begin = tl.maximum(begin, 0)
+
+    m = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    k_tile = K + head * stride_kh + d[:, None]
+    v_tile = V + head * stride_vh + dv[None, :]
+
+    for tile in range(begin, end):
+        column = tile * BLOCK_N + n
+        slot = start + column
+        k = tl.load(k_tile + slot[None, :] * stride_kp, mask=(d < D)[:, None], other=0.0)
+        v = tl.load(v_tile + slot[:, None] * stride_vp, mask=(dv < DV)[None, :], other=0.0)
+        visible = (lanes >= 0)[:, None] & (n >= 0)[None, :]
+        if WINDOW:
+            visible = visible & (position[:, None] - column[None, :] < window)
+        s = _scores(q, k, visible, scale, softcap, SOFTCAP, UPCAST)
+        m, l, acc = _accumulate(s, v, m, l, acc, UPCAST)
+
+    if split == last:
+        rest = (past % BLOCK_N > 0).to(tl.int32)
+        seen = tree
+        if CAUSAL:  # what no row of this block can see need not be read
+            seen = tl.minimum(tree, tree - rows + (local + 1) * BLOCK_Q)
+        for step in tl.range(0, rest + tl.cdiv(seen, BLOCK_N), num_stages=1):
+            part = step - rest  # tile of the region; -1 is the rest of the prefix
+            in_tree = (part + tl.zeros([1], tl.int32)) >= 0
+            column = tl.where(part >= 0, part * BLOCK_N, 0) + n
+            limit = tl.where(part >= 0, tree, past - tiles * BLOCK_N)
+            inside = column < limit
+            slot = start + tl.where(part >= 0, past, tiles * BLOCK_N) + column
+            k = tl.load(
+                k_tile + slot[None, :] * stride_kp, mask=(d < D)[:, None] & inside[None, :], other=0.0
+            )
+            v = tl.load(
+                v_tile + slot[:, None] * stride_vp, mask=inside[:, None] & (dv < DV)[None, :], other=0.0
+            )
+            if CAUSAL:
+                sees = (column[None, :] <= (tree - rows + row)[:, None]) | ~in_tree[None, :]
+            else:
+                # BLOCK_N divides 64: a tile lies within one word.
+                word = tl.load(
+                    WORDS + at * W + part * BLOCK_N // 64, mask=real & in_tree, other=-1
+                )
+                bit = ((part * BLOCK_N) % 64 + n).to(tl.int64)
+                sees = ((word[:, None] >> bit[None, :]) & 1) != 0
+            visible = sees & inside[None, :]
+            if WINDOW:
+                key_position = tl.load(REGION + region + column, mask=inside & in_tree, other=0).to(tl.int32)
+                key_position = tl.where(in_tree, key_position, tiles * BLOCK_N + column)
+                visible = visible & (position[:, None] - key_position[None, :] < window)
+            s = _scores(q, k, visible, scale, softcap, SOFTCAP, UPCAST)
+            m, l, acc = _accumulate(s, v, m, l, acc, UPCAST)
+
+    if SPLITS == 1:
+        if SINK:
+            sink = tl.load(SINKS + q_head, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
+            new = tl.maximum(m, sink)
+            acc = acc * tl.exp2(m - new)[:, None]
+            l = l * tl.exp2(m - new) + tl.exp2(sink - new)
+        out = acc / tl.where(l == 0, 1.0, l)[:, None]
+        where = OUT + at[:, None] * stride_ot + q_head[:, None] * stride_oh + dv[None, :]
+        tl.store(where, out.to(OUT.dtype.element_ty), mask=real[:, None] & (dv < DV)[None, :])
+    else:
+        out = acc / tl.where(l == 0, 1.0, l)[:, None]
+        lse = tl.where(l > 0, m + tl.log2(tl.where(l > 0, l, 1.0)), -float("inf"))
+        base = (at * tl.num_programs(1) * G + q_head) * SPLITS + split
+        tl.store(PART + base[:, None] * DV + dv[None, :], out, mask=real[:, None] & (dv < DV)[None, :])
+        tl.store(PART_LSE + base, lse, mask=real)
+
+
+@triton.jit
+def combine(
+    PART,
+    PART_LSE,
+    OUT,
+    SINKS,
+    stride_ot,
+    stride_oh,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SINK: tl.constexpr,
+):
+    """Puts the splits of one row and head together, in their order: splits that hold nothing change no bit."""
+    t = tl.program_id(0)
+    h = tl.program_id(1)
+    base = (t.to(tl.int64) * tl.num_programs(1) + h) * SPLITS
+    dv = tl.arange(0, BLOCK_DV)
+    m = tl.full([1], -float("inf"), tl.float32)
+    for split in range(SPLITS):
+        m = tl.maximum(m, tl.load(PART_LSE + base + split))
+    if SINK:
+        m = tl.maximum(m, tl.load(SINKS + h).to(tl.float32) * 1.4426950408889634)
+    safe = tl.where(m == -float("inf"), 0.0, m)
+    total = tl.zeros([1], tl.float32)
+    out = tl.zeros([BLOCK_DV], tl.float32)
+    for split in range(SPLITS):
+        weight = tl.exp2(tl.load(PART_LSE + base + split) - safe)
+        total += weight
+        out += weight * tl.load(PART + (base + split) * DV + dv, mask=dv < DV, other=0.0)
+    if SINK:
+        total += tl.exp2(tl.load(SINKS + h).to(tl.float32) * 1.4426950408889634 - safe)
+    out = out / tl.where(total == 0, 1.0, total)
+    tl.store(OUT + t.to(tl.int64) * stride_ot + h * stride_oh + dv, out.to(OUT.dtype.element_ty), mask=dv < DV)
+
+
+class Launch(NamedTuple):
+    """How a problem is cut.
+
+    Args:
+        block_q: rows of a tile.
+        block_m: rows times heads of a tile, a power of two.
+        block_n: keys of a tile, a divisor of 64.
+        splits: parts of the prefix.
+        split_tiles: tiles of a split, 0 if they are shared out evenly.
+        warps: of a program.
+        stages: of the loop over the prefix.
+    """
+
+    block_q: int
+    block_m: int
+    block_n: int
+    splits: int
+    split_tiles: int
+    warps: int
+    stages: int
+
+
+def choose(
+    rows: int,
+    group: int,
+    tiles: int,
+    longest: int,
+    processors: int,
+    key_bytes: int,
+    split_size: int = 0,
+    hip: bool = False,
+) -> Launch:
+    """The launch for a batch.
+
+    Args:
+        rows: most rows of a sample.
+        group: query heads per key head.
+        tiles: number of (sample, key head) pairs.
+        longest: longest prefix.
+        processors: of the device.
+        key_bytes: of one key and its value, sizes rounded up to powers of two.
+        split_size: keys of a split, a multiple of 64, for results that do not depend on what shares the batch; 0 lets
+            the number of splits follow the work.
+        hip: for an AMD GPU.
+
+    Prefixes are split only if the tiles alone leave processors idle, and into no more parts than make the traffic of
+    partial results, ``2 n G S / L`` of that of the keys, worth the time that busy processors save.
+    """
+    block_n = min(64, max(16, 1 << (32768 // key_bytes).bit_length() - 1))  # a stage of the loop takes 32 KB of shared memory at most
+    most = 128 if key_bytes <= 512 else 64  # rows of wider heads do not fit into registers
+    # Rows of a split size get the same tile in every batch: other tiles may round otherwise.
+    wanted = 64 if split_size else 1 << (rows * group - 1).bit_length()
+    block_m = max(16, min(most, wanted), 1 << (group - 1).bit_length())
+    warps = 4 if block_m <= 32 else 8
+    stages = 1 if hip else 3 if block_m <= 32 else 2
+    block_q = block_m // group
+    if split_size:
+        splits = max(1, -(-longest // split_size))
+        return Launch(block_q, block_m, block_n, 1 << (splits - 1).bit_length(), split_size // block_n, warps, stages)
+    busy = tiles * -(-rows // block_q)
+    splits = 1
+    if longest > _NEVER_SPLIT and busy < 0.8 * processors:
+        bound = min(processors / busy, math.sqrt(longest * processors / (2 * rows * group * busy)), 16)
+        splits = 1 << max(0, int(math.log2(max(1.0, bound))))
+    return Launch(block_q, block_m, block_n, splits, 0, warps, stages)
+
+
+def launch(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    layout: Tensor,
+    region: Tensor,
+    positions: Tensor,
+    words: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+    most_rows: int,
+    longest: int,
+    split_size: int,
+) -> Tensor:
+    """See :func:`arbordraft.kernels.ragged_tree_attention.operator.tree_attention`."""
+    rows, heads, dim = query.shape
+    kv_heads, value_dim = keys.shape[1], values.shape[2]
+    samples = layout.shape[1] - 1
+    out = query.new_empty(rows, heads, value_dim)
+    if rows == 0:
+        return out
+    group, device = heads // kv_heads, query.device
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+    blocks = [max(16, triton.next_power_of_2(size)) for size in (dim, value_dim)]
+    key_bytes = sum(blocks) * query.element_size()
+    hip = torch.version.hip is not None
+    how = choose(most_rows, group, samples * kv_heads, longest, processors, key_bytes, split_size, hip)
+    parts = how.splits if how.splits > 1 else 0
+    partial = query.new_empty((rows, heads, parts, value_dim), dtype=torch.float32)
+    lse = query.new_empty((rows, heads, parts), dtype=torch.float32)
+    shape = {
+        "DV": value_dim,
+        "BLOCK_DV": blocks[1],
+        "SPLITS": how.splits,
+        "SINK": sinks is not None,
+    }
+    attend[(rows // how.block_q + samples, kv_heads, how.splits)](
+        query,
+        keys,
+        values,
+        out,
+        partial,
+        lse,
+        sinks if sinks is not None else lse,
+        layout,
+        region,
+        positions,
+        words if words is not None else positions,
+        scale,
+        softcap or 1.0,
+        window,
+        samples,
+        how.split_tiles,
+        query.stride(0),
+        query.stride(1),
+        keys.stride(0),
+        keys.stride(1),
+        values.stride(0),
+        values.stride(1),
+        out.stride(0),
+        out.stride(1),
+        G=group,
+        D=dim,
+        BLOCK_D=blocks[0],
+        BLOCK_Q=how.block_q,
+        BLOCK_M=how.block_m,
+        BLOCK_N=how.block_n,
+        W=1 if words is None else words.shape[1],
+        SEARCH=samples.bit_length(),
+        CAUSAL=words is None,
+        WINDOW=window > 0,
+        SOFTCAP=softcap > 0,
+        UPCAST=query.dtype == torch.bfloat16 and device.type == "cpu",
+        num_warps=how.warps,
+        num_stages=how.stages,
+        enable_fp_fusion=True,
+        **shape,
+    )
+    if how.splits > 1:
+        combine[(rows, heads)](
+            partial, lse, out, sinks if sinks is not None else lse, out.stride(0), out.stride(1), num_warps=1, **shape
+        )
+    return out
+
+
+__all__ = ["Launch", "attend", "choose", "combine", "launch"]

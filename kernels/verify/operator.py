@@ -1,0 +1,155 @@
+"""Passes over rows of scores as operators of torch, each with a plain implementation beside the Triton one.
+
+Shapes: R rows, N nodes, D draft rows, V vocabulary, C chunks of a row, K special tokens of a node.
+"""
+
+import torch
+from torch import Tensor
+
+from arbordraft.kernels.choice import interpreted
+
+CHUNK = 4096  # tokens of a chunk
+
+
+def _chunks(x: Tensor, fill: float) -> Tensor:
+    """``[..., V]`` as ``[..., C, CHUNK]``."""
+    size = x.shape[-1]
+    padded = torch.nn.functional.pad(x, (0, -size % CHUNK), value=fill)
+    return padded.unflatten(-1, (-1, CHUNK))
+
+
+@torch.library.custom_op("arbordraft::row_stats", mutates_args=())
+def row_stats(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What one pass over ``[R, V]`` scores finds, chunk by chunk.
+
+    Returns:
+        ``[R, C]`` highest scores, NaN where a chunk holds one; ``[R, C]`` int64, the first place of each; ``[R, C]`` sums
+        of ``exp(score - highest)``. Float32, except for the places.
+    """
+    if scores.is_cuda or interpreted():
+        from arbordraft.kernels.verify.triton import launch_row_stats
+
+        return launch_row_stats(scores)
+    parts = _chunks(scores.float(), -torch.inf)
+    highest, place = parts.max(dim=-1)
+    first = torch.arange(parts.shape[-2], device=scores.device) * CHUNK
+    below = highest.masked_fill(highest == -torch.inf, 0)
+    return highest, place + first, (parts - below[..., None]).exp().sum(dim=-1)
+
+
+@torch.library.custom_op("arbordraft::left_mass", mutates_args=())
+def left_mass(
+    scores: Tensor,
+    lse: Tensor,
+    draft: Tensor,
+    row: Tensor,
+    draft_row: Tensor,
+    weight: Tensor,
+    taken: Tensor,
+    special: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Sums over chunks of ``R(x) = max(w p(x) - t q(x), 0)`` and of q(x), without the special tokens of a node.
+
+    Args:
+        scores: ``[R, V]``.
+        lse: ``[R]`` float32, the logarithm of the sum of their exponentials.
+        draft: ``[D, V]`` probabilities.
+        row: ``[N]`` int64 row of scores of every node.
+        draft_row: ``[N]`` int64 row it drew from, -1 for none: q is 0 then.
+        weight: ``[N]`` float32, w.
+        taken: ``[N]`` float32, t.
+        special: ``[N, K]`` int64 tokens to leave out, -1 for none.
+
+    Returns:
+        ``[N, C]`` and ``[N, C]`` float32.
+    """
+    if scores.is_cuda or interpreted():
+        from arbordraft.kernels.verify.triton import launch_left_mass
+
+        return launch_left_mass(scores, lse, draft, row, draft_row, weight, taken, special)
+    left, drawn = _left(scores, lse, draft, row, draft_row, weight, taken, special)
+    return _chunks(left, 0).sum(dim=-1), _chunks(drawn, 0).sum(dim=-1)
+
+
+@torch.library.custom_op("arbordraft::left_pick", mutates_args=())
+def left_pick(
+    scores: Tensor,
+    lse: Tensor,
+    draft: Tensor,
+    row: Tensor,
+    draft_row: Tensor,
+    weight: Tensor,
+    taken: Tensor,
+    special: Tensor,
+    chunk: Tensor,
+    level: Tensor,
+) -> Tensor:
+    """The token of a chunk at which the running sum of R exceeds a level; the last possible one if none does.
+
+    Args:
+        scores: as for :func:`left_mass`, and so are the others up to ``special``.
+        lse: as above.
+        draft: as above.
+        row: as above.
+        draft_row: as above.
+        weight: as above.
+        taken: as above.
+        special: as above.
+        chunk: ``[N]`` int64.
+        level: ``[N]`` float32.
+
+    Returns:
+        ``[N]`` int64 tokens, -1 where R is 0 all over the chunk.
+    """
+    if scores.is_cuda or interpreted():
+        from arbordraft.kernels.verify.triton import launch_left_pick
+
+        return launch_left_pick(scores, lse, draft, row, draft_row, weight, taken, special, chunk, level)
+    left, _ = _left(scores, lse, draft, row, draft_row, weight, taken, special)
+    part = _chunks(left, 0)[torch.arange(len(row)), chunk]
+    reached = (part.cumsum(dim=-1) > level[:, None]) & (part > 0)
+    place = torch.arange(CHUNK, device=scores.device)
+    first = torch.where(reached, place, CHUNK).amin(dim=-1)
+    last = torch.where(part > 0, place, -1).amax(dim=-1)
+    found = torch.where(first == CHUNK, last, first)
+    return torch.where(found < 0, found, found + chunk * CHUNK)
+
+
+def _left(
+    scores: Tensor,
+    lse: Tensor,
+    draft: Tensor,
+    row: Tensor,
+    draft_row: Tensor,
+    weight: Tensor,
+    taken: Tensor,
+    special: Tensor,
+) -> tuple[Tensor, Tensor]:
+    p = (scores[row].float() - lse[row][:, None]).exp() * weight[:, None]
+    q = draft[draft_row.clamp(min=0)].float() if len(draft) else torch.zeros_like(p)
+    q = q * (draft_row >= 0)[:, None]
+    ordinary = torch.ones_like(p, dtype=torch.bool)
+    known = special >= 0
+    ordinary[known.nonzero()[:, 0], special[known]] = False
+    return (p - taken[:, None] * q).clamp(min=0) * ordinary, q * ordinary
+
+
+@row_stats.register_fake
+def _(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    shape = (scores.shape[0], -(-scores.shape[1] // CHUNK))
+    floats = [scores.new_empty(shape, dtype=torch.float32) for _ in range(2)]
+    return floats[0], scores.new_empty(shape, dtype=torch.int64), floats[1]
+
+
+@left_mass.register_fake
+def _(scores: Tensor, lse: Tensor, draft: Tensor, row: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    shape = (row.shape[0], -(-scores.shape[1] // CHUNK))
+    return scores.new_empty(shape, dtype=torch.float32), scores.new_empty(shape, dtype=torch.float32)
+
+
+@left_pick.register_fake
+def _(scores: Tensor, lse: Tensor, draft: Tensor, row: Tensor, *_: object) -> Tensor:
+    return scores.new_empty(row.shape[0], dtype=torch.int64)
+
+
+__all__ = ["CHUNK", "left_mass", "left_pick", "row_stats"]

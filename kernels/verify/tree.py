@@ -1,0 +1,261 @@
+"""Recursive rejection for all trees of a batch at once, from scores: what the device can do without asking the host.
+
+A node's children are tried in turn, each against what the ones before it left. Written without normalising,
+
+    R_0 = w p,   M_0 = 1,   R_i(x) = max(R_{i-1}(x) - M_{i-1} q_i(x), 0),   M_i = sum R_i + (1 - w),
+
+and child i is accepted with probability min(1, R_{i-1}(x_i) / (M_{i-1} q_i(x_i))). Its proposal q_i is q / c_i on the
+tokens that can still be drawn, c_i their mass, so that
+
+    R_i(x) = max(w p(x) - t_i q(x), 0),   t_i = t_{i-1} + M_{i-1} / c_i:
+
+one number per node stands for the whole row. Tokens that cannot be drawn any more, tops and those drawn without
+replacement, keep the R of their own turn; they are *special*, and there are at most as many as children. So k draws take
+k passes over the rows of all nodes together. The rest is arithmetic on as many numbers as there are children.
+
+``Lifted`` needs no walk either: a node's weight follows from its parent's law, whatever the noise, and so does the
+chance to end there; the first node in post-order that its uniform lets end is the end of the path.
+
+Shapes: T rows, D draft rows, V vocabulary, N inner nodes, K children, B samples.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from arbordraft.kernels.verify.operator import left_mass, left_pick, row_stats
+
+
+@dataclass(frozen=True)
+class PackedTree:
+    """The trees of a batch, as tables. Nodes are rows: those of all samples, one sample after another.
+
+    Args:
+        roots: ``[B]`` int64 rows of the roots.
+        inner: ``[N]`` int64 rows of the nodes with children, the higher levels first.
+        levels: how many of them are at each depth.
+        draft_row: ``[N]`` int64 draft row that a node's children were drawn from, -1 for none.
+        children: ``[N, K]`` int64 rows of the children in the order of their verification, -1 behind the last.
+        tokens: ``[N, K]`` int64 their tokens.
+        certain: ``[N, K]`` bool: which were not drawn at random.
+        parent: ``[N]`` int64 index of the parent among the inner nodes, and
+        place: ``[N]`` int64 which of its children the node is; both -1 for roots.
+        order: ``[T]`` int64 place of a row in the post-order of its sample.
+        sample: ``[T]`` int64.
+        replacement: whether draws may repeat a token.
+    """
+
+    roots: Tensor
+    inner: Tensor
+    levels: Sequence[int]
+    draft_row: Tensor
+    children: Tensor
+    tokens: Tensor
+    certain: Tensor
+    parent: Tensor
+    place: Tensor
+    order: Tensor
+    sample: Tensor
+    replacement: bool
+
+
+class _Laws(NamedTuple):
+    """What becomes of the children of some inner nodes, in float64.
+
+    Args:
+        taken: ``[N]`` t behind the last child.
+        accept: ``[N, K]`` chance to go on with a child.
+        stop: ``[N]`` chance to end at the node.
+        mass: ``[N, C]`` of what may be emitted there, by chunk.
+    """
+
+    taken: Tensor
+    accept: Tensor
+    stop: Tensor
+    mass: Tensor
+
+    @property
+    def before(self) -> Tensor:
+        """``[N, K]`` chance that a child's turn comes."""
+        return 1 - (self.accept.cumsum(dim=1) - self.accept)
+
+
+def verify_tree(
+    scores: Tensor, draft: Tensor, tree: PackedTree, accept: Tensor, final: Tensor, *, lifted: bool
+) -> tuple[Tensor, Tensor]:
+    """Where the paths of all samples end, and the tokens that follow.
+
+    Args:
+        scores: ``[T, V]`` target scores, processed.
+        draft: ``[D, V]`` draft probabilities.
+        tree: the trees.
+        accept: ``[T]`` uniforms that decide about nodes.
+        final: ``[T]`` uniforms that draw tokens behind nodes.
+        lifted: judge a path by its end before its beginning.
+
+    Returns:
+        ``[B]`` int64 rows of the last accepted nodes and ``[B]`` int64 tokens.
+    """
+    lse = log_sum_exp(scores)
+    count, device = len(tree.inner), scores.device
+    weight = torch.ones(count, dtype=torch.float64, device=device)
+    laws: list[_Laws] = []
+    begin = 0
+    for size in tree.levels if lifted else [count]:
+        nodes = slice(begin, begin + size)
+        if lifted and begin:
+            above, place = tree.parent[nodes], tree.place[nodes]
+            known = _joined(laws)
+            weight[nodes] = _share(known.accept, known.before)[above, place]
+        laws.append(_laws(scores, lse, draft, tree, nodes, weight[nodes]))
+        begin += size
+    law = _joined(laws)
+    end = (_last_lifted if lifted else _last_top_down)(tree, law, weight, accept)
+    return end, _emitted(scores, lse, draft, tree, law, weight, end, final[end])
+
+
+def log_sum_exp(scores: Tensor) -> Tensor:
+    """``[R]`` float32 of ``[R, V]`` scores."""
+    highest, _, mass = row_stats(scores)
+    return (highest + mass.log()).logsumexp(dim=-1)
+
+
+def _laws(scores: Tensor, lse: Tensor, draft: Tensor, tree: PackedTree, nodes: slice, weight: Tensor) -> _Laws:
+    row, draft_row, tokens = tree.inner[nodes], tree.draft_row[nodes], tree.tokens[nodes]
+    real = tree.children[nodes] >= 0
+    certain = (tree.certain[nodes] | (draft_row < 0)[:, None]) & real
+    place = tokens.clamp(min=0)
+    p = (scores[row[:, None], place].double() - lse[row][:, None].double()).exp() * weight[:, None]
+    q = draft[draft_row.clamp(min=0)[:, None], place].double() if len(draft) else torch.zeros_like(p)
+
+    def sums(taken: Tensor, special: Tensor) -> tuple[Tensor, Tensor]:
+        return left_mass(scores, lse, draft, row, draft_row, weight.float(), taken.float(), special)
+
+    taken, null = torch.zeros_like(weight), 1 - weight
+    mass, left = torch.ones_like(weight), torch.ones_like(weight)
+    frozen = torch.where(certain, p, 0.0)  # R of special tokens
+    special = torch.where(certain, tokens, -1)
+    accept = torch.zeros_like(p)
+    chunks, drawable = sums(taken, special)
+    for child in range(tokens.shape[1]):
+        sure, here = certain[:, child], real[:, child]
+        proposed = torch.where(sure, 1.0, q[:, child] / _positive(drawable.double().sum(dim=-1)))
+        held = torch.where(sure, frozen[:, child], (p[:, child] - taken * q[:, child]).clamp(min=0))
+        ratio = torch.where(here & (mass > 0), (held / _positive(mass * proposed)).clamp(max=1), 0.0)
+        accept[:, child] = left * ratio
+        left = left * (1 - ratio)
+        # Rejected: a certain token holds nothing any more, and a drawn one has taken its proposal from all.
+        drawn = here & ~sure
+        taken = torch.where(drawn, taken + mass / _positive(drawable.double().sum(dim=-1)), taken)
+        kept = torch.where(drawn, (p[:, child] - taken * q[:, child]).clamp(min=0), 0.0)
+        if not tree.replacement:
+            frozen[:, child] = kept
+            special[:, child] = torch.where(drawn, tokens[:, child], special[:, child])
+        else:
+            frozen[:, child] = torch.where(sure, 0.0, frozen[:, child])
+        chunks, drawable = sums(taken, special)
+        mass = torch.where(left > 0, chunks.double().sum(dim=-1) + frozen.sum(dim=-1) + null, 0.0)
+    if tree.replacement:  # tokens that were drafted are gone on with rather than emitted
+        first = (tokens[:, :, None] == tokens[:, None, :]).int().argmax(dim=2) == torch.arange(
+            tokens.shape[1], device=tokens.device
+        )
+        held = (p - taken[:, None] * q).clamp(min=0)
+        frozen = torch.where(real & ~certain & first, held, frozen)
+        special = torch.where(real, tokens, -1)
+        chunks, _ = sums(taken, special)
+    scale = left / _positive(mass)
+    return _Laws(taken, accept + scale[:, None] * frozen, scale * chunks.double().sum(dim=-1), chunks.double())
+
+
+def _joined(laws: Sequence[_Laws]) -> _Laws:
+    return _Laws(*(torch.cat(parts) for parts in zip(*laws, strict=True)))
+
+
+def _last_top_down(tree: PackedTree, law: _Laws, weight: Tensor, accept: Tensor) -> Tensor:
+    real = tree.children >= 0
+    taken = (accept[tree.children.clamp(min=0)] < _share(law.accept, law.before)) & real
+    first = taken.int().argmax(dim=1)
+    chosen = torch.where(taken.any(dim=1), tree.children.gather(1, first[:, None])[:, 0], -1)
+    following = torch.full_like(tree.order, -1).index_copy_(0, tree.inner, chosen)
+    end = tree.roots
+    for _ in tree.levels:
+        end = torch.where(following[end] >= 0, following[end], end)
+    return end
+
+
+def _last_lifted(tree: PackedTree, law: _Laws, weight: Tensor, accept: Tensor) -> Tensor:
+    rows = len(tree.order)
+    # Leaves end where their weight says so, inner nodes with what their children have left.
+    chance, reached = accept.new_zeros(rows), torch.zeros(rows, dtype=torch.bool, device=accept.device)
+    reached[tree.roots] = True
+    share = _share(law.accept, law.before)
+    real = tree.children >= 0
+    chance[tree.children[real]] = share[real]
+    chance[tree.roots] = 1.0  # a root without children
+    rest = 1 - law.accept.sum(dim=1)
+    ending = torch.where(weight >= 1, 1.0, _share(law.stop, rest))
+    chance[tree.inner] = ending
+    begin = 0
+    for size in tree.levels:  # a node is visited if its parent is and its turn may come
+        nodes = slice(begin, begin + size)
+        inner, children = tree.inner[nodes], tree.children[nodes]
+        visited = reached[inner][:, None] & (law.accept[nodes] > 0) & (children >= 0)
+        reached[children[visited]] = True
+        begin += size
+    hit = reached & (accept < chance)
+    order = torch.where(hit, tree.order, rows)
+    best = torch.full_like(tree.roots, rows).scatter_reduce(0, tree.sample, order, "amin")
+    found = hit & (tree.order == best[tree.sample])
+    end = tree.roots.clone()
+    end[tree.sample[found]] = torch.arange(rows, device=end.device)[found]
+    return end
+
+
+def _emitted(
+    scores: Tensor,
+    lse: Tensor,
+    draft: Tensor,
+    tree: PackedTree,
+    law: _Laws,
+    weight: Tensor,
+    end: Tensor,
+    uniform: Tensor,
+) -> Tensor:
+    """Draws the token behind each end: at a leaf from the target's row, elsewhere from what the children left."""
+    index = torch.full_like(tree.order, -1).index_copy_(0, tree.inner, torch.arange(len(tree.inner)))
+    node = index[end]
+    inner = node >= 0
+    node = node.clamp(min=0)
+    # Nothing is left only by rounding, where stopping had probability 0.
+    inner = inner & (law.mass[node].sum(dim=-1) > 0)
+    none = torch.full_like(node, -1)
+    row_of = {
+        "draft_row": torch.where(inner, tree.draft_row[node], none),
+        "weight": torch.where(inner, weight[node], 1.0).float(),
+        "taken": torch.where(inner, law.taken[node], 0.0).float(),
+        "special": torch.where(inner[:, None], tree.tokens[node], -1),
+    }
+    arguments = (scores, lse, draft, end, *row_of.values())
+    mass = left_mass(*arguments)[0].double()
+    sums = mass.cumsum(dim=-1)
+    level = uniform * sums[:, -1]
+    chunk = (sums <= level[:, None]).sum(dim=-1)
+    last = torch.where(mass > 0, torch.arange(mass.shape[1], device=mass.device), -1).amax(dim=-1)
+    chunk = torch.minimum(chunk, last)
+    before = torch.where(chunk > 0, sums.gather(1, (chunk - 1).clamp(min=0)[:, None])[:, 0], 0.0)
+    return left_pick(*arguments, chunk, (level - before).float())
+
+
+def _positive(x: Tensor) -> Tensor:
+    return x.clamp(min=torch.finfo(x.dtype).tiny)
+
+
+def _share(part: Tensor, whole: Tensor) -> Tensor:
+    """``part / whole`` as a probability; where rounding has used the whole up, any part of it was certain."""
+    return torch.where(whole <= part, (part > 0).to(part.dtype), part / _positive(whole))
+
+
+__all__ = ["PackedTree", "log_sum_exp", "verify_tree"]

@@ -1,0 +1,136 @@
+"""Passes over rows of scores in Triton: no row of probabilities is ever written.
+
+A row of probabilities is one number beside its scores l: p(x) = exp(l(x) - lse). What recursive rejection needs of a
+node is the mass, and in the end a draw, of
+
+    R(x) = max(w p(x) - t q(x), 0)
+
+for scalars w and t; see :mod:`arbordraft.kernels.verify.tree` for why. Rows are read in chunks, one program each, whose
+sums are added up outside.
+
+Shapes: R rows, N nodes, D draft rows, V vocabulary, C chunks of a row, K special tokens of a node.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from arbordraft.kernels.verify.operator import CHUNK
+_NOWHERE: tl.constexpr = tl.constexpr(2147483647)
+
+
+@triton.jit
+def row_stats(SCORES, HIGHEST, PLACE, MASS, stride_s, vocabulary, CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
+    """Highest score of one chunk of one row, its first place, and the sum of exponentials below it."""
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    at = chunk * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(SCORES + row * stride_s + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
+    bad = tl.max((x != x).to(tl.int32), 0)
+    highest = tl.max(tl.where(x != x, -float("inf"), x), 0)
+    # The first of several equal ones: no reduction promises which place it returns.
+    place = tl.min(tl.where((at < vocabulary) & (x == highest), at, _NOWHERE), 0)
+    below = tl.where(highest == -float("inf"), 0.0, highest)
+    tl.store(HIGHEST + row * CHUNKS + chunk, tl.where(bad > 0, float("nan"), highest))
+    tl.store(PLACE + row * CHUNKS + chunk, place)
+    tl.store(MASS + row * CHUNKS + chunk, tl.sum(tl.exp(x - below), 0))
+
+
+@triton.jit
+def _left(
+    SCORES, LSE, DRAFT, ROW, DRAFT_ROW, WEIGHT, TAKEN, SPECIAL, node, at, vocabulary, stride_s, stride_d,
+    K: tl.constexpr,
+):  # fmt: skip
+    """R and q of the tokens ``at``, 0 for special ones."""
+    inside = at < vocabulary
+    row = tl.load(ROW + node)
+    x = tl.load(SCORES + row * stride_s + at, mask=inside, other=-float("inf")).to(tl.float32)
+    p = tl.exp(x - tl.load(LSE + row)) * tl.load(WEIGHT + node)
+    draft_row = tl.load(DRAFT_ROW + node)
+    drawn = inside & ((draft_row + tl.zeros([1], tl.int64)) >= 0)
+    q = tl.load(DRAFT + draft_row * stride_d + at, mask=drawn, other=0.0).to(tl.float32)
+    ordinary = inside
+    for index in tl.static_range(K):
+        ordinary = ordinary & (at != tl.load(SPECIAL + node * K + index))
+    left = tl.maximum(p - tl.load(TAKEN + node) * q, 0.0)
+    return tl.where(ordinary, left, 0.0), tl.where(ordinary, q, 0.0)
+
+
+@triton.jit
+def left_mass(
+    SCORES, LSE, DRAFT, ROW, DRAFT_ROW, WEIGHT, TAKEN, SPECIAL, LEFT, DRAWN, vocabulary, stride_s, stride_d,
+    K: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sums of R and of q over one chunk, of one node."""
+    node = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    at = chunk * BLOCK + tl.arange(0, BLOCK)
+    left, drawn = _left(
+        SCORES, LSE, DRAFT, ROW, DRAFT_ROW, WEIGHT, TAKEN, SPECIAL, node, at, vocabulary, stride_s, stride_d, K
+    )  # fmt: skip
+    tl.store(LEFT + node * CHUNKS + chunk, tl.sum(left, 0))
+    tl.store(DRAWN + node * CHUNKS + chunk, tl.sum(drawn, 0))
+
+
+@triton.jit
+def left_pick(
+    SCORES, LSE, DRAFT, ROW, DRAFT_ROW, WEIGHT, TAKEN, SPECIAL, WHERE, LEVEL, TOKEN, vocabulary, stride_s, stride_d,
+    K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The token of one chunk at which the running sum of R exceeds a level; the last possible one if none does."""
+    node = tl.program_id(0).to(tl.int64)
+    at = tl.load(WHERE + node) * BLOCK + tl.arange(0, BLOCK)
+    left, _ = _left(
+        SCORES, LSE, DRAFT, ROW, DRAFT_ROW, WEIGHT, TAKEN, SPECIAL, node, at, vocabulary, stride_s, stride_d, K
+    )  # fmt: skip
+    reached = tl.cumsum(left, 0) > tl.load(LEVEL + node)
+    first = tl.min(tl.where(reached & (left > 0), at, _NOWHERE), 0)
+    last = tl.max(tl.where(left > 0, at, -1), 0)
+    tl.store(TOKEN + node, tl.where(first == _NOWHERE, last, first))
+
+
+def launch_row_stats(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """See :func:`arbordraft.kernels.verify.operator.row_stats`."""
+    rows, vocabulary = scores.shape
+    chunks = triton.cdiv(vocabulary, CHUNK)
+    highest, mass = (scores.new_empty((rows, chunks), dtype=torch.float32) for _ in range(2))
+    place = scores.new_empty((rows, chunks), dtype=torch.int64)
+    if rows:
+        row_stats[(rows, chunks)](
+            scores, highest, place, mass, scores.stride(0), vocabulary, CHUNKS=chunks, BLOCK=CHUNK, num_warps=8
+        )
+    return highest, place, mass
+
+
+def launch_left_mass(
+    scores: Tensor, lse: Tensor, draft: Tensor, row: Tensor, draft_row: Tensor, weight: Tensor, taken: Tensor,
+    special: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """See :func:`arbordraft.kernels.verify.operator.left_mass`."""
+    nodes, vocabulary = len(row), scores.shape[1]
+    chunks = triton.cdiv(vocabulary, CHUNK)
+    left, drawn = (scores.new_empty((nodes, chunks), dtype=torch.float32) for _ in range(2))
+    if nodes:
+        left_mass[(nodes, chunks)](
+            scores, lse, draft, row, draft_row, weight, taken, special, left, drawn, vocabulary, scores.stride(0),
+            draft.stride(0), K=special.shape[1], CHUNKS=chunks, BLOCK=CHUNK, num_warps=8,
+        )  # fmt: skip
+    return left, drawn
+
+
+def launch_left_pick(
+    scores: Tensor, lse: Tensor, draft: Tensor, row: Tensor, draft_row: Tensor, weight: Tensor, taken: Tensor,
+    special: Tensor, chunk: Tensor, level: Tensor,
+) -> Tensor:  # fmt: skip
+    """See :func:`arbordraft.kernels.verify.operator.left_pick`."""
+    token = scores.new_empty(len(row), dtype=torch.int64)
+    if len(row):
+        left_pick[(len(row),)](
+            scores, lse, draft, row, draft_row, weight, taken, special, chunk, level, token, scores.shape[1],
+            scores.stride(0), draft.stride(0), K=special.shape[1], BLOCK=CHUNK, num_warps=8,
+        )  # fmt: skip
+    return token
+
+
+__all__ = ["CHUNK", "launch_left_mass", "launch_left_pick", "launch_row_stats", "left_mass", "left_pick", "row_stats"]

@@ -1,0 +1,138 @@
+"""Compiles Triton kernels for GPUs that are not here, and reads what they need off the binaries."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from arbordraft.kernels.kv_cache import triton as kv_cache
+from arbordraft.kernels.ragged_tree_attention import triton as attention
+
+GOLDEN = Path(__file__).parent / "golden" / "triton.json"
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+SHARED = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}  # bytes a program may have
+POINTERS = {
+    "PART": "*fp32",
+    "PART_LSE": "*fp32",
+    "SINKS": "*fp32",
+    **dict.fromkeys(("LAYOUT", "REGION", "POSITIONS", "WORDS"), "*i64"),
+    **dict.fromkeys(("SLOTS", "POOLS", "SIZES", "SOURCE", "DESTINATION", "FIRST"), "*i64"),
+}
+BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+def compiled(kernel, target, dtype, constants, *, warps, stages=2):
+    """A kernel for a target, with the alignments that real calls have.
+
+    Args:
+        kernel: the jitted function.
+        target: a key of ``TARGETS``.
+        dtype: of the pointers that are not known by name.
+        constants: its compile-time constants; all other arguments whose name is in lower case are numbers.
+        warps: of a program.
+        stages: of its loops.
+    """
+    signature = {
+        name: "constexpr"
+        if name in constants
+        else POINTERS.get(name, f"*{dtype}")
+        if name.isupper()
+        else "fp32"
+        if name in ("scale", "softcap")
+        else "i32"
+        for name in kernel.arg_names
+    }
+    aligned = [
+        (index,)
+        for index, (name, kind) in enumerate(signature.items())
+        if kind.startswith("*") or name.startswith("stride")
+    ]
+    source = ASTSource(kernel, signature, constants, dict.fromkeys(aligned, [["tt.divisibility", 16]]))
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+    return triton.compile(source, target=TARGETS[target], options=options)
+
+
+def resources(binary, target):
+    """Registers of a thread, bytes spilled, shared memory, matrix instructions, and whether loads are 16 bytes wide."""
+    if target == "gfx942":
+        text = binary.asm["amdgcn"]
+        registers, spilled = (
+            int(re.search(rf"\.{name}:\s*(\d+)", text)[1]) for name in ("vgpr_count", "vgpr_spill_count")
+        )
+        wide, instructions = "dwordx4" in text, re.findall(r"v_mfma", text)
+    else:
+        text = binary.asm["ptx"]
+        usage = _cuobjdump(binary.asm["cubin"])
+        registers, spilled = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
+        wide = bool(re.search(r"ld\.global\S*\.v4\.b32|cp\.async\.cg\.\S* \[[^\]]*\], \[[^\]]*\], 0x10", text))
+        instructions = re.findall(r"wgmma\.mma|tcgen05\.mma|mma\.sync", text)
+    return {
+        "registers": registers,
+        "spilled": spilled,
+        "shared": binary.metadata.shared,
+        "matrix": sorted(set(instructions)),
+        "wide loads": wide,
+    }
+
+
+def _cuobjdump(cubin):
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+
+
+def attention_case(target, rows, size, dtype, group=4, causal=False, options=False):
+    how = attention.choose(
+        rows, group, 8, 4096, 132, key_bytes=2 * size * BYTES[dtype], hip=target == "gfx942"
+    )
+    constants = {
+        **{"G": group, "D": size, "DV": size, "BLOCK_D": size, "BLOCK_DV": size, "W": 1, "SEARCH": 5},
+        **{"BLOCK_Q": how.block_q, "BLOCK_M": how.block_m, "BLOCK_N": how.block_n, "SPLITS": how.splits},
+        **{"CAUSAL": causal, "WINDOW": options, "SOFTCAP": options, "SINK": options, "UPCAST": False},
+    }
+    name = f"attend {dtype} heads of {size}, {how.block_m} rows x {how.block_n} keys, {how.splits} splits"
+    name += ", causal" * causal + ", all options" * options
+    return name, (attention.attend, target, dtype, constants), {"warps": how.warps, "stages": how.stages}
+
+
+def cases(target):
+    """All kernels that are launched, in the configurations that :func:`choose` gives."""
+    for size in (64, 128):
+        for rows in (4, 8, 16, 64):
+            yield attention_case(target, rows, size, "bf16")
+    for dtype, size, rows in (("bf16", 256, 4), ("bf16", 256, 64), ("fp16", 128, 4), ("fp32", 128, 4), ("fp32", 64, 64)):
+        yield attention_case(target, rows, size, dtype)
+    for rows in (4, 64):
+        yield attention_case(target, rows, 128, "bf16", causal=True)
+        yield attention_case(target, rows, 128, "bf16", options=True)
+    shape = {"DV": 128, "BLOCK_DV": 128, "SPLITS": 8, "SINK": True}
+    yield "combine", (attention.combine, target, "bf16", shape), {"warps": 1}
+    sizes = {"KEY_SIZE": 1024, "VALUE_SIZE": 1024, "BLOCK": 256}
+    yield "append_rows", (kv_cache.append_rows, target, "bf16", sizes), {"warps": 4}
+    yield "compact_rows", (kv_cache.compact_rows, target, "bf16", {"BLOCK": 256}), {"warps": 4}
+
+
+def table(target):
+    """Resources of all kernels, by name."""
+    return {name: resources(compiled(*what, **how), target) for name, what, how in cases(target)}
+
+
+if __name__ == "__main__":
+    os.environ.pop("TRITON_INTERPRET", None)
+    found = {"triton": triton.__version__, **{target: table(target) for target in sys.argv[1:] or TARGETS}}
+    GOLDEN.parent.mkdir(exist_ok=True)
+    GOLDEN.write_text(json.dumps(found, indent=1) + "\n")

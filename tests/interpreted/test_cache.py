@@ -1,0 +1,65 @@
+"""The kernels of the KV cache in Triton's interpreter."""
+
+import pytest
+import torch
+from torch import library
+
+from arbordraft.kernels import choice
+from arbordraft.kernels.kv_cache import append, append_reference, compact
+from arbordraft.kernels.kv_cache.operator import kv_append, kv_compact
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def pools(dtype, rows=40):
+    return [torch.randn(rows, heads, size).to(dtype) for heads, size in ((2, 3), (2, 5), (3, 130))]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_append_writes_its_rows_only(dtype):
+    keys, values = (torch.full((9, 2, size), float("nan"), dtype=dtype) for size in (3, 130))
+    new = [torch.randn(3, 2, 3).to(dtype), torch.randn(2, 3, 130).to(dtype).transpose(0, 1)]
+    slots = torch.tensor([4, 1, 7])
+    expected = keys.clone(), values.clone()
+    append_reference(*expected, *new, slots)
+    with choice.use("triton"):
+        append(keys, values, *new, slots)
+    for found, wanted in zip((keys, values), expected, strict=True):
+        assert torch.equal(found[slots], wanted[slots])
+        assert found[[0, 2, 3, 5, 6, 8]].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_compact_moves_rows_over_each_other(dtype):
+    moves = [[(11, 10), (12, 11), (17, 12)], [], [(30, 28), (31, 29), (33, 30)]]
+    found, expected = pools(dtype), []
+    for pool in found:
+        wanted = pool.clone()
+        for sample in moves:
+            for source, destination in sample:
+                wanted[destination] = pool[source]
+        expected.append(wanted)
+    with choice.use("triton"):
+        compact(found, moves)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_nothing_to_do():
+    before = pools(torch.float32)
+    after = [pool.clone() for pool in before]
+    with choice.use("triton"):
+        compact(after, [[], []])
+        append(*after[:2], torch.randn(0, 2, 3), torch.randn(0, 2, 5), torch.zeros(0, dtype=torch.int64))
+    assert all(map(torch.equal, before, after))
+
+
+def test_the_operators_are_registered_properly_and_compile():
+    slots, first = torch.tensor([4, 1, 7]), torch.tensor([0, 2, 2, 3])
+    calls = [
+        (kv_append, (*pools(torch.float32)[:2], torch.randn(3, 2, 3), torch.randn(3, 2, 5), slots)),
+        (kv_compact, (pools(torch.float32), torch.tensor([5, 6, 9]), torch.tensor([4, 5, 8]), first)),
+    ]
+    for operator, arguments in calls:
+        library.opcheck(operator, arguments)
+        compiled = torch.compile(operator, fullgraph=True, backend="aot_eager")
+        compiled(*arguments)

@@ -1,0 +1,55 @@
+"""Whole decodes with every Triton kernel there is, token for token those of the reference."""
+
+import pytest
+from models import PROMPTS, left_padded, new_tokens, ragged
+
+from arbordraft import (
+    Coupling,
+    Fixed,
+    LanguageModelDrafter,
+    Lifted,
+    Matching,
+    NGramDrafter,
+    RaggedModel,
+    RecursiveRejection,
+    SpeculativeDecoder,
+    TopDown,
+    TopTail,
+    TreeTopology,
+)
+from arbordraft.kernels import choice
+
+GREEDY, DRAWN = Coupling(Fixed(2), TopDown(Matching())), Coupling(TopTail(1, 1), Lifted(RecursiveRejection()))
+
+
+@pytest.mark.parametrize("kind", ["greedy", "drawn", "lookup"])
+def test_the_same_tokens(kind):
+    target = ragged()
+    small = LanguageModelDrafter(RaggedModel(ragged(seed=3).model))
+    drafter = NGramDrafter(longest=2, shortest=1) if kind == "lookup" else small
+    decoder = SpeculativeDecoder(
+        target, drafter, TreeTopology.from_k_config((2, 1, 1)), DRAWN if kind == "drawn" else GREEDY
+    )
+    found = {}
+    for path in ("reference", "triton"):
+        choice.ran.clear()
+        with choice.use(path):
+            output = decoder.generate(
+                **left_padded(PROMPTS),
+                max_new_tokens=12,
+                do_sample=kind == "drawn",
+                seeds=list(range(len(PROMPTS))),
+                return_dict_in_generate=True,
+            )
+        found[path] = new_tokens(output.sequences, PROMPTS, output.stats.emitted)
+        # Every operator ran, and always on this path.
+        operators = {name.partition("/") for name in choice.ran}
+        assert {name for name, _, _ in operators} >= {"ragged_tree_attention", "kv_append", "kv_compact"}
+        assert {which for _, _, which in operators} == {"triton" if path == "triton" else "other"}
+    assert found["reference"] == found["triton"]
+
+
+def test_a_path_that_there_is_not_is_refused():
+    with pytest.raises(ValueError, match="no kernels called 'cuda'"), choice.use("cuda"):
+        pass
+

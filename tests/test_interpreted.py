@@ -1,0 +1,15 @@
+"""Runs the tests of the Triton kernels in a process of their own: the interpreter cannot be switched on later."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).parent / "interpreted"
+
+
+def test_triton_kernels_in_the_interpreter():
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", str(FOLDER)]
+    found = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout[-6000:] + found.stderr[-2000:]
+    assert "skipped" not in found.stdout

@@ -1,0 +1,45 @@
+"""Every Triton kernel is compiled for GPUs that are not here: nothing spills, everything fits.
+
+``python tests/ahead_of_time.py`` writes the golden table anew.
+"""
+
+import json
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="Triton is made for Linux only")
+from ahead_of_time import GOLDEN, SHARED, TARGETS, cases, compiled, resources, table  # noqa: E402
+
+REGISTERS = 65536  # of a processor
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_kernels_fit(target):
+    found = table(target)
+    golden = json.loads(GOLDEN.read_text())
+    if golden["triton"] == triton.__version__:
+        assert found == golden[target]
+    for name, needs in found.items():
+        assert needs["spilled"] == 0, name
+        assert needs["shared"] <= SHARED[target], name
+    warps = {name: how["warps"] for name, _, how in cases(target)}
+    for name, needs in found.items():
+        if not name.startswith("attend"):
+            continue
+        assert needs["matrix"], name
+        assert needs["wide loads"], name
+        if target == "sm_90" and warps[name] == 8 and "fp32" not in name:
+            assert needs["matrix"] == ["wgmma.mma"], name
+        if target == "sm_100" and warps[name] == 8 and "fp32" not in name:
+            assert needs["matrix"] == ["tcgen05.mma"], name
+        if target != "gfx942":
+            assert needs["registers"] * warps[name] * 32 <= REGISTERS, name
+
+
+def test_a_spill_would_be_seen():
+    """Negative control: twice as many rows of wide heads as there are registers for."""
+    _, (kernel, target, dtype, constants), how = next(
+        case for case in cases("sm_80") if "heads of 256, 64 rows" in case[0]
+    )
+    wide = constants | {"BLOCK_M": 256, "BLOCK_Q": 64}
+    assert resources(compiled(kernel, target, dtype, wide, **how | {"warps": 4}), target)["spilled"] > 0
