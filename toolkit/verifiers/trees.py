@@ -12,10 +12,12 @@ from collections.abc import Generator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from arbordraft.kernels import choice
 from arbordraft.laws import DraftLaw
-from arbordraft.sampling import Noise, draw
+from arbordraft.sampling import Noise, SoftmaxRows, draw
 from arbordraft.types import DraftTree, Rows, SampleTree, SampleVerdict, Verdict
-from arbordraft.verifiers.rules import Exactness, NodeLaw, Rule
+from arbordraft.verifiers.packed import verify_packed
+from arbordraft.verifiers.rules import Exactness, NodeLaw, RecursiveRejection, Rule, TopTailRule
 
 # Yields (node, probability) and is sent the answer; returns the last accepted node and [V] weights of the
 # next token.
@@ -26,6 +28,8 @@ class TreeVerifier(nn.Module):
     """Decides which path of a draft tree is committed and which token follows."""
 
     exactness = Exactness.EXACT
+    rejects_in_turn = False  # whether it is recursive rejection, which the device can do for all trees at once
+    lifted = False
 
     def supports(self, law: DraftLaw) -> bool:
         """Whether the verifier is valid for trees whose children were drawn by ``law``."""
@@ -46,6 +50,16 @@ class TreeVerifier(nn.Module):
         Raises:
             ValueError: if there are not exactly T target rows, or the rows cannot be probabilities.
         """
+        if self.rejects_in_turn and isinstance(target_probs, SoftmaxRows):
+            scores = target_probs.scores
+            if choice.wants_triton("verify_tree", scores):
+                found = verify_packed(tree, scores, noise, lifted=self.lifted)
+                return Verdict(
+                    tuple(
+                        None if sample is None or end is None else _verdict(sample, *end)
+                        for sample, end in zip(tree.samples, found, strict=True)
+                    )
+                )
         verdicts: list[SampleVerdict | None] = []
         for index, (sample, target) in enumerate(tree.split(target_probs)):
             if sample is None:
@@ -95,6 +109,7 @@ class TopDown(TreeVerifier):
         super().__init__()
         self.rule = rule
         self.exactness = rule.exactness
+        self.rejects_in_turn = isinstance(rule, (RecursiveRejection, TopTailRule))
 
     def supports(self, law: DraftLaw) -> bool:
         return self.rule.supports(law)
@@ -124,10 +139,13 @@ class Lifted(TreeVerifier):
     valid rule stays exact.
     """
 
+    lifted = True
+
     def __init__(self, rule: Rule) -> None:
         super().__init__()
         self.rule = rule
         self.exactness = rule.exactness
+        self.rejects_in_turn = isinstance(rule, (RecursiveRejection, TopTailRule))
 
     def supports(self, law: DraftLaw) -> bool:
         return self.rule.supports(law)

@@ -1,0 +1,92 @@
+"""Verification of all trees at once, from scores, against the walk that goes through one tree after the other."""
+
+import pytest
+import torch
+
+from arbordraft import IID, AdaptiveTopTail, Fixed, Lifted, RecursiveRejection, TopDown, TopTail, TreeTopology, WithoutReplacement
+from arbordraft.sampling import Noise, SoftmaxRows
+from arbordraft.types import DraftTree, SampleTree
+from arbordraft.verifiers.packed import verify_packed
+
+LAWS = {
+    "iid": IID(3),
+    "without replacement": WithoutReplacement(3),
+    "one top": TopTail(1, 2),
+    "two tops": TopTail(2, 1),
+    "adaptive": AdaptiveTopTail(3, 0.15),
+    "certain": Fixed(3),
+}
+SHAPES = [TreeTopology.k_ary(3, 2), TreeTopology.from_k_config((3, 2, 1)), TreeTopology.chain(3), TreeTopology.chain(0)]
+
+
+def grown(topology, law, vocabulary, generator, sharp, lost=()):
+    """A tree drafted from random rows; ``lost`` nodes and what is below them were given up."""
+    tokens, rows = {0: 1}, {}
+    for node in range(topology.num_nodes):
+        children = topology.child_list[node]
+        if node not in tokens or not children:
+            continue
+        row = (torch.randn(vocabulary, generator=generator) * sharp).softmax(dim=-1)
+        narrow = law.narrow(len(children))
+        drawn = narrow.draw(row, torch.rand(len(children), generator=generator, dtype=torch.float64).tolist())
+        kept = [(child, token) for child, token in zip(children, drawn, strict=False) if child not in lost]
+        if kept:
+            tokens |= kept
+            if not narrow.deterministic:
+                rows[node] = row
+    return SampleTree(topology, law, dict(sorted(tokens.items())), rows)
+
+
+@pytest.mark.parametrize("lifted", [False, True], ids=["top-down", "lifted"])
+@pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
+@pytest.mark.parametrize(("vocabulary", "turns"), [(7, 60), (9000, 12)])
+def test_the_same_verdicts(law, lifted, vocabulary, turns):
+    verifier = (Lifted if lifted else TopDown)(RecursiveRejection())
+    generator, lengths, recovered = torch.Generator().manual_seed(1), set(), set()
+    for turn in range(turns):
+        sharp = 1.0 if vocabulary < 100 else 4.0
+        trees = [grown(shape, law, vocabulary, generator, sharp) for shape in SHAPES]
+        trees.insert(1, None)
+        if law.k == 3:
+            trees.append(grown(SHAPES[0], law, vocabulary, generator, sharp, lost=(3, 9, 12)))
+        tree = DraftTree(tuple(trees))
+        scores = []
+        for sample, node, _ in tree.rows():
+            row = tree.samples[sample].draft_probs.get(node)
+            near = torch.randn(vocabulary, generator=generator) * sharp if row is None else row.log()
+            if row is None:  # what was chosen without a row had better be right now and then
+                drafted = tree.samples[sample]
+                near[[drafted.tokens[child] for child in drafted.children(node)]] += 2 * sharp
+            scores.append(near + 0.5 * torch.randn(vocabulary, generator=generator))
+        scores = torch.stack(scores)
+        nodes = max(shape.num_nodes for shape in SHAPES)
+        noise = Noise.draw([torch.Generator().manual_seed(100 * turn + i) for i in range(len(trees))], nodes)
+        expected = verifier(tree, SoftmaxRows(scores), noise).samples
+        found = verify_packed(tree, scores, noise, lifted=lifted)
+        for sample, (verdict, end) in enumerate(zip(expected, found, strict=True)):
+            if verdict is None:
+                assert end is None
+                continue
+            last = verdict.path[-1] if verdict.path else 0
+            assert end == (last, verdict.token), (turn, sample)
+            lengths.add(len(verdict.path))
+            recovered.add(verdict.recovered)
+    assert lengths >= {0, 1, 2}
+    assert recovered == {False, True}
+
+
+def test_banned_tokens_and_no_mass_left():
+    """Rows of the target that are certain: what was drafted right is taken, and nothing else is ever emitted."""
+    law, topology = TopTail(1, 1), TreeTopology.k_ary(2, 2)
+    generator = torch.Generator().manual_seed(0)
+    for turn in range(40):
+        tree = DraftTree((grown(topology, law, 6, generator, 1.0),))
+        count = len(tree.samples[0].tokens)
+        wanted = torch.randint(6, (count,), generator=generator)
+        scores = torch.full((count, 6), -torch.inf)
+        scores[torch.arange(count), wanted] = 0.0
+        noise = Noise.draw([torch.Generator().manual_seed(turn)], topology.num_nodes)
+        for lifted in (False, True):
+            verdict = (Lifted if lifted else TopDown)(RecursiveRejection())(tree, SoftmaxRows(scores), noise).samples[0]
+            last = verdict.path[-1] if verdict.path else 0
+            assert verify_packed(tree, scores, noise, lifted=lifted) == [(last, verdict.token)]
