@@ -14,6 +14,8 @@ from triton.compiler import ASTSource
 
 from arbordraft.kernels.kv_cache import triton as kv_cache
 from arbordraft.kernels.ragged_tree_attention import triton as attention
+from arbordraft.kernels.tree_expand import triton as tree_expand
+from arbordraft.kernels.verify import triton as verify
 
 GOLDEN = Path(__file__).parent / "golden" / "triton.json"
 TARGETS = {
@@ -28,6 +30,9 @@ POINTERS = {
     "PART_LSE": "*fp32",
     "SINKS": "*fp32",
     **dict.fromkeys(("LAYOUT", "REGION", "POSITIONS", "WORDS"), "*i64"),
+    **dict.fromkeys(("HIGHEST", "MASS", "LSE", "WEIGHT", "TAKEN", "LEFT", "DRAWN", "LEVEL", "LOWEST", "FOUND"), "*fp32"),
+    **dict.fromkeys(("PLACE", "ROW", "DRAFT_ROW", "SPECIAL", "WHERE", "TOKEN", "TOKENS"), "*i64"),
+    **dict.fromkeys(("PACKED", "FIRST_CHILD", "CHILD_WORDS", "SEEDS"), "*i64"),
     **dict.fromkeys(("SLOTS", "POOLS", "SIZES", "SOURCE", "DESTINATION", "FIRST"), "*i64"),
 }
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -50,7 +55,7 @@ def compiled(kernel, target, dtype, constants, *, warps, stages=2):
         else POINTERS.get(name, f"*{dtype}")
         if name.isupper()
         else "fp32"
-        if name in ("scale", "softcap")
+        if name in ("scale", "softcap", "mass")
         else "i32"
         for name in kernel.arg_names
     }
@@ -123,6 +128,17 @@ def cases(target):
     yield "combine", (attention.combine, target, "bf16", shape), {"warps": 1}
     sizes = {"KEY_SIZE": 1024, "VALUE_SIZE": 1024, "BLOCK": 256}
     yield "append_rows", (kv_cache.append_rows, target, "bf16", sizes), {"warps": 4}
+    rows = {"CHUNKS": 32, "BLOCK": verify.CHUNK}
+    yield "row_stats", (verify.row_stats, target, "bf16", rows), {"warps": 8}
+    yield "left_mass", (verify.left_mass, target, "fp32", rows | {"K": 4}), {"warps": 8}
+    yield "left_pick", (verify.left_pick, target, "fp32", {"K": 4, "BLOCK": verify.CHUNK}), {"warps": 8}
+    search = {"PIVOTS": verify.PIVOTS, "STEPS": verify.STEPS, "BLOCK": 1024}
+    yield "lowest_kept", (verify.lowest_kept, target, "fp32", search), {"warps": 8}
+    for drawn in (False, True):
+        top = {"K": 8, "CHUNKS": 32, "BLOCK": tree_expand.BLOCK, "DRAWN": drawn}
+        yield f"top_of_chunk{', drawn' * drawn}", (tree_expand.top_of_chunk, target, "bf16", top), {"warps": 8}
+    merged = {"K": 8, "CHUNKS": 32, "WIDE": 256, "PARTS": 32, "W": 1}
+    yield "merge_chunks", (tree_expand.merge_chunks, target, "bf16", merged), {"warps": 4}
     yield "compact_rows", (kv_cache.compact_rows, target, "bf16", {"BLOCK": 256}), {"warps": 4}
 
 
