@@ -183,7 +183,8 @@ def attend(
         for step in tl.range(0, rest + tl.cdiv(seen, BLOCK_N), num_stages=1):
             part = step - rest  # tile of the region; -1 is the rest of the prefix
             in_tree = (part + tl.zeros([1], tl.int32)) >= 0
-            column = tl.where(part >= 0, part * BLOCK_N, 0) + n
+            offset = tl.where(part >= 0, part * BLOCK_N, 0)  # of this tile
+            column = offset + n
             limit = tl.where(part >= 0, tree, past - tiles * BLOCK_N)
             inside = column < limit
             slot = start + tl.where(part >= 0, past, tiles * BLOCK_N) + column
@@ -198,9 +199,9 @@ def attend(
             else:
                 # BLOCK_N divides 64: a tile lies within one word.
                 word = tl.load(
-                    WORDS + at * W + part * BLOCK_N // 64, mask=real & in_tree, other=-1
+                    WORDS + at * W + offset // 64, mask=real & in_tree, other=-1
                 )
-                bit = ((part * BLOCK_N) % 64 + n).to(tl.int64)
+                bit = (offset % 64 + n).to(tl.int64)
                 sees = ((word[:, None] >> bit[None, :]) & 1) != 0
             visible = sees & inside[None, :]
             if WINDOW:

@@ -225,7 +225,7 @@ def _emitted(
     uniform: Tensor,
 ) -> Tensor:
     """Draws the token behind each end: at a leaf from the target's row, elsewhere from what the children left."""
-    index = torch.full_like(tree.order, -1).index_copy_(0, tree.inner, torch.arange(len(tree.inner)))
+    index = torch.full_like(tree.order, -1).index_copy_(0, tree.inner, torch.arange(len(tree.inner), device=end.device))
     node = index[end]
     inner = node >= 0
     node = node.clamp(min=0)
