@@ -71,7 +71,7 @@ def resources(binary, target):
         registers, spilled = (
             int(re.search(rf"\.{name}:\s*(\d+)", text)[1]) for name in ("vgpr_count", "vgpr_spill_count")
         )
-        wide, instructions = "dwordx4" in text, re.findall(r"v_mfma", text)
+        wide, instructions = bool(re.search(r"(global|buffer)_load_dwordx4", text)), re.findall(r"v_mfma", text)
     else:
         text = binary.asm["ptx"]
         usage = _cuobjdump(binary.asm["cubin"])
@@ -121,9 +121,9 @@ def cases(target):
         yield attention_case(target, rows, 128, "bf16", options=True)
     shape = {"DV": 128, "BLOCK_DV": 128, "SPLITS": 8, "SINK": True}
     yield "combine", (attention.combine, target, "bf16", shape), {"warps": 1}
-    sizes = {"KEY_SIZE": 1024, "VALUE_SIZE": 1024, "BLOCK": 256}
+    sizes = {"KEY_SIZE": 1024, "VALUE_SIZE": 1024, "BLOCK": 1024}
     yield "append_rows", (kv_cache.append_rows, target, "bf16", sizes), {"warps": 4}
-    yield "compact_rows", (kv_cache.compact_rows, target, "bf16", {"BLOCK": 256}), {"warps": 4}
+    yield "compact_rows", (kv_cache.compact_rows, target, "bf16", {"ALIGNED": True, "BLOCK": 1024}), {"warps": 4}
 
 
 def table(target):
