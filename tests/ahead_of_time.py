@@ -30,7 +30,9 @@ POINTERS = {
     "PART_LSE": "*fp32",
     "SINKS": "*fp32",
     **dict.fromkeys(("LAYOUT", "REGION", "POSITIONS", "WORDS"), "*i64"),
-    **dict.fromkeys(("HIGHEST", "MASS", "LSE", "WEIGHT", "TAKEN", "LEFT", "DRAWN", "LEVEL", "LOWEST", "FOUND"), "*fp32"),
+    **dict.fromkeys(
+        ("HIGHEST", "MASS", "LSE", "WEIGHT", "TAKEN", "LEFT", "DRAWN", "LEVEL", "LOWEST", "FOUND"), "*fp32"
+    ),
     **dict.fromkeys(("PLACE", "ROW", "DRAFT_ROW", "SPECIAL", "WHERE", "TOKEN", "TOKENS"), "*i64"),
     **dict.fromkeys(("PACKED", "FIRST_CHILD", "CHILD_WORDS", "SEEDS"), "*i64"),
     **dict.fromkeys(("SLOTS", "POOLS", "SIZES", "SOURCE", "DESTINATION", "FIRST"), "*i64"),
@@ -62,7 +64,7 @@ def compiled(kernel, target, dtype, constants, *, warps, stages=2):
     aligned = [
         (index,)
         for index, (name, kind) in enumerate(signature.items())
-        if kind.startswith("*") or name.startswith("stride")
+        if kind.startswith("*") or name.startswith("stride") or name == "vocabulary"
     ]
     source = ASTSource(kernel, signature, constants, dict.fromkeys(aligned, [["tt.divisibility", 16]]))
     options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
@@ -76,7 +78,7 @@ def resources(binary, target):
         registers, spilled = (
             int(re.search(rf"\.{name}:\s*(\d+)", text)[1]) for name in ("vgpr_count", "vgpr_spill_count")
         )
-        wide, instructions = "dwordx4" in text, re.findall(r"v_mfma", text)
+        wide, instructions = bool(re.search(r"(global|buffer)_load_dwordx4", text)), re.findall(r"v_mfma", text)
     else:
         text = binary.asm["ptx"]
         usage = _cuobjdump(binary.asm["cubin"])
@@ -101,9 +103,7 @@ def _cuobjdump(cubin):
 
 
 def attention_case(target, rows, size, dtype, group=4, causal=False, options=False):
-    how = attention.choose(
-        rows, group, 8, 4096, 132, key_bytes=2 * size * BYTES[dtype], hip=target == "gfx942"
-    )
+    how = attention.choose(rows, group, 8, 4096, 132, key_bytes=2 * size * BYTES[dtype], hip=target == "gfx942")
     constants = {
         **{"G": group, "D": size, "DV": size, "BLOCK_D": size, "BLOCK_DV": size, "W": 1, "SEARCH": 5},
         **{"BLOCK_Q": how.block_q, "BLOCK_M": how.block_m, "BLOCK_N": how.block_n, "SPLITS": how.splits},
@@ -119,14 +119,20 @@ def cases(target):
     for size in (64, 128):
         for rows in (4, 8, 16, 64):
             yield attention_case(target, rows, size, "bf16")
-    for dtype, size, rows in (("bf16", 256, 4), ("bf16", 256, 64), ("fp16", 128, 4), ("fp32", 128, 4), ("fp32", 64, 64)):
+    for dtype, size, rows in (
+        ("bf16", 256, 4),
+        ("bf16", 256, 64),
+        ("fp16", 128, 4),
+        ("fp32", 128, 4),
+        ("fp32", 64, 64),
+    ):
         yield attention_case(target, rows, size, dtype)
     for rows in (4, 64):
         yield attention_case(target, rows, 128, "bf16", causal=True)
         yield attention_case(target, rows, 128, "bf16", options=True)
     shape = {"DV": 128, "BLOCK_DV": 128, "SPLITS": 8, "SINK": True}
     yield "combine", (attention.combine, target, "bf16", shape), {"warps": 1}
-    sizes = {"KEY_SIZE": 1024, "VALUE_SIZE": 1024, "BLOCK": 256}
+    sizes = {"KEY_SIZE": 1024, "VALUE_SIZE": 1024, "BLOCK": 1024}
     yield "append_rows", (kv_cache.append_rows, target, "bf16", sizes), {"warps": 4}
     rows = {"CHUNKS": 32, "BLOCK": verify.CHUNK}
     yield "row_stats", (verify.row_stats, target, "bf16", rows), {"warps": 8}
@@ -139,7 +145,7 @@ def cases(target):
         yield f"top_of_chunk{', drawn' * drawn}", (tree_expand.top_of_chunk, target, "bf16", top), {"warps": 8}
     merged = {"K": 8, "CHUNKS": 32, "WIDE": 256, "PARTS": 32, "W": 1}
     yield "merge_chunks", (tree_expand.merge_chunks, target, "bf16", merged), {"warps": 4}
-    yield "compact_rows", (kv_cache.compact_rows, target, "bf16", {"BLOCK": 256}), {"warps": 4}
+    yield "compact_rows", (kv_cache.compact_rows, target, "bf16", {"ALIGNED": True, "BLOCK": 1024}), {"warps": 4}
 
 
 def table(target):

@@ -111,3 +111,14 @@ def test_banned_tokens_and_no_mass_left():
 
 def test_other_rules_are_left_to_the_walk():
     assert not any(TopDown(rule).rejects_in_turn for rule in (KSeq(), SpecHub("paper")))
+
+
+@pytest.mark.parametrize("lifted", [False, True], ids=["top-down", "lifted"])
+def test_nothing_was_drafted(lifted):
+    """Every tree is a root, as when a decider stops at once: tokens are drawn from the target's rows."""
+    tree = DraftTree((SampleTree(TreeTopology.chain(0), WithoutReplacement(1), {0: 1}), None) * 2)
+    scores = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
+    noise = Noise.draw([torch.Generator().manual_seed(sample) for sample in range(4)], 1)
+    expected = (Lifted if lifted else TopDown)(RecursiveRejection())(tree, SoftmaxRows(scores), noise).samples
+    found = verify_packed(tree, scores, noise, lifted=lifted)
+    assert found == [verdict and (0, verdict.token) for verdict in expected]

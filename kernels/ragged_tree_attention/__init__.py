@@ -47,7 +47,7 @@ def ragged_tree_attention(
             keys,
             values,
             batch.layout,
-            batch.region.to(query.device),
+            batch.region,
             batch.positions,
             batch.words,
             scale,

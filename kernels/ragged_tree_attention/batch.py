@@ -82,9 +82,9 @@ class RaggedBatch:
 
     @cached_property
     def region(self) -> Tensor:
-        """Positions of the keys of all tree regions, one sample after another, int64."""
+        """Positions of the keys of all tree regions, one sample after another, int64, on the device of the rows."""
         positions = [position for positions in self.tree_positions for position in positions]
-        return torch.tensor(positions, dtype=torch.int64)
+        return torch.tensor(positions, dtype=torch.int64).to(self.positions.device)
 
     @classmethod
     def from_layout(cls, layout: Tensor, region: Tensor, positions: Tensor, words: Tensor | None) -> Self:

@@ -183,7 +183,8 @@ def attend(
         for step in tl.range(0, rest + tl.cdiv(seen, BLOCK_N), num_stages=1):
             part = step - rest  # tile of the region; -1 is the rest of the prefix
             in_tree = (part + tl.zeros([1], tl.int32)) >= 0
-            column = tl.where(part >= 0, part * BLOCK_N, 0) + n
+            offset = tl.where(part >= 0, part * BLOCK_N, 0)  # of this tile
+            column = offset + n
             limit = tl.where(part >= 0, tree, past - tiles * BLOCK_N)
             inside = column < limit
             slot = start + tl.where(part >= 0, past, tiles * BLOCK_N) + column
@@ -198,9 +199,9 @@ def attend(
             else:
                 # BLOCK_N divides 64: a tile lies within one word.
                 word = tl.load(
-                    WORDS + at * W + part * BLOCK_N // 64, mask=real & in_tree, other=-1
+                    WORDS + at * W + offset // 64, mask=real & in_tree, other=-1
                 )
-                bit = ((part * BLOCK_N) % 64 + n).to(tl.int64)
+                bit = (offset % 64 + n).to(tl.int64)
                 sees = ((word[:, None] >> bit[None, :]) & 1) != 0
             visible = sees & inside[None, :]
             if WINDOW:
@@ -210,18 +211,17 @@ def attend(
             s = _scores(q, k, visible, scale, softcap, SOFTCAP, UPCAST)
             m, l, acc = _accumulate(s, v, m, l, acc, UPCAST)
 
+    out = acc / tl.where(l == 0, 1.0, l)[:, None]
+    lse = tl.where(l > 0, m + tl.log2(tl.where(l > 0, l, 1.0)), -float("inf"))
     if SPLITS == 1:
-        if SINK:
+        if SINK:  # in the order of combine: a row alone gets the bits that it gets beside longer ones
             sink = tl.load(SINKS + q_head, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
-            new = tl.maximum(m, sink)
-            acc = acc * tl.exp2(m - new)[:, None]
-            l = l * tl.exp2(m - new) + tl.exp2(sink - new)
-        out = acc / tl.where(l == 0, 1.0, l)[:, None]
+            new = tl.maximum(lse, sink)
+            weight = tl.exp2(lse - new)
+            out = out * weight[:, None] / (weight + tl.exp2(sink - new))[:, None]
         where = OUT + at[:, None] * stride_ot + q_head[:, None] * stride_oh + dv[None, :]
         tl.store(where, out.to(OUT.dtype.element_ty), mask=real[:, None] & (dv < DV)[None, :])
     else:
-        out = acc / tl.where(l == 0, 1.0, l)[:, None]
-        lse = tl.where(l > 0, m + tl.log2(tl.where(l > 0, l, 1.0)), -float("inf"))
         base = (at * tl.num_programs(1) * G + q_head) * SPLITS + split
         tl.store(PART + base[:, None] * DV + dv[None, :], out, mask=real[:, None] & (dv < DV)[None, :])
         tl.store(PART_LSE + base, lse, mask=real)

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from arbordraft.kernels.verify.operator import left_mass, left_pick, log_sum_exp
@@ -104,7 +105,7 @@ def verify_tree(
     weight = torch.ones(count, dtype=torch.float64, device=device)
     laws: list[_Laws] = []
     begin = 0
-    for size in tree.levels if lifted else [count]:
+    for size in tree.levels if lifted and count else [count]:
         nodes = slice(begin, begin + size)
         if lifted and begin:
             above, place = tree.parent[nodes], tree.place[nodes]
@@ -219,18 +220,17 @@ def _emitted(
     uniform: Tensor,
 ) -> Tensor:
     """Draws the token behind each end: at a leaf from the target's row, elsewhere from what the children left."""
-    index = torch.full_like(tree.order, -1).index_copy_(0, tree.inner, torch.arange(len(tree.inner)))
+    # Leaves are one more node, behind the others: all of the target's row, and nothing drafted from it.
+    count = len(tree.inner)
+    index = torch.full_like(tree.order, count).index_copy_(0, tree.inner, torch.arange(count, device=end.device))
     node = index[end]
-    inner = node >= 0
-    node = node.clamp(min=0)
     # Nothing is left only by rounding, where stopping had probability 0.
-    inner = inner & (law.mass[node].sum(dim=-1) > 0)
-    none = torch.full_like(node, -1)
+    node = torch.where(F.pad(law.mass.sum(dim=-1), (0, 1))[node] > 0, node, count)
     row_of = {
-        "draft_row": torch.where(inner, tree.draft_row[node], none),
-        "weight": torch.where(inner, weight[node], 1.0).float(),
-        "taken": torch.where(inner, law.taken[node], 0.0).float(),
-        "special": torch.where(inner[:, None], tree.tokens[node], -1),
+        "draft_row": F.pad(tree.draft_row, (0, 1), value=-1)[node],
+        "weight": F.pad(weight, (0, 1), value=1.0)[node].float(),
+        "taken": F.pad(law.taken, (0, 1))[node].float(),
+        "special": F.pad(tree.tokens, (0, 0, 0, 1), value=-1)[node],
     }
     arguments = (scores, lse, draft, end, *row_of.values())
     mass = left_mass(*arguments)[0].double()

@@ -65,7 +65,9 @@ def test_prompts(guarded, options):
     check(Case([(0, CHAIN(150)), (30, CHAIN(70)), (64, CHAIN(0))], dtype=torch.float32, causal=True), **options)
 
 
-@pytest.mark.parametrize("options", [*OPTIONS.values(), {"split_size": 64}, {"split_size": 192, "sinks": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [*OPTIONS.values(), {"split_size": 64}, {"split_size": 192, "sinks": True}], ids=str
+)
 @pytest.mark.parametrize("causal", [False, True])
 def test_split_prefixes(guarded, options, causal):
     case = Case([(700, TREE)], dtype=torch.float32, key_heads=1, causal=causal)
@@ -73,18 +75,21 @@ def test_split_prefixes(guarded, options, causal):
     check(case, **options)
 
 
-def test_rows_do_not_depend_on_their_company_with_splits_of_a_size():
+@pytest.mark.parametrize("sinks", [None, torch.linspace(-2, 2, 2)], ids=["plain", "sinks"])
+def test_rows_do_not_depend_on_their_company_with_splits_of_a_size(sinks):
     """Bit for bit; without it the number of splits, and so the rounding, follows the longest prefix."""
-    case = Case([(700, TREE), (130, CHAIN(2)), (3000, CHAIN(1))], dtype=torch.float32, key_heads=1)
+    case = Case([(700, TREE), (100, CHAIN(2)), (3000, CHAIN(1))], dtype=torch.float32, key_heads=1)
     with choice.use("triton"):
-        together = case.run(ragged_tree_attention, split_size=128)
+        together = case.run(ragged_tree_attention, split_size=128, sinks=sinks)
         row = 0
         for sample, rows in enumerate(case.batch.rows):
             alone, _ = case.subset([(sample, range(rows))])
-            assert torch.equal(alone.run(ragged_tree_attention, split_size=128), together[row : row + rows])
+            assert torch.equal(
+                alone.run(ragged_tree_attention, split_size=128, sinks=sinks), together[row : row + rows]
+            )
             row += rows
         few, _ = case.subset([(0, range(7))])
-        assert not torch.equal(few.run(ragged_tree_attention), together[:7])  # negative control
+        assert not torch.equal(few.run(ragged_tree_attention, sinks=sinks), together[:7])  # negative control
 
 
 def test_no_rows():

@@ -19,7 +19,9 @@ def rows(vocabulary, dtype=torch.float32, count=3, seed=0):
 @pytest.mark.parametrize(("vocabulary", "k"), [(1, 1), (7, 7), (4096, 4), (4097, 3), (8300, 1)])
 def test_the_most_probable_children(guarded, vocabulary, k, dtype):
     scores = rows(vocabulary, torch.float32)
-    scores = scores.argsort(dim=-1).argsort(dim=-1).to(dtype) / vocabulary if dtype == torch.float32 else scores.to(dtype)
+    scores = (
+        scores.argsort(dim=-1).argsort(dim=-1).to(dtype) / vocabulary if dtype == torch.float32 else scores.to(dtype)
+    )
     words = torch.tensor([[1, 0], [3, 1], [-1, 7]])
     first_child = torch.tensor([2, 62, 127 - k])
     with choice.use("triton"):

@@ -55,4 +55,3 @@ def test_the_same_tokens(kind):
 def test_a_path_that_there_is_not_is_refused():
     with pytest.raises(ValueError, match="no kernels called 'cuda'"), choice.use("cuda"):
         pass
-
