@@ -8,6 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -103,11 +104,13 @@ def _cuobjdump(cubin):
 
 
 def attention_case(target, rows, size, dtype, group=4, causal=False, options=False):
-    how = attention.choose(rows, group, 8, 4096, 132, key_bytes=2 * size * BYTES[dtype], hip=target == "gfx942")
+    hip, exact, key_bytes = target == "gfx942", dtype == "fp32", 2 * size * BYTES[dtype]
+    how = attention.choose(rows, group, 8, 4096, 132, key_bytes, exact=exact, options=options, hip=hip)
     constants = {
         **{"G": group, "D": size, "DV": size, "BLOCK_D": size, "BLOCK_DV": size, "W": 1, "SEARCH": 5},
         **{"BLOCK_Q": how.block_q, "BLOCK_M": how.block_m, "BLOCK_N": how.block_n, "SPLITS": how.splits},
         **{"CAUSAL": causal, "WINDOW": options, "SOFTCAP": options, "SINK": options, "UPCAST": False},
+        "PRECISION": attention.precision(torch.float32 if exact else torch.bfloat16, hip),
     }
     name = f"attend {dtype} heads of {size}, {how.block_m} rows x {how.block_n} keys, {how.splits} splits"
     name += ", causal" * causal + ", all options" * options
@@ -125,6 +128,7 @@ def cases(target):
         ("fp16", 128, 4),
         ("fp32", 128, 4),
         ("fp32", 64, 64),
+        ("fp32", 256, 64),
     ):
         yield attention_case(target, rows, size, dtype)
     for rows in (4, 64):

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from arbordraft.kernels.verify.operator import CHUNK
+
 PIVOTS = 16
 STEPS = 8  # passes that narrow less than 2**32 values to one, 17-fold each
 _NOWHERE: tl.constexpr = tl.constexpr(2147483647)
@@ -186,5 +187,14 @@ def launch_lowest_kept(scores: Tensor, lse: Tensor, count: int, mass: float) -> 
     return lowest
 
 
-__all__ = ["CHUNK", "launch_left_mass", "launch_left_pick", "launch_lowest_kept", "launch_row_stats", "left_mass",
-           "left_pick", "lowest_kept", "row_stats"]
+__all__ = [
+    "CHUNK",
+    "launch_left_mass",
+    "launch_left_pick",
+    "launch_lowest_kept",
+    "launch_row_stats",
+    "left_mass",
+    "left_pick",
+    "lowest_kept",
+    "row_stats",
+]
