@@ -100,7 +100,7 @@ def launch(
     highest, mass = (scores.new_empty((rows, chunks), dtype=torch.float32) for _ in range(2))
     top_of_chunk[(rows, chunks)](
         scores, scores if seeds is None else seeds, keys, highest, mass, scores.stride(0), vocabulary, K=wide,
-        CHUNKS=chunks, BLOCK=BLOCK, DRAWN=seeds is not None, num_warps=8,
+        CHUNKS=chunks, BLOCK=max(wide, min(BLOCK, triton.next_power_of_2(vocabulary))), DRAWN=seeds is not None, num_warps=8,
     )  # fmt: skip
     merge_chunks[(rows,)](
         scores, keys, highest, mass, keys if words is None else words, keys if first_child is None else first_child,

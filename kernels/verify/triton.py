@@ -132,6 +132,11 @@ def lowest_kept(
     tl.store(LOWEST + row + tl.zeros([1], tl.int32), value)
 
 
+def _block(vocabulary: int) -> int:
+    """Tokens that a program looks at: a chunk, or all there are."""
+    return min(CHUNK, triton.next_power_of_2(vocabulary))
+
+
 def launch_row_stats(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """See :func:`arbordraft.kernels.verify.operator.row_stats`."""
     rows, vocabulary = scores.shape
@@ -140,7 +145,15 @@ def launch_row_stats(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     place = scores.new_empty((rows, chunks), dtype=torch.int64)
     if rows:
         row_stats[(rows, chunks)](
-            scores, highest, place, mass, scores.stride(0), vocabulary, CHUNKS=chunks, BLOCK=CHUNK, num_warps=8
+            scores,
+            highest,
+            place,
+            mass,
+            scores.stride(0),
+            vocabulary,
+            CHUNKS=chunks,
+            BLOCK=_block(vocabulary),
+            num_warps=8,
         )
     return highest, place, mass
 
@@ -156,7 +169,7 @@ def launch_left_mass(
     if nodes:
         left_mass[(nodes, chunks)](
             scores, lse, draft, row, draft_row, weight, taken, special, left, drawn, vocabulary, scores.stride(0),
-            draft.stride(0), K=special.shape[1], CHUNKS=chunks, BLOCK=CHUNK, num_warps=8,
+            draft.stride(0), K=special.shape[1], CHUNKS=chunks, BLOCK=_block(vocabulary), num_warps=8,
         )  # fmt: skip
     return left, drawn
 
@@ -170,7 +183,7 @@ def launch_left_pick(
     if len(row):
         left_pick[(len(row),)](
             scores, lse, draft, row, draft_row, weight, taken, special, chunk, level, token, scores.shape[1],
-            scores.stride(0), draft.stride(0), K=special.shape[1], BLOCK=CHUNK, num_warps=8,
+            scores.stride(0), draft.stride(0), K=special.shape[1], BLOCK=_block(scores.shape[1]), num_warps=8,
         )  # fmt: skip
     return token
 

@@ -36,7 +36,7 @@ def test_the_same_tokens(kind):
         with choice.use(path):
             output = decoder.generate(
                 **left_padded(PROMPTS),
-                max_new_tokens=12,
+                max_new_tokens=6,
                 **({"do_sample": True, "top_k": 40, "top_p": 0.9} if kind == "drawn" else {"do_sample": False}),
                 seeds=list(range(len(PROMPTS))),
                 return_dict_in_generate=True,
@@ -44,9 +44,9 @@ def test_the_same_tokens(kind):
         found[path] = new_tokens(output.sequences, PROMPTS, output.stats.emitted)
         # Every operator ran, and always on this path.
         operators = {name.partition("/") for name in choice.ran}
-        expected = {"ragged_tree_attention", "kv_append", "kv_compact", "row_max"}
+        expected = {"ragged_tree_attention", "kv_append", "row_max"}
         expected |= {"verify_tree", "truncate"} if kind == "drawn" else set()
-        expected |= {"tree_expand"} if kind != "lookup" else set()
+        expected |= {"tree_expand", "kv_compact"} if kind != "lookup" else set()
         assert {name for name, _, _ in operators} >= expected
         assert {which for _, _, which in operators} == {"triton" if path == "triton" else "other"}
     assert found["reference"] == found["triton"]
