@@ -67,7 +67,7 @@ def compiled(kernel, target, dtype, constants, *, warps, stages=2):
         for index, (name, kind) in enumerate(signature.items())
         if kind.startswith("*") or name.startswith("stride") or name == "vocabulary"
     ]
-    source = ASTSource(kernel, signature, constants, dict.fromkeys(aligned, [["tt.divisibility", 16]]))
+    source = ASTSource(kernel, signature, constants, {index: [["tt.divisibility", 16]] for index in aligned})
     options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
     return triton.compile(source, target=TARGETS[target], options=options)
 

@@ -88,7 +88,7 @@ class RaggedBatch:
 
     @classmethod
     def from_layout(cls, layout: Tensor, region: Tensor, positions: Tensor, words: Tensor | None) -> Self:
-        """The batch that :attr:`layout` and :attr:`region` describe, but for the slots, which attention does not read."""
+        """The batch that :attr:`layout` and :attr:`region` describe, without slots, which attention does not read."""
         first_rows, starts, past, first_keys = layout.tolist()
         keys = region.tolist()
         return cls(

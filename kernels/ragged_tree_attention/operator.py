@@ -1,4 +1,4 @@
-"""Ragged tree attention as an operator of torch: what ``torch.compile`` and ``torch.export`` see of the Triton kernel."""
+"""Ragged tree attention as an operator of torch, which ``torch.compile`` and ``torch.export`` take as a whole."""
 
 import torch
 from torch import Tensor

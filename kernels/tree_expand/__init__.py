@@ -27,9 +27,9 @@ def tree_expand(
             noise follows from the seed and the token alone.
 
     Returns:
-        ``[R, k]`` int64 tokens, the first drawn or most probable ones first; ``[R, k]`` float32 log-probabilities, ``-inf``
-        for what cannot be drafted and NaN throughout a row whose scores are no numbers; ``[R * k, W]`` ancestor words,
-        empty if not asked for.
+        ``[R, k]`` int64 tokens, the first drawn or most probable ones first; ``[R, k]`` float32 log-probabilities,
+        ``-inf`` for what cannot be drafted and NaN throughout a row whose scores are no numbers; ``[R * k, W]``
+        ancestor words, empty if not asked for.
 
     Raises:
         ValueError: if k is not within 1 and V, or for the Triton kernel above 256.

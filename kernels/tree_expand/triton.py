@@ -1,7 +1,7 @@
 """Children of a level of draft trees in Triton, in one pass over its scores.
 
-Programs look for the k highest keys of one chunk of one row each; a second kernel merges the chunks of a row. A key is a
-score, perturbed if children are drawn, with its place behind it in one int64: keys are never equal, and among equal
+Programs look for the k highest keys of one chunk of one row each; a second kernel merges the chunks of a row. A key is
+a score, perturbed if children are drawn, with its place behind it in one int64: keys are never equal, and among equal
 scores the first place wins.
 
 Shapes: R nodes, V vocabulary, C chunks of a row, k children, W ancestor words.
@@ -100,7 +100,8 @@ def launch(
     highest, mass = (scores.new_empty((rows, chunks), dtype=torch.float32) for _ in range(2))
     top_of_chunk[(rows, chunks)](
         scores, scores if seeds is None else seeds, keys, highest, mass, scores.stride(0), vocabulary, K=wide,
-        CHUNKS=chunks, BLOCK=max(wide, min(BLOCK, triton.next_power_of_2(vocabulary))), DRAWN=seeds is not None, num_warps=8,
+        CHUNKS=chunks, BLOCK=max(wide, min(BLOCK, triton.next_power_of_2(vocabulary))), DRAWN=seeds is not None,
+        num_warps=8,
     )  # fmt: skip
     merge_chunks[(rows,)](
         scores, keys, highest, mass, keys if words is None else words, keys if first_child is None else first_child,

@@ -24,8 +24,8 @@ def row_stats(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """What one pass over ``[R, V]`` scores finds, chunk by chunk.
 
     Returns:
-        ``[R, C]`` highest scores, NaN where a chunk holds one; ``[R, C]`` int64, the first place of each; ``[R, C]`` sums
-        of ``exp(score - highest)``. Float32, except for the places.
+        ``[R, C]`` highest scores, NaN where a chunk holds one; ``[R, C]`` int64, the first place of each; ``[R, C]``
+        sums of ``exp(score - highest)``. Float32, except for the places.
     """
     if scores.is_cuda or interpreted():
         from arbordraft.kernels.verify.triton import launch_row_stats

@@ -10,8 +10,8 @@ tokens that can still be drawn, c_i their mass, so that
     R_i(x) = max(w p(x) - t_i q(x), 0),   t_i = t_{i-1} + M_{i-1} / c_i:
 
 one number per node stands for the whole row. Tokens that cannot be drawn any more, tops and those drawn without
-replacement, keep the R of their own turn; they are *special*, and there are at most as many as children. So k draws take
-k passes over the rows of all nodes together. The rest is arithmetic on as many numbers as there are children.
+replacement, keep the R of their own turn; they are *special*, and there are at most as many as children. So k draws
+take k passes over the rows of all nodes together. The rest is arithmetic on as many numbers as there are children.
 
 ``Lifted`` needs no walk either: a node's weight follows from its parent's law, whatever the noise, and so does the
 chance to end there; the first node in post-order that its uniform lets end is the end of the path.

@@ -43,8 +43,10 @@ def test_the_first_of_equal_scores_wins_and_nan_reaches_the_caller(guarded):
     with choice.use("triton"):
         tokens, chances, _ = tree_expand(scores, 3)
     assert tokens[0].tolist() == [2, 3, 4100]
-    assert tokens[1, 0] == 4500 and chances[1].tolist() == [0.0, -torch.inf, -torch.inf]
-    assert chances[2].isnan().all() and not chances[:2].isnan().any()
+    assert tokens[1, 0] == 4500
+    assert chances[1].tolist() == [0.0, -torch.inf, -torch.inf]
+    assert chances[2].isnan().all()
+    assert not chances[:2].isnan().any()
 
 
 @pytest.mark.parametrize(("vocabulary", "k"), [(6, 3), (5000, 4)])
