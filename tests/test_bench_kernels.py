@@ -15,7 +15,7 @@ from arbordraft import TreeTopology, cli
 from arbordraft.bench import kernels, problems
 from arbordraft.bench.kernels import Goal, Problem, measured
 from arbordraft.bench.packed import Packed, flash, flex, sdpa
-from arbordraft.bench.roofline import STEPPED, Shape, predictions, product
+from arbordraft.bench.roofline import STEPPED, Shape, fitting, predictions, product
 from arbordraft.kernels import work
 from arbordraft.kernels.choice import INTERPRETER
 from arbordraft.kernels.work import Work
@@ -98,6 +98,14 @@ def test_every_size_is_there_once():
         (8, 128),
         (4, 64),
     }
+
+
+def test_what_does_not_fit_is_left_out_and_said():
+    small, large = Shape(512, 1, 1, 4, 128), Shape(32768, 32, 1, 1, 128)
+    told = []
+    assert fitting([small, large], 24 * 10**9, told.append) == [small]
+    assert told == [f"left out, as it does not fit into 24 GB: {large}"]
+    assert fitting([small, large], 80 * 10**9, told.append) == [small, large]
 
 
 class Clock:

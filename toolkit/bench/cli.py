@@ -490,7 +490,7 @@ def kernels(
     here = device()  # before anything imports Triton
     from arbordraft.bench.kernels import Stopwatch, measured
     from arbordraft.bench.problems import chosen
-    from arbordraft.bench.roofline import STEPPED, predictions, product
+    from arbordraft.bench.roofline import STEPPED, fitting, predictions, product
 
     lists = [numbers(each, int) for each in (contexts, batches, trees, groups, head_sizes)]
     shapes = product(*lists)
@@ -502,13 +502,14 @@ def kernels(
         if here.type == "cuda":
             watch = Stopwatch(milliseconds)
             run.settings |= watch.settings()
+            shapes = fitting(shapes, torch.cuda.get_device_properties(here).total_memory, console.print)
         else:
             console.print(
                 "[bold]There is no GPU: the kernels run in Triton's interpreter, on tiny problems. That shows whether "
                 "they are right; it says nothing about time, and none is given."
             )
-        tree, base = numbers(trees, int)[-2:][0], shapes[0]
-        alike = [shape for shape in shapes if shape[2:5] == (tree, base.group, base.size)]
+        base = (lists[2][-2:][0], lists[3][0], lists[4][0])
+        alike = [shape for shape in shapes if (shape.tree, shape.group, shape.size) == base]
         torch.manual_seed(0)
         problems = chosen(here, shapes, stepped, alike if flex else [])
         rows = run.take(measured(problems, watch, console.print))

@@ -3,7 +3,7 @@
 Shapes: V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -238,4 +238,18 @@ def product(
     ]  # fmt: skip
 
 
-__all__ = ["DEVICES", "STEPPED", "Device", "Prediction", "Shape", "Stepped", "predictions", "product"]
+def fitting(shapes: Sequence[Shape], memory: int, tell: Callable[[str], object]) -> list[Shape]:
+    """The shapes whose keys fit into so many bytes twice, once packed and once padded, with a fifth to spare.
+
+    Args:
+        shapes: all that are wanted.
+        memory: bytes of the device.
+        tell: is told what is left out.
+    """
+    small = [shape for shape in shapes if 2.5 * shape.work().bytes < memory]
+    for shape in set(shapes) - set(small):
+        tell(f"left out, as it does not fit into {memory / 1e9:.0f} GB: {shape}")
+    return small
+
+
+__all__ = ["DEVICES", "STEPPED", "Device", "Prediction", "Shape", "Stepped", "fitting", "predictions", "product"]
