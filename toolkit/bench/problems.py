@@ -27,7 +27,7 @@ from arbordraft.types import DraftTree, SampleTree
 from arbordraft.verifiers import Lifted, RecursiveRejection, TopDown
 from arbordraft.verifiers.packed import pack
 
-ROUNDING = 2.0**-7  # of bfloat16 results: half of this for the output, the rest for weights that were rounded before
+ROUNDING = 2.0**-7  # a step of bfloat16: the interpreter cuts off, a GPU rounds but rounds the weights too
 SUMS = 1e-4  # of float32 sums over a vocabulary
 FAST = Goal("us", 100)
 TINY_SHAPES = [Shape(70, 2, 5, 2, 16, 4), Shape(300, 1, 3, 4, 16, 4)]
