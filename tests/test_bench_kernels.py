@@ -100,6 +100,11 @@ def test_every_size_is_there_once():
     }
 
 
+def test_no_split_is_empty():
+    cuts = {context: Shape(context, 1, 1, 4, 128).splits(132) for context in (256, 512, 700, 4096)}
+    assert cuts == {256: 1, 512: 8, 700: 8, 4096: 16}  # of tiles of 64 keys
+
+
 def test_what_does_not_fit_is_left_out_and_said():
     small, large = Shape(512, 1, 1, 4, 128), Shape(32768, 32, 1, 1, 128)
     told = []
