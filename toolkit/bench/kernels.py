@@ -191,6 +191,7 @@ def measured(
         yield KernelRow(problem.kernel, problem.case, error, error <= problem.allowed, **times)
         del problem
         gc.collect()
+        torch.cuda.empty_cache()  # does nothing without a GPU
 
 
 def _times(problem: Problem, watch: Stopwatch, tell: Callable[[str], object]) -> dict[str, Any]:
