@@ -2,7 +2,8 @@
 
 ``auto`` takes Triton for tensors on a GPU, the C++ kernels on a CPU where the caller asks for them, and else plain
 PyTorch. ``reference`` takes plain PyTorch everywhere. ``triton`` takes Triton everywhere, on a CPU in its interpreter,
-and fails where it cannot run: nothing falls back silently.
+and fails where it cannot run: nothing falls back silently. How a model's own matrices are multiplied is another choice,
+that of ``RaggedModel``.
 """
 
 import os

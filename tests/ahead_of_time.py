@@ -8,12 +8,15 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from arbordraft.kernels.kv_cache import triton as kv_cache
 from arbordraft.kernels.ragged_tree_attention import triton as attention
+from arbordraft.kernels.tree_expand import triton as tree_expand
+from arbordraft.kernels.verify import triton as verify
 
 GOLDEN = Path(__file__).parent / "golden" / "triton.json"
 TARGETS = {
@@ -28,6 +31,11 @@ POINTERS = {
     "PART_LSE": "*fp32",
     "SINKS": "*fp32",
     **dict.fromkeys(("LAYOUT", "REGION", "POSITIONS", "WORDS"), "*i64"),
+    **dict.fromkeys(
+        ("HIGHEST", "MASS", "LSE", "WEIGHT", "TAKEN", "LEFT", "DRAWN", "LEVEL", "LOWEST", "FOUND"), "*fp32"
+    ),
+    **dict.fromkeys(("PLACE", "ROW", "DRAFT_ROW", "SPECIAL", "WHERE", "TOKEN", "TOKENS"), "*i64"),
+    **dict.fromkeys(("PACKED", "FIRST_CHILD", "CHILD_WORDS", "SEEDS"), "*i64"),
     **dict.fromkeys(("SLOTS", "POOLS", "SIZES", "SOURCE", "DESTINATION", "FIRST"), "*i64"),
 }
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -50,14 +58,14 @@ def compiled(kernel, target, dtype, constants, *, warps, stages=2):
         else POINTERS.get(name, f"*{dtype}")
         if name.isupper()
         else "fp32"
-        if name in ("scale", "softcap")
+        if name in ("scale", "softcap", "mass")
         else "i32"
         for name in kernel.arg_names
     }
     aligned = [
         (index,)
         for index, (name, kind) in enumerate(signature.items())
-        if kind.startswith("*") or name.startswith("stride")
+        if kind.startswith("*") or name.startswith("stride") or name == "vocabulary"
     ]
     source = ASTSource(kernel, signature, constants, dict.fromkeys(aligned, [["tt.divisibility", 16]]))
     options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
@@ -96,13 +104,13 @@ def _cuobjdump(cubin):
 
 
 def attention_case(target, rows, size, dtype, group=4, causal=False, options=False):
-    how = attention.choose(
-        rows, group, 8, 4096, 132, key_bytes=2 * size * BYTES[dtype], hip=target == "gfx942"
-    )
+    hip, exact, key_bytes = target == "gfx942", dtype == "fp32", 2 * size * BYTES[dtype]
+    how = attention.choose(rows, group, 8, 4096, 132, key_bytes, exact=exact, options=options, hip=hip)
     constants = {
         **{"G": group, "D": size, "DV": size, "BLOCK_D": size, "BLOCK_DV": size, "W": 1, "SEARCH": 5},
         **{"BLOCK_Q": how.block_q, "BLOCK_M": how.block_m, "BLOCK_N": how.block_n, "SPLITS": how.splits},
         **{"CAUSAL": causal, "WINDOW": options, "SOFTCAP": options, "SINK": options, "UPCAST": False},
+        "PRECISION": attention.precision(torch.float32 if exact else torch.bfloat16, hip),
     }
     name = f"attend {dtype} heads of {size}, {how.block_m} rows x {how.block_n} keys, {how.splits} splits"
     name += ", causal" * causal + ", all options" * options
@@ -114,7 +122,14 @@ def cases(target):
     for size in (64, 128):
         for rows in (4, 8, 16, 64):
             yield attention_case(target, rows, size, "bf16")
-    for dtype, size, rows in (("bf16", 256, 4), ("bf16", 256, 64), ("fp16", 128, 4), ("fp32", 128, 4), ("fp32", 64, 64)):
+    for dtype, size, rows in (
+        ("bf16", 256, 4),
+        ("bf16", 256, 64),
+        ("fp16", 128, 4),
+        ("fp32", 128, 4),
+        ("fp32", 64, 64),
+        ("fp32", 256, 64),
+    ):
         yield attention_case(target, rows, size, dtype)
     for rows in (4, 64):
         yield attention_case(target, rows, 128, "bf16", causal=True)
@@ -123,6 +138,17 @@ def cases(target):
     yield "combine", (attention.combine, target, "bf16", shape), {"warps": 1}
     sizes = {"KEY_SIZE": 1024, "VALUE_SIZE": 1024, "BLOCK": 1024}
     yield "append_rows", (kv_cache.append_rows, target, "bf16", sizes), {"warps": 4}
+    rows = {"CHUNKS": 32, "BLOCK": verify.CHUNK}
+    yield "row_stats", (verify.row_stats, target, "bf16", rows), {"warps": 8}
+    yield "left_mass", (verify.left_mass, target, "fp32", rows | {"K": 4}), {"warps": 8}
+    yield "left_pick", (verify.left_pick, target, "fp32", {"K": 4, "BLOCK": verify.CHUNK}), {"warps": 8}
+    search = {"PIVOTS": verify.PIVOTS, "STEPS": verify.STEPS, "BLOCK": 1024}
+    yield "lowest_kept", (verify.lowest_kept, target, "fp32", search), {"warps": 8}
+    for drawn in (False, True):
+        top = {"K": 8, "CHUNKS": 32, "BLOCK": tree_expand.BLOCK, "DRAWN": drawn}
+        yield f"top_of_chunk{', drawn' * drawn}", (tree_expand.top_of_chunk, target, "bf16", top), {"warps": 8}
+    merged = {"K": 8, "CHUNKS": 32, "WIDE": 256, "PARTS": 32, "W": 1}
+    yield "merge_chunks", (tree_expand.merge_chunks, target, "bf16", merged), {"warps": 4}
     yield "compact_rows", (kv_cache.compact_rows, target, "bf16", {"ALIGNED": True, "BLOCK": 1024}), {"warps": 4}
 
 

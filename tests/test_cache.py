@@ -168,9 +168,9 @@ def opened(lengths, max_tokens=None):
 def test_the_machine_would_notice_a_wrong_compaction(monkeypatch):
     """Negative control: moving rows one by one in the wrong order loses some of an overlapping path."""
 
-    def careless(pools, source, destination):
+    def careless(pools, moves):
         for pool in pools:
-            for row, target in reversed(list(zip(source, destination, strict=True))):
+            for row, target in reversed(moves[0]):
                 pool[target] = pool[row]
 
     cache, (sample,) = opened([2])

@@ -41,7 +41,7 @@ CERTAIN, FAIR = torch.tensor([1.0, 0.0]), torch.tensor([0.5, 0.5])
 def view(depth=1, confidence=((1.0,),), rows=None, memory=None, **options):
     rows = rows or [[None] * len(nodes) for nodes in confidence]
     paths = [
-        [(Draw(probability, Origin(row)),) for probability, row in zip(nodes, theirs, strict=True)]
+        [(Draw(probability, Origin(lambda row=row: row)),) for probability, row in zip(nodes, theirs, strict=True)]
         for nodes, theirs in zip(confidence, rows, strict=True)
     ]
     return StepView(depth, paths, memory or [None] * len(paths), **options)

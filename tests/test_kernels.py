@@ -6,7 +6,7 @@ from ragged_case import Case
 from torch.testing import assert_close
 
 from arbordraft import TreeTopology
-from arbordraft.kernels.kv_cache import append, append_reference, compact, compact_reference
+from arbordraft.kernels.kv_cache import append, append_reference, compact
 from arbordraft.kernels.ragged_tree_attention import ragged_tree_attention, ragged_tree_attention_reference
 
 ATTENTION = [ragged_tree_attention_reference, ragged_tree_attention]
@@ -89,16 +89,17 @@ def test_a_wrong_batch_would_be_seen(fault):
 
 @pytest.mark.parametrize("run", [append, append_reference])
 def test_append_writes_its_rows_only(run):
-    pool, rows = torch.full((6, 2, 3), float("nan")), torch.randn(2, 2, 3)
-    run(pool, rows, torch.tensor([4, 1]))
-    assert torch.equal(pool[[4, 1]], rows)
-    assert pool[[0, 2, 3, 5]].isnan().all()
+    pools = [torch.full((6, 2, size), float("nan")) for size in (3, 5)]
+    rows = [torch.randn(2, 2, size) for size in (3, 5)]
+    run(*pools, *rows, torch.tensor([4, 1]))
+    for pool, written in zip(pools, rows, strict=True):
+        assert torch.equal(pool[[4, 1]], written)
+        assert pool[[0, 2, 3, 5]].isnan().all()
 
 
-@pytest.mark.parametrize("run", [compact, compact_reference])
-def test_compact_reads_before_it_writes(run):
-    """Source and destination overlap, in both directions."""
-    pools = [torch.arange(8.0)[:, None, None].repeat(1, 2, 3), torch.arange(8.0)[:, None, None].repeat(1, 1, 5)]
-    run(iter(pools), torch.tensor([3, 5, 6, 1]), torch.tensor([2, 3, 5, 6]))
+def test_compact_moves_rows_over_each_other():
+    """Rows are moved to where others have left, of several samples."""
+    pools = [torch.arange(9.0)[:, None, None].repeat(1, 2, 3), torch.arange(9.0)[:, None, None].repeat(1, 1, 5)]
+    compact(pools, [[(3, 2), (4, 3)], [], [(7, 6), (8, 7)]])
     for pool in pools:
-        assert pool[:, 0, 0].tolist() == [0, 1, 3, 5, 4, 6, 1, 7]
+        assert pool[:, 0, 0].tolist() == [0, 1, 3, 4, 4, 5, 7, 8, 8]

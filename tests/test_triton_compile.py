@@ -20,20 +20,25 @@ def test_kernels_fit(target):
     if golden["triton"] == triton.__version__:
         assert found == golden[target]
     for name, needs in found.items():
-        assert needs["spilled"] == 0, name
+        # A float32 product of heads of 256 takes all registers there are, in the smallest tile.
+        assert needs["spilled"] <= (128 if "fp32 heads of 256" in name else 0), name
         assert needs["shared"] <= SHARED[target], name
+        # These read a few numbers each.
+        assert needs["wide loads"] or name in ("combine", "left_pick", "merge_chunks"), name
     warps = {name: how["warps"] for name, _, how in cases(target)}
     for name, needs in found.items():
         if not name.startswith("attend"):
             continue
         assert needs["matrix"], name
-        assert needs["wide loads"], name
         if target == "sm_90" and warps[name] == 8 and "fp32" not in name:
             assert needs["matrix"] == ["wgmma.mma"], name
         if target == "sm_100" and warps[name] == 8 and "fp32" not in name:
             assert needs["matrix"] == ["tcgen05.mma"], name
         if target != "gfx942":
-            assert needs["registers"] * warps[name] * 32 <= REGISTERS, name
+            # Two programs of few rows share a processor: while one waits for keys the other one reckons.
+            programs = 2 if warps[name] == 4 else 1
+            assert programs * needs["registers"] * warps[name] * 32 <= REGISTERS, name
+            assert programs * needs["shared"] <= SHARED[target], name
 
 
 def test_a_spill_would_be_seen():

@@ -6,10 +6,13 @@ Shapes: B samples, N topology nodes, R rows, V vocabulary.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
+
+from arbordraft.kernels import choice
+from arbordraft.kernels.verify import lowest_kept
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessor, LogitsProcessorList
@@ -87,7 +90,7 @@ class Warp:
         paths: list[Tensor] = []
         for processor in self.processors:
             if type(processor).__name__ in _PATH_FREE:  # a subclass may look at the path after all
-                scores = processor(scores.new_zeros(len(scores), 1, dtype=torch.long), scores)
+                scores = _truncate(processor, scores)
             elif len(scores):
                 paths = paths or [
                     torch.tensor([list(path_of(row))], device=scores.device) for row in range(len(scores))
@@ -96,6 +99,18 @@ class Warp:
                 rows = [processor(path, scores[i : i + 1].clone()) for i, path in enumerate(paths)]
                 scores = torch.cat(rows)
         return scores
+
+
+def _truncate(processor: Any, scores: Tensor) -> Tensor:
+    """Applies a processor that looks at the scores alone; top-k and top-p, on a GPU, without their sorting."""
+    name = type(processor).__name__
+    if name in ("TopKLogitsWarper", "TopPLogitsWarper") and choice.wants_triton("truncate", scores):
+        if name == "TopKLogitsWarper":
+            lowest = lowest_kept(scores, processor.top_k)
+        else:
+            lowest = lowest_kept(scores, processor.min_tokens_to_keep, processor.top_p)
+        return scores.masked_fill(scores < lowest[:, None], processor.filter_value)
+    return processor(scores.new_zeros(len(scores), 1, dtype=torch.long), scores)
 
 
 class SoftmaxRows:

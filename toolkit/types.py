@@ -173,12 +173,17 @@ class Origin:
     """What the children of a node were drawn from; siblings share it.
 
     Args:
-        row: ``[V]`` draft row; ``None`` where there was none.
+        read: gives the ``[V]`` draft row, which may have to be reckoned first; ``None`` where there was none.
         hidden: ``[H]`` what the drafter's head made the row from, if the drafter shows it.
     """
 
-    row: Tensor | None = None
+    read: Callable[[], Tensor] | None = None
     hidden: Tensor | None = None
+
+    @cached_property
+    def row(self) -> Tensor | None:
+        """``[V]`` draft row; ``None`` where there was none."""
+        return None if self.read is None else self.read()
 
     @cached_property
     def entropy(self) -> float:

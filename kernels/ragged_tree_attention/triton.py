@@ -29,12 +29,13 @@ def _scores(
     softcap,
     SOFTCAP: tl.constexpr,
     UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Scores in units of log2, ``-inf`` where a key is not visible."""
     if UPCAST:  # the interpreter cannot multiply bfloat16
         q = q.to(tl.float32)
         k = k.to(tl.float32)
-    s = tl.dot(q, k, input_precision="ieee") * scale
+    s = tl.dot(q, k, input_precision=PRECISION) * scale
     if SOFTCAP:
         x = s / softcap
         # tanh without a library: libdevice is not there on every backend, nor in the interpreter.
@@ -46,7 +47,7 @@ def _scores(
 
 
 @triton.jit
-def _accumulate(s, v, m, l, acc, UPCAST: tl.constexpr):
+def _accumulate(s, v, m, l, acc, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
     """Adds a tile of scores and values to the running softmax."""
     new = tl.maximum(m, tl.max(s, 1))
     safe = tl.where(new == -float("inf"), 0.0, new)  # a row that has seen nothing yet
@@ -54,9 +55,9 @@ def _accumulate(s, v, m, l, acc, UPCAST: tl.constexpr):
     shrink = tl.exp2(m - safe)
     acc = acc * shrink[:, None]
     if UPCAST:
-        acc = tl.dot(p, v.to(tl.float32), acc, input_precision="ieee")
+        acc = tl.dot(p, v.to(tl.float32), acc, input_precision=PRECISION)
     else:
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
     return new, l * shrink + tl.sum(p, 1), acc
 
 
@@ -102,6 +103,7 @@ def attend(
     SOFTCAP: tl.constexpr,
     SINK: tl.constexpr,
     UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     block = tl.program_id(0)
     head = tl.program_id(1)
@@ -172,8 +174,8 @@ def attend(
         visible = (lanes >= 0)[:, None] & (n >= 0)[None, :]
         if WINDOW:
             visible = visible & (position[:, None] - column[None, :] < window)
-        s = _scores(q, k, visible, scale, softcap, SOFTCAP, UPCAST)
-        m, l, acc = _accumulate(s, v, m, l, acc, UPCAST)
+        s = _scores(q, k, visible, scale, softcap, SOFTCAP, UPCAST, PRECISION)
+        m, l, acc = _accumulate(s, v, m, l, acc, UPCAST, PRECISION)
 
     if split == last:
         rest = (past % BLOCK_N > 0).to(tl.int32)
@@ -188,19 +190,13 @@ def attend(
             limit = tl.where(part >= 0, tree, past - tiles * BLOCK_N)
             inside = column < limit
             slot = start + tl.where(part >= 0, past, tiles * BLOCK_N) + column
-            k = tl.load(
-                k_tile + slot[None, :] * stride_kp, mask=(d < D)[:, None] & inside[None, :], other=0.0
-            )
-            v = tl.load(
-                v_tile + slot[:, None] * stride_vp, mask=inside[:, None] & (dv < DV)[None, :], other=0.0
-            )
+            k = tl.load(k_tile + slot[None, :] * stride_kp, mask=(d < D)[:, None] & inside[None, :], other=0.0)
+            v = tl.load(v_tile + slot[:, None] * stride_vp, mask=inside[:, None] & (dv < DV)[None, :], other=0.0)
             if CAUSAL:
                 sees = (column[None, :] <= (tree - rows + row)[:, None]) | ~in_tree[None, :]
             else:
                 # BLOCK_N divides 64: a tile lies within one word.
-                word = tl.load(
-                    WORDS + at * W + offset // 64, mask=real & in_tree, other=-1
-                )
+                word = tl.load(WORDS + at * W + offset // 64, mask=real & in_tree, other=-1)
                 bit = (offset % 64 + n).to(tl.int64)
                 sees = ((word[:, None] >> bit[None, :]) & 1) != 0
             visible = sees & inside[None, :]
@@ -208,8 +204,8 @@ def attend(
                 key_position = tl.load(REGION + region + column, mask=inside & in_tree, other=0).to(tl.int32)
                 key_position = tl.where(in_tree, key_position, tiles * BLOCK_N + column)
                 visible = visible & (position[:, None] - key_position[None, :] < window)
-            s = _scores(q, k, visible, scale, softcap, SOFTCAP, UPCAST)
-            m, l, acc = _accumulate(s, v, m, l, acc, UPCAST)
+            s = _scores(q, k, visible, scale, softcap, SOFTCAP, UPCAST, PRECISION)
+            m, l, acc = _accumulate(s, v, m, l, acc, UPCAST, PRECISION)
 
     out = acc / tl.where(l == 0, 1.0, l)[:, None]
     lse = tl.where(l > 0, m + tl.log2(tl.where(l > 0, l, 1.0)), -float("inf"))
@@ -293,6 +289,8 @@ def choose(
     processors: int,
     key_bytes: int,
     split_size: int = 0,
+    exact: bool = False,
+    options: bool = False,
     hip: bool = False,
 ) -> Launch:
     """The launch for a batch.
@@ -306,18 +304,23 @@ def choose(
         key_bytes: of one key and its value, sizes rounded up to powers of two.
         split_size: keys of a split, a multiple of 64, for results that do not depend on what shares the batch; 0 lets
             the number of splits follow the work.
+        exact: for float32, of which a product takes three times the registers.
+        options: with a window, a cap or sinks.
         hip: for an AMD GPU.
 
     Prefixes are split only if the tiles alone leave processors idle, and into no more parts than make the traffic of
     partial results, ``2 n G S / L`` of that of the keys, worth the time that busy processors save.
     """
-    block_n = min(64, max(16, 1 << (32768 // key_bytes).bit_length() - 1))  # a stage of the loop takes 32 KB of shared memory at most
-    most = 128 if key_bytes <= 512 else 64  # rows of wider heads do not fit into registers
+    # A stage of the loop takes 32 KB of shared memory at most; rows of wider heads do not fit into registers.
+    block_n = min(64, max(16, 1 << (32768 // key_bytes).bit_length() - 1))
+    most = 16 if exact else 128 if key_bytes <= 512 else 64
+    if exact:
+        block_n = 32 if key_bytes <= 512 else 16
     # Rows of a split size get the same tile in every batch: other tiles may round otherwise.
     wanted = 64 if split_size else 1 << (rows * group - 1).bit_length()
     block_m = max(16, min(most, wanted), 1 << (group - 1).bit_length())
-    warps = 4 if block_m <= 32 else 8
-    stages = 1 if hip else 3 if block_m <= 32 else 2
+    warps = 4 if block_m <= 32 and key_bytes < 2048 else 8
+    stages = 1 if hip else 2 if block_m > 32 or exact or options else 3
     block_q = block_m // group
     if split_size:
         splits = max(1, -(-longest // split_size))
@@ -329,6 +332,11 @@ def choose(
         bound = min(processors / busy, worth, longest / block_n, 16)
         splits = 1 << max(0, int(math.log2(max(1.0, bound))))
     return Launch(block_q, block_m, block_n, splits, 0, warps, stages)
+
+
+def precision(dtype: torch.dtype, hip: bool) -> str:
+    """How matrices are multiplied: float32 in three parts of the matrix units of NVIDIA, which have no other way."""
+    return "tf32x3" if dtype == torch.float32 and not hip else "ieee"
 
 
 def launch(
@@ -359,7 +367,9 @@ def launch(
     blocks = [max(16, triton.next_power_of_2(size)) for size in (dim, value_dim)]
     key_bytes = sum(blocks) * query.element_size()
     hip = torch.version.hip is not None
-    how = choose(most_rows, group, samples * kv_heads, longest, processors, key_bytes, split_size, hip)
+    exact, options = query.dtype == torch.float32, window > 0 or softcap > 0 or sinks is not None
+    pairs = samples * kv_heads
+    how = choose(most_rows, group, pairs, longest, processors, key_bytes, split_size, exact, options, hip)
     parts = how.splits if how.splits > 1 else 0
     partial = query.new_empty((rows, heads, parts, value_dim), dtype=torch.float32)
     lse = query.new_empty((rows, heads, parts), dtype=torch.float32)
@@ -405,6 +415,7 @@ def launch(
         CAUSAL=words is None,
         WINDOW=window > 0,
         SOFTCAP=softcap > 0,
+        PRECISION=precision(query.dtype, hip),
         UPCAST=query.dtype == torch.bfloat16 and device.type == "cpu",
         num_warps=how.warps,
         num_stages=how.stages,

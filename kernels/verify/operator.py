@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from arbordraft.kernels.choice import interpreted
+from arbordraft.kernels.verify.reference import lowest_kept_reference
 
 CHUNK = 4096  # tokens of a chunk
 
@@ -134,6 +135,28 @@ def _left(
     return (p - taken[:, None] * q).clamp(min=0) * ordinary, q * ordinary
 
 
+@torch.library.custom_op("arbordraft::lowest_kept", mutates_args=())
+def lowest_kept(scores: Tensor, lse: Tensor, count: int, mass: float) -> Tensor:
+    """See :func:`arbordraft.kernels.verify.lowest_kept`.
+
+    Args:
+        scores: ``[R, V]``.
+        lse: ``[R]`` float32, the logarithm of the sum of their exponentials.
+        count: tokens to keep at least.
+        mass: probability to keep at least.
+    """
+    if scores.is_cuda or interpreted():
+        from arbordraft.kernels.verify.triton import launch_lowest_kept
+
+        return launch_lowest_kept(scores, lse, count, mass)
+    return lowest_kept_reference(scores, count, mass)
+
+
+@lowest_kept.register_fake
+def _(scores: Tensor, lse: Tensor, count: int, mass: float) -> Tensor:
+    return scores.new_empty(scores.shape[0], dtype=torch.float32)
+
+
 @row_stats.register_fake
 def _(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     shape = (scores.shape[0], -(-scores.shape[1] // CHUNK))
@@ -152,4 +175,10 @@ def _(scores: Tensor, lse: Tensor, draft: Tensor, row: Tensor, *_: object) -> Te
     return scores.new_empty(row.shape[0], dtype=torch.int64)
 
 
-__all__ = ["CHUNK", "left_mass", "left_pick", "row_stats"]
+def log_sum_exp(scores: Tensor) -> Tensor:
+    """``[R]`` float32 of ``[R, V]`` scores."""
+    highest, _, mass = row_stats(scores)
+    return (highest + mass.log()).logsumexp(dim=-1)
+
+
+__all__ = ["CHUNK", "left_mass", "left_pick", "log_sum_exp", "lowest_kept", "row_stats"]

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from arbordraft.kernels.verify.operator import left_mass, left_pick, row_stats
+from arbordraft.kernels.verify.operator import left_mass, left_pick, log_sum_exp
 
 
 @dataclass(frozen=True)
@@ -116,12 +116,6 @@ def verify_tree(
     law = _joined(laws)
     end = (_last_lifted if lifted else _last_top_down)(tree, law, weight, accept)
     return end, _emitted(scores, lse, draft, tree, law, weight, end, final[end])
-
-
-def log_sum_exp(scores: Tensor) -> Tensor:
-    """``[R]`` float32 of ``[R, V]`` scores."""
-    highest, _, mass = row_stats(scores)
-    return (highest + mass.log()).logsumexp(dim=-1)
 
 
 def _laws(scores: Tensor, lse: Tensor, draft: Tensor, tree: PackedTree, nodes: slice, weight: Tensor) -> _Laws:
@@ -258,4 +252,4 @@ def _share(part: Tensor, whole: Tensor) -> Tensor:
     return torch.where(whole <= part, (part > 0).to(part.dtype), part / _positive(whole))
 
 
-__all__ = ["PackedTree", "log_sum_exp", "verify_tree"]
+__all__ = ["PackedTree", "verify_tree"]

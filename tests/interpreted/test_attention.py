@@ -65,7 +65,9 @@ def test_prompts(guarded, options):
     check(Case([(0, CHAIN(150)), (30, CHAIN(70)), (64, CHAIN(0))], dtype=torch.float32, causal=True), **options)
 
 
-@pytest.mark.parametrize("options", [*OPTIONS.values(), {"split_size": 64}, {"split_size": 192, "sinks": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [*OPTIONS.values(), {"split_size": 64}, {"split_size": 192, "sinks": True}], ids=str
+)
 @pytest.mark.parametrize("causal", [False, True])
 def test_split_prefixes(guarded, options, causal):
     case = Case([(700, TREE)], dtype=torch.float32, key_heads=1, causal=causal)

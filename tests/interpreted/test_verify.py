@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_packed_verification import LAWS, test_the_same_verdicts
+from test_packed_verification import COUPLINGS, test_the_same_verdicts
 from torch import library
 from torch.testing import assert_close
 
@@ -72,9 +72,9 @@ def test_left_pick(monkeypatch, guarded, vocabulary):
 
 
 @pytest.mark.parametrize("lifted", [False, True], ids=["top-down", "lifted"])
-@pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
-def test_verdicts(law, lifted):
-    test_the_same_verdicts(law, lifted, 7, 20)
+@pytest.mark.parametrize("coupling", COUPLINGS.values(), ids=COUPLINGS)
+def test_verdicts(coupling, lifted):
+    test_the_same_verdicts(coupling, lifted, 7, 20)
 
 
 def test_the_operators_are_registered_properly_and_compile():

@@ -144,7 +144,7 @@ class LearnedDecider(PathSurvival):
         for path in (path for nodes in view.paths for path in nodes):
             reach = 0.0
             for depth, draw in enumerate(path):
-                if draw.origin.row is not None:
+                if draw.origin.read is not None:
                     places.setdefault(draw.origin, (depth, reach, view.greedy))
                 reach += math.log(max(draw.probability, UNLIKELY))
         if not places:

@@ -6,6 +6,7 @@ Shapes: R frontier nodes of all samples, V vocabulary.
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -13,9 +14,11 @@ from torch import Tensor, nn
 
 from arbordraft.cache import RaggedKVCache
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
+from arbordraft.kernels.tree_expand import tree_expand
 from arbordraft.laws import DraftLaw, Fixed
 from arbordraft.masks import stack_words
 from arbordraft.packing import pack_linears
+from arbordraft.sampling import SoftmaxRows
 from arbordraft.target import RaggedModel
 from arbordraft.types import Costs, DraftContext, DraftTree, Draw, Origin, SampleTree, StepView, Verdict
 
@@ -136,9 +139,11 @@ def grow(context: DraftContext, run: "Callable[[Garden, dict[int, list[int]]], T
             sample, node = places[row]
             return sample, garden.trees[sample].path(node)
 
-        probs = context.warp(run(garden, frontier), place_of).softmax(dim=-1)
-        certain, highest = _likeliest(probs, garden.law.k if context.greedy else 1)
-        sound = [math.isfinite(value) for value in highest]
+        scores = context.warp(run(garden, frontier), place_of)
+        rows = SoftmaxRows(scores)
+        likeliest, chances, _ = tree_expand(scores, min(garden.law.k if context.greedy else 1, scores.shape[1]))
+        certain, odds = likeliest.tolist(), chances.exp().tolist()
+        sound = [math.isfinite(values[0]) for values in odds]
         if not all(sound):
             warnings.warn("the drafter produced NaN or infinite logits; nothing is drafted there", stacklevel=2)
         for row, (sample, node) in enumerate(places):
@@ -146,24 +151,16 @@ def grow(context: DraftContext, run: "Callable[[Garden, dict[int, list[int]]], T
                 continue
             children = context.topology.child_list[node]
             if context.greedy:
-                tokens = certain[row][: len(children)]
+                possible = sum(chance > 0 for chance in odds[row])
+                tokens, confidence = certain[row][:possible][: len(children)], odds[row]
             else:
+                draft = rows[row]
                 uniforms = context.noise.draft[sample, list(children)].tolist()  # type: ignore[union-attr]
-                tokens = garden.law.narrow(len(children)).draw(probs[row], uniforms)
-                garden.rows[sample][node] = probs[row]
-            garden.plant(sample, node, tokens, probs[row, tokens].tolist(), probs[row])
+                tokens = garden.law.narrow(len(children)).draw(draft, uniforms)
+                confidence = draft[tokens].tolist()
+                garden.rows[sample][node] = draft
+            garden.plant(sample, node, tokens, confidence, partial(rows.__getitem__, row))
     return garden.tree()
-
-
-def _likeliest(probs: Tensor, count: int) -> tuple[list[list[int]], list[float]]:
-    """The most probable tokens of every row, without those of probability 0; and the highest probabilities."""
-    # One is found much faster than several.
-    found = probs.max(dim=-1, keepdim=True) if count == 1 else probs.topk(min(count, probs.shape[-1]))
-    values, tokens = (part.tolist() for part in found)
-    return (
-        [[t for t, p in zip(*row, strict=True) if p > 0] for row in zip(tokens, values, strict=True)],
-        [row[0] for row in values],
-    )
 
 
 def plan_level(
@@ -223,7 +220,7 @@ class Garden:
         for sample, given in enumerate(context.candidates or ()):
             if given is not None and sample in self.trees:
                 tokens, row = given
-                self.plant(sample, 0, tokens, row[tokens].tolist(), row)
+                self.plant(sample, 0, tokens, row[tokens].tolist(), lambda row=row: row)
 
     def frontier(self, depth: int) -> dict[int, list[int]]:
         """The living nodes at ``depth`` that get children, for every sample that still goes on."""
@@ -254,10 +251,15 @@ class Garden:
         return {sample: nodes for sample, nodes in fertile.items() if nodes}
 
     def plant(
-        self, sample: int, node: int, tokens: Sequence[int], confidence: Sequence[float], row: Tensor | None
+        self,
+        sample: int,
+        node: int,
+        tokens: Sequence[int],
+        confidence: Sequence[float],
+        read: Callable[[], Tensor] | None,
     ) -> None:
-        """Gives a node its children, fewer than planned if there are fewer tokens."""
-        origin = Origin(row, self.hidden.get((sample, node)))
+        """Gives a node its children, fewer than planned if there are fewer tokens; ``read`` gives its draft row."""
+        origin = Origin(read, self.hidden.get((sample, node)))
         for child, token, probability in zip(self.context.topology.child_list[node], tokens, confidence, strict=False):
             self.tokens[sample][child] = token
             self._paths[sample][child] = (*self._paths[sample][node], Draw(probability, origin))

@@ -44,6 +44,7 @@ class Rule(nn.Module):
     """Couples the drafted children of a node with the target, for one family of draft laws."""
 
     exactness = Exactness.EXACT
+    rejects_in_turn = False  # whether its outcome has the law of recursive rejection, which a device does for all trees
 
     def supports(self, law: DraftLaw) -> bool:
         """Whether the rule is valid for children drawn by ``law``."""
@@ -101,6 +102,8 @@ class RecursiveRejection(Rule):
     The law supplies the proposal of every child, so with- and without-replacement cannot be mixed up.
     """
 
+    rejects_in_turn = True
+
     def supports(self, law: DraftLaw) -> bool:
         return True
 
@@ -119,6 +122,8 @@ class TopTailRule(Rule):
 
     Source: for one tail, Hu et al. (ICLR 2025).
     """
+
+    rejects_in_turn = True
 
     def supports(self, law: DraftLaw) -> bool:
         return not law.replacement and law.tails > 0

@@ -32,6 +32,7 @@ class SpecHub(Rule):
         if order not in ("set", "paper"):
             raise ValueError(f'order must be "set" or "paper", got {order!r}')
         self.order = order
+        self.rejects_in_turn = order == "set"
 
     def supports(self, law: DraftLaw) -> bool:
         return (law.tops, law.tails, law.replacement) == (1, 1, False)

@@ -17,7 +17,7 @@ from arbordraft.laws import DraftLaw
 from arbordraft.sampling import Noise, SoftmaxRows, draw
 from arbordraft.types import DraftTree, Rows, SampleTree, SampleVerdict, Verdict
 from arbordraft.verifiers.packed import verify_packed
-from arbordraft.verifiers.rules import Exactness, NodeLaw, RecursiveRejection, Rule, TopTailRule
+from arbordraft.verifiers.rules import Exactness, NodeLaw, Rule
 
 # Yields (node, probability) and is sent the answer; returns the last accepted node and [V] weights of the
 # next token.
@@ -28,7 +28,7 @@ class TreeVerifier(nn.Module):
     """Decides which path of a draft tree is committed and which token follows."""
 
     exactness = Exactness.EXACT
-    rejects_in_turn = False  # whether it is recursive rejection, which the device can do for all trees at once
+    rejects_in_turn = False  # see Rule
     lifted = False
 
     def supports(self, law: DraftLaw) -> bool:
@@ -109,7 +109,7 @@ class TopDown(TreeVerifier):
         super().__init__()
         self.rule = rule
         self.exactness = rule.exactness
-        self.rejects_in_turn = isinstance(rule, (RecursiveRejection, TopTailRule))
+        self.rejects_in_turn = rule.rejects_in_turn
 
     def supports(self, law: DraftLaw) -> bool:
         return self.rule.supports(law)
@@ -145,7 +145,7 @@ class Lifted(TreeVerifier):
         super().__init__()
         self.rule = rule
         self.exactness = rule.exactness
-        self.rejects_in_turn = isinstance(rule, (RecursiveRejection, TopTailRule))
+        self.rejects_in_turn = rule.rejects_in_turn
 
     def supports(self, law: DraftLaw) -> bool:
         return self.rule.supports(law)

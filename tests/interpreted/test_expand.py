@@ -1,0 +1,77 @@
+"""Children of a level in Triton's interpreter, and the truncation of rows without sorting, against the plain ones."""
+
+import pytest
+import torch
+from torch import library
+from torch.testing import assert_close
+
+from arbordraft.kernels import choice
+from arbordraft.kernels.tree_expand import tree_expand, tree_expand_reference
+from arbordraft.kernels.tree_expand.operator import expand
+from arbordraft.kernels.verify import lowest_kept, lowest_kept_reference
+
+
+def rows(vocabulary, dtype=torch.float32, count=3, seed=0):
+    return torch.randn(count, vocabulary, generator=torch.Generator().manual_seed(seed)).mul(3).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(("vocabulary", "k"), [(1, 1), (7, 7), (4096, 4), (4097, 3), (8300, 1)])
+def test_the_most_probable_children(guarded, vocabulary, k, dtype):
+    scores = rows(vocabulary, torch.float32)
+    scores = (
+        scores.argsort(dim=-1).argsort(dim=-1).to(dtype) / vocabulary if dtype == torch.float32 else scores.to(dtype)
+    )
+    words = torch.tensor([[1, 0], [3, 1], [-1, 7]])
+    first_child = torch.tensor([2, 62, 127 - k])
+    with choice.use("triton"):
+        tokens, chances, below = tree_expand(scores, k, words=words, first_child=first_child)
+    expected = tree_expand_reference(scores, k, words, first_child, None)
+    assert torch.equal(scores.gather(1, tokens), scores.gather(1, expected[0]))
+    if dtype == torch.float32:  # no two scores are equal
+        assert torch.equal(tokens, expected[0])
+    assert_close(chances, expected[1])
+    assert torch.equal(below, expected[2])
+
+
+def test_the_first_of_equal_scores_wins_and_nan_reaches_the_caller(guarded):
+    scores = torch.zeros(3, 5000)
+    scores[0, [4999, 4100, 3, 2]] = 1.0
+    scores[1] = -torch.inf
+    scores[1, 4500] = 2.0
+    scores[2, 4800] = torch.nan
+    with choice.use("triton"):
+        tokens, chances, _ = tree_expand(scores, 3)
+    assert tokens[0].tolist() == [2, 3, 4100]
+    assert tokens[1, 0] == 4500 and chances[1].tolist() == [0.0, -torch.inf, -torch.inf]
+    assert chances[2].isnan().all() and not chances[:2].isnan().any()
+
+
+@pytest.mark.parametrize(("vocabulary", "k"), [(6, 3), (5000, 4)])
+def test_drawn_children(guarded, vocabulary, k):
+    scores, seeds = rows(vocabulary, count=2), torch.tensor([-3, 7919 + (5 << 33)])
+    with choice.use("triton"):
+        found = tree_expand(scores, k, seeds=seeds)
+    expected = tree_expand_reference(scores, k, None, None, seeds)
+    assert torch.equal(found[0], expected[0])
+    assert_close(found[1], expected[1])
+
+
+@pytest.mark.parametrize("vocabulary", [1, 7, 1024, 2500])
+@pytest.mark.parametrize(("count", "mass"), [(1, 0.0), (3, 0.0), (0, 0.3), (2, 0.9), (10_000, 0.0), (0, 0.999)])
+def test_truncation_without_sorting(guarded, vocabulary, count, mass):
+    scores = rows(vocabulary, seed=vocabulary)
+    scores[1] = scores[1].round()  # many equal ones
+    if vocabulary > 1:
+        scores[2, : vocabulary // 2] = -torch.inf
+    with choice.use("triton"):
+        lowest = lowest_kept(scores, count, mass)
+    expected = lowest_kept_reference(scores, count, mass)
+    assert torch.equal(scores >= lowest[:, None], scores >= expected[:, None])
+
+
+def test_the_operator_is_registered_properly_and_compiles():
+    arguments = (rows(40, count=1), 3, torch.ones(1, 1, dtype=torch.int64), torch.tensor([2]), None)
+    library.opcheck(expand, arguments)
+    compiled = torch.compile(expand, fullgraph=True, backend="aot_eager")
+    assert_close(compiled(*arguments), expand(*arguments))
