@@ -139,6 +139,32 @@ def left_pick(nodes: int, drawn: int, special: int, itemsize: int, draft_itemsiz
     return Work(CHUNK * (nodes * itemsize + drawn * draft_itemsize) + scalars, 8 * nodes * CHUNK)
 
 
+def lowest_kept(rows: int, vocabulary: int, itemsize: int, passes: int = 8, pivots: int = 16) -> Work:
+    """Thresholds of top-k or top-p: a comparison, a choice and two sums per token, pivot and pass."""
+    return Work(rows * (vocabulary * itemsize + 2 * _FLOAT), 4 * passes * pivots * rows * vocabulary)
+
+
+def tree_expand(
+    rows: int, vocabulary: int, children: int, itemsize: int, *, words: int = 0, drawn: bool = False, chunk: int = 4096
+) -> Work:
+    """Children of the nodes of a level: four operations per score, and those of sorting are comparisons.
+
+    Args:
+        rows: nodes of the level.
+        vocabulary: V.
+        children: of every node.
+        itemsize: bytes of a score.
+        words: ancestor words of a node, 0 if they are not asked for.
+        drawn: whether children are drawn, from a seed per row.
+        chunk: scores that one program reads.
+    """
+    chunks, wide = -(-vocabulary // chunk), max(2, 1 << (children - 1).bit_length())
+    between = 2 * chunks * (wide * _INDEX + 2 * _FLOAT)  # keys, maxima and sums of chunks, written and read
+    made = children * (_INDEX + _FLOAT + words * _INDEX)
+    asked = (words + 1 if words else 0) * _INDEX + drawn * _INDEX
+    return Work(rows * (vocabulary * itemsize + between + made + asked), 4 * rows * vocabulary)
+
+
 def recursive_rejection(
     rows: int,
     inner: int,
@@ -170,4 +196,15 @@ def recursive_rejection(
     )
 
 
-__all__ = ["Work", "append", "attention", "compact", "left_mass", "left_pick", "recursive_rejection", "row_stats"]
+__all__ = [
+    "Work",
+    "append",
+    "attention",
+    "compact",
+    "left_mass",
+    "left_pick",
+    "lowest_kept",
+    "recursive_rejection",
+    "row_stats",
+    "tree_expand",
+]

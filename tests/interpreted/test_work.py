@@ -10,7 +10,8 @@ from arbordraft import TreeTopology
 from arbordraft.kernels import choice, work
 from arbordraft.kernels.kv_cache import append, compact
 from arbordraft.kernels.ragged_tree_attention import ragged_tree_attention
-from arbordraft.kernels.verify.operator import CHUNK, left_mass, left_pick, row_stats
+from arbordraft.kernels.tree_expand.operator import expand
+from arbordraft.kernels.verify.operator import CHUNK, left_mass, left_pick, lowest_kept, row_stats
 
 CHAIN, TREE = TreeTopology.chain, TreeTopology.k_ary(2, 2)
 
@@ -97,7 +98,7 @@ def test_cache(touched):
     assert moved(touched) == work.compact(3, 3, 6, 4, pools=4).bytes
 
 
-@pytest.mark.parametrize("vocabulary", [100, 2 * CHUNK, CHUNK + 7])
+@pytest.mark.parametrize("vocabulary", [100, CHUNK + 7])
 def test_verification(touched, vocabulary):
     scores, draft = torch.randn(5, vocabulary).half(), torch.rand(3, vocabulary)
     row_stats(scores)
@@ -114,3 +115,18 @@ def test_verification(touched, vocabulary):
         touched[where].clear()
     left_pick(scores, torch.zeros(5), draft, *nodes, torch.zeros(4, dtype=torch.int64), torch.rand(4))
     assert moved(touched) == work.left_pick(4, 3, 2, 2).bytes
+
+
+@pytest.mark.parametrize("vocabulary", [100, 1030])
+def test_truncation(touched, vocabulary):
+    lowest_kept(torch.randn(2, vocabulary).half(), torch.zeros(2), 5, 0.0)
+    assert moved(touched) == work.lowest_kept(2, vocabulary, 2).bytes
+
+
+@pytest.mark.parametrize(("children", "drawn", "words"), [(1, False, 0), (3, True, 2)])
+def test_expansion(touched, children, drawn, words):
+    rows, vocabulary = 2, CHUNK + 130
+    seeds = torch.arange(rows) if drawn else None
+    above = (torch.ones(rows, words, dtype=torch.int64), torch.arange(rows)) if words else (None, None)
+    expand(torch.randn(rows, vocabulary).half(), children, *above, seeds)
+    assert moved(touched) == work.tree_expand(rows, vocabulary, children, 2, words=words, drawn=drawn).bytes

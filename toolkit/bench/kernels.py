@@ -190,8 +190,9 @@ def measured(
         times = _times(problem, watch, tell) if watch and problem.timed else {}
         yield KernelRow(problem.kernel, problem.case, error, error <= problem.allowed, **times)
         del problem
-        gc.collect()
-        torch.cuda.empty_cache()  # does nothing without a GPU
+        if watch:
+            gc.collect()
+            torch.cuda.empty_cache()
 
 
 def _times(problem: Problem, watch: Stopwatch, tell: Callable[[str], object]) -> dict[str, Any]:

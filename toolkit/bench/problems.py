@@ -18,7 +18,9 @@ from arbordraft.kernels import choice, work
 from arbordraft.kernels.kv_cache import append, append_reference, compact_reference
 from arbordraft.kernels.kv_cache.operator import kv_compact
 from arbordraft.kernels.ragged_tree_attention import ragged_tree_attention
-from arbordraft.kernels.verify.operator import CHUNK, left_mass, left_pick, row_stats
+from arbordraft.kernels.tree_expand.operator import expand
+from arbordraft.kernels.tree_expand.reference import perturb, uniforms
+from arbordraft.kernels.verify.operator import CHUNK, left_mass, left_pick, lowest_kept, row_stats
 from arbordraft.kernels.verify.tree import PackedTree, verify_tree
 from arbordraft.laws import WithoutReplacement
 from arbordraft.sampling import Noise
@@ -32,7 +34,16 @@ SUMS = 1e-4  # of float32 sums over a vocabulary
 FAST = Goal("us", 100)
 TINY_SHAPES = [Shape(70, 2, 5, 2, 16, 4), Shape(300, 1, 3, 4, 16, 4)]
 TINY_STEPPED = Stepped(
-    samples=2, tree=(2, 1), vocabulary=CHUNK + 130, layers=2, context=12, kv_heads=2, size=8, moves=2
+    samples=2,
+    tree=(2, 1),
+    vocabulary=CHUNK + 130,
+    layers=2,
+    context=12,
+    kv_heads=2,
+    size=8,
+    moves=2,
+    level=1,
+    children=3,
 )
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -58,7 +69,7 @@ def chosen(
     """
     heads, ragged = [(32, 4, 128), (14, 7, 80)], [2085, 0, 700, 1, 130, 64]
     if device.type == "cpu":
-        shapes, stepped, heads, ragged = TINY_SHAPES, TINY_STEPPED, [(4, 2, 16), (7, 7, 24)], [130, 0, 37]
+        shapes, stepped, heads, ragged = TINY_SHAPES, TINY_STEPPED, [(7, 7, 24)], [130, 0, 37]
     for counts in heads:
         for name, options in OPTIONS.items():
             past = ragged[:2] if "split_size" in options else ragged  # a program for every row is slow to interpret
@@ -68,6 +79,8 @@ def chosen(
     yield kv_append(stepped, device)
     yield kv_compacted(stepped, device)
     yield from passes(stepped, device)
+    yield from truncation(stepped, device)
+    yield from expansion(stepped, device)
     yield from verification(stepped, device)
 
 
@@ -248,6 +261,55 @@ def passes(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
 
     case, needed = _part(stepped, "left_pick")
     yield Problem("left_pick", case, lambda: left_pick(*several), draws, SUMS, needed)
+
+
+def truncation(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
+    """Thresholds of top-k and of top-p."""
+    generator = torch.Generator().manual_seed(0)
+    scores = (3 * torch.randn(stepped.rows, stepped.vocabulary, generator=generator)).bfloat16().to(device)
+    case, needed = _part(stepped, "lowest_kept")
+
+    def error(count: int, mass: float, find: Callable[[], Tensor]) -> float:
+        """What is above a threshold must be too little, and with the scores that equal it, enough."""
+        lowest = find()[:, None]
+        above, kept = scores > lowest, scores >= lowest
+        if count:
+            right = (above.sum(dim=-1) < count) & (kept.sum(dim=-1) >= count)
+            return 0.0 if bool(right.all()) else torch.inf
+        p = scores.double().softmax(dim=-1)
+        return float(torch.maximum((p * above).sum(dim=-1) - mass, mass - (p * kept).sum(dim=-1)).clamp(min=0).max())
+
+    lse = scores.double().logsumexp(dim=-1).float()
+    for name, count, mass in (("top-k 50", 50, 0.0), ("top-p 0.9", 0, 0.9)):
+        run = partial(lowest_kept, scores, lse, count, mass)
+        peers = {"torch": lambda: partial(torch.sort, scores, dim=-1, descending=True)}
+        yield Problem(
+            "lowest_kept", f"{name}, {case}", run, partial(error, count, mass, run), SUMS, needed, peers=peers
+        )
+
+
+def expansion(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
+    """Children of a level, the most probable and drawn ones."""
+    generator, rows, k = torch.Generator().manual_seed(0), stepped.samples * stepped.level, stepped.children
+    scores = (3 * torch.randn(rows, stepped.vocabulary, generator=generator)).bfloat16().to(device)
+    words, first, seeds = torch.ones(rows, 1, dtype=torch.int64), torch.arange(1, rows + 1), torch.arange(rows)
+    words, first, seeds = (x.to(device) for x in (words, first, seeds))
+    case, needed = _part(stepped, "tree_expand")
+
+    def error(find: Callable[[], tuple[Tensor, Tensor, Tensor]], keys: Callable[[], Tensor]) -> float:
+        """The keys of the children found, against the highest there are; and their log-probabilities."""
+        tokens, found, _ = find()
+        every = keys()
+        exact = scores.double().log_softmax(dim=-1).gather(1, tokens)
+        return max(_error(every.gather(1, tokens), every.topk(k, dim=-1).values), _error(found, exact))
+
+    def perturbed() -> Tensor:
+        return perturb(scores.double(), uniforms(seeds, stepped.vocabulary).double())
+
+    for name, noise, keys in (("most probable", None, scores.double), ("drawn", seeds, perturbed)):
+        run = partial(expand, scores, k, words, first, noise)
+        peers = {"torch": lambda: partial(torch.topk, scores, k)} if noise is None else {}
+        yield Problem("tree_expand", f"{name}, {case}", run, partial(error, run, keys), SUMS, needed, peers=peers)
 
 
 def verification(stepped: Stepped, device: torch.device) -> Iterator[Problem]:

@@ -85,7 +85,7 @@ class Shape(NamedTuple):
 
 
 class Stepped(NamedTuple):
-    """What comes after attention: a batch of equal trees, of which some rows are moved and all are verified.
+    """What comes beside attention: a batch of equal trees, which are grown, verified and compacted.
 
     Args:
         samples: trees.
@@ -96,6 +96,8 @@ class Stepped(NamedTuple):
         kv_heads: of a layer.
         size: of a head.
         moves: rows of a sample that move.
+        level: nodes of a sample whose children are found at a time.
+        children: of each.
     """
 
     samples: int
@@ -106,6 +108,8 @@ class Stepped(NamedTuple):
     kv_heads: int
     size: int
     moves: int
+    level: int
+    children: int
 
     @property
     def levels(self) -> list[int]:
@@ -143,11 +147,25 @@ class Stepped(NamedTuple):
         yield "left_mass", f"{inner} nodes, {children} special tokens, {rows}", one
         picked = work.left_pick(self.samples, self.samples, children, ITEMSIZE)
         yield "left_pick", f"{self.samples} nodes, {rows}", picked
+        yield "lowest_kept", f"{self.rows} rows, {rows}", work.lowest_kept(self.rows, *scores)
+        grown = work.tree_expand(self.samples * self.level, self.vocabulary, self.children, ITEMSIZE, words=1)
+        yield "tree_expand", f"{self.samples * self.level} rows, {self.children} children, {rows}", grown
         whole = work.recursive_rejection(self.rows, inner, children, self.samples, *scores)
         yield "verify_tree", f"{self.samples} trees of {sum(self.levels)}, {children} children, {rows}", whole
 
 
-STEPPED = Stepped(samples=32, tree=(3, 2, 1), vocabulary=128256, layers=32, context=128, kv_heads=8, size=128, moves=3)
+STEPPED = Stepped(
+    samples=32,
+    tree=(3, 2, 1),
+    vocabulary=128256,
+    layers=32,
+    context=128,
+    kv_heads=8,
+    size=128,
+    moves=3,
+    level=4,
+    children=8,
+)
 
 
 @dataclass(frozen=True)
