@@ -48,3 +48,14 @@ def test_a_spill_would_be_seen():
     )
     wide = constants | {"BLOCK_M": 256, "BLOCK_Q": 64}
     assert resources(compiled(kernel, target, dtype, wide, **how | {"warps": 4}), target)["spilled"] > 0
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_threads_that_move_rows_do_not_exchange_them(target):
+    """What makes moving rows onto each other safe without a barrier; in attention threads do exchange scores."""
+    exchanges = {}
+    for name, what, how in cases(target):
+        if name == "compact_rows" or (name.startswith("attend bf16 heads of 64, 16 rows")):
+            exchanges[name.split()[0]] = compiled(*what, **how).asm["ttgir"].count("convert_layout")
+    assert exchanges["compact_rows"] == 0
+    assert exchanges["attend"] > 0  # negative control

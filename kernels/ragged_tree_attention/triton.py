@@ -328,7 +328,8 @@ def choose(
     busy = tiles * -(-rows // block_q)
     splits = 1
     if longest > _NEVER_SPLIT and busy < 0.8 * processors:
-        bound = min(processors / busy, math.sqrt(longest * processors / (2 * rows * group * busy)), 16)
+        worth = math.sqrt(longest * processors / (2 * rows * group * busy))
+        bound = min(processors / busy, worth, longest / block_n, 16)
         splits = 1 << max(0, int(math.log2(max(1.0, bound))))
     return Launch(block_q, block_m, block_n, splits, 0, warps, stages)
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -56,18 +57,25 @@ class Run:
     rows: list[Any] = field(default_factory=list)
 
     @contextmanager
-    def progress(self) -> Iterator[Progress]:
-        """Shows what is going on, and the results behind."""
+    def progress(self, first: str = "loading the model") -> Iterator[Progress]:
+        """Shows what is going on, and the results behind.
+
+        Args:
+            first: what is done before there are any.
+        """
         from arbordraft.bench.plots import plot
         from arbordraft.bench.tables import rows_table
 
         columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
         with Progress(*columns, console=console) as progress:
-            self._task = progress.add_task("loading the model")
+            self._task = progress.add_task(first)
             self._progress = progress
             yield progress
-        for kind in dict.fromkeys(map(type, self.rows)):
-            console.print(rows_table([row for row in self.rows if type(row) is kind]))
+        tables: dict[Any, list[Any]] = {}
+        for row in self.rows:
+            tables.setdefault((type(row), getattr(row, "table", None)), []).append(row)
+        for rows in tables.values():
+            console.print(rows_table(rows))
         if self.png is not None:
             plot(self.rows, self.png)
         for path in (self.json, self.png):
@@ -455,3 +463,57 @@ def tuned(
         options: dict[str, Any] = {"new_tokens": new_tokens, "repeats": repeats}
         for batch in numbers(batches, int):
             run.take(against_grid(target, tokenizer, texts(prompts, limit), choice, found, batch=batch, **options))
+
+
+@app.command()
+def kernels(
+    contexts: Annotated[str, typer.Option(help="Committed tokens of every sample.")] = "512,2048,8192,32768",
+    batches: BatchesOption = "1,8,32",
+    trees: Annotated[str, typer.Option(help="Rows of every sample's tree.")] = "1,8,32,64",
+    groups: Annotated[str, typer.Option(help="Query heads per key head.")] = "4,1,8",
+    head_sizes: Annotated[str, typer.Option(help="Numbers of a head.")] = "128,64",
+    vocabulary: Annotated[int, typer.Option(min=2, help="Tokens of the vocabulary.")] = 128256,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the cache.")] = 32,
+    flex: Annotated[bool, typer.Option(help="Time FlexAttention too, which compiles for every shape.")] = True,
+    milliseconds: Annotated[float, typer.Option(min=1, help="Spent on the timings of one call.")] = 50,
+    json: JsonOption = None,
+) -> None:
+    """The Triton kernels against float64, their bounds and their peers; without a GPU in Triton's interpreter.
+
+    All contexts, batches and trees are taken with the first group and head size, the other ones with the last tree but
+    one. FlexAttention is timed with that tree, the first group and the first head size.
+    """
+    import torch
+
+    from arbordraft.bench.kernels import device
+
+    here = device()  # before anything imports Triton
+    from arbordraft.bench.kernels import Stopwatch, measured
+    from arbordraft.bench.problems import chosen
+    from arbordraft.bench.roofline import STEPPED, fitting, predictions, product
+
+    lists = [numbers(each, int) for each in (contexts, batches, trees, groups, head_sizes)]
+    shapes = product(*lists)
+    stepped = STEPPED._replace(vocabulary=vocabulary, layers=layers)
+    run = Run(json, settings={"dtype": "bfloat16", "device": here.type, "triton": version("triton")})
+    with run.progress("predicting"):
+        run.take(predictions(shapes, stepped))
+        watch = None
+        if here.type == "cuda":
+            watch = Stopwatch(milliseconds)
+            run.settings |= watch.settings()
+            shapes = fitting(shapes, torch.cuda.get_device_properties(here).total_memory, console.print)
+        else:
+            console.print(
+                "[bold]There is no GPU: the kernels run in Triton's interpreter, on tiny problems. That shows whether "
+                "they are right; it says nothing about time, and none is given."
+            )
+        base = (lists[2][-2:][0], lists[3][0], lists[4][0])
+        alike = [shape for shape in shapes if (shape.tree, shape.group, shape.size) == base]
+        torch.manual_seed(0)
+        problems = chosen(here, shapes, stepped, alike if flex else [])
+        rows = run.take(measured(problems, watch, console.print))
+    if wrong := [row for row in rows if not row.correct]:
+        console.print(f"[red]{len(wrong)} of {len(rows)} results differ from float64 by more than rounding explains")
+        raise typer.Exit(1)
+    console.print(f"all {len(rows)} results agree with float64 as far as rounding allows")

@@ -34,7 +34,8 @@ def rows_table(rows: Sequence[Any]) -> Table:
         return measurement_table(rows)
     columns = {name: [getattr(row, name) for row in rows] for name in (field.name for field in fields(rows[0]))}
     varied = {name: values for name, values in columns.items() if len(rows) == 1 or any(v != values[0] for v in values)}
-    same = ", ".join(f"{name} {_short(values[0])}" for name, values in columns.items() if name not in varied)
+    alike = {name: values[0] for name, values in columns.items() if name not in varied and values[0] not in (None, "")}
+    same = ", ".join(f"{name} {_short(value)}" for name, value in alike.items())
     table = Table(caption=same, caption_justify="left")
     for name, values in varied.items():
         table.add_column(name.replace("_", " "), justify="left" if isinstance(values[0], str) else "right")
@@ -45,7 +46,11 @@ def rows_table(rows: Sequence[Any]) -> Table:
 
 def _short(value: Any) -> str:
     match value:
+        case None:
+            return "-"
         case float():
+            if 0 < abs(value) < 1e-3:
+                return f"{value:.1e}"
             return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3f}"
         case list():
             return " ".join(f"{part:.2f}" for part in value) or "-"

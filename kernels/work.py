@@ -1,0 +1,210 @@
+"""How much every kernel has to move and to compute, from shapes alone.
+
+Bytes count every input that is read once and every output once, whatever caches do; flops count a multiplication and an
+addition as two. What a kernel moves besides is named: the partial results of split prefixes. The READMEs beside the
+kernels derive the formulas; in Triton's interpreter a test counts the addresses that the kernels really touch.
+
+Shapes: T packed rows, P pool rows, V vocabulary, D/Dv head sizes.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from arbordraft.kernels.verify.operator import CHUNK
+
+_INDEX = 8  # bytes of an int64
+_FLOAT = 4  # bytes of a float32
+
+
+class Work(NamedTuple):
+    """Bytes to move and operations to do.
+
+    Args:
+        bytes: to and from memory.
+        flops: floating-point operations.
+    """
+
+    bytes: int
+    flops: int
+
+    @property
+    def intensity(self) -> float:
+        """Operations per byte."""
+        return self.flops / self.bytes
+
+    def seconds(self, bandwidth: float, throughput: float) -> float:
+        """The least time on a device with so many bytes and flops per second."""
+        return max(self.bytes / bandwidth, self.flops / throughput)
+
+    def plus(self, *others: "Work") -> "Work":
+        """The work of several kernels."""
+        works = [self, *others]
+        return Work(sum(work.bytes for work in works), sum(work.flops for work in works))
+
+    def times(self, count: int) -> "Work":
+        """The work of several runs."""
+        return Work(self.bytes * count, self.flops * count)
+
+
+def attention(
+    rows: Sequence[int],
+    past: Sequence[int],
+    tree: Sequence[int],
+    *,
+    heads: int,
+    kv_heads: int,
+    size: int,
+    value_size: int,
+    itemsize: int,
+    causal: bool = False,
+    splits: int = 1,
+) -> Work:
+    """Ragged tree attention without a window.
+
+    Args:
+        rows: packed rows of every sample.
+        past: committed keys of every sample.
+        tree: keys of the tree region of every sample.
+        heads: of the queries.
+        kv_heads: of the keys.
+        size: D.
+        value_size: Dv.
+        itemsize: bytes of a number.
+        causal: every row sees the rows before it; there are no ancestor words.
+        splits: parts of the prefix. More than one write partial results and read them again.
+    """
+    total, samples = sum(rows), len(rows)
+    alive = [(n, p, t) for n, p, t in zip(rows, past, tree, strict=True) if n]
+    per_row = heads * (size + value_size)
+    queries = total * per_row * itemsize
+    keys = sum(p + t for _, p, t in alive) * kv_heads * (size + value_size) * itemsize
+    words = 0 if causal else sum(n * -(-t // 64) for n, _, t in alive)
+    tables = (total + words + 4 * samples + 2) * _INDEX  # positions, words, layout
+    partial = 2 * total * heads * splits * (value_size + 1) * _FLOAT if splits > 1 else 0
+    pairs = sum(n * p + (n * (t - n) + n * (n + 1) // 2 if causal else n * t) for n, p, t in alive)
+    return Work(queries + keys + tables + partial, 2 * pairs * per_row)
+
+
+def append(rows: int, row_size: int, itemsize: int, layers: int = 1) -> Work:
+    """Writing new rows to the pools of some layers.
+
+    Args:
+        rows: T.
+        row_size: numbers of a row's key and value, of all heads.
+        itemsize: bytes of a number.
+        layers: one launch each.
+    """
+    return Work(layers * rows * (2 * row_size * itemsize + _INDEX), 0)
+
+
+def compact(moves: int, samples: int, row_size: int, itemsize: int, pools: int) -> Work:
+    """Moving rows within all pools, in one launch.
+
+    Args:
+        moves: rows that move.
+        samples: that they belong to.
+        row_size: numbers of a row of one pool.
+        itemsize: bytes of a number.
+        pools: keys and values of every layer.
+    """
+    return Work(2 * pools * moves * row_size * itemsize + (2 * moves + samples + 1 + 2 * pools) * _INDEX, 0)
+
+
+def row_stats(rows: int, vocabulary: int, itemsize: int) -> Work:
+    """Highest score, its place and the mass below it, by chunk: a comparison, a difference, an exponential, a sum."""
+    chunks = -(-vocabulary // CHUNK)
+    return Work(rows * (vocabulary * itemsize + chunks * (2 * _FLOAT + _INDEX)), 4 * rows * vocabulary)
+
+
+def left_mass(nodes: int, drawn: int, vocabulary: int, special: int, itemsize: int, draft_itemsize: int = 4) -> Work:
+    """Sums of ``R = max(w p - t q, 0)`` and of q, by chunk: eight operations per token.
+
+    Args:
+        nodes: inner nodes, each with a row of scores.
+        drawn: how many of them have a draft row.
+        vocabulary: V.
+        special: special tokens of a node.
+        itemsize: bytes of a score.
+        draft_itemsize: bytes of a draft probability.
+    """
+    chunks = -(-vocabulary // CHUNK)
+    rows = vocabulary * (nodes * itemsize + drawn * draft_itemsize)
+    scalars = nodes * (2 * _INDEX + 3 * _FLOAT + special * _INDEX)  # rows, lse, weight, taken, special
+    return Work(rows + scalars + nodes * chunks * 2 * _FLOAT, 8 * nodes * vocabulary)
+
+
+def left_pick(nodes: int, drawn: int, special: int, itemsize: int, draft_itemsize: int = 4) -> Work:
+    """A draw from one full chunk of R: what :func:`left_mass` reads of it, where and how far to go, and a token."""
+    scalars = nodes * (4 * _INDEX + 4 * _FLOAT + special * _INDEX)
+    return Work(CHUNK * (nodes * itemsize + drawn * draft_itemsize) + scalars, 8 * nodes * CHUNK)
+
+
+def lowest_kept(rows: int, vocabulary: int, itemsize: int, passes: int = 8, pivots: int = 16) -> Work:
+    """Thresholds of top-k or top-p: a comparison, a choice and two sums per token, pivot and pass."""
+    return Work(rows * (vocabulary * itemsize + 2 * _FLOAT), 4 * passes * pivots * rows * vocabulary)
+
+
+def tree_expand(
+    rows: int, vocabulary: int, children: int, itemsize: int, *, words: int = 0, drawn: bool = False, chunk: int = 4096
+) -> Work:
+    """Children of the nodes of a level: four operations per score, and those of sorting are comparisons.
+
+    Args:
+        rows: nodes of the level.
+        vocabulary: V.
+        children: of every node.
+        itemsize: bytes of a score.
+        words: ancestor words of a node, 0 if they are not asked for.
+        drawn: whether children are drawn, from a seed per row.
+        chunk: scores that one program reads.
+    """
+    chunks, wide = -(-vocabulary // chunk), max(2, 1 << (children - 1).bit_length())
+    between = 2 * chunks * (wide * _INDEX + 2 * _FLOAT)  # keys, maxima and sums of chunks, written and read
+    made = children * (_INDEX + _FLOAT + words * _INDEX)
+    asked = (words + 1 if words else 0) * _INDEX + drawn * _INDEX
+    return Work(rows * (vocabulary * itemsize + between + made + asked), 4 * rows * vocabulary)
+
+
+def recursive_rejection(
+    rows: int,
+    inner: int,
+    children: int,
+    samples: int,
+    vocabulary: int,
+    itemsize: int,
+    *,
+    drawn: int | None = None,
+    replacement: bool = False,
+) -> Work:
+    """A batch of trees verified by recursive rejection: one pass over all rows, then over those of the inner nodes.
+
+    Args:
+        rows: T, nodes of all trees.
+        inner: those with children.
+        children: most children of a node.
+        samples: trees.
+        vocabulary: V.
+        itemsize: bytes of a score.
+        drawn: inner nodes whose children were drawn from a row; all of them if ``None``.
+        replacement: whether draws may repeat a token, which takes one more pass.
+    """
+    drawn = inner if drawn is None else drawn
+    passes = left_mass(inner, drawn, vocabulary, children, itemsize).times(children + 1 + replacement)
+    end = left_mass(samples, samples if drawn else 0, vocabulary, children, itemsize)
+    return row_stats(rows, vocabulary, itemsize).plus(
+        passes, end, left_pick(samples, samples if drawn else 0, children, itemsize)
+    )
+
+
+__all__ = [
+    "Work",
+    "append",
+    "attention",
+    "compact",
+    "left_mass",
+    "left_pick",
+    "lowest_kept",
+    "recursive_rejection",
+    "row_stats",
+    "tree_expand",
+]

@@ -1,0 +1,223 @@
+"""The Triton kernels: are they right, and how near do they come to what the memory allows?
+
+On a GPU every kernel is compared with float64 and timed: in CUDA graphs, so that the host's time does not count, with
+nothing in the L2 cache, by the median. Without one Triton's interpreter runs the same code on tiny problems: it tells
+whether results are right, and nothing about time.
+"""
+
+import gc
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+
+from arbordraft.kernels.choice import INTERPRETER, interpreted
+from arbordraft.kernels.work import Work
+
+ATTENTION = "ragged_tree_attention"
+COPIED = 1 << 30  # bytes of the copy that measures the bandwidth
+MULTIPLIED = 8192  # rows of the matrices that measure the throughput
+
+
+class Goal(NamedTuple):
+    """What the project wants of a kernel.
+
+    Args:
+        figure: ``"of copy"``, a share of the bandwidth of a large copy, or ``"us"``.
+        bound: at least that share, or at most so many microseconds.
+    """
+
+    figure: str
+    bound: float
+
+    def __str__(self) -> str:
+        return f">= {self.bound:.0%} of copy" if self.figure == "of copy" else f"< {self.bound:.0f} us"
+
+    def reached(self, us: float, of_copy: float) -> bool:
+        """Whether a measurement does."""
+        return of_copy >= self.bound if self.figure == "of copy" else us < self.bound
+
+
+@dataclass
+class Problem:
+    """A call of a kernel that is checked and timed.
+
+    Args:
+        kernel: its name.
+        case: what is special about it.
+        run: the call.
+        error: the largest error of such a call against float64, as a share of the largest value.
+        allowed: the error that rounding explains.
+        work: what the call has to move and compute.
+        goal: what is wanted.
+        peers: what else could do it, by name: makers of calls, as they need memory of their own.
+        capturable: whether a CUDA graph can hold it; else its time includes the host's.
+        timed: whether it is large enough to be.
+    """
+
+    kernel: str
+    case: str
+    run: Callable[[], object]
+    error: Callable[[], float]
+    allowed: float
+    work: Work
+    goal: Goal | None = None
+    peers: Mapping[str, Callable[[], Callable[[], object]]] = field(default_factory=dict)
+    capturable: bool = True
+    timed: bool = True
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """What became of a problem; no times where there is no GPU.
+
+    Args:
+        kernel: its name.
+        case: the problem.
+        error: largest error against float64, as a share of the largest value.
+        correct: whether rounding explains it.
+        us: median microseconds.
+        of_copy: bytes that have to be moved per second, as a share of a large copy's.
+        of_roofline: least time by this device's own copy and matrix product, as a share of the time.
+        sdpa_us: PyTorch's attention with a dense mask, padded.
+        flash_us: flash-attention for packed samples, causal: it knows no trees.
+        flex_us: FlexAttention with a mask of ancestors.
+        torch_us: PyTorch's own operators, for kernels other than attention.
+        goal: what the project wants.
+        reached: ``"reached"`` or ``"missed"``; of bandwidth only where memory is what bounds the kernel.
+    """
+
+    kernel: str
+    case: str
+    error: float
+    correct: bool
+    us: float | None = None
+    of_copy: float | None = None
+    of_roofline: float | None = None
+    sdpa_us: float | None = None
+    flash_us: float | None = None
+    flex_us: float | None = None
+    torch_us: float | None = None
+    goal: str = ""
+    reached: str = ""
+
+    @property
+    def table(self) -> bool:
+        """Which of two tables it belongs to: attention has peers of its own."""
+        return self.kernel == ATTENTION
+
+
+def device() -> torch.device:
+    """Where kernels run: on a GPU, or in the interpreter, which is switched on if need be.
+
+    Raises:
+        ImportError: if Triton is not installed.
+        RuntimeError: if there is no GPU and Triton was imported already without its interpreter.
+    """
+    if find_spec("triton") is None:
+        raise ImportError("these are Triton kernels; run: pip install 'arbordraft[triton]'")
+    if torch.cuda.is_available() and not interpreted():
+        return torch.device("cuda")
+    if not interpreted():
+        if "triton" in sys.modules:
+            raise RuntimeError(f"there is no GPU: set {INTERPRETER}=1 before Python starts")
+        os.environ[INTERPRETER] = "1"
+    return torch.device("cpu")
+
+
+class Stopwatch:
+    """Times calls on a GPU, and knows what it can do at best.
+
+    Args:
+        milliseconds: spent on the timings of one call.
+    """
+
+    def __init__(self, milliseconds: float = 50) -> None:
+        self.milliseconds = milliseconds
+        source, target = (torch.empty(COPIED, dtype=torch.uint8, device="cuda") for _ in range(2))
+        self.bandwidth = 2 * COPIED / self.seconds(lambda: target.copy_(source))
+        a, b, c = (torch.randn(MULTIPLIED, MULTIPLIED, device="cuda").bfloat16() for _ in range(3))
+        self.throughput = 2 * MULTIPLIED**3 / self.seconds(lambda: torch.mm(a, b, out=c))
+        number = torch.zeros(1, device="cuda")
+        self.least = self.seconds(lambda: number.zero_())
+
+    def seconds(self, run: Callable[[], object], capturable: bool = True) -> float:
+        """Median time of a call that finds nothing in the L2 cache."""
+        from triton.testing import do_bench
+
+        timed = captured(run) if capturable else run
+        return 1e-3 * do_bench(timed, warmup=self.milliseconds / 4, rep=self.milliseconds, return_mode="median")
+
+    def settings(self) -> dict[str, Any]:
+        """What stands beside the times."""
+        return {
+            "copy_gb_per_s": self.bandwidth / 1e9,
+            "matmul_tflop_per_s": self.throughput / 1e12,
+            "shortest_us": self.least * 1e6,  # what a kernel that does nothing seems to take
+        }
+
+
+def captured(run: Callable[[], object]) -> Callable[[], object]:
+    """The call as a CUDA graph, after it has compiled what it compiles."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def measured(
+    problems: Iterable[Problem], watch: Stopwatch | None, tell: Callable[[str], object] = print
+) -> Iterator[KernelRow]:
+    """Checks every problem and, with a stopwatch, times it and its peers.
+
+    Args:
+        problems: made one by one: they may be large.
+        watch: to time with.
+        tell: is told why a peer has no time.
+    """
+    for problem in problems:
+        error = problem.error()
+        times = _times(problem, watch, tell) if watch and problem.timed else {}
+        yield KernelRow(problem.kernel, problem.case, error, error <= problem.allowed, **times)
+        del problem
+        if watch:
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+def _times(problem: Problem, watch: Stopwatch, tell: Callable[[str], object]) -> dict[str, Any]:
+    needed = problem.work
+    us = watch.seconds(problem.run, problem.capturable) * 1e6
+    of_copy = needed.bytes / (us * 1e-6) / watch.bandwidth
+    found: dict[str, Any] = {
+        "us": us,
+        "of_copy": of_copy,
+        "of_roofline": needed.seconds(watch.bandwidth, watch.throughput) / (us * 1e-6),
+    }
+    for name, make in problem.peers.items():
+        try:
+            found[f"{name}_us"] = watch.seconds(make()) * 1e6
+        except (
+            RuntimeError,
+            ImportError,
+        ) as failure:  # somebody else's, and it may not know the case or want the memory
+            tell(f"{name} has no time for {problem.case}: {str(failure).splitlines()[0]}")
+            torch.cuda.empty_cache()
+    goal = problem.goal
+    computes = needed.flops / watch.throughput > needed.bytes / watch.bandwidth
+    if goal is not None and not (computes and goal.figure == "of copy"):
+        found |= {"goal": str(goal), "reached": "reached" if goal.reached(us, of_copy) else "missed"}
+    return found
+
+
+__all__ = ["ATTENTION", "Goal", "KernelRow", "Problem", "Stopwatch", "captured", "device", "measured"]

@@ -1,0 +1,195 @@
+"""Random packed rows for attention: the same problem for the Triton kernel, for its truth and for its peers.
+
+Shapes: T packed rows, B samples, P pool rows, n most rows of a sample, L most keys, Hq/Hkv query and key heads,
+G = Hq / Hkv, D head size.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from arbordraft.kernels.ragged_tree_attention import RaggedBatch, ragged_tree_attention_reference
+from arbordraft.masks import stack_words
+from arbordraft.topology import TreeTopology, ancestor_words
+
+_WIDE = 64  # masks as wide as a multiple of this are read as they are
+
+
+@dataclass
+class Packed:
+    """The last rows of some trees, and their keys in slabs side by side.
+
+    Args:
+        query: ``[T, Hq, D]``.
+        keys: ``[P, Hkv, D]``.
+        values: ``[P, Hkv, D]``.
+        batch: rows, slabs and ancestor words.
+        trees: one per sample.
+        causal: the trees are prompts instead: every row sees the rows before it.
+    """
+
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+    batch: RaggedBatch
+    trees: Sequence[TreeTopology]
+    causal: bool
+
+    @classmethod
+    def random(
+        cls,
+        past: Sequence[int],
+        trees: Sequence[TreeTopology],
+        *,
+        heads: int,
+        group: int,
+        size: int,
+        device: torch.device,
+        causal: bool = False,
+    ) -> "Packed":
+        """Normal numbers in bfloat16."""
+        rows = [tree.num_nodes for tree in trees]
+        starts = [0, *accumulate(p + n for p, n in zip(past, rows, strict=True))]
+        offsets = [range(tree.num_nodes) if causal else tree.depth_list for tree in trees]
+        positions = [[p + offset for offset in below] for p, below in zip(past, offsets, strict=True)]
+        slots = [start + p + n for start, p, tree in zip(starts, past, rows, strict=False) for n in range(tree)]
+        words = None if causal else stack_words([ancestor_words(tree.visible) for tree in trees]).to(device)
+        batch = RaggedBatch(
+            rows=rows,
+            starts=starts[:-1],
+            past=list(past),
+            tree_positions=positions,
+            positions=torch.tensor([position for below in positions for position in below]).to(device),
+            slots=torch.tensor(slots).to(device),
+            words=words,
+        )
+        query, keys, values = (
+            torch.randn(count, among, size, dtype=torch.bfloat16, device=device)
+            for count, among in ((sum(rows), heads), (starts[-1], heads // group), (starts[-1], heads // group))
+        )
+        return cls(query, keys, values, batch, trees, causal)
+
+    @property
+    def scale(self) -> float:
+        """That of every attention here."""
+        return float(self.query.shape[-1]) ** -0.5
+
+    def lengths(self) -> list[int]:
+        """Keys of every sample."""
+        return [p + n for p, n in zip(self.batch.past, self.batch.rows, strict=True)]
+
+    def exact(self, sample: int, **options: Any) -> Tensor:
+        """``[n_b, Hq, D]`` of one sample in float64."""
+        first, rows = sum(self.batch.rows[:sample]), self.batch.rows[sample]
+        start, words = self.batch.starts[sample], self.batch.words
+        slab = slice(start, start + self.lengths()[sample])
+        batch = RaggedBatch(
+            rows=[rows],
+            starts=[0],
+            past=[self.batch.past[sample]],
+            tree_positions=[self.batch.tree_positions[sample]],
+            positions=self.batch.positions[first : first + rows],
+            slots=self.batch.slots[:0],
+            words=None if words is None else words[first : first + rows],
+        )
+        query, keys, values = (
+            x.double() for x in (self.query[first : first + rows], self.keys[slab], self.values[slab])
+        )
+        return ragged_tree_attention_reference(query, keys, values, batch, scale=self.scale, **options)
+
+    def padded(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """``[B, Hq, n, D]`` queries, ``[B, Hkv, L, D]`` keys and values, and the ``[B, n, L]`` mask of what is seen."""
+        batch, rows, width = self.batch, max(self.batch.rows), -(-max(self.lengths()) // _WIDE) * _WIDE
+        heads, kv_heads, size = self.query.shape[1], self.keys.shape[1], self.query.shape[2]
+        query = self.query.new_zeros(len(batch.rows), heads, rows, size)
+        keys, values = (pool.new_zeros(len(batch.rows), kv_heads, width, size) for pool in (self.keys, self.values))
+        sees = torch.zeros(len(batch.rows), rows, width, dtype=torch.bool, device=query.device)
+        sees[:, :, 0].fill_(True)  # rows that are padding see something, lest they be NaN
+        first = 0
+        for sample, (n, past, start) in enumerate(zip(batch.rows, batch.past, batch.starts, strict=True)):
+            query[sample, :, :n].copy_(self.query[first : first + n].transpose(0, 1))
+            for padded, pool in ((keys, self.keys), (values, self.values)):
+                padded[sample, :, : past + n].copy_(pool[start : start + past + n].transpose(0, 1))
+            sees[sample, :n, :past].fill_(True)
+            sees[sample, :n, past : past + n].copy_(self.visible(sample))
+            first += n
+        return query, keys, values, sees
+
+    def visible(self, sample: int) -> Tensor:
+        """``[n_b, n_b]`` bool: what the rows of a sample see of each other."""
+        visible = self.trees[sample].visible
+        return torch.ones_like(visible).tril() if self.causal else visible
+
+
+def sdpa(packed: Packed) -> Callable[[], Tensor]:
+    """PyTorch's attention: one padded batch, a dense mask, the heads of a group stacked as rows.
+
+    Returns:
+        a call that gives ``[B, Hkv, G * n, D]``.
+    """
+    query, keys, values, sees = packed.padded()
+    group = query.shape[1] // keys.shape[1]
+    stacked = query.unflatten(1, (-1, group)).flatten(2, 3)
+    mask = sees[:, None].repeat(1, 1, group, 1)
+    return lambda: torch.nn.functional.scaled_dot_product_attention(
+        stacked, keys, values, attn_mask=mask, scale=packed.scale
+    )
+
+
+def flash(packed: Packed) -> Callable[[], object]:
+    """flash-attention for packed samples, without padding; causal, as it knows no trees.
+
+    It is the package's, if that is installed, or else PyTorch's own build.
+
+    Returns:
+        a call that gives ``[T, Hq, D]``.
+    """
+    device, batch = packed.query.device, packed.batch
+    rows, keys = (
+        torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device)
+        for lengths in (batch.rows, packed.lengths())
+    )
+    most = max(batch.rows), max(packed.lengths())
+    tensors = (packed.query, packed.keys, packed.values, rows, keys, *most)
+    try:
+        from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found, unused-ignore]
+    except ImportError:
+        from torch.nn.attention.varlen import varlen_attn
+
+        return lambda: varlen_attn(*tensors, scale=packed.scale, window_size=(-1, 0), enable_gqa=True)
+    return lambda: flash_attn_varlen_func(*tensors, softmax_scale=packed.scale, causal=True)
+
+
+def flex(packed: Packed, *, compiled: bool = True) -> Callable[[], Tensor]:
+    """FlexAttention in a padded batch with a block mask made of ancestors.
+
+    Returns:
+        a call that gives ``[B, Hq, n, D]``.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    query, keys, values, _ = packed.padded()
+    batch, rows = packed.batch, query.shape[2]
+    past = torch.tensor(batch.past).to(query.device)
+    visible = torch.zeros(len(batch.rows), rows, rows, dtype=torch.bool, device=query.device)
+    for sample, n in enumerate(batch.rows):
+        visible[sample, :n, :n].copy_(packed.visible(sample))
+
+    def sees(sample: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        node = column - past[sample]
+        above = visible[sample, row, node.clamp(0, rows - 1)]
+        return (node < 0) | ((node < rows) & above)
+
+    mask = create_block_mask(sees, len(batch.rows), None, rows, keys.shape[2], device=query.device)
+    attend: Callable[..., Tensor] = flex_attention
+    if compiled:
+        torch.compiler.reset()  # every shape is compiled for itself, and there is a limit to how many are kept
+        attend = torch.compile(flex_attention, dynamic=False)
+    return lambda: attend(query, keys, values, block_mask=mask, scale=packed.scale, enable_gqa=True)
+
+
+__all__ = ["Packed", "flash", "flex", "sdpa"]

@@ -1,0 +1,273 @@
+"""How fast the Triton kernels could be at best: bytes over bandwidth, or operations over throughput, whichever is more.
+
+Shapes: V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from arbordraft.bench.kernels import ATTENTION
+from arbordraft.kernels import work
+from arbordraft.kernels.work import Work
+
+QUERY_HEADS = 32
+ITEMSIZE = 2  # bfloat16
+
+
+class Device(NamedTuple):
+    """What a data sheet says.
+
+    Args:
+        name: of the device.
+        bandwidth: of its memory, bytes per second.
+        throughput: of its matrix units in bfloat16, dense, operations per second.
+        processors: streaming multiprocessors or compute units.
+        hip: whether it is AMD's.
+    """
+
+    name: str
+    bandwidth: float
+    throughput: float
+    processors: int
+    hip: bool = False
+
+
+H100 = Device("H100", 3.35e12, 989e12, 132)
+A100 = Device("A100", 2.04e12, 312e12, 108)
+MI300X = Device("MI300X", 5.3e12, 1307e12, 304, hip=True)
+DEVICES = (H100, A100, MI300X)
+
+
+class Shape(NamedTuple):
+    """One attention problem: as many trees of one size as there are samples.
+
+    Args:
+        context: committed keys of every sample.
+        batch: samples.
+        tree: rows of every sample.
+        group: query heads per key head.
+        size: of a head.
+        heads: of the queries.
+    """
+
+    context: int
+    batch: int
+    tree: int
+    group: int
+    size: int
+    heads: int = QUERY_HEADS
+
+    def __str__(self) -> str:
+        heads = f"{self.heads}/{self.heads // self.group} heads of {self.size}"
+        return f"{self.batch} x {self.context} keys, trees of {self.tree}, {heads}"
+
+    def work(self, splits: int = 1) -> Work:
+        """What it takes in bfloat16."""
+        return work.attention(
+            [self.tree] * self.batch,
+            [self.context] * self.batch,
+            [self.tree] * self.batch,
+            heads=self.heads,
+            kv_heads=self.heads // self.group,
+            size=self.size,
+            value_size=self.size,
+            itemsize=ITEMSIZE,
+            splits=splits,
+        )
+
+    def splits(self, processors: int, hip: bool = False) -> int:
+        """Into how many parts prefixes are cut on a device."""
+        from arbordraft.kernels.ragged_tree_attention.triton import choose
+
+        tiles, key_bytes = self.batch * self.heads // self.group, 2 * self.size * ITEMSIZE
+        return choose(self.tree, self.group, tiles, self.context, processors, key_bytes, hip=hip).splits
+
+
+class Stepped(NamedTuple):
+    """What comes beside attention: a batch of equal trees, which are grown, verified and compacted.
+
+    Args:
+        samples: trees.
+        tree: children of every node of each level, as for ``TreeTopology.from_k_config``.
+        vocabulary: V.
+        layers: of the model.
+        context: pool rows of a sample.
+        kv_heads: of a layer.
+        size: of a head.
+        moves: rows of a sample that move.
+        level: nodes of a sample whose children are found at a time.
+        children: of each.
+    """
+
+    samples: int
+    tree: tuple[int, ...]
+    vocabulary: int
+    layers: int
+    context: int
+    kv_heads: int
+    size: int
+    moves: int
+    level: int
+    children: int
+
+    @property
+    def levels(self) -> list[int]:
+        """Nodes of a tree by depth."""
+        found = [1]
+        for children in self.tree:
+            found.append(found[-1] * children)
+        return found
+
+    @property
+    def rows(self) -> int:
+        """Nodes of all trees."""
+        return self.samples * sum(self.levels)
+
+    @property
+    def row_size(self) -> int:
+        """Numbers of a row of keys or of values."""
+        return self.kv_heads * self.size
+
+    def parts(self) -> Iterator[tuple[str, str, Work]]:
+        """``(kernel, case, work)`` of every kernel, and of a whole verification."""
+        inner, children = self.samples * sum(self.levels[:-1]), max(self.tree)
+        cache = f"{self.layers} layers of {self.kv_heads} heads of {self.size}"
+        rows = f"V={self.vocabulary}"
+        scores = (self.vocabulary, ITEMSIZE)
+        yield (
+            "kv_append",
+            f"{self.rows} rows, {cache}",
+            work.append(self.rows, 2 * self.row_size, ITEMSIZE, self.layers),
+        )
+        moved = work.compact(self.samples * self.moves, self.samples, self.row_size, ITEMSIZE, 2 * self.layers)
+        yield "kv_compact", f"{self.samples * self.moves} rows, {cache}", moved
+        yield "row_stats", f"{self.rows} rows, {rows}", work.row_stats(self.rows, *scores)
+        one = work.left_mass(inner, inner, self.vocabulary, children, ITEMSIZE)
+        yield "left_mass", f"{inner} nodes, {children} special tokens, {rows}", one
+        picked = work.left_pick(self.samples, self.samples, children, ITEMSIZE)
+        yield "left_pick", f"{self.samples} nodes, {rows}", picked
+        yield "lowest_kept", f"{self.rows} rows, {rows}", work.lowest_kept(self.rows, *scores)
+        grown = work.tree_expand(self.samples * self.level, self.vocabulary, self.children, ITEMSIZE, words=1)
+        yield "tree_expand", f"{self.samples * self.level} rows, {self.children} children, {rows}", grown
+        whole = work.recursive_rejection(self.rows, inner, children, self.samples, *scores)
+        yield "verify_tree", f"{self.samples} trees of {sum(self.levels)}, {children} children, {rows}", whole
+
+
+STEPPED = Stepped(
+    samples=32,
+    tree=(3, 2, 1),
+    vocabulary=128256,
+    layers=32,
+    context=128,
+    kv_heads=8,
+    size=128,
+    moves=3,
+    level=4,
+    children=8,
+)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The least time of one kernel.
+
+    Args:
+        kernel: its name.
+        case: the problem.
+        megabytes: to move.
+        gigaflops: to compute.
+        intensity: flops per byte.
+        h100_us: least microseconds on an H100 SXM.
+        a100_us: on an A100 SXM 80GB.
+        mi300x_us: on an MI300X.
+        bound: what holds it back on them, memory or compute.
+        splits: parts of the prefixes on the three, for attention.
+        partial: partial results that the first of them writes and reads, which the L2 cache may hold, as a share of the
+            bytes above, in which they do not count.
+    """
+
+    kernel: str
+    case: str
+    megabytes: float
+    gigaflops: float
+    intensity: float
+    h100_us: float
+    a100_us: float
+    mi300x_us: float
+    bound: str
+    splits: str | None = None
+    partial: float | None = None
+
+    @property
+    def table(self) -> bool:
+        """Which of two tables it belongs to: only attention has splits."""
+        return self.splits is not None
+
+
+def predictions(shapes: Sequence[Shape], stepped: Stepped) -> Iterator[Prediction]:
+    """The roofline of every kernel and problem."""
+    for shape in shapes:
+        cuts = [shape.splits(device.processors, device.hip) for device in DEVICES]
+        needed = shape.work()
+        found = _predicted(ATTENTION, str(shape), needed)
+        partial = shape.work(cuts[0]).bytes / needed.bytes - 1
+        yield replace(found, splits="/".join(map(str, cuts)), partial=partial)
+    for kernel, case, needed in stepped.parts():
+        yield _predicted(kernel, case, needed)
+
+
+def _predicted(kernel: str, case: str, needed: Work) -> Prediction:
+    times = [1e6 * needed.seconds(device.bandwidth, device.throughput) for device in DEVICES]
+    compute = [
+        device.name for device in DEVICES if needed.flops / device.throughput > needed.bytes / device.bandwidth
+    ]  # fmt: skip
+    return Prediction(
+        kernel,
+        case,
+        megabytes=needed.bytes / 1e6,
+        gigaflops=needed.flops / 1e9,
+        intensity=needed.intensity,
+        h100_us=times[0],
+        a100_us=times[1],
+        mi300x_us=times[2],
+        bound=f"compute on {', '.join(compute)}" if compute else "memory",
+    )
+
+
+def product(
+    contexts: Sequence[int],
+    batches: Sequence[int],
+    trees: Sequence[int],
+    groups: Sequence[int],
+    sizes: Sequence[int],
+    *,
+    heads: int = QUERY_HEADS,
+) -> list[Shape]:
+    """All contexts, batches and trees with the first group and size; the other ones with the last tree but one."""
+    shapes = [
+        Shape(context, batch, tree, groups[0], sizes[0], heads)
+        for tree in trees for batch in batches for context in contexts
+    ]  # fmt: skip
+    others = [(group, sizes[0]) for group in groups[1:]] + [(groups[0], size) for size in sizes[1:]]
+    return shapes + [
+        Shape(context, batch, trees[-2:][0], group, size, heads)
+        for group, size in others for batch in batches for context in contexts
+    ]  # fmt: skip
+
+
+def fitting(shapes: Sequence[Shape], memory: int, tell: Callable[[str], object]) -> list[Shape]:
+    """The shapes whose keys fit into so many bytes twice, once packed and once padded, with a fifth to spare.
+
+    Args:
+        shapes: all that are wanted.
+        memory: bytes of the device.
+        tell: is told what is left out.
+    """
+    small = [shape for shape in shapes if 2.5 * shape.work().bytes < memory]
+    for shape in set(shapes) - set(small):
+        tell(f"left out, as it does not fit into {memory / 1e9:.0f} GB: {shape}")
+    return small
+
+
+__all__ = ["DEVICES", "STEPPED", "Device", "Prediction", "Shape", "Stepped", "fitting", "predictions", "product"]
