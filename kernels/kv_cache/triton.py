@@ -3,6 +3,9 @@
 Shapes: T new rows, M moves, B samples, N pools, P pool rows, E numbers of a row.
 """
 
+from collections.abc import Sequence
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -64,15 +67,28 @@ def launch_append(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Te
     )
 
 
+def address_table(pools: Sequence[Tensor]) -> Tensor:
+    """``[2, N]`` int64 addresses of the pools and sizes of their rows, so that one launch serves all layers.
+
+    It is made once for pools that stay where they are. Whoever records launches (CUDA graphs) must ask for it before,
+    as an upload cannot be recorded, and keep it for as long as the record.
+    """
+    places = tuple((pool.data_ptr(), pool[0].numel()) for pool in pools)
+    return _table(places, pools[0].device)
+
+
+@lru_cache(maxsize=64)
+def _table(places: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
+    return torch.tensor(places, dtype=torch.int64).t().contiguous().to(device)
+
+
 def launch_compact(pools: list[Tensor], source: Tensor, destination: Tensor, first: Tensor) -> None:
     """See :func:`arbordraft.kernels.kv_cache.compact`."""
+    table = address_table(pools)
     sizes = [pool[0].numel() for pool in pools]
-    device = source.device
-    # A table of addresses, so that one launch serves all layers.
-    table = torch.tensor([[pool.data_ptr() for pool in pools], sizes], dtype=torch.int64, device=device)
     compact_rows[(len(first) - 1, len(pools), triton.cdiv(max(sizes), _BLOCK))](
         pools[0], table[0], table[1], source, destination, first, BLOCK=_BLOCK, num_warps=4
     )
 
 
-__all__ = ["append_rows", "compact_rows", "launch_append", "launch_compact"]
+__all__ = ["address_table", "append_rows", "compact_rows", "launch_append", "launch_compact"]
