@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from arbordraft.observation import AttentionCall, Attending
+from arbordraft.observation import Attending, AttentionCall
 
 HOOK = "arbordraft_ragged"
 REQUIREMENT = (
@@ -55,5 +55,5 @@ def _attention(
     heads, kv_heads, dim, value_dim = query.shape[1], key.shape[1], query.shape[-1], value.shape[-1]
     call = AttentionCall(heads, kv_heads, dim, value_dim, scale, sliding_window, softcap, s_aux)
     ragged.layers[layer] = call
-    out = ragged.attend(layer, *(rows[0].transpose(0, 1) for rows in (query, key, value)), call)
+    out = ragged.attend(layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), call)
     return out[None], None

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from types import SimpleNamespace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -21,12 +21,6 @@ from arbordraft.types import DraftTree
 from arbordraft.verifiers.packed import inner_nodes, post_order
 
 _REALS = frozenset({"threshold", "accept", "final"})  # float64, as bits
-
-
-class _Views(dict[str, npt.NDArray[np.int64]]):
-    """The parts of a table by name, as attributes."""
-
-    __getattr__ = dict.__getitem__
 
 
 @dataclass(frozen=True)
@@ -111,9 +105,7 @@ class Bucket:
             for name, begin, end, shape in self.spans
         }
 
-    def fill(
-        self, table: Tensor, tree: DraftTree, batch: RaggedBatch, noise: Noise | None, dummy: int
-    ) -> list[Tensor]:
+    def fill(self, table: Tensor, tree: DraftTree, batch: RaggedBatch, noise: Noise | None, dummy: int) -> list[Tensor]:
         """Writes a step into a table on the host.
 
         Args:
@@ -127,8 +119,8 @@ class Bucket:
             The ``[V]`` draft rows that the table names.
         """
         flat = table.numpy()
-        into = _Views(
-            {
+        into = SimpleNamespace(
+            **{
                 name: flat[begin:end].view(np.float64 if name in _REALS else np.int64).reshape(shape)
                 for name, begin, end, shape in self.spans
             }
@@ -139,25 +131,24 @@ class Bucket:
         return self._fill_nodes(into, tree)
 
     def _fill_rows(
-        self, into: _Views, tree: DraftTree, batch: RaggedBatch, noise: Noise | None, dummy: int
+        self, into: SimpleNamespace, tree: DraftTree, batch: RaggedBatch, noise: Noise | None, dummy: int
     ) -> None:
         places = list(tree.rows())
         count = len(places)
-        row_of = {(sample, node): row for row, (sample, node, _) in enumerate(places)}
         into.above[:] = -1
         into.sample[count:] = self.samples
         into.positions[count:] = 1
         into.slots[count:] = dummy + 1 + np.arange(self.rows - count)
         if not count:
             return
-        samples, nodes, into.tokens[:count] = zip(*places, strict=True)
+        topology = next(drafted.topology for drafted in tree.samples if drafted)
+        row_of = {(sample, node): row for row, (sample, node, _) in enumerate(places)}
+        samples, nodes, into.tokens[:count] = (list(column) for column in zip(*places, strict=True))
+        into.tokens[count:] = into.tokens[0]  # not 0: models warn of what looks like padding without a mask
         into.sample[:count] = samples
         into.positions[:count], into.slots[:count] = batch.positions.numpy(), batch.slots.numpy()
-        topologies = [drafted and drafted.topology for drafted in tree.samples]
-        for row, (sample, node, _) in enumerate(places):
-            topology = topologies[sample]
-            into.depth[row] = topology.depth_list[node]
-            into.above[row] = row_of.get((sample, topology.parent_list[node]), -1)
+        into.depth[:count] = [topology.depth_list[node] for node in nodes]
+        into.above[:count] = [row_of.get((sample, topology.parent_list[node]), -1) for sample, node, _ in places]
         into.order[:count] = post_order(tree)
         if batch.words is not None:
             into.words[:count, : batch.words.shape[1]] = batch.words.numpy()
@@ -165,7 +156,7 @@ class Bucket:
             into.accept[:count] = noise.accept[samples, nodes].numpy()
             into.final[:count] = noise.final[samples, nodes].numpy()
 
-    def _fill_samples(self, into: _Views, tree: DraftTree, batch: RaggedBatch, dummy: int) -> None:
+    def _fill_samples(self, into: SimpleNamespace, tree: DraftTree, batch: RaggedBatch, dummy: int) -> None:
         count = sum(tree.lengths)
         lengths = [*tree.lengths, *[0] * (self.samples - len(tree.lengths))]
         firsts = [0, *accumulate(lengths)]
@@ -179,9 +170,9 @@ class Bucket:
         into.home[:] = dummy
         into.home[living] = into.slots[into.roots[living]]
 
-    def _fill_nodes(self, into: _Views, tree: DraftTree) -> list[Tensor]:
+    def _fill_nodes(self, into: SimpleNamespace, tree: DraftTree) -> list[Tensor]:
         for name in ("inner", "draft_row", "parent", "place", "children"):
-            into[name][:] = -1
+            getattr(into, name)[:] = -1
         free = [0, *accumulate(self.levels)]
         drafts: list[Tensor] = []
         place_of: list[int] = []

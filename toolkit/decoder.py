@@ -146,9 +146,7 @@ class SpeculativeDecoder(nn.Module):
             self._commit(state, tree, verdict, lambda sample, path: shares[sample][path], state.cache.commit)
         return verdict
 
-    def _static_step(
-        self, static: StaticStepping, state: DecodeState, tree: DraftTree, noise: Noise | None
-    ) -> Verdict:
+    def _static_step(self, static: StaticStepping, state: DecodeState, tree: DraftTree, noise: Noise | None) -> Verdict:
         """The same in fixed shapes; the target's forward, verification and compaction are one phase."""
         with state.stats.phase("target"):
             batch = self._plan(state, tree)

@@ -11,7 +11,7 @@ side by side, P pool rows.
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,9 @@ from arbordraft.topology import TreeTopology
 from arbordraft.types import DraftTree
 
 _INSTEAD = "build the decoder with buckets=None"
+_RECOMPILE_LIMIT = 128
 Pools = Sequence[Tensor]  # keys and values of layer 0, of layer 1, ...: [P, Hkv, D] each
+Call = Callable[[Tensor, Tensor, Pools], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -247,17 +249,29 @@ class StaticCache(RaggedKVCache):
         return [self.get_buffer(f"{kind}_{layer}") for layer in range(number) for kind in ("keys", "values")]
 
 
+def _compiled(step: StaticStep, backend: str) -> Call:
+    """The step through ``torch.compile``, in one piece."""
+    compiled = torch.compile(step, backend=backend, fullgraph=True, dynamic=False)
+
+    def call(table: Tensor, draft: Tensor, pools: Pools) -> tuple[Tensor, Tensor]:
+        # The limit is one for all steps together, as they share their code; each of them is traced for good reason.
+        with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
+            return compiled(table, draft, pools)
+
+    return call
+
+
 class _Runner:
     """A step with the buffers that it reads; on a GPU recorded as a CUDA graph.
 
     Args:
         step: the step.
-        compiled: the same, as it shall be called.
+        call: the same, as it shall be called.
         memory: what the graphs of a decoder share; ``None`` where nothing is recorded.
     """
 
-    def __init__(self, step: StaticStep, compiled: Callable[..., tuple[Tensor, Tensor]], memory: object | None) -> None:
-        self.step, self._compiled, self._memory = step, compiled, memory
+    def __init__(self, step: StaticStep, call: Call, memory: Any) -> None:
+        self.step, self._call, self._memory = step, call, memory
         device, bucket = step.target.device, step.bucket
         pinned = device.type == "cuda"
         self.host = torch.zeros(bucket.size, dtype=torch.int64, pin_memory=pinned)
@@ -287,7 +301,7 @@ class _Runner:
 
     def _run(self, pools: Pools) -> tuple[Tensor, Tensor]:
         with torch.no_grad(), self.step.target.hooked(hidden=self.step.hidden):
-            return self._compiled(self.table, self.draft, pools)
+            return self._call(self.table, self.draft, pools)
 
     def _record(self, cache: StaticCache, pools: Pools) -> None:
         """Records the step on the pools as they lie now. What runs meanwhile are padding rows alone."""
@@ -395,7 +409,8 @@ class StaticStepping:
         """
         rows = fitting(self.buckets, batch * self.topology.num_nodes)
         cache, self._idle = self._idle, None
-        if cache is None or cache.capacity(cache.dummy) <= rows:
+        fits = cache is not None and cache.capacity(cache.dummy) > rows and cache.max_tokens == max_tokens
+        if cache is None or not fits:
             cache = StaticCache(max_tokens, rows)
             self.target.prefill({cache.dummy: [0]}, cache)
         return cache
@@ -448,10 +463,8 @@ class StaticStepping:
         if (bucket, kind) not in self._runners:
             most_rows = min(rows, self.topology.num_nodes)
             step = StaticStep(self.target, bucket, kind, warp, most_rows, self.hidden_layers)
-            compiled: Callable[..., tuple[Tensor, Tensor]] = step
-            if self.compiler is not None:
-                compiled = torch.compile(step, backend=self.compiler, fullgraph=True, dynamic=False)
-            self._runners[bucket, kind] = _Runner(step, compiled, self._memory)
+            call = step if self.compiler is None else _compiled(step, self.compiler)
+            self._runners[bucket, kind] = _Runner(step, call, self._memory)
         runner = self._runners[bucket, kind]
         if not choice.wants_triton("static_step", runner.table) and runner.table.is_cuda:
             raise ValueError(f"without Triton a step asks the host: use kernels 'auto' or 'triton', or {_INSTEAD}")

@@ -35,8 +35,8 @@ class PackedTree:
 
     Args:
         roots: ``[B]`` int64 rows of the roots.
-        inner: ``[N]`` int64 rows of the nodes with children, the higher levels first; -1 for places that are not in use.
-        levels: how many of them are at each depth, places that are not in use included.
+        inner: ``[N]`` int64 rows of the nodes with children, the higher levels first; -1 for a place not in use.
+        levels: how many of them are at each depth, unused places included.
         draft_row: ``[N]`` int64 draft row that a node's children were drawn from, -1 for none.
         children: ``[N, K]`` int64 rows of the children in the order of their verification, -1 behind the last.
         tokens: ``[N, K]`` int64 their tokens.
