@@ -395,7 +395,8 @@ class StaticStepping:
         if greedy:
             return
         if not verifier.rejects_in_turn:
-            raise ValueError(f"{verifier} samples on the host, recursive rejection does not: {_INSTEAD}")
+            name = type(getattr(verifier, "rule", verifier)).__name__
+            raise ValueError(f"{name} samples on the host, which RecursiveRejection need not: {_INSTEAD}")
         if any(type(law).tops_of is not DraftLaw.tops_of for law in self._laws):
             raise ValueError(f"a law that chooses its tops in a way of its own does so on the host: {_INSTEAD}")
         if len({law.replacement for law in self._laws}) > 1:
