@@ -358,6 +358,30 @@ def test_parts_that_do_not_go_together(kernels):
         build(buckets=None, compiler="eager")
 
 
+def test_weights_that_moved_are_noticed():
+    """What was recorded or compiled holds their addresses."""
+    target = RaggedModel(tiny())
+    decoder = build(target=target, drafter=LanguageModelDrafter(ragged(seed=3)))
+    decode(decoder, **NEVER)
+    old, cache = set(decoder.static._runners.values()), decoder.static._idle
+    decode(decoder, **NEVER)
+    assert set(decoder.static._runners.values()) == old
+    target.model.bfloat16()
+    decode(decoder, **NEVER)
+    assert not set(decoder.static._runners.values()) & old
+    assert decoder.static._idle is not cache
+    assert {pool.dtype for pool in decoder.static._idle.layers(2)} == {torch.bfloat16}
+
+
+def test_a_model_in_training_mode_is_refused():
+    target = RaggedModel(tiny())
+    decoder = build(target=target, drafter=LanguageModelDrafter(ragged(seed=3)))
+    decode(decoder, [[7]], **NEVER)
+    target.model.train()
+    with pytest.raises(ValueError, match="training mode"):
+        decode(decoder, [[7]], **NEVER)
+
+
 # Recording, with a stand-in for the GPU
 
 
@@ -406,11 +430,16 @@ def recorded(monkeypatch):
     return Record
 
 
+def on_a_gpu(decoder):
+    """What a decoder has whose target lies on a GPU."""
+    reset = decoder.static.reset
+    decoder.static.reset = lambda: (reset(), setattr(decoder.static, "_memory", "shared"))
+
+
 @pytest.mark.parametrize("request_", [NEVER, SAMPLED], ids=["greedy", "sampled"])
 def test_steps_are_recorded_once_and_replayed(recorded, request_):
     expected, _ = decode(build("wor lifted", buckets=None), **request_)
-    decoder = build("wor lifted")
-    decoder.static._memory = "a pool"
+    on_a_gpu(decoder := build("wor lifted"))
     for _ in range(2):
         found, stats = decode(decoder, **request_)
         assert found == expected
@@ -419,8 +448,7 @@ def test_steps_are_recorded_once_and_replayed(recorded, request_):
 
 
 def test_pools_that_moved_are_recorded_again(recorded):
-    decoder = build("wor lifted", "model", buckets=(32,))
-    decoder.static._memory = "a pool"
+    on_a_gpu(decoder := build("wor lifted", buckets=(32,)))
     expected, _ = decode(build("wor lifted", buckets=None), **NEVER)
     assert decode(decoder, **NEVER)[0] == expected
     assert recorded.made == 1

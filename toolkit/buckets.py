@@ -151,7 +151,7 @@ class Bucket:
         into.above[:count] = [row_of.get((sample, topology.parent_list[node]), -1) for sample, node, _ in places]
         into.order[:count] = post_order(tree)
         if batch.words is not None:
-            into.words[:count, : batch.words.shape[1]] = batch.words.numpy()
+            into.words[:count, : batch.words.shape[1]] = batch.words.cpu().numpy()
         if noise is not None:
             into.accept[:count] = noise.accept[samples, nodes].numpy()
             into.final[:count] = noise.final[samples, nodes].numpy()

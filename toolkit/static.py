@@ -311,7 +311,7 @@ class _Runner:
         self.step.bucket.fill(self.host, DraftTree(()), nothing, None, cache.dummy_start)
         self.table.copy_(self.host)
         self._graph = None
-        self._kept = address_table(pools)
+        self._kept = address_table(list(pools))
         try:
             beside = torch.cuda.Stream()
             beside.wait_stream(torch.cuda.current_stream())
@@ -380,12 +380,23 @@ class StaticStepping:
         self._laws = [law for law in drafter.laws(coupling.law) if not law.deterministic]
         self._runners: dict[tuple[Bucket, StepKind], _Runner] = {}
         self._idle: StaticCache | None = None
-        self._memory = torch.cuda.graph_pool_handle() if target.device.type == "cuda" else None
+        self._memory: Any = None
+        self._weights: tuple[int, ...] = ()
 
     @property
     def shapes(self) -> list[Bucket]:
         """The shapes of all steps so far."""
         return sorted({bucket for bucket, _ in self._runners}, key=lambda bucket: (bucket.samples, bucket.rows))
+
+    def reset(self) -> None:
+        """Forgets what was recorded and compiled, and the idle cache; steps are made anew when they are needed.
+
+        Weights that move (to another device or dtype) are noticed whenever a batch begins. What else changes in a model
+        between two batches, an adapter that is switched on for instance, calls for this.
+        """
+        self._runners.clear()
+        self._idle = None
+        self._memory = torch.cuda.graph_pool_handle() if self.target.device.type == "cuda" else None
 
     def check(self, warp: Warp, greedy: bool) -> None:
         """Raises ValueError if a request asks for what only the host can do."""
@@ -408,6 +419,10 @@ class StaticStepping:
         Raises:
             CacheOverflow: if ``max_tokens`` does not even allow the dummy.
         """
+        weights = tuple(tensor.data_ptr() for tensor in (*self.target.model.parameters(), *self.target.model.buffers()))
+        if weights != self._weights:
+            self.reset()
+            self._weights = weights
         rows = fitting(self.buckets, batch * self.topology.num_nodes)
         cache, self._idle = self._idle, None
         fits = cache is not None and cache.capacity(cache.dummy) > rows and cache.max_tokens == max_tokens

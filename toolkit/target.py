@@ -153,8 +153,6 @@ class RaggedModel(nn.Module):
             ValueError: if there is no such layer.
             UnsupportedModel: if the architecture does not show them.
         """
-        if self.model.training:
-            raise ValueError(_TRAINING)
         batch = batch.to(self.device)
         inputs = {
             "input_ids": tokens.to(self.device)[None],
@@ -302,7 +300,12 @@ class RaggedModel(nn.Module):
             layers: leave only the first so many layers.
             hidden: filled in as the layers run; see :meth:`run` for their numbers.
             behind: put this behind the last layer.
+
+        Raises:
+            ValueError: if the model is in training mode.
         """
+        if self.model.training:
+            raise ValueError(_TRAINING)
         before = [config._attn_implementation for config in self._configs]
         swaps = self._swaps(layers)
         originals = [modules[name] for modules, name, _ in swaps]

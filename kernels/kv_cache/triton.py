@@ -3,7 +3,6 @@
 Shapes: T new rows, M moves, B samples, N pools, P pool rows, E numbers of a row.
 """
 
-from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -11,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 256
+_BLOCK = 1024  # 16 bytes for each of 128 threads
 
 
 @triton.jit
@@ -30,7 +29,9 @@ def append_rows(
 
 
 @triton.jit
-def compact_rows(LIKE, POOLS, SIZES, SOURCE, DESTINATION, FIRST, BLOCK: tl.constexpr):
+def compact_rows(
+    LIKE, POOLS, SIZES, SOURCE, DESTINATION, FIRST, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """One program makes all moves of one sample, one after the other, in one part of the rows of one pool.
 
     Rows move towards the front and in order, so that no row is overwritten before it was read. A thread reads and
@@ -41,6 +42,9 @@ def compact_rows(LIKE, POOLS, SIZES, SOURCE, DESTINATION, FIRST, BLOCK: tl.const
     size = tl.load(SIZES + pool)
     e = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     base = tl.load(POOLS + pool).to(LIKE.dtype)
+    if ALIGNED:  # numbers that come from memory could be any
+        size = tl.multiple_of(size, 8)
+        base = tl.multiple_of(base, 16)
     for move in range(tl.load(FIRST + sample), tl.load(FIRST + sample + 1)):
         row = tl.load(base + tl.load(SOURCE + move) * size + e, mask=e < size)
         tl.store(base + tl.load(DESTINATION + move) * size + e, row, mask=e < size)
@@ -67,28 +71,26 @@ def launch_append(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Te
     )
 
 
-def address_table(pools: Sequence[Tensor]) -> Tensor:
-    """``[2, N]`` int64 addresses of the pools and sizes of their rows, so that one launch serves all layers.
+def launch_compact(pools: list[Tensor], source: Tensor, destination: Tensor, first: Tensor) -> None:
+    """See :func:`arbordraft.kernels.kv_cache.compact`."""
+    sizes = tuple(pool[0].numel() for pool in pools)
+    addresses = tuple(pool.data_ptr() for pool in pools)
+    aligned = not any(size % 8 for size in sizes) and not any(address % 16 for address in addresses)
+    table = _table(addresses, sizes, source.device)
+    compact_rows[(len(first) - 1, len(pools), triton.cdiv(max(sizes), _BLOCK))](
+        pools[0], table[0], table[1], source, destination, first, ALIGNED=aligned, BLOCK=_BLOCK, num_warps=4
+    )
 
-    It is made once for pools that stay where they are. Whoever records launches (CUDA graphs) must ask for it before,
-    as an upload cannot be recorded, and keep it for as long as the record.
-    """
-    places = tuple((pool.data_ptr(), pool[0].numel()) for pool in pools)
-    return _table(places, pools[0].device)
+
+def address_table(pools: list[Tensor]) -> Tensor:
+    """The table behind compaction; whoever records launches needs it made before, and kept as long as the record."""
+    return _table(tuple(pool.data_ptr() for pool in pools), tuple(pool[0].numel() for pool in pools), pools[0].device)
 
 
 @lru_cache(maxsize=64)
-def _table(places: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
-    return torch.tensor(places, dtype=torch.int64).t().contiguous().to(device)
-
-
-def launch_compact(pools: list[Tensor], source: Tensor, destination: Tensor, first: Tensor) -> None:
-    """See :func:`arbordraft.kernels.kv_cache.compact`."""
-    table = address_table(pools)
-    sizes = [pool[0].numel() for pool in pools]
-    compact_rows[(len(first) - 1, len(pools), triton.cdiv(max(sizes), _BLOCK))](
-        pools[0], table[0], table[1], source, destination, first, BLOCK=_BLOCK, num_warps=4
-    )
+def _table(addresses: tuple[int, ...], sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    """Addresses and sizes on the device, so that one launch serves all layers and no step waits for a copy."""
+    return torch.tensor([addresses, sizes], dtype=torch.int64, device=device)
 
 
 __all__ = ["address_table", "append_rows", "compact_rows", "launch_append", "launch_compact"]
