@@ -75,9 +75,11 @@ def inner_nodes(tree: DraftTree) -> list[InnerNode]:
     )
     found: list[InnerNode] = []
     above: dict[int, tuple[int, int]] = {}  # by the row of a child
+    laws: dict[tuple[DraftLaw, int], DraftLaw] = {}  # a law is a module, which takes long to make
     for depth, row, sample, node in places:
         drafted = _of(tree, sample)
-        below, law = drafted.children(node), drafted.law_of(node)
+        below, kind = drafted.children(node), (drafted.law, len(drafted.topology.child_list[node]))
+        law = laws.get(kind) or laws.setdefault(kind, drafted.law_of(node))
         rows = [row_of[sample, child] for child in below]
         parent, place = above.get(row, (-1, -1))
         above |= {child: (len(found), rank) for rank, child in enumerate(rows)}
