@@ -36,6 +36,8 @@ ORDER = [
     "output",
     "huggingface",
     "state",
+    "buckets",
+    "static",
     "decoder",
     "target_initialised",
     "builders",

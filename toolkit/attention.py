@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from arbordraft.kernels.ragged_tree_attention import ragged_tree_attention
-from arbordraft.observation import AttentionCall, Forward
+from arbordraft.observation import Attending, AttentionCall
 
 HOOK = "arbordraft_ragged"
 REQUIREMENT = (
@@ -37,7 +36,7 @@ def _attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    ragged: Forward | None = None,
+    ragged: Attending | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -54,18 +53,7 @@ def _attention(
     layer: int = module.layer_idx  # type: ignore[assignment]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     heads, kv_heads, dim, value_dim = query.shape[1], key.shape[1], query.shape[-1], value.shape[-1]
-    ragged.layers[layer] = AttentionCall(heads, kv_heads, dim, value_dim, scale, sliding_window, softcap, s_aux)
-    batch = ragged.batch
-    keys, values = ragged.cache.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1), batch.slots)
-    out = ragged_tree_attention(
-        query[0].transpose(0, 1),
-        keys,
-        values,
-        batch,
-        scale=scale,
-        window=sliding_window,
-        softcap=softcap,
-        sinks=s_aux,
-        use_native=ragged.native,
-    )
+    call = AttentionCall(heads, kv_heads, dim, value_dim, scale, sliding_window, softcap, s_aux)
+    ragged.layers[layer] = call
+    out = ragged.attend(layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), call)
     return out[None], None

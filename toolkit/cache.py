@@ -144,6 +144,10 @@ class RaggedKVCache(nn.Module):
             moves.append([(first + row, first + place) for place, row in enumerate(rows) if row != place])
         if any(moves):
             compact(list(self._pools()), moves)
+        self.advance(kept)
+
+    def advance(self, kept: Mapping[int, Sequence[int]]) -> None:
+        """Keeps rows as :meth:`commit` does that have been moved already, on the device."""
         for sample, rows in kept.items():
             slab = self._slabs[sample]
             slab.length += len(rows)

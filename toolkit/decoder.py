@@ -4,7 +4,7 @@ Shapes: B samples, n_b nodes of sample b, T = sum of n_b packed rows, V vocabula
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,11 +26,13 @@ from arbordraft.huggingface import (
     with_stop_strings,
     without_padding,
 )
+from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.kernels.verify import row_max
 from arbordraft.masks import SlicedCausalMask, stack_words
 from arbordraft.metrics import DecodeStats
 from arbordraft.sampling import Noise, SoftmaxRows, Warp
 from arbordraft.state import DecodeState
+from arbordraft.static import StaticStepping
 from arbordraft.target import RaggedModel
 from arbordraft.topology import TreeTopology
 from arbordraft.types import Costs, DraftContext, DraftTree, Outcome, SampleVerdict, Verdict
@@ -57,6 +59,12 @@ class SpeculativeDecoder(nn.Module):
             (:class:`~arbordraft.NodeBudget`). Drafts that are not drawn at random are then verified only where they pay
             or fit, which depends on the whole batch; the output law does not, but sampled tokens may.
         max_cache_tokens: bound on the rows of each KV cache; unlimited by default.
+        buckets: numbers of rows, such as ``(8, 16, 32, 64)``. Each step is then padded to the smallest one that holds
+            its trees (above the largest, to the next power of two) and never asks the host between the upload of its
+            trees and the download of its verdicts; on a GPU it is recorded once per shape as a CUDA graph, which
+            replays. ``stats.pad_rows`` counts the padding. Sampling then takes recursive rejection (or ``TopTailRule``)
+            and processors that look at the scores alone.
+        compiler: compile these steps with this backend of ``torch.compile``, such as ``"inductor"``.
 
     Raises:
         ValueError: if the parts do not fit: vocabulary, tokenizer, draft law or topology.
@@ -72,6 +80,8 @@ class SpeculativeDecoder(nn.Module):
         *,
         costs: Costs | None = None,
         max_cache_tokens: int | None = None,
+        buckets: Sequence[int] | None = None,
+        compiler: str | None = None,
     ) -> None:
         super().__init__()
         drafter.check(target, coupling.law)
@@ -90,6 +100,11 @@ class SpeculativeDecoder(nn.Module):
         self.decider = decider
         self.costs = costs
         self.max_cache_tokens = max_cache_tokens
+        if compiler is not None and buckets is None:
+            raise ValueError("compiler is for steps of fixed shapes: say which, with buckets=(8, 16, 32, 64)")
+        self.static = None
+        if buckets is not None:
+            self.static = StaticStepping(target, drafter, topology, coupling, buckets, compiler)
 
     @classmethod
     def from_tuned(
@@ -119,13 +134,37 @@ class SpeculativeDecoder(nn.Module):
         noise = None if state.greedy else Noise.draw(state.generators, self.topology.num_nodes)
         with state.stats.phase("draft"):
             tree = self.drafter.propose(state.drafts, self._context(state, noise))
+        if self.static is not None:
+            return self._static_step(self.static, state, tree, noise)
         with state.stats.phase("target"):
             logits, hidden = self._run_target(state, tree)
         with state.stats.phase("verify"):
             tree, logits, hidden, best = self._drop_failed(state, tree, logits, hidden)
             verdict = self._judge(state, tree, logits, best, noise)
         with state.stats.phase("commit"):
-            self._commit(state, tree, verdict, hidden)
+            shares = hidden.split(tree.lengths)
+            self._commit(state, tree, verdict, lambda sample, path: shares[sample][path], state.cache.commit)
+        return verdict
+
+    def _static_step(self, static: StaticStepping, state: DecodeState, tree: DraftTree, noise: Noise | None) -> Verdict:
+        """The same in fixed shapes; the target's forward, verification and compaction are one phase."""
+        with state.stats.phase("target"):
+            batch = self._plan(state, tree)
+            ends, hidden, rows = static(tree, batch, noise, state.cache, state.warp)
+            state.stats.count_padding(rows - sum(tree.lengths))
+        with state.stats.phase("commit"):
+            self._give_up(state, [sample for sample, end in enumerate(ends) if end and not end.sound])
+            tree = self._without_failed(state, tree)
+            found: list[SampleVerdict | None] = []
+            for drafted, end in zip(tree.samples, ends, strict=True):
+                if drafted is None or end is None:
+                    found.append(None)
+                    continue
+                node = list(drafted.tokens)[end.row]
+                path = tuple(self.topology.path(node)[1:])
+                found.append(SampleVerdict(path, end.token, recovered=bool(drafted.children(node))))
+            verdict = Verdict(tuple(found))
+            self._commit(state, tree, verdict, lambda sample, path: hidden[sample, : len(path)], state.cache.advance)
         return verdict
 
     def exactness_report(self) -> ExactnessReport:
@@ -202,6 +241,8 @@ class SpeculativeDecoder(nn.Module):
             self.step(state)
         for streamer in streamers:
             streamer.end()
+        if self.static is not None:
+            self.static.close(state.cache)
 
         output = pack_output(input_ids, state, generation_config)
         if state.failures:
@@ -219,7 +260,9 @@ class SpeculativeDecoder(nn.Module):
     def _stats(self, batch: int) -> DecodeStats:
         return DecodeStats(self.coupling.exactness.value, [0] * batch, [0] * batch)
 
-    def _open_cache(self) -> RaggedKVCache:
+    def _open_cache(self, batch: int) -> RaggedKVCache:
+        if self.static is not None:
+            return self.static.open(batch, self.max_cache_tokens)
         return RaggedKVCache(self.max_cache_tokens)
 
     def _start(
@@ -245,7 +288,10 @@ class SpeculativeDecoder(nn.Module):
             raise ValueError(f"{len(seeds)} seeds for {batch} samples")
 
         stats = self._stats(batch)
-        cache = self._open_cache()
+        warp = Warp(without_padding(processors, padding), batch)
+        if self.static is not None:
+            self.static.check(warp, greedy=not config.do_sample)
+        cache = self._open_cache(batch)
         with stats.phase("prefill"):
             # Under a limit a sample gets all it can need at once, so that an overflow comes now or never.
             likely = budget if self.max_cache_tokens is not None else min(budget, _AHEAD)
@@ -265,7 +311,7 @@ class SpeculativeDecoder(nn.Module):
             cache=cache,
             drafts=drafts,
             generators=[torch.Generator().manual_seed(int(seed)) for seed in seeds],
-            warp=Warp(without_padding(processors, padding), batch),
+            warp=warp,
             greedy=not config.do_sample,
             stopping=stopping,
             stats=stats,
@@ -293,7 +339,7 @@ class SpeculativeDecoder(nn.Module):
             costs=self.costs,
         )
 
-    def _run_target(self, state: DecodeState, tree: DraftTree) -> tuple[Tensor, Tensor]:
+    def _plan(self, state: DecodeState, tree: DraftTree) -> RaggedBatch:
         depths = self.topology.depth_list
         living = [(handle, sample) for handle, sample in zip(state.handles, tree.samples, strict=True) if sample]
         batch = state.cache.plan(
@@ -303,6 +349,10 @@ class SpeculativeDecoder(nn.Module):
         )
         needed = sum(len(state.tokens[index]) - 1 + nodes for index, nodes in enumerate(tree.lengths) if nodes)
         state.stats.count_forward(batch, rows=sum(tree.lengths), keys=needed)
+        return batch
+
+    def _run_target(self, state: DecodeState, tree: DraftTree) -> tuple[Tensor, Tensor]:
+        batch = self._plan(state, tree)
         return self.target.run(tree.packed_tokens(), batch, state.cache, hidden=self.drafter.hidden_layers)
 
     def _drop_failed(
@@ -319,13 +369,18 @@ class SpeculativeDecoder(nn.Module):
         if sound.all():
             return tree, logits, hidden, best
         owner = [sample for sample, _, _ in tree.rows()]
-        for sample in sorted({owner[row] for row in (~sound).nonzero().flatten().tolist()}):
+        self._give_up(state, sorted({owner[row] for row in (~sound).nonzero().flatten().tolist()}))
+        kept = torch.tensor([sample not in state.failures for sample in owner])
+        return self._without_failed(state, tree), logits[kept], hidden[kept], best[kept]
+
+    def _give_up(self, state: DecodeState, samples: Sequence[int]) -> None:
+        for sample in samples:
             state.failures[sample] = "the target's logits are NaN or infinite"
             state.budget[sample] = 0
             state.cache.close(state.handles[sample])
-        kept = torch.tensor([sample not in state.failures for sample in owner])
-        samples = (None if index in state.failures else sample for index, sample in enumerate(tree.samples))
-        return DraftTree(tuple(samples)), logits[kept], hidden[kept], best[kept]
+
+    def _without_failed(self, state: DecodeState, tree: DraftTree) -> DraftTree:
+        return DraftTree(tuple(None if index in state.failures else one for index, one in enumerate(tree.samples)))
 
     def _judge(self, state: DecodeState, tree: DraftTree, logits: Tensor, best: Tensor, noise: Noise | None) -> Verdict:
         if noise is not None:
@@ -344,11 +399,26 @@ class SpeculativeDecoder(nn.Module):
 
         return state.warp(logits, path_of)
 
-    def _commit(self, state: DecodeState, tree: DraftTree, verdict: Verdict, hidden: Tensor) -> None:
+    def _commit(
+        self,
+        state: DecodeState,
+        tree: DraftTree,
+        verdict: Verdict,
+        accepted: Callable[[int, list[int]], Tensor],
+        keep: Callable[[Mapping[int, Sequence[int]]], None],
+    ) -> None:
+        """Takes over what was accepted.
+
+        Args:
+            state: the batch.
+            tree: the drafts.
+            verdict: what became of them.
+            accepted: the hidden states of some of a sample's rows, which begin with its root and follow its path.
+            keep: commits rows of the cache.
+        """
         kept: dict[int, list[int]] = {}
         seen: dict[int, Tensor] = {}
         remaining: list[SampleVerdict | None] = []
-        shares = hidden.split(tree.lengths)
         for sample, (drafted, judged) in enumerate(zip(tree.samples, verdict.samples, strict=True)):
             remaining.append(None)
             if drafted is None or judged is None:
@@ -356,7 +426,7 @@ class SpeculativeDecoder(nn.Module):
             nodes = list(drafted.tokens)
             path = [0, *(nodes.index(node) for node in judged.path)]
             emitted = state.append(sample, [*(drafted.tokens[node] for node in judged.path), judged.token])
-            seen[sample] = shares[sample][path[:emitted]]
+            seen[sample] = accepted(sample, path[:emitted])
             state.stats.record(sample, drafted, judged, emitted)
             levels = max(map(self.topology.depth_list.__getitem__, drafted.tokens))
             self.decider.observe(state.memory[sample], Outcome(levels, len(judged.path)))
@@ -365,7 +435,7 @@ class SpeculativeDecoder(nn.Module):
                 kept[state.handles[sample]] = path
             else:
                 state.cache.close(state.handles[sample])
-        state.cache.commit(kept)
+        keep(kept)
         self.drafter.commit(state.drafts, tree, Verdict(tuple(remaining)))
         if self.drafter.hidden_layers and seen:
             self.drafter.observe(state.drafts, seen)

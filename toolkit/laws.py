@@ -31,6 +31,8 @@ class DraftLaw(nn.Module):
         ValueError: if a count is negative or both are zero.
     """
 
+    threshold = 0.0  # of the draft probability; what is below it is no top
+
     def __init__(self, tops: int, tails: int, replacement: bool) -> None:
         super().__init__()
         if tops < 0 or tails < 0 or tops + tails < 1:
@@ -43,6 +45,11 @@ class DraftLaw(nn.Module):
     def k(self) -> int:
         """Greatest number of children of one node."""
         return self.tops + self.tails
+
+    @property
+    def most_tops(self) -> int:
+        """Greatest number of certain tokens of one node."""
+        return self.tops
 
     @property
     def deterministic(self) -> bool:
@@ -118,7 +125,7 @@ class DraftLaw(nn.Module):
 
     def tops_of(self, draft: Tensor) -> int:
         """Number of certain tokens for a ``[V]`` draft row, which alone may decide it."""
-        return self.tops
+        return min(int((draft >= self.threshold).sum()), self.most_tops) if self.threshold else self.most_tops
 
     def top_tokens(self, draft: Tensor) -> list[int]:
         """The certain tokens, the most probable one first."""
@@ -197,8 +204,9 @@ class AdaptiveTopTail(DraftLaw):
         super().narrow(children)  # checks
         return self if children == self.k else AdaptiveTopTail(children, self.threshold)
 
-    def tops_of(self, draft: Tensor) -> int:
-        return min(int((draft >= self.threshold).sum()), self.k - 1)
+    @property
+    def most_tops(self) -> int:
+        return self.k - 1
 
     def extra_repr(self) -> str:
         return f"k={self.k}, threshold={self.threshold}"

@@ -57,6 +57,12 @@ class DecodeStats:
         self.pad_rows += len(batch.slots) - rows
         self.pad_keys += attended - keys
 
+    def count_padding(self, rows: int) -> None:
+        """Counts the padding rows of a forward; together they attend to one column of no meaning."""
+        self.rows += rows
+        self.pad_rows += rows
+        self.pad_keys += min(rows, 1)
+
     def record(self, sample: int, tree: SampleTree, verdict: SampleVerdict, emitted: int) -> None:
         """Counts one verdict of which ``emitted`` tokens were committed."""
         self.forwards[sample] += 1

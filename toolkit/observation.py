@@ -1,14 +1,14 @@
 """What one forward of a model shows: its decoder layers, what they are given, what they ask their attention for."""
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from arbordraft.cache import RaggedKVCache
-from arbordraft.kernels.ragged_tree_attention import RaggedBatch
+from arbordraft.kernels.ragged_tree_attention import RaggedBatch, ragged_tree_attention
 from arbordraft.topology import TreeTopology, ancestor_words
 
 
@@ -23,6 +23,15 @@ class AttentionCall(NamedTuple):
     window: int | None
     softcap: float | None
     sinks: Tensor | None
+
+
+class Attending(Protocol):
+    """What an attention layer needs of the forward that it is part of."""
+
+    layers: dict[int, AttentionCall | None]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
+        """Stores the ``[T, Hkv, D]`` keys and values of a layer and returns what its ``[T, Hq, D]`` queries find."""
 
 
 @dataclass
@@ -43,6 +52,21 @@ class Forward:
     native: bool = False
     layers: dict[int, AttentionCall | None] = field(default_factory=dict)
     hidden: dict[int, Tensor | None] = field(default_factory=dict)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
+        """Stores the ``[T, Hkv, D]`` keys and values of a layer and returns what its ``[T, Hq, D]`` queries find."""
+        keys, values = self.cache.write(layer, key, value, self.batch.slots)
+        return ragged_tree_attention(
+            query,
+            keys,
+            values,
+            self.batch,
+            scale=call.scale,
+            window=call.window,
+            softcap=call.softcap,
+            sinks=call.sinks,
+            use_native=self.native,
+        )
 
 
 class LayerCall(NamedTuple):
@@ -81,16 +105,16 @@ def decoder_list(model: nn.Module, count: int) -> tuple[nn.Module, str] | None:
     return None
 
 
-def tap(place: tuple[nn.Module, str], run: Forward) -> list[RemovableHandle]:
+def tap(place: tuple[nn.Module, str], hidden: dict[int, Tensor | None]) -> list[RemovableHandle]:
     """Fills in the wanted hidden states of a forward from outside; returns the hooks to remove behind it."""
     owner, name = place
     layers = getattr(owner, name)
 
     def before(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        run.hidden[index] = (args[0] if args else kwargs["hidden_states"])[0]
+        hidden[index] = (args[0] if args else kwargs["hidden_states"])[0]
 
     def behind(_: nn.Module, __: Any, output: Any) -> None:
-        run.hidden[len(layers)] = output[0][0]
+        hidden[len(layers)] = output[0][0]
 
     return [
         owner.register_forward_hook(behind)
@@ -98,7 +122,7 @@ def tap(place: tuple[nn.Module, str], run: Forward) -> list[RemovableHandle]:
         else layers[index].register_forward_pre_hook(
             lambda _, args, kwargs, index=index: before(index, args, kwargs), with_kwargs=True
         )
-        for index in run.hidden
+        for index in hidden
     ]
 
 

@@ -34,6 +34,9 @@ _PATH_FREE = frozenset(
         "TypicalLogitsWarper",
     }
 )
+# Those of them that are plain arithmetic with a few numbers. The others check their arguments, which takes the host,
+# or index with a mask.
+_STATIC = _PATH_FREE - {"EtaLogitsWarper", "SuppressTokensLogitsProcessor", "TopHLogitsWarper"}
 # Processors that keep a state from call to call, or expect a second, unconditional row: the rows of a tree
 # are neither a sequence nor such a pair.
 _NOT_FOR_TREES = frozenset(
@@ -78,6 +81,16 @@ class Warp:
                 raise ValueError(f"{refused.pop()} cannot judge the nodes of a tree: they are not one sequence")
             if batch_size > 1 and (bound := names & _BATCH_BOUND):
                 raise ValueError(f"{bound.pop()} is bound to the rows of a batch; decode one prompt at a time with it")
+
+    @staticmethod
+    def is_static(processor: "LogitsProcessor") -> bool:
+        """Whether a processor looks at the scores alone, and never asks the host about them."""
+        return type(processor).__name__ in _STATIC
+
+    @property
+    def constants(self) -> tuple[tuple[str, tuple[tuple[str, float], ...]], ...]:
+        """What tells lists of static processors apart: their names and numbers."""
+        return tuple((type(one).__name__, tuple(sorted(vars(one).items()))) for one in self.processors)
 
     def __call__(self, logits: Tensor, path_of: Callable[[int], Sequence[int]]) -> Tensor:
         """Processed logits in float32 (float64 stays float64).

@@ -153,8 +153,6 @@ class RaggedModel(nn.Module):
             ValueError: if there is no such layer.
             UnsupportedModel: if the architecture does not show them.
         """
-        if self.model.training:
-            raise ValueError(_TRAINING)
         batch = batch.to(self.device)
         inputs = {
             "input_ids": tokens.to(self.device)[None],
@@ -166,7 +164,7 @@ class RaggedModel(nn.Module):
         run = Forward(batch, cache, self.backend == "native", hidden=dict.fromkeys(hidden))
         if not all(0 <= index <= self.num_layers for index in hidden):
             raise ValueError(f"hidden states are numbered 0..{self.num_layers}, got {tuple(hidden)}")
-        with torch.no_grad(), self._hooked(layers, run, behind):
+        with torch.no_grad(), self.hooked(layers, run.hidden, behind):
             logits: Tensor = self.model(**inputs, ragged=run).logits[0]
         expected = layers or self.num_layers
         if len(run.layers) != expected:
@@ -274,7 +272,7 @@ class RaggedModel(nn.Module):
     def _pack(self) -> Packing:
         """Observes a forward and packs what it saw."""
         self._packing = None  # or its stand-ins would be observed
-        with self._hooked():
+        with self.hooked():
             try:
                 seen = observe(self.model, self.num_layers, self.vocab_size)
             except UnsupportedModel:
@@ -290,14 +288,28 @@ class RaggedModel(nn.Module):
         return UnsupportedModel(f"{type(self.model).__name__} failed on packed tokens ({failure}): {REQUIREMENT}")
 
     @contextmanager
-    def _hooked(
-        self, layers: int | None = None, run: Forward | None = None, behind: nn.Module | None = None
+    def hooked(
+        self,
+        layers: int | None = None,
+        hidden: dict[int, Tensor | None] | None = None,
+        behind: nn.Module | None = None,
     ) -> Iterator[None]:
-        """Puts our attention and the stand-ins into the model, and listens for the hidden states that are wanted."""
+        """Puts our attention and the stand-ins into the model, and listens for the hidden states that are wanted.
+
+        Args:
+            layers: leave only the first so many layers.
+            hidden: filled in as the layers run; see :meth:`run` for their numbers.
+            behind: put this behind the last layer.
+
+        Raises:
+            ValueError: if the model is in training mode.
+        """
+        if self.model.training:
+            raise ValueError(_TRAINING)
         before = [config._attn_implementation for config in self._configs]
         swaps = self._swaps(layers)
         originals = [modules[name] for modules, name, _ in swaps]
-        listeners = tap(self._place, run) if run is not None and run.hidden else []
+        listeners = tap(self._place, hidden) if hidden else []
         try:
             for config in self._configs:
                 config._attn_implementation = HOOK

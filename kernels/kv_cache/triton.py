@@ -82,10 +82,15 @@ def launch_compact(pools: list[Tensor], source: Tensor, destination: Tensor, fir
     )
 
 
+def address_table(pools: list[Tensor]) -> Tensor:
+    """The table behind compaction; whoever records launches needs it made before, and kept as long as the record."""
+    return _table(tuple(pool.data_ptr() for pool in pools), tuple(pool[0].numel() for pool in pools), pools[0].device)
+
+
 @lru_cache(maxsize=64)
 def _table(addresses: tuple[int, ...], sizes: tuple[int, ...], device: torch.device) -> Tensor:
     """Addresses and sizes on the device, so that one launch serves all layers and no step waits for a copy."""
     return torch.tensor([addresses, sizes], dtype=torch.int64, device=device)
 
 
-__all__ = ["append_rows", "compact_rows", "launch_append", "launch_compact"]
+__all__ = ["address_table", "append_rows", "compact_rows", "launch_append", "launch_compact"]

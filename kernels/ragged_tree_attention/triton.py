@@ -313,7 +313,7 @@ def choose(
     """
     # A stage of the loop takes 32 KB of shared memory at most; rows of wider heads do not fit into registers.
     block_n = min(64, max(16, 1 << (32768 // key_bytes).bit_length() - 1))
-    most = 16 if exact else 128 if key_bytes <= 512 else 64
+    most = 16 if exact else 32 if key_bytes > 512 else 64 if hip and options else 128
     if exact:
         block_n = 32 if key_bytes <= 512 else 16
     # Rows of a split size get the same tile in every batch: other tiles may round otherwise.

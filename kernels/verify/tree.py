@@ -36,8 +36,8 @@ class PackedTree:
 
     Args:
         roots: ``[B]`` int64 rows of the roots.
-        inner: ``[N]`` int64 rows of the nodes with children, the higher levels first.
-        levels: how many of them are at each depth.
+        inner: ``[N]`` int64 rows of the nodes with children, the higher levels first; -1 for a place not in use.
+        levels: how many of them are at each depth, unused places included.
         draft_row: ``[N]`` int64 draft row that a node's children were drawn from, -1 for none.
         children: ``[N, K]`` int64 rows of the children in the order of their verification, -1 behind the last.
         tokens: ``[N, K]`` int64 their tokens.
@@ -108,7 +108,7 @@ def verify_tree(
     for size in tree.levels if lifted and count else [count]:
         nodes = slice(begin, begin + size)
         if lifted and begin:
-            above, place = tree.parent[nodes], tree.place[nodes]
+            above, place = tree.parent[nodes].clamp(min=0), tree.place[nodes].clamp(min=0)
             known = _joined(laws)
             weight[nodes] = _share(known.accept, known.before)[above, place]
         laws.append(_laws(scores, lse, draft, tree, nodes, weight[nodes]))
@@ -119,7 +119,7 @@ def verify_tree(
 
 
 def _laws(scores: Tensor, lse: Tensor, draft: Tensor, tree: PackedTree, nodes: slice, weight: Tensor) -> _Laws:
-    row, draft_row, tokens = tree.inner[nodes], tree.draft_row[nodes], tree.tokens[nodes]
+    row, draft_row, tokens = tree.inner[nodes].clamp(min=0), tree.draft_row[nodes], tree.tokens[nodes]
     real = tree.children[nodes] >= 0
     certain = (tree.certain[nodes] | (draft_row < 0)[:, None]) & real
     place = tokens.clamp(min=0)
@@ -171,10 +171,22 @@ def _joined(laws: Sequence[_Laws]) -> _Laws:
 
 def _last_top_down(tree: PackedTree, law: _Laws, weight: Tensor, accept: Tensor) -> Tensor:
     real = tree.children >= 0
-    taken = (accept[tree.children.clamp(min=0)] < _share(law.accept, law.before)) & real
-    first = taken.int().argmax(dim=1)
-    chosen = torch.where(taken.any(dim=1), tree.children.gather(1, first[:, None])[:, 0], -1)
-    following = torch.full_like(tree.order, -1).index_copy_(0, tree.inner, chosen)
+    return walk(tree, (accept[tree.children.clamp(min=0)] < _share(law.accept, law.before)) & real)
+
+
+def walk(tree: PackedTree, taken: Tensor) -> Tensor:
+    """Where paths end that go on, from the roots downwards, with the first of the children that are taken.
+
+    Args:
+        tree: the trees.
+        taken: ``[N, K]`` bool, false where there is no child.
+
+    Returns:
+        ``[B]`` int64 rows.
+    """
+    first = taken.int().argmax(dim=1, keepdim=True)
+    chosen = torch.where(taken.any(dim=1), tree.children.gather(1, first)[:, 0], -1)
+    following = _by_row(tree, chosen, -1)
     end = tree.roots
     for _ in tree.levels:
         end = torch.where(following[end] >= 0, following[end], end)
@@ -182,31 +194,37 @@ def _last_top_down(tree: PackedTree, law: _Laws, weight: Tensor, accept: Tensor)
 
 
 def _last_lifted(tree: PackedTree, law: _Laws, weight: Tensor, accept: Tensor) -> Tensor:
-    rows = len(tree.order)
+    # What concerns no row is written to one behind the last: to leave it out, the host would have to count.
+    rows, samples = len(tree.order), len(tree.roots)
+    below = torch.where(tree.children < 0, rows, tree.children)
+    inner = torch.where(tree.inner < 0, rows, tree.inner)
     # Leaves end where their weight says so, inner nodes with what their children have left.
-    chance, reached = accept.new_zeros(rows), torch.zeros(rows, dtype=torch.bool, device=accept.device)
-    reached[tree.roots] = True
-    share = _share(law.accept, law.before)
-    real = tree.children >= 0
-    chance[tree.children[real]] = share[real]
-    chance[tree.roots] = 1.0  # a root without children
+    chance = accept.new_zeros(rows + 1)
+    chance.scatter_(0, below.flatten(), _share(law.accept, law.before).flatten())
+    chance.index_fill_(0, tree.roots, 1.0)  # a root without children
     rest = 1 - law.accept.sum(dim=1)
-    ending = torch.where(weight >= 1, 1.0, _share(law.stop, rest))
-    chance[tree.inner] = ending
+    chance.scatter_(0, inner, torch.where(weight >= 1, 1.0, _share(law.stop, rest)))
+    reached = torch.zeros_like(chance, dtype=torch.bool).index_fill_(0, tree.roots, True)
     begin = 0
     for size in tree.levels:  # a node is visited if its parent is and its turn may come
         nodes = slice(begin, begin + size)
-        inner, children = tree.inner[nodes], tree.children[nodes]
-        visited = reached[inner][:, None] & (law.accept[nodes] > 0) & (children >= 0)
-        reached[children[visited]] = True
+        visited = reached[inner[nodes]][:, None] & (law.accept[nodes] > 0)
+        reached.scatter_(0, torch.where(visited, below[nodes], rows).flatten(), True)
         begin += size
-    hit = reached & (accept < chance)
+    hit = reached[:rows] & (accept < chance[:rows])
     order = torch.where(hit, tree.order, rows)
     best = torch.full_like(tree.roots, rows).scatter_reduce(0, tree.sample, order, "amin")
     found = hit & (tree.order == best[tree.sample])
-    end = tree.roots.clone()
-    end[tree.sample[found]] = torch.arange(rows, device=end.device)[found]
-    return end
+    end = torch.cat([tree.roots, tree.roots[:1]])
+    end.scatter_(0, torch.where(found, tree.sample, samples), torch.arange(rows, device=end.device))
+    return end[:samples]
+
+
+def _by_row(tree: PackedTree, values: Tensor, fill: int) -> Tensor:
+    """``[T]`` what ``[N]`` inner nodes have, by row; ``fill`` for the others."""
+    rows = len(tree.order)
+    found = values.new_full((rows + 1,), fill)
+    return found.scatter_(0, torch.where(tree.inner < 0, rows, tree.inner), values)[:rows]
 
 
 def _emitted(
@@ -222,8 +240,7 @@ def _emitted(
     """Draws the token behind each end: at a leaf from the target's row, elsewhere from what the children left."""
     # Leaves are one more node, behind the others: all of the target's row, and nothing drafted from it.
     count = len(tree.inner)
-    index = torch.full_like(tree.order, count).index_copy_(0, tree.inner, torch.arange(count, device=end.device))
-    node = index[end]
+    node = _by_row(tree, torch.arange(count, device=end.device), count)[end]
     # Nothing is left only by rounding, where stopping had probability 0.
     node = torch.where(F.pad(law.mass.sum(dim=-1), (0, 1))[node] > 0, node, count)
     row_of = {
@@ -252,4 +269,4 @@ def _share(part: Tensor, whole: Tensor) -> Tensor:
     return torch.where(whole <= part, (part > 0).to(part.dtype), part / _positive(whole))
 
 
-__all__ = ["PackedTree", "verify_tree"]
+__all__ = ["PackedTree", "verify_tree", "walk"]

@@ -42,7 +42,7 @@ class PaddedDecoder(SpeculativeDecoder):
             raise ValueError("padded batches are made for chains of drafts")
         self.pad_input, self.pad_cache = pad_input, pad_cache
 
-    def _open_cache(self) -> RaggedKVCache:
+    def _open_cache(self, batch: int) -> RaggedKVCache:
         return _PaddedCache(self.pad_cache)
 
     def _start(self, *arguments: Any) -> DecodeState:

@@ -3,10 +3,15 @@
 Shapes: T rows of the batch, D draft rows, V vocabulary, B samples.
 """
 
+from collections.abc import Iterable
+from itertools import accumulate
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from arbordraft.kernels.verify.tree import PackedTree, verify_tree
+from arbordraft.laws import DraftLaw, Fixed
 from arbordraft.sampling import Noise
 from arbordraft.types import DraftTree, SampleTree
 
@@ -31,74 +36,114 @@ def verify_packed(tree: DraftTree, scores: Tensor, noise: Noise, *, lifted: bool
     return verdicts
 
 
-def pack(tree: DraftTree, device: torch.device) -> tuple[PackedTree, Tensor]:
-    """The trees as tables, and the ``[D, V]`` draft rows that they name."""
+class InnerNode(NamedTuple):
+    """A node with children, by the rows of the batch.
+
+    Args:
+        depth: its depth.
+        row: its row.
+        children: rows of its children, in the order of their verification.
+        tokens: their tokens.
+        parent: index of its parent among the inner nodes, and
+        place: which of its children the node is; both -1 for a root.
+        law: the law that drew the children.
+        draft: ``[V]`` what it drew them from; ``None`` if they were not drawn at random.
+    """
+
+    depth: int
+    row: int
+    children: list[int]
+    tokens: list[int]
+    parent: int
+    place: int
+    law: DraftLaw
+    draft: Tensor | None
+
+
+_UNUSED = InnerNode(0, -1, [], [], -1, -1, Fixed(1), None)  # tables are never empty
+
+
+def inner_nodes(tree: DraftTree) -> list[InnerNode]:
+    """The nodes with children of all samples, the higher levels first."""
     row_of = {(sample, node): row for row, (sample, node, _) in enumerate(tree.rows())}
-    inner = sorted(
+    places = sorted(
         (drafted.topology.depth_list[node], row_of[sample, node], sample, node)
         for sample, drafted in enumerate(tree.samples)
         if drafted
         for node in drafted.tokens
         if drafted.children(node)
     )
-    index = {(sample, node): number for number, (_, _, sample, node) in enumerate(inner)}
-    depths = [depth for depth, _, _, _ in inner]
-    drafts: list[Tensor] = []
-    draft_row, children, tokens, certain = [], [], [], []
-    parent, place = [-1] * len(inner), [-1] * len(inner)
-    replacement = False
-    for number, (_, _, sample, node) in enumerate(inner):
+    found: list[InnerNode] = []
+    above: dict[int, tuple[int, int]] = {}  # by the row of a child
+    laws: dict[tuple[DraftLaw, int], DraftLaw] = {}  # a law is a module, which takes long to make
+    for depth, row, sample, node in places:
         drafted = _of(tree, sample)
-        below = drafted.children(node)
-        law, draft = drafted.law_of(node), drafted.draft_probs.get(node)
-        tops: list[int] | None = None  # all of them
-        if draft is not None and not law.deterministic:
-            tops = law.top_tokens(draft)
-            draft_row.append(len(drafts))
-            if not set(tops) <= {drafted.tokens[child] for child in below}:
-                draft = draft.clone()  # a top that was given up cannot be drawn either
-                draft[tops] = 0
-            drafts.append(draft)
-            replacement |= law.replacement
-        else:
+        below, kind = drafted.children(node), (drafted.law, len(drafted.topology.child_list[node]))
+        law = laws.get(kind) or laws.setdefault(kind, drafted.law_of(node))
+        rows = [row_of[sample, child] for child in below]
+        parent, place = above.get(row, (-1, -1))
+        above |= {child: (len(found), rank) for rank, child in enumerate(rows)}
+        draft = None if law.deterministic else drafted.draft_probs.get(node)
+        tokens = [drafted.tokens[child] for child in below]
+        found.append(InnerNode(depth, row, rows, tokens, parent, place, law, draft))
+    return found
+
+
+def post_order(tree: DraftTree) -> list[int]:
+    """Place of every row in the post-order of its sample."""
+    order: list[int] = []
+    for drafted in tree.samples:
+        if drafted:
+            rank = {node: rank for rank, node in enumerate(_post_order(drafted))}
+            order += [rank[node] for node in drafted.tokens]
+    return order
+
+
+def pack(tree: DraftTree, device: torch.device) -> tuple[PackedTree, Tensor]:
+    """The trees as tables, and the ``[D, V]`` draft rows that they name."""
+    inner = inner_nodes(tree) or [_UNUSED]
+    depths = [node.depth for node in inner]
+    drafts: list[Tensor] = []
+    draft_row, certain = [], []
+    replacement = False
+    for node in inner:
+        if node.draft is None:
             draft_row.append(-1)
-        children.append([row_of[sample, child] for child in below])
-        tokens.append([drafted.tokens[child] for child in below])
-        certain.append([tops is None or token in tops for token in tokens[-1]])
-        for rank, child in enumerate(below):
-            if (sample, child) in index:
-                parent[index[sample, child]], place[index[sample, child]] = number, rank
-    width = max(map(len, children), default=1)
-    order = [0] * len(row_of)
-    for sample, drafted_or_none in enumerate(tree.samples):
-        for rank, node in enumerate(_post_order(drafted_or_none) if drafted_or_none else ()):
-            order[row_of[sample, node]] = rank
-    living = [sample for sample, drafted_or_none in enumerate(tree.samples) if drafted_or_none]
-    number_of = {sample: number for number, sample in enumerate(living)}
+            certain.append([True] * len(node.tokens))
+            continue
+        draft, tops = node.draft, node.law.top_tokens(node.draft)
+        if not set(tops) <= set(node.tokens):
+            draft = draft.clone()  # a top that was given up cannot be drawn either
+            draft[tops] = 0
+        draft_row.append(len(drafts))
+        drafts.append(draft)
+        certain.append([token in tops for token in node.tokens])
+        replacement |= node.law.replacement
+    width = max(1, *(len(node.children) for node in inner))
+    living = [length for length in tree.lengths if length]
 
     def table(values: list[list[int]], fill: int) -> Tensor:
         padded = [row + [fill] * (width - len(row)) for row in values]
         return torch.tensor(padded, dtype=torch.int64).view(-1, width).to(device)
 
-    def column(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
+    def column(values: Iterable[int]) -> Tensor:
+        return torch.tensor(list(values), dtype=torch.int64, device=device)
 
     packed = PackedTree(
-        roots=column([row_of[sample, 0] for sample in living]),
-        inner=column([row for _, row, _, _ in inner]),
+        roots=column([0, *accumulate(living)][:-1]),
+        inner=column(node.row for node in inner),
         levels=[depths.count(depth) for depth in sorted(set(depths))],
         draft_row=column(draft_row),
-        children=table(children, -1),
-        tokens=table(tokens, -1),
+        children=table([node.children for node in inner], -1),
+        tokens=table([node.tokens for node in inner], -1),
         certain=table([[int(sure) for sure in row] for row in certain], 0).bool(),
-        parent=column(parent),
-        place=column(place),
-        order=column(order),
-        sample=column([number_of[sample] for sample, _ in row_of]),
+        parent=column(node.parent for node in inner),
+        place=column(node.place for node in inner),
+        order=column(post_order(tree)),
+        sample=column(number for number, length in enumerate(living) for _ in range(length)),
         replacement=replacement,
     )
-    vocabulary = len(drafts[0]) if drafts else 0
-    return packed, torch.stack(drafts) if drafts else torch.empty(0, vocabulary, device=device)
+    return packed, torch.stack(drafts) if drafts else torch.empty(0, 0, device=device)
 
 
 def _of(tree: DraftTree, sample: int) -> SampleTree:
@@ -111,4 +156,4 @@ def _post_order(tree: SampleTree, node: int = 0) -> list[int]:
     return [*(below for child in tree.children(node) for below in _post_order(tree, child)), node]
 
 
-__all__ = ["pack", "verify_packed"]
+__all__ = ["InnerNode", "inner_nodes", "pack", "post_order", "verify_packed"]

@@ -223,15 +223,15 @@ def greedy_verdict(tree: DraftTree, best: Sequence[int]) -> Verdict:
         best: the target's most probable token for each of the T rows of ``tree.rows()``.
     """
     verdicts: list[SampleVerdict | None] = []
-    for sample, choice in tree.split(best):
+    for sample, tokens in tree.split(best):
         if sample is None:
             verdicts.append(None)
             continue
         node: int | None = 0
         while node is not None:
             end = node
-            node = next((child for child in sample.children(end) if sample.tokens[child] == choice[end]), None)
-        verdicts.append(_verdict(sample, end, int(choice[end])))
+            node = next((child for child in sample.children(end) if sample.tokens[child] == tokens[end]), None)
+        verdicts.append(_verdict(sample, end, int(tokens[end])))
     return Verdict(tuple(verdicts))
 
 

@@ -1,0 +1,225 @@
+"""The shapes of a step that always has the same ones, and the one table that says what is different this time.
+
+Shapes: T rows of a bucket, S samples (and one more, the dummy, that owns the padding rows), N places for nodes with
+children, K children, W ancestor words.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from arbordraft.kernels.ragged_tree_attention import RaggedBatch
+from arbordraft.sampling import Noise
+from arbordraft.topology import WORD_BITS, TreeTopology
+from arbordraft.types import DraftTree
+from arbordraft.verifiers.packed import inner_nodes, post_order
+
+_REALS = frozenset({"threshold", "accept", "final"})  # float64, as bits
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The shapes of one step.
+
+    Args:
+        rows: T.
+        samples: S.
+        levels: places for nodes with children, by depth; at least one of them.
+        children: K, at least 1.
+        words: W.
+        depth: most tokens that a step can accept.
+    """
+
+    rows: int
+    samples: int
+    levels: tuple[int, ...]
+    children: int
+    words: int
+    depth: int
+
+    @classmethod
+    def of(cls, topology: TreeTopology, rows: int, samples: int) -> "Bucket":
+        """The smallest bucket for trees of a topology, ``rows`` rows and ``samples`` samples."""
+        inner = [sum(bool(topology.child_list[node]) for node in level) for level in topology.levels]
+        most = [_most_inner(depth, number, rows, samples) for depth, number in enumerate(inner)]
+        levels = tuple(number for number in most if number)
+        return cls(
+            rows=rows,
+            samples=samples,
+            levels=levels or (1,),
+            children=max(1, *map(len, topology.child_list)),
+            words=-(-topology.num_nodes // WORD_BITS),
+            depth=len(levels),
+        )
+
+    @property
+    def nodes(self) -> int:
+        """N."""
+        return sum(self.levels)
+
+    @cached_property
+    def fields(self) -> Mapping[str, tuple[int, ...]]:
+        """The parts of the table with their shapes.
+
+        By row: its token, its position, its pool row, the row of its parent (-1 for none), its depth, its place in the
+        post-order of its sample, its sample, its ancestor words, the uniforms that decide about it and that draw behind
+        it. ``layout`` is that of :class:`RaggedBatch`. By sample: the row of its root, and the pool row of that. By
+        place for a node with children (all -1 where there is none): its row, its draft row, its children's rows, the
+        place of its parent, which of the parent's children it is. By draft row: what makes a token a top.
+        """
+        rows, samples, nodes = (self.rows,), (self.samples + 1,), (self.nodes,)
+        shapes = dict.fromkeys(("tokens", "positions", "slots", "above", "depth", "order", "sample"), rows)
+        shapes |= dict.fromkeys(("accept", "final"), rows)
+        shapes |= dict.fromkeys(("roots", "home"), samples)
+        shapes |= dict.fromkeys(("inner", "draft_row", "parent", "place", "most_tops", "threshold"), nodes)
+        return {
+            **shapes,
+            "words": (self.rows, self.words),
+            "layout": (4, self.samples + 2),
+            "children": (self.nodes, self.children),
+        }
+
+    @cached_property
+    def spans(self) -> tuple[tuple[str, int, int, tuple[int, ...]], ...]:
+        """Name, beginning, end and shape of every part of the table."""
+        sizes = [int(np.prod(shape)) for shape in self.fields.values()]
+        ends = list(accumulate(sizes))
+        begins = [0, *ends[:-1]]
+        return tuple(zip(self.fields, begins, ends, self.fields.values(), strict=True))
+
+    @property
+    def size(self) -> int:
+        """Length of the table."""
+        return self.spans[-1][2]
+
+    def read(self, table: Tensor) -> dict[str, Tensor]:
+        """The parts of a table, as views."""
+        return {
+            name: (table[begin:end].view(torch.float64) if name in _REALS else table[begin:end]).view(shape)
+            for name, begin, end, shape in self.spans
+        }
+
+    def fill(self, table: Tensor, tree: DraftTree, batch: RaggedBatch, noise: Noise | None, dummy: int) -> list[Tensor]:
+        """Writes a step into a table on the host.
+
+        Args:
+            table: ``[size]`` int64.
+            tree: the drafts.
+            batch: the plan of their forward.
+            noise: the uniforms of this step; ``None`` at temperature 0.
+            dummy: the dummy's first pool row, which it has committed; behind it there is room for T more.
+
+        Returns:
+            The ``[V]`` draft rows that the table names.
+        """
+        flat = table.numpy()
+        into = SimpleNamespace(
+            **{
+                name: flat[begin:end].view(np.float64 if name in _REALS else np.int64).reshape(shape)
+                for name, begin, end, shape in self.spans
+            }
+        )
+        flat.fill(0)
+        self._fill_rows(into, tree, batch, noise, dummy)
+        self._fill_samples(into, tree, batch, dummy)
+        return self._fill_nodes(into, tree)
+
+    def _fill_rows(
+        self, into: SimpleNamespace, tree: DraftTree, batch: RaggedBatch, noise: Noise | None, dummy: int
+    ) -> None:
+        places = list(tree.rows())
+        count = len(places)
+        into.above[:] = -1
+        into.sample[count:] = self.samples
+        into.positions[count:] = 1
+        into.slots[count:] = dummy + 1 + np.arange(self.rows - count)
+        if not count:
+            return
+        topology = next(drafted.topology for drafted in tree.samples if drafted)
+        row_of = {(sample, node): row for row, (sample, node, _) in enumerate(places)}
+        samples, nodes, into.tokens[:count] = (list(column) for column in zip(*places, strict=True))
+        into.tokens[count:] = into.tokens[0]  # not 0: models warn of what looks like padding without a mask
+        into.sample[:count] = samples
+        into.positions[:count], into.slots[:count] = batch.positions.numpy(), batch.slots.numpy()
+        into.depth[:count] = [topology.depth_list[node] for node in nodes]
+        into.above[:count] = [row_of.get((sample, topology.parent_list[node]), -1) for sample, node, _ in places]
+        into.order[:count] = post_order(tree)
+        if batch.words is not None:
+            into.words[:count, : batch.words.shape[1]] = batch.words.cpu().numpy()
+        if noise is not None:
+            into.accept[:count] = noise.accept[samples, nodes].numpy()
+            into.final[:count] = noise.final[samples, nodes].numpy()
+
+    def _fill_samples(self, into: SimpleNamespace, tree: DraftTree, batch: RaggedBatch, dummy: int) -> None:
+        count = sum(tree.lengths)
+        lengths = [*tree.lengths, *[0] * (self.samples - len(tree.lengths))]
+        firsts = [0, *accumulate(lengths)]
+        living = [sample for sample, length in enumerate(lengths) if length]
+        # First rows, first pool rows, committed keys and first keys of the tree; padding rows see one key and no tree.
+        into.layout[0] = [*firsts, self.rows]
+        into.layout[1, living], into.layout[2, living] = batch.starts, batch.past
+        into.layout[1:3, self.samples] = dummy, 1
+        into.layout[3] = [*firsts, count]
+        into.roots[living] = [firsts[sample] for sample in living]
+        into.home[:] = dummy
+        into.home[living] = into.slots[into.roots[living]]
+
+    def _fill_nodes(self, into: SimpleNamespace, tree: DraftTree) -> list[Tensor]:
+        for name in ("inner", "draft_row", "parent", "place", "children"):
+            getattr(into, name)[:] = -1
+        free = [0, *accumulate(self.levels)]
+        drafts: list[Tensor] = []
+        place_of: list[int] = []
+        for node in inner_nodes(tree):
+            place = free[node.depth]
+            free[node.depth] += 1
+            place_of.append(place)
+            into.inner[place], into.place[place] = node.row, node.place
+            into.parent[place] = place_of[node.parent] if node.parent >= 0 else -1
+            into.children[place, : len(node.children)] = node.children
+            if node.draft is not None:
+                into.draft_row[place] = len(drafts)
+                into.most_tops[len(drafts)], into.threshold[len(drafts)] = node.law.most_tops, node.law.threshold
+                drafts.append(node.draft)
+        return drafts
+
+
+def bucket_sizes(buckets: Sequence[int]) -> tuple[int, ...]:
+    """Checked and ascending.
+
+    Raises:
+        ValueError: if there is none, or one is not positive.
+    """
+    if not buckets or min(buckets) < 1:
+        raise ValueError(f"buckets must be positive numbers of rows such as (8, 16, 32, 64), got {tuple(buckets)}")
+    return tuple(sorted(set(buckets)))
+
+
+def fitting(buckets: Sequence[int], rows: int) -> int:
+    """The smallest bucket for so many rows; above the largest the next power of two."""
+    return next((bucket for bucket in buckets if bucket >= rows), power_of_two(rows))
+
+
+def power_of_two(number: int) -> int:
+    """The smallest one that is not below a number."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def _most_inner(depth: int, inner: int, rows: int, samples: int) -> int:
+    """How many of a topology's ``inner`` nodes with children at a depth all samples together can have.
+
+    Each of them comes with a child, and each sample that has some with a node at least at every depth above.
+    """
+    number = min(samples * inner, rows // 2)
+    while number and 2 * number + depth * -(-number // inner) > rows:
+        number -= 1
+    return number
+
+
+__all__ = ["Bucket", "bucket_sizes", "fitting", "power_of_two"]
