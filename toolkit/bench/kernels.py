@@ -55,7 +55,6 @@ class Problem:
         work: what the call has to move and compute.
         goal: what is wanted.
         peers: what else could do it, by name: makers of calls, as they need memory of their own.
-        capturable: whether a CUDA graph can hold it; else its time includes the host's.
         timed: whether it is large enough to be.
     """
 
@@ -67,7 +66,6 @@ class Problem:
     work: Work
     goal: Goal | None = None
     peers: Mapping[str, Callable[[], Callable[[], object]]] = field(default_factory=dict)
-    capturable: bool = True
     timed: bool = True
 
 
@@ -145,12 +143,11 @@ class Stopwatch:
         number = torch.zeros(1, device="cuda")
         self.least = self.seconds(lambda: number.zero_())
 
-    def seconds(self, run: Callable[[], object], capturable: bool = True) -> float:
+    def seconds(self, run: Callable[[], object]) -> float:
         """Median time of a call that finds nothing in the L2 cache."""
         from triton.testing import do_bench
 
-        timed = captured(run) if capturable else run
-        return 1e-3 * do_bench(timed, warmup=self.milliseconds / 4, rep=self.milliseconds, return_mode="median")
+        return 1e-3 * do_bench(captured(run), warmup=self.milliseconds / 4, rep=self.milliseconds, return_mode="median")
 
     def settings(self) -> dict[str, Any]:
         """What stands beside the times."""
@@ -197,7 +194,7 @@ def measured(
 
 def _times(problem: Problem, watch: Stopwatch, tell: Callable[[str], object]) -> dict[str, Any]:
     needed = problem.work
-    us = watch.seconds(problem.run, problem.capturable) * 1e6
+    us = watch.seconds(problem.run) * 1e6
     of_copy = needed.bytes / (us * 1e-6) / watch.bandwidth
     found: dict[str, Any] = {
         "us": us,

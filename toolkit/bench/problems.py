@@ -343,8 +343,7 @@ def verification(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
         lifted = verifier is Lifted
         run = partial(verify_tree, there[0], draft, tables, *there[1:], lifted=lifted)
         error = partial(lambda run, verifier: missed(run(), verifier(RecursiveRejection())), run, verifier)
-        # Lifted picks nodes by masks, whose sizes the host asks for.
-        yield Problem("verify_tree", f"{name}, {case}", run, error, SUMS, needed, FAST, capturable=not lifted)
+        yield Problem("verify_tree", f"{name}, {case}", run, error, SUMS, needed, FAST)
 
 
 def moved(tables: PackedTree, device: torch.device) -> PackedTree:
