@@ -305,6 +305,17 @@ def test_pools_stay_where_they_are_from_batch_to_batch():
     assert decoder.static._idle is not cache
 
 
+def test_steps_that_are_not_used_any_more_are_given_up(monkeypatch):
+    """Every temperature has steps of its own."""
+    monkeypatch.setattr("arbordraft.static._MOST_RUNNERS", 4)
+    decoder = build("wor lifted", buckets=(32,))
+    first, _ = decode(decoder, **SAMPLED, temperature=0.5)
+    for hundredths in range(60, 66):
+        decode(decoder, **SAMPLED, temperature=hundredths / 100)
+    assert [kind.processors[0][1][0][1] for _, kind in decoder.static._runners] == [0.62, 0.63, 0.64, 0.65]
+    assert decode(decoder, **SAMPLED, temperature=0.5)[0] == first
+
+
 def test_prompts_of_one_token():
     compare("wor lifted", prompts=[[7], [9]], requests=(NEVER, SAMPLED))
 

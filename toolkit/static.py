@@ -33,10 +33,11 @@ from arbordraft.observation import AttentionCall
 from arbordraft.sampling import Noise, Warp
 from arbordraft.target import RaggedModel
 from arbordraft.topology import TreeTopology
-from arbordraft.types import DraftTree
+from arbordraft.types import DraftTree, SampleVerdict, Verdict
 
 _INSTEAD = "build the decoder with buckets=None"
 _RECOMPILE_LIMIT = 128
+_MOST_RUNNERS = 32  # each has buffers and perhaps a graph, and every temperature needs its own
 Pools = Sequence[Tensor]  # keys and values of layer 0, of layer 1, ...: [P, Hkv, D] each
 Call = Callable[[Tensor, Tensor, Pools], tuple[Tensor, Tensor]]
 
@@ -100,7 +101,7 @@ class StaticStep(nn.Module):
     """The device's part of a step, in static shapes and without a question to the host.
 
     Args:
-        target: the target; its attention must be hooked while this runs, see :meth:`around`.
+        target: the target; its attention must be hooked while this runs, see :meth:`RaggedModel.hooked`.
         bucket: the shapes.
         kind: what else is fixed.
         warp: the request's processors, which must look at the scores alone.
@@ -277,7 +278,8 @@ class _Runner:
         self.host = torch.zeros(bucket.size, dtype=torch.int64, pin_memory=pinned)
         self.table = torch.zeros(bucket.size, dtype=torch.int64, device=device)
         drafts = bucket.nodes if step.kind.sampled else 0
-        self.draft = torch.zeros(drafts, step.target.vocab_size, device=device)
+        wide = torch.promote_types(step.target.model.dtype, torch.float32)
+        self.draft = torch.zeros(drafts, step.target.vocab_size, dtype=wide, device=device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._recorded: tuple[int, ...] = ()
         self._kept: object = None
@@ -330,18 +332,20 @@ class _Runner:
         self._graph, self._recorded = graph, tuple(pool.data_ptr() for pool in pools)
 
 
-class SampleEnd(NamedTuple):
-    """Where the path of a sample ends.
+class StepResult(NamedTuple):
+    """What a step came to.
 
     Args:
-        row: which of the sample's rows the last accepted node is.
-        token: the token behind it.
-        sound: whether the sample's logits are numbers; else the others mean nothing.
+        verdict: one per sample, ``None`` for those that failed too.
+        failed: samples whose logits are not numbers.
+        hidden: ``[S + 1, depth + 1, F]`` hidden states of all samples' roots and accepted nodes.
+        rows: rows of the step, padding included.
     """
 
-    row: int
-    token: int
-    sound: bool
+    verdict: Verdict
+    failed: list[int]
+    hidden: Tensor
+    rows: int
 
 
 class StaticStepping:
@@ -438,7 +442,7 @@ class StaticStepping:
 
     def __call__(
         self, tree: DraftTree, batch: RaggedBatch, noise: Noise | None, cache: RaggedKVCache, warp: Warp
-    ) -> tuple[list[SampleEnd | None], Tensor, int]:
+    ) -> StepResult:
         """Runs one step.
 
         Args:
@@ -448,22 +452,28 @@ class StaticStepping:
             cache: what :meth:`open` returned; :meth:`RaggedKVCache.advance` commits the accepted rows.
             warp: the request's processors.
 
-        Returns:
-            Of every sample where its path ends, ``None`` if it did not take part; ``[S + 1, depth + 1, F]`` hidden
-            states of all samples' accepted rows; the number of rows, padding included.
-
         Raises:
             ValueError: if the chosen kernels cannot do without the host.
         """
         assert isinstance(cache, StaticCache)
         runner = self._runner(tree, cache, noise, warp)
         result, hidden = runner(tree, batch, noise, cache)
-        ends: list[SampleEnd | None] = []
+        samples: list[SampleVerdict | None] = []
+        failed: list[int] = []
         first = 0
-        for length, (row, token, broken) in zip(tree.lengths, result.tolist(), strict=False):
-            ends.append(SampleEnd(row - first, token, not broken) if length else None)
-            first += length
-        return ends, hidden, runner.step.bucket.rows
+        for index, (drafted, (row, token, broken)) in enumerate(zip(tree.samples, result.tolist(), strict=False)):
+            samples.append(None)
+            if drafted is None:
+                continue
+            nodes = list(drafted.tokens)
+            if broken:
+                failed.append(index)
+            else:
+                node = nodes[row - first]
+                path = tuple(drafted.topology.path(node)[1:])
+                samples[-1] = SampleVerdict(path, token, recovered=bool(drafted.children(node)))
+            first += len(nodes)
+        return StepResult(Verdict(tuple(samples)), failed, hidden, runner.step.bucket.rows)
 
     def _runner(self, tree: DraftTree, cache: StaticCache, noise: Noise | None, warp: Warp) -> _Runner:
         rows = fitting(self.buckets, sum(tree.lengths))
@@ -476,12 +486,15 @@ class StaticStepping:
                 replacement=any(law.replacement for law in self._laws),
                 most_tops=min(max((law.most_tops for law in self._laws), default=0), self.target.vocab_size),
             )
-        if (bucket, kind) not in self._runners:
+        runner = self._runners.pop((bucket, kind), None)
+        if runner is None:
             most_rows = min(rows, self.topology.num_nodes)
             step = StaticStep(self.target, bucket, kind, warp, most_rows, self.hidden_layers)
             call = step if self.compiler is None else _compiled(step, self.compiler)
-            self._runners[bucket, kind] = _Runner(step, call, self._memory)
-        runner = self._runners[bucket, kind]
+            runner = _Runner(step, call, self._memory)
+        self._runners[bucket, kind] = runner  # at the end: the first one is the one least recently used
+        if len(self._runners) > _MOST_RUNNERS:
+            del self._runners[next(iter(self._runners))]
         if not choice.wants_triton("static_step", runner.table) and runner.table.is_cuda:
             raise ValueError(f"without Triton a step asks the host: use kernels 'auto' or 'triton', or {_INSTEAD}")
         return runner
