@@ -32,7 +32,7 @@ from arbordraft.masks import SlicedCausalMask, stack_words
 from arbordraft.metrics import DecodeStats
 from arbordraft.sampling import Noise, SoftmaxRows, Warp
 from arbordraft.state import DecodeState
-from arbordraft.static import StaticStepping
+from arbordraft.stepping import StaticStepping
 from arbordraft.target import RaggedModel
 from arbordraft.topology import TreeTopology
 from arbordraft.types import Costs, DraftContext, DraftTree, Outcome, SampleVerdict, Verdict
