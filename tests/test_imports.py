@@ -38,6 +38,7 @@ ORDER = [
     "state",
     "buckets",
     "static",
+    "stepping",
     "decoder",
     "target_initialised",
     "builders",

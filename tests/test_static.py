@@ -36,7 +36,8 @@ from arbordraft import (
     TreeTopology,
     WithoutReplacement,
 )
-from arbordraft.static import StaticStep, StaticStepping, _Runner
+from arbordraft.static import StaticStep
+from arbordraft.stepping import StaticStepping, _Runner
 
 CHAIN, TREE = TreeTopology.chain(3), TreeTopology([-1, 0, 0, 1, 1, 2, 3])
 WIDE = TreeTopology.from_k_config((3, 3, 3, 2))  # 94 nodes: two ancestor words
@@ -303,6 +304,17 @@ def test_pools_stay_where_they_are_from_batch_to_batch():
     decoder.static.open(3, None)  # somebody else has it, or lost it
     assert decode(decoder, **SAMPLED)[0] == first
     assert decoder.static._idle is not cache
+
+
+def test_steps_that_are_not_used_any_more_are_given_up(monkeypatch):
+    """Every temperature has steps of its own."""
+    monkeypatch.setattr("arbordraft.stepping._MOST_RUNNERS", 4)
+    decoder = build("wor lifted", buckets=(32,))
+    first, _ = decode(decoder, **SAMPLED, temperature=0.5)
+    for hundredths in range(60, 66):
+        decode(decoder, **SAMPLED, temperature=hundredths / 100)
+    assert [kind.processors[0][1][0][1] for _, kind in decoder.static._runners] == [0.62, 0.63, 0.64, 0.65]
+    assert decode(decoder, **SAMPLED, temperature=0.5)[0] == first
 
 
 def test_prompts_of_one_token():

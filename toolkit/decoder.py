@@ -32,7 +32,7 @@ from arbordraft.masks import SlicedCausalMask, stack_words
 from arbordraft.metrics import DecodeStats
 from arbordraft.sampling import Noise, SoftmaxRows, Warp
 from arbordraft.state import DecodeState
-from arbordraft.static import StaticStepping
+from arbordraft.stepping import StaticStepping
 from arbordraft.target import RaggedModel
 from arbordraft.topology import TreeTopology
 from arbordraft.types import Costs, DraftContext, DraftTree, Outcome, SampleVerdict, Verdict
@@ -149,23 +149,15 @@ class SpeculativeDecoder(nn.Module):
     def _static_step(self, static: StaticStepping, state: DecodeState, tree: DraftTree, noise: Noise | None) -> Verdict:
         """The same in fixed shapes; the target's forward, verification and compaction are one phase."""
         with state.stats.phase("target"):
-            batch = self._plan(state, tree)
-            ends, hidden, rows = static(tree, batch, noise, state.cache, state.warp)
-            state.stats.count_padding(rows - sum(tree.lengths))
+            found = static(tree, self._plan(state, tree), noise, state.cache, state.warp)
+            state.stats.count_padding(found.rows - sum(tree.lengths))
         with state.stats.phase("commit"):
-            self._give_up(state, [sample for sample, end in enumerate(ends) if end and not end.sound])
-            tree = self._without_failed(state, tree)
-            found: list[SampleVerdict | None] = []
-            for drafted, end in zip(tree.samples, ends, strict=True):
-                if drafted is None or end is None:
-                    found.append(None)
-                    continue
-                node = list(drafted.tokens)[end.row]
-                path = tuple(self.topology.path(node)[1:])
-                found.append(SampleVerdict(path, end.token, recovered=bool(drafted.children(node))))
-            verdict = Verdict(tuple(found))
-            self._commit(state, tree, verdict, lambda sample, path: hidden[sample, : len(path)], state.cache.advance)
-        return verdict
+            self._give_up(state, found.failed)
+            accepted = found.hidden  # of roots and paths already
+            self._commit(
+                state, tree, found.verdict, lambda sample, path: accepted[sample, : len(path)], state.cache.advance
+            )
+        return found.verdict
 
     def exactness_report(self) -> ExactnessReport:
         """How exactly this decoder's output equals plain decoding of its target, on this machine."""
@@ -371,16 +363,14 @@ class SpeculativeDecoder(nn.Module):
         owner = [sample for sample, _, _ in tree.rows()]
         self._give_up(state, sorted({owner[row] for row in (~sound).nonzero().flatten().tolist()}))
         kept = torch.tensor([sample not in state.failures for sample in owner])
-        return self._without_failed(state, tree), logits[kept], hidden[kept], best[kept]
+        samples = (None if index in state.failures else sample for index, sample in enumerate(tree.samples))
+        return DraftTree(tuple(samples)), logits[kept], hidden[kept], best[kept]
 
     def _give_up(self, state: DecodeState, samples: Sequence[int]) -> None:
         for sample in samples:
             state.failures[sample] = "the target's logits are NaN or infinite"
             state.budget[sample] = 0
             state.cache.close(state.handles[sample])
-
-    def _without_failed(self, state: DecodeState, tree: DraftTree) -> DraftTree:
-        return DraftTree(tuple(None if index in state.failures else one for index, one in enumerate(tree.samples)))
 
     def _judge(self, state: DecodeState, tree: DraftTree, logits: Tensor, best: Tensor, noise: Noise | None) -> Verdict:
         if noise is not None:
