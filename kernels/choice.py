@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from functools import cache
 from importlib.util import find_spec
 
+import torch
 from torch import Tensor
 
 PATHS = ("auto", "reference", "triton")
@@ -54,6 +55,8 @@ def wants_triton(operator: str, tensor: Tensor) -> bool:
     Raises:
         ValueError: if it should and cannot: there is neither a GPU nor the interpreter.
     """
+    if torch.compiler.is_compiling():
+        return tensor.is_cuda  # as operators decide; a trace can read no context
     path = _path.get()
     wanted = path == "triton" or (path == "auto" and tensor.is_cuda and _installed())
     if wanted and not tensor.is_cuda and not interpreted():

@@ -100,7 +100,7 @@ class StaticStep(nn.Module):
     """The device's part of a step, in static shapes and without a question to the host.
 
     Args:
-        target: the target; its attention must be hooked while this runs, see :meth:`around`.
+        target: the target; its attention must be hooked while this runs, see :meth:`RaggedModel.hooked`.
         bucket: the shapes.
         kind: what else is fixed.
         warp: the request's processors, which must look at the scores alone.

@@ -63,8 +63,9 @@ def tree_attention(
             split_size,
         )
     batch = RaggedBatch.from_layout(layout, region, positions, words)
-    options = {"window": window or None, "softcap": softcap or None, "sinks": sinks}
-    return ragged_tree_attention_reference(query, keys, values, batch, scale=scale, **options)
+    return ragged_tree_attention_reference(
+        query, keys, values, batch, scale=scale, window=window or None, softcap=softcap or None, sinks=sinks
+    )
 
 
 @tree_attention.register_fake

@@ -163,6 +163,10 @@ def grow(context: DraftContext, run: "Callable[[Garden, dict[int, list[int]]], T
     return garden.tree()
 
 
+def _same(row: Tensor) -> Tensor:
+    return row
+
+
 def plan_level(
     garden: "Garden",
     frontier: dict[int, list[int]],
@@ -220,7 +224,7 @@ class Garden:
         for sample, given in enumerate(context.candidates or ()):
             if given is not None and sample in self.trees:
                 tokens, row = given
-                self.plant(sample, 0, tokens, row[tokens].tolist(), lambda row=row: row)
+                self.plant(sample, 0, tokens, row[tokens].tolist(), partial(_same, row))
 
     def frontier(self, depth: int) -> dict[int, list[int]]:
         """The living nodes at ``depth`` that get children, for every sample that still goes on."""
