@@ -22,10 +22,12 @@ class Work(NamedTuple):
     Args:
         bytes: to and from memory.
         flops: floating-point operations.
+        matrix: whether they are those of matrix products.
     """
 
     bytes: int
     flops: int
+    matrix: bool = False
 
     @property
     def intensity(self) -> float:
@@ -82,7 +84,7 @@ def attention(
     tables = (total + words + 4 * samples + 2) * _INDEX  # positions, words, layout
     partial = 2 * total * heads * splits * (value_size + 1) * _FLOAT if splits > 1 else 0
     pairs = sum(n * p + (n * (t - n) + n * (n + 1) // 2 if causal else n * t) for n, p, t in alive)
-    return Work(queries + keys + tables + partial, 2 * pairs * per_row)
+    return Work(queries + keys + tables + partial, 2 * pairs * per_row, matrix=True)
 
 
 def append(rows: int, row_size: int, itemsize: int, layers: int = 1) -> Work:

@@ -137,7 +137,7 @@ def cases(target):
     shape = {"DV": 128, "BLOCK_DV": 128, "SPLITS": 8, "SINK": True}
     yield "combine", (attention.combine, target, "bf16", shape), {"warps": 1}
     sizes = {"KEY_SIZE": 1024, "VALUE_SIZE": 1024, "BLOCK": 1024}
-    yield "append_rows", (kv_cache.append_rows, target, "bf16", sizes), {"warps": 4}
+    yield "append_rows", (kv_cache.append_rows, target, "bf16", sizes), {"warps": 2}
     rows = {"CHUNKS": 32, "BLOCK": verify.CHUNK}
     yield "row_stats", (verify.row_stats, target, "bf16", rows), {"warps": 8}
     yield "left_mass", (verify.left_mass, target, "fp32", rows | {"K": 4}), {"warps": 8}
@@ -149,7 +149,7 @@ def cases(target):
         yield f"top_of_chunk{', drawn' * drawn}", (tree_expand.top_of_chunk, target, "bf16", top), {"warps": 8}
     merged = {"K": 8, "CHUNKS": 32, "WIDE": 256, "PARTS": 32, "W": 1}
     yield "merge_chunks", (tree_expand.merge_chunks, target, "bf16", merged), {"warps": 4}
-    yield "compact_rows", (kv_cache.compact_rows, target, "bf16", {"ALIGNED": True, "BLOCK": 1024}), {"warps": 4}
+    yield "compact_rows", (kv_cache.compact_rows, target, "bf16", {"ALIGNED": True, "BLOCK": 1024}), {"warps": 2}
 
 
 def table(target):

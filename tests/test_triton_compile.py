@@ -23,8 +23,8 @@ def test_kernels_fit(target):
         # A float32 product of heads of 256 takes all registers there are, in the smallest tile.
         assert needs["spilled"] <= (128 if "fp32 heads of 256" in name else 0), name
         assert needs["shared"] <= SHARED[target], name
-        # These read a few numbers each.
-        assert needs["wide loads"] or name in ("combine", "left_pick", "merge_chunks"), name
+        # The first three read a few numbers each, and the last one compares for much longer than it reads.
+        assert needs["wide loads"] or name in ("combine", "left_pick", "merge_chunks", "lowest_kept"), name
     warps = {name: how["warps"] for name, _, how in cases(target)}
     for name, needs in found.items():
         if not name.startswith("attend"):

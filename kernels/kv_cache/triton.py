@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 1024  # 16 bytes for each of 128 threads
+_BLOCK = 1024
+_WARPS = 2  # of 32 or 64 threads, which move 16 bytes at a time each
 
 
 @triton.jit
@@ -67,7 +68,7 @@ def launch_append(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Te
         KEY_SIZE=sizes[0],
         VALUE_SIZE=sizes[1],
         BLOCK=_BLOCK,
-        num_warps=4,
+        num_warps=_WARPS,
     )
 
 
@@ -78,7 +79,7 @@ def launch_compact(pools: list[Tensor], source: Tensor, destination: Tensor, fir
     aligned = not any(size % 8 for size in sizes) and not any(address % 16 for address in addresses)
     table = _table(addresses, sizes, source.device)
     compact_rows[(len(first) - 1, len(pools), triton.cdiv(max(sizes), _BLOCK))](
-        pools[0], table[0], table[1], source, destination, first, ALIGNED=aligned, BLOCK=_BLOCK, num_warps=4
+        pools[0], table[0], table[1], source, destination, first, ALIGNED=aligned, BLOCK=_BLOCK, num_warps=_WARPS
     )
 
 

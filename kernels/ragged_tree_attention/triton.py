@@ -320,7 +320,7 @@ def choose(
     wanted = 64 if split_size else 1 << (rows * group - 1).bit_length()
     block_m = max(16, min(most, wanted), 1 << (group - 1).bit_length())
     warps = 4 if block_m <= 32 and key_bytes < 2048 else 8
-    stages = 1 if hip else 2 if block_m > 32 or exact or options else 3
+    stages = 1 if hip else 2 if block_m > 32 or key_bytes > 512 or exact or options else 3
     block_q = block_m // group
     if split_size:
         splits = max(1, -(-longest // split_size))

@@ -6,6 +6,7 @@ whether results are right, and nothing about time.
 """
 
 import gc
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -195,11 +196,12 @@ def measured(
 def _times(problem: Problem, watch: Stopwatch, tell: Callable[[str], object]) -> dict[str, Any]:
     needed = problem.work
     us = watch.seconds(problem.run) * 1e6
+    throughput = watch.throughput if needed.matrix else math.inf  # of other operations nothing is known
     of_copy = needed.bytes / (us * 1e-6) / watch.bandwidth
     found: dict[str, Any] = {
         "us": us,
         "of_copy": of_copy,
-        "of_roofline": needed.seconds(watch.bandwidth, watch.throughput) / (us * 1e-6),
+        "of_roofline": needed.seconds(watch.bandwidth, throughput) / (us * 1e-6),
     }
     for name, make in problem.peers.items():
         try:
@@ -211,7 +213,7 @@ def _times(problem: Problem, watch: Stopwatch, tell: Callable[[str], object]) ->
             tell(f"{name} has no time for {problem.case}: {str(failure).splitlines()[0]}")
             torch.cuda.empty_cache()
     goal = problem.goal
-    computes = needed.flops / watch.throughput > needed.bytes / watch.bandwidth
+    computes = needed.flops / throughput > needed.bytes / watch.bandwidth
     if goal is not None and not (computes and goal.figure == "of copy"):
         found |= {"goal": str(goal), "reached": "reached" if goal.reached(us, of_copy) else "missed"}
     return found

@@ -22,6 +22,7 @@ class Device(NamedTuple):
         name: of the device.
         bandwidth: of its memory, bytes per second.
         throughput: of its matrix units in bfloat16, dense, operations per second.
+        vector: of all else, one operation per lane and clock: half of the float32 flops of a data sheet.
         processors: streaming multiprocessors or compute units.
         hip: whether it is AMD's.
     """
@@ -29,13 +30,14 @@ class Device(NamedTuple):
     name: str
     bandwidth: float
     throughput: float
+    vector: float
     processors: int
     hip: bool = False
 
 
-H100 = Device("H100", 3.35e12, 989e12, 132)
-A100 = Device("A100", 2.04e12, 312e12, 108)
-MI300X = Device("MI300X", 5.3e12, 1307e12, 304, hip=True)
+H100 = Device("H100", 3.35e12, 989e12, 33.5e12, 132)
+A100 = Device("A100", 2.04e12, 312e12, 9.75e12, 108)
+MI300X = Device("MI300X", 5.3e12, 1307e12, 81.7e12, 304, hip=True)
 DEVICES = (H100, A100, MI300X)
 
 
@@ -218,10 +220,13 @@ def predictions(shapes: Sequence[Shape], stepped: Stepped) -> Iterator[Predictio
 
 
 def _predicted(kernel: str, case: str, needed: Work) -> Prediction:
-    times = [1e6 * needed.seconds(device.bandwidth, device.throughput) for device in DEVICES]
+    rates = [device.throughput if needed.matrix else device.vector for device in DEVICES]
+    times = [1e6 * needed.seconds(device.bandwidth, rate) for device, rate in zip(DEVICES, rates, strict=True)]
     compute = [
-        device.name for device in DEVICES if needed.flops / device.throughput > needed.bytes / device.bandwidth
-    ]  # fmt: skip
+        device.name
+        for device, rate in zip(DEVICES, rates, strict=True)
+        if needed.flops / rate > needed.bytes / device.bandwidth
+    ]
     return Prediction(
         kernel,
         case,
