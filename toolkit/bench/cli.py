@@ -266,7 +266,8 @@ def verifiers(
     nodes: Annotated[str, typer.Option(help="Sizes of Sequoia trees, fitted to each law's acceptance.")] = "4,8,16,32",
     trees: Annotated[bool, typer.Option(help="Trees as well as single nodes.")] = True,
     optima: Annotated[
-        int, typer.Option(min=1, help="Positions for which optima are solved, which takes longer than all else.")
+        int,
+        typer.Option(min=1, help="Positions for which the optima of 3 or more draws without replacement are solved."),
     ] = 100,
     json: JsonOption = None,
     png: PngOption = None,

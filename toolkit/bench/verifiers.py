@@ -40,6 +40,7 @@ from arbordraft.verifiers import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+DRAWS = 3  # of children at every position
 THRESHOLDS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6)
 
 
@@ -203,7 +204,8 @@ def node_acceptance(
         children: numbers of children.
         new_tokens: positions per prompt.
         batch: prompts at a time.
-        optima: positions for which the optimum of every law is solved, which takes longer than all else.
+        optima: positions for which the optima of three or more draws without replacement are solved, which takes
+            longer than all else; the others are solved for all.
     """
     batches = chat_batches(tokenizer, prompts, batch)
     for name, drafter in drafters.items():
@@ -221,15 +223,19 @@ def node_acceptance(
 
 
 def _node_rows(rows: Sequence[tuple[int, Tensor, Tensor]], k: int, optima: int) -> Iterator[dict[str, Any]]:
-    uniforms = torch.rand(len(rows), k, generator=torch.Generator().manual_seed(0), dtype=torch.float64).tolist()
+    generator = torch.Generator().manual_seed(0)
+    uniforms = torch.rand(len(rows), DRAWS, k, generator=generator, dtype=torch.float64).tolist()
     judged = [index for index, (prompt, _, _) in enumerate(rows) if prompt % 2]
     chosen = [index for index, (prompt, _, _) in enumerate(rows) if not prompt % 2]
 
     def ranks(law: DraftLaw, rule: Rule, index: int) -> list[float]:
+        """Acceptance by rank, as the mean of a few draws."""
         _, p, q = rows[index]
-        tokens = law.draw(q, uniforms[index])
-        accept = rule(p, 1.0, q, tokens, law).accept
-        return [*accept, *[0.0] * (k - len(accept))]
+        total = [0.0] * k
+        for noise in uniforms[index]:
+            for rank, accept in enumerate(rule(p, 1.0, q, law.draw(q, noise), law).accept):
+                total[rank] += accept / DRAWS
+        return total
 
     def total(law: DraftLaw, rule: Rule, indices: Sequence[int]) -> float:
         return sum(sum(ranks(law, rule, index)) for index in indices) / max(1, len(indices))
@@ -237,11 +243,13 @@ def _node_rows(rows: Sequence[tuple[int, Tensor, Tensor]], k: int, optima: int) 
     laws = laws_of(k)
     best = max(THRESHOLDS, key=lambda at: total(AdaptiveTopTail(k, at), TopTailRule(), chosen))
     laws[f"AdaptiveTopTail({k}, {best:g})"] = AdaptiveTopTail(k, best), {"TopTail": TopTailRule()}
-    every = max(1, len(judged) // max(1, optima))
     for law_name, (law, rules) in laws.items():
+        every = 1 if law.replacement or law.tails < 3 else max(1, len(judged) // optima)
         solved = [optimal_acceptance(law, rows[i][1], rows[i][2]) for i in judged[::every]]
         for rule_name, rule in rules.items():
             found = [ranks(law, rule, index) for index in judged]
+            # Positions that were not solved count with what the rule reaches there, above or below those that were.
+            reached = sum(map(sum, found[::every])) / max(1, len(solved))
             mean, error = clustered([(rows[i][0], sum(accept)) for i, accept in zip(judged, found, strict=True)])
             yield {
                 "k": k,
@@ -251,7 +259,7 @@ def _node_rows(rows: Sequence[tuple[int, Tensor, Tensor]], k: int, optima: int) 
                 "by_rank": [sum(column) / len(judged) for column in zip(*found, strict=True)],
                 "acceptance": mean,
                 "error": error,
-                "optimum": sum(solved) / max(1, len(solved)),
+                "optimum": sum(solved) / max(1, len(solved)) + mean - reached,
             }
 
 
