@@ -1,4 +1,4 @@
-"""The command line: generate, bench, tree, train."""
+"""The command line: generate, tune, tree, bench, train, export."""
 
 import sys
 from enum import StrEnum
@@ -13,6 +13,7 @@ from rich.text import Text
 from arbordraft.allocator import keep_freed_memory
 from arbordraft.bench.cli import app as bench
 from arbordraft.display import draw_png, stats_table, stream_panels, tree_text
+from arbordraft.exports.cli import app as export
 from arbordraft.options import Dtype, DtypeOption, Linears, ModelOption, load_target
 from arbordraft.training.cli import app as train
 
@@ -29,6 +30,7 @@ app = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 app.add_typer(train, name="train")
+app.add_typer(export, name="export")
 console = Console()
 SHAPES = "chain:5 | k:4,2,2 | fork:3x4 | parents:-1,0,0,1 | sequoia:0.6,0.2,0.1@16"
 
