@@ -73,8 +73,7 @@ def log_decoder(
         decoder: the decoder.
         tokenizer: its target's.
         target: hub name or folder that the target was loaded from; it is loaded from there again.
-        drafter: folder or hub name that a trained drafter was loaded from, or the MLflow URI of a version that a
-            training registered (``models:/NAME@candidate``), whose run is then taken for ``training_run``.
+        drafter: folder or hub name that a trained drafter was loaded from, if it has one; see :func:`fetch_drafter`.
         registered_model: name to register it under; by default it is only logged.
         alias: of the registered version.
         onnx: folder with ONNX graphs of its parts.
@@ -91,19 +90,17 @@ def log_decoder(
         ValueError: if the decoder cannot be described, or names, folders or the training run are not what they should.
         Exception: whatever MLflow raises; then neither version nor model stay, and the run is marked as failed.
     """
-    mlflow = _mlflow()
+    mlflow = import_mlflow()
     _check_names(registered_model, alias)
     graphs = _graphs(onnx)
     server = resolve_uri(uri)
-    with limits(), _server(mlflow, server), tempfile.TemporaryDirectory() as scratch:
+    config = DecoderConfig.of(decoder, target, None if drafter is None else os.fspath(drafter))
+    with limits(), at_server(mlflow, server), tempfile.TemporaryDirectory() as scratch:
         client = connect(server)
-        folder, found = _drafter_folder(client, drafter, Path(scratch))
-        training_run = training_run or found
         inputs = _training_models(client, training_run)
-        config = DecoderConfig.of(decoder, target, None if folder is None else str(folder))
         tell("measuring parity, tau and speed")
         evaluation = evaluate(decoder, tokenizer, prompts, new_tokens=new_tokens, tell=tell)
-        files = _pack(decoder, config, folder, Path(scratch))
+        files = _pack(decoder, config, Path(scratch))
         tags = {} if training_run is None else {TRAINING: training_run}
         mlflow.set_experiment(experiment)
         undo: list[Callable[[], object]] = []
@@ -125,7 +122,42 @@ def log_decoder(
         return LoggedDecoder(run.info.run_id, info.model_id, info.model_uri, number, evaluation)
 
 
-def _mlflow() -> Any:
+def fetch_drafter(version: str, folder: str | os.PathLike[str], uri: str | None = None) -> tuple[Path, str]:
+    """The drafter or decider that a training registered.
+
+    Args:
+        version: ``models:/NAME@ALIAS`` or ``models:/NAME/VERSION``.
+        folder: where its files are put.
+        uri: tracking server; by default as in :func:`log_decoder`.
+
+    Returns:
+        Its folder, and the id of the run that it was trained in.
+
+    Raises:
+        ImportError: if MLflow is not installed.
+        ValueError: if it names no version.
+        Exception: whatever MLflow raises, if the server does not answer or knows no such version.
+    """
+    mlflow = import_mlflow()
+    match = re.fullmatch(r"models:/([^/@]+)(?:@([\w-]+)|/(\d+))", version)
+    if match is None:
+        raise ValueError(f"{version} names no version; write models:/NAME@ALIAS or models:/NAME/VERSION")
+    model, alias, number = match.groups()
+    server = resolve_uri(uri)
+    with limits(), at_server(mlflow, server):
+        client = connect(server)
+        found = client.get_model_version_by_alias(model, alias) if alias else client.get_model_version(model, number)
+        return Path(mlflow.artifacts.download_artifacts(source_of(client, found), dst_path=str(folder))), found.run_id
+
+
+def source_of(client: "MlflowClient", found: Any) -> str:
+    """Where the files of a version lie; of ``models:/`` MLflow would ask the global server instead of ours."""
+    logged = found.tags.get(MODEL)
+    return str(client.get_logged_model(logged).artifact_location if logged else found.source)
+
+
+def import_mlflow() -> Any:
+    """MLflow, or an ImportError that says how to install it."""
     try:
         import mlflow
     except ImportError as error:
@@ -155,7 +187,7 @@ def _graphs(onnx: str | os.PathLike[str] | None) -> list[Path]:
 
 
 @contextlib.contextmanager
-def _server(mlflow: Any, uri: str) -> Iterator[None]:
+def at_server(mlflow: Any, uri: str) -> Iterator[None]:
     """MLflow's own functions talk to this server inside the block."""
     before = mlflow.get_tracking_uri(), mlflow.get_registry_uri()
     mlflow.set_tracking_uri(uri)
@@ -165,26 +197,6 @@ def _server(mlflow: Any, uri: str) -> Iterator[None]:
     finally:
         mlflow.set_tracking_uri(before[0])
         mlflow.set_registry_uri(before[1])
-
-
-def _drafter_folder(
-    client: "MlflowClient", drafter: str | os.PathLike[str] | None, scratch: Path
-) -> "tuple[str | Path | None, str | None]":
-    """Where the drafter's weights lie, and the run that they came from if the server knows it."""
-    name = None if drafter is None else os.fspath(drafter)
-    if name is None or not name.startswith("models:/"):
-        return name, None
-    import mlflow
-
-    match = re.fullmatch(r"models:/([^/@]+)(?:@([\w-]+)|/(\d+))", name)
-    if match is None:
-        raise ValueError(f"{name} names no version; write models:/NAME@ALIAS or models:/NAME/VERSION")
-    model, alias, number = match.groups()
-    found = client.get_model_version_by_alias(model, alias) if alias else client.get_model_version(model, number)
-    # The version's tag, because MLflow looks up `models:/` in the global registry.
-    logged = found.tags.get(MODEL)
-    source = client.get_logged_model(logged).artifact_location if logged else found.source
-    return Path(mlflow.artifacts.download_artifacts(source, dst_path=str(scratch / "downloaded"))), found.run_id
 
 
 def _training_models(client: "MlflowClient", run: str | None) -> list[str]:
@@ -200,7 +212,7 @@ def _training_models(client: "MlflowClient", run: str | None) -> list[str]:
     return [output.model_id for output in (outputs.model_outputs if outputs else [])]
 
 
-def _pack(decoder: "SpeculativeDecoder", config: DecoderConfig, trained: "str | Path | None", scratch: Path) -> Path:
+def _pack(decoder: "SpeculativeDecoder", config: DecoderConfig, scratch: Path) -> Path:
     """Everything that the served model needs, in one folder."""
     import dataclasses
 
@@ -209,11 +221,11 @@ def _pack(decoder: "SpeculativeDecoder", config: DecoderConfig, trained: "str | 
 
     folder = scratch / "decoder"
     folder.mkdir()
-    if config.trained is not None and trained is not None and Path(trained).is_dir():
-        read_config(trained)
-        read_tensors(trained)  # nothing damaged is handed on
+    if config.trained is not None and Path(config.trained).is_dir():
+        read_config(config.trained)
+        read_tensors(config.trained)  # nothing damaged is handed on
         names = shutil.ignore_patterns("*.bin", "*.ckpt", "*.pickle", "*.pkl", "*.pt", "*.pth")
-        shutil.copytree(trained, folder / DRAFTER, ignore=names)
+        shutil.copytree(config.trained, folder / DRAFTER, ignore=names)
         config = dataclasses.replace(config, trained=DRAFTER)
     deciders = trained_deciders(decoder)
     if len(deciders) > 1:

@@ -13,7 +13,7 @@ PROMPT, TEXT, TAU, TOKENS = "prompt", "text", "tau", "tokens"
 DEFAULTS: dict[str, Any] = {"max_new_tokens": 128, "temperature": 0.0, "top_p": 1.0, "seed": 0, "raw": False}
 
 
-class DecoderModel(mlflow.pyfunc.PythonModel):
+class DecoderModel(mlflow.pyfunc.PythonModel):  # type: ignore[misc]  # MLflow is not type-checked here
     """Builds the decoder that lies in its artifacts, and decodes every request as one ragged batch.
 
     ``params`` of a request: ``max_new_tokens``, ``temperature`` (0 decodes greedily), ``top_p``, ``seed`` (of the first

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from arbordraft.exports.evaluation import HELD_OUT, Evaluation, evaluate
-from arbordraft.exports.mlflow_log import _mlflow, _server
-from arbordraft.mlflow_server import CANDIDATE, CHAMPION, MODEL, Promotion, connect, limits, resolve_uri
+from arbordraft.exports.mlflow_log import at_server, import_mlflow, source_of
+from arbordraft.mlflow_server import CANDIDATE, CHAMPION, Promotion, connect, limits, resolve_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -45,9 +45,9 @@ def promote_decoder(
     """
     if not by or (unknown := set(by) - set(METRICS)):
         raise ValueError(f"decoders are promoted by {' or '.join(METRICS)}, not by {sorted(unknown) if by else 'none'}")
-    mlflow = _mlflow()
+    mlflow = import_mlflow()
     server = resolve_uri(uri)
-    with limits(), _server(mlflow, server):
+    with limits(), at_server(mlflow, server):
         client = connect(server)
         aliases = client.get_registered_model(name).aliases
         candidate, champion = aliases.get(CANDIDATE), aliases.get(CHAMPION)
@@ -117,9 +117,7 @@ def load_decoder(client: "MlflowClient", name: str, version: str) -> Any:
     import mlflow
 
     found = client.get_model_version(name, version)
-    logged = found.tags.get(MODEL)
-    source = client.get_logged_model(logged).artifact_location if logged else found.source
-    model = mlflow.pyfunc.load_model(source)
+    model = mlflow.pyfunc.load_model(source_of(client, found))
     served = model.unwrap_python_model()
     if not hasattr(served, "decoder"):
         raise ValueError(f"version {version} of {name} is no decoder that arbordraft logged")

@@ -12,8 +12,16 @@ from arbordraft.exports.engines.layout import LayoutError
 from arbordraft.exports.engines.target import Target
 
 # Beside the weights, as far as they are there; whatever else lies in the folder stays where it is.
-_COMPANY = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
-_COMPANY += ("tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja")
+_COMPANY = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
 
 
 def write_draft_model(source: Path, folder: Path, target: Target, card: str) -> None:
