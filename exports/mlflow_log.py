@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 TRAINING = "arbordraft.training_run"  # tag of runs, models and versions: the run that the drafter was trained in
 DRAFTER = "drafter"
+_URI = "MLFLOW_TRACKING_URI"
 _PINNED = ("arbordraft", "mlflow", "numpy", "pandas", "safetensors", "torch", "transformers")
 
 
@@ -102,10 +103,11 @@ def log_decoder(
         evaluation = evaluate(decoder, tokenizer, prompts, new_tokens=new_tokens, tell=tell)
         files = _pack(decoder, config, Path(scratch))
         tags = {} if training_run is None else {TRAINING: training_run}
-        mlflow.set_experiment(experiment)
+        place = client.get_experiment_by_name(experiment)
+        place_id = place.experiment_id if place else client.create_experiment(experiment)
         undo: list[Callable[[], object]] = []
         try:
-            with mlflow.start_run(run_name=run_name, tags=tags) as run:
+            with mlflow.start_run(experiment_id=place_id, run_name=run_name, tags=tags, nested=True) as run:
                 tell("logging the decoder")
                 _describe_run(mlflow, client, run.info.run_id, config, decoder, evaluation, inputs)
                 _log_graphs(mlflow, client, graphs, tags, undo)
@@ -188,15 +190,15 @@ def _graphs(onnx: str | os.PathLike[str] | None) -> list[Path]:
 
 @contextlib.contextmanager
 def at_server(mlflow: Any, uri: str) -> Iterator[None]:
-    """MLflow's own functions talk to this server inside the block."""
-    before = mlflow.get_tracking_uri(), mlflow.get_registry_uri()
+    """MLflow's own functions talk to this server inside the block, and to the user's again behind it."""
+    before = os.environ.get(_URI)  # which MLflow keeps in step with what it was told last
     mlflow.set_tracking_uri(uri)
-    mlflow.set_registry_uri(uri)
     try:
         yield
     finally:
-        mlflow.set_tracking_uri(before[0])
-        mlflow.set_registry_uri(before[1])
+        mlflow.set_tracking_uri(None)  # its own getter would make the default a choice
+        if before is not None:
+            os.environ[_URI] = before
 
 
 def _training_models(client: "MlflowClient", run: str | None) -> list[str]:
@@ -286,8 +288,9 @@ def _log_graphs(
             onnx.load(path), name=f"onnx-{name}", tags=tags, pip_requirements=_pins("onnx", "onnxruntime")
         )
         undo.append(lambda model=info.model_id: client.delete_logged_model(model))  # type: ignore[misc]
-        for report in path.parent.glob("*parity*.json"):
-            mlflow.log_artifact(str(report), f"onnx-{name}")
+    for folder in sorted({path.parent for path in graphs}):
+        for report in sorted(folder.glob("*parity*.json")):
+            mlflow.log_artifact(str(report), "onnx")
 
 
 def _log_model(
