@@ -199,6 +199,14 @@ def test_medusa_heads_have_the_same_most_probable_token(folders, tmp_path):
         assert torch.equal(found, head.widen(head.logits(hidden, index)).argmax(-1))
 
 
+def test_a_path_that_misleads_vllm(folders, tmp_path):
+    for name in ("medusa", "model"):
+        with pytest.raises(ValueError, match="because of 'eagle3' in its path"):
+            export_vllm(folders[name], tmp_path / "My-EAGLE3" / "out", target=str(folders["target"]))
+    assert list(tmp_path.iterdir()) == []
+    assert export_sglang(folders["model"], tmp_path / "eagle3", target=str(folders["target"])).files
+
+
 def test_rows_of_zeros_would_not_do():
     """The control: a token that is not in the draft vocabulary wins where all others have negative logits."""
     rows, tokens, hidden = -torch.ones(2, 3), torch.tensor([0, 2]), torch.ones(3)

@@ -18,7 +18,10 @@ def card(engine: str, kind: str, layout: str, target: str, speculative_tokens: i
         speculative_tokens: length of the chains.
     """
     command = command_line(engine, kind, layout, target, "THIS_FOLDER", speculative_tokens)
-    return f"# Drafter for {target}\n\nWritten by arbordraft for {engine}:\n\n```\n{command}\n```\n"
+    text = f"# Drafter for {target}\n\nWritten by arbordraft for {engine}:\n\n```\n{command}\n```\n"
+    if engine == "vllm" and kind != EAGLE:
+        text += "\nvLLM guesses what a drafter is: keep 'eagle-', 'eagle3', 'dflash' and 'dspark' out of its path.\n"
+    return text
 
 
 def command_line(engine: str, kind: str, layout: str, target: str, folder: str, speculative_tokens: int) -> str:

@@ -8,6 +8,8 @@ from arbordraft.exports.checkpoints import EAGLE, EXIT_ADAPTER, MEDUSA, read_con
 from arbordraft.exports.folder import Export, contents, new_folder
 
 LAYOUTS = ("eagle3", "speculators")
+# Wherever one of these stands in the path, vLLM takes the drafter for what it says, whatever it is told.
+_MISLEADING = ("eagle-", "eagle3", "dflash", "dspark")
 _KINDS = {EAGLE: "EAGLE-3 head", MEDUSA: "Medusa heads"}
 
 
@@ -94,6 +96,7 @@ def _export(
     config = read_config(drafter)
     kind = config["model_type"]
     _check_request(engine, kind, layout, speculative_tokens, dtype)
+    _check_path(engine, kind, folder)
     with new_folder(folder, force=force) as staging:
         from arbordraft.exports.engines.target import describe_target
 
@@ -152,3 +155,12 @@ def _check_request(engine: str, kind: str, layout: str, speculative_tokens: int,
         raise ValueError(f"weights in {dtype} are not served; name float32, bfloat16 or float16")
     if dtype is not None and kind not in _KINDS:
         raise ValueError("a draft model keeps its dtype: engines cast it to the target's")
+
+
+def _check_path(engine: str, kind: str, folder: str | os.PathLike[str]) -> None:
+    misleading = [word for word in _MISLEADING if word in os.fspath(folder).lower()]
+    if engine == "vllm" and kind != EAGLE and misleading:
+        raise ValueError(
+            f"vLLM would take a drafter in {folder} for one of another kind, because of {misleading[0]!r} in its path: "
+            "name another folder"
+        )
