@@ -127,7 +127,8 @@ def mlflow(
     linears: Annotated[Linears, typer.Option(help="How weights are read on a CPU.")] = Linears.packed,
 ) -> None:
     """A whole decoder as an MLflow model, registered as a candidate; 'mlflow models serve' answers requests with it."""
-    from arbordraft.exports.mlflow_log import fetch_drafter, log_decoder
+    from arbordraft.exports.mlflow_log import log_decoder
+    from arbordraft.exports.mlflow_registry import fetch_drafter
 
     topology = parse_topology(tree)
     with progress() as tell, tempfile.TemporaryDirectory() as scratch:

@@ -6,7 +6,8 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -14,7 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 from arbordraft.exports.decoder_config import DECIDER, DecoderConfig, TargetReference, trained_deciders
 from arbordraft.exports.evaluation import HELD_OUT, Evaluation, evaluate
-from arbordraft.mlflow_server import ALIASES, CANDIDATE, MODEL, NAMES, connect, limits, resolve_uri
+from arbordraft.exports.mlflow_registry import (
+    TRAINING,
+    all_or_nothing,
+    at_server,
+    check_names,
+    import_mlflow,
+    register,
+    training_models,
+)
+from arbordraft.mlflow_server import CANDIDATE, connect, limits, resolve_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -22,9 +32,7 @@ if TYPE_CHECKING:
 
     from arbordraft import SpeculativeDecoder
 
-TRAINING = "arbordraft.training_run"  # tag of runs, models and versions: the run that the drafter was trained in
 DRAFTER = "drafter"
-_URI = "MLFLOW_TRACKING_URI"
 _PINNED = ("arbordraft", "mlflow", "numpy", "pandas", "safetensors", "torch", "transformers")
 
 
@@ -67,14 +75,16 @@ def log_decoder(
     """Logs a decoder as a pyfunc model that ``mlflow models serve`` answers requests with.
 
     The model holds a reference to the target, the drafter's and the decider's weights, topology, coupling and costs; it
-    comes with signature, pinned requirements and an input example. Beside it lie the parity report, a picture of the
-    tree, and the ONNX graphs if there are any. It is registered last: whatever fails before leaves no version behind.
+    comes with signature, pinned requirements and an input example, which MLflow tries on a second copy of the decoder.
+    Beside it lie the parity report, a picture of the tree, and the ONNX graphs if there are any. It is registered last:
+    whatever fails before leaves no version behind.
 
     Args:
         decoder: the decoder.
         tokenizer: its target's.
         target: hub name or folder that the target was loaded from; it is loaded from there again.
-        drafter: folder or hub name that a trained drafter was loaded from, if it has one; see :func:`fetch_drafter`.
+        drafter: folder or hub name that a trained drafter was loaded from, if it has one; see
+            :func:`~arbordraft.exports.mlflow_registry.fetch_drafter`.
         registered_model: name to register it under; by default it is only logged.
         alias: of the registered version.
         onnx: folder with ONNX graphs of its parts.
@@ -92,86 +102,32 @@ def log_decoder(
         Exception: whatever MLflow raises; then neither version nor model stay, and the run is marked as failed.
     """
     mlflow = import_mlflow()
-    _check_names(registered_model, alias)
+    check_names(registered_model, alias)
     graphs = _graphs(onnx)
     server = resolve_uri(uri)
     config = DecoderConfig.of(decoder, target, None if drafter is None else os.fspath(drafter))
     with limits(), at_server(mlflow, server), tempfile.TemporaryDirectory() as scratch:
         client = connect(server)
-        inputs = _training_models(client, training_run)
+        inputs = training_models(client, training_run)
         tell("measuring parity, tau and speed")
         evaluation = evaluate(decoder, tokenizer, prompts, new_tokens=new_tokens, tell=tell)
         files = _pack(decoder, config, Path(scratch))
         tags = {} if training_run is None else {TRAINING: training_run}
         place = client.get_experiment_by_name(experiment)
         place_id = place.experiment_id if place else client.create_experiment(experiment)
-        undo: list[Callable[[], object]] = []
-        try:
-            with mlflow.start_run(experiment_id=place_id, run_name=run_name, tags=tags, nested=True) as run:
-                tell("logging the decoder")
-                _describe_run(mlflow, client, run.info.run_id, config, decoder, evaluation, inputs)
-                _log_graphs(mlflow, client, graphs, tags, undo)
-                info = _log_model(mlflow, client, files, tags, evaluation, undo)
-                number = None
-                if registered_model is not None:
-                    tell(f"registering it as {registered_model}")
-                    number = _register(client, registered_model, alias, info, run.info.run_id, tags, undo)
-        except BaseException:
-            for step in reversed(undo):
-                with contextlib.suppress(Exception):  # the first error is the one to tell
-                    step()
-            raise
+        with (
+            mlflow.start_run(experiment_id=place_id, run_name=run_name, tags=tags, nested=True) as run,
+            all_or_nothing(client, place_id, run.info.run_id) as undo,
+        ):
+            tell("logging the decoder")
+            _describe_run(mlflow, client, run.info.run_id, config, decoder, evaluation, inputs)
+            _log_graphs(mlflow, graphs, tags)
+            info = _log_model(mlflow, files, tags, evaluation)
+            number = None
+            if registered_model is not None:
+                tell(f"registering it as {registered_model}")
+                number = register(client, registered_model, alias, info, run.info.run_id, tags, undo)
         return LoggedDecoder(run.info.run_id, info.model_id, info.model_uri, number, evaluation)
-
-
-def fetch_drafter(version: str, folder: str | os.PathLike[str], uri: str | None = None) -> tuple[Path, str]:
-    """The drafter or decider that a training registered.
-
-    Args:
-        version: ``models:/NAME@ALIAS`` or ``models:/NAME/VERSION``.
-        folder: where its files are put.
-        uri: tracking server; by default as in :func:`log_decoder`.
-
-    Returns:
-        Its folder, and the id of the run that it was trained in.
-
-    Raises:
-        ImportError: if MLflow is not installed.
-        ValueError: if it names no version.
-        Exception: whatever MLflow raises, if the server does not answer or knows no such version.
-    """
-    mlflow = import_mlflow()
-    match = re.fullmatch(r"models:/([^/@]+)(?:@([\w-]+)|/(\d+))", version)
-    if match is None:
-        raise ValueError(f"{version} names no version; write models:/NAME@ALIAS or models:/NAME/VERSION")
-    model, alias, number = match.groups()
-    server = resolve_uri(uri)
-    with limits(), at_server(mlflow, server):
-        client = connect(server)
-        found = client.get_model_version_by_alias(model, alias) if alias else client.get_model_version(model, number)
-        return Path(mlflow.artifacts.download_artifacts(source_of(client, found), dst_path=str(folder))), found.run_id
-
-
-def source_of(client: "MlflowClient", found: Any) -> str:
-    """Where the files of a version lie; of ``models:/`` MLflow would ask the global server instead of ours."""
-    logged = found.tags.get(MODEL)
-    return str(client.get_logged_model(logged).artifact_location if logged else found.source)
-
-
-def import_mlflow() -> Any:
-    """MLflow, or an ImportError that says how to install it."""
-    try:
-        import mlflow
-    except ImportError as error:
-        raise ImportError(f"MLflow cannot be imported ({error}); run: pip install 'arbordraft[mlops]'") from error
-    return mlflow
-
-
-def _check_names(registered_model: str | None, alias: str) -> None:
-    if registered_model is not None and not re.fullmatch(NAMES, registered_model):
-        raise ValueError(f"registered_model may hold letters, digits, '_', '-', '.', ' ', not {registered_model!r}")
-    if not re.fullmatch(ALIASES, alias):
-        raise ValueError(f"an alias consists of letters, digits, '_' and '-', and is no version: {alias!r}")
 
 
 def _graphs(onnx: str | os.PathLike[str] | None) -> list[Path]:
@@ -186,32 +142,6 @@ def _graphs(onnx: str | os.PathLike[str] | None) -> list[Path]:
     except ImportError as error:
         raise ImportError(f"ONNX cannot be imported ({error}); run: pip install 'arbordraft[onnx]'") from error
     return found
-
-
-@contextlib.contextmanager
-def at_server(mlflow: Any, uri: str) -> Iterator[None]:
-    """MLflow's own functions talk to this server inside the block, and to the user's again behind it."""
-    before = os.environ.get(_URI)  # which MLflow keeps in step with what it was told last
-    mlflow.set_tracking_uri(uri)
-    try:
-        yield
-    finally:
-        mlflow.set_tracking_uri(None)  # its own getter would make the default a choice
-        if before is not None:
-            os.environ[_URI] = before
-
-
-def _training_models(client: "MlflowClient", run: str | None) -> list[str]:
-    """Ids of the models that a training logged; raises ValueError if there is no such run."""
-    from mlflow import MlflowException
-
-    if run is None:
-        return []
-    try:
-        outputs = client.get_run(run).outputs
-    except MlflowException as error:
-        raise ValueError(f"the server knows no training run {run!r} ({error}); name it as MLflow shows it") from error
-    return [output.model_id for output in (outputs.model_outputs if outputs else [])]
 
 
 def _pack(decoder: "SpeculativeDecoder", config: DecoderConfig, scratch: Path) -> Path:
@@ -277,81 +207,34 @@ def _describe_run(
         mlflow.log_figure(tree_picture(decoder.topology), "tree.png")
 
 
-def _log_graphs(
-    mlflow: Any, client: "MlflowClient", graphs: list[Path], tags: dict[str, str], undo: list[Callable[[], object]]
-) -> None:
+def _log_graphs(mlflow: Any, graphs: list[Path], tags: dict[str, str]) -> None:
     for path in graphs:
         import onnx
 
-        name = re.sub(r"[^\w-]", "-", path.stem)
-        info = mlflow.onnx.log_model(
-            onnx.load(path), name=f"onnx-{name}", tags=tags, pip_requirements=_pins("onnx", "onnxruntime")
-        )
-        undo.append(lambda model=info.model_id: client.delete_logged_model(model))  # type: ignore[misc]
+        name = "onnx-" + re.sub(r"[^\w-]", "-", path.stem)
+        mlflow.onnx.log_model(onnx.load(path), name=name, tags=tags, pip_requirements=_pins("onnx", "onnxruntime"))
     for folder in sorted({path.parent for path in graphs}):
         for report in sorted(folder.glob("*parity*.json")):
             mlflow.log_artifact(str(report), "onnx")
 
 
-def _log_model(
-    mlflow: Any,
-    client: "MlflowClient",
-    files: Path,
-    tags: dict[str, str],
-    evaluation: Evaluation,
-    undo: list[Callable[[], object]],
-) -> Any:
-    import pandas
-    from mlflow.models import ModelSignature
-    from mlflow.types import ColSpec, ParamSchema, ParamSpec, Schema
+def _log_model(mlflow: Any, files: Path, tags: dict[str, str], evaluation: Evaluation) -> Any:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*Add type hints")  # the signature says what they would
+        from arbordraft.exports import mlflow_model as served
 
-    from arbordraft.exports import mlflow_model as served
-
-    kinds = {int: "long", float: "double", bool: "boolean"}
-    params = ParamSchema([ParamSpec(name, kinds[type(value)], value) for name, value in served.DEFAULTS.items()])
-    outputs = [ColSpec("string", served.TEXT), ColSpec("double", served.TAU), ColSpec("long", served.TOKENS)]
-    info = mlflow.pyfunc.log_model(
-        name="decoder",
-        python_model=str(Path(served.__file__).with_name("mlflow_served.py")),
-        artifacts={served.FILES: str(files)},
-        signature=ModelSignature(Schema([ColSpec("string", served.PROMPT)]), Schema(outputs), params),
-        input_example=(pandas.DataFrame({served.PROMPT: ["Why is the sky blue?"]}), {"max_new_tokens": 16}),
-        pip_requirements=_pins(*_PINNED),
-        tags=tags,
-        metadata={"evaluation": json.dumps(evaluation.report())},
-    )
-    undo.append(lambda: client.delete_logged_model(info.model_id))
+        info = mlflow.pyfunc.log_model(
+            name="decoder",
+            python_model=str(Path(served.__file__).with_name("mlflow_served.py")),
+            artifacts={served.FILES: str(files)},
+            signature=served.signature(),
+            input_example=served.example(),
+            pip_requirements=_pins(*_PINNED),
+            tags=tags,
+            metadata={"evaluation": json.dumps(evaluation.report())},
+        )
     mlflow.log_metrics(evaluation.metrics(), model_id=info.model_id)
     return info
-
-
-def _register(
-    client: "MlflowClient",
-    name: str,
-    alias: str,
-    info: Any,
-    run: str,
-    tags: dict[str, str],
-    undo: list[Callable[[], object]],
-) -> str:
-    """A version of the registered model; the alias comes last, so that nobody finds it half finished."""
-    from mlflow import MlflowException
-
-    with contextlib.suppress(MlflowException):  # it exists; any other trouble shows in the next line
-        client.create_registered_model(name)
-        undo.append(lambda: client.delete_registered_model(name))
-    client.get_registered_model(name)
-    made = client.create_model_version(
-        name,
-        client.get_logged_model(info.model_id).artifact_location,
-        run,
-        tags={MODEL: info.model_id, **tags},
-        await_creation_for=0,
-        model_id=info.model_id,
-    )
-    undo.append(lambda: client.delete_model_version(name, str(made.version)))
-    client.set_registered_model_alias(name, alias, str(made.version))
-    return str(made.version)
 
 
 def _pins(*packages: str) -> list[str]:

@@ -41,6 +41,24 @@ class DecoderModel(mlflow.pyfunc.PythonModel):  # type: ignore[misc]  # MLflow i
         return answer(self.decoder, self.tokenizer, model_input, params or {})
 
 
+def signature() -> Any:
+    """What a request and its answer consist of, for MLflow to check."""
+    from mlflow.models import ModelSignature
+    from mlflow.types import ColSpec, ParamSchema, ParamSpec, Schema
+
+    kinds = {int: "long", float: "double", bool: "boolean"}
+    params = ParamSchema([ParamSpec(name, kinds[type(value)], value) for name, value in DEFAULTS.items()])
+    outputs = [ColSpec("string", TEXT), ColSpec("double", TAU), ColSpec("long", TOKENS)]
+    return ModelSignature(Schema([ColSpec("string", PROMPT)]), Schema(outputs), params)
+
+
+def example() -> "tuple[pandas.DataFrame, dict[str, Any]]":
+    """A request."""
+    import pandas
+
+    return pandas.DataFrame({PROMPT: ["Why is the sky blue?"]}), {"max_new_tokens": 16}
+
+
 def answer(decoder: Any, tokenizer: Any, model_input: "pandas.DataFrame", params: dict[str, Any]) -> "pandas.DataFrame":
     """Decodes the prompts of a data frame; see :class:`DecoderModel`.
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from arbordraft.exports.evaluation import HELD_OUT, Evaluation, evaluate
-from arbordraft.exports.mlflow_log import at_server, import_mlflow, source_of
+from arbordraft.exports.mlflow_registry import at_server, import_mlflow, source_of
 from arbordraft.mlflow_server import CANDIDATE, CHAMPION, Promotion, connect, limits, resolve_uri
 
 if TYPE_CHECKING:

@@ -25,8 +25,9 @@ import arbordraft as ad
 from arbordraft import cli
 from arbordraft.exports.decoder_config import DecoderConfig, describe, rebuild
 from arbordraft.exports.evaluation import Evaluation, evaluate
-from arbordraft.exports.mlflow_log import TRAINING, fetch_drafter, log_decoder
+from arbordraft.exports.mlflow_log import log_decoder
 from arbordraft.exports.mlflow_promote import judge, load_decoder, promote_decoder
+from arbordraft.exports.mlflow_registry import TRAINING, fetch_drafter
 from arbordraft.options import Dtype, load_target
 from arbordraft.prompts import chat_batch
 from arbordraft.training.tracking import MLflowTracker
@@ -485,6 +486,23 @@ def test_a_failed_registration_leaves_no_version(uri, client, folders, parts, qu
     versions = client.search_model_versions(f"name = '{name}'")
     assert [version.version for version in versions] == [client.get_model_version(name, done.version).version]
     assert client.get_model_version_by_alias(name, "candidate").version == versions[0].version
+
+
+def test_a_model_that_fails_halfway_leaves_nothing(uri, client, folders, parts, questions, monkeypatch):
+    """MLflow has made the model by then, and would keep it as a failed one."""
+
+    def full(*args, **kwargs):
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(MlflowClient, "log_model_artifacts", full)
+    options = {"target": folders["target"], "prompts": questions, "new_tokens": 4, "uri": uri, "experiment": "halfway"}
+    with pytest.raises(OSError, match="full"):
+        log_decoder(lookup(parts[0]), parts[1], registered_model="halfway", **options)
+    experiment = client.get_experiment_by_name("halfway").experiment_id
+    assert [run.info.status for run in client.search_runs([experiment])] == ["FAILED"]
+    assert not client.search_logged_models([experiment])
+    with pytest.raises(MlflowException, match="not found"):
+        client.get_registered_model("halfway")
 
 
 def test_a_damaged_drafter_is_not_logged(uri, client, folders, parts, questions, tmp_path):
