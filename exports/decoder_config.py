@@ -16,7 +16,7 @@ import arbordraft as ad
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-DECIDER = "decider"  # folder of a trained one, beside the config
+FILE, DECIDER = "decoder.json", "decider"  # the config, and the folder of a trained decider beside it
 _PARTS = (ad.DraftLaw, ad.Rule, ad.TreeVerifier, ad.Decider, ad.Drafter)
 _TABLES = (ad.CostTable, ad.StepCosts, ad.NodeBudget)
 _TRAINED = (ad.EagleDrafter, ad.MedusaDrafter, ad.LanguageModelDrafter)
@@ -71,6 +71,7 @@ class DecoderConfig:
         verifier: how trees are judged.
         decider: when drafting stops.
         costs: what rows cost, or how many are wanted.
+        max_cache_tokens: bound on the rows of each KV cache.
     """
 
     target: TargetReference
@@ -81,6 +82,7 @@ class DecoderConfig:
     verifier: Description
     decider: Description
     costs: Description = None
+    max_cache_tokens: int | None = None
 
     @classmethod
     def of(cls, decoder: ad.SpeculativeDecoder, target: str, trained: str | None = None) -> "DecoderConfig":
@@ -98,6 +100,8 @@ class DecoderConfig:
 
         if type(decoder) is not ad.SpeculativeDecoder:
             raise ValueError(f"a {type(decoder).__name__} cannot be described: only SpeculativeDecoder itself can")
+        if decoder.target.int8:
+            raise ValueError("a target with 8-bit copies of its weights cannot be described: it is another model")
         drafter = describe(decoder.drafter)
         needed = any("trained" in part for part in _described(drafter))
         if needed and trained is None:
@@ -118,6 +122,7 @@ class DecoderConfig:
             describe(decoder.coupling.verifier),
             describe(decoder.decider),
             describe(decoder.costs),
+            decoder.max_cache_tokens,
         )
 
     def build(self, folder: str | os.PathLike[str]) -> "tuple[ad.SpeculativeDecoder, PreTrainedTokenizerBase]":
@@ -139,6 +144,7 @@ class DecoderConfig:
             ad.Coupling(rebuild(self.law, here), rebuild(self.verifier, here)),
             rebuild(self.decider, here),
             costs=rebuild(self.costs, here),
+            max_cache_tokens=self.max_cache_tokens,
         )
         return decoder, tokenizer
 

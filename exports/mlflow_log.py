@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arbordraft.exports.decoder_config import DECIDER, DecoderConfig, TargetReference, trained_deciders
+from arbordraft.exports.decoder_config import DECIDER, FILE, DecoderConfig, TargetReference, trained_deciders
 from arbordraft.exports.evaluation import HELD_OUT, Evaluation, evaluate
 from arbordraft.exports.mlflow_registry import (
     TRAINING,
@@ -149,7 +149,6 @@ def _pack(decoder: "SpeculativeDecoder", config: DecoderConfig, scratch: Path) -
     import dataclasses
 
     from arbordraft.exports.checkpoints import read_config, read_tensors
-    from arbordraft.exports.mlflow_model import CONFIG
 
     folder = scratch / "decoder"
     folder.mkdir()
@@ -167,7 +166,7 @@ def _pack(decoder: "SpeculativeDecoder", config: DecoderConfig, scratch: Path) -
     if Path(config.target.name).is_dir():  # wherever it is served from
         reference = dataclasses.asdict(config.target) | {"name": str(Path(config.target.name).absolute())}
         config = dataclasses.replace(config, target=TargetReference(**reference))
-    config.save(folder / CONFIG)
+    config.save(folder / FILE)
     return folder
 
 

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     import pandas
     from mlflow.pyfunc import PythonModelContext
 
-CONFIG, FILES = "decoder.json", "decoder"
+FILES = "decoder"  # name of the artifact
 PROMPT, TEXT, TAU, TOKENS = "prompt", "text", "tau", "tokens"
 DEFAULTS: dict[str, Any] = {"max_new_tokens": 128, "temperature": 0.0, "top_p": 1.0, "seed": 0, "raw": False}
 
@@ -24,10 +24,10 @@ class DecoderModel(mlflow.pyfunc.PythonModel):  # type: ignore[misc]  # MLflow i
         """Builds the decoder."""
         from pathlib import Path
 
-        from arbordraft.exports.decoder_config import DecoderConfig
+        from arbordraft.exports.decoder_config import FILE, DecoderConfig
 
         folder = Path(context.artifacts[FILES])
-        self.decoder, self.tokenizer = DecoderConfig.load(folder / CONFIG).build(folder)
+        self.decoder, self.tokenizer = DecoderConfig.load(folder / FILE).build(folder)
 
     # Without type hints of the arguments: MLflow would make another signature of them.
     def predict(self, context, model_input, params=None):  # type: ignore[no-untyped-def]

@@ -389,6 +389,15 @@ def test_unsupported_requests(folders, tmp_path, engine, drafter, options, messa
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("kind", ["vit", "mystery"])
+def test_what_is_no_language_model(folders, tmp_path, kind):
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "config.json").write_text(json.dumps({"model_type": kind}))
+    with pytest.raises(ValueError, match="engines serve EAGLE heads, Medusa heads and causal language models"):
+        export_vllm(tmp_path / "odd", tmp_path / "out", target=str(folders["target"]))
+    assert [path.name for path in tmp_path.iterdir()] == ["odd"]
+
+
 def test_another_target(folders, tmp_path):
     tiny(num_hidden_layers=2, hidden_size=64, head_dim=16).save_pretrained(tmp_path / "wide")
     with pytest.raises(ValueError, match=r"hidden states of size 32, the target .* has 64"):

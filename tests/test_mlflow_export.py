@@ -31,6 +31,7 @@ from arbordraft.exports.mlflow_registry import TRAINING, fetch_drafter
 from arbordraft.options import Dtype, load_target
 from arbordraft.prompts import chat_batch
 from arbordraft.training.tracking import MLflowTracker
+from arbordraft.tuning import Choice, Setting, Tuned
 
 GREEDY = ad.Coupling(ad.Fixed(1), ad.TopDown(ad.Matching()))
 SAMPLED = ad.Coupling(ad.TopTail(1, 1), ad.Lifted(ad.RecursiveRejection()))
@@ -172,11 +173,14 @@ def test_decoders_are_rebuilt_as_they_were(folders, parts, questions, tmp_path):
         ad.SpeculativeDecoder(
             target, hybrid, TREE, ad.Coupling(ad.Fixed(2), ad.TopDown(ad.Matching())), costs=ad.NodeBudget(3)
         ),
-        ad.SpeculativeDecoder(target, ad.EarlyExitDrafter(target, 2), TREE, SAMPLED, ad.ConfidenceThreshold(0.1)),
+        ad.SpeculativeDecoder(
+            target, ad.EarlyExitDrafter(target, 2), TREE, SAMPLED, ad.ConfidenceThreshold(0.1), max_cache_tokens=900
+        ),
     ):
         DecoderConfig.of(decoder, folders["target"], folders["eagle"]).save(tmp_path / "decoder.json")
         again, _ = DecoderConfig.load(tmp_path / "decoder.json").build(tmp_path)
         assert str(again.coupling) == str(decoder.coupling)
+        assert again.max_cache_tokens == decoder.max_cache_tokens
         sampled = {"do_sample": True, "seeds": [1, 2, 3], "max_new_tokens": 10, "return_dict_in_generate": True}
         ours, theirs = (each.generate(**inputs, **sampled) for each in (decoder, again))
         assert ours.sequences.tolist() == theirs.sequences.tolist()
@@ -186,6 +190,9 @@ def test_decoders_are_rebuilt_as_they_were(folders, parts, questions, tmp_path):
 def test_what_a_description_needs(folders, parts, tmp_path):
     with pytest.raises(ValueError, match="name the folder or hub name that the EagleDrafter"):
         DecoderConfig.of(eagle(parts[0], folders), folders["target"])
+    other = ad.TargetInitialisedDecoder(parts[0], ad.EarlyExitDrafter(parts[0], 2), TREE)
+    with pytest.raises(ValueError, match="a TargetInitialisedDecoder cannot be described"):
+        DecoderConfig.of(other, folders["target"])
     (tmp_path / "decoder.json").write_text("{}")
     with pytest.raises(ValueError, match="describes no decoder"):
         DecoderConfig.load(tmp_path / "decoder.json")
@@ -367,6 +374,12 @@ def test_lineage_from_training_to_export(uri, client, folders, parts, questions,
     assert [model.model_id for model in export.inputs.model_inputs] == [trained]
     assert export.data.tags[TRAINING] == run
     assert client.get_model_version("child", "1").tags[TRAINING] == run
+    arguments = ["export", "mlflow", "models:/trained@candidate", "--target", folders["target"], "--uri", uri]
+    commanded = CliRunner().invoke(cli.app, [*arguments, "--new-tokens", "4", "--linears", "plain"])
+    assert commanded.exit_code == 0, commanded.output
+    (latest,) = client.search_runs([export.info.experiment_id], order_by=["attributes.start_time DESC"], max_results=1)
+    assert latest.info.run_id != found.run
+    assert latest.data.tags[TRAINING] == run
     with pytest.raises(ValueError, match="knows no training run"):
         log_decoder(decoder, parts[1], training_run="0" * 32, **options)
     with pytest.raises(ValueError, match="names no version"):
@@ -562,6 +575,12 @@ def test_the_commands(uri, client, folders, questions, tmp_path):
     assert result.exit_code == 0, result.output
     assert "parity: True" in result.output
     assert "version 1 of commanded, candidate" in result.output
+    tuned = Tuned("ngram", 0.0, COSTS, [0.5], [Choice(1, Setting("chain", 2), 9.0, 8.0)])
+    tuned.save(tmp_path / "tuned.json")
+    options = ["--target", folders["target"], "--tuned", str(tmp_path / "tuned.json"), "--linears", "plain", *asked]
+    result = run.invoke(cli.app, ["export", "mlflow", "ngram", *options], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    assert "parity: True" in result.output
     result = run.invoke(cli.app, ["export", "promote", "commanded", *asked], env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     assert "first champion" in result.output
