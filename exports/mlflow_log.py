@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import tempfile
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -218,20 +217,18 @@ def _log_graphs(mlflow: Any, graphs: list[Path], tags: dict[str, str]) -> None:
 
 
 def _log_model(mlflow: Any, files: Path, tags: dict[str, str], evaluation: Evaluation) -> Any:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*Add type hints")  # the signature says what they would
-        from arbordraft.exports import mlflow_model as served
+    from arbordraft.exports import mlflow_model as served
 
-        info = mlflow.pyfunc.log_model(
-            name="decoder",
-            python_model=str(Path(served.__file__).with_name("mlflow_served.py")),
-            artifacts={served.FILES: str(files)},
-            signature=served.signature(),
-            input_example=served.example(),
-            pip_requirements=_pins(*_PINNED),
-            tags=tags,
-            metadata={"evaluation": json.dumps(evaluation.report())},
-        )
+    info = mlflow.pyfunc.log_model(
+        name="decoder",
+        python_model=str(Path(served.__file__).with_name("mlflow_served.py")),
+        artifacts={served.FILES: str(files)},
+        signature=served.signature(),
+        input_example=served.example(),
+        pip_requirements=_pins(*_PINNED),
+        tags=tags,
+        metadata={"evaluation": json.dumps(evaluation.report())},
+    )
     mlflow.log_metrics(evaluation.metrics(), model_id=info.model_id)
     return info
 
