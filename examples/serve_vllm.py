@@ -2,6 +2,9 @@
 
 vLLM's CPU build lives in an environment of its own (examples/compare/README.md says how it is made); name its Python
 with --vllm-python. All runs in float32, so that greedy answers can be compared token for token. Takes ten minutes.
+
+A small difference is to be expected: we draft no more than was asked for, so the last chain of an answer is cut, while
+vLLM verifies and counts all of it.
 """
 
 import argparse
