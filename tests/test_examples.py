@@ -31,6 +31,7 @@ def run(*arguments: str) -> str:
         ("ems_sd.py", [], "same answers: True"),
         ("dynasd.py", [], "lossy"),
         ("spechub.py", [], "SpecHub, paper's order"),
+        ("export_engines.py", [], "LlamaForCausalLMEagle3, the target's states [1, 14, 26]"),
         ("demo.py", ["--max-new-tokens", "12", "--prompts", "3"], "3 of 3 answers"),
     ],
     ids=lambda value: value if isinstance(value, str) and value.endswith(".py") else "",
@@ -71,9 +72,12 @@ def test_every_example_is_tested():
     assert all(f'"{path.name}"' in source for path in (ROOT / "examples").glob("*.py"))
 
 
-def test_comparison_says_that_vllm_is_missing(tmp_path):
+@pytest.mark.parametrize(
+    "script", [COMPARE / "vllm_cpu.py", ROOT / "examples" / "serve_vllm.py"], ids=lambda at: at.name
+)
+def test_comparison_says_that_vllm_is_missing(tmp_path, script):
     venv.create(tmp_path, symlinks=True)
-    shown = run(str(COMPARE / "vllm_cpu.py"), "--check", "--vllm-python", str(tmp_path / "bin" / "python"))
+    shown = run(str(script), "--check", "--vllm-python", str(tmp_path / "bin" / "python"))
     assert shown.startswith("vLLM is not measured: ")
     assert "No module named 'vllm'" in shown
     assert shown.count("\n") == 1
@@ -94,6 +98,10 @@ class LLM:
         print("decoding")
         tokens = [prompt["prompt_token_ids"][:1] * sampling.max_tokens for prompt in prompts]
         return [types.SimpleNamespace(outputs=[types.SimpleNamespace(token_ids=each)]) for each in tokens]
+    def get_metrics(self):
+        name = "vllm:spec_decode_num_"
+        counters = [types.SimpleNamespace(name=name + "drafts", value=4), types.SimpleNamespace(name="vllm:x", value=1)]
+        return [*counters, types.SimpleNamespace(name=name + "accepted_tokens_per_pos", values=[3, 1])]
 """
 
 
@@ -120,6 +128,8 @@ def test_comparison_freezes_vllm_between_requests(tmp_path, monkeypatch):
             assert vllm.generate([[7, 8], [9]], 3)[1] == [[7, 7, 7], [9, 9, 9]]
             assert stops(vllm.process.pid)
         assert vllm.cpu_seconds() > 0
+        counters = {"num_drafts": 4, "num_accepted_tokens_per_pos": [3, 1]}
+        assert vllm.generate_counted([[7]], 2) == ([[7, 7]], counters)
     finally:
         vllm.close()
     assert set(vllm.log.read_text().split()) == {"starting", "decoding"}

@@ -47,6 +47,7 @@ ORDER = [
     "options",
     "tuning",
     "display",
+    "mlflow_server",
     "bench",
 ]
 FOLDERS = {  # folder -> the folders it may import from, besides itself

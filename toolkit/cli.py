@@ -1,4 +1,4 @@
-"""The command line: generate, bench, tree, train."""
+"""The command line: generate, tune, tree, bench, train, export."""
 
 import sys
 from enum import StrEnum
@@ -13,7 +13,8 @@ from rich.text import Text
 from arbordraft.allocator import keep_freed_memory
 from arbordraft.bench.cli import app as bench
 from arbordraft.display import draw_png, stats_table, stream_panels, tree_text
-from arbordraft.options import Dtype, DtypeOption, Linears, ModelOption, load_target
+from arbordraft.exports.cli import app as export
+from arbordraft.options import SHAPES, Dtype, DtypeOption, Linears, ModelOption, load_target, parse_topology
 from arbordraft.training.cli import app as train
 
 if TYPE_CHECKING:
@@ -29,8 +30,8 @@ app = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 app.add_typer(train, name="train")
+app.add_typer(export, name="export")
 console = Console()
-SHAPES = "chain:5 | k:4,2,2 | fork:3x4 | parents:-1,0,0,1 | sequoia:0.6,0.2,0.1@16"
 
 
 class Law(StrEnum):
@@ -175,34 +176,6 @@ def main() -> None:
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         Console(stderr=True).print(Text(f"error: {error}", style="red"))
         sys.exit(1)
-
-
-def parse_topology(text: str) -> "TreeTopology":
-    """A topology from its description on the command line.
-
-    Raises:
-        typer.BadParameter: if the description is not one of ``SHAPES``, or describes no tree.
-    """
-    from arbordraft.topology import TreeTopology
-
-    kind, _, values = text.partition(":")
-    try:
-        match kind:
-            case "chain":
-                return TreeTopology.chain(int(values))
-            case "k":
-                return TreeTopology.from_k_config([int(k) for k in values.split(",")])
-            case "fork":
-                width, depth = values.split("x")
-                return TreeTopology.fork(int(width), int(depth))
-            case "parents":
-                return TreeTopology.from_parents([int(parent) for parent in values.split(",")])
-            case "sequoia":
-                rates, nodes = values.split("@")
-                return TreeTopology.sequoia([float(rate) for rate in rates.split(",")], int(nodes))
-    except ValueError as error:
-        raise typer.BadParameter(f"tree {text!r}: {error}; write {SHAPES}") from error
-    raise typer.BadParameter(f"unknown tree {text!r}; write {SHAPES}")
 
 
 def _lines(file: Path | None) -> list[str]:

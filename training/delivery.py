@@ -13,31 +13,23 @@ import contextlib
 import json
 import math
 import os
-import re
 import shutil
-import sqlite3
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from arbordraft.mlflow_server import CANDIDATE, CHAMPION, MODEL, Promotion, connect, limits, reason, resolve_uri
 from arbordraft.training.spool import SPOOL, Journal, Progress, Record
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-DEFAULT_URI = "sqlite:///mlflow.db"  # MLflow's own default, so that a bare `mlflow ui` shows it
 RECORD = "arbordraft.record"  # tag with the id of the record that made a run, a model or a version
-MODEL = "arbordraft.model"  # tag of a version with its logged model; MLflow's databases do not keep its model_id
 REGISTERED = "arbordraft.registered"  # tag of a version with the time of its record, in ms
 BATCH = 100  # MLflow takes as many parameters or tags per request
 
 Point = tuple[str, float, int, int]  # name, value, time in ms, step
-
-
-def resolve_uri(uri: str | None) -> str:
-    """The given tracking server, or else that of ``MLFLOW_TRACKING_URI``, or else a file in the working folder."""
-    return uri or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
 
 
 def sync(spool: str | os.PathLike[str] = SPOOL, uri: str | None = None) -> dict[str, int]:
@@ -101,50 +93,6 @@ def deliver(journal: Journal, uri: str) -> int:
     return count
 
 
-def connect(uri: str) -> MlflowClient:
-    """A client of its own, which leaves alone what the user's code does through ``mlflow``."""
-    from mlflow import MlflowClient
-
-    database = uri.partition("sqlite:///")[2].partition("?")[0]
-    if database and not database.startswith((":", "file:")):  # where this fails, MLflow would go on trying for 100 s
-        Path(database).parent.mkdir(parents=True, exist_ok=True)
-        sqlite3.connect(database).close()
-    return MlflowClient(uri)
-
-
-def reason(error: BaseException) -> str:
-    """An error in one short line, without the credentials that a URI may hold."""
-    text = re.sub(r"(?<=://)[^/@\s]*@", "", " ".join(f"{type(error).__name__}: {error}".split()))
-    return text if len(text) <= 300 else text[:299] + "…"
-
-
-@contextlib.contextmanager
-def limits(timeout: int | None = None) -> Iterator[None]:
-    """Bound the waiting for a server inside the block, as far as the user's environment does not.
-
-    Args:
-        timeout: seconds until an unanswered request counts as failed; by default as MLflow says.
-    """
-    # MLflow's own seven retries take minutes, and as they are blind, they would create runs twice.
-    settings = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
-    if timeout is not None:
-        settings["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(timeout)
-    ours = {name: value for name, value in settings.items() if name not in os.environ}
-    os.environ.update(ours)
-    try:
-        yield
-    finally:
-        for name in ours:
-            os.environ.pop(name, None)
-
-
-class Promotion(NamedTuple):
-    """Whether a champion was replaced, and why."""
-
-    promoted: bool
-    reason: str
-
-
 def promote(name: str, metric: str = "val/tau", uri: str | None = None) -> Promotion:
     """Give the alias ``champion`` to the ``candidate`` if its metric is higher, or if there is no champion.
 
@@ -159,7 +107,7 @@ def promote(name: str, metric: str = "val/tau", uri: str | None = None) -> Promo
     with limits():
         client = connect(resolve_uri(uri))
         aliases = client.get_registered_model(name).aliases
-        candidate, champion = aliases.get("candidate"), aliases.get("champion")
+        candidate, champion = aliases.get(CANDIDATE), aliases.get(CHAMPION)
         if candidate is None:
             return Promotion(False, f"{name} has no version with the alias candidate")
         if candidate == champion:
@@ -171,7 +119,7 @@ def promote(name: str, metric: str = "val/tau", uri: str | None = None) -> Promo
             return Promotion(False, f"the champion, version {champion}, has no {metric} to compare with")
         if bar is not None and value <= bar:
             return Promotion(False, f"{metric} of version {candidate}, {value:g}, does not beat {bar:g} of {champion}")
-        client.set_registered_model_alias(name, "champion", str(candidate))
+        client.set_registered_model_alias(name, CHAMPION, str(candidate))
         beaten = "the first champion" if bar is None else f"beats {bar:g} of version {champion}"
         return Promotion(True, f"version {candidate} is champion: {metric} {value:g}, {beaten}")
 

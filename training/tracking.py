@@ -30,7 +30,8 @@ import torch
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from arbordraft.training.delivery import Point, Promotion, deliver, limits, promote, reason, resolve_uri
+from arbordraft.mlflow_server import ALIASES, NAMES, Promotion, limits, reason, resolve_uri
+from arbordraft.training.delivery import Point, deliver, promote
 from arbordraft.training.spool import SPOOL, Journal
 
 TIMEOUT = 20  # seconds; a hung server costs twice that, once per training
@@ -118,7 +119,7 @@ class MLflowTracker(Logger):  # type: ignore[misc]  # Lightning is not type-chec
             import mlflow  # noqa: F401
         except ImportError as error:
             raise ImportError(f"MLflow cannot be imported ({error}); run: pip install 'arbordraft[mlops]'") from error
-        if registered_model is not None and not re.fullmatch(r"\w[\w .-]*", registered_model):
+        if registered_model is not None and not re.fullmatch(NAMES, registered_model):
             raise ValueError(f"registered_model may hold letters, digits, '_', '-', '.', ' ', not {registered_model!r}")
         self._experiment, self._run_name, self._registered_model = experiment, run_name, registered_model
         self._tags = {_legal(key): _clip(value) for key, value in (tags or {}).items()}
@@ -260,7 +261,7 @@ class MLflowTracker(Logger):  # type: ignore[misc]  # Lightning is not type-chec
         """Make a checkpoint, logged before or not, a version of the registered model, known by an alias."""
         if not self.registers:
             raise ValueError("give the tracker a registered_model")
-        if not re.fullmatch(r"(?!v\d+$|latest$)[\w-]+", alias, re.IGNORECASE):
+        if not re.fullmatch(ALIASES, alias):
             raise ValueError(f"an alias consists of letters, digits, '_' and '-', and is no version: {alias!r}")
         if Path(folder).absolute() not in self._checkpoints:
             self.log_checkpoint(folder, step=0)

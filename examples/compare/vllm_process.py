@@ -107,6 +107,11 @@ class Vllm:
         answer = self._ask({"prompts": prompts, "max_tokens": new_tokens})
         return answer["seconds"], answer["tokens"]
 
+    def generate_counted(self, prompts: Tokens, new_tokens: int) -> tuple[Tokens, dict[str, Any]]:
+        """Its answers, and what it has counted of speculation so far; it must have been told to count."""
+        answer = self._ask({"prompts": prompts, "max_tokens": new_tokens, "counters": True})
+        return answer["tokens"], answer["counters"]
+
     def cpu_seconds(self) -> float:
         """What its processes have used so far."""
         ticks = 0

@@ -1,8 +1,9 @@
 """Answers decoding requests with vLLM; `vllm_cpu.py` runs this file with the Python that vLLM is installed in.
 
 JSON lines on standard input and output: first the arguments of `vllm.LLM`, answered by `{"seconds"}` once the engine is
-up, then requests `{"prompts": [[token ids], ...], "max_tokens": n}`, answered by `{"seconds", "tokens"}`. Everything
-that vLLM prints goes to standard error. Nothing but the standard library and vLLM is imported here.
+up, then requests `{"prompts": [[token ids], ...], "max_tokens": n}`, answered by `{"seconds", "tokens"}`, with
+`"counters": true` in the request also by `{"counters"}`, what vLLM has counted of speculation so far. Everything that
+vLLM prints goes to standard error. Nothing but the standard library and vLLM is imported here.
 """
 
 import json
@@ -23,7 +24,17 @@ def answers(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
     start = time.perf_counter()
     found = llm.generate(prompts, sampling, use_tqdm=False)
     seconds = time.perf_counter() - start
-    return {"seconds": seconds, "tokens": [list(each.outputs[0].token_ids) for each in found]}
+    answer: dict[str, Any] = {"seconds": seconds, "tokens": [list(each.outputs[0].token_ids) for each in found]}
+    if request.get("counters"):
+        answer["counters"] = counters(llm)
+    return answer
+
+
+def counters(llm: Any) -> dict[str, Any]:
+    """What vLLM has counted of speculation: numbers, or a list by position in the draft."""
+    prefix = "vllm:spec_decode_"
+    found = {each.name.removeprefix(prefix): each for each in llm.get_metrics() if each.name.startswith(prefix)}
+    return {name: list(each.values) if hasattr(each, "values") else each.value for name, each in found.items()}
 
 
 def main() -> None:

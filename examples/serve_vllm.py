@@ -1,0 +1,176 @@
+"""A drafter exported for vLLM drafts there what it drafts here: same answers, same acceptance.
+
+vLLM's CPU build lives in an environment of its own (examples/compare/README.md says how it is made); name its Python
+with --vllm-python. All runs in float32, so that greedy answers can be compared token for token. Takes ten minutes.
+
+A small difference is to be expected: we draft no more than was asked for, so the last chain of an answer is cut, while
+vLLM verifies and counts all of it.
+"""
+
+import argparse
+import sys
+import tempfile
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from arbordraft import Coupling, Fixed, Matching, RaggedModel, SpeculativeDecoder, TopDown, TreeTopology
+from arbordraft.bench.measure import save
+from arbordraft.exports.engines import export_vllm
+from arbordraft.loading import load_drafter
+from arbordraft.pretrained import fetch_smollm2, load_smollm2
+from arbordraft.prompts import MIXED, REPEATING, VARIED, chat_batch
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE / "compare"))
+from vllm_process import Tokens, Vllm, find_vllm  # noqa: E402
+
+PROMPTS = [*VARIED, *MIXED, *REPEATING[:4]]  # 20
+TOLERANCE = 0.05  # relative difference of mean acceptance lengths
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """vLLM on all cores, with or without an exported drafter."""
+
+    name: str
+    speculative_config: dict[str, Any] | None = None
+
+    environment = {  # noqa: RUF012
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "2",  # gigabytes
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of ``vllm.LLM`` besides the model."""
+        common = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 32, "enable_prefix_caching": False}
+        common |= {"enforce_eager": True, "disable_log_stats": False}
+        return common | ({"speculative_config": self.speculative_config} if self.speculative_config else {})
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What became of chains.
+
+    Args:
+        case: whose.
+        length: mean acceptance length: accepted drafts per chain, and the one token that every step gives.
+        by_position: share of the chains whose draft at each position was accepted.
+        chains: how many were verified.
+        equal: answers that are those of vLLM without drafts.
+        prompts: all answers.
+    """
+
+    case: str
+    length: float
+    by_position: list[float]
+    chains: int
+    equal: int
+    prompts: int
+
+
+def ours(drafter: Path, prompts: list[str], levels: int, new_tokens: int) -> tuple[Tokens, Tokens, Acceptance]:
+    """The prompts' tokens, our answers, and how much of the drafts was accepted."""
+    model, tokenizer = load_smollm2()
+    target = RaggedModel(model, tokenizer)
+    coupling = Coupling(Fixed(1), TopDown(Matching()))
+    decoder = SpeculativeDecoder(target, load_drafter(drafter, target), TreeTopology.chain(levels), coupling)
+    inputs = chat_batch(tokenizer, prompts)
+    output: Any = decoder.generate(**inputs, max_new_tokens=new_tokens, do_sample=False, return_dict_in_generate=True)
+    stats, columns = output.stats, inputs["input_ids"].shape[1]
+    answers = [
+        row[columns : columns + count].tolist() for row, count in zip(output.sequences, stats.emitted, strict=True)
+    ]
+    tokens = [ids[mask == 1].tolist() for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)]
+    chains = sum(stats.forwards)
+    rates = [stats.accepted[depth] / chains for depth in range(1, levels + 1)]
+    return tokens, answers, Acceptance("arbordraft", 1 + sum(rates), rates, chains, 0, len(prompts))
+
+
+def served(
+    python: Path, config: ServeConfig, model: Path, prompts: Tokens, new_tokens: int, log: Path
+) -> tuple[Tokens, dict[str, Any]]:
+    """vLLM's answers, and what it counted."""
+    with closing(Vllm(python, config, model, log)) as vllm:  # type: ignore[arg-type]
+        return vllm.generate_counted(prompts, new_tokens)
+
+
+def main() -> int:
+    """Exports, serves and compares; the exit status says whether all agrees."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--vllm-python", type=Path, help="Python of the environment that vLLM is installed in")
+    parser.add_argument("--drafter", type=Path, default=HERE / "checkpoints" / "smollm2-135m-instruct-eagle")
+    parser.add_argument("--layouts", nargs="+", default=["eagle3", "speculators"])
+    parser.add_argument("--method", default="eagle3", help="what vLLM calls the drafter: eagle3, medusa, draft_model")
+    parser.add_argument("--levels", type=int, default=4, help="length of the chains")
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--prompts", type=int, default=len(PROMPTS), help="the first so many of 20")
+    parser.add_argument("--check", action="store_true", help="only say which vLLM would serve")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    arguments = parser.parse_args()
+    console = Console(highlight=False)
+    found, line = find_vllm(arguments.vllm_python)
+    console.print(line)
+    if arguments.check or found is None:
+        return 0
+
+    prompts = PROMPTS[: arguments.prompts]
+    model = fetch_smollm2()
+    console.print("decoding here")
+    tokens, own, accepted = ours(arguments.drafter, prompts, arguments.levels, arguments.new_tokens)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        console.print("vLLM without drafts: starting")
+        log = folder / "plain.log"
+        plain, _ = served(arguments.vllm_python, ServeConfig("plain"), model, tokens, arguments.new_tokens, log)
+
+        def equal(answers: Tokens) -> int:
+            return sum(answer == wanted for answer, wanted in zip(answers, plain, strict=True))
+
+        rows = [Acceptance(**asdict(accepted) | {"equal": equal(own)})]
+        for layout in arguments.layouts:
+            drafter = folder / f"drafter{len(rows)}"  # vLLM guesses what a drafter is from its path
+            export_vllm(
+                arguments.drafter, drafter, layout=layout, target=str(model), speculative_tokens=arguments.levels
+            )
+            console.print(f"vLLM with the drafter in the layout {layout}: starting")
+            settings = {"method": arguments.method, "model": str(drafter), "num_speculative_tokens": arguments.levels}
+            # The speculators layout names its target itself: that folder alone is served.
+            config = ServeConfig(layout, None if layout == "speculators" else settings)
+            place = drafter if layout == "speculators" else model
+            log = folder / f"{layout}.log"
+            answers, counted = served(arguments.vllm_python, config, place, tokens, arguments.new_tokens, log)
+            chains = counted["num_drafts"]
+            rates = [count / chains for count in counted["num_accepted_tokens_per_pos"]]
+            length = 1 + counted["num_accepted_tokens"] / chains
+            rows.append(Acceptance(f"vLLM {found}, {layout}", length, rates, chains, equal(answers), len(prompts)))
+
+    table = Table("", "mean acceptance length", "by position", "chains", "answers equal to plain vLLM's")
+    for row in rows:
+        rates = " ".join(f"{rate:.3f}" for rate in row.by_position)
+        table.add_row(row.case, f"{row.length:.3f}", rates, str(row.chains), f"{row.equal} of {row.prompts}")
+    console.print(table)
+    differences = [row.length / rows[0].length - 1 for row in rows[1:]]
+    agrees = all(abs(difference) <= TOLERANCE for difference in differences)
+    same = all(row.equal == row.prompts for row in rows[1:])
+    shown = ", ".join(f"{difference:+.1%}" for difference in differences)
+    console.print(f"vLLM's mean acceptance length differs from ours by {shown}")
+    console.print(f"its answers with the drafter are {'those without' if same else 'NOT those without'}")
+    if arguments.json:
+        settings = {"vllm": found, "dtype": "float32", "levels": arguments.levels, "new_tokens": arguments.new_tokens}
+        save(arguments.json, rows, suite="serve vllm", model="smollm2", drafter=arguments.drafter.name, **settings)
+    return 0 if agrees and same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,256 @@
+"""A decoder as plain data: what its parts are called and made with, so that it can be built again elsewhere."""
+
+import dataclasses
+import inspect
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+import arbordraft as ad
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FILE, DECIDER = "decoder.json", "decider"  # the config, and the folder of a trained decider beside it
+_PARTS = (ad.DraftLaw, ad.Rule, ad.TreeVerifier, ad.Decider, ad.Drafter)
+_TABLES = (ad.CostTable, ad.StepCosts, ad.NodeBudget)
+_TRAINED = (ad.EagleDrafter, ad.MedusaDrafter, ad.LanguageModelDrafter)
+
+Description = Any  # of a part: {"class": name, "arguments": {...}}; of anything else itself
+
+
+@dataclass(frozen=True)
+class TargetReference:
+    """Which model a decoder decodes; its weights stay where they are.
+
+    Args:
+        name: hub name or folder; ``smollm2`` means SmolLM2-135M-Instruct.
+        dtype: of its weights.
+        linears: how they are read, see :class:`~arbordraft.RaggedModel`.
+        fingerprint: of the weights, see :func:`arbordraft.heads.base.fingerprint`.
+    """
+
+    name: str
+    dtype: str
+    linears: str
+    fingerprint: str
+
+    def load(self) -> "tuple[ad.RaggedModel, PreTrainedTokenizerBase]":
+        """The model and its tokenizer.
+
+        Raises:
+            ValueError: if it is another one than it was.
+        """
+        from arbordraft.heads.base import fingerprint
+        from arbordraft.options import Dtype, Linears, load_target
+
+        target, tokenizer = load_target(self.name, Dtype(self.dtype), Linears(self.linears))
+        if (found := fingerprint(target.model)) != self.fingerprint:
+            raise ValueError(
+                f"{self.name} is not the target that this decoder was made for: its fingerprint is {found} instead of "
+                f"{self.fingerprint}; bring back the old weights, or log the decoder again"
+            )
+        return target, tokenizer
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """The parts of a :class:`~arbordraft.SpeculativeDecoder`.
+
+    Args:
+        target: what is decoded.
+        drafter: the drafter; the weights of a trained one lie elsewhere.
+        trained: where they lie: a hub name, or a folder beside this config; ``None`` if there are none.
+        parents: the topology, see :meth:`~arbordraft.TreeTopology.from_parents`.
+        law: how children are drawn.
+        verifier: how trees are judged.
+        decider: when drafting stops.
+        costs: what rows cost, or how many are wanted.
+        max_cache_tokens: bound on the rows of each KV cache.
+    """
+
+    target: TargetReference
+    drafter: Description
+    trained: str | None
+    parents: list[int]
+    law: Description
+    verifier: Description
+    decider: Description
+    costs: Description = None
+    max_cache_tokens: int | None = None
+
+    @classmethod
+    def of(cls, decoder: ad.SpeculativeDecoder, target: str, trained: str | None = None) -> "DecoderConfig":
+        """Describes a decoder.
+
+        Args:
+            decoder: the decoder.
+            target: hub name or folder that its target was loaded from.
+            trained: hub name or folder that its trained drafter was loaded from, if it has one.
+
+        Raises:
+            ValueError: if a part cannot be told in plain data, or a trained drafter comes from nowhere.
+        """
+        from arbordraft.heads.base import fingerprint
+
+        if type(decoder) is not ad.SpeculativeDecoder:
+            raise ValueError(f"a {type(decoder).__name__} cannot be described: only SpeculativeDecoder itself can")
+        if decoder.target.int8:
+            raise ValueError("a target with 8-bit copies of its weights cannot be described: it is another model")
+        drafter = describe(decoder.drafter)
+        needed = any("trained" in part for part in _described(drafter))
+        if needed and trained is None:
+            raise ValueError(f"name the folder or hub name that the {type(decoder.drafter).__name__} was loaded from")
+        model = decoder.target.model
+        reference = TargetReference(
+            target,
+            str(model.dtype).removeprefix("torch."),
+            "plain" if decoder.target.backend == "plain" else "packed",
+            fingerprint(model),
+        )
+        return cls(
+            reference,
+            drafter,
+            trained if needed else None,
+            list(decoder.topology.parent_list),
+            describe(decoder.coupling.law),
+            describe(decoder.coupling.verifier),
+            describe(decoder.decider),
+            describe(decoder.costs),
+            decoder.max_cache_tokens,
+        )
+
+    def build(self, folder: str | os.PathLike[str]) -> "tuple[ad.SpeculativeDecoder, PreTrainedTokenizerBase]":
+        """The decoder again, and its target's tokenizer.
+
+        Args:
+            folder: where ``trained`` and a trained decider lie.
+
+        Raises:
+            ValueError: if a part is unknown or damaged, or the target has changed.
+        """
+        target, tokenizer = self.target.load()
+        here = Path(folder)
+        trained = self.trained if self.trained is None or not (here / self.trained).is_dir() else here / self.trained
+        decoder = ad.SpeculativeDecoder(
+            target,
+            _drafter(self.drafter, target, trained),
+            ad.TreeTopology.from_parents(self.parents),
+            ad.Coupling(rebuild(self.law, here), rebuild(self.verifier, here)),
+            rebuild(self.decider, here),
+            costs=rebuild(self.costs, here),
+            max_cache_tokens=self.max_cache_tokens,
+        )
+        return decoder, tokenizer
+
+    def save(self, path: Path) -> None:
+        """Writes JSON."""
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> "DecoderConfig":
+        """Reads what :meth:`save` wrote.
+
+        Raises:
+            ValueError: if it is something else.
+        """
+        try:
+            fields = json.loads(path.read_text())
+            return cls(**fields | {"target": TargetReference(**fields["target"])})
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} describes no decoder: {error}") from error
+
+
+def trained_deciders(decoder: ad.SpeculativeDecoder) -> list[ad.LearnedDecider]:
+    """Every decider of a decoder that has weights."""
+    return [module for module in decoder.decider.modules() if isinstance(module, ad.LearnedDecider)]
+
+
+def describe(part: Any) -> Description:
+    """A part, or a setting of one, as plain data.
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    if part is None or isinstance(part, bool | int | float | str):
+        return part
+    if isinstance(part, list | tuple | nn.ModuleList):
+        return [describe(item) for item in part]
+    name = type(part).__name__
+    if not isinstance(part, _PARTS + _TABLES) or getattr(ad, name, None) is not type(part):
+        raise ValueError(f"{name} cannot be told in plain data; use a part of arbordraft's own, without functions")
+    if isinstance(part, ad.LearnedDecider):
+        return {"class": name, "folder": DECIDER}
+    if isinstance(part, _TRAINED) or getattr(part, "adapter", None) is not None:
+        return {"class": name, "trained": True}
+    if isinstance(part, ad.EarlyExitDrafter):
+        return {"class": name, "arguments": {"layers": part.layers}}
+    if dataclasses.is_dataclass(part):
+        given = [field.name for field in dataclasses.fields(part)]
+    else:
+        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        given = [each.name for each in inspect.signature(type(part)).parameters.values() if each.kind in kinds]
+    if missing := [argument for argument in given if not hasattr(part, argument)]:
+        raise ValueError(f"{name} does not say what it was made with ({', '.join(missing)})")
+    return {"class": name, "arguments": {argument: describe(getattr(part, argument)) for argument in given}}
+
+
+def rebuild(description: Description, folder: Path) -> Any:
+    """The inverse of :func:`describe`, for everything but drafters.
+
+    Raises:
+        ValueError: if it describes no part of arbordraft.
+    """
+    if isinstance(description, list):
+        return [rebuild(item, folder) for item in description]
+    if not isinstance(description, dict):
+        return description
+    kind = _kind(description, tuple(base for base in _PARTS + _TABLES if base is not ad.Drafter))
+    if "folder" in description:
+        return ad.LearnedDecider.from_pretrained(folder / DECIDER)
+    return _make(kind, {name: rebuild(value, folder) for name, value in description.get("arguments", {}).items()})
+
+
+def _drafter(description: Description, target: ad.RaggedModel, trained: "str | Path | None") -> ad.Drafter:
+    kind, arguments = _kind(description, (ad.Drafter,)), description.get("arguments", {})
+    if description.get("trained"):
+        if trained is None:
+            raise ValueError(f"the weights of the {kind.__name__} are not there")
+        found: ad.Drafter = kind.from_pretrained(trained, target)
+        return found
+    if kind is ad.EarlyExitDrafter:
+        return _make(kind, {"model": target, **arguments})
+    if kind is ad.HybridDrafter:
+        return _make(kind, {name: _drafter(part, target, trained) for name, part in arguments.items()})
+    return _make(kind, arguments)
+
+
+def _make(kind: Any, arguments: dict[str, Any]) -> Any:
+    if kind is ad.CostTable:
+        arguments = {name: tuple(values) for name, values in arguments.items()}
+    try:
+        return kind(**arguments)
+    except TypeError as error:
+        raise ValueError(f"{kind.__name__} is not made with {sorted(arguments)}: {error}") from error
+
+
+def _kind(description: Description, bases: tuple[type, ...]) -> Any:
+    """The class that is meant: nothing but parts of arbordraft is ever called."""
+    name = description.get("class") if isinstance(description, dict) else None
+    kind = getattr(ad, name, None) if name in ad.__all__ else None
+    if not isinstance(kind, type) or not issubclass(kind, bases):
+        raise ValueError(f"{name!r} is no {' or '.join(base.__name__ for base in bases)} of arbordraft")
+    return kind
+
+
+def _described(description: Description) -> Iterator[dict[str, Any]]:
+    """All parts inside a description, itself included."""
+    if isinstance(description, dict):
+        yield description
+        for value in description.get("arguments", {}).values():
+            yield from _described(value)

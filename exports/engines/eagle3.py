@@ -1,0 +1,192 @@
+"""EAGLE-3 heads in the layout of their authors, and in that of the ``speculators`` library.
+
+Both engines compute what :class:`~arbordraft.heads.eagle.EagleHead` does: the embedding and the fused states are normed
+each by itself, the residual is taken before that norm, the layer's own output before the last norm feeds the next step,
+and token embeddings are the target's.
+
+The states of the target have other numbers in every program. Ours are those of transformers: number i is what i layers
+have made of the embeddings, and the last one has passed the final norm. vLLM counts likewise, but takes the last before
+that norm; SGLang names the layer that a state comes out of, i - 1.
+
+Shapes: D draft vocabulary, F hidden states side by side, H hidden size, V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from arbordraft.exports.engines.layout import Layout, Shapes, dtype_name
+from arbordraft.exports.engines.target import Target, check_fit
+from arbordraft.heads.eagle import EagleConfig, EagleHead
+
+SPECULATORS_VERSION = "0.9.0"  # of the library whose format this is
+SGLANG_STATES = 3  # its fusing layer is made for so many
+
+
+def eagle3(head: EagleHead, target: Target, engine: str, card: str) -> Layout:
+    """The layout of EAGLE-3 checkpoints, which both engines load.
+
+    Args:
+        head: the trained network.
+        target: what it was trained for.
+        engine: ``vllm`` or ``sglang``, which count hidden states differently.
+        card: contents of ``README.md``.
+
+    Raises:
+        ValueError: if the engine does not compute such a network.
+    """
+    states, tensors = _tensors(head, target, engine, "midlayer.")
+    ids = [number - 1 for number in states] if engine == "sglang" else states
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        **_llama(head, target),
+        "draft_vocab_size": head.config.draft_vocab_size,
+        "target_hidden_size": head.config.target_hidden_size,
+        "norm_before_residual": False,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True},
+    }
+    if engine == "vllm":
+        config |= {"eagle_aux_hidden_state_layer_ids": ids, "num_aux_hidden_states": len(ids)}
+    return Layout(config, tensors, eagle3_shapes(config, "midlayer."), card)
+
+
+def speculators(head: EagleHead, target: Target, speculative_tokens: int, card: str) -> Layout:
+    """The layout of the ``speculators`` library, which vLLM loads; it names the target, so that one path is enough.
+
+    Args:
+        head: the trained network.
+        target: what it was trained for.
+        speculative_tokens: length of the chains that vLLM drafts.
+        card: contents of ``README.md``.
+
+    Raises:
+        ValueError: if vLLM does not compute such a network.
+    """
+    ids, tensors = _tensors(head, target, "vllm", "layers.0.")
+    config = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": SPECULATORS_VERSION,
+        "draft_vocab_size": head.config.draft_vocab_size,
+        "target_hidden_size": None,  # as large as the head's own
+        "eagle_aux_hidden_state_layer_ids": ids,
+        "norm_before_residual": False,  # vLLM takes it for true where it is not said
+        "norm_before_fc": False,
+        "fc_norm": False,
+        "norm_output": False,
+        "embed_requires_grad": False,
+        "tie_word_embeddings": False,
+        "dtype": dtype_name(head.dtype),
+        "transformer_layer_config": _llama(head, target) | {"num_aux_hidden_states": len(ids)},
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {"proposal_type": "greedy", "speculative_tokens": speculative_tokens, "verifier_accept_k": 1}
+            ],
+            "verifier": {"name_or_path": target.name, "architectures": target.architectures},
+        },
+    }
+    return Layout(config, tensors, eagle3_shapes(config, "layers.0."), card)
+
+
+def eagle3_shapes(config: dict[str, Any], layer: str) -> Shapes:
+    """What an engine builds for a ``config.json``.
+
+    Args:
+        config: its contents.
+        layer: what the names of the layer's tensors begin with.
+    """
+    llama = config.get("transformer_layer_config", config)
+    hidden, inner, vocabulary = llama["hidden_size"], llama["intermediate_size"], llama["vocab_size"]
+    heads, kv_heads = (llama[name] * llama["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
+    ids = config.get("eagle_aux_hidden_state_layer_ids") or config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    states, drafted = len(ids) * (config["target_hidden_size"] or hidden), config["draft_vocab_size"]
+    shapes: Shapes = {"fc.weight": (hidden, states), "norm.weight": (hidden,), "lm_head.weight": (drafted, hidden)}
+    if drafted != vocabulary:
+        shapes |= {"d2t": (drafted,), "t2d": (vocabulary,)}
+    inside = {
+        "self_attn.q_proj": (heads, 2 * hidden),
+        "self_attn.k_proj": (kv_heads, 2 * hidden),
+        "self_attn.v_proj": (kv_heads, 2 * hidden),
+        "self_attn.o_proj": (hidden, heads),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+        "hidden_norm": (hidden,),
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+    }
+    return shapes | {f"{layer}{name}.weight": shape for name, shape in inside.items()}
+
+
+def _tensors(head: EagleHead, target: Target, engine: str, layer: str) -> tuple[list[int], dict[str, Tensor]]:
+    """The hidden states that are read, ascending, and the weights under an engine's names."""
+    config: EagleConfig = head.config
+    check_fit(config, target)
+    if config.hidden_size != config.target_hidden_size:
+        raise ValueError(
+            f"engines norm embeddings and states of one size, the head has {config.target_hidden_size} and "
+            f"{config.hidden_size}"
+        )
+    states, fc = _ascending(head)
+    _check_states(states, target, engine)
+    tensors = {name.replace("midlayer.", layer): tensor for name, tensor in head.state_dict().items()}
+    tensors["fc.weight"] = fc
+    if config.draft_vocab_size == config.vocab_size:  # engines have no place for a map then
+        del tensors["d2t"], tensors["t2d"]
+    return states, tensors
+
+
+def _ascending(head: EagleHead) -> tuple[list[int], Tensor]:
+    """The states in the order in which engines collect them, each once, and the columns ``[H, F]`` that read them."""
+    numbers, weight = list(head.config.hidden_layers or ()), head.fc.weight.detach()
+    order = sorted(set(numbers))
+    if numbers == order:
+        return order, weight
+    blocks = weight.float().split(head.config.target_hidden_size, dim=1)
+    columns = [torch.stack([b for b, n in zip(blocks, numbers, strict=True) if n == number]).sum(0) for number in order]
+    return order, torch.cat(columns, dim=1).to(weight.dtype)
+
+
+def _check_states(states: list[int], target: Target, engine: str) -> None:
+    if not states:
+        raise ValueError("the head reads no hidden states of the target, and engines give it nothing else")
+    first = 1 if engine == "sglang" else 0  # SGLang cannot give the embeddings themselves
+    if not first <= states[0] <= states[-1] < target.layers:
+        raise ValueError(
+            f"the head reads hidden states {states}, {engine} gives {first} to {target.layers - 1} of {target.name}: "
+            "the last one has passed the final norm, which engines leave out. Train a head on other layers"
+        )
+    if engine == "sglang" and len(states) != SGLANG_STATES:
+        raise ValueError(f"SGLang fuses {SGLANG_STATES} hidden states, the head reads {states}; vLLM takes it as it is")
+
+
+def _llama(head: EagleHead, target: Target) -> dict[str, Any]:
+    """The layer as a Llama of its own, its rotary embedding in both dialects."""
+    config, name = head.config, dtype_name(head.dtype)
+    return {
+        "model_type": "llama",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "attention_bias": False,
+        "mlp_bias": False,
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": False,
+        "bos_token_id": target.config.bos_token_id,
+        "eos_token_id": target.config.eos_token_id,
+        "pad_token_id": target.config.pad_token_id,
+        "dtype": name,
+        "torch_dtype": name,  # its older name
+    }

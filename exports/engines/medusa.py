@@ -1,0 +1,65 @@
+"""Medusa heads in vLLM's layout.
+
+vLLM takes the most probable token of every head, and loads output matrices of the whole vocabulary only. Heads with a
+trimmed one get rows for the other tokens that are never the most probable: the mean of the rows that there are gives
+the mean of their logits.
+
+Shapes: D draft vocabulary, H hidden size, V vocabulary.
+"""
+
+from torch import Tensor
+
+from arbordraft.exports.engines.layout import Layout, Shapes, dtype_name
+from arbordraft.exports.engines.target import Target, check_fit
+from arbordraft.heads.medusa import MedusaHead
+
+
+def medusa(head: MedusaHead, target: Target, card: str) -> Layout:
+    """The layout of Medusa checkpoints.
+
+    Args:
+        head: the trained network.
+        target: what it was trained for.
+        card: contents of ``README.md``.
+
+    Raises:
+        ValueError: if it cannot draft for this target.
+    """
+    settings = head.config
+    check_fit(settings, target)
+    config = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": settings.target_hidden_size,
+        "vocab_size": settings.vocab_size,
+        "num_heads": settings.num_heads,
+        "num_hidden_layers": settings.num_hidden_layers,
+        "medusa_fc_bias": True,
+        "original_lm_head": False,
+        "dtype": dtype_name(head.dtype),
+        "torch_dtype": dtype_name(head.dtype),
+    }
+    tensors = {name: tensor for name, tensor in head.state_dict().items() if name not in ("d2t", "t2d")}
+    for name in tensors:
+        if name.startswith("lm_heads."):
+            tensors[name] = widened(tensors[name], head.tokens, settings.vocab_size)
+    return Layout(config, tensors, medusa_shapes(config), card)
+
+
+def medusa_shapes(config: dict[str, object]) -> Shapes:
+    """What vLLM builds for a ``config.json``."""
+    hidden, heads, layers = (int(str(config[name])) for name in ("hidden_size", "num_heads", "num_hidden_layers"))
+    shapes: Shapes = {f"lm_heads.{head}.weight": (int(str(config["vocab_size"])), hidden) for head in range(heads)}
+    for head in range(heads):
+        for layer in range(layers):
+            shapes[f"blocks.{head}.layers.{layer}.weight"] = (hidden, hidden)
+            shapes[f"blocks.{head}.layers.{layer}.bias"] = (hidden,)
+    return shapes
+
+
+def widened(rows: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
+    """``[V, H]`` output rows from ``[D, H]`` and the ids ``[D]`` they stand for."""
+    if len(rows) == vocabulary:
+        return rows
+    wide = rows.float().mean(dim=0).to(rows.dtype).repeat(vocabulary, 1)
+    return wide.index_copy(0, tokens, rows.detach())

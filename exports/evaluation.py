@@ -1,0 +1,109 @@
+"""What a decoder is worth on held-out prompts: whether it says what its target says, and how fast."""
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from arbordraft import Exactness, SpeculativeDecoder, builders
+from arbordraft.prompts import VARIED, chat_batches
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+HELD_OUT = VARIED  # no training of this project asks these
+_WARM_UP = 4  # tokens; the first call of a model is slower than the others
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Greedy decoding of some prompts, with and without drafts.
+
+    Args:
+        exactness: what the coupling promises.
+        prompts: how many there were.
+        prompts_sha256: digest of the prompts; figures on others cannot be compared.
+        equal: how many answers are the target's own, token for token.
+        tau: emitted tokens per target forward of a sample.
+        tokens_per_second: with drafts, prompts included.
+        plain_tokens_per_second: without them, with the same kernels.
+    """
+
+    exactness: str
+    prompts: int
+    prompts_sha256: str
+    equal: int
+    tau: float
+    tokens_per_second: float
+    plain_tokens_per_second: float
+
+    @property
+    def parity(self) -> bool:
+        """Whether nothing is lost: every answer is the target's own, and the coupling promises as much for sampling."""
+        return self.equal == self.prompts and self.exactness == Exactness.EXACT
+
+    def metrics(self) -> dict[str, float]:
+        """The figures, by the names under which they are tracked."""
+        names = ("tau", "tokens_per_second", "plain_tokens_per_second")
+        found = {f"eval/{name}": float(getattr(self, name)) for name in names}
+        return found | {"eval/parity": float(self.parity), "eval/equal": float(self.equal)}
+
+    def report(self) -> dict[str, Any]:
+        """Everything, to be stored as JSON."""
+        return {"parity": self.parity, **asdict(self)}
+
+
+def evaluate(
+    decoder: SpeculativeDecoder,
+    tokenizer: "PreTrainedTokenizerBase",
+    prompts: Sequence[str] = HELD_OUT,
+    *,
+    new_tokens: int = 64,
+    batch: int = 4,
+    tell: Callable[[str], object] = lambda what: None,
+) -> Evaluation:
+    """Decodes prompts greedily with a decoder and with its target alone, in turns.
+
+    Args:
+        decoder: the decoder.
+        tokenizer: its target's.
+        prompts: first user turns that the drafter has not learned from.
+        new_tokens: longest answer.
+        batch: prompts at a time.
+        tell: is told what is going on.
+
+    Raises:
+        ValueError: if there are no prompts.
+    """
+    if not prompts:
+        raise ValueError("nothing can be said of a decoder without prompts")
+    plain = builders.plain(decoder.target)
+    batches = chat_batches(tokenizer, prompts, batch)
+    seconds, counts, equal, forwards = [0.0, 0.0], [0, 0], 0, 0
+    for each in (decoder, plain):
+        each.generate(**batches[0], max_new_tokens=_WARM_UP, do_sample=False)
+    for number, inputs in enumerate(batches, 1):
+        tell(f"decoding held-out prompts, batch {number} of {len(batches)}")
+        answers = []
+        for index, each in enumerate((decoder, plain)):
+            start = time.perf_counter()
+            output: Any = each.generate(
+                **inputs, max_new_tokens=new_tokens, do_sample=False, return_dict_in_generate=True
+            )
+            seconds[index] += time.perf_counter() - start
+            counts[index] += sum(output.stats.emitted)
+            columns = inputs["input_ids"].shape[1]
+            rows = zip(output.sequences, output.stats.emitted, strict=True)
+            answers.append([row[columns : columns + emitted].tolist() for row, emitted in rows])
+            forwards += sum(output.stats.forwards) if each is decoder else 0
+        equal += sum(ours == theirs for ours, theirs in zip(*answers, strict=True))
+    return Evaluation(
+        decoder.coupling.exactness.value,
+        len(prompts),
+        hashlib.sha256("\0".join(prompts).encode()).hexdigest(),
+        equal,
+        counts[0] / max(1, forwards),
+        counts[0] / seconds[0],
+        counts[1] / seconds[1],
+    )

@@ -1,0 +1,96 @@
+"""A decoder as MLflow serves it: prompts in, texts with their tau out."""
+
+from typing import TYPE_CHECKING, Any
+
+import mlflow.pyfunc
+
+if TYPE_CHECKING:
+    import pandas
+    from mlflow.pyfunc import PythonModelContext
+
+FILES = "decoder"  # name of the artifact
+PROMPT, TEXT, TAU, TOKENS = "prompt", "text", "tau", "tokens"
+DEFAULTS: dict[str, Any] = {"max_new_tokens": 128, "temperature": 0.0, "top_p": 1.0, "seed": 0, "raw": False}
+
+
+class DecoderModel(mlflow.pyfunc.PythonModel):  # type: ignore[misc]  # MLflow is not type-checked here
+    """Builds the decoder that lies in its artifacts, and decodes every request as one ragged batch.
+
+    ``params`` of a request: ``max_new_tokens``, ``temperature`` (0 decodes greedily), ``top_p``, ``seed`` (of the first
+    prompt; the next one has the next seed), and ``raw``, which leaves out the chat template.
+    """
+
+    def load_context(self, context: "PythonModelContext") -> None:
+        """Builds the decoder."""
+        from pathlib import Path
+
+        from arbordraft.exports.decoder_config import FILE, DecoderConfig
+
+        folder = Path(context.artifacts[FILES])
+        self.decoder, self.tokenizer = DecoderConfig.load(folder / FILE).build(folder)
+
+    # Without type hints of the arguments: MLflow would make another signature of them.
+    def predict(self, context, model_input, params=None):  # type: ignore[no-untyped-def]
+        """One row with text, tau and number of tokens for every prompt.
+
+        Args:
+            context: unused.
+            model_input: a data frame with a column of prompts.
+            params: see above.
+        """
+        return answer(self.decoder, self.tokenizer, model_input, params or {})
+
+
+def signature() -> Any:
+    """What a request and its answer consist of, for MLflow to check."""
+    from mlflow.models import ModelSignature
+    from mlflow.types import ColSpec, ParamSchema, ParamSpec, Schema
+
+    kinds = {int: "long", float: "double", bool: "boolean"}
+    params = ParamSchema([ParamSpec(name, kinds[type(value)], value) for name, value in DEFAULTS.items()])
+    outputs = [ColSpec("string", TEXT), ColSpec("double", TAU), ColSpec("long", TOKENS)]
+    return ModelSignature(Schema([ColSpec("string", PROMPT)]), Schema(outputs), params)
+
+
+def example() -> "tuple[pandas.DataFrame, dict[str, Any]]":
+    """A request."""
+    import pandas
+
+    return pandas.DataFrame({PROMPT: ["Why is the sky blue?"]}), {"max_new_tokens": 16}
+
+
+def answer(decoder: Any, tokenizer: Any, model_input: "pandas.DataFrame", params: dict[str, Any]) -> "pandas.DataFrame":
+    """Decodes the prompts of a data frame; see :class:`DecoderModel`.
+
+    Raises:
+        ValueError: if there are no prompts, or a parameter is out of range.
+    """
+    import copy
+
+    import pandas
+
+    from arbordraft.prompts import chat_batch
+
+    prompts = [str(prompt) for prompt in model_input[PROMPT]]
+    if not prompts:
+        return pandas.DataFrame({TEXT: [], TAU: [], TOKENS: []})
+    options = DEFAULTS | params
+    if options["raw"] and tokenizer.chat_template:
+        tokenizer = copy.copy(tokenizer)
+        tokenizer.chat_template = None
+    inputs = chat_batch(tokenizer, prompts)
+    settings: dict[str, Any] = {"max_new_tokens": int(options["max_new_tokens"]), "do_sample": False}
+    if options["temperature"] > 0:
+        seeds = [int(options["seed"]) + index for index in range(len(prompts))]
+        settings |= {"do_sample": True, "temperature": float(options["temperature"]), "seeds": seeds}
+        settings |= {"top_p": float(options["top_p"]), "top_k": 0}
+    output = decoder.generate(**inputs, **settings, return_dict_in_generate=True)
+    columns, stats = inputs["input_ids"].shape[1], output.stats
+    answers = [row[columns : columns + count] for row, count in zip(output.sequences, stats.emitted, strict=True)]
+    return pandas.DataFrame(
+        {
+            TEXT: tokenizer.batch_decode(answers, skip_special_tokens=True),
+            TAU: [count / max(1, steps) for count, steps in zip(stats.emitted, stats.forwards, strict=True)],
+            TOKENS: list(stats.emitted),
+        }
+    )

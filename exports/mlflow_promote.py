@@ -1,0 +1,127 @@
+"""The gate before the champion: a candidate passes if nothing is lost and something is gained, both measured now."""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from arbordraft.exports.evaluation import HELD_OUT, Evaluation, evaluate
+from arbordraft.exports.mlflow_registry import at_server, import_mlflow, source_of
+from arbordraft.mlflow_server import CANDIDATE, CHAMPION, Promotion, connect, limits, resolve_uri
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+METRICS = ("tau", "tokens_per_second")
+
+
+def promote_decoder(
+    name: str,
+    prompts: Sequence[str] = HELD_OUT,
+    *,
+    by: Sequence[str] = METRICS,
+    margin: float = 0.02,
+    new_tokens: int = 64,
+    uri: str | None = None,
+    tell: Callable[[str], object] = lambda what: None,
+) -> Promotion:
+    """Gives the alias ``champion`` to the ``candidate`` if it passes.
+
+    Both decode the prompts here and now: figures of other machines or other prompts would decide nothing. A candidate
+    has to say what its target says, token for token, and to be better than the champion in one of the metrics.
+
+    Args:
+        name: registered model.
+        prompts: held-out prompts.
+        by: metrics of which one has to be higher: ``tau``, ``tokens_per_second``.
+        margin: by which share; measured speeds differ by a few percent between two runs of the same decoder.
+        new_tokens: longest answer.
+        uri: tracking server; by default as in :func:`~arbordraft.exports.mlflow_log.log_decoder`.
+        tell: is told what is going on.
+
+    Raises:
+        ImportError: if MLflow is not installed.
+        ValueError: if there is no such metric.
+        Exception: whatever MLflow raises, if the server does not answer or does not know the model.
+    """
+    if not by or (unknown := set(by) - set(METRICS)):
+        raise ValueError(f"decoders are promoted by {' or '.join(METRICS)}, not by {sorted(unknown) if by else 'none'}")
+    mlflow = import_mlflow()
+    server = resolve_uri(uri)
+    with limits(), at_server(mlflow, server):
+        client = connect(server)
+        aliases = client.get_registered_model(name).aliases
+        candidate, champion = aliases.get(CANDIDATE), aliases.get(CHAMPION)
+        if candidate is None:
+            return Promotion(False, f"{name} has no version with the alias candidate")
+        if candidate == champion:
+            return Promotion(False, f"version {champion} is the champion already")
+        found = _measure(client, name, str(candidate), prompts, new_tokens, tell)
+        bar = None
+        if found.parity and champion is not None:
+            bar = _measure(client, name, str(champion), prompts, new_tokens, tell)
+        verdict = judge(str(candidate), found, None if champion is None else str(champion), bar, by, margin)
+        client.set_model_version_tag(name, str(candidate), "arbordraft.promotion", verdict.reason)
+        client.set_model_version_tag(name, str(candidate), "arbordraft.evaluation", json.dumps(found.report()))
+        if verdict.promoted:
+            client.set_registered_model_alias(name, CHAMPION, str(candidate))
+        return verdict
+
+
+def judge(
+    candidate: str, found: Evaluation, champion: str | None, bar: Evaluation | None, by: Sequence[str], margin: float
+) -> Promotion:
+    """Whether a candidate becomes champion.
+
+    Args:
+        candidate: its version.
+        found: what it does.
+        champion: version of the champion, if there is one.
+        bar: what the champion does, on the same prompts.
+        by: metrics of which one has to be higher.
+        margin: by which share.
+    """
+    if not found.parity:
+        said = f"{found.equal} of {found.prompts} answers are the target's own, its output law is {found.exactness}"
+        return Promotion(False, f"version {candidate} fails parity: {said}")
+    if bar is None:
+        return Promotion(True, f"version {candidate} is the first champion: tau {found.tau:.2f}")
+    shown = [f"{metric} {getattr(found, metric):.4g} against {getattr(bar, metric):.4g}" for metric in by]
+    better = any(getattr(found, metric) > getattr(bar, metric) * (1 + margin) for metric in by)
+    told = f"{', '.join(shown)} of version {champion}"
+    if better:
+        return Promotion(True, f"version {candidate} is champion: {told}")
+    return Promotion(False, f"version {candidate} is no better by {margin:.0%}: {told}")
+
+
+def _measure(
+    client: "MlflowClient",
+    name: str,
+    version: str,
+    prompts: Sequence[str],
+    new_tokens: int,
+    tell: Callable[[str], object],
+) -> Evaluation:
+    """Builds the decoder of a version, and lets it decode."""
+    decoder, tokenizer = load_decoder(client, name, version)
+    return evaluate(
+        decoder, tokenizer, prompts, new_tokens=new_tokens, tell=lambda what: tell(f"version {version}: {what}")
+    )
+
+
+def load_decoder(client: "MlflowClient", name: str, version: str) -> Any:
+    """The decoder of a registered version, and its tokenizer.
+
+    Raises:
+        ValueError: if the version is something else, or its target has changed.
+    """
+    import mlflow
+
+    found = client.get_model_version(name, version)
+    model = mlflow.pyfunc.load_model(source_of(client, found))
+    served = model.unwrap_python_model()
+    if not hasattr(served, "decoder"):
+        raise ValueError(f"version {version} of {name} is no decoder that arbordraft logged")
+    return served.decoder, served.tokenizer
+
+
+__all__ = ["METRICS", "judge", "load_decoder", "promote_decoder"]

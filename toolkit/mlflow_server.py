@@ -1,0 +1,68 @@
+"""What training and exports share about MLflow: which server, how long to wait for it, and what a promotion says."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+DEFAULT_URI = "sqlite:///mlflow.db"  # MLflow's own default, so that a bare `mlflow ui` shows it
+MODEL = "arbordraft.model"  # tag of a version with its logged model; MLflow's databases do not keep its model_id
+NAMES, ALIASES = r"\w[\w .-]*", r"(?i:(?!v\d+$|latest$)[\w-]+)"  # of registered models and of their versions
+CANDIDATE, CHAMPION = "candidate", "champion"
+
+
+class Promotion(NamedTuple):
+    """Whether a champion was replaced, and why."""
+
+    promoted: bool
+    reason: str
+
+
+def resolve_uri(uri: str | None) -> str:
+    """The given tracking server, or else that of ``MLFLOW_TRACKING_URI``, or else a file in the working folder."""
+    return uri or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
+
+
+def connect(uri: str) -> MlflowClient:
+    """A client of its own, which leaves alone what the user's code does through ``mlflow``."""
+    from mlflow import MlflowClient
+
+    database = uri.partition("sqlite:///")[2].partition("?")[0]
+    if database and not database.startswith((":", "file:")):  # where this fails, MLflow would go on trying for 100 s
+        Path(database).parent.mkdir(parents=True, exist_ok=True)
+        sqlite3.connect(database).close()
+    return MlflowClient(uri)
+
+
+def reason(error: BaseException) -> str:
+    """An error in one short line, without the credentials that a URI may hold."""
+    text = re.sub(r"(?<=://)[^/@\s]*@", "", " ".join(f"{type(error).__name__}: {error}".split()))
+    return text if len(text) <= 300 else text[:299] + "…"
+
+
+@contextlib.contextmanager
+def limits(timeout: int | None = None) -> Iterator[None]:
+    """Bound the waiting for a server inside the block, as far as the user's environment does not.
+
+    Args:
+        timeout: seconds until an unanswered request counts as failed; by default as MLflow says.
+    """
+    # MLflow's own seven retries take minutes, and as they are blind, they would create runs twice.
+    settings = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+    if timeout is not None:
+        settings["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(timeout)
+    ours = {name: value for name, value in settings.items() if name not in os.environ}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name in ours:
+            os.environ.pop(name, None)
