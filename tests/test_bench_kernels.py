@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("triton", reason="Triton is made for Linux only")
 from arbordraft import TreeTopology, cli
-from arbordraft.bench import kernels, problems
+from arbordraft.bench import kernels, problems, score_problems
 from arbordraft.bench.kernels import Goal, Problem, measured
 from arbordraft.bench.packed import Packed, flash, flex, sdpa
 from arbordraft.bench.roofline import STEPPED, Shape, fitting, predictions, product
@@ -212,7 +212,12 @@ def test_a_gpu_could_run_it(monkeypatch):
     assert options.run().shape == (16 + 1 + 71, 4, 16)
     stepped = problems.TINY_STEPPED
     calls = [problems.kv_append(stepped, NOWHERE), problems.kv_compacted(stepped, NOWHERE)]
-    for part in (problems.passes, problems.truncation, problems.expansion, problems.verification):
+    for part in (
+        score_problems.passes,
+        score_problems.truncation,
+        score_problems.expansion,
+        score_problems.verification,
+    ):
         calls += part(stepped, NOWHERE)
     for call in calls:  # what a CUDA graph holds must not wait for the device
         call.run()

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from arbordraft.kernels.choice import INTERPRETER, interpreted
 from arbordraft.kernels.work import Work
@@ -219,4 +220,9 @@ def _times(problem: Problem, watch: Stopwatch, tell: Callable[[str], object]) ->
     return found
 
 
-__all__ = ["ATTENTION", "Goal", "KernelRow", "Problem", "Stopwatch", "captured", "device", "measured"]
+def largest_error(found: Tensor, exact: Tensor) -> float:
+    """The largest difference, as a share of the largest exact value."""
+    return float((found.double() - exact).abs().max() / exact.abs().max())
+
+
+__all__ = ["ATTENTION", "Goal", "KernelRow", "Problem", "Stopwatch", "captured", "device", "largest_error", "measured"]

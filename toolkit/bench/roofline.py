@@ -155,6 +155,10 @@ class Stepped(NamedTuple):
         whole = work.recursive_rejection(self.rows, inner, children, self.samples, *scores)
         yield "verify_tree", f"{self.samples} trees of {sum(self.levels)}, {children} children, {rows}", whole
 
+    def part(self, kernel: str) -> tuple[str, Work]:
+        """Case and work of one of them."""
+        return next((case, needed) for name, case, needed in self.parts() if name == kernel)
+
 
 STEPPED = Stepped(
     samples=32,

@@ -1,0 +1,218 @@
+"""The problems of everything that reads scores: verification, truncation and tree growth.
+
+Shapes: R rows of scores, N nodes, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from arbordraft.bench.kernels import Goal, Problem, largest_error
+from arbordraft.bench.roofline import Stepped
+from arbordraft.kernels.tree_expand.operator import expand
+from arbordraft.kernels.tree_expand.reference import perturb, uniforms
+from arbordraft.kernels.verify.operator import CHUNK, left_mass, left_pick, lowest_kept, row_stats
+from arbordraft.kernels.verify.tree import PackedTree, verify_tree
+from arbordraft.laws import WithoutReplacement
+from arbordraft.sampling import Noise
+from arbordraft.topology import TreeTopology
+from arbordraft.types import DraftTree, SampleTree
+from arbordraft.verifiers import Lifted, RecursiveRejection, TopDown
+from arbordraft.verifiers.packed import pack
+
+SUMS = 1e-4  # of float32 sums over a vocabulary
+FAST = Goal("us", 100)
+
+
+def passes(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
+    """The passes over scores of which verification consists, one by one."""
+    generator = torch.Generator().manual_seed(0)
+    vocabulary, rows, inner = stepped.vocabulary, stepped.rows, stepped.samples * sum(stepped.levels[:-1])
+    scores = (3 * torch.randn(rows, vocabulary, generator=generator)).bfloat16().to(device)
+    lse = scores.double().logsumexp(dim=-1)
+
+    def stats() -> float:
+        highest, place, mass = row_stats(scores)
+        best, chunk = highest.max(dim=1, keepdim=True)
+        if not torch.equal(best[:, 0], scores.max(dim=-1).values.float()):
+            return torch.inf
+        if not torch.equal(scores.gather(1, place.gather(1, chunk)).float(), best):
+            return torch.inf
+        return largest_error((highest + mass.log()).logsumexp(dim=-1), lse)
+
+    softmax = {"torch": lambda: partial(torch.softmax, scores, -1, torch.float32)}
+    case, needed = stepped.part("row_stats")
+    yield Problem("row_stats", case, lambda: row_stats(scores), stats, 1e-6, needed, FAST, softmax)
+
+    near = scores[:inner].float() + torch.randn(inner, vocabulary, generator=generator).to(device)
+    draft = near.softmax(dim=-1)
+    special = torch.randint(vocabulary, (inner, max(stepped.tree)), generator=generator).to(device)
+    weight, taken = (torch.rand(inner, generator=generator).to(device) for _ in range(2))
+    row = torch.arange(inner).to(device)
+    arguments = (scores, lse.float(), draft, row, row, weight, taken, special)
+
+    def left(nodes: slice) -> tuple[Tensor, Tensor]:
+        """R and q of some nodes in float64, by chunk."""
+        p = (scores[row[nodes]].double() - lse[row[nodes], None]).exp() * weight[nodes, None]
+        q = draft[row[nodes]].double()
+        r = (p - taken[nodes, None] * q).clamp(min=0)
+        parts = (x.scatter(1, special[nodes], 0.0) for x in (r, q))
+        found = [torch.nn.functional.pad(x, (0, -vocabulary % CHUNK)).unflatten(1, (-1, CHUNK)) for x in parts]
+        return found[0], found[1]
+
+    def sums() -> float:
+        found = left_mass(*arguments)
+        errors = []
+        for begin in range(0, inner, 32):  # in float64 a few rows at a time
+            nodes = slice(begin, begin + 32)
+            errors += [largest_error(f[nodes], e.sum(dim=-1)) for f, e in zip(found, left(nodes), strict=True)]
+        return max(errors)
+
+    case, needed = stepped.part("left_mass")
+    yield Problem("left_mass", case, lambda: left_mass(*arguments), sums, SUMS, needed)
+
+    few = slice(stepped.samples)
+    chunk = torch.randint(-(-vocabulary // CHUNK), (stepped.samples,), generator=generator).to(device)
+    mass = left(few)[0][row[few], chunk]
+    level = torch.rand(stepped.samples, generator=generator).to(device) * mass.sum(dim=-1)
+    several = (*arguments[:3], *(x[few] for x in arguments[3:]), chunk, level.float())
+
+    def draws() -> float:
+        return max(map(_miss, mass, level, left_pick(*several) - chunk * CHUNK))
+
+    case, needed = stepped.part("left_pick")
+    yield Problem("left_pick", case, lambda: left_pick(*several), draws, SUMS, needed)
+
+
+def truncation(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
+    """Thresholds of top-k and of top-p."""
+    generator = torch.Generator().manual_seed(0)
+    scores = (3 * torch.randn(stepped.rows, stepped.vocabulary, generator=generator)).bfloat16().to(device)
+    case, needed = stepped.part("lowest_kept")
+
+    def error(count: int, mass: float, find: Callable[[], Tensor]) -> float:
+        """What is above a threshold must be too little, and with the scores that equal it, enough."""
+        lowest = find()[:, None]
+        above, kept = scores > lowest, scores >= lowest
+        if count:
+            right = (above.sum(dim=-1) < count) & (kept.sum(dim=-1) >= count)
+            return 0.0 if bool(right.all()) else torch.inf
+        p = scores.double().softmax(dim=-1)
+        return float(torch.maximum((p * above).sum(dim=-1) - mass, mass - (p * kept).sum(dim=-1)).clamp(min=0).max())
+
+    lse = scores.double().logsumexp(dim=-1).float()
+    for name, count, mass in (("top-k 50", 50, 0.0), ("top-p 0.9", 0, 0.9)):
+        run = partial(lowest_kept, scores, lse, count, mass)
+        peers = {"torch": lambda: partial(torch.sort, scores, dim=-1, descending=True)}
+        yield Problem(
+            "lowest_kept", f"{name}, {case}", run, partial(error, count, mass, run), SUMS, needed, peers=peers
+        )
+
+
+def expansion(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
+    """Children of a level, the most probable and drawn ones."""
+    generator, rows, k = torch.Generator().manual_seed(0), stepped.samples * stepped.level, stepped.children
+    scores = (3 * torch.randn(rows, stepped.vocabulary, generator=generator)).bfloat16().to(device)
+    words, first, seeds = torch.ones(rows, 1, dtype=torch.int64), torch.arange(1, rows + 1), torch.arange(rows)
+    words, first, seeds = (x.to(device) for x in (words, first, seeds))
+    case, needed = stepped.part("tree_expand")
+
+    def error(find: Callable[[], tuple[Tensor, Tensor, Tensor]], keys: Callable[[], Tensor]) -> float:
+        """The keys of the children found, against the highest there are; and their log-probabilities."""
+        tokens, found, _ = find()
+        every = keys()
+        exact = scores.double().log_softmax(dim=-1).gather(1, tokens)
+        return max(largest_error(every.gather(1, tokens), every.topk(k, dim=-1).values), largest_error(found, exact))
+
+    def perturbed() -> Tensor:
+        return perturb(scores.double(), uniforms(seeds, stepped.vocabulary).double())
+
+    for name, noise, keys in (("most probable", None, scores.double), ("drawn", seeds, perturbed)):
+        run = partial(expand, scores, k, words, first, noise)
+        peers = {"torch": lambda: partial(torch.topk, scores, k)} if noise is None else {}
+        yield Problem("tree_expand", f"{name}, {case}", run, partial(error, run, keys), SUMS, needed, peers=peers)
+
+
+def verification(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
+    """Whole trees from scores to tokens; the truth is the walk through one tree after the other, in float64."""
+    law, topology = WithoutReplacement(max(stepped.tree)), TreeTopology.from_k_config(stepped.tree)
+    generator = torch.Generator().manual_seed(0)
+    scores = (3 * torch.randn(stepped.rows, stepped.vocabulary, generator=generator)).bfloat16()
+    trees = [
+        _drafted(topology, law, scores[begin : begin + topology.num_nodes], generator)
+        for begin in range(0, stepped.rows, topology.num_nodes)
+    ]
+    noise = Noise.draw([generator] * stepped.samples, topology.num_nodes)
+    tables, draft = pack(DraftTree(tuple(trees)), torch.device("cpu"))
+    tables, draft = moved(tables, device), draft.to(device)
+    there = [x.to(device) for x in (scores, noise.accept.flatten(), noise.final.flatten())]
+
+    def missed(found: tuple[Tensor, Tensor], verifier: TopDown | Lifted) -> float:
+        """How far the tokens are from what the noise says, infinitely if a path ends elsewhere."""
+        wide = DraftTree(tuple(map(_double, trees)))
+        misses = []
+        for sample, (drafted, target) in enumerate(wide.split(scores.double().softmax(dim=-1))):
+            assert drafted is not None
+            node, weights = _walked(verifier, drafted, target, noise.accept[sample].tolist())
+            if node != int(found[0][sample]) - sample * topology.num_nodes:
+                return torch.inf
+            misses.append(_miss(weights, noise.final[sample, node] * weights.sum(), found[1][sample].cpu()))
+        return max(misses)
+
+    case, needed = stepped.part("verify_tree")
+    for name, verifier in (("top-down", TopDown), ("lifted", Lifted)):
+        lifted = verifier is Lifted
+        run = partial(verify_tree, there[0], draft, tables, *there[1:], lifted=lifted)
+        error = partial(lambda run, verifier: missed(run(), verifier(RecursiveRejection())), run, verifier)
+        yield Problem("verify_tree", f"{name}, {case}", run, error, SUMS, needed, FAST)
+
+
+def moved(tables: PackedTree, device: torch.device) -> PackedTree:
+    """The tables on another device."""
+    tensors: dict[str, Any]
+    tensors = {name: value.to(device) for name, value in vars(tables).items() if isinstance(value, Tensor)}
+    return replace(tables, **tensors)
+
+
+def _drafted(topology: TreeTopology, law: WithoutReplacement, scores: Tensor, generator: torch.Generator) -> SampleTree:
+    """A full tree whose draft rows resemble the target's."""
+    tokens, rows = {0: 0}, {}
+    for node, children in enumerate(topology.child_list):
+        if children:
+            row = (scores[node].float() + torch.randn(scores.shape[1], generator=generator)).softmax(dim=-1)
+            uniforms = torch.rand(len(children), generator=generator).tolist()
+            tokens |= dict(zip(children, law.narrow(len(children)).draw(row, uniforms), strict=True))
+            rows[node] = row
+    return SampleTree(topology, law, dict(sorted(tokens.items())), rows)
+
+
+def _double(tree: SampleTree) -> SampleTree:
+    return replace(tree, draft_probs={node: row.double() for node, row in tree.draft_probs.items()})
+
+
+def _walked(
+    verifier: TopDown | Lifted, tree: SampleTree, target: Mapping[int, Tensor], accept: Sequence[float]
+) -> tuple[int, Tensor]:
+    """The last accepted node, and the ``[V]`` weights of the token behind it."""
+    decision = verifier.decide(tree, target)
+    try:
+        node, chance = next(decision)
+        while True:
+            node, chance = decision.send(accept[node] < chance)
+    except StopIteration as stopped:
+        return stopped.value
+
+
+def _miss(weights: Tensor, level: Tensor, token: Tensor) -> float:
+    """How far a token's interval of the running sum is from a level, as a share; infinite for what cannot be drawn."""
+    if not 0 <= token < len(weights) or weights[token] <= 0:
+        return torch.inf
+    above = weights[: int(token) + 1].sum()
+    return float(torch.maximum(above - weights[token] - level, level - above).clamp(min=0) / weights.sum())
+
+
+__all__ = ["expansion", "passes", "truncation", "verification"]
