@@ -1,0 +1,83 @@
+"""Inputs to trace graphs with and to compare them on.
+
+Shapes: B samples, n rows of each, P keys behind them, Hkv heads, C head size.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from arbordraft.graphs import HIDDEN, PAST
+
+Inputs = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of an example: B, n and P."""
+
+    batch: int
+    rows: int
+    past: int
+
+
+SHAPES = (
+    Shape(1, 1, 0),
+    Shape(1, 1, 7),
+    Shape(1, 5, 0),
+    Shape(2, 6, 5),
+    Shape(3, 1, 4),
+    Shape(2, 9, 17),
+    Shape(4, 3, 1),
+)
+
+
+def trees(shape: Shape, vocabulary: int, generator: torch.Generator) -> Inputs:
+    """Random trees behind pasts of which every sample sees another part."""
+    batch, rows, past = shape.batch, shape.rows, shape.past
+    seen = torch.zeros(batch, rows, past + rows, dtype=torch.bool)
+    depths = torch.zeros(batch, rows, dtype=torch.int64)
+    for sample in range(batch):
+        seen[sample, :, : max(past - sample, min(past, 1))] = True
+        for row in range(rows):
+            if row:
+                parent = int(torch.randint(row, (), generator=generator))
+                seen[sample, row] = seen[sample, parent]
+                depths[sample, row] = depths[sample, parent] + 1
+            seen[sample, row, past + row] = True
+    return {
+        "input_ids": torch.randint(vocabulary, (batch, rows), generator=generator),
+        "attention_mask": torch.where(seen, 0.0, HIDDEN)[:, None],
+        "position_ids": depths + past,
+    }
+
+
+def padded(shape: Shape, generator: torch.Generator) -> Inputs:
+    """The mask and the positions of chains behind pasts that are padded on the left."""
+    kept = torch.ones(shape.batch, shape.past + shape.rows, dtype=torch.int64)
+    for sample in range(shape.batch):
+        kept[sample, : min(sample, shape.past)] = 0
+    positions = (kept.cumsum(dim=1) - 1)[:, shape.past :]
+    return {"attention_mask": kept, "position_ids": positions}
+
+
+def chain(text: Sequence[int]) -> Inputs:
+    """A text as the only sample."""
+    mask = torch.full((len(text), len(text)), HIDDEN).triu(1)[None, None]
+    return {
+        "input_ids": torch.tensor([list(text)]),
+        "attention_mask": mask,
+        "position_ids": torch.arange(len(text))[None],
+    }
+
+
+def past_of(shape: Shape, sizes: Sequence[tuple[int, ...]], generator: torch.Generator) -> Inputs:
+    """``[B, Hkv, P, C]`` random keys and values of layers with these heads and sizes."""
+    found = {}
+    for layer, (heads, *widths) in enumerate(sizes):
+        for part, width in zip(("key", "value"), widths, strict=True):
+            random = torch.randn(shape.batch, heads, shape.past, width, generator=generator)
+            found[PAST.format(layer, part)] = random
+    return found
