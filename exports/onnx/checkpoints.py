@@ -45,7 +45,7 @@ def check_files(folder: Path) -> None:
     for file in files:
         try:
             with safe_open(file, "pt") as weights:
-                for name in weights.keys():
+                for name in weights.keys():  # noqa: SIM118  (no mapping)
                     tensor = weights.get_tensor(name)
                     if tensor.is_floating_point() and not tensor.isfinite().all():
                         raise ValueError(f"{file}: {name} holds NaN or infinite numbers; train or fetch it again")

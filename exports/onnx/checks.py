@@ -32,7 +32,7 @@ def cache_sizes(model: "PreTrainedModel") -> list[tuple[int, int, int]]:
     if not layers or other:
         raise UnsupportedModel(
             f"{type(model).__name__} keeps {', '.join(other) or type(cache).__name__} instead of all keys and values "
-            "of all layers: graphs are exported of models whose every layer is full attention, such as Llama's and Qwen's"
+            "of all layers: graphs are exported of models whose every layer is full attention, as Llama's and Qwen's"
         )
     return [(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]) for layer in layers]
 

@@ -1,5 +1,6 @@
 """Smaller weights for a graph that is already written."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -73,12 +74,10 @@ def _int4(path: Path) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """onnxruntime recommends a preparation that exported graphs have behind them."""
-    import logging
-
-    root, level = logging.getLogger(), logging.getLogger().level
-    root.setLevel(logging.ERROR)
+    """onnxruntime reports every node, and recommends a preparation that exported graphs have behind them."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
         yield
     finally:
-        root.setLevel(level)
+        logging.disable(before)

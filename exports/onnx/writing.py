@@ -31,7 +31,7 @@ def write(
     out: str | os.PathLike[str],
     *,
     opset: int = 20,
-    quantization: Quantization = Quantization.none,
+    quantization: Quantization | str = Quantization.none,
     least_acceptance: float = LEAST_ACCEPTANCE,
     force: bool = False,
     tell: Callable[[str], object] = lambda what: None,
@@ -58,6 +58,7 @@ def write(
     if opset not in OPSETS:
         raise ValueError(f"opset must be one of {OPSETS}, got {opset}")
     require()
+    quantization = Quantization(quantization)
     parity: dict[str, float | bool] = {}
     with new_folder(out, force=force) as folder:
         for plan in plans():
