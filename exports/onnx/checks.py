@@ -26,7 +26,8 @@ def cache_sizes(model: "PreTrainedModel") -> list[tuple[int, int, int]]:
     from transformers.cache_utils import DynamicCache, DynamicLayer
 
     with torch.no_grad():
-        cache = model(torch.zeros(1, 2, dtype=torch.int64), use_cache=True).past_key_values
+        found = model(torch.zeros(1, 2, dtype=torch.int64), use_cache=True)
+    cache = getattr(found, "past_key_values", None)
     layers = cache.layers if isinstance(cache, DynamicCache) else []
     other = sorted({type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer})
     if not layers or other:

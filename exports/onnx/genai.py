@@ -59,7 +59,7 @@ def export_ort_genai(
     def graphs() -> list[plans.Plan]:
         tell(f"loading {target} and {draft}")
         found.append(origin(target))
-        drafting = of(str(draft), target, causal=True, file=DRAFT)
+        drafting = of(str(draft), found[0], causal=True, file=DRAFT)
         if drafting[0].file != DRAFT:
             raise ValueError(f"{draft} is no model that drafts by itself: onnxruntime-genai takes causal LMs")
         verifying = plans.causal_lm(found[0].target, found[0], causal=True, file=TARGET, quantizable=False)

@@ -75,12 +75,14 @@ def export(
     )
 
 
-def of(source: str, target: str | None = None, hidden_layers: Sequence[int] = (), **options: Any) -> list[plans.Plan]:
+def of(
+    source: str, target: str | plans.Origin | None = None, hidden_layers: Sequence[int] = (), **options: Any
+) -> list[plans.Plan]:
     """The graphs of a source; see :func:`export`.
 
     Args:
         source: as there.
-        target: as there.
+        target: as there, or loaded.
         hidden_layers: as there.
         **options: of a graph with keys and values, see ``plans.causal_lm``.
     """
@@ -118,13 +120,15 @@ def of(source: str, target: str | None = None, hidden_layers: Sequence[int] = ()
     return [plans.causal_lm(found.target, found, hidden_layers, **options)]
 
 
-def origin(name: str) -> plans.Origin:
-    """A target by its name, with texts of its own kind.
+def origin(name: str | plans.Origin) -> plans.Origin:
+    """A target by its name, with texts of its own kind; or as it is, if it is loaded.
 
     Raises:
         UnsupportedModel: if it cannot be run on trees.
         ValueError: if it is damaged.
     """
+    if isinstance(name, plans.Origin):
+        return name
     model, tokenizer = load_model(name)
     target = RaggedModel(model, tokenizer)
     # A folder's place is nobody's business.
@@ -141,7 +145,7 @@ def _texts(target: RaggedModel, tokenizer: "PreTrainedTokenizerBase | None") -> 
     return [ids[mask == 1].tolist()[:_LONGEST] for ids, mask in rows]
 
 
-def _named(target: str | None, source: str) -> str:
+def _named(target: str | plans.Origin | None, source: str) -> str | plans.Origin:
     if target is None:
         raise ValueError(f"{source} does not say which model it drafts for: name it with --target (target=...)")
     return target
