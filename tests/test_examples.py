@@ -31,6 +31,7 @@ def run(*arguments: str) -> str:
         ("ems_sd.py", [], "same answers: True"),
         ("dynasd.py", [], "lossy"),
         ("spechub.py", [], "SpecHub, paper's order"),
+        ("onnx_export.py", [], "same answers: True"),
         ("demo.py", ["--max-new-tokens", "12", "--prompts", "3"], "3 of 3 answers"),
     ],
     ids=lambda value: value if isinstance(value, str) and value.endswith(".py") else "",

@@ -4,7 +4,7 @@ Shapes: n rows, P keys behind them.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,7 +28,7 @@ def cache_sizes(model: "PreTrainedModel") -> list[tuple[int, int, int]]:
     with torch.no_grad():
         found = model(torch.zeros(1, 2, dtype=torch.int64), use_cache=True)
     cache = getattr(found, "past_key_values", None)
-    layers = cache.layers if isinstance(cache, DynamicCache) else []
+    layers: list[Any] = cache.layers if isinstance(cache, DynamicCache) else []
     other = sorted({type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer})
     if not layers or other:
         raise UnsupportedModel(
@@ -58,11 +58,11 @@ def check_against(network: CausalNetwork, model: "PreTrainedModel", sizes: Seque
         mask = torch.ones(1, 7) if network.causal else torch.where(seen, 0.0, HIDDEN)[None, None]
         positions = torch.tensor([[len(path) + 2 for path in paths]])
         found = network(tokens[:, 3:], mask, positions, *past)[0][0]
-    except Exception as error:
+    except Exception as failure:
         raise UnsupportedModel(
-            f"{type(model).__name__} cannot be run with keys, values, positions and a mask from outside ({error}): "
+            f"{type(model).__name__} cannot be run with keys, values, positions and a mask from outside ({failure}): "
             "graphs are exported of decoder-only models of Llama's kind"
-        ) from error
+        ) from failure
     own = torch.stack([model(tokens[:, [0, 1, 2, *path]], use_cache=False).logits[0, -1] for path in paths])
     error = ((found - own).square().mean() / own.var()).sqrt().item()
     if not error < 1e-3:

@@ -110,7 +110,8 @@ def _config(target: RaggedModel, decoders: list[dict[str, Any]], length: int) ->
 
 def _decoder(plan: plans.Plan) -> dict[str, Any]:
     """What onnxruntime-genai must know of a graph."""
-    config = plan.network.model.config.get_text_config()
+    network: Any = plan.network
+    config = network.model.config.get_text_config()
     heads = config.num_attention_heads
     return {
         "filename": plan.file,

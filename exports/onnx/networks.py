@@ -5,7 +5,7 @@ side by side, Hq/Hkv heads, C head size, R rows, K highest probabilities, k chil
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +63,8 @@ class CausalNetwork(nn.Module):
         )
         states = [found.hidden_states[layer] for layer in self.hidden_layers]
         shown = [torch.cat(states, dim=-1)] if states else []
-        present = [part for layer in cache.layers for part in (layer.keys, layer.values)]
+        layers: list[Any] = cache.layers
+        present = [part for layer in layers for part in (layer.keys, layer.values)]
         return [found.logits, *shown, *present]
 
 

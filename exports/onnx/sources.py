@@ -91,7 +91,8 @@ def of(
         tops, tails = _numbers(source, value, 2)
         return plans.verification(tops, tails)
     if kind == "early-exit":
-        return [plans.early_exit(origin(_named(target, source)), *_numbers(source, value, 1), **options)]
+        (layers,) = _numbers(source, value, 1)
+        return [plans.early_exit(origin(_named(target, source)), layers, **options)]
     config = settings(Path(source)) if Path(source).is_dir() else {}
     if config.get("class") == LearnedDecider.__name__:
         check_files(Path(source))
