@@ -22,6 +22,9 @@ OpsetOption = Annotated[int, typer.Option(help="20, or 23 with attention as one 
 QuantizeOption = Annotated[
     Quantization, typer.Option(help="Matrices in 8 bits, or in blocks of 4 bits with the head in 8.")
 ]
+ToleranceOption = Annotated[
+    float, typer.Option(help="Greatest difference of a float32 graph's logits; more layers round more.")
+]
 LeastOption = Annotated[
     float,
     typer.Option(min=0, max=1, help="Least acceptance of a quantised graph's tokens by the float32 one, on real rows."),
@@ -55,6 +58,7 @@ def onnx_graphs(
         str, typer.Option(help="Hidden states that a causal LM is to show, as in 2,15,27: what a drafter reads.")
     ] = "",
     quantize: QuantizeOption = Quantization.none,
+    tolerance: ToleranceOption = 1e-4,
     least_acceptance: LeastOption = 0.8,
     opset: OpsetOption = 20,
     force: ForceOption = False,
@@ -74,6 +78,7 @@ def onnx_graphs(
             hidden_layers=layers,
             opset=opset,
             quantization=quantize,
+            tolerance=tolerance,
             least_acceptance=least_acceptance,
             force=force,
             tell=tell,
@@ -91,6 +96,7 @@ def ort_genai(
     target: Annotated[str, typer.Option(help="Folder or hub name of the target.")] = "smollm2",
     length: Annotated[int, typer.Option(help="Drafted tokens per step, 1 to 16.")] = 4,
     quantize: QuantizeOption = Quantization.none,
+    tolerance: ToleranceOption = 1e-4,
     least_acceptance: LeastOption = 0.8,
     opset: OpsetOption = 20,
     force: ForceOption = False,
@@ -106,6 +112,7 @@ def ort_genai(
             length=length,
             opset=opset,
             quantization=quantize,
+            tolerance=tolerance,
             least_acceptance=least_acceptance,
             force=force,
             tell=tell,

@@ -169,6 +169,14 @@ def test_a_graph_that_misses_parity_is_not_written(tmp_path, change, message):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_bound_can_be_another_one(tmp_path):
+    """For models so deep that float32 rounds more."""
+    (plan,) = PLANS["medusa"]()
+    spoiled = replace(plan, network=Sabotaged(plan.network, lambda logits: logits + 2e-4))
+    written = write(lambda: [spoiled], tmp_path / "out", tolerance=1e-3)
+    assert json.loads((written.folder / "parity.json").read_text())["tolerance"] == 1e-3
+
+
 def test_a_good_graph_beside_a_bad_one_is_not_written_either(tmp_path, graphs):
     (plan,) = PLANS["medusa"]()
     spoiled = replace(plan, file="second.onnx", network=Sabotaged(plan.network, lambda logits: logits + 1))

@@ -53,8 +53,7 @@ def check_against(network: CausalNetwork, model: "PreTrainedModel", sizes: Seque
         seen[row, [0, 1, 2, *path]] = True
     try:
         past = past_of(Shape(1, 0, 0), sizes, generator).values()
-        before = chain(tokens[0, :3].tolist()) | ({"attention_mask": torch.ones(1, 3)} if network.causal else {})
-        past = network(*before.values(), *past)[-2 * len(sizes) :]
+        past = network(*chain(tokens[:, :3], causal=network.causal).values(), *past)[-2 * len(sizes) :]
         mask = torch.ones(1, 7) if network.causal else torch.where(seen, 0.0, HIDDEN)[None, None]
         positions = torch.tensor([[len(path) + 2 for path in paths]])
         found = network(tokens[:, 3:], mask, positions, *past)[0][0]

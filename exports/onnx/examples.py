@@ -63,13 +63,15 @@ def padded(shape: Shape, generator: torch.Generator) -> Inputs:
     return {"attention_mask": kept, "position_ids": positions}
 
 
-def chain(text: Sequence[int]) -> Inputs:
-    """A text as the only sample."""
-    mask = torch.full((len(text), len(text)), HIDDEN).triu(1)[None, None]
+def chain(texts: Sequence[Sequence[int]] | Tensor, *, causal: bool = False) -> Inputs:
+    """Texts of the same length from their first token on, with either kind of mask."""
+    tokens = torch.as_tensor(texts)
+    batch, rows = tokens.shape
+    tree = torch.full((rows, rows), HIDDEN).triu(1).expand(batch, 1, -1, -1)
     return {
-        "input_ids": torch.tensor([list(text)]),
-        "attention_mask": mask,
-        "position_ids": torch.arange(len(text))[None],
+        "input_ids": tokens,
+        "attention_mask": torch.ones_like(tokens) if causal else tree,
+        "position_ids": torch.arange(rows).expand(batch, -1),
     }
 
 

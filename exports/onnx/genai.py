@@ -9,7 +9,7 @@ from typing import Any
 from arbordraft import RaggedModel
 from arbordraft.exports.folder import Export
 from arbordraft.exports.onnx import plans
-from arbordraft.exports.onnx.parity import LEAST_ACCEPTANCE
+from arbordraft.exports.onnx.parity import LEAST_ACCEPTANCE, TOLERANCE
 from arbordraft.exports.onnx.quantization import Quantization
 from arbordraft.exports.onnx.sources import of, origin
 from arbordraft.exports.onnx.writing import write
@@ -26,6 +26,7 @@ def export_ort_genai(
     length: int = 4,
     opset: int = 20,
     quantization: Quantization | str = Quantization.none,
+    tolerance: float = TOLERANCE,
     least_acceptance: float = LEAST_ACCEPTANCE,
     force: bool = False,
     tell: Callable[[str], object] = lambda what: None,
@@ -40,6 +41,7 @@ def export_ort_genai(
         length: drafted tokens per step.
         opset: 20, or 23 with attention as one operator.
         quantization: of the draft model's matrices; the target, whose law is kept, stays in float32.
+        tolerance: greatest difference of a float32 graph's logits; more layers round more.
         least_acceptance: of tokens drawn from a quantised draft model, by the float32 one.
         force: replace a folder that is there.
         tell: is told what is being done.
@@ -78,6 +80,7 @@ def export_ort_genai(
         out,
         opset=opset,
         quantization=Quantization(quantization),
+        tolerance=tolerance,
         least_acceptance=least_acceptance,
         force=force,
         tell=tell,

@@ -21,14 +21,14 @@ class ParityError(RuntimeError):
     """A graph does not compute what the network that it was made from does."""
 
 
-def check_exact(plan: Plan, path: Path) -> dict[str, float | bool]:
+def check_exact(plan: Plan, path: Path, tolerance: float = TOLERANCE) -> dict[str, float | bool]:
     """Compares a float32 graph in onnxruntime with the network, shape by shape.
 
     Returns:
         The greatest difference, and whether all most probable tokens are equal where tokens are predicted.
 
     Raises:
-        ParityError: if an output differs by more than ``TOLERANCE`` (hidden states, keys and values: by more than that
+        ParityError: if an output differs by more than ``tolerance`` (hidden states, keys and values: by more than that
             share of the greatest of them), a most probable token or a verdict differs, or a shape cannot be run.
     """
     graph, worst = Graph(path), 0.0
@@ -41,10 +41,10 @@ def check_exact(plan: Plan, path: Path) -> dict[str, float | bool]:
             difference = (ours - theirs).abs().max().item() if ours.numel() else 0.0
             if name != "logits" and ours.numel():
                 difference /= max(1.0, theirs.abs().max().item())
-            if not difference <= TOLERANCE:
+            if not difference <= tolerance:
                 raise ParityError(
                     f"{plan.file}: {name} differ from the network's own by {difference:.2e} for {shape}, allowed are "
-                    f"{TOLERANCE:.0e}; nothing was written"
+                    f"{tolerance:.0e}; nothing was written"
                 )
             worst = max(worst, difference)
     report: dict[str, float | bool] = {f"{plan.file}: greatest difference": worst}

@@ -11,7 +11,7 @@ from arbordraft import IID, LanguageModelDrafter, LearnedDecider, RaggedModel
 from arbordraft.exports.folder import Export
 from arbordraft.exports.onnx import plans
 from arbordraft.exports.onnx.checkpoints import check_files, load, load_model, settings
-from arbordraft.exports.onnx.parity import LEAST_ACCEPTANCE
+from arbordraft.exports.onnx.parity import LEAST_ACCEPTANCE, TOLERANCE
 from arbordraft.exports.onnx.quantization import Quantization
 from arbordraft.exports.onnx.writing import write
 from arbordraft.prompts import MIXED, VARIED, chat_batch
@@ -30,6 +30,7 @@ def export(
     hidden_layers: Sequence[int] = (),
     opset: int = 20,
     quantization: Quantization | str = Quantization.none,
+    tolerance: float = TOLERANCE,
     least_acceptance: float = LEAST_ACCEPTANCE,
     force: bool = False,
     tell: Callable[[str], object] = lambda what: None,
@@ -45,6 +46,7 @@ def export(
         hidden_layers: hidden states that a causal LM's graph is to show, as transformers numbers them.
         opset: 20, or 23 with attention as one operator.
         quantization: of the matrices.
+        tolerance: greatest difference of a float32 graph's logits; more layers round more.
         least_acceptance: of tokens drawn from a quantised graph, by the float32 one.
         force: replace a folder that is there.
         tell: is told what is being done.
@@ -69,6 +71,7 @@ def export(
         out,
         opset=opset,
         quantization=Quantization(quantization),
+        tolerance=tolerance,
         least_acceptance=least_acceptance,
         force=force,
         tell=tell,

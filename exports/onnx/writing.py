@@ -32,6 +32,7 @@ def write(
     *,
     opset: int = 20,
     quantization: Quantization | str = Quantization.none,
+    tolerance: float = TOLERANCE,
     least_acceptance: float = LEAST_ACCEPTANCE,
     force: bool = False,
     tell: Callable[[str], object] = lambda what: None,
@@ -44,6 +45,7 @@ def write(
         out: the folder to be.
         opset: 20, or 23.
         quantization: of those graphs that have matrices worth it.
+        tolerance: greatest difference of a float32 graph's logits; more layers round more.
         least_acceptance: of tokens drawn from a quantised graph, by the float32 one.
         force: replace a folder that is there.
         tell: is told what is being done.
@@ -67,13 +69,13 @@ def write(
             tell(f"tracing {plan.file}")
             trace(plan, path, opset, smaller)
             tell(f"comparing {plan.file}")
-            parity |= check_exact(plan, path)
+            parity |= check_exact(plan, path, tolerance)
             if smaller is not Quantization.none:
                 tell(f"quantising {plan.file}")
                 quantize(path, smaller)
                 parity |= check_quantized(plan, path, least_acceptance)
         shapes = [[shape.batch, shape.rows, shape.past] for shape in SHAPES]
-        report = {"tolerance": TOLERANCE, "batch, rows, past": shapes, "found": parity}
+        report = {"tolerance": tolerance, "batch, rows, past": shapes, "found": parity}
         (folder / PARITY).write_text(json.dumps(report, indent=2) + "\n")
         beside(folder)
     return Export(Path(out), contents(out), parity)
@@ -90,6 +92,7 @@ def trace(plan: Plan, path: Path, opset: int, quantization: Quantization) -> Non
     if len(fixed) < len(axes):
         shapes = (*shapes, tuple(axes[len(fixed) :]))
     program = _traced(plan, tuple(example.values()), list(example), shapes, opset)
+    _simplify(program.model)
     about = {**versions(), "opset": opset, "quantization": quantization.value, **plan.about}
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         # Through a file: only there are weights beyond 2 GB.
@@ -132,9 +135,35 @@ def _traced(plan: Plan, args: tuple[Any, ...], names: list[str], shapes: tuple[A
                 dynamic_shapes=shapes,
                 dynamo=True,
                 verbose=False,
+                optimize=False,  # takes time that is quadratic in the number of layers
             )
     finally:
         logger.setLevel(level)
+
+
+def _simplify(model: Any) -> None:
+    """Folds what is constant, the transposed matrices above all, and drops what nothing needs.
+
+    Whatever else a runtime can fuse it fuses when it loads the graph.
+    """
+    from onnx_ir.passes import common
+    from onnxscript import optimizer
+    from onnxscript.rewriter import onnx_fusions
+
+    unlimited = 2**62
+    optimizer.fold_constants(model, input_size_limit=unlimited, output_size_limit=unlimited)
+    for step in (
+        common.RemoveUnusedNodesPass(),
+        common.RemoveUnusedFunctionsPass(),
+        common.RemoveUnusedOpsetsPass(),
+        common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+        common.DeduplicateInitializersPass(),
+        common.CommonSubexpressionEliminationPass(),
+    ):
+        step(model)
+    onnx_fusions.fuse(model)
+    for step in (common.RemoveUnusedNodesPass(), common.OutputFixPass(), common.NameFixPass()):
+        step(model)
 
 
 def _strip(model: Any) -> None:
