@@ -15,8 +15,8 @@ from onnx_graphs import PLANS, decider, origin
 
 from arbordraft import RaggedModel, UnsupportedModel
 from arbordraft.exports.onnx import ParityError, plans
+from arbordraft.exports.onnx.cases import SHAPES, Shape
 from arbordraft.exports.onnx.checks import cache_sizes, check_against
-from arbordraft.exports.onnx.examples import SHAPES, Shape
 from arbordraft.exports.onnx.networks import CausalNetwork
 from arbordraft.exports.onnx.parity import check_exact, check_quantized
 from arbordraft.exports.onnx.writing import write

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from arbordraft import UnsupportedModel
-from arbordraft.exports.onnx.examples import Shape, chain, past_of
+from arbordraft.exports.onnx.cases import Shape, chain, past_of
 from arbordraft.exports.onnx.networks import CausalNetwork
 from arbordraft.graphs import HIDDEN
 

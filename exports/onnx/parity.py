@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from arbordraft.exports.onnx.examples import SHAPES, Inputs, Shape
+from arbordraft.exports.onnx.cases import SHAPES, Inputs, Shape
 from arbordraft.exports.onnx.plans import Plan
 from arbordraft.graphs import Graph
 

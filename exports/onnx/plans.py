@@ -18,8 +18,8 @@ from arbordraft import EarlyExitDrafter, RaggedKVCache, RaggedModel, TopTail
 from arbordraft.drafters.language_model import shrink
 from arbordraft.drafters.onnx import FUSE, vocabulary_hash
 from arbordraft.exports.onnx import networks
+from arbordraft.exports.onnx.cases import Inputs, Shape, chain, padded, past_of, trees
 from arbordraft.exports.onnx.checks import cache_sizes, check_against
-from arbordraft.exports.onnx.examples import Inputs, Shape, chain, padded, past_of, trees
 from arbordraft.graphs import FORMAT, MODEL, PAST, PRESENT
 from arbordraft.observation import decoder_list, insert
 from arbordraft.types import TOP

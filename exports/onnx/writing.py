@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from arbordraft.exports.folder import Export, contents, new_folder
-from arbordraft.exports.onnx.examples import SHAPES, Shape
+from arbordraft.exports.onnx.cases import SHAPES, Shape
 from arbordraft.exports.onnx.parity import LEAST_ACCEPTANCE, TOLERANCE, check_exact, check_quantized
 from arbordraft.exports.onnx.plans import Plan, versions
 from arbordraft.exports.onnx.quantization import Quantization, quantize, save

@@ -38,19 +38,21 @@ def trees(shape: Shape, vocabulary: int, generator: torch.Generator) -> Inputs:
     """Random trees behind pasts of which every sample sees another part."""
     batch, rows, past = shape.batch, shape.rows, shape.past
     seen = torch.zeros(batch, rows, past + rows, dtype=torch.bool)
-    depths = torch.zeros(batch, rows, dtype=torch.int64)
+    positions = torch.zeros(batch, rows, dtype=torch.int64)
     for sample in range(batch):
-        seen[sample, :, : max(past - sample, min(past, 1))] = True
+        known = max(past - sample, min(past, 1))
+        seen[sample, :, :known] = True
+        positions[sample] += known
         for row in range(rows):
             if row:
                 parent = int(torch.randint(row, (), generator=generator))
                 seen[sample, row] = seen[sample, parent]
-                depths[sample, row] = depths[sample, parent] + 1
+                positions[sample, row] = positions[sample, parent] + 1
             seen[sample, row, past + row] = True
     return {
         "input_ids": torch.randint(vocabulary, (batch, rows), generator=generator),
         "attention_mask": torch.where(seen, 0.0, HIDDEN)[:, None],
-        "position_ids": depths + past,
+        "position_ids": positions,
     }
 
 
