@@ -90,8 +90,6 @@ class RaggedGraph:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self._layers = sum(name.startswith("past_key_values") for name in graph.inputs) // 2
-        shape = graph.inputs[PAST.format(0, "key")]
-        self._heads, self._size = int(shape[1]), int(shape[3])
 
     def __call__(self, inputs: Mapping[str, Tensor], batch: RaggedBatch, cache: RaggedKVCache) -> dict[str, Tensor]:
         """Writes the rows' keys and values into the cache and returns the other outputs.
@@ -134,12 +132,15 @@ class RaggedGraph:
         columns = torch.arange(max(behind))
         starts, lengths = torch.tensor(list(batch.starts)), torch.tensor(behind)
         slots = starts[:, None] + torch.where(columns < lengths[:, None], columns, 0)
-        like = torch.empty(0)
         feed = {}
         for layer in range(self._layers):
-            pools = cache.pools(layer, (self._heads, self._size), like)
-            for part, pool in zip(("key", "value"), pools, strict=True):
-                feed[PAST.format(layer, part)] = pool[slots].transpose(1, 2)
+            names = [PAST.format(layer, part) for part in ("key", "value")]
+            # The first run makes the pools: it knows how large keys and values are.
+            pools = cache.pools(layer, (), torch.empty(0)) if len(columns) else (None, None)
+            for name, pool in zip(names, pools, strict=True):
+                _, heads, _, size = self.graph.inputs[name]
+                empty = torch.empty(len(behind), heads, 0, size)
+                feed[name] = empty if pool is None else pool[slots].transpose(1, 2)
         return feed
 
 
