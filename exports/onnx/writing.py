@@ -98,7 +98,6 @@ def trace(plan: Plan, path: Path, opset: int, quantization: Quantization) -> Non
         # Through a file: only there are weights beyond 2 GB.
         program.save(str(Path(scratch, path.name)), external_data=True)
         model = onnx.load(Path(scratch, path.name))
-    _strip(model)
     onnx.helper.set_model_props(model, {PREFIX + name: json.dumps(value) for name, value in about.items()})
     save(model, path)
 
@@ -162,12 +161,10 @@ def _simplify(model: Any) -> None:
     ):
         step(model)
     onnx_fusions.fuse(model)
-    for step in (common.RemoveUnusedNodesPass(), common.OutputFixPass(), common.NameFixPass()):
+    for step in (
+        common.RemoveUnusedNodesPass(),
+        common.OutputFixPass(),
+        common.NameFixPass(),
+        common.ClearMetadataAndDocStringPass(),  # where in the sources of this machine every node came from
+    ):
         step(model)
-
-
-def _strip(model: Any) -> None:
-    """Takes out where in the sources of this machine every node came from."""
-    for part in (model.graph, *model.graph.node, *model.graph.input, *model.graph.output, *model.graph.value_info):
-        part.ClearField("doc_string")
-        part.ClearField("metadata_props")
