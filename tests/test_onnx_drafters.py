@@ -1,9 +1,12 @@
 """Exported drafters and deciders in the decoder: the rows, the tokens and the refusals of the torch parts."""
 
+import json
+
 import pytest
 from companions import ROWS, Rounds, check_rows, drafter, target, texts, trained
-from models import PROMPTS, left_padded, new_tokens, tiny, tiny_tokenizer
+from models import PROMPTS, left_padded, new_tokens, tiny, tiny_checkpoint, tiny_tokenizer
 from onnx_graphs import decider
+from typer.testing import CliRunner
 
 from arbordraft import (
     Coupling,
@@ -18,6 +21,8 @@ from arbordraft import (
     TreeTopology,
     WithoutReplacement,
 )
+from arbordraft.bench.onnx import draft_steps
+from arbordraft.cli import app
 from arbordraft.loading import drafter_named, load_drafter
 
 UNEVEN = TreeTopology.from_parents([-1, 0, 0, 1, 1, 2, 3, 5])
@@ -171,3 +176,47 @@ def test_onnxruntime_is_asked_for_by_name(graphs, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "onnxruntime", None)
     with pytest.raises(ImportError, match=r"pip install 'arbordraft\[onnx\]'"):
         OnnxDrafter.from_pretrained(graphs("medusa").folder, target())
+
+
+# The benchmark
+
+
+def test_draft_steps_are_timed_in_turns(graphs):
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = "c"
+    drafters = {
+        "torch": (target(), drafter("eagle")),
+        "graphs": (target(), OnnxDrafter.from_pretrained(graphs("eagle").folder, target())),
+    }
+    ours, theirs = draft_steps(tokenizer, ["a b", "d"], drafters, batch=1, depth=3, new_tokens=6, repeats=2)
+    assert (ours.drafter, theirs.drafter) == ("torch", "graphs")
+    assert ours.ratio == 1
+    assert theirs.milliseconds > 0
+    assert theirs.per_level == pytest.approx(theirs.milliseconds / 3)
+    assert (ours.tau, ours.acceptance) == (theirs.tau, theirs.acceptance)
+
+
+def test_the_benchmark_is_a_command(graphs, tmp_path):
+    result = CliRunner().invoke(app, ["bench", "onnx", "--help"])
+    assert result.exit_code == 0
+    checkpoint = tiny_checkpoint(tmp_path / "model")
+    written = CliRunner().invoke(
+        app, ["export", "onnx", "early-exit:1", f"{tmp_path}/graphs", "--target", f"{checkpoint}"]
+    )
+    assert written.exit_code == 0, written.output
+    arguments = [
+        f"{tmp_path}/graphs",
+        "--drafter",
+        "early-exit:1",
+        "--model",
+        f"{checkpoint}",
+        "--json",
+        f"{tmp_path}/x.json",
+    ]
+    sizes = ["--new-tokens", "4", "--limit", "2", "--batches", "1,2", "--repeats", "1", "--depth", "2"]
+    result = CliRunner().invoke(app, ["bench", "onnx", *arguments, *sizes])
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "x.json").read_text())["measurements"]
+    assert [(row["drafter"], row["batch"]) for row in rows] == [
+        (name, batch) for batch in (1, 2) for name in ("torch, own modules", "torch, packed kernels", "graphs")
+    ]
