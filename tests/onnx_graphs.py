@@ -7,7 +7,7 @@ from companions import EXIT, target, texts, trained
 
 from arbordraft import LearnedDecider, RaggedModel
 from arbordraft.exports.folder import Export
-from arbordraft.exports.onnx import plans
+from arbordraft.exports.onnx import decisions, plans
 from arbordraft.exports.onnx.writing import write
 
 
@@ -37,9 +37,9 @@ PLANS: dict[str, Callable[[], list[plans.Plan]]] = {
     "medusa": lambda: [plans.medusa(trained("medusa").network, origin())],
     "exit": lambda: [plans.early_exit(origin(), EXIT, trained("exit").network)],
     "model": lambda: [plans.causal_lm(small(), origin(), (1, 2))],
-    "decider": lambda: [plans.decider(decider())],
-    "verification": lambda: plans.verification(1, 1),
-    "verification-2-2": lambda: plans.verification(2, 2),
+    "decider": lambda: [decisions.decider(decider())],
+    "verification": lambda: decisions.verification(1, 1),
+    "verification-2-2": lambda: decisions.verification(2, 2),
 }
 
 

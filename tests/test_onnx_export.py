@@ -121,6 +121,13 @@ def test_matrices_get_fewer_bits(graphs):
         assert sizes[0] < sizes[1]
 
 
+def test_all_heads_keep_more_bits(graphs):
+    folder = graphs("medusa", quantization="int4").folder
+    nodes = [node for node in onnx.load(folder / "model.onnx").graph.node if node.op_type == "MatMulNBits"]
+    bits = [next(a.i for a in node.attribute if a.name == "bits") for node in nodes]
+    assert sorted(bits) == [4] * 3 + [8] * 3
+
+
 def test_the_report_is_beside_the_graphs(graphs):
     export = graphs("eagle")
     report = json.loads((export.folder / "parity.json").read_text())

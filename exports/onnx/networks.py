@@ -143,7 +143,8 @@ class MedusaNetwork(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> list[Tensor]:
         """``[B, H]`` outputs of the target's final norm to ``[B, N, D]`` logits."""
-        return [torch.stack([self.head.logits(hidden_states, head) for head in range(self.head.config.num_heads)], 1)]
+        rows = hidden_states[:, None]  # quantisation knows products of three dimensions only
+        return [torch.cat([self.head.logits(rows, head) for head in range(self.head.config.num_heads)], dim=1)]
 
 
 class DeciderNetwork(nn.Module):

@@ -14,7 +14,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from arbordraft import EarlyExitDrafter, RaggedKVCache, RaggedModel, TopTail
+from arbordraft import EarlyExitDrafter, RaggedKVCache, RaggedModel
 from arbordraft.drafters.language_model import shrink
 from arbordraft.drafters.onnx import FUSE, vocabulary_hash
 from arbordraft.exports.onnx import networks
@@ -22,16 +22,12 @@ from arbordraft.exports.onnx.cases import Inputs, Shape, chain, padded, past_of,
 from arbordraft.exports.onnx.checks import cache_sizes, check_against
 from arbordraft.graphs import FORMAT, MODEL, PAST, PRESENT
 from arbordraft.observation import decoder_list, insert
-from arbordraft.types import TOP
 
 if TYPE_CHECKING:
-    from arbordraft import LearnedDecider
     from arbordraft.heads.base import DraftHead
     from arbordraft.heads.eagle import EagleHead
     from arbordraft.heads.exit_adapter import ExitAdapter
     from arbordraft.heads.medusa import MedusaHead
-
-STATISTICS, VERIFICATION = "statistics.onnx", "verification.onnx"
 
 _ROWS: Mapping[str, Mapping[int, str]] = {
     "input_ids": {0: "batch_size", 1: "sequence_length"},
@@ -128,6 +124,8 @@ def causal_lm(
     """
     if not all(0 <= layer <= model.num_layers for layer in hidden_layers):
         raise ValueError(f"hidden states are numbered 0..{model.num_layers}, got {list(hidden_layers)}")
+    from arbordraft.heads.base import fingerprint
+
     network = networks.CausalNetwork(model.model, hidden_layers, causal=causal)
     sizes = cache_sizes(model.model)
     check_against(network, model.model, sizes)
@@ -164,6 +162,7 @@ def causal_lm(
             "kind": "causal-lm",
             # A model that shares no weights with the target serves any target with its tokenizer.
             "target_fingerprint": None,
+            "fingerprint": fingerprint(model.model),
             "vocab_size": model.vocab_size,
             "hidden_layers": list(hidden_layers),
             "max_positions": model.max_positions,
@@ -272,76 +271,6 @@ def medusa(head: "MedusaHead", origin: Origin) -> Plan:
         | {"hidden_layers": list(layers)},
         real=real,
     )
-
-
-def decider(decider: "LearnedDecider") -> Plan:
-    """A learned decider."""
-    size, top = decider.hidden_size, decider.top_k
-
-    def example(shape: Shape, generator: torch.Generator) -> Inputs:
-        rows = shape.batch * shape.rows
-        depths = torch.randint(8, (rows, 1), generator=generator).float()
-        greedy = torch.randint(2, (rows, 1), generator=generator).float()
-        found = {"places": torch.cat([depths, -depths * torch.rand(rows, 1, generator=generator), greedy], dim=1)}
-        probs = torch.rand(rows, top, generator=generator).sort(descending=True).values
-        found["statistics"] = torch.cat([probs.sum(1, keepdim=True), probs], dim=1) if top else torch.zeros(rows, 0)
-        if size:
-            found["hidden_states"] = torch.randn(rows, size, generator=generator)
-        return found
-
-    names = ("places", "statistics", "hidden_states")[: 3 if size else 2]
-    return Plan(
-        file=MODEL,
-        network=networks.DeciderNetwork(decider),
-        outputs=["chances"],
-        axes={name: {0: "rows"} for name in names},
-        example=example,
-        about={"kind": "decider", "hidden_size": size, "top_k": top, "threshold": decider.threshold},
-        quantizable=False,
-    )
-
-
-def verification(tops: int, tails: int) -> list[Plan]:
-    """Row statistics, and the verdict at a node whose children were drawn by ``TopTail(tops, tails)``.
-
-    Raises:
-        ValueError: if there is no tail, or a negative number of tops.
-    """
-    law = TopTail(tops, tails)
-    vocabulary, rows = 37, {0: "rows", 1: "vocab_size"}
-
-    def logits(shape: Shape, generator: torch.Generator) -> Inputs:
-        return {"logits": 3 * torch.randn(shape.batch * shape.rows, vocabulary, generator=generator)}
-
-    def nodes(shape: Shape, generator: torch.Generator) -> Inputs:
-        target = logits(shape, generator)
-        noise = torch.randn(target["logits"].shape, generator=generator)
-        draft = (target["logits"] + 2 * noise).softmax(dim=-1)
-        uniforms = torch.rand(len(draft), law.k, generator=generator).tolist()
-        drawn = [law.draw(row, numbers) for row, numbers in zip(draft, uniforms, strict=True)]
-        decisions = torch.rand(len(draft), law.k + 1, generator=generator, dtype=torch.float64)
-        return {**target, "draft_probs": draft, "draft_tokens": torch.tensor(drawn), "uniforms": decisions}
-
-    return [
-        Plan(
-            file=STATISTICS,
-            network=networks.RowStatistics(TOP),
-            outputs=["highest", "best", "entropy", "top"],
-            axes={"logits": rows},
-            example=logits,
-            about={"kind": "row-statistics", "top_k": TOP},
-            quantizable=False,
-        ),
-        Plan(
-            file=VERIFICATION,
-            network=networks.NodeVerification(tops, tails),
-            outputs=["accepted", "token"],
-            axes={"logits": rows, "draft_probs": rows, "draft_tokens": {0: "rows"}, "uniforms": {0: "rows"}},
-            example=nodes,
-            about={"kind": "verification", "tops": tops, "tails": tails},
-            quantizable=False,
-        ),
-    ]
 
 
 def _with_states(rows: Mapping[str, Any], states: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 
 from arbordraft import IID, LanguageModelDrafter, LearnedDecider, RaggedModel
 from arbordraft.exports.folder import Export
-from arbordraft.exports.onnx import plans
+from arbordraft.exports.onnx import decisions, plans
 from arbordraft.exports.onnx.checkpoints import check_files, load, load_model, settings
 from arbordraft.exports.onnx.parity import LEAST_ACCEPTANCE, TOLERANCE
 from arbordraft.exports.onnx.quantization import Quantization
@@ -92,14 +92,14 @@ def of(
     kind, _, value = source.partition(":")
     if kind == "verification":
         tops, tails = _numbers(source, value, 2)
-        return plans.verification(tops, tails)
+        return decisions.verification(tops, tails)
     if kind == "early-exit":
         (layers,) = _numbers(source, value, 1)
         return [plans.early_exit(origin(_named(target, source)), layers, **options)]
     config = settings(Path(source)) if Path(source).is_dir() else {}
     if config.get("class") == LearnedDecider.__name__:
         check_files(Path(source))
-        return [plans.decider(LearnedDecider.from_pretrained(source))]
+        return [decisions.decider(LearnedDecider.from_pretrained(source))]
     target = target or config.get("target_name")
     match config.get("model_type"):
         case "arbordraft_eagle":
