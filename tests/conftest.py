@@ -29,3 +29,11 @@ def kernels():
         warnings.simplefilter("ignore", native.NativeKernelsUnavailable)
         if problem := native.problem():
             pytest.skip(problem)
+
+
+@pytest.fixture(scope="session")
+def graphs(tmp_path_factory):
+    """Exports by name, each made once."""
+    from onnx_graphs import Graphs
+
+    return Graphs(tmp_path_factory.mktemp("graphs"))

@@ -32,6 +32,7 @@ def run(*arguments: str) -> str:
         ("dynasd.py", [], "lossy"),
         ("spechub.py", [], "SpecHub, paper's order"),
         ("export_engines.py", [], "LlamaForCausalLMEagle3, the target's states [1, 14, 26]"),
+        ("onnx_export.py", [], "same answers: True"),
         ("demo.py", ["--max-new-tokens", "12", "--prompts", "3"], "3 of 3 answers"),
     ],
     ids=lambda value: value if isinstance(value, str) and value.endswith(".py") else "",

@@ -28,6 +28,7 @@ ORDER = [
     "target",
     "exactness",
     "costs",
+    "graphs",
     "deciders",
     "heads",
     "drafters",

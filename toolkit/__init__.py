@@ -23,6 +23,7 @@ from arbordraft.deciders import (
     FixedDepth,
     Heuristic,
     LearnedDecider,
+    OnnxDecider,
     PathSurvival,
 )
 from arbordraft.decoder import SpeculativeDecoder
@@ -35,6 +36,7 @@ from arbordraft.drafters import (
     MedusaDrafter,
     NGramDrafter,
     NoDrafter,
+    OnnxDrafter,
 )
 from arbordraft.exactness import ExactnessReport
 from arbordraft.huggingface import DecodingError
@@ -106,6 +108,8 @@ __all__ = [
     "NodeBudget",
     "NodeLaw",
     "Noise",
+    "OnnxDecider",
+    "OnnxDrafter",
     "OptimalTransport",
     "Outcome",
     "PathSurvival",

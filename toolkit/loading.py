@@ -13,7 +13,9 @@ from arbordraft.drafters import (
     MedusaDrafter,
     NGramDrafter,
     NoDrafter,
+    OnnxDrafter,
 )
+from arbordraft.graphs import MODEL
 from arbordraft.target import RaggedModel
 
 # By the model_type in config.json; whatever else transformers can load counts as a language model.
@@ -44,15 +46,18 @@ def drafter_named(name: str, target: RaggedModel) -> Drafter:
 
 
 def load_drafter(path: str | os.PathLike[str], target: RaggedModel) -> Drafter:
-    """The drafter that a training saved in a folder, or a small language model in its place.
+    """The drafter that a training saved in a folder, one that was exported as graphs, or a small language model.
 
     Args:
         path: the folder.
         target: the model that it drafts for.
 
     Raises:
+        ImportError: if it was exported and onnxruntime is not installed.
         ValueError: if there is no trained drafter, or one for another target.
     """
+    if (Path(path) / MODEL).exists():
+        return OnnxDrafter.from_pretrained(path, target)
     config = Path(path) / "config.json"
     try:
         kind = json.loads(config.read_text())["model_type"]

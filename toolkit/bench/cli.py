@@ -518,3 +518,44 @@ def kernels(
         console.print(f"[red]{len(wrong)} of {len(rows)} results differ from float64 by more than rounding explains")
         raise typer.Exit(1)
     console.print(f"all {len(rows)} results agree with float64 as far as rounding allows")
+
+
+@app.command("onnx")
+def onnx_steps(
+    graphs: Annotated[list[Path], typer.Argument(help="Folders that 'arbordraft export onnx' has written.")],
+    drafter: DrafterOption,
+    model: ModelOption = "smollm2",
+    new_tokens: TokensOption = 64,
+    prompts: PromptsOption = None,
+    limit: LimitOption = None,
+    batches: BatchesOption = "1,8",
+    depth: Annotated[int, typer.Option(min=1, help="Levels of the drafted chains.")] = 4,
+    repeats: RepeatsOption = 3,
+    json: JsonOption = None,
+) -> None:
+    """Milliseconds per draft step, in float32: torch's modules, the packed kernels, and exported graphs."""
+    from arbordraft.bench.onnx import draft_steps
+    from arbordraft.loading import drafter_named
+    from arbordraft.target import RaggedModel
+
+    run = Run(json, None, {"model": model, "new_tokens": new_tokens, "depth": depth, "repeats": repeats})
+    with run.progress():
+        plain, tokenizer = load_target(model, Dtype.float32)
+        packed = RaggedModel(plain.model, tokenizer, linears="packed", self_test=False)
+        found = {
+            f"torch, {name}": (target, drafter_named(drafter, target))
+            for name, target in (("own modules", plain), ("packed kernels", packed))
+        }
+        found |= {folder.name: (packed, drafter_named(str(folder), packed)) for folder in graphs}
+        for batch in numbers(batches, int):
+            run.take(
+                draft_steps(
+                    tokenizer,
+                    texts(prompts, limit),
+                    found,
+                    batch=batch,
+                    depth=depth,
+                    new_tokens=new_tokens,
+                    repeats=repeats,
+                )
+            )

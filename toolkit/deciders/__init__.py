@@ -3,7 +3,8 @@
 from arbordraft.deciders.adaptive import AcceptedAverage, AdaEDL, Backoff, Bandit, Heuristic
 from arbordraft.deciders.base import Decider
 from arbordraft.deciders.cost_aware import CostAware
-from arbordraft.deciders.learned import LearnedDecider
+from arbordraft.deciders.learned import LearnedDecider, RowSurvival
+from arbordraft.deciders.onnx import OnnxDecider
 from arbordraft.deciders.simple import ConfidenceThreshold, EntropyBound, FixedDepth, PathSurvival
 
 __all__ = [
@@ -18,5 +19,7 @@ __all__ = [
     "FixedDepth",
     "Heuristic",
     "LearnedDecider",
+    "OnnxDecider",
     "PathSurvival",
+    "RowSurvival",
 ]

@@ -1,4 +1,4 @@
-"""A decider that was trained for its drafter.
+"""Deciders that predict what becomes of a row, and the one that was trained for its drafter.
 
 Shapes: R draft rows, V vocabulary, H hidden size of the drafter, K highest probabilities of a row.
 """
@@ -23,17 +23,81 @@ WEIGHTS, CONFIG = "model.safetensors", "config.json"
 UNLIKELY = 1e-6  # stands for smaller draft probabilities, whose logarithms would drown all other features
 
 
-class LearnedDecider(PathSurvival):
+class RowSurvival(PathSurvival):
     """Goes on while the path to some frontier node is likely enough to survive verification as a whole.
 
-    Of every draft row q a small network predicts how much of the target's row p it covers, 1 - TV(p, q): the chance
-    that a token drawn from q is accepted if the path above it is. The chance that a path survives is the product of the
-    chances along it. Nothing is known yet of a root, whose path is empty and always survives: a threshold of up to 1
-    drafts at least one level, a higher one nothing at all. Where a drafter has no rows, as lookups have none, the draft
+    Of every draft row q it is predicted how much of the target's row p it covers, 1 - TV(p, q): the chance that a token
+    drawn from q is accepted if the path above it is. The chance that a path survives is the product of the chances
+    along it. Nothing is known yet of a root, whose path is empty and always survives: a threshold of up to 1 drafts at
+    least one level, a higher one nothing at all. Where a drafter has no rows, as lookups have none, the draft
     probability that it states is the chance.
 
     A row exists before the tokens drawn from it, so nothing is anticipated. Siblings beyond the first make a level
     likelier to survive than predicted: a threshold that suits chains is a little strict for trees.
+
+    Args:
+        threshold: least chance of survival.
+        hidden_size: H, if it is predicted from what the drafter's head makes its rows from; else 0.
+        top_k: K, if it is predicted from a row's highest probabilities and its entropy; else 0.
+    """
+
+    def __init__(self, threshold: float, hidden_size: int, top_k: int) -> None:
+        super().__init__(threshold)
+        self.hidden_size, self.top_k = hidden_size, top_k
+
+    @torch.no_grad()
+    def survival(self, view: StepView) -> list[list[float]]:
+        chances = self._all_chances(view)
+        return [
+            [math.prod(chances.get(draw.origin, draw.probability) for draw in path) for path in nodes]
+            for nodes in view.paths
+        ]
+
+    def chances(self, places: Tensor, statistics: Tensor, hidden: Tensor | None) -> Tensor:
+        """``[R]`` predictions.
+
+        Args:
+            places: ``[R, 3]``: depth of the node that the row belongs to, logarithm of the draft probability of the
+                path down to it (each factor at least ``UNLIKELY``), 1 if the target decodes greedily.
+            statistics: ``[R, 1 + K]`` entropy in nats and highest probabilities of the row; ``[R, 0]`` if K = 0.
+            hidden: ``[R, H]`` what the head made the row from; ``None`` if H = 0.
+        """
+        raise NotImplementedError
+
+    def _all_chances(self, view: StepView) -> dict[Origin, float]:
+        """Predictions for all rows on the way to the frontier."""
+        places: dict[Origin, tuple[int, float, bool]] = {}
+        for path in (path for nodes in view.paths for path in nodes):
+            reach = 0.0
+            for depth, draw in enumerate(path):
+                if draw.origin.read is not None:
+                    places.setdefault(draw.origin, (depth, reach, view.greedy))
+                reach += math.log(max(draw.probability, UNLIKELY))
+        if not places:
+            return {}
+        # Entropy and top cost more than the network: they are asked for only if they are read.
+        known = [[origin.entropy, *origin.top[: self.top_k]] if self.top_k else [] for origin in places]
+        found = self.chances(
+            torch.tensor(list(places.values()), dtype=torch.float32),
+            torch.tensor(known, dtype=torch.float32),
+            torch.stack([self._shown(origin) for origin in places]) if self.hidden_size else None,
+        )
+        return dict(zip(places, found.tolist(), strict=True))
+
+    def _shown(self, origin: Origin) -> Tensor:
+        size = 0 if origin.hidden is None else len(origin.hidden)
+        if origin.hidden is None or size != self.hidden_size:
+            raise ValueError(
+                f"this decider reads hidden states of size {self.hidden_size}, the drafter shows {size or 'none'}; use "
+                "it with the drafter that it was trained for, or train one with hidden_size=0"
+            )
+        return origin.hidden
+
+
+class LearnedDecider(RowSurvival):
+    """Goes on while some path is likely enough to survive, by what a small network predicts of every row.
+
+    See :class:`RowSurvival` for what is predicted and when it stops.
 
     Args:
         hidden_size: H, to read what the drafter's head makes its rows from; 0 leaves it out.
@@ -58,7 +122,7 @@ class LearnedDecider(PathSurvival):
         threshold: float = 0.3,
         temperatures: Sequence[float] = (1.0,),
     ) -> None:
-        super().__init__(threshold)
+        super().__init__(threshold, hidden_size, top_k)
         if hidden_size < 0 or not 0 <= top_k <= TOP or any(width < 1 for width in widths):
             raise ValueError(
                 f"hidden_size must not be negative, top_k lie in 0..{TOP} and widths be positive, got {hidden_size}, "
@@ -66,7 +130,7 @@ class LearnedDecider(PathSurvival):
             )
         if not temperatures or min(temperatures) <= 0:
             raise ValueError(f"temperatures must be positive, got {list(temperatures)}")
-        self.hidden_size, self.top_k, self.widths = hidden_size, top_k, tuple(widths)
+        self.widths = tuple(widths)
         self.temperatures = tuple(temperatures)
         sizes = [3 + (1 + top_k) * (top_k > 0) + hidden_size, *widths]
         layers: list[nn.Module] = []
@@ -74,22 +138,21 @@ class LearnedDecider(PathSurvival):
             layers += [nn.Linear(before, after), nn.SiLU()]
         self.network = nn.Sequential(*layers, nn.Linear(sizes[-1], 1))
 
-    @torch.no_grad()
-    def survival(self, view: StepView) -> list[list[float]]:
-        chances = self._chances(view)
-        return [
-            [math.prod(chances.get(draw.origin, draw.probability) for draw in path) for path in nodes]
-            for nodes in view.paths
-        ]
+    def chances(self, places: Tensor, statistics: Tensor, hidden: Tensor | None) -> Tensor:
+        like = next(self.parameters())
+        temperatures = like.new_tensor(self.temperatures)
+        depths = places[:, 0].long().clamp(max=len(self.temperatures) - 1)
+        hidden = None if hidden is None else hidden.to(like)
+        logits = self.logits(places.to(like), statistics.to(like), hidden)
+        return (logits / temperatures[depths.to(like.device)]).sigmoid()
 
     def logits(self, places: Tensor, statistics: Tensor, hidden: Tensor | None) -> Tensor:
         """``[R]`` logits of the chances, before any temperature.
 
         Args:
-            places: ``[R, 3]``: depth of the node that the row belongs to, logarithm of the draft probability of the
-                path down to it (each factor at least ``UNLIKELY``), 1 if the target decodes greedily.
-            statistics: ``[R, 1 + K]`` entropy in nats and highest probabilities of the row; read if K > 0.
-            hidden: ``[R, H]`` what the head made the row from; read if H > 0.
+            places: as :meth:`chances` takes them.
+            statistics: read if K > 0.
+            hidden: read if H > 0.
         """
         features = [places]
         if self.top_k:
@@ -98,10 +161,6 @@ class LearnedDecider(PathSurvival):
             assert hidden is not None
             features.append(functional.layer_norm(hidden, hidden.shape[-1:]))
         return self.network(torch.cat(features, dim=-1))[:, 0]
-
-    def temperature(self, depth: int) -> float:
-        """Of rows of nodes at ``depth``."""
-        return self.temperatures[min(depth, len(self.temperatures) - 1)]
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Writes ``config.json`` and ``model.safetensors``."""
@@ -137,34 +196,3 @@ class LearnedDecider(PathSurvival):
 
     def _config(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("hidden_size", "top_k", "widths", "threshold", "temperatures")}
-
-    def _chances(self, view: StepView) -> dict[Origin, float]:
-        """Predictions for all rows on the way to the frontier."""
-        places: dict[Origin, tuple[int, float, bool]] = {}
-        for path in (path for nodes in view.paths for path in nodes):
-            reach = 0.0
-            for depth, draw in enumerate(path):
-                if draw.origin.read is not None:
-                    places.setdefault(draw.origin, (depth, reach, view.greedy))
-                reach += math.log(max(draw.probability, UNLIKELY))
-        if not places:
-            return {}
-        like = next(self.parameters())
-        # Entropy and top cost more than the network: they are asked for only if they are read.
-        known = [[origin.entropy, *origin.top[: self.top_k]] if self.top_k else [] for origin in places]
-        logits = self.logits(
-            like.new_tensor(list(places.values())),
-            like.new_tensor(known),
-            torch.stack([self._shown(origin) for origin in places]).to(like) if self.hidden_size else None,
-        )
-        temperatures = like.new_tensor([self.temperature(depth) for depth, _, _ in places.values()])
-        return dict(zip(places, (logits / temperatures).sigmoid().tolist(), strict=True))
-
-    def _shown(self, origin: Origin) -> Tensor:
-        size = 0 if origin.hidden is None else len(origin.hidden)
-        if origin.hidden is None or size != self.hidden_size:
-            raise ValueError(
-                f"this decider reads hidden states of size {self.hidden_size}, the drafter shows {size or 'none'}; use "
-                "it with the drafter that it was trained for, or train one with hidden_size=0"
-            )
-        return origin.hidden

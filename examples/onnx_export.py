@@ -1,0 +1,41 @@
+"""A trained drafter and its decider as ONNX graphs: exported, compared, and put in the torch parts' places."""
+
+import tempfile
+from pathlib import Path
+
+import arbordraft as ad
+from arbordraft.exports.onnx import export
+from arbordraft.pretrained import load_smollm2
+from arbordraft.prompts import chat_batch
+
+CHECKPOINTS = Path(__file__).parent / "checkpoints"
+HEAD, DECIDER = CHECKPOINTS / "smollm2-135m-instruct-eagle", CHECKPOINTS / "smollm2-135m-instruct-decider"
+
+model, tokenizer = load_smollm2()
+target = ad.RaggedModel(model, tokenizer)
+inputs = chat_batch(tokenizer, ["What is the capital of France?", "Name three colours.", "Count from one to ten."])
+
+
+def answers(drafter: ad.Drafter, decider: ad.Decider) -> tuple[list[str], ad.DecodeStats]:
+    """Greedy answers of a batch, drafted by chains that the decider may stop."""
+    coupling = ad.Coupling(ad.Fixed(1), ad.TopDown(ad.Matching()))
+    decoder = ad.SpeculativeDecoder(target, drafter, ad.TreeTopology.chain(5), coupling, decider)
+    found = decoder.generate(**inputs, max_new_tokens=32, do_sample=False, return_dict_in_generate=True)
+    texts = tokenizer.batch_decode(found.sequences[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return texts, found.stats
+
+
+with tempfile.TemporaryDirectory() as folder:
+    for source, name in ((HEAD, "head"), (DECIDER, "decider")):
+        written = export(source, f"{folder}/{name}", tell=print)
+        for check, value in written.parity.items():
+            print(f"  {check}: {value if value is True else f'{value:.1e}'}")
+    exported = ad.OnnxDrafter.from_pretrained(f"{folder}/head", target)
+    found = answers(exported, ad.OnnxDecider.from_pretrained(f"{folder}/decider"))
+    expected = answers(ad.EagleDrafter.from_pretrained(HEAD, target), ad.LearnedDecider.from_pretrained(DECIDER))
+
+print(*found[0], sep="\n---\n")
+for name, (_, stats) in (("onnxruntime", found), ("torch", expected)):
+    milliseconds = 1e3 * stats.seconds["draft"] / max(stats.forwards)
+    print(f"{name}: {stats.tau:.2f} tokens per forward, {milliseconds:.1f} ms per draft step")
+print("same answers:", found[0] == expected[0])

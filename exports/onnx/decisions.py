@@ -1,0 +1,87 @@
+"""The graphs of whoever decides: learned deciders, and verification at one node."""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from arbordraft import TopTail
+from arbordraft.exports.onnx import networks
+from arbordraft.exports.onnx.cases import Inputs, Shape
+from arbordraft.exports.onnx.plans import Plan
+from arbordraft.graphs import MODEL
+from arbordraft.types import TOP
+
+if TYPE_CHECKING:
+    from arbordraft import LearnedDecider
+
+STATISTICS, VERIFICATION = "statistics.onnx", "verification.onnx"
+
+
+def decider(decider: "LearnedDecider") -> Plan:
+    """A learned decider."""
+    size, top = decider.hidden_size, decider.top_k
+
+    def example(shape: Shape, generator: torch.Generator) -> Inputs:
+        rows = shape.batch * shape.rows
+        depths = torch.randint(8, (rows, 1), generator=generator).float()
+        greedy = torch.randint(2, (rows, 1), generator=generator).float()
+        found = {"places": torch.cat([depths, -depths * torch.rand(rows, 1, generator=generator), greedy], dim=1)}
+        probs = torch.rand(rows, top, generator=generator).sort(descending=True).values
+        found["statistics"] = torch.cat([probs.sum(1, keepdim=True), probs], dim=1) if top else torch.zeros(rows, 0)
+        if size:
+            found["hidden_states"] = torch.randn(rows, size, generator=generator)
+        return found
+
+    names = ("places", "statistics", "hidden_states")[: 3 if size else 2]
+    return Plan(
+        file=MODEL,
+        network=networks.DeciderNetwork(decider),
+        outputs=["chances"],
+        axes={name: {0: "rows"} for name in names},
+        example=example,
+        about={"kind": "decider", "hidden_size": size, "top_k": top, "threshold": decider.threshold},
+        quantizable=False,
+    )
+
+
+def verification(tops: int, tails: int) -> list[Plan]:
+    """Row statistics, and the verdict at a node whose children were drawn by ``TopTail(tops, tails)``.
+
+    Raises:
+        ValueError: if there is no tail, or a negative number of tops.
+    """
+    law = TopTail(tops, tails)
+    vocabulary, rows = 37, {0: "rows", 1: "vocab_size"}
+
+    def logits(shape: Shape, generator: torch.Generator) -> Inputs:
+        return {"logits": 3 * torch.randn(shape.batch * shape.rows, vocabulary, generator=generator)}
+
+    def nodes(shape: Shape, generator: torch.Generator) -> Inputs:
+        target = logits(shape, generator)
+        noise = torch.randn(target["logits"].shape, generator=generator)
+        draft = (target["logits"] + 2 * noise).softmax(dim=-1)
+        uniforms = torch.rand(len(draft), law.k, generator=generator).tolist()
+        drawn = [law.draw(row, numbers) for row, numbers in zip(draft, uniforms, strict=True)]
+        decisions = torch.rand(len(draft), law.k + 1, generator=generator, dtype=torch.float64)
+        return {**target, "draft_probs": draft, "draft_tokens": torch.tensor(drawn), "uniforms": decisions}
+
+    return [
+        Plan(
+            file=STATISTICS,
+            network=networks.RowStatistics(TOP),
+            outputs=["highest", "best", "entropy", "top"],
+            axes={"logits": rows},
+            example=logits,
+            about={"kind": "row-statistics", "top_k": TOP},
+            quantizable=False,
+        ),
+        Plan(
+            file=VERIFICATION,
+            network=networks.NodeVerification(tops, tails),
+            outputs=["accepted", "token"],
+            axes={"logits": rows, "draft_probs": rows, "draft_tokens": {0: "rows"}, "uniforms": {0: "rows"}},
+            example=nodes,
+            about={"kind": "verification", "tops": tops, "tails": tails},
+            quantizable=False,
+        ),
+    ]

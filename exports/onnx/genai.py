@@ -1,0 +1,139 @@
+"""A folder for onnxruntime-genai: target and draft model, for chains at batch 1."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from arbordraft import RaggedModel
+from arbordraft.exports.folder import Export
+from arbordraft.exports.onnx import plans
+from arbordraft.exports.onnx.parity import LEAST_ACCEPTANCE, TOLERANCE
+from arbordraft.exports.onnx.quantization import Quantization
+from arbordraft.exports.onnx.sources import of, origin
+from arbordraft.exports.onnx.writing import write
+
+CONFIG, TARGET, DRAFT = "genai_config.json", "target.onnx", "draft.onnx"
+_LONGEST_CHAIN = 16  # that onnxruntime-genai drafts
+
+
+def export_ort_genai(
+    draft: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    target: str,
+    length: int = 4,
+    opset: int = 20,
+    quantization: Quantization | str = Quantization.none,
+    tolerance: float = TOLERANCE,
+    least_acceptance: float = LEAST_ACCEPTANCE,
+    force: bool = False,
+    tell: Callable[[str], object] = lambda what: None,
+) -> Export:
+    """Writes a target and a draft model as onnxruntime-genai decodes with them.
+
+    Args:
+        draft: folder or hub name of a causal LM with the target's tokenizer, ``early-exit:LAYERS``, or the folder of a
+            trained early exit.
+        out: the folder to be.
+        target: folder or hub name of the target.
+        length: drafted tokens per step.
+        opset: 20, or 23 with attention as one operator.
+        quantization: of the draft model's matrices; the target, whose law is kept, stays in float32.
+        tolerance: greatest difference of a float32 graph's logits; more layers round more.
+        least_acceptance: of tokens drawn from a quantised draft model, by the float32 one.
+        force: replace a folder that is there.
+        tell: is told what is being done.
+
+    Raises:
+        FileExistsError: if ``out`` exists and ``force`` is not given.
+        ImportError: if onnx, onnxscript or onnxruntime is missing.
+        ParityError: if a graph does not compute what the original does; nothing is written then.
+        UnsupportedModel: if a model cannot be a graph.
+        ValueError: if the draft is of another kind, a checkpoint is damaged, or the vocabularies differ.
+    """
+    if not 1 <= length <= _LONGEST_CHAIN:
+        raise ValueError(f"onnxruntime-genai drafts 1 to {_LONGEST_CHAIN} tokens, got {length}")
+    made: list[plans.Plan] = []
+    found: list[plans.Origin] = []
+
+    def graphs() -> list[plans.Plan]:
+        tell(f"loading {target} and {draft}")
+        found.append(origin(target))
+        drafting = of(str(draft), found[0], causal=True, file=DRAFT)
+        if drafting[0].file != DRAFT:
+            raise ValueError(f"{draft} is no model that drafts by itself: onnxruntime-genai takes causal LMs")
+        verifying = plans.causal_lm(found[0].target, found[0], causal=True, file=TARGET, quantizable=False)
+        made.extend([verifying, *drafting])
+        return made
+
+    def beside(folder: Path) -> None:
+        model = found[0].target
+        config = _config(model, [_decoder(plan) for plan in made], length)
+        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        if model.tokenizer is not None:
+            model.tokenizer.save_pretrained(folder)
+
+    return write(
+        graphs,
+        out,
+        opset=opset,
+        quantization=Quantization(quantization),
+        tolerance=tolerance,
+        least_acceptance=least_acceptance,
+        force=force,
+        tell=tell,
+        beside=beside,
+    )
+
+
+def _config(target: RaggedModel, decoders: list[dict[str, Any]], length: int) -> dict[str, Any]:
+    generation, config = target.model.generation_config, target.model.config.get_text_config()
+    longest = target.max_positions or 2048
+    ends = generation.eos_token_id if generation.eos_token_id is not None else config.eos_token_id
+    first_end = ends[0] if isinstance(ends, list) else ends
+    pad = generation.pad_token_id if generation.pad_token_id is not None else config.pad_token_id
+    begin = generation.bos_token_id if generation.bos_token_id is not None else config.bos_token_id
+    return {
+        "model": {
+            "type": "speculative",
+            "vocab_size": target.vocab_size,
+            "context_length": longest,
+            "bos_token_id": first_end if begin is None else begin,
+            "eos_token_id": ends,
+            "pad_token_id": first_end if pad is None else pad,
+            "decoder": decoders[0],
+            "draft": decoders[1],
+        },
+        "search": {"max_length": longest, "do_sample": False, "past_present_share_buffer": False},
+        "speculative": {"max_draft_tokens": length},
+    }
+
+
+def _decoder(plan: plans.Plan) -> dict[str, Any]:
+    """What onnxruntime-genai must know of a graph."""
+    network: Any = plan.network
+    config = network.model.config.get_text_config()
+    heads = config.num_attention_heads
+    return {
+        "filename": plan.file,
+        "session_options": {"provider_options": []},
+        "head_size": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "num_hidden_layers": config.num_hidden_layers,
+        "inputs": {
+            "input_ids": "input_ids",
+            "attention_mask": "attention_mask",
+            "position_ids": "position_ids",
+            "past_key_names": "past_key_values.%d.key",
+            "past_value_names": "past_key_values.%d.value",
+        },
+        "outputs": {
+            "logits": "logits",
+            "present_key_names": "present.%d.key",
+            "present_value_names": "present.%d.value",
+        },
+    }

@@ -1,0 +1,269 @@
+"""Networks as graphs see them: plain tensors in and out, noise and caches among them.
+
+Shapes: B samples, n rows of each, P keys behind them, V vocabulary, D draft vocabulary, H hidden size, F hidden states
+side by side, Hq/Hkv heads, C head size, R rows, K highest probabilities, k children, N draft heads.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from arbordraft.graphs import HIDDEN
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from arbordraft import LearnedDecider
+    from arbordraft.heads.eagle import EagleHead
+    from arbordraft.heads.medusa import MedusaHead
+
+
+class CausalNetwork(nn.Module):
+    """A causal LM with its keys and values as plain tensors.
+
+    Args:
+        model: any of transformers whose cache is made of full-attention layers.
+        hidden_layers: hidden states to show, as transformers numbers them.
+        causal: take a mask of padding, as ``generate`` does, instead of one of who sees whom.
+    """
+
+    def __init__(self, model: "PreTrainedModel", hidden_layers: Sequence[int] = (), *, causal: bool = False) -> None:
+        super().__init__()
+        self.model, self.hidden_layers, self.causal = model, tuple(hidden_layers), causal
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, *past: Tensor) -> list[Tensor]:
+        """Runs rows behind a past.
+
+        Args:
+            input_ids: ``[B, n]``.
+            attention_mask: ``[B, 1, n, P + n]`` to add to the scores; or ``[B, P + n]``, 0 for padding.
+            position_ids: ``[B, n]``.
+            *past: ``[B, Hkv, P, C]`` keys and values of every layer in turn.
+
+        Returns:
+            ``[B, n, V]`` logits, ``[B, n, F]`` hidden states if there are any, and keys and values with the new ones.
+        """
+        from transformers import DynamicCache
+
+        cache = DynamicCache()
+        for layer in range(len(past) // 2):
+            cache.update(past[2 * layer], past[2 * layer + 1], layer)
+        if self.causal:
+            attention_mask = _causal_mask(attention_mask, input_ids.shape[1])
+        found = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=cache,
+            use_cache=True,
+            output_hidden_states=bool(self.hidden_layers),
+        )
+        states = [found.hidden_states[layer] for layer in self.hidden_layers]
+        shown = [torch.cat(states, dim=-1)] if states else []
+        layers: list[Any] = cache.layers
+        present = [part for layer in layers for part in (layer.keys, layer.values)]
+        return [found.logits, *shown, *present]
+
+
+class EagleNetwork(nn.Module):
+    """An EAGLE head with the embeddings and the attention that it borrows.
+
+    Args:
+        head: the head.
+        embeddings: the target's.
+    """
+
+    def __init__(self, head: "EagleHead", embeddings: nn.Module) -> None:
+        super().__init__()
+        self.head, self.embeddings = head, embeddings
+        head.rotary(torch.zeros(1, dtype=torch.int64), torch.float32)  # its frequencies must be there before tracing
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        hidden_states: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor,
+        past_key: Tensor,
+        past_value: Tensor,
+    ) -> list[Tensor]:
+        """Fills slots, each from a token and the states of the token before it.
+
+        Args:
+            input_ids: ``[B, n]``.
+            hidden_states: ``[B, n, H]`` what the fusing graph makes of the target's, or this graph's own output.
+            attention_mask: ``[B, 1, n, P + n]`` to add to the scores.
+            position_ids: ``[B, n]``.
+            past_key: ``[B, Hkv, P, C]``.
+            past_value: ``[B, Hkv, P, C]``.
+
+        Returns:
+            ``[B, n, D]`` logits, ``[B, n, H]`` what they were made from, ``[B, n, H]`` the output that stands for the
+            target's states further down the tree, and keys and values with the new ones.
+        """
+        head = self.head
+        rotary = head.rotary(position_ids, hidden_states.dtype)
+        query, key, value = head.queries_keys_values(self.embeddings(input_ids), hidden_states, rotary)
+        keys = torch.cat([past_key, key.transpose(1, 2)], dim=2)
+        values = torch.cat([past_value, value.transpose(1, 2)], dim=2)
+        groups = query.shape[2] // key.shape[2]
+        attended = functional.scaled_dot_product_attention(
+            query.transpose(1, 2),
+            keys.repeat_interleave(groups, dim=1),
+            values.repeat_interleave(groups, dim=1),
+            attn_mask=attention_mask,
+            scale=head.config.head_dim**-0.5,
+        )
+        out = head.finish(hidden_states, attended.transpose(1, 2).flatten(2))
+        final = head.norm(out)
+        return [head.lm_head(final), final, out, keys, values]
+
+
+class FuseNetwork(nn.Module):
+    """What an EAGLE head makes of the target's hidden states."""
+
+    def __init__(self, head: "EagleHead") -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, hidden_states: Tensor) -> list[Tensor]:
+        """``[B, n, F]`` to ``[B, n, H]``."""
+        return [self.head.fuse(hidden_states)]
+
+
+class MedusaNetwork(nn.Module):
+    """All Medusa heads at once."""
+
+    def __init__(self, head: "MedusaHead") -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, hidden_states: Tensor) -> list[Tensor]:
+        """``[B, H]`` outputs of the target's final norm to ``[B, N, D]`` logits."""
+        rows = hidden_states[:, None]  # quantisation knows products of three dimensions only
+        return [torch.cat([self.head.logits(rows, head) for head in range(self.head.config.num_heads)], dim=1)]
+
+
+class DeciderNetwork(nn.Module):
+    """What a learned decider predicts of draft rows."""
+
+    def __init__(self, decider: "LearnedDecider") -> None:
+        super().__init__()
+        self.decider = decider
+
+    def forward(self, places: Tensor, statistics: Tensor, hidden_states: Tensor | None = None) -> list[Tensor]:
+        """``[R]`` chances; for the arguments see ``LearnedDecider.chances``."""
+        return [self.decider.chances(places, statistics, hidden_states)]
+
+
+class RowStatistics(nn.Module):
+    """What verification and deciders read off rows of logits.
+
+    Args:
+        top: K.
+    """
+
+    def __init__(self, top: int) -> None:
+        super().__init__()
+        self.top = top
+
+    def forward(self, logits: Tensor) -> list[Tensor]:
+        """``[R, V]`` to ``[R]`` highest logits, ``[R]`` their first places, ``[R]`` entropies in nats, ``[R, K]``."""
+        highest, best = logits.max(dim=-1)
+        shares = logits.log_softmax(dim=-1)
+        probs = shares.exp()
+        entropy = -torch.where(probs > 0, probs * shares, 0.0).sum(dim=-1)
+        return [highest, best, entropy, probs.topk(self.top, dim=-1).values]
+
+
+class NodeVerification(nn.Module):
+    """The verdict at a node whose children were drawn by ``TopTail(tops, tails)``: ``TopTailRule``, applied top-down.
+
+    With one top and one tail this is SpecHub's closed form.
+
+    Args:
+        tops: certain children of a node, the most probable tokens.
+        tails: children drawn without replacement among the other tokens; at least one.
+
+    Raises:
+        ValueError: if there is no tail, or a negative number of tops.
+    """
+
+    def __init__(self, tops: int, tails: int) -> None:
+        super().__init__()
+        if tails < 1 or tops < 0:
+            raise ValueError(f"the rule of drawn children needs at least one tail, got {tops} tops and {tails} tails")
+        self.tops, self.tails = tops, tails
+
+    def forward(self, logits: Tensor, draft_probs: Tensor, draft_tokens: Tensor, uniforms: Tensor) -> list[Tensor]:
+        """Verdicts of R nodes.
+
+        Args:
+            logits: ``[R, V]`` of the target, processed.
+            draft_probs: ``[R, V]`` the row that the children were drawn from.
+            draft_tokens: ``[R, k]`` int64 children as they were drawn, tails first; -1 for one that is missing.
+            uniforms: ``[R, k + 1]`` float64: one to decide about every child, one to draw the token behind them.
+
+        Returns:
+            ``[R]`` int64 index of the accepted child, or -1; ``[R]`` int64 the token that is emitted: the child's, or
+            the recovered one.
+        """
+        target = logits.softmax(dim=-1)
+        accepts, stop = self._law(target, draft_probs, draft_tokens)
+        left, accepted = torch.ones_like(accepts[0]), torch.full_like(draft_tokens[:, 0], -1)
+        for child, accept in enumerate(accepts):
+            whole = torch.where(left > accept, left, 1.0)
+            share = torch.where(left > accept, accept / whole, (accept > 0).to(accept.dtype))
+            taken = (accepted < 0) & (uniforms[:, child] < share)
+            accepted = torch.where(taken, child, accepted)
+            left = left - accept
+        stop = torch.where(stop.sum(dim=-1, keepdim=True) > 0, stop, target)
+        recovered = _drawn(stop, uniforms[:, -1:])
+        child_token = draft_tokens.gather(1, accepted.clamp(min=0)[:, None])[:, 0]
+        return [accepted, torch.where(accepted < 0, recovered, child_token)]
+
+    def _law(self, target: Tensor, draft: Tensor, tokens: Tensor) -> tuple[list[Tensor], Tensor]:
+        """``[R]`` chance of every child, and ``[R, V]`` weights of the tokens that follow if none is accepted."""
+        places = torch.arange(target.shape[1])
+        drafted = places == tokens[:, :, None]  # a missing child is nowhere
+        row = torch.where(drafted[:, self.tails :].any(dim=1), 0.0, draft) if self.tops else draft
+        rest, left, alive = target, torch.ones_like(target[:, 0]), torch.ones_like(target[:, 0], dtype=torch.bool)
+        accepts = []
+        for child in range(self.tails):
+            here, known = drafted[:, child], tokens[:, child] >= 0
+            total = row.sum(dim=-1, keepdim=True)
+            proposal = row / torch.where(total > 0, total, 1.0)
+            wanted, offered = ((x * here).sum(dim=-1) for x in (rest, proposal))
+            ratio = torch.where(
+                known & (offered > 0), (wanted / torch.where(offered > 0, offered, 1.0)).clamp(max=1), 0
+            )
+            accepts.append(left * ratio)
+            left = left * (1 - ratio)
+            residual = (rest - proposal).clamp(min=0)
+            mass = residual.sum(dim=-1, keepdim=True)
+            alive = alive & (~known | ((left > 0) & (mass[:, 0] > 0)))
+            rest = torch.where(known[:, None], residual / torch.where(mass > 0, mass, 1.0), rest) * alive[:, None]
+            row = torch.where(here, 0.0, row)
+        stop = rest * left[:, None]
+        # Emitting a token that is drafted anyway means continuing with it.
+        accepts += [torch.zeros_like(left)] * self.tops
+        accepts = [accept + (stop * drafted[:, child]).sum(dim=-1) for child, accept in enumerate(accepts)]
+        return accepts, torch.where(drafted.any(dim=1), 0.0, stop)
+
+
+def _drawn(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """``[R]`` inverse-CDF draws from ``[R, V]`` weights with ``[R, 1]`` uniforms."""
+    cumulative = weights.double().cumsum(dim=-1)
+    token = (cumulative <= uniforms * cumulative[:, -1:]).sum(dim=-1)
+    last = torch.where(weights > 0, torch.arange(weights.shape[1]), 0).amax(dim=-1)
+    return torch.minimum(token, last)
+
+
+def _causal_mask(kept: Tensor, rows: int) -> Tensor:
+    """``[B, 1, n, P + n]`` to add to the scores, from ``[B, P + n]``."""
+    columns = torch.arange(kept.shape[1])
+    visible = (columns <= columns[-rows:, None]) & (kept[:, None, None, :] != 0)
+    return torch.where(visible, 0.0, HIDDEN)

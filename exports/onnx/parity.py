@@ -1,0 +1,112 @@
+"""How near a written graph is to the network that it was made from.
+
+Shapes: V vocabulary.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from arbordraft.exports.onnx.cases import SHAPES, Inputs, Shape
+from arbordraft.exports.onnx.plans import Plan
+from arbordraft.graphs import Graph
+
+TOLERANCE = 1e-4  # of a float32 graph
+LEAST_ACCEPTANCE = 0.8  # of tokens drawn from a quantised graph, by the float32 one
+
+
+class ParityError(RuntimeError):
+    """A graph does not compute what the network that it was made from does."""
+
+
+def check_exact(plan: Plan, path: Path, tolerance: float = TOLERANCE) -> dict[str, float | bool]:
+    """Compares a float32 graph in onnxruntime with the network, shape by shape.
+
+    Returns:
+        The greatest difference, and whether all most probable tokens are equal where tokens are predicted.
+
+    Raises:
+        ParityError: if an output differs by more than ``tolerance`` (hidden states, keys and values: by more than that
+            share of the greatest of them), a most probable token or a verdict differs, or a shape cannot be run.
+    """
+    graph, worst = Graph(path), 0.0
+    for shape, (found, wanted) in zip(SHAPES, _pairs(plan, graph, SHAPES), strict=True):
+        for name, ours, theirs in zip(plan.outputs, found, wanted, strict=True):
+            if ours.shape != theirs.shape or not _equal(name, ours, theirs):
+                raise ParityError(f"{plan.file}: {name} differ from the network's own for {shape}; nothing was written")
+            if not theirs.is_floating_point():
+                continue
+            difference = (ours - theirs).abs().max().item() if ours.numel() else 0.0
+            if name != "logits" and ours.numel():
+                difference /= max(1.0, theirs.abs().max().item())
+            if not difference <= tolerance:
+                raise ParityError(
+                    f"{plan.file}: {name} differ from the network's own by {difference:.2e} for {shape}, allowed are "
+                    f"{tolerance:.0e}; nothing was written"
+                )
+            worst = max(worst, difference)
+    report: dict[str, float | bool] = {f"{plan.file}: greatest difference": worst}
+    if "logits" in plan.outputs:
+        report[f"{plan.file}: same most probable tokens"] = True
+    return report
+
+
+def check_quantized(plan: Plan, path: Path, least: float = LEAST_ACCEPTANCE) -> dict[str, float | bool]:
+    """Says what quantisation has changed, on the shapes and on real rows.
+
+    Returns:
+        The greatest difference of logits; on real rows how often the most probable token is the same, and how often a
+        token drawn from the quantised graph would be accepted by the float32 one: the sum of ``min(p, q)``.
+
+    Raises:
+        ParityError: if fewer than ``least`` of them would be, or the graph cannot be run.
+    """
+    graph, place = Graph(path), plan.outputs.index("logits")
+    pairs = [(found[place], wanted[place]) for found, wanted in _pairs(plan, graph, SHAPES)]
+    worst = max((ours - theirs).abs().max().item() for ours, theirs in pairs)
+    rows = [] if plan.real is None else list(_compared(plan, graph, plan.real()))
+    if not rows:
+        raise ParityError(f"{plan.file}: there are no texts to measure what quantisation costs on")
+    ours, theirs = (torch.cat([row[place].flatten(0, -2) for row in part]) for part in zip(*rows, strict=True))
+    accepted = torch.minimum(ours.softmax(-1), theirs.softmax(-1)).sum(-1).mean().item()
+    if not accepted >= least:
+        raise ParityError(
+            f"{plan.file}: tokens of the quantised graph would be accepted with {accepted:.3f} by the float32 one, "
+            f"less than {least}; nothing was written. Leave it in float32, or lower the bound"
+        )
+    return {
+        f"{plan.file}: greatest difference of logits, quantised": worst,
+        f"{plan.file}: same most probable token, quantised": (ours.argmax(-1) == theirs.argmax(-1))
+        .double()
+        .mean()
+        .item(),
+        f"{plan.file}: acceptance by float32, quantised": accepted,
+    }
+
+
+def _pairs(plan: Plan, graph: Graph, shapes: Sequence[Shape]) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
+    generator = torch.Generator().manual_seed(0)
+    return _compared(plan, graph, (plan.example(shape, generator) for shape in shapes))
+
+
+@torch.no_grad()
+def _compared(plan: Plan, graph: Graph, inputs: Iterable[Inputs]) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
+    """Outputs of the graph and of the network."""
+    for given in inputs:
+        wanted = plan.network(*given.values())
+        try:
+            found = graph.run({name: given[name] for name in graph.inputs})
+        except Exception as error:  # onnxruntime has a class of its own for every cause
+            raise ParityError(
+                f"{plan.file} cannot be run: {str(error).splitlines()[0]}; nothing was written"
+            ) from error
+        yield [found[name] for name in plan.outputs], wanted
+
+
+def _equal(name: str, ours: Tensor, theirs: Tensor) -> bool:
+    """Whether verdicts, or most probable tokens, are the same."""
+    if not theirs.is_floating_point():
+        return torch.equal(ours, theirs)
+    return name != "logits" or torch.equal(ours.argmax(-1), theirs.argmax(-1))

@@ -1,0 +1,299 @@
+"""Which graphs an export is made of: networks, names, axes, examples to compare on, and what the file says.
+
+Shapes: B samples, n rows of each, P keys behind them.
+"""
+
+import base64
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from arbordraft import EarlyExitDrafter, RaggedKVCache, RaggedModel
+from arbordraft.drafters.language_model import shrink
+from arbordraft.drafters.onnx import FUSE, vocabulary_hash
+from arbordraft.exports.onnx import networks
+from arbordraft.exports.onnx.cases import Inputs, Shape, chain, padded, past_of, trees
+from arbordraft.exports.onnx.checks import cache_sizes, check_against
+from arbordraft.graphs import FORMAT, MODEL, PAST, PRESENT
+from arbordraft.observation import decoder_list, insert
+
+if TYPE_CHECKING:
+    from arbordraft.heads.base import DraftHead
+    from arbordraft.heads.eagle import EagleHead
+    from arbordraft.heads.exit_adapter import ExitAdapter
+    from arbordraft.heads.medusa import MedusaHead
+
+_ROWS: Mapping[str, Mapping[int, str]] = {
+    "input_ids": {0: "batch_size", 1: "sequence_length"},
+    "attention_mask": {0: "batch_size", 2: "sequence_length", 3: "total_sequence_length"},
+    "position_ids": {0: "batch_size", 1: "sequence_length"},
+}
+_BEHIND = {0: "batch_size", 2: "past_sequence_length"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One graph to be.
+
+    Args:
+        file: its name.
+        network: what it computes; takes the example's tensors in their order, returns a list.
+        outputs: their names.
+        axes: names of the sizes that may vary, for every input.
+        example: inputs of a shape, from a generator.
+        about: what the file says about itself.
+        real: inputs as they will come, to say what a quantised graph accepts; none if it predicts no tokens.
+        quantizable: whether it has matrices worth it.
+    """
+
+    file: str
+    network: nn.Module
+    outputs: Sequence[str]
+    axes: Mapping[str, Mapping[int, str]]
+    example: Callable[[Shape, torch.Generator], Inputs]
+    about: Mapping[str, Any]
+    real: Callable[[], Iterable[Inputs]] | None = None
+    quantizable: bool = True
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The target that an export belongs to.
+
+    Args:
+        target: in float32.
+        name: its name.
+        texts: token ids to measure quantised graphs on.
+    """
+
+    target: RaggedModel
+    name: str | None = None
+    texts: Sequence[Sequence[int]] = ()
+
+    def about(self) -> dict[str, Any]:
+        """What every file says about its target."""
+        from arbordraft.heads.base import fingerprint
+
+        tokenizer = self.target.tokenizer
+        return {
+            "vocab_size": self.target.vocab_size,
+            "target_name": self.name,
+            "target_revision": getattr(self.target.model.config, "_commit_hash", None),
+            "target_fingerprint": fingerprint(self.target.model),
+            "tokenizer_sha256": None if tokenizer is None else vocabulary_hash(tokenizer),
+        }
+
+
+def versions() -> dict[str, Any]:
+    """What every file says about who wrote it."""
+    return {"format": FORMAT} | {
+        f"version.{name}": version(name) for name in ("arbordraft", "torch", "transformers", "onnx", "onnxruntime")
+    }
+
+
+def causal_lm(
+    model: RaggedModel,
+    origin: Origin,
+    hidden_layers: Sequence[int] = (),
+    *,
+    about: Mapping[str, Any] | None = None,
+    causal: bool = False,
+    file: str = MODEL,
+    quantizable: bool = True,
+) -> Plan:
+    """A causal LM, to draft with or to verify trees with.
+
+    Args:
+        model: the model.
+        origin: the target that it serves, or is.
+        hidden_layers: hidden states to show, as transformers numbers them.
+        about: further entries of the file.
+        causal: chains only, with the mask of padding that runtimes for chains give.
+        file: its name.
+        quantizable: whether its matrices may be quantised.
+
+    Raises:
+        UnsupportedModel: if its cache or its mask is of another kind.
+        ValueError: if there is no such layer.
+    """
+    if not all(0 <= layer <= model.num_layers for layer in hidden_layers):
+        raise ValueError(f"hidden states are numbered 0..{model.num_layers}, got {list(hidden_layers)}")
+    from arbordraft.heads.base import fingerprint
+
+    network = networks.CausalNetwork(model.model, hidden_layers, causal=causal)
+    sizes = cache_sizes(model.model)
+    check_against(network, model.model, sizes)
+
+    def example(shape: Shape, generator: torch.Generator) -> Inputs:
+        found = trees(shape, model.vocab_size, generator)
+        if causal:
+            found |= padded(shape, generator)
+        empty = past_of(Shape(shape.batch, 0, 0), sizes, generator)
+        if not shape.past:
+            return found | empty
+        # As the model makes them: on keys and values that it never saw, rounding in float32 grows tenfold.
+        texts = torch.randint(model.vocab_size, (shape.batch, shape.past), generator=generator)
+        before = chain(texts, causal=causal) | empty
+        with torch.no_grad():
+            present = network(*before.values())[-len(empty) :]
+        return found | dict(zip(empty, present, strict=True))
+
+    def real() -> Iterable[Inputs]:
+        for text in origin.texts:
+            yield chain([text], causal=causal) | past_of(Shape(1, 0, 0), sizes, torch.Generator())
+
+    axes: dict[str, Mapping[int, str]] = dict(_ROWS)
+    if causal:
+        axes["attention_mask"] = {0: "batch_size", 1: "total_sequence_length"}
+    return Plan(
+        file=file,
+        network=network,
+        outputs=["logits", *["hidden_states"] * bool(hidden_layers), *_names(PRESENT, sizes)],
+        axes=axes | dict.fromkeys(_names(PAST, sizes), _BEHIND),
+        example=example,
+        about={
+            **origin.about(),
+            "kind": "causal-lm",
+            # A model that shares no weights with the target serves any target with its tokenizer.
+            "target_fingerprint": None,
+            "fingerprint": fingerprint(model.model),
+            "vocab_size": model.vocab_size,
+            "hidden_layers": list(hidden_layers),
+            "max_positions": model.max_positions,
+            **(about or {}),
+        },
+        real=real,
+        quantizable=quantizable,
+    )
+
+
+def early_exit(origin: Origin, layers: int, adapter: "ExitAdapter | None" = None, **options: Any) -> Plan:
+    """The target's first layers with its norm and head, and an adapter between if there is one.
+
+    Args:
+        origin: the target.
+        layers: how many.
+        adapter: the adapter.
+        **options: those of :func:`causal_lm`.
+
+    Raises:
+        UnsupportedModel: if the architecture does not let its depth be shortened.
+        ValueError: if there are no such layers, or the adapter belongs to another target.
+    """
+    target = origin.target
+    EarlyExitDrafter(target, layers, None if adapter is None else deepcopy(adapter))  # checks
+    small = shrink(target.model, range(layers))
+    place = decoder_list(small, layers)
+    if adapter is not None and place is not None:
+        insert(place, adapter.float().eval())
+    model = RaggedModel(small, target.tokenizer, self_test=False)
+    own = {"kind": "early-exit", "layers": layers, "target_fingerprint": origin.about()["target_fingerprint"]}
+    return causal_lm(model, origin, about=own, **options)
+
+
+def eagle(head: "EagleHead", origin: Origin) -> list[Plan]:
+    """An EAGLE head: the graph that makes its input from the target's hidden states, and the one that drafts.
+
+    Raises:
+        ValueError: if it belongs to another target.
+    """
+    head.check_target(origin.target.model)
+    config, layers = head.config, tuple(head.config.hidden_layers or ())
+    width = len(layers) * config.target_hidden_size
+    sizes = [(config.num_key_value_heads, config.head_dim, config.head_dim)]
+    about = {**origin.about(), **_of_head(head), "max_positions": config.max_position_embeddings}
+
+    def example(shape: Shape, generator: torch.Generator) -> Inputs:
+        found = trees(shape, config.vocab_size, generator)
+        states = torch.randn(shape.batch, shape.rows, config.hidden_size, generator=generator)
+        return _with_states(found, states) | past_of(shape, sizes, generator)
+
+    @torch.no_grad()
+    def real() -> Iterable[Inputs]:
+        for text in origin.texts:
+            fused = head.fuse(_states(origin.target, text, layers)[:-1])[None]
+            yield _with_states(chain([text[1:]]), fused) | past_of(Shape(1, 0, 0), sizes, torch.Generator())
+
+    def states(shape: Shape, generator: torch.Generator) -> Inputs:
+        return {"hidden_states": torch.randn(shape.batch, shape.rows, width, generator=generator)}
+
+    plain = {0: "batch_size", 1: "sequence_length"}
+    return [
+        Plan(
+            file=FUSE,
+            network=networks.FuseNetwork(head),
+            outputs=["fused"],
+            axes={"hidden_states": plain},
+            example=states,
+            about={**about, "kind": "eagle-fuse"},
+            quantizable=False,  # a thousandth of the work
+        ),
+        Plan(
+            file=MODEL,
+            network=networks.EagleNetwork(head, origin.target.model.get_input_embeddings()),
+            outputs=["logits", "last_hidden_state", "hidden_states_out", *_names(PRESENT, sizes)],
+            axes=_with_states(_ROWS, plain) | dict.fromkeys(_names(PAST, sizes), _BEHIND),
+            example=example,
+            about={**about, "kind": "eagle"},
+            real=real,
+        ),
+    ]
+
+
+def medusa(head: "MedusaHead", origin: Origin) -> Plan:
+    """Medusa heads.
+
+    Raises:
+        ValueError: if they belong to another target.
+    """
+    head.check_target(origin.target.model)
+    layers = (origin.target.num_layers,)
+
+    def real() -> Iterable[Inputs]:
+        for text in origin.texts:
+            yield {"hidden_states": _states(origin.target, text, layers)}
+
+    return Plan(
+        file=MODEL,
+        network=networks.MedusaNetwork(head),
+        outputs=["logits"],
+        axes={"hidden_states": {0: "batch_size"}},
+        example=lambda shape, generator: {
+            "hidden_states": torch.randn(shape.batch * shape.rows, head.config.target_hidden_size, generator=generator)
+        },
+        about={**origin.about(), **_of_head(head), "kind": "medusa", "num_heads": head.config.num_heads}
+        | {"hidden_layers": list(layers)},
+        real=real,
+    )
+
+
+def _with_states(rows: Mapping[str, Any], states: Any) -> dict[str, Any]:
+    """Hidden states behind the tokens, which is their place among the inputs."""
+    return {"input_ids": rows["input_ids"], "hidden_states": states, **rows}
+
+
+def _names(pattern: str, sizes: Sequence[Any]) -> list[str]:
+    return [pattern.format(layer, part) for layer in range(len(sizes)) for part in ("key", "value")]
+
+
+def _states(target: RaggedModel, text: Sequence[int], layers: Sequence[int]) -> Tensor:
+    """``[n, F]`` the target's hidden states of a text."""
+    cache = RaggedKVCache()
+    handle = cache.open(len(text))
+    return target.prefill({handle: text}, cache, hidden=layers)[handle]
+
+
+def _of_head(head: "DraftHead") -> dict[str, Any]:
+    marks = numpy.packbits(head.t2d.numpy(), bitorder="little").tobytes()
+    return {
+        "hidden_layers": list(head.config.hidden_layers or ()),
+        "acceptance": head.config.acceptance,
+        "d2t": head.d2t.tolist(),
+        "t2d": base64.b64encode(marks).decode(),  # one bit a token, the lowest first
+    }

@@ -1,0 +1,108 @@
+"""Smaller weights for a graph that is already written."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+_QUANTISED = ("MatMulInteger", "MatMulNBits")
+_BLOCK = 32  # weights that share a scale when they have four bits
+
+
+class Quantization(StrEnum):
+    """How a graph's matrices are kept."""
+
+    none = "none"
+    int8 = "int8"  # weights and, when it runs, inputs in 8 bits
+    int4 = "int4"  # blocks of weights in 4 bits, those of the head in 8
+
+
+def quantize(path: Path, how: Quantization) -> None:
+    """Replaces the matrices of a graph's file, in place; its metadata stay.
+
+    Raises:
+        ValueError: if it has none that could be replaced.
+    """
+    import onnx
+
+    known = {entry.key: entry.value for entry in onnx.load(path, load_external_data=False).metadata_props}
+    with _quiet():
+        model = _int8(path) if how is Quantization.int8 else _int4(path)
+    if not any(node.op_type in _QUANTISED for node in model.graph.node):
+        raise ValueError(f"{path.name} has no matrices that can be quantised; export it without")
+    onnx.helper.set_model_props(model, known)
+    for old in path.parent.glob(f"{path.name}*"):
+        old.unlink()
+    save(model, path)
+
+
+def save(model: Any, path: Path) -> None:
+    """Writes a model, with its weights in a second file if one cannot hold them."""
+    import onnx
+
+    weights = sum(tensor.ByteSize() for tensor in model.graph.initializer)
+    external = weights > onnx.checker.MAXIMUM_PROTOBUF - 2**24
+    onnx.save(model, path, save_as_external_data=external, location=f"{path.name}.data")
+
+
+def _int8(path: Path) -> Any:
+    import onnx
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    small = path.with_name("quantized.onnx")
+    quantize_dynamic(
+        path,
+        small,
+        ["MatMul"],
+        per_channel=True,
+        weight_type=QuantType.QInt8,
+        use_external_data_format=True,
+        extra_options={"MatMulConstBOnly": True},
+    )
+    model = onnx.load(small)
+    for file in path.parent.glob(f"{small.name}*"):
+        file.unlink()
+    return model
+
+
+def _int4(path: Path) -> Any:
+    """The head decides which token comes first: it gets twice the bits."""
+    import onnx
+    from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
+
+    model = onnx.load(path)
+    heads = _heads(model.graph)
+    others = {node.name for node in model.graph.node} - heads
+    for bits, left in ((8, others), (4, heads)):
+        quantizer = MatMulNBitsQuantizer(
+            model, bits=bits, block_size=_BLOCK, is_symmetric=True, accuracy_level=4, nodes_to_exclude=list(left)
+        )
+        quantizer.process()
+        model = quantizer.model.model
+    return model
+
+
+def _heads(graph: Any) -> set[str]:
+    """The products that logits are made of without another one behind them."""
+    makers = {output: node for node in graph.node for output in node.output}
+    found, behind = set(), ["logits"]
+    while behind:
+        node = makers.get(behind.pop())
+        if node is not None and node.op_type == "MatMul":
+            found.add(node.name)
+        elif node is not None:
+            behind += node.input
+    return found
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """onnxruntime reports every node, and recommends a preparation that exported graphs have behind them."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)

@@ -1,0 +1,165 @@
+"""What a name on the command line stands for, as graphs to be."""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from arbordraft import IID, LanguageModelDrafter, LearnedDecider, RaggedModel
+from arbordraft.exports.folder import Export
+from arbordraft.exports.onnx import decisions, plans
+from arbordraft.exports.onnx.checkpoints import check_files, load, load_model, settings
+from arbordraft.exports.onnx.parity import LEAST_ACCEPTANCE, TOLERANCE
+from arbordraft.exports.onnx.quantization import Quantization
+from arbordraft.exports.onnx.writing import write
+from arbordraft.prompts import MIXED, VARIED, chat_batch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_TEXTS, _LONGEST = 8, 128  # what quantised graphs are measured on: so many texts, so many tokens of each
+
+
+def export(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    target: str | None = None,
+    hidden_layers: Sequence[int] = (),
+    opset: int = 20,
+    quantization: Quantization | str = Quantization.none,
+    tolerance: float = TOLERANCE,
+    least_acceptance: float = LEAST_ACCEPTANCE,
+    force: bool = False,
+    tell: Callable[[str], object] = lambda what: None,
+) -> Export:
+    """Writes a drafter, a decider, a model or verification as graphs.
+
+    Args:
+        source: folder of a trained drafter or decider; folder or hub name of a causal LM, which drafts, or is the
+            target whose trees are to be verified; ``early-exit:LAYERS``; ``verification:TOPS,TAILS``.
+        out: the folder to be.
+        target: folder or hub name of the model that the drafter belongs to; by default the one that it was trained
+            for.
+        hidden_layers: hidden states that a causal LM's graph is to show, as transformers numbers them.
+        opset: 20, or 23 with attention as one operator.
+        quantization: of the matrices.
+        tolerance: greatest difference of a float32 graph's logits; more layers round more.
+        least_acceptance: of tokens drawn from a quantised graph, by the float32 one.
+        force: replace a folder that is there.
+        tell: is told what is being done.
+
+    Returns:
+        What was written, and how near it is to the original.
+
+    Raises:
+        FileExistsError: if ``out`` exists and ``force`` is not given.
+        ImportError: if onnx, onnxscript or onnxruntime is missing.
+        ParityError: if a graph does not compute what the original does; nothing is written then.
+        UnsupportedModel: if a model cannot be a graph.
+        ValueError: if the source means nothing, is damaged, or belongs to another target.
+    """
+
+    def made() -> list[plans.Plan]:
+        tell(f"loading {source}")
+        return of(str(source), target, hidden_layers)
+
+    return write(
+        made,
+        out,
+        opset=opset,
+        quantization=Quantization(quantization),
+        tolerance=tolerance,
+        least_acceptance=least_acceptance,
+        force=force,
+        tell=tell,
+    )
+
+
+def of(
+    source: str, target: str | plans.Origin | None = None, hidden_layers: Sequence[int] = (), **options: Any
+) -> list[plans.Plan]:
+    """The graphs of a source; see :func:`export`.
+
+    Args:
+        source: as there.
+        target: as there, or loaded.
+        hidden_layers: as there.
+        **options: of a graph with keys and values, see ``plans.causal_lm``.
+    """
+    kind, _, value = source.partition(":")
+    if kind == "verification":
+        tops, tails = _numbers(source, value, 2)
+        return decisions.verification(tops, tails)
+    if kind == "early-exit":
+        (layers,) = _numbers(source, value, 1)
+        return [plans.early_exit(origin(_named(target, source)), layers, **options)]
+    config = settings(Path(source)) if Path(source).is_dir() else {}
+    if config.get("class") == LearnedDecider.__name__:
+        check_files(Path(source))
+        return [decisions.decider(LearnedDecider.from_pretrained(source))]
+    target = target or config.get("target_name")
+    match config.get("model_type"):
+        case "arbordraft_eagle":
+            from arbordraft.heads.eagle import EagleHead
+
+            return plans.eagle(load(EagleHead, source), origin(_named(target, source)))
+        case "arbordraft_medusa":
+            from arbordraft.heads.medusa import MedusaHead
+
+            return [plans.medusa(load(MedusaHead, source), origin(_named(target, source)))]
+        case "arbordraft_exit_adapter":
+            from arbordraft.heads.exit_adapter import ExitAdapter
+
+            adapter = load(ExitAdapter, source)
+            (layers,) = adapter.config.hidden_layers or (0,)
+            return [plans.early_exit(origin(_named(target, source)), layers, adapter, **options)]
+    found = origin(source)
+    if target is not None:
+        model, found = found.target, origin(target)
+        LanguageModelDrafter(model).check(found.target, IID(1))
+        return [plans.causal_lm(model, found, hidden_layers, **options)]
+    return [plans.causal_lm(found.target, found, hidden_layers, **options)]
+
+
+def origin(name: str | plans.Origin) -> plans.Origin:
+    """A target by its name, with texts of its own kind; or as it is, if it is loaded.
+
+    Raises:
+        UnsupportedModel: if it cannot be run on trees.
+        ValueError: if it is damaged.
+    """
+    if isinstance(name, plans.Origin):
+        return name
+    model, tokenizer = load_model(name)
+    target = RaggedModel(model, tokenizer)
+    # A folder's place is nobody's business.
+    return plans.Origin(target, Path(name).name if Path(name).is_dir() else name, _texts(target, tokenizer))
+
+
+def _texts(target: RaggedModel, tokenizer: "PreTrainedTokenizerBase | None") -> list[list[int]]:
+    """Prompts that come with the package; random tokens where there is no tokenizer."""
+    if tokenizer is None:
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(target.vocab_size, (_TEXTS, 16), generator=generator).tolist()
+    found = chat_batch(tokenizer, [*MIXED, *VARIED][:_TEXTS])
+    rows = zip(found["input_ids"], found["attention_mask"], strict=True)
+    return [ids[mask == 1].tolist()[:_LONGEST] for ids, mask in rows]
+
+
+def _named(target: str | plans.Origin | None, source: str) -> str | plans.Origin:
+    if target is None:
+        raise ValueError(f"{source} does not say which model it drafts for: name it with --target (target=...)")
+    return target
+
+
+def _numbers(source: str, value: str, count: int) -> list[int]:
+    try:
+        found = [int(part) for part in value.split(",")]
+    except ValueError:
+        found = []
+    if len(found) != count:
+        raise ValueError(f"{source!r} means nothing: write early-exit:LAYERS or verification:TOPS,TAILS")
+    return found

@@ -1,0 +1,170 @@
+"""From plans to a folder of graphs: traced, compared, and only then put in place."""
+
+import inspect
+import json
+import logging
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from arbordraft.exports.folder import Export, contents, new_folder
+from arbordraft.exports.onnx.cases import SHAPES, Shape
+from arbordraft.exports.onnx.parity import LEAST_ACCEPTANCE, TOLERANCE, check_exact, check_quantized
+from arbordraft.exports.onnx.plans import Plan, versions
+from arbordraft.exports.onnx.quantization import Quantization, quantize, save
+from arbordraft.graphs import PREFIX
+
+OPSETS = (20, 23)  # 23 has attention, norms and rotary embeddings as operators
+PARITY = "parity.json"
+_TRACED = Shape(2, 3, 4)  # sizes of 0 and 1 would be taken for constants
+
+
+def write(
+    plans: Callable[[], Sequence[Plan]],
+    out: str | os.PathLike[str],
+    *,
+    opset: int = 20,
+    quantization: Quantization | str = Quantization.none,
+    tolerance: float = TOLERANCE,
+    least_acceptance: float = LEAST_ACCEPTANCE,
+    force: bool = False,
+    tell: Callable[[str], object] = lambda what: None,
+    beside: Callable[[Path], object] = lambda folder: None,
+) -> Export:
+    """Writes the graphs, or nothing at all if one of them misses parity.
+
+    Args:
+        plans: makes the plans of the graphs; called when it is clear that they can be written.
+        out: the folder to be.
+        opset: 20, or 23.
+        quantization: of those graphs that have matrices worth it.
+        tolerance: greatest difference of a float32 graph's logits; more layers round more.
+        least_acceptance: of tokens drawn from a quantised graph, by the float32 one.
+        force: replace a folder that is there.
+        tell: is told what is being done.
+        beside: writes further files into the folder.
+
+    Raises:
+        FileExistsError: if ``out`` exists and ``force`` is not given.
+        ImportError: if onnx, onnxscript or onnxruntime is missing.
+        ParityError: if a graph does not compute what its network does.
+        ValueError: if the opset is another one.
+    """
+    if opset not in OPSETS:
+        raise ValueError(f"opset must be one of {OPSETS}, got {opset}")
+    require()
+    quantization = Quantization(quantization)
+    parity: dict[str, float | bool] = {}
+    with new_folder(out, force=force) as folder:
+        for plan in plans():
+            path = folder / plan.file
+            smaller = quantization if plan.quantizable else Quantization.none
+            tell(f"tracing {plan.file}")
+            trace(plan, path, opset, smaller)
+            tell(f"comparing {plan.file}")
+            parity |= check_exact(plan, path, tolerance)
+            if smaller is not Quantization.none:
+                tell(f"quantising {plan.file}")
+                quantize(path, smaller)
+                parity |= check_quantized(plan, path, least_acceptance)
+        shapes = [[shape.batch, shape.rows, shape.past] for shape in SHAPES]
+        report = {"tolerance": tolerance, "batch, rows, past": shapes, "found": parity}
+        (folder / PARITY).write_text(json.dumps(report, indent=2) + "\n")
+        beside(folder)
+    return Export(Path(out), contents(out), parity)
+
+
+def trace(plan: Plan, path: Path, opset: int, quantization: Quantization) -> None:
+    """Writes one graph in float32; ``quantization`` is what the file will say of itself."""
+    import onnx
+
+    example = plan.example(_TRACED, torch.Generator().manual_seed(0))
+    fixed = [name for name in example if not name.startswith("past_key_values") or "past_key" in _parameters(plan)]
+    axes = [dict(plan.axes[name]) for name in example]
+    shapes: tuple[Any, ...] = tuple(axes[: len(fixed)])
+    if len(fixed) < len(axes):
+        shapes = (*shapes, tuple(axes[len(fixed) :]))
+    program = _traced(plan, tuple(example.values()), list(example), shapes, opset)
+    _simplify(program.model)
+    about = {**versions(), "opset": opset, "quantization": quantization.value, **plan.about}
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        # Through a file: only there are weights beyond 2 GB.
+        program.save(str(Path(scratch, path.name)), external_data=True)
+        model = onnx.load(Path(scratch, path.name))
+    onnx.helper.set_model_props(model, {PREFIX + name: json.dumps(value) for name, value in about.items()})
+    save(model, path)
+
+
+def require() -> None:
+    """Raises ImportError, with what to do about it, if a library is missing."""
+    try:
+        import onnx  # noqa: F401
+        import onnxruntime  # noqa: F401
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f"graphs are written with {error.name}: pip install 'arbordraft[onnx]'") from error
+
+
+def _parameters(plan: Plan) -> Sequence[str]:
+    return list(inspect.signature(plan.network.forward).parameters)
+
+
+def _traced(plan: Plan, args: tuple[Any, ...], names: list[str], shapes: tuple[Any, ...], opset: int) -> Any:
+    """torch's exporter, without what it tells those who develop it."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    said = StringIO()
+    try:
+        with torch.no_grad(), warnings.catch_warnings(), redirect_stdout(said), redirect_stderr(said):
+            warnings.simplefilter("ignore")
+            return torch.onnx.export(
+                plan.network.eval(),
+                args,
+                input_names=names,
+                output_names=list(plan.outputs),
+                opset_version=opset,
+                dynamic_shapes=shapes,
+                dynamo=True,
+                verbose=False,
+                optimize=False,  # takes time that is quadratic in the number of layers
+            )
+    finally:
+        logger.setLevel(level)
+
+
+def _simplify(model: Any) -> None:
+    """Folds what is constant, the transposed matrices above all, and drops what nothing needs.
+
+    Whatever else a runtime can fuse it fuses when it loads the graph.
+    """
+    from onnx_ir.passes import common
+    from onnxscript import optimizer
+    from onnxscript.rewriter import onnx_fusions
+
+    unlimited = 2**62
+    optimizer.fold_constants(model, input_size_limit=unlimited, output_size_limit=unlimited)
+    for step in (
+        common.RemoveUnusedNodesPass(),
+        common.RemoveUnusedFunctionsPass(),
+        common.RemoveUnusedOpsetsPass(),
+        common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+        common.DeduplicateInitializersPass(),
+        common.CommonSubexpressionEliminationPass(),
+    ):
+        step(model)
+    onnx_fusions.fuse(model)
+    for step in (
+        common.RemoveUnusedNodesPass(),
+        common.OutputFixPass(),
+        common.NameFixPass(),
+        common.ClearMetadataAndDocStringPass(),  # where in the sources of this machine every node came from
+    ):
+        step(model)

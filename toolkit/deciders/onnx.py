@@ -1,0 +1,55 @@
+"""An exported decider, run by onnxruntime.
+
+Shapes: R draft rows, V vocabulary, H hidden size of the drafter, K highest probabilities of a row.
+"""
+
+import os
+from pathlib import Path
+
+from torch import Tensor
+
+from arbordraft.deciders.learned import RowSurvival
+from arbordraft.graphs import MODEL, Graph
+
+
+class OnnxDecider(RowSurvival):
+    """Decides as the :class:`~arbordraft.LearnedDecider` that was exported.
+
+    Args:
+        graph: its network.
+        threshold: least chance of survival; by default the exported decider's.
+    """
+
+    def __init__(self, graph: Graph, threshold: float | None = None) -> None:
+        about = graph.about
+        super().__init__(about["threshold"] if threshold is None else threshold, about["hidden_size"], about["top_k"])
+        self.graph = graph
+
+    @classmethod
+    def from_pretrained(
+        cls, path: str | os.PathLike[str], threshold: float | None = None, threads: int | None = None
+    ) -> "OnnxDecider":
+        """Loads what ``arbordraft export onnx`` wrote.
+
+        Args:
+            path: the folder.
+            threshold: another one than the exported decider's.
+            threads: that the graph runs on; by default as many as torch uses.
+
+        Raises:
+            ImportError: if onnxruntime is not installed.
+            ValueError: if the folder holds no decider.
+        """
+        graph = Graph(Path(path) / MODEL, threads)
+        if graph.kind != "decider":
+            raise ValueError(f"{path} holds a graph of the kind {graph.kind!r}, which is no decider")
+        return cls(graph, threshold)
+
+    def chances(self, places: Tensor, statistics: Tensor, hidden: Tensor | None) -> Tensor:
+        inputs = {"places": places, "statistics": statistics.float()}
+        if hidden is not None:
+            inputs["hidden_states"] = hidden.float()
+        return self.graph.run({name: inputs[name] for name in self.graph.inputs})["chances"]
+
+    def extra_repr(self) -> str:
+        return f"hidden_size={self.hidden_size}, top_k={self.top_k}, threshold={self.threshold}"
