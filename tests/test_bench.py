@@ -87,9 +87,9 @@ def test_the_worked_example_of_the_paper():
         decoder = cls(ragged(), Told(texts, plan), CHAIN, parts, **options)
         found, counts, commit = [], [], decoder._commit
 
-        def watched(state, tree, verdict, hidden, commit=commit, counts=counts):
+        def watched(state, tree, verdict, *rest, commit=commit, counts=counts):
             before = [len(tokens) for tokens in state.tokens]
-            commit(state, tree, verdict, hidden)
+            commit(state, tree, verdict, *rest)
             counts.append([len(tokens) - old for tokens, old in zip(state.tokens, before, strict=True)])
 
         decoder._commit = watched
