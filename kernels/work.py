@@ -137,7 +137,7 @@ def left_mass(nodes: int, drawn: int, vocabulary: int, special: int, itemsize: i
 
 def left_pick(nodes: int, drawn: int, special: int, itemsize: int, draft_itemsize: int = 4) -> Work:
     """A draw from one full chunk of R: what :func:`left_mass` reads of it, where and how far to go, and a token."""
-    scalars = nodes * (4 * _INDEX + 4 * _FLOAT + special * _INDEX)
+    scalars = nodes * (5 * _INDEX + 3 * _FLOAT + special * _INDEX)  # the level is float64
     return Work(CHUNK * (nodes * itemsize + drawn * draft_itemsize) + scalars, 8 * nodes * CHUNK)
 
 

@@ -27,13 +27,12 @@ TARGETS = {
 }
 SHARED = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}  # bytes a program may have
 POINTERS = {
+    "LEVEL": "*fp64",
     "PART": "*fp32",
     "PART_LSE": "*fp32",
     "SINKS": "*fp32",
     **dict.fromkeys(("LAYOUT", "REGION", "POSITIONS", "WORDS"), "*i64"),
-    **dict.fromkeys(
-        ("HIGHEST", "MASS", "LSE", "WEIGHT", "TAKEN", "LEFT", "DRAWN", "LEVEL", "LOWEST", "FOUND"), "*fp32"
-    ),
+    **dict.fromkeys(("HIGHEST", "MASS", "LSE", "WEIGHT", "TAKEN", "LEFT", "DRAWN", "LOWEST", "FOUND"), "*fp32"),
     **dict.fromkeys(("PLACE", "ROW", "DRAFT_ROW", "SPECIAL", "WHERE", "TOKEN", "TOKENS"), "*i64"),
     **dict.fromkeys(("PACKED", "FIRST_CHILD", "CHILD_WORDS", "SEEDS"), "*i64"),
     **dict.fromkeys(("SLOTS", "POOLS", "SIZES", "SOURCE", "DESTINATION", "FIRST"), "*i64"),

@@ -82,7 +82,7 @@ def test_a_verification_by_hand():
     inner = 32 * (1 + 3 + 6)
     node = vocabulary * (2 + 4) + 2 * 8 + 3 * 4 + 3 * 8 + chunks * 8
     assert parts["left_mass"].bytes == inner * node
-    pick = 32 * (4096 * 6 + 4 * 8 + 4 * 4 + 3 * 8)
+    pick = 32 * (4096 * 6 + 5 * 8 + 3 * 4 + 3 * 8)
     assert parts["verify_tree"].bytes == parts["row_stats"].bytes + 4 * inner * node + 32 * node + pick
     assert work.recursive_rejection(512, inner, 3, 32, vocabulary, 2, replacement=True).bytes == (
         parts["verify_tree"].bytes + inner * node

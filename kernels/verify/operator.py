@@ -97,7 +97,7 @@ def left_pick(
         taken: as above.
         special: as above.
         chunk: ``[N]`` int64.
-        level: ``[N]`` float32.
+        level: ``[N]`` float64.
 
     Returns:
         ``[N]`` int64 tokens, -1 where R is 0 all over the chunk.
@@ -108,7 +108,7 @@ def left_pick(
         return launch_left_pick(scores, lse, draft, row, draft_row, weight, taken, special, chunk, level)
     left, _ = _left(scores, lse, draft, row, draft_row, weight, taken, special)
     part = _chunks(left, 0)[torch.arange(len(row)), chunk]
-    reached = (part.cumsum(dim=-1) > level[:, None]) & (part > 0)
+    reached = (part.double().cumsum(dim=-1) > level[:, None]) & (part > 0)
     place = torch.arange(CHUNK, device=scores.device)
     first = torch.where(reached, place, CHUNK).amin(dim=-1)
     last = torch.where(part > 0, place, -1).amax(dim=-1)

@@ -257,7 +257,7 @@ def _emitted(
     last = torch.where(mass > 0, torch.arange(mass.shape[1], device=mass.device), -1).amax(dim=-1)
     chunk = torch.minimum(chunk, last)
     before = torch.where(chunk > 0, sums.gather(1, (chunk - 1).clamp(min=0)[:, None])[:, 0], 0.0)
-    return left_pick(*arguments, chunk, (level - before).float())
+    return left_pick(*arguments, chunk, level - before)
 
 
 def _positive(x: Tensor) -> Tensor:

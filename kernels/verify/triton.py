@@ -87,7 +87,8 @@ def left_pick(
     left, _ = _left(
         SCORES, LSE, DRAFT, ROW, DRAFT_ROW, WEIGHT, TAKEN, SPECIAL, node, at, vocabulary, stride_s, stride_d, K
     )  # fmt: skip
-    reached = tl.cumsum(left, 0) > tl.load(LEVEL + node)
+    # In float32 a running sum of thousands is off by more than a token of a flat row weighs.
+    reached = tl.cumsum(left.to(tl.float64), 0) > tl.load(LEVEL + node)
     first = tl.min(tl.where(reached & (left > 0), at, _NOWHERE), 0)
     last = tl.max(tl.where(left > 0, at, -1), 0)
     tl.store(TOKEN + node, tl.where(first == _NOWHERE, last, first))
@@ -120,7 +121,7 @@ def lowest_kept(
             x = tl.load(SCORES + row * stride_s + at, mask=inside, other=-float("inf")).to(tl.float32)
             bits = x.to(tl.int32, bitcast=True)
             key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-            above = (key[:, None] > pivots[None, :]) & inside[:, None]
+            above = (key[:, None] > pivots.to(tl.int32)[None, :]) & inside[:, None]
             number += tl.sum(above.to(tl.int32), 0)
             probability += tl.sum(tl.where(above, tl.exp(x - lse)[:, None], 0.0), 0)
         keeps = (number < count) | (probability < mass)

@@ -1,8 +1,8 @@
 """Passes over rows of scores in Triton's interpreter, against the plain ones; and whole verifications with them."""
 
 import pytest
+import test_packed_verification as packed  # not its tests by name: they would be collected here
 import torch
-from test_packed_verification import COUPLINGS, test_the_same_verdicts
 from torch import library
 from torch.testing import assert_close
 
@@ -67,15 +67,15 @@ def test_left_pick(monkeypatch, guarded, vocabulary):
     mass = left_mass(*arguments)[0]
     for turn in range(8):
         chunk = torch.randint(mass.shape[1], (4,))
-        level = torch.rand(4) * mass[torch.arange(4), chunk] * (1.2 if turn == 7 else 1)
+        level = torch.rand(4, dtype=torch.float64) * mass[torch.arange(4), chunk] * (1.2 if turn == 7 else 1)
         found, expected = both(monkeypatch, left_pick, *arguments, chunk, level)
         assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("lifted", [False, True], ids=["top-down", "lifted"])
-@pytest.mark.parametrize("coupling", COUPLINGS.values(), ids=COUPLINGS)
+@pytest.mark.parametrize("coupling", packed.COUPLINGS.values(), ids=packed.COUPLINGS)
 def test_verdicts(coupling, lifted):
-    test_the_same_verdicts(coupling, lifted, 7, 20)
+    packed.test_the_same_verdicts(coupling, lifted, 7, 20)
 
 
 def test_the_operators_are_registered_properly_and_compile():
@@ -83,7 +83,7 @@ def test_the_operators_are_registered_properly_and_compile():
     calls = [
         (row_stats, arguments[:1]),
         (left_mass, arguments),
-        (left_pick, (*arguments, torch.zeros(4, dtype=torch.int64), torch.full((4,), 0.1))),
+        (left_pick, (*arguments, torch.zeros(4, dtype=torch.int64), torch.full((4,), 0.1, dtype=torch.float64))),
     ]
     for operator, given in calls:
         library.opcheck(operator, given)

@@ -113,7 +113,9 @@ def test_verification(touched, vocabulary):
         return
     for where in ("read", "written"):
         touched[where].clear()
-    left_pick(scores, torch.zeros(5), draft, *nodes, torch.zeros(4, dtype=torch.int64), torch.rand(4))
+    left_pick(
+        scores, torch.zeros(5), draft, *nodes, torch.zeros(4, dtype=torch.int64), torch.rand(4, dtype=torch.float64)
+    )
     assert moved(touched) == work.left_pick(4, 3, 2, 2).bytes
 
 

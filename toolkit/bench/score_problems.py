@@ -79,7 +79,7 @@ def passes(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
     chunk = torch.randint(-(-vocabulary // CHUNK), (stepped.samples,), generator=generator).to(device)
     mass = left(few)[0][row[few], chunk]
     level = torch.rand(stepped.samples, generator=generator).to(device) * mass.sum(dim=-1)
-    several = (*arguments[:3], *(x[few] for x in arguments[3:]), chunk, level.float())
+    several = (*arguments[:3], *(x[few] for x in arguments[3:]), chunk, level)
 
     def draws() -> float:
         return max(map(_miss, mass, level, left_pick(*several) - chunk * CHUNK))
