@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from arbordraft import LearnedDecider, OnnxDecider, OnnxDrafter, UnsupportedModel, cli
+from arbordraft.exports.checkpoints import read_tensors
 from arbordraft.exports.onnx import export, export_ort_genai
-from arbordraft.exports.onnx.checkpoints import check_files, load_model
+from arbordraft.exports.onnx.checkpoints import load_model
 from arbordraft.graphs import Graph
 
 runner = CliRunner()
@@ -120,14 +121,17 @@ def pickled(folder):
 
 
 DAMAGE = {
-    "shortened": (shorten, r"model\.safetensors is damaged"),
-    "header": (cut_header, r"model\.safetensors is damaged"),
+    "shortened": (shorten, r"model\.safetensors is truncated or damaged"),
+    "header": (cut_header, r"model\.safetensors is truncated or damaged"),
     "missing": (lambda f: change(f, lambda t: t.pop(sorted(t)[-1])), "does not fit its own config.json .missing keys"),
     "extra": (lambda f: change(f, lambda t: t.update(other=torch.ones(2))), "unexpected keys: other"),
     "shape": (lambda f: change(f, lambda t: t.update({sorted(t)[-1]: torch.ones(2)})), "does not fit its own config"),
-    "nan": (spoil, "holds NaN or infinite numbers"),
-    "pickle": (pickled, r"holds pickles \(pytorch_model\.bin\), which can run code.*save_pretrained"),
-    "none": (lambda f: (f / "model.safetensors").unlink(), r"model\.safetensors is missing"),
+    "nan": (spoil, "holds NaN or infinite weights"),
+    "pickle": (
+        pickled,
+        r"weights pickled \(pytorch_model\.bin\), and loading them could run anything.*save_pretrained",
+    ),
+    "none": (lambda f: (f / "model.safetensors").unlink(), r"has no model\.safetensors"),
     "config": (lambda f: (f / "config.json").write_text("{"), r"config\.json cannot be read"),
 }
 
@@ -147,14 +151,14 @@ def test_a_damaged_checkpoint_is_not_exported(root, copied, tmp_path, name, dama
 def test_a_damaged_decider_is_not_exported(copied, tmp_path, damage):
     folder = copied("decider")
     DAMAGE[damage][0](folder)
-    with pytest.raises(ValueError, match=r"damaged|cannot be read as a LearnedDecider|NaN|pickles"):
+    with pytest.raises(ValueError, match=r"damaged|cannot be read as a LearnedDecider|NaN|pickled"):
         export(folder, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["decider"]
 
 
 def test_whole_checkpoints_pass(root):
     for name in ("eagle", "target", "chat", "decider", "exit"):
-        check_files(root / name)
+        read_tensors(root / name)
     assert isinstance(LearnedDecider.from_pretrained(root / "decider"), LearnedDecider)
     model, tokenizer = load_model(str(root / "chat"))
     assert model.dtype == torch.float32

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from arbordraft.exports.checkpoints import read_tensors
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
 def settings(folder: Path) -> dict[str, Any]:
@@ -25,34 +25,6 @@ def settings(folder: Path) -> dict[str, Any]:
     return found
 
 
-def check_files(folder: Path) -> None:
-    """Reads every weight of a folder once.
-
-    Raises:
-        ValueError: if there are none, or none but pickles; if a file is damaged, or holds NaN or infinite numbers.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
-        if pickles:
-            raise ValueError(
-                f"{folder} holds pickles ({', '.join(pickles)}), which can run code when they are read. Load the model "
-                "where you trust it and save it with save_pretrained, which writes safetensors"
-            )
-        raise ValueError(f"{folder} holds no weights: model.safetensors is missing")
-    for file in files:
-        try:
-            with safe_open(file, "pt") as weights:
-                for name in weights.keys():  # noqa: SIM118  (no mapping)
-                    tensor = weights.get_tensor(name)
-                    if tensor.is_floating_point() and not tensor.isfinite().all():
-                        raise ValueError(f"{file}: {name} holds NaN or infinite numbers; train or fetch it again")
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"{file} is damaged ({error}): copy, train or fetch it again") from error
-
-
 def load(kind: Any, source: str, **options: Any) -> Any:
     """A model or a trained network in float32 and eval mode, from a folder or a hub.
 
@@ -65,7 +37,7 @@ def load(kind: Any, source: str, **options: Any) -> Any:
         ValueError: if it is damaged, incomplete, or holds more than belongs to it.
     """
     if Path(source).is_dir():
-        check_files(Path(source))
+        read_tensors(source)
     try:
         model, found = kind.from_pretrained(
             source, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **options

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from arbordraft import IID, LanguageModelDrafter, LearnedDecider, RaggedModel
+from arbordraft.exports.checkpoints import read_tensors
 from arbordraft.exports.folder import Export
 from arbordraft.exports.onnx import decisions, plans
-from arbordraft.exports.onnx.checkpoints import check_files, load, load_model, settings
+from arbordraft.exports.onnx.checkpoints import load, load_model, settings
 from arbordraft.exports.onnx.parity import LEAST_ACCEPTANCE, TOLERANCE
 from arbordraft.exports.onnx.quantization import Quantization
 from arbordraft.exports.onnx.writing import write
@@ -98,7 +99,7 @@ def of(
         return [plans.early_exit(origin(_named(target, source)), layers, **options)]
     config = settings(Path(source)) if Path(source).is_dir() else {}
     if config.get("class") == LearnedDecider.__name__:
-        check_files(Path(source))
+        read_tensors(source)
         return [decisions.decider(LearnedDecider.from_pretrained(source))]
     target = target or config.get("target_name")
     match config.get("model_type"):
