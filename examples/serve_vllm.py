@@ -120,7 +120,7 @@ def main() -> int:
     arguments = parser.parse_args()
     console = Console(highlight=False)
     found, line = find_vllm(arguments.vllm_python)
-    console.print(line)
+    console.print(line, soft_wrap=True)
     if arguments.check or found is None:
         return 0
 
