@@ -151,7 +151,7 @@ def vllm(
     from arbordraft.exports.engines import export_vllm
 
     with progress() as tell:
-        export = export_vllm(
+        found = export_vllm(
             drafter,
             out,
             layout=layout,
@@ -161,8 +161,8 @@ def vllm(
             force=force,
             tell=tell,
         )
-    show(export)
-    console.print((out / "README.md").read_text().replace("THIS_FOLDER", str(out)), markup=False)
+    show(found)
+    _show_card(out)
 
 
 @app.command("sglang")
@@ -179,7 +179,7 @@ def sglang(
     from arbordraft.exports.engines import export_sglang
 
     with progress() as tell:
-        export = export_sglang(
+        found = export_sglang(
             drafter,
             out,
             layout=layout,
@@ -189,8 +189,8 @@ def sglang(
             force=force,
             tell=tell,
         )
-    show(export)
-    console.print((out / "README.md").read_text().replace("THIS_FOLDER", str(out)), markup=False)
+    show(found)
+    _show_card(out)
 
 
 @app.command("mlflow")
@@ -323,6 +323,11 @@ def _decoder(
         coupling = ad.Coupling(law, ad.Lifted(ad.RecursiveRejection()))
     stop = None if decider is None else ad.LearnedDecider.from_pretrained(decider)
     return ad.SpeculativeDecoder(target, proposer, topology, coupling, stop)
+
+
+def _show_card(folder: Path) -> None:
+    """Prints how to serve what was written."""
+    console.print((folder / "README.md").read_text().replace("THIS_FOLDER", str(folder)), markup=False)
 
 
 def _held_out(path: Path | None) -> Sequence[str]:
