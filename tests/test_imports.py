@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # The order in which data flows and in which the files are read: each imports only from those before it.
 ORDER = [
     "allocator",
+    "checks",
     "topology",
     "masks",
     "sampling",
