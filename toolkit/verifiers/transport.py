@@ -13,6 +13,7 @@ from scipy.optimize import linprog
 from scipy.sparse import csr_array
 from torch import Tensor
 
+from arbordraft.checks import whole
 from arbordraft.laws import DraftLaw, given
 from arbordraft.verifiers.rules import NodeLaw, Rule
 
@@ -27,16 +28,21 @@ class OptimalTransport(Rule):
     Found by linear programming, anew at every node: an inspectable rule and the oracle for all others, for
     small vocabularies or for rows that top-k or top-p has truncated.
 
+    The solver decides how often drafts are accepted, and never the law: what it proposes is cut down to a plan that
+    serves no outcome and no token beyond its mass, and what that leaves is coupled as a product, which makes both
+    marginals exact whatever the plan. All of it is reckoned in float64, with rows normalised there. The laws of these
+    rows are met to some 1e-15 therefore, those of float32 rows that miss the sum of 1 too.
+
     Args:
         formulation: ``"full"`` has a variable per outcome of the draft and emitted token; ``"compact"`` keeps
-            only the variables whose token was drafted and completes the plan by a product of the residuals.
-        max_variables: greatest size of a program.
+            only the variables whose token was drafted.
+        max_variables: greatest size of a program, at least 1.
 
     Raises:
+        TypeError: if ``max_variables`` is no whole number.
         ValueError: if the formulation is unknown; in the forward pass, if a program would be too large.
 
-    Source: SpecTr (Sun et al., 2023) for the full program, SpecHub (Sun et al., 2024) for the compact one.
-        HiGHS
+    Source: SpecTr (Sun et al., 2023) for the full program, SpecHub (Sun et al., 2024) for the compact one. HiGHS
     solves both.
     """
 
@@ -45,7 +51,7 @@ class OptimalTransport(Rule):
         if formulation not in ("compact", "full"):
             raise ValueError(f'formulation must be "compact" or "full", got {formulation!r}')
         self.formulation = formulation
-        self.max_variables = max_variables
+        self.max_variables = whole("max_variables", max_variables, 1)
 
     def supports(self, law: DraftLaw) -> bool:
         return True
@@ -57,15 +63,16 @@ class OptimalTransport(Rule):
         drawable = {token for drawn in outcomes for token in drawn}
         support = sorted(drawable | set(target.nonzero().flatten().tolist()))
         position = {token: index for index, token in enumerate(support)}
-        p = np.append(_as_array(target)[support] * weight, 1 - weight)  # the null token comes last
+        p = _as_array(target)[support]
+        p = np.append(p * (weight / p.sum()), 1 - weight)  # the null token comes last
         self._check_size(len(outcomes) * (len(p) if self.formulation == "full" else law.k))
         plan = (_full_plan if self.formulation == "full" else _compact_plan)(
             {tuple(position[token] for token in drawn): mass for drawn, mass in outcomes.items()},
             tuple(position[token] for token in tokens),
             p,
         )
-        stop = torch.zeros_like(target)
-        stop[support] = torch.as_tensor(plan[:-1], dtype=target.dtype, device=target.device)
+        stop = torch.zeros_like(target, dtype=torch.float64)
+        stop[support] = torch.as_tensor(plan[:-1], device=target.device)
         return NodeLaw([0.0] * len(tokens), stop, float(plan[-1]))
 
     def _outcomes(self, law: DraftLaw, draft: Tensor | None, tokens: tuple[int, ...]) -> Outcomes:
@@ -96,7 +103,7 @@ def optimal_acceptance(law: DraftLaw, target: Tensor, draft: Tensor) -> float:
 
     Args:
         law: the draft law.
-        target: ``[V]`` target probabilities.
+        target: ``[V]`` target probabilities; normalised in float64, as the draft row is.
         draft: ``[V]`` draft row.
 
     By duality this is ``1 + min_H (p(H) - Q(H))`` over token sets ``H``, ``Q(H)`` the probability that all
@@ -105,6 +112,7 @@ def optimal_acceptance(law: DraftLaw, target: Tensor, draft: Tensor) -> float:
     where ``Q`` is an integral over exponential clocks and costs a few microseconds per token.
     """
     p, q = _as_array(target), _as_array(draft)
+    p = p / p.sum()
     tops = law.top_tokens(draft)
     tail = q.copy()
     tail[tops] = 0
@@ -166,13 +174,13 @@ def _full_plan(outcomes: Outcomes, drawn: tuple[int, ...], p: Array) -> Array:
     """Law of the emitted token given the drawn tuple, from the program over all (tuple, token) pairs."""
     keys, masses = list(outcomes), np.array(list(outcomes.values()))
     rows, tokens = np.divmod(np.arange(len(keys) * len(p)), len(p))
-    cost = np.ones((len(keys), len(p)))
+    # Every pair is worth something and one with a drafted token twice that, so that all mass is moved in the end. With
+    # equalities instead, the sums of both sides would have to be equal to the last bit for a plan to exist.
+    worth = np.ones((len(keys), len(p)))
     for row, key in enumerate(keys):
-        cost[row, list(key)] = 0
-    # One equality follows from the others; dropping it keeps rounding from making the program infeasible.
-    sums = _marginals(rows, tokens, len(keys), len(p))[:-1]
-    plan = _solve(cost.ravel(), A_eq=sums, b_eq=np.append(masses, p)[:-1])
-    hit = cost.ravel() == 0
+        worth[row, list(key)] = 2
+    plan = _solve(worth.ravel(), rows, tokens, masses, p)
+    hit = worth.ravel() == 2
     return _completed(rows[hit], tokens[hit], plan[hit], masses, p, keys.index(drawn))
 
 
@@ -185,22 +193,29 @@ def _compact_plan(outcomes: Outcomes, drawn: tuple[int, ...], p: Array) -> Array
     keys, masses = list(sets), np.array(list(sets.values()))
     rows = np.array([row for row, members in enumerate(keys) for _ in members])
     tokens = np.array([token for members in keys for token in members])
-    sums = _marginals(rows, tokens, len(keys), len(p))
-    plan = _solve(-np.ones(len(rows)), A_ub=sums, b_ub=np.append(masses, p))
+    plan = _solve(np.ones(len(rows)), rows, tokens, masses, p)
     return _completed(rows, tokens, plan, masses, p, keys.index(tuple(sorted(set(drawn)))))
 
 
-def _marginals(rows: Indices, tokens: Indices, sets: int, vocabulary: int) -> csr_array:
-    """Matrix that sums variables ``(row, token)`` by row, and below that by token."""
+def _solve(worth: Array, rows: Indices, tokens: Indices, masses: Array, p: Array) -> Array:
+    """The plan of the greatest worth that serves no row and no token beyond its mass, up to HiGHS' tolerance."""
     columns = np.arange(len(rows))
-    entries = (np.ones(2 * len(rows)), (np.append(rows, sets + tokens), np.append(columns, columns)))
-    return csr_array(entries, shape=(sets + vocabulary, len(rows)))
+    entries = (np.ones(2 * len(rows)), (np.append(rows, len(masses) + tokens), np.append(columns, columns)))
+    sums = csr_array(entries, shape=(len(masses) + len(p), len(rows)))  # by row, and below that by token
+    tight: Any = {"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": 1e-10}
+    limits: Any = {"A_ub": sums, "b_ub": np.append(masses, p)}  # Any: scipy's stubs do not know sparse constraints
+    found: Any = linprog(-worth, method="highs", options=tight, **limits)
+    if found.x is None:
+        raise RuntimeError(f"HiGHS did not solve the transport program: {found.message}")
+    return np.maximum(found.x, 0)
 
 
 def _completed(rows: Indices, tokens: Indices, served: Array, masses: Array, p: Array, row: int) -> Array:
     """Law of the emitted token given outcome ``row``: what the plan serves, then a product of the residuals.
 
-    A solver meets its constraints up to a tolerance. A plan cut down to them is completed to exact marginals.
+    A solver meets its constraints up to a tolerance. What it serves is cut down to them: by tokens, and then by rows,
+    which only lowers it further. Coupling what is left of both sides as a product then gives every row its mass and
+    every token its own, since ``masses`` and ``p`` have the same sum: the law is exact for any plan at all.
     """
     served = served * _at_most_one(p, _sums(served, tokens, len(p)))[tokens]
     served = served * _at_most_one(masses, _sums(served, rows, len(masses)))[rows]
@@ -219,14 +234,6 @@ def _sums(values: Array, groups: Indices, count: int) -> Array:
 
 def _at_most_one(limit: Array, used: Array) -> Array:
     return np.divide(limit, used, out=np.ones_like(limit), where=used > limit)
-
-
-def _solve(cost: Array, **constraints: Any) -> Array:  # Any: scipy's stubs do not know sparse constraints
-    tight: Any = {"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": 1e-10}
-    found: Any = linprog(cost, method="highs", options=tight, **constraints)
-    if found.status != 0:
-        raise RuntimeError(f"HiGHS did not solve the transport program: {found.message}")
-    return np.maximum(found.x, 0)
 
 
 def _as_array(row: Tensor) -> Array:
