@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
+from arbordraft.checks import real, whole
 from arbordraft.sampling import draw
 
 
@@ -28,6 +29,7 @@ class DraftLaw(nn.Module):
         replacement: whether a token may be drawn more than once.
 
     Raises:
+        TypeError: if a count is no whole number.
         ValueError: if a count is negative or both are zero.
     """
 
@@ -35,10 +37,10 @@ class DraftLaw(nn.Module):
 
     def __init__(self, tops: int, tails: int, replacement: bool) -> None:
         super().__init__()
-        if tops < 0 or tails < 0 or tops + tails < 1:
-            raise ValueError(f"a draft law needs at least one child, got {tops} tops and {tails} tails")
-        self.tops = tops
-        self.tails = tails
+        self.tops = whole("tops", tops, 0)
+        self.tails = whole("tails", tails, 0)
+        if self.k < 1:
+            raise ValueError("a draft law needs at least one child, got 0 tops and 0 tails")
         self.replacement = replacement
 
     @property
@@ -105,8 +107,9 @@ class DraftLaw(nn.Module):
                 row[token] = 0
 
     def enumerate(self, draft: Tensor) -> Iterator[tuple[float, list[int]]]:
-        """All outcomes of :meth:`draw` with their probabilities; meant for small supports."""
+        """All outcomes of :meth:`draw` with their probabilities, reckoned in float64; meant for small supports."""
         tops, row = self._split(draft)
+        row = row.double()  # as draws are
 
         def tails(row: Tensor, left: int) -> Iterator[tuple[float, list[int]]]:
             if left == 0:
@@ -158,17 +161,17 @@ class DraftLaw(nn.Module):
 
 
 class IID(DraftLaw):
-    """``k`` independent draws; equal tokens may occur and stay separate children."""
+    """``k`` independent draws, at least 1; equal tokens may occur and stay separate children."""
 
     def __init__(self, k: int) -> None:
-        super().__init__(tops=0, tails=k, replacement=True)
+        super().__init__(tops=0, tails=whole("k", k, 1), replacement=True)
 
 
 class WithoutReplacement(DraftLaw):
-    """``k`` different tokens, drawn one after the other from what is left of the row."""
+    """``k`` different tokens, at least 1, drawn one after the other from what is left of the row."""
 
     def __init__(self, k: int) -> None:
-        super().__init__(tops=0, tails=k, replacement=False)
+        super().__init__(tops=0, tails=whole("k", k, 1), replacement=False)
 
 
 class TopTail(DraftLaw):
@@ -190,15 +193,18 @@ class AdaptiveTopTail(DraftLaw):
     least is always drawn.
 
     Args:
-        k: number of children.
-        threshold: of the draft probability; 1 or more makes it :class:`WithoutReplacement`, 0 ``TopTail(k - 1, 1)``.
+        k: number of children, at least 1.
+        threshold: of the draft probability, from 0 to 1; 1 makes it :class:`WithoutReplacement`, 0
+            ``TopTail(k - 1, 1)``.
+
+    Raises:
+        TypeError: if an argument is no number.
+        ValueError: if it is out of range.
     """
 
     def __init__(self, k: int, threshold: float = 0.2) -> None:
-        super().__init__(tops=0, tails=k, replacement=False)
-        if threshold < 0:
-            raise ValueError(f"threshold must not be negative, got {threshold}")
-        self.threshold = threshold
+        super().__init__(tops=0, tails=whole("k", k, 1), replacement=False)
+        self.threshold = real("threshold", threshold, 0, 1)
 
     def narrow(self, children: int) -> "DraftLaw":
         super().narrow(children)  # checks
@@ -213,10 +219,13 @@ class AdaptiveTopTail(DraftLaw):
 
 
 class Fixed(DraftLaw):
-    """The ``k`` most probable tokens, or any tokens that a drafter chose without noise (an n-gram lookup)."""
+    """The ``k`` most probable tokens, at least 1, or any that a drafter chose without noise (an n-gram lookup).
+
+    A drafter that repeats a token among siblings wastes a row; it changes nothing else.
+    """
 
     def __init__(self, k: int) -> None:
-        super().__init__(tops=k, tails=0, replacement=False)
+        super().__init__(tops=whole("k", k, 1), tails=0, replacement=False)
 
 
 def given(draft: Tensor | None) -> Tensor:
