@@ -7,7 +7,7 @@ size of a drafter.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -37,8 +37,12 @@ class SampleTree:
         draft_probs: ``[V]`` draft row of every node with children, as sampled from. A node may lack one only
             if its law is deterministic.
 
+    Siblings may repeat a token if they were drawn with replacement, or if they are certain. Of equal certain ones only
+    the first is ever accepted: the others waste their rows, no more.
+
     Raises:
-        ValueError: if the root is not alive, nodes are out of order, or a living node has a dead parent.
+        ValueError: if the root is not alive, nodes are out of order, a living node has a dead parent, or siblings that
+            were drawn without replacement repeat a token.
     """
 
     topology: TreeTopology
@@ -52,6 +56,18 @@ class SampleTree:
             raise ValueError(f"tokens must list nodes of the topology from 0 upwards, got nodes {nodes}")
         if orphan := next((node for node in nodes[1:] if parents[node] not in self.tokens), None):
             raise ValueError(f"node {orphan} is alive, but its parent {parents[orphan]} is not")
+        if not (self.law.deterministic or self.law.replacement):
+            self._check_distinct()
+
+    def _check_distinct(self) -> None:
+        parents, seen = self.topology.parent_list, set()
+        for node, token in self.tokens.items():
+            if (parents[node], token) in seen and parents[node] in self.draft_probs:
+                raise ValueError(
+                    f"two children of node {parents[node]} have the token {token}, which {self.law} cannot draw: state "
+                    "the law that drew them, such as IID"
+                )
+            seen.add((parents[node], token))
 
     def children(self, node: int) -> list[int]:
         """Living children of a node, in the order in which they were drawn."""
@@ -222,6 +238,9 @@ class StepView:
         greedy: whether the target decodes at temperature 0.
         batch: samples that the target's forward will serve, those that stopped drafting included.
         planned: rows of that forward so far, all samples, roots included.
+        alike: samples of the batch that each one shown stands for. A greedy view shows all that go on, each for itself.
+            A sampled one shows a single sample, which stands for a whole batch of its like: it decides by itself alone,
+            so that its text does not depend on what shares its batch.
     """
 
     depth: int
@@ -230,6 +249,7 @@ class StepView:
     greedy: bool = False
     batch: int = 1
     planned: int = 1
+    alike: int = 1
 
     @property
     def confidence(self) -> list[list[float]]:
@@ -247,13 +267,14 @@ class StepView:
         return [[path[-1].origin.entropy if path else 0.0 for path in nodes] for nodes in self.paths]
 
 
+@runtime_checkable
 class Costs(Protocol):
     """What drafts cost; see :class:`~arbordraft.costs.CostTable`."""
 
-    def floor(self, samples: int, chances: Sequence[float] = ()) -> float:
-        """Acceptance below which no number of drafts pays."""
+    def floor(self, samples: int, chances: Sequence[float] = (), alike: int = 1) -> float:
+        """Acceptance below which no number of drafts pays; ``alike`` as in :class:`StepView`."""
 
-    def worthwhile(self, samples: int, chances: Sequence[float]) -> int:
+    def worthwhile(self, samples: int, chances: Sequence[float], alike: int = 1) -> int:
         """How many of the drafts with these chances, descending, give the most tokens per second."""
 
 
@@ -275,8 +296,10 @@ class DraftContext:
         memory: what the decider remembers of each sample.
         noise: uniforms of this step; ``None`` if ``greedy``.
         costs: what rows cost; drafts that are not drawn at random are then given up where they do not pay.
+        expected_batch: samples that a sampled one takes its batch to have, all of them like itself.
         candidates: children that each root has already, with the ``[V]`` row that they were drawn from; ``None`` if the
             drafter gives roots theirs.
+        vocab_size: V, the target's; ``None`` if the drafter has as many ids, come what may.
     """
 
     tokens: Sequence[Sequence[int]]
@@ -290,4 +313,6 @@ class DraftContext:
     memory: Sequence[Any]
     noise: Noise | None
     costs: Costs | None = None
+    expected_batch: int = 1
     candidates: "Sequence[tuple[Sequence[int], Tensor] | None] | None" = None
+    vocab_size: int | None = None

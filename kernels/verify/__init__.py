@@ -40,7 +40,7 @@ def lowest_kept(scores: Tensor, count: int = 0, mass: float = 0.0) -> Tensor:
         mass: probability to keep at least.
 
     Returns:
-        ``[R]`` float32; anything below the lowest score where all are kept.
+        ``[R]`` float32, or float64 if the scores are; anything below the lowest score where all are kept.
 
     Raises:
         ValueError: if neither is positive, so that nothing would be kept.

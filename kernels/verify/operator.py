@@ -1,5 +1,8 @@
 """Passes over rows of scores as operators of torch, each with a plain implementation beside the Triton one.
 
+The kernels reckon in float32. Float64 scores are given to the plain implementations everywhere: what they find would
+else be compared with, or subtracted from, numbers that have another rounding.
+
 Shapes: R rows, N nodes, D draft rows, V vocabulary, C chunks of a row, K special tokens of a node.
 """
 
@@ -7,9 +10,14 @@ import torch
 from torch import Tensor
 
 from arbordraft.kernels.choice import interpreted
-from arbordraft.kernels.verify.reference import lowest_kept_reference
+from arbordraft.kernels.verify.reference import lowest_kept_reference, wide
 
 CHUNK = 4096  # tokens of a chunk
+
+
+def _launches(scores: Tensor) -> bool:
+    """Whether a kernel runs on these scores."""
+    return (scores.is_cuda or interpreted()) and scores.dtype != torch.float64
 
 
 def _chunks(x: Tensor, fill: float) -> Tensor:
@@ -25,13 +33,13 @@ def row_stats(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     Returns:
         ``[R, C]`` highest scores, NaN where a chunk holds one; ``[R, C]`` int64, the first place of each; ``[R, C]``
-        sums of ``exp(score - highest)``. Float32, except for the places.
+        sums of ``exp(score - highest)``. Float32, or float64 if the scores are, except for the places.
     """
-    if scores.is_cuda or interpreted():
+    if _launches(scores):
         from arbordraft.kernels.verify.triton import launch_row_stats
 
         return launch_row_stats(scores)
-    parts = _chunks(scores.float(), -torch.inf)
+    parts = _chunks(scores.to(wide(scores)), -torch.inf)
     highest, place = parts.max(dim=-1)
     first = torch.arange(parts.shape[-2], device=scores.device) * CHUNK
     below = highest.masked_fill(highest == -torch.inf, 0)
@@ -53,18 +61,18 @@ def left_mass(
 
     Args:
         scores: ``[R, V]``.
-        lse: ``[R]`` float32, the logarithm of the sum of their exponentials.
+        lse: ``[R]``, the logarithm of the sum of their exponentials; float32, or float64 if the scores are.
         draft: ``[D, V]`` probabilities.
         row: ``[N]`` int64 row of scores of every node.
         draft_row: ``[N]`` int64 row it drew from, -1 for none: q is 0 then.
-        weight: ``[N]`` float32, w.
-        taken: ``[N]`` float32, t.
+        weight: ``[N]`` w, of the same dtype as ``lse``.
+        taken: ``[N]`` t, likewise.
         special: ``[N, K]`` int64 tokens to leave out, -1 for none.
 
     Returns:
-        ``[N, C]`` and ``[N, C]`` float32.
+        ``[N, C]`` and ``[N, C]`` of the same dtype.
     """
-    if scores.is_cuda or interpreted():
+    if _launches(scores):
         from arbordraft.kernels.verify.triton import launch_left_mass
 
         return launch_left_mass(scores, lse, draft, row, draft_row, weight, taken, special)
@@ -102,7 +110,7 @@ def left_pick(
     Returns:
         ``[N]`` int64 tokens, -1 where R is 0 all over the chunk.
     """
-    if scores.is_cuda or interpreted():
+    if _launches(scores):
         from arbordraft.kernels.verify.triton import launch_left_pick
 
         return launch_left_pick(scores, lse, draft, row, draft_row, weight, taken, special, chunk, level)
@@ -126,12 +134,12 @@ def _left(
     taken: Tensor,
     special: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    p = (scores[row].float() - lse[row][:, None]).exp() * weight[:, None]
-    q = draft[draft_row.clamp(min=0)].float() if len(draft) else torch.zeros_like(p)
+    p = (scores[row].to(lse.dtype) - lse[row][:, None]).exp() * weight[:, None]
+    q = draft[draft_row.clamp(min=0)].to(p.dtype) if len(draft) else torch.zeros_like(p)
     q = q * (draft_row >= 0)[:, None]
-    ordinary = torch.ones_like(p, dtype=torch.bool)
-    known = special >= 0
-    ordinary[known.nonzero()[:, 0], special[known]] = False
+    vocabulary = p.shape[1]
+    ordinary = torch.ones(len(p), vocabulary + 1, dtype=torch.bool, device=p.device)  # -1 is marked behind the last one
+    ordinary = ordinary.scatter_(1, torch.where(special < 0, vocabulary, special), False)[:, :vocabulary]
     return (p - taken[:, None] * q).clamp(min=0) * ordinary, q * ordinary
 
 
@@ -141,11 +149,11 @@ def lowest_kept(scores: Tensor, lse: Tensor, count: int, mass: float) -> Tensor:
 
     Args:
         scores: ``[R, V]``.
-        lse: ``[R]`` float32, the logarithm of the sum of their exponentials.
+        lse: ``[R]``, the logarithm of the sum of their exponentials.
         count: tokens to keep at least.
         mass: probability to keep at least.
     """
-    if scores.is_cuda or interpreted():
+    if _launches(scores):
         from arbordraft.kernels.verify.triton import launch_lowest_kept
 
         return launch_lowest_kept(scores, lse, count, mass)
@@ -154,20 +162,20 @@ def lowest_kept(scores: Tensor, lse: Tensor, count: int, mass: float) -> Tensor:
 
 @lowest_kept.register_fake
 def _(scores: Tensor, lse: Tensor, count: int, mass: float) -> Tensor:
-    return scores.new_empty(scores.shape[0], dtype=torch.float32)
+    return scores.new_empty(scores.shape[0], dtype=wide(scores))
 
 
 @row_stats.register_fake
 def _(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     shape = (scores.shape[0], -(-scores.shape[1] // CHUNK))
-    floats = [scores.new_empty(shape, dtype=torch.float32) for _ in range(2)]
+    floats = [scores.new_empty(shape, dtype=wide(scores)) for _ in range(2)]
     return floats[0], scores.new_empty(shape, dtype=torch.int64), floats[1]
 
 
 @left_mass.register_fake
 def _(scores: Tensor, lse: Tensor, draft: Tensor, row: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     shape = (row.shape[0], -(-scores.shape[1] // CHUNK))
-    return scores.new_empty(shape, dtype=torch.float32), scores.new_empty(shape, dtype=torch.float32)
+    return scores.new_empty(shape, dtype=wide(scores)), scores.new_empty(shape, dtype=wide(scores))
 
 
 @left_pick.register_fake
@@ -176,7 +184,7 @@ def _(scores: Tensor, lse: Tensor, draft: Tensor, row: Tensor, *_: object) -> Te
 
 
 def log_sum_exp(scores: Tensor) -> Tensor:
-    """``[R]`` float32 of ``[R, V]`` scores."""
+    """``[R]`` of ``[R, V]`` scores: float32, or float64 if the scores are."""
     highest, _, mass = row_stats(scores)
     return (highest + mass.log()).logsumexp(dim=-1)
 

@@ -7,15 +7,20 @@ import torch
 from torch import Tensor
 
 
+def wide(scores: Tensor) -> torch.dtype:
+    """What scores are reckoned in: float32, or float64 if they are."""
+    return torch.promote_types(scores.dtype, torch.float32)
+
+
 def row_max_reference(logits: Tensor) -> tuple[Tensor, Tensor]:
     """See :func:`arbordraft.kernels.verify.row_max`."""
     values, tokens = logits.max(dim=-1)
-    return values.to(torch.promote_types(values.dtype, torch.float32)), tokens
+    return values.to(wide(values)), tokens
 
 
 def lowest_kept_reference(scores: Tensor, count: int, mass: float) -> Tensor:
     """See :func:`arbordraft.kernels.verify.lowest_kept`."""
-    ordered = scores.float().sort(dim=-1, descending=True).values
+    ordered = scores.to(wide(scores)).sort(dim=-1, descending=True).values
     probs = ordered.softmax(dim=-1)
     above = probs.double().cumsum(dim=-1) - probs
     # Equal scores stay together: all of them have above them what the first of them has.

@@ -12,6 +12,8 @@ tokens that can still be drawn, c_i their mass, so that
 one number per node stands for the whole row. Tokens that cannot be drawn any more, tops and those drawn without
 replacement, keep the R of their own turn; they are *special*, and there are at most as many as children. So k draws
 take k passes over the rows of all nodes together. The rest is arithmetic on as many numbers as there are children.
+Children may repeat a token: each IID draw has a turn of its own, while of equal certain children the first has all of
+the token's R and the others none.
 
 ``Lifted`` needs no walk either: a node's weight follows from its parent's law, whatever the noise, and so does the
 chance to end there; the first node in post-order that its uniform lets end is the end of the path.
@@ -41,7 +43,7 @@ class PackedTree:
         draft_row: ``[N]`` int64 draft row that a node's children were drawn from, -1 for none.
         children: ``[N, K]`` int64 rows of the children in the order of their verification, -1 behind the last.
         tokens: ``[N, K]`` int64 their tokens.
-        certain: ``[N, K]`` bool: which were not drawn at random.
+        certain: ``[N, K]`` bool: which were not drawn at random; they may repeat a token, as IID draws may.
         parent: ``[N]`` int64 index of the parent among the inner nodes, and
         place: ``[N]`` int64 which of its children the node is; both -1 for roots.
         order: ``[T]`` int64 place of a row in the post-order of its sample.
@@ -127,11 +129,11 @@ def _laws(scores: Tensor, lse: Tensor, draft: Tensor, tree: PackedTree, nodes: s
     q = draft[draft_row.clamp(min=0)[:, None], place].double() if len(draft) else torch.zeros_like(p)
 
     def sums(taken: Tensor, special: Tensor) -> tuple[Tensor, Tensor]:
-        return left_mass(scores, lse, draft, row, draft_row, weight.float(), taken.float(), special)
+        return left_mass(scores, lse, draft, row, draft_row, weight.to(lse.dtype), taken.to(lse.dtype), special)
 
     taken, null = torch.zeros_like(weight), 1 - weight
     mass, left = torch.ones_like(weight), torch.ones_like(weight)
-    frozen = torch.where(certain, p, 0.0)  # R of special tokens
+    frozen = torch.where(_first_of(tokens, certain), p, 0.0)  # R of special tokens
     special = torch.where(certain, tokens, -1)
     accept = torch.zeros_like(p)
     chunks, drawable = sums(taken, special)
@@ -154,15 +156,18 @@ def _laws(scores: Tensor, lse: Tensor, draft: Tensor, tree: PackedTree, nodes: s
         chunks, drawable = sums(taken, special)
         mass = torch.where(left > 0, chunks.double().sum(dim=-1) + frozen.sum(dim=-1) + null, 0.0)
     if tree.replacement:  # tokens that were drafted are gone on with rather than emitted
-        first = (tokens[:, :, None] == tokens[:, None, :]).int().argmax(dim=2) == torch.arange(
-            tokens.shape[1], device=tokens.device
-        )
         held = (p - taken[:, None] * q).clamp(min=0)
-        frozen = torch.where(real & ~certain & first, held, frozen)
+        frozen = torch.where(_first_of(tokens, real & ~certain), held, frozen)
         special = torch.where(real, tokens, -1)
         chunks, _ = sums(taken, special)
     scale = left / _positive(mass)
     return _Laws(taken, accept + scale[:, None] * frozen, scale * chunks.double().sum(dim=-1), chunks.double())
+
+
+def _first_of(tokens: Tensor, among: Tensor) -> Tensor:
+    """``[N, K]`` which of the chosen children are the first with their token among these."""
+    same = (tokens[:, :, None] == tokens[:, None, :]) & among[:, None, :]
+    return among & (same.int().argmax(dim=2) == torch.arange(tokens.shape[1], device=tokens.device))
 
 
 def _joined(laws: Sequence[_Laws]) -> _Laws:
@@ -245,8 +250,8 @@ def _emitted(
     node = torch.where(F.pad(law.mass.sum(dim=-1), (0, 1))[node] > 0, node, count)
     row_of = {
         "draft_row": F.pad(tree.draft_row, (0, 1), value=-1)[node],
-        "weight": F.pad(weight, (0, 1), value=1.0)[node].float(),
-        "taken": F.pad(law.taken, (0, 1))[node].float(),
+        "weight": F.pad(weight, (0, 1), value=1.0)[node].to(lse.dtype),
+        "taken": F.pad(law.taken, (0, 1))[node].to(lse.dtype),
         "special": F.pad(tree.tokens, (0, 0, 0, 1), value=-1)[node],
     }
     arguments = (scores, lse, draft, end, *row_of.values())

@@ -65,7 +65,7 @@ class Rule(nn.Module):
             target: ``[V]`` target probabilities.
             weight: in [0, 1]: the share of the target's mass that this prefix still has to emit.
             draft: ``[V]`` draft row the children were drawn from; ``None`` for deterministic laws.
-            tokens: the children in the order of drawing; an IID law may repeat a token.
+            tokens: the children in the order of drawing; IID draws and certain children may repeat a token.
             law: the law that drew them.
 
         Raises:
