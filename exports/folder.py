@@ -1,10 +1,7 @@
-"""Folders that are written whole or not at all."""
+"""What an export wrote."""
 
-import contextlib
 import hashlib
 import os
-import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,40 +35,6 @@ class Export:
     folder: Path
     files: list[File]
     parity: dict[str, float | bool] = field(default_factory=dict)
-
-
-@contextlib.contextmanager
-def new_folder(path: str | os.PathLike[str], *, force: bool = False) -> Iterator[Path]:
-    """A private folder to fill, which becomes ``path`` when the block ends without an error.
-
-    Whatever goes wrong inside leaves no trace, and an older folder at ``path`` as it was.
-
-    Args:
-        path: the folder to be; its parents are made.
-        force: replace a folder that is there.
-
-    Raises:
-        FileExistsError: if ``path`` exists and ``force`` is not given, before anything is done.
-    """
-    path = Path(path)
-    if path.exists() and not force:
-        raise FileExistsError(f"{path} exists: name another folder, or replace it with --force (force=True)")
-    if path.exists() and not path.is_dir():
-        raise FileExistsError(f"{path} is no folder; only folders are replaced")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch:
-        staging = Path(scratch, "new")
-        staging.mkdir()
-        yield staging
-        if path.exists():
-            path.rename(Path(scratch, "old"))
-            try:
-                staging.rename(path)
-            except OSError:
-                Path(scratch, "old").rename(path)
-                raise
-        else:
-            staging.rename(path)
 
 
 def contents(folder: str | os.PathLike[str]) -> list[File]:

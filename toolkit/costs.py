@@ -7,19 +7,24 @@ worth more than the time of its row.
 import json
 import time
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 
 from arbordraft.cache import RaggedKVCache
+from arbordraft.checks import each, instance, positive, real, whole
+from arbordraft.files import write_text
 from arbordraft.target import RaggedModel
 
-_TABLES = ("target", "draft")
 _ROWS = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128)
+_MOST_ROWS, _LONGEST = 2**14, 2**20  # of a forward that is timed, and of the text before it: their memory is real
+
+Costs = TypeVar("Costs")
 
 
 @dataclass(frozen=True)
@@ -27,30 +32,49 @@ class CostTable:
     """Seconds of a target forward by its number of packed rows, interpolated in between.
 
     Args:
-        rows: measured numbers of rows, ascending.
-        seconds: their times; made not to fall with more rows, since a drop can only be noise.
+        rows: measured numbers of rows, ascending from 1.
+        seconds: their times, above 0; made not to fall with more rows, since a drop can only be noise.
 
     Raises:
-        ValueError: unless rows ascend from 1 and every time is positive.
+        TypeError: if they are no lists of numbers.
+        ValueError: unless rows ascend from 1 and every time is positive and finite.
     """
 
     rows: tuple[int, ...]
     seconds: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        ascending = list(self.rows) == sorted(set(self.rows)) and self.rows[:1] == (1,)
-        if not ascending or len(self.rows) != len(self.seconds) or min(self.seconds) <= 0:
-            raise ValueError("a cost table needs ascending rows from 1 and a positive time for each")
-        highest, rising = 0.0, []
-        for second in self.seconds:
-            highest = max(highest, second)
-            rising.append(highest)
-        object.__setattr__(self, "seconds", tuple(rising))
+        rows = each("rows", self.rows, whole)
+        seconds = each("seconds", self.seconds, positive)
+        if list(rows) != sorted(set(rows)) or rows[:1] != (1,) or len(rows) != len(seconds):
+            raise ValueError(
+                f"a cost table needs ascending rows from 1 and a time for each, got rows {list(rows)} and "
+                f"{len(seconds)} times"
+            )
+        object.__setattr__(self, "rows", rows)
+        object.__setattr__(self, "seconds", tuple(accumulate(seconds, max)))
 
     @classmethod
     def measure(cls, target: RaggedModel, rows: Sequence[int] = _ROWS, *, context: int = 256, repeats: int = 5) -> Self:
-        """Times forwards of a chain behind ``context`` tokens: the best of ``repeats``, which noise disturbs least."""
+        """Times forwards of a chain behind ``context`` tokens: the best of ``repeats``, which noise disturbs least.
+
+        Args:
+            target: the target.
+            rows: numbers of rows to time, ascending from 1 to at most 16384.
+            context: tokens before them, at most 2^20, and less where the target has not so many positions.
+            repeats: measurements of each, 1 or more.
+
+        Raises:
+            TypeError: if an argument is no number of its kind.
+            ValueError: if one is out of range.
+        """
+        instance("target", target, RaggedModel)
+        rows = each("rows", rows, lambda name, value: whole(name, value, 1, _MOST_ROWS))
+        cls(rows, (1.0,) * len(rows))  # checks their order before anything is timed
+        context, repeats = whole("context", context, 0, _LONGEST), whole("repeats", repeats, 1)
         if target.max_positions is not None:
+            if max(rows) > target.max_positions:
+                raise ValueError(f"{max(rows)} rows exceed the target's {target.max_positions} positions")
             context = min(context, target.max_positions - max(rows))
         cache = RaggedKVCache()
         sample = cache.open(context + max(rows))
@@ -63,17 +87,20 @@ class CostTable:
                 target(tokens, batch, cache)
                 best[count] = min(best[count], time.perf_counter() - start)
                 cache.drop([sample])
-        return cls(tuple(rows), tuple(best.values()))
+        return cls(rows, tuple(best.values()))
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Reads what :meth:`save` wrote."""
-        fields = json.loads(path.read_text())
-        return cls(tuple(fields["rows"]), tuple(fields["seconds"]))
+        """Reads what :meth:`save` wrote.
+
+        Raises:
+            ValueError: if it is something else.
+        """
+        return _load(path, "cost table", lambda fields: cls(**fields))
 
     def save(self, path: Path) -> None:
         """Writes JSON; the file appears only when it is complete."""
-        _write(path, asdict(self))
+        write_text(path, json.dumps(asdict(self)) + "\n")
 
     def __call__(self, rows: float) -> float:
         """Seconds of a forward with ``rows`` packed rows; beyond the table along its last slope."""
@@ -83,21 +110,22 @@ class CostTable:
         (low, high), (first, second) = self.rows[at - 1 : at + 1], self.seconds[at - 1 : at + 1]
         return first + (second - first) * (rows - low) / (high - low)
 
-    def floor(self, samples: int, chances: Sequence[float] = ()) -> float:
+    def floor(self, samples: int, chances: Sequence[float] = (), alike: int = 1) -> float:
         """Acceptance below which no number of drafts, up to 16 per sample, makes decoding faster."""
-        return _floor(self, samples)
+        return _floor(self, samples, alike)
 
-    def worthwhile(self, samples: int, chances: Sequence[float]) -> int:
+    def worthwhile(self, samples: int, chances: Sequence[float], alike: int = 1) -> int:
         """How many drafts give the most tokens per second.
 
         Args:
             samples: samples that take part; each emits one token without any draft.
             chances: probability that each draft is reached and accepted, descending.
+            alike: samples that each of them stands for; what is kept of one is kept of all.
         """
-        best, count, expected = samples / self(samples), 0, float(samples)
+        best, count, expected = samples / self(samples * alike), 0, float(samples)
         for drafts, chance in enumerate(chances, 1):
             expected += chance
-            if (rate := expected / self(samples + drafts)) > best:
+            if (rate := expected / self((samples + drafts) * alike)) > best:
                 best, count = rate, drafts
         return count
 
@@ -113,7 +141,8 @@ class StepCosts:
         rest: verification and bookkeeping, once per step.
 
     Raises:
-        ValueError: if a time is negative.
+        TypeError: if a table is none, or a time no number.
+        ValueError: if a time is negative or not finite.
     """
 
     target: CostTable
@@ -122,8 +151,10 @@ class StepCosts:
     rest: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.decide < 0 or self.rest < 0:
-            raise ValueError(f"times must not be negative, got decide={self.decide} and rest={self.rest}")
+        instance("target", self.target, CostTable)
+        instance("draft", self.draft, CostTable)
+        object.__setattr__(self, "decide", real("decide", self.decide, 0))
+        object.__setattr__(self, "rest", real("rest", self.rest, 0))
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -132,20 +163,16 @@ class StepCosts:
         Raises:
             ValueError: if it is something else.
         """
-        try:
-            return cls.from_fields(json.loads(path.read_text()))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} holds no step costs: {error}; measure them again") from error
+        return _load(path, "step costs", cls.from_fields)
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Self:
         """The inverse of ``dataclasses.asdict``, also after a detour through JSON."""
-        tables = {name: CostTable(**{key: tuple(row) for key, row in fields[name].items()}) for name in _TABLES}
-        return cls(**{**fields, **tables})
+        return cls(**{**fields, "target": CostTable(**fields["target"]), "draft": CostTable(**fields["draft"])})
 
     def save(self, path: Path) -> None:
         """Writes JSON; the file appears only when it is complete."""
-        _write(path, asdict(self))
+        write_text(path, json.dumps(asdict(self)) + "\n")
 
     def step(self, samples: int, levels: float) -> float:
         """Seconds of a step in which ``samples`` chains of ``levels`` drafts, on average, are drafted and verified."""
@@ -170,33 +197,38 @@ class NodeBudget:
     (Li et al., 2024) calls expanding and reranking.
 
     Args:
-        nodes: per sample, root included. Samples of a batch share their budgets.
+        nodes: per sample, root included; 1 or more. Greedy samples of a batch share their budgets, sampled ones have
+            each its own.
+
+    Raises:
+        TypeError: if ``nodes`` is no whole number.
+        ValueError: if it is below 1.
     """
 
     nodes: int
 
     def __post_init__(self) -> None:
-        if self.nodes < 1:
-            raise ValueError(f"a budget has at least the root, got {self.nodes} nodes")
+        object.__setattr__(self, "nodes", whole("nodes", self.nodes, 1))
 
-    def floor(self, samples: int, chances: Sequence[float] = ()) -> float:
+    def floor(self, samples: int, chances: Sequence[float] = (), alike: int = 1) -> float:
         """The chance of the last draft that fits so far: what is less likely has no descendants that fit either."""
         count = samples * (self.nodes - 1)
         return sorted(chances, reverse=True)[count - 1] if 0 < count <= len(chances) else 0.0
 
-    def worthwhile(self, samples: int, chances: Sequence[float]) -> int:
+    def worthwhile(self, samples: int, chances: Sequence[float], alike: int = 1) -> int:
         """How many of the drafts, likeliest first, are kept."""
         return min(len(chances), samples * (self.nodes - 1))
 
 
-def _write(path: Path, fields: dict[str, Any]) -> None:
-    partial = path.with_suffix(path.suffix + ".part")
-    partial.write_text(json.dumps(fields) + "\n")
-    partial.replace(path)
+def _load(path: Path, kind: str, make: Callable[[Any], Costs]) -> Costs:
+    try:
+        return make(json.loads(path.read_text()))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} holds no {kind}: {error}; measure them again") from error
 
 
 @cache
-def _floor(costs: CostTable, samples: int) -> float:
-    base = costs(samples)
-    slopes = ((costs(samples + more) - base) / more for more in range(1, 16 * samples + 1))
+def _floor(costs: CostTable, samples: int, alike: int) -> float:
+    base = costs(samples * alike)
+    slopes = ((costs((samples + more) * alike) - base) / more for more in range(1, 16 * samples + 1))
     return samples / base * min(slopes)

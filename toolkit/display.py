@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from arbordraft.files import new_file
 from arbordraft.metrics import DecodeStats
 from arbordraft.topology import TreeTopology
 
@@ -72,7 +73,9 @@ def tree_text(topology: TreeTopology) -> Tree:
 
 def draw_png(topology: TreeTopology, path: Path) -> None:
     """A topology and its causal mask as a PNG file; for errors see :func:`tree_picture`."""
-    tree_picture(topology).savefig(path)
+    figure = tree_picture(topology)
+    with new_file(path) as partial:
+        figure.savefig(partial, format="png")
 
 
 def tree_picture(topology: TreeTopology) -> "Figure":

@@ -20,6 +20,7 @@ from arbordraft.coupling import Coupling
 from arbordraft.deciders import CostAware, Decider
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter, NGramDrafter
+from arbordraft.files import write_text
 from arbordraft.laws import IID, Fixed
 from arbordraft.metrics import DecodeStats
 from arbordraft.prompts import chat_batch, chat_batches, plain_request
@@ -145,9 +146,7 @@ class Tuned:
 
     def save(self, path: Path) -> None:
         """Writes JSON; the file appears only when it is complete."""
-        partial = path.with_suffix(path.suffix + ".part")
-        partial.write_text(json.dumps(asdict(self), indent=2) + "\n")
-        partial.replace(path)
+        write_text(path, json.dumps(asdict(self), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Self:

@@ -3,30 +3,45 @@
 import json
 import math
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from fsspec.implementations.local import LocalFileSystem
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 
+from arbordraft.files import check_writable, new_file, new_folder, write_text
+
 RESULT = "best"
 RECIPE = "training.yaml"
+_KEPT = "what was saved before is kept, and --ckpt_path goes on from the last checkpoint"
 
 
 def publish(folder: Path, write: Callable[[Path], None]) -> None:
     """Writes a folder aside and puts it in place at once; an older one goes only when the new one is complete."""
-    new, old = (folder.with_name(f".{folder.name}-{age}") for age in ("new", "old"))
-    shutil.rmtree(new, ignore_errors=True)  # of a process that was killed
-    new.mkdir(parents=True)
-    write(new)
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    new.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+    with new_folder(folder, force=True, kept=_KEPT) as new:
+        write(new)
+
+
+class WholeCheckpoints(TorchCheckpointIO):  # type: ignore[misc]  # Lightning is not type-checked here
+    """Lightning's checkpoints, whose files appear only when they are complete, on the disk that they belong to."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        """Writes a file, or to wherever else Lightning can write.
+
+        Raises:
+            WriteError: if the disk is full, or the path cannot be written.
+        """
+        if storage_options is not None or not isinstance(get_filesystem(path), LocalFileSystem):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        with new_file(path, _KEPT) as partial, partial.open("wb") as file:
+            torch.save(checkpoint, file)
 
 
 class Recorder(Callback):  # type: ignore[misc]  # Lightning is not type-checked here
@@ -39,6 +54,9 @@ class Recorder(Callback):  # type: ignore[misc]  # Lightning is not type-checked
             of every validation.
         monitor: the metric that decides what is best; higher is better.
         alias: of the registered version; ``None`` registers nothing.
+
+    Raises:
+        WriteError: if nothing can be written to ``output``.
     """
 
     def __init__(self, output: str, monitor: str = "val/tau", alias: str | None = "candidate") -> None:
@@ -46,6 +64,7 @@ class Recorder(Callback):  # type: ignore[misc]  # Lightning is not type-checked
         self.config = ""
         self.curve: list[dict[str, float]] = []
         self._resumed = False
+        check_writable(self.output, folder=True)
 
     @property
     def result(self) -> Path:
@@ -59,6 +78,11 @@ class Recorder(Callback):  # type: ignore[misc]  # Lightning is not type-checked
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes it back."""
         self.curve, self._resumed = state_dict["curve"], True
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Sees to it that no checkpoint is ever half a file; whoever chose another way to write them keeps it."""
+        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+            trainer.strategy.checkpoint_io = WholeCheckpoints()
 
     @rank_zero_only  # type: ignore[untyped-decorator, unused-ignore]
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -90,9 +114,7 @@ class Recorder(Callback):  # type: ignore[misc]  # Lightning is not type-checked
         if all(reached > point[self.monitor] for point in self.curve):
             self._publish(trainer, pl_module, metrics)
         self.curve.append({"step": trainer.global_step, **metrics})
-        partial = self._curve_path.with_name(f".{self._curve_path.name}")
-        partial.write_text(json.dumps(self.curve, indent=2) + "\n")
-        partial.replace(self._curve_path)
+        write_text(self._curve_path, json.dumps(self.curve, indent=2) + "\n", _KEPT)
 
     @rank_zero_only  # type: ignore[untyped-decorator, unused-ignore]
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -16,8 +16,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from arbordraft.files import new_file, write_text
+
 GIVEN, ANSWER, PROMPT = 0, 1, 2  # roles: text of others, the target's answers, user turns that the target wrote
 MANIFEST = "manifest.json"
+_KEPT = "the files before it are kept, and the same command goes on behind them"
 _AGAIN = "delete it and run the same generation again"
 
 
@@ -151,13 +154,9 @@ def read_rows(path: Path, names: Sequence[str], spans: Sequence[tuple[int, int]]
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
-    """Writes a safetensors file under another name first, then renames it."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    """Writes a safetensors file, which appears only when it is complete; for errors see ``files.new_file``."""
+    with new_file(path, _KEPT) as partial:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, dict(metadata))
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 class ShardFolder:
@@ -175,15 +174,13 @@ class ShardFolder:
 
         Raises:
             ShardError: if the folder was begun with other settings; it names the first that differs.
+            WriteError: if it cannot be written.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / MANIFEST
         if not path.exists():
             if self._paths():
                 raise ShardError(f"{self.folder} holds shards but no {MANIFEST}; choose another folder")
-            partial = path.with_name(f".{MANIFEST}.{os.getpid()}")
-            partial.write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n")
-            partial.replace(path)
+            write_text(path, json.dumps(manifest, indent=2, sort_keys=True) + "\n")
         wanted, found = (dict(_settings(made)) for made in (json.loads(json.dumps(manifest)), self.manifest()))
         for name in sorted({*wanted, *found}):
             if wanted.get(name) != found.get(name):

@@ -16,6 +16,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from arbordraft.files import write_text
+
 SPOOL = "mlflow-spool"  # in the working folder, like MLflow's own data
 
 Record = dict[str, Any]
@@ -97,9 +99,7 @@ class Journal:
 
     def note(self, progress: Progress) -> None:
         """Replace the last note, at once or not at all."""
-        draft = self.folder / "delivered.tmp"
-        draft.write_text(json.dumps(asdict(progress)))
-        draft.replace(self.folder / "delivered.json")
+        write_text(self.folder / "delivered.json", json.dumps(asdict(progress)))
 
     @contextlib.contextmanager
     def exclusively(self) -> Iterator[bool]:

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from arbordraft.exports.checkpoints import EAGLE, EXIT_ADAPTER, MEDUSA, read_config
-from arbordraft.exports.folder import Export, contents, new_folder
+from arbordraft.exports.folder import Export, contents
+from arbordraft.files import new_folder
 
 LAYOUTS = ("eagle3", "speculators")
 # Wherever one of these stands in the path, vLLM takes the drafter for what it says, whatever it is told.
@@ -43,6 +44,7 @@ def export_vllm(
     Raises:
         ValueError: if the drafter is damaged, or not one that vLLM serves.
         FileExistsError: if the folder exists and ``force`` is not given.
+        WriteError: if the disk is full, or the folder cannot be written.
     """
     return _export("vllm", drafter, folder, layout, target, speculative_tokens, dtype, force, tell)
 
@@ -76,6 +78,7 @@ def export_sglang(
     Raises:
         ValueError: if the drafter is damaged, or not one that SGLang serves.
         FileExistsError: if the folder exists and ``force`` is not given.
+        WriteError: if the disk is full, or the folder cannot be written.
     """
     return _export("sglang", drafter, folder, layout, target, speculative_tokens, dtype, force, tell)
 

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
-from arbordraft.exports.folder import Export, contents, new_folder
+from arbordraft.exports.folder import Export, contents
 from arbordraft.exports.onnx.cases import SHAPES, Shape
 from arbordraft.exports.onnx.parity import LEAST_ACCEPTANCE, TOLERANCE, check_exact, check_quantized
 from arbordraft.exports.onnx.plans import Plan, versions
 from arbordraft.exports.onnx.quantization import Quantization, quantize, save
+from arbordraft.files import new_folder
 from arbordraft.graphs import PREFIX
 
 OPSETS = (20, 23)  # 23 has attention, norms and rotary embeddings as operators
@@ -56,6 +57,7 @@ def write(
         ImportError: if onnx, onnxscript or onnxruntime is missing.
         ParityError: if a graph does not compute what its network does.
         ValueError: if the opset is another one.
+        WriteError: if the disk is full, or ``out`` cannot be written.
     """
     if opset not in OPSETS:
         raise ValueError(f"opset must be one of {OPSETS}, got {opset}")

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from arbordraft.files import write_text
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -83,9 +85,7 @@ def save(path: Path, measurements: Sequence[Any], **settings: Any) -> None:
             row["reached"] = measurement.reached
         rows.append(row)
     report = {"provenance": provenance(), "settings": settings, "measurements": rows}
-    partial = path.with_suffix(path.suffix + ".part")
-    partial.write_text(json.dumps(report, indent=2) + "\n")
-    partial.replace(path)
+    write_text(path, json.dumps(report, indent=2) + "\n")
 
 
 def paired(ours: Callable[[], None], reference: Callable[[], None], repeats: int) -> tuple[float, float, float]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from arbordraft.bench.decoding import DecodeRow
 from arbordraft.bench.verifiers import NodeRow, TreeRow
+from arbordraft.files import new_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,9 +53,8 @@ def plot(rows: Sequence[Any], path: Path) -> None:
         axes.set_title(title)
         draw(axes, group)
         axes.legend(fontsize="x-small")
-    partial = path.with_suffix(".part.png")
-    figure.savefig(partial)
-    partial.replace(path)
+    with new_file(path) as partial:
+        figure.savefig(partial, format="png")
 
 
 def _by(rows: Sequence[Any], key: Callable[[Any], Any]) -> list[tuple[Any, list[Any]]]:

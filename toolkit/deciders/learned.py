@@ -16,10 +16,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
+from arbordraft.checks import each, positive, whole
 from arbordraft.deciders.simple import PathSurvival
+from arbordraft.files import new_file
 from arbordraft.types import TOP, Origin, StepView
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
+_WIDEST = 2**16  # of a layer: what is wider is a mistake that would take all memory
 UNLIKELY = 1e-6  # stands for smaller draft probabilities, whose logarithms would drown all other features
 
 
@@ -38,12 +41,17 @@ class RowSurvival(PathSurvival):
     Args:
         threshold: least chance of survival.
         hidden_size: H, if it is predicted from what the drafter's head makes its rows from; else 0.
-        top_k: K, if it is predicted from a row's highest probabilities and its entropy; else 0.
+        top_k: K, at most ``TOP``, if it is predicted from a row's highest probabilities and its entropy; else 0.
+
+    Raises:
+        TypeError: if an argument is no number of its kind.
+        ValueError: if an argument is out of range.
     """
 
     def __init__(self, threshold: float, hidden_size: int, top_k: int) -> None:
         super().__init__(threshold)
-        self.hidden_size, self.top_k = hidden_size, top_k
+        self.hidden_size = whole("hidden_size", hidden_size, 0, _WIDEST)
+        self.top_k = whole("top_k", top_k, 0, TOP)
 
     @torch.no_grad()
     def survival(self, view: StepView) -> list[list[float]]:
@@ -104,10 +112,11 @@ class LearnedDecider(RowSurvival):
         top_k: K, to read a row's highest probabilities and its entropy; 0 leaves both out.
         widths: sizes of the network's inner layers.
         threshold: least chance of survival.
-        temperatures: by which the network's logits are divided, by depth of the row from the root's on; the last one
-            holds for what is deeper.
+        temperatures: by which the network's logits are divided, above 0, by depth of the row from the root's on; the
+            last one holds for what is deeper.
 
     Raises:
+        TypeError: if an argument is no number of its kind.
         ValueError: if an argument is out of range.
 
     Source: the path's survival as the stop from SpecDec++ (Huang et al., 2024), 1 - TV and the temperatures from DSpark
@@ -123,18 +132,13 @@ class LearnedDecider(RowSurvival):
         temperatures: Sequence[float] = (1.0,),
     ) -> None:
         super().__init__(threshold, hidden_size, top_k)
-        if hidden_size < 0 or not 0 <= top_k <= TOP or any(width < 1 for width in widths):
-            raise ValueError(
-                f"hidden_size must not be negative, top_k lie in 0..{TOP} and widths be positive, got {hidden_size}, "
-                f"{top_k} and {list(widths)}"
-            )
-        if not temperatures or min(temperatures) <= 0:
-            raise ValueError(f"temperatures must be positive, got {list(temperatures)}")
-        self.widths = tuple(widths)
-        self.temperatures = tuple(temperatures)
-        sizes = [3 + (1 + top_k) * (top_k > 0) + hidden_size, *widths]
+        self.widths = each("widths", widths, lambda name, value: whole(name, value, 1, _WIDEST))
+        self.temperatures = each("temperatures", temperatures, positive)
+        if not self.temperatures:
+            raise ValueError("temperatures must hold at least one, got none")
+        sizes = [3 + (1 + self.top_k) * (self.top_k > 0) + self.hidden_size, *self.widths]
         layers: list[nn.Module] = []
-        for before, after in zip(sizes, widths, strict=False):
+        for before, after in zip(sizes, self.widths, strict=False):
             layers += [nn.Linear(before, after), nn.SiLU()]
         self.network = nn.Sequential(*layers, nn.Linear(sizes[-1], 1))
 
@@ -165,9 +169,10 @@ class LearnedDecider(RowSurvival):
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Writes ``config.json`` and ``model.safetensors``."""
         path = Path(folder)
-        path.mkdir(parents=True, exist_ok=True)
-        (path / CONFIG).write_text(json.dumps({"class": type(self).__name__, **self._config()}, indent=2) + "\n")
-        save_file({name: tensor.contiguous() for name, tensor in self.state_dict().items()}, path / WEIGHTS)
+        config = json.dumps({"class": type(self).__name__, **self._config()}, indent=2) + "\n"
+        with new_file(path / CONFIG) as settings, new_file(path / WEIGHTS) as weights:
+            settings.write_text(config)
+            save_file({name: tensor.contiguous() for name, tensor in self.state_dict().items()}, weights)
 
     @classmethod
     def from_pretrained(cls, folder: str | os.PathLike[str], **changes: Any) -> Self:
