@@ -111,7 +111,7 @@ def test_the_allocation_check_bites():
         (lambda mask: mask.prefix_words(7), "7 were asked for"),
         (lambda mask: mask.prefix(2, context=3), "exceeds max_context 2"),
         (lambda mask: mask.level(1, context=3), "exceeds max_context 2"),
-        (lambda mask: SlicedCausalMask(UNEVEN, -1), "must not be negative"),
+        (lambda mask: SlicedCausalMask(UNEVEN, -1), "max_context must be a whole number of at least 0, got -1"),
     ],
 )
 def test_slices_beyond_the_buffer_are_refused(call, message):

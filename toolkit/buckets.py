@@ -6,7 +6,7 @@ children, K children, W ancestor words.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from types import SimpleNamespace
 
@@ -14,12 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from arbordraft.checks import each, whole
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.sampling import Noise
 from arbordraft.topology import WORD_BITS, TreeTopology
 from arbordraft.types import DraftTree
 from arbordraft.verifiers.packed import inner_nodes, post_order
 
+MOST_ROWS = 2**16  # the logits of more would not fit anywhere
 _REALS = frozenset({"threshold", "accept", "final"})  # float64, as bits
 
 
@@ -191,14 +193,16 @@ class Bucket:
 
 
 def bucket_sizes(buckets: Sequence[int]) -> tuple[int, ...]:
-    """Checked and ascending.
+    """Checked and ascending; at most 64 of 1 to 65,536 rows each.
 
     Raises:
-        ValueError: if there is none, or one is not positive.
+        TypeError: if one is no whole number.
+        ValueError: if there is none, or one is out of range.
     """
-    if not buckets or min(buckets) < 1:
-        raise ValueError(f"buckets must be positive numbers of rows such as (8, 16, 32, 64), got {tuple(buckets)}")
-    return tuple(sorted(set(buckets)))
+    rows = each("buckets", buckets, partial(whole, least=1, most=MOST_ROWS), 64)
+    if not rows:
+        raise ValueError("buckets must hold at least one number of rows, such as (8, 16, 32, 64)")
+    return tuple(sorted(set(rows)))
 
 
 def fitting(buckets: Sequence[int], rows: int) -> int:

@@ -2,7 +2,11 @@
 
 import math
 import operator
-from typing import Any
+from collections.abc import Callable, Mapping, Set
+from itertools import islice
+from typing import Any, TypeVar
+
+Checked = TypeVar("Checked")
 
 
 def whole(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
@@ -53,6 +57,44 @@ def real(name: str, value: Any, least: float = -math.inf, most: float = math.inf
     return number
 
 
+def positive(name: str, value: Any) -> float:
+    """A finite number above 0, otherwise as :func:`real`."""
+    number = real(name, value)
+    if number <= 0:
+        raise ValueError(f"{name} must be above 0, got {number}")
+    return number
+
+
+def each(name: str, values: Any, check: Callable[[str, Any], Checked], most: int | None = None) -> tuple[Checked, ...]:
+    """A sequence, an array or a tensor of checked numbers, as a tuple.
+
+    Args:
+        name: of the argument, for the message.
+        values: the numbers; no more than ``most`` and one of them are read.
+        check: what each of them is put through, with a name of its own.
+        most: greatest length allowed; ``None`` for no bound.
+
+    Raises:
+        TypeError: for anything else, such as one number, a text or a mapping.
+        ValueError: if there are too many.
+    """
+    try:
+        if isinstance(values, str | bytes | Mapping | Set):
+            raise TypeError
+        found = list(islice(values, None if most is None else most + 1))
+    except TypeError:
+        raise TypeError(f"{name} must be a list of numbers, got {_shown(values)}") from None
+    if most is not None and len(found) > most:
+        raise ValueError(f"{name} must have at most {most} entries, got more")
+    return tuple(check(f"{name}[{index}]", value) for index, value in enumerate(found))
+
+
+def instance(name: str, value: Any, *kinds: type) -> None:
+    """Raises TypeError unless a value is of one of these kinds."""
+    if not isinstance(value, kinds):
+        raise TypeError(f"{name} must be of type {' or '.join(kind.__name__ for kind in kinds)}, got {_shown(value)}")
+
+
 def _scalar(value: Any) -> Any:
     """The value, unless Python, numpy or torch would read a boolean, a text or an array of one as a number."""
     truth = str(getattr(value, "dtype", type(value).__name__)).removeprefix("torch.") == "bool"
@@ -73,4 +115,4 @@ def _shown(value: Any) -> str:
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
 
 
-__all__ = ["real", "whole"]
+__all__ = ["each", "instance", "positive", "real", "whole"]

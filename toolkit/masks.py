@@ -9,7 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from arbordraft.checks import instance, whole
 from arbordraft.topology import WORD_BITS, TreeTopology, ancestor_words
+
+MOST_BYTES = 2**30  # of a dense mask
 
 
 class SlicedCausalMask(nn.Module):
@@ -23,7 +26,12 @@ class SlicedCausalMask(nn.Module):
     Args:
         topology: the largest tree.
         max_context: greatest number of committed tokens that a dense view may cover. Ancestor words do not
-            mention the context (all of it is visible), so users of words alone leave it at 0.
+            mention the context (all of it is visible), so users of words alone leave it at 0. Times the nodes it
+            may come to 1 GiB.
+
+    Raises:
+        TypeError: if ``topology`` is none, or ``max_context`` no whole number.
+        ValueError: if ``max_context`` is negative, or the mask would be too large.
 
     Source: improved MCSD (Lu et al., 2024), the topology-aware causal mask.
     """
@@ -33,8 +41,13 @@ class SlicedCausalMask(nn.Module):
 
     def __init__(self, topology: TreeTopology, max_context: int = 0) -> None:
         super().__init__()
-        if max_context < 0:
-            raise ValueError(f"max_context must not be negative, got {max_context}")
+        instance("topology", topology, TreeTopology)
+        max_context = whole("max_context", max_context, 0)
+        if (size := topology.num_nodes * (max_context + topology.num_nodes)) > MOST_BYTES:
+            raise ValueError(
+                f"a mask of {topology.num_nodes} nodes with max_context {max_context} would take {size:,} bytes, "
+                f"more than {MOST_BYTES:,}; users of ancestor words alone leave max_context at 0"
+            )
         self.topology = topology
         self.max_context = max_context
         context = torch.ones(topology.num_nodes, max_context, dtype=torch.bool)

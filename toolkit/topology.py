@@ -5,6 +5,7 @@ Shapes: N nodes (node 0 is the root), W = ceil(N / 64) ancestor words.
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Self
 
 import numpy as np
@@ -12,7 +13,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from arbordraft.checks import each, real, whole
+
 WORD_BITS = 64
+MOST_NODES = 2048  # the mask of these has 4 MiB; no target verifies as many rows in the time of a few
+MOST_DEPTH = 512  # trees are walked through recursively
+MOST_SIBLINGS = 256  # of one node, where their number must be bounded for itself
 Values = npt.NDArray[np.float64]
 
 
@@ -21,14 +27,16 @@ class TreeTopology(nn.Module):
 
     Node 0 is the root: the last committed token of a sample. Nodes are listed level by level, every parent
     before its children, so the first ``n`` nodes are again a tree. That is what lets a mask be sliced instead
-    of rebuilt.
+    of rebuilt. A tree has at most 2,048 nodes, root included, and 512 levels below its root; every constructor
+    counts before it allocates anything.
 
     Args:
         parents: parent of every node, ``-1`` for the root alone. Depths must not decrease along the list.
 
     Raises:
+        TypeError: if an argument is no whole number, or no list of them.
         ValueError: if the list is empty, node 0 is not the only root, a parent does not come before its
-            child, or the nodes are not listed level by level.
+            child, the nodes are not listed level by level, or the tree is too large.
     """
 
     parents: Tensor  # [N] int64, -1 at the root
@@ -37,7 +45,7 @@ class TreeTopology(nn.Module):
 
     def __init__(self, parents: Sequence[int]) -> None:
         super().__init__()
-        parents = [int(parent) for parent in parents]
+        parents = list(each("parents", parents, whole, MOST_NODES))
         depths = _checked_depths(parents)
         levels: list[list[int]] = [[] for _ in range(depths[-1] + 1)]
         children: list[list[int]] = [[] for _ in parents]
@@ -70,36 +78,38 @@ class TreeTopology(nn.Module):
         """Every node at depth ``d`` gets ``k_config[d]`` children, as in MCSD; ``(4, 2, 2)`` has 29 nodes.
 
         Raises:
-            ValueError: if a child count is not positive.
+            TypeError: if a child count is no whole number.
+            ValueError: if one is not positive, or the tree would be too large.
         """
-        if any(k < 1 for k in k_config):
-            raise ValueError(f"k_config {tuple(k_config)} must hold positive child counts")
+        counts = each("k_config", k_config, partial(whole, least=1), MOST_DEPTH)
+        nodes = width = 1
+        for depth, k in enumerate(counts, start=1):
+            width *= k
+            nodes += width
+            if nodes > MOST_NODES:
+                raise ValueError(
+                    f"a tree has at most {MOST_NODES} nodes; down to depth {depth} this one would have {nodes}"
+                )
         parents, level = [-1], range(1)
-        for k in k_config:
+        for k in counts:
             parents += [parent for parent in level for _ in range(k)]
             level = range(level.stop, len(parents))
         return cls(parents)
 
     @classmethod
     def chain(cls, length: int) -> Self:
-        """One path of ``length`` drafted tokens below the root; ``chain(0)`` is plain decoding."""
-        if length < 0:
-            raise ValueError(f"a chain cannot have {length} drafted tokens")
-        return cls.from_k_config([1] * length)
+        """One path of ``length`` drafted tokens below the root, 0 to 512; ``chain(0)`` is plain decoding."""
+        return cls.from_k_config([1] * whole("length", length, 0, MOST_DEPTH))
 
     @classmethod
     def k_ary(cls, k: int, depth: int) -> Self:
-        """The complete ``k``-ary tree of the given depth."""
-        if depth < 0:
-            raise ValueError(f"a tree cannot have depth {depth}")
-        return cls.from_k_config([k] * depth)
+        """The complete ``k``-ary tree, ``k`` at least 1, of a depth from 0 to 512."""
+        return cls.from_k_config([whole("k", k, 1)] * whole("depth", depth, 0, MOST_DEPTH))
 
     @classmethod
     def fork(cls, width: int, depth: int) -> Self:
-        """``width`` chains that part at the root: the fork of improved MCSD."""
-        if depth < 1:
-            raise ValueError("a fork is at least one token deep")
-        return cls.from_k_config([width] + [1] * (depth - 1))
+        """``width`` chains, at least 1, that part at the root and are 1 to 512 deep: the fork of improved MCSD."""
+        return cls.from_k_config([whole("width", width, 1)] + [1] * (whole("depth", depth, 1, MOST_DEPTH) - 1))
 
     @classmethod
     def sequoia(cls, acceptance: Sequence[float], nodes: int, max_depth: int | None = None) -> Self:
@@ -108,16 +118,23 @@ class TreeTopology(nn.Module):
         Args:
             acceptance: ``acceptance[j]``: probability that the child of rank ``j`` is the one accepted below
                 an accepted node, measured for the draft law in use. Its length bounds the number of siblings;
-                it need not decrease, but a child of rank ``j`` is drawn only after those of lower rank.
-            nodes: size of the tree, root included.
-            max_depth: greatest depth, unlimited by default.
+                at most 256. It need not decrease, but a child of rank ``j`` is drawn only after those of lower
+                rank.
+            nodes: size of the tree, root included, 1 to 2,048.
+            max_depth: greatest depth, 0 to 512; 512 by default.
 
         Raises:
-            ValueError: if a probability lies outside [0, 1], they sum to more than 1, or no such tree exists.
+            TypeError: if an argument is no number, or ``acceptance`` no list of them.
+            ValueError: if one is out of range, the probabilities sum to more than 1, or no such tree exists.
 
         Source: Sequoia (Chen et al., 2024), the dynamic programme of section 3.
         """
-        return cls(_sequoia_parents(tuple(acceptance), nodes, nodes - 1 if max_depth is None else max_depth))
+        nodes = whole("nodes", nodes, 1, MOST_NODES)
+        deepest = MOST_DEPTH if max_depth is None else whole("max_depth", max_depth, 0, MOST_DEPTH)
+        rates = each("acceptance", acceptance, partial(real, least=0, most=1), MOST_SIBLINGS)
+        if sum(rates) > 1 + 1e-9:
+            raise ValueError(f"acceptance must sum to at most 1, got {sum(rates)}")
+        return cls(_sequoia_parents(rates, nodes, min(deepest, nodes - 1)))
 
     @property
     def num_nodes(self) -> int:
@@ -175,15 +192,12 @@ def _checked_depths(parents: list[int]) -> list[int]:
                 f"node {node} has depth {depths[node]} but follows a node of depth {depths[node - 1]}: "
                 "list the nodes level by level"
             )
+    if depths[-1] > MOST_DEPTH:
+        raise ValueError(f"a tree has at most {MOST_DEPTH} levels below its root, this one has {depths[-1]}")
     return depths
 
 
 def _sequoia_parents(acceptance: tuple[float, ...], nodes: int, max_depth: int) -> list[int]:
-    if nodes < 1 or max_depth < 0:
-        raise ValueError(f"no tree has {nodes} nodes and depth {max_depth}")
-    if any(not 0 <= rate <= 1 for rate in acceptance) or sum(acceptance) > 1 + 1e-9:
-        raise ValueError(f"acceptance {acceptance} must be probabilities that sum to at most 1")
-
     # trees[h][n]: greatest expected number of accepted nodes (its root counts as one) of a tree with n nodes
     # and height at most h. forests[h][j][n]: the same for the children of rank j and later of such a tree's
     # root, n nodes in all; a rank is used only after the lower ones, so an empty rank ends the forest.
