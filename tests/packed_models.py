@@ -47,7 +47,7 @@ def plain(model):
 
 
 def stand_ins(target):
-    return [stand_in for _, _, stand_in in target._packing.swaps(None)]
+    return [stand_in for _, _, stand_in in target.packing.places]
 
 
 class Lora(nn.Module):

@@ -92,6 +92,7 @@ def test_a_model_that_hides_them_is_named():
     model = tiny()
     target = plain(model)
     target.num_layers = 3  # no list of so many layers
+    target.refresh()
     cache = RaggedKVCache()
     with pytest.raises(UnsupportedModel, match="hidden states"):
         target.run(torch.tensor([1]), cache.plan([cache.open()], [range(1)]), cache, hidden=(1,))

@@ -39,7 +39,7 @@ def test_packed_logits_equal_plain_ones(architecture, backend):
     target = RaggedModel(model, linears=backend)
     fused = architecture in FUSED and backend == "native"
     assert target.backend == backend
-    assert target._packing.fused == (2 if fused else 0)
+    assert target.packing.fused == (2 if fused else 0)
     assert target.row_invariant == fused
     assert any(isinstance(stand_in, PackedLinear) for stand_in in stand_ins(target))
     for layers in (None, 1):
@@ -62,7 +62,7 @@ def test_layers_of_several_kinds(architecture):
     overrides = {} if architecture == "mistral" else {"layer_types": kinds}
     model = small(architecture, num_hidden_layers=3, **overrides)
     target = RaggedModel(model, linears="native")
-    assert target._packing.fused == 3
+    assert target.packing.fused == 3
     calls = [part for stand_in in stand_ins(target) for part in stand_in.modules() if isinstance(part, PackedLayers)]
     assert len(calls) == (3 if architecture == "gemma3_text" else 1)
     for layers in (None, 1, 2):
@@ -97,7 +97,7 @@ def test_scaled_rotations(rope):
 def test_sizes_that_the_kernels_do_not_know():
     model = small(head_dim=8)
     target = RaggedModel(model, linears="native")
-    assert target._packing.fused == 0
+    assert target.packing.fused == 0
     assert not target.row_invariant
     assert {PackedLinear, PackedGatedMLP} <= {type(stand_in) for stand_in in stand_ins(target)}
     assert_close(logits(target), logits(plain(model)), **ROUNDING)
@@ -254,7 +254,7 @@ def test_a_change_is_noticed_once(change, backend):
     expected = logits(plain(model))
     linears_alone = backend == "onednn" and change in (write_norm, replace_activation, replace_last_norm)
     if linears_alone:
-        assert target._packing.current() or change is not write_norm
+        assert target.packing.current() or change is not write_norm
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found = logits(target)
@@ -269,7 +269,7 @@ def test_a_change_is_noticed_once(change, backend):
         warnings.simplefilter("error")
         assert torch.equal(logits(target), found)  # and then no more
     if backend == "native":
-        assert target._packing.fused == (1 if change is add_adapter else 2)
+        assert target.packing.fused == (1 if change is add_adapter else 2)
         assert target.row_invariant == (change not in (add_adapter, replace_last_norm))
 
 
@@ -277,7 +277,7 @@ def test_a_wrapper_that_does_not_look_would_be_seen():
     """Negative control: these changes do matter."""
     model = small()
     target = RaggedModel(model, linears="native")
-    target._packing.current = lambda: True
+    target.packing.current = lambda: True
     load_state(model)
     assert not torch.allclose(logits(target), logits(plain(model)), atol=1e-2)
 

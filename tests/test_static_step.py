@@ -160,7 +160,7 @@ def run_without_numbers(architecture, kind, device):
         draft = torch.zeros(bucket.nodes, VOCAB)
         heads = getattr(config, "num_key_value_heads", 4)
         pools = [torch.zeros(50, heads, 8, dtype=torch.bfloat16) for _ in range(4)]
-    with torch.no_grad(), step.target.hooked(), Watch(device) as seen:
+    with torch.no_grad(), Watch(device) as seen:
         result, hidden = step(table, draft, pools)
     assert (result.shape, hidden.shape) == ((3, 3), (3, 4, 0))
     return seen.found
@@ -255,7 +255,7 @@ def test_any_trees_fit_into_their_bucket(case):
     living = [(cache.open(20), sample) for sample in tree.samples if sample]
     depths = [[topology.depth_list[node] for node in sample.tokens] for _, sample in living]
     batch = cache.plan([handle for handle, _ in living], depths)
-    noise = Noise.draw([torch.Generator().manual_seed(i) for i in range(samples)], topology.num_nodes)
+    noise = Noise.draw([Noise.source(i) for i in range(samples)], topology.num_nodes)
     table = torch.full((bucket.size,), -77)
     assert bucket.fill(table, tree, batch, noise, dummy=1000) == []
 
@@ -306,7 +306,7 @@ def test_a_batch_without_drafts(lifted):
     """All at once, as the device does it: from the target's row."""
     tree = DraftTree(tuple(SampleTree(TREE, IID(3), {0: 1}) for _ in range(2)))
     scores = torch.randn(2, 9)
-    noise = Noise.draw([torch.Generator().manual_seed(i) for i in range(2)], TREE.num_nodes)
+    noise = Noise.draw([Noise.source(i) for i in range(2)], TREE.num_nodes)
     cumulative = scores.softmax(dim=-1).double().cumsum(dim=-1)
     expected = [(0, int((row <= level).sum())) for row, level in zip(cumulative, noise.final[:, 0], strict=True)]
     assert verify_packed(tree, scores, noise, lifted=lifted) == expected

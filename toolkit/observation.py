@@ -1,11 +1,11 @@
 """What one forward of a model shows: its decoder layers, what they are given, what they ask their attention for."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from arbordraft.cache import RaggedKVCache
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch, ragged_tree_attention
@@ -26,9 +26,13 @@ class AttentionCall(NamedTuple):
 
 
 class Attending(Protocol):
-    """What an attention layer needs of the forward that it is part of."""
+    """What the layers of a model need of the forward that they are part of."""
 
     layers: dict[int, AttentionCall | None]
+    hidden: dict[int, Tensor | None]
+    depth: int | None
+    behind: nn.Module | None
+    last: Any
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
         """Stores the ``[T, Hkv, D]`` keys and values of a layer and returns what its ``[T, Hq, D]`` queries find."""
@@ -45,6 +49,9 @@ class Forward:
         layers: the layers that have attended so far; with what they asked for, where a layer did so by itself.
         hidden: the hidden states that are wanted, by index as in transformers' ``hidden_states``: the input of each
             decoder layer, and behind the last one the output of the final norm; filled in as the layers run.
+        depth: run only the first so many layers.
+        behind: put this behind them; maps ``[1, T, H]`` to the same.
+        last: what the last of these layers returned.
     """
 
     batch: RaggedBatch
@@ -52,6 +59,9 @@ class Forward:
     native: bool = False
     layers: dict[int, AttentionCall | None] = field(default_factory=dict)
     hidden: dict[int, Tensor | None] = field(default_factory=dict)
+    depth: int | None = None
+    behind: nn.Module | None = None
+    last: Any = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
         """Stores the ``[T, Hkv, D]`` keys and values of a layer and returns what its ``[T, Hq, D]`` queries find."""
@@ -105,56 +115,53 @@ def decoder_list(model: nn.Module, count: int) -> tuple[nn.Module, str] | None:
     return None
 
 
-def tap(place: tuple[nn.Module, str], hidden: dict[int, Tensor | None]) -> list[RemovableHandle]:
-    """Fills in the wanted hidden states of a forward from outside; returns the hooks to remove behind it."""
-    owner, name = place
-    layers = getattr(owner, name)
-
-    def before(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hidden[index] = (args[0] if args else kwargs["hidden_states"])[0]
-
-    def behind(_: nn.Module, __: Any, output: Any) -> None:
-        hidden[len(layers)] = output[0][0]
-
-    return [
-        owner.register_forward_hook(behind)
-        if index == len(layers)
-        else layers[index].register_forward_pre_hook(
-            lambda _, args, kwargs, index=index: before(index, args, kwargs), with_kwargs=True
-        )
-        for index in hidden
-    ]
+def run_layer(index: int, forward: Callable[..., Any], *args: Any, ragged: Attending, **kwargs: Any) -> Any:
+    """Calls a decoder layer as the forward that it is part of wants it: observed, followed by something, or not."""
+    if index in ragged.hidden:
+        ragged.hidden[index] = (args[0] if args else kwargs["hidden_states"])[0]
+    if ragged.depth is None:
+        return forward(*args, ragged=ragged, **kwargs)
+    if index < ragged.depth:
+        output = forward(*args, ragged=ragged, **kwargs)
+        if index == ragged.depth - 1 and (behind := ragged.behind) is not None:
+            output = behind(output) if isinstance(output, Tensor) else (behind(output[0]), *output[1:])
+        ragged.last = output
+    return ragged.last
 
 
-def insert(place: tuple[nn.Module, str], module: nn.Module) -> RemovableHandle:
-    """Puts a module behind the last decoder layer from outside; returns the hook to remove behind it."""
+def run_stack(count: int, forward: Callable[..., Any], *args: Any, ragged: Attending, **kwargs: Any) -> Any:
+    """Calls the owner of all ``count`` decoder layers, whose output is that of the final norm."""
+    output = forward(*args, ragged=ragged, **kwargs)
+    if count in ragged.hidden:
+        ragged.hidden[count] = output[0][0]
+    return output
 
-    def through(_: nn.Module, __: Any, output: Any) -> Any:
-        return module(output) if isinstance(output, Tensor) else (module(output[0]), *output[1:])
 
-    return getattr(*place)[-1].register_forward_hook(through)
+def final_module(model: nn.Module, num_layers: int) -> nn.Module | None:
+    """What makes the output of the decoder layers' owner from theirs; ``None`` if that is not one module alone.
 
-
-def final_module(model: nn.Module, place: tuple[nn.Module, str]) -> nn.Module | None:
-    """What makes the output of the decoder layers' owner from theirs; ``None`` if that is not one module alone."""
+    Args:
+        model: a copy that nobody else uses, whose layers ask for our attention.
+        num_layers: of the model.
+    """
+    if (place := decoder_list(model, num_layers)) is None:
+        return None
     owner, layers = place[0], getattr(*place)
     seen: list[tuple[nn.Module, Any]] = []
-    hooks = [
+    for module in (layers[-1], *owner.children(), owner):
         module.register_forward_hook(lambda module, _, output: seen.append((module, output)))
-        for module in (layers[-1], *owner.children(), owner)
-    ]
-    try:
-        with torch.no_grad():
-            model(torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device), use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    cache = RaggedKVCache()
+    device = next(model.parameters()).device
+    run = Forward(cache.plan([cache.open(1)], [[0]]).to(device), cache)
+    tokens = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    with torch.no_grad():
+        model(tokens, position_ids=run.batch.positions[None], use_cache=False, ragged=run)
     (before, _), (last, made), (_, output) = seen[-3:]
     return last if before is layers[-1] and torch.equal(made.flatten(), output[0].flatten()) else None
 
 
 def observe(model: nn.Module, num_layers: int, vocab_size: int) -> Observation:
-    """Runs two small trees of random tokens through a model, whose attention must be hooked, and watches."""
+    """Runs two small trees of random tokens through a model whose layers ask for our attention, and watches."""
     place = decoder_list(model, num_layers)
     layers: list[nn.Module] = list(getattr(*place)) if place else []
     given: dict[nn.Module, LayerCall] = {}

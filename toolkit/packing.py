@@ -1,8 +1,8 @@
 """Stand-ins for a model's modules that read weights packed for this processor.
 
 Decoder layers that are recognised become one kernel call for all of them together; of other layers the linears, RMS
-norms and gated MLPs are replaced one by one. The model keeps its own modules: the stand-ins take their places only
-while a forward runs, so that its state dict, its ``generate`` and whatever else holds it see no change.
+norms and gated MLPs are replaced one by one. They take these places in our view of the model; the model itself keeps
+its own modules.
 
 Shapes: T packed rows, H hidden size.
 """
@@ -21,7 +21,7 @@ from arbordraft.kernels.packed_linear import LANES, packed_linear
 from arbordraft.kernels.packed_linear.module import PackedLinear, onednn_problem
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.observation import AttentionCall, Forward, LayerCall, Observation
-from arbordraft.recognition import Parts, Unrecognised, heard, same_layer, same_mlp, settings
+from arbordraft.recognition import Parts, Unrecognised, same_layer, same_mlp, settings
 
 LINEARS = ("plain", "packed", "native", "onednn")
 # Besides packed modules, the kinds that treat every row by itself.
@@ -29,7 +29,9 @@ _ROWWISE = (nn.Embedding, nn.Dropout, nn.Identity)
 
 _VERSION = operator.attrgetter("_version")
 
-Swap = tuple[dict[str, nn.Module | None], str, nn.Module]
+_SAMPLED = 16  # elements of every tensor that are compared whenever a cache is begun
+
+Place = tuple[nn.Module, str, nn.Module]  # owner, name, stand-in
 
 
 class PackedLayers(nn.Module):
@@ -42,8 +44,9 @@ class PackedLayers(nn.Module):
 
     def __init__(self, layers: Sequence[LayerWeights], first: int = 0) -> None:
         super().__init__()
-        self.run = LayerRun(layers)
+        self.layers = list(layers)
         self.indices = range(first, first + len(layers))
+        self._runs = {len(layers): LayerRun(layers)}
 
     def forward(
         self,
@@ -57,15 +60,24 @@ class PackedLayers(nn.Module):
         """``[1, T, H]`` to ``[1, T, H]``, called as the model calls a layer of its own."""
         if attention_mask is not None:
             raise ValueError("packed layers take their mask from the batch, but the model made one of its own")
+        depth = self.indices.stop if ragged.depth is None else ragged.depth
+        indices = self.indices[: max(0, depth - self.indices.start)]
+        if not indices:
+            return ragged.last
+        run = self._runs.get(len(indices))
+        if run is None:
+            run = self._runs[len(indices)] = LayerRun(self.layers[: len(indices)])
         pools = [
             ragged.cache.pools(index, (layer.kv_heads, layer.dim), hidden_states)
-            for index, layer in zip(self.indices, self.run.layers, strict=True)
+            for index, layer in zip(indices, run.layers, strict=True)
         ]
-        ragged.layers.update(dict.fromkeys(self.indices))
-        wanted = [index for index in self.indices if index in ragged.hidden]
-        taps = [self.indices.index(index) for index in wanted]
-        out, inputs = self.run(hidden_states, pools, position_embeddings, ragged.batch, taps)
+        ragged.layers.update(dict.fromkeys(indices))
+        wanted = [index for index in indices if index in ragged.hidden]
+        taps = [indices.index(index) for index in wanted]
+        out, inputs = run(hidden_states, pools, position_embeddings, ragged.batch, taps)
         ragged.hidden.update(zip(wanted, inputs, strict=True))
+        if indices.stop == ragged.depth:
+            out = ragged.last = out if ragged.behind is None else ragged.behind(out)
         return out
 
 
@@ -107,10 +119,10 @@ class PackedGatedMLP(nn.Module):
 
 
 class Packing:
-    """All stand-ins of one model, and the proof that they still match it.
+    """All stand-ins of one model, and the proof that they still match its weights.
 
     Args:
-        model: the model, while its attention is hooked.
+        model: a view of the model whose layers ask for our attention.
         seen: what one of its forwards showed.
         backend: ``"native"`` or ``"onednn"``.
         int8: keep 8-bit weights.
@@ -132,56 +144,49 @@ class Packing:
         # One call for all layers, if the model hands all of them the same tables.
         tables = {id(call.kwargs.get("position_embeddings")) for call in seen.layers}
         self._together = self.fused == len(seen.layers) and len(tables) == 1
-        self._lists: dict[int, nn.ModuleList] = {}
         self._stand_ins: dict[nn.Module, nn.Module | None] = {
             call.layer: None for call, layer in zip(seen.layers, self._layers, strict=True) if layer
         }
-        self._swaps = list(self._replace_below(model, ""))
+        self.places = list(self._replace_below(model, ""))
         self.row_invariant = backend == "native" and 0 < self.fused == len(seen.layers) and not list(self._odd(model))
+        if self._place is not None and self.fused:
+            self.places.append((*self._place, nn.ModuleList(self._stack())))
 
         # Spelled out, as all of it is compared whenever a cache is begun.
-        edges = [(owner._modules, name, child) for owner in model.modules() for name, child in owner._modules.items()]
         sources = self._parts.sources
-        self._places = [modules for modules, _, _ in edges], [name for _, name, _ in edges]
-        self._modules = [child for _, _, child in edges]
         self._holders = [source.module._parameters for source in sources], [source.parameter for source in sources]
         self._tensors = [source.tensor for source in sources]
         self._addresses = list(map(Tensor.data_ptr, self._tensors))
         self._counting = [tensor for tensor in self._tensors if not tensor.is_inference()]
         self._versions = list(map(_VERSION, self._counting))
-        replaced = {part for module in self._stand_ins for part in module.modules()}
-        self._listeners = [hooks for part in replaced for hooks in (part._forward_hooks, part._forward_pre_hooks)]
+        self._samples = list(map(_sampled, self._tensors))
+        self._fingerprint = self._read()
 
     def current(self) -> bool:
-        """Whether the model still has the modules, and they the weights, that were packed; nobody listens to them."""
+        """Whether the model still has the weights that were packed.
+
+        What is written through ``.data``, through numpy or in inference mode counts no version. It is noticed if it
+        reaches one of a few elements of each tensor, spread evenly.
+        """
         return (
-            all(map(operator.is_, map(dict.get, *self._places), self._modules))
-            and all(map(operator.is_, map(dict.get, *self._holders), self._tensors))
+            all(map(operator.is_, map(dict.get, *self._holders), self._tensors))
             and list(map(_VERSION, self._counting)) == self._versions
             and list(map(Tensor.data_ptr, self._tensors)) == self._addresses
-            and not (any(self._listeners) and any(map(heard, self._listeners)))
+            and torch.equal(self._read(), self._fingerprint)
         )
 
-    def swaps(self, layers: int | None) -> list[Swap]:
-        """Where each stand-in goes: the modules of its owner, its name and itself.
+    def _read(self) -> Tensor:
+        """Bits of the sampled elements, as NaN equals nothing."""
+        if not self._samples:
+            return torch.empty(0, dtype=torch.int32)
+        return torch.cat(self._samples).float().view(torch.int32)
 
-        Args:
-            layers: run only the first so many decoder layers.
-        """
-        if self._place is None or not (self.fused or layers):
-            return self._swaps
-        count = layers or len(self._layers)
-        if count not in self._lists:
-            self._lists[count] = nn.ModuleList(self._stack(count))
-        owner, name = self._place
-        return [*self._swaps, (owner._modules, name, self._lists[count])]
-
-    def _stack(self, count: int) -> Iterator[nn.Module]:
+    def _stack(self) -> Iterator[nn.Module]:
         if self._together:
-            yield PackedLayers([layer for layer in self._layers[:count] if layer])
+            yield PackedLayers([layer for layer in self._layers if layer])
             return
-        for index, layer in enumerate(self._layers[:count]):
-            yield PackedLayers([layer], index) if layer else self._originals[index]
+        for index, (layer, original) in enumerate(zip(self._layers, self._originals, strict=True)):
+            yield PackedLayers([layer], index) if layer else original
 
     def _recognise(
         self, index: int, call: LayerCall, attention: AttentionCall | None, batch: RaggedBatch
@@ -202,7 +207,7 @@ class Packing:
                 return weights
         return None
 
-    def _replace_below(self, module: nn.Module, path: str) -> Iterator[Swap]:
+    def _replace_below(self, module: nn.Module, path: str) -> Iterator[Place]:
         for name, child in module._modules.items():
             where = f"{path}.{name}" if path else name
             if child is None:
@@ -212,7 +217,7 @@ class Packing:
             if child not in self._stand_ins:
                 yield from self._replace_below(child, where)
             elif found := self._stand_ins[child]:  # a module may have several places
-                yield module._modules, name, found
+                yield module, name, found
 
     def _stand_in(self, owner: nn.Module, name: str, module: nn.Module, path: str) -> nn.Module | None:
         if module not in self._called:
@@ -241,6 +246,12 @@ class Packing:
             inner = module in packed or any(module.children()) or isinstance(module, _ROWWISE)
             if module in self._called and not inner and "RotaryEmbedding" not in type(module).__name__:
                 yield module
+
+
+def _sampled(tensor: Tensor) -> Tensor:
+    """A few elements of a tensor, as a view of its storage."""
+    flat = tensor.detach().flatten()
+    return flat[:: max(1, len(flat) // _SAMPLED)]
 
 
 def pack_linears(module: nn.Module, backend: str) -> None:

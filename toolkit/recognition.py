@@ -7,7 +7,7 @@ Shapes: H hidden size, D head size, N inner size of the MLP.
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Matrix
 from arbordraft.kernels.packed_linear import ACTIVATIONS, LANES, interleave, pack, quantize
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.observation import AttentionCall, Forward, LayerCall, fresh_cache
+from arbordraft.view import heard
 
 # Where the norms of a layer stand, by the names that transformers' models give them.
 _NORM_PLACES = {
@@ -185,14 +186,6 @@ def hooked(module: nn.Module) -> bool:
     )
 
 
-def heard(hooks: Mapping[int, Any]) -> bool:
-    """Whether any of a module's hooks wants to be called.
-
-    transformers leaves hooks behind once hidden states were asked for; they only act when they are asked for again.
-    """
-    return any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in hooks.values())
-
-
 def same_mlp(mlp: nn.Module, run: Any) -> bool:
     """Whether ``run(parts of a float32 copy)(x)`` is what the copy makes of noise ``x``."""
     hidden = Parts().linear(mlp, "down_proj").out_features
@@ -206,7 +199,7 @@ def same_mlp(mlp: nn.Module, run: Any) -> bool:
 def same_layer(index: int, call: LayerCall, attention: AttentionCall, batch: RaggedBatch, rotary: bool) -> bool:
     """Whether the kernel does what a float32 copy of the layer does, on its observed input and on noise.
 
-    The model's attention must be hooked while this runs.
+    The layer must ask for our attention.
     """
     wide = copy.deepcopy(call.layer).float()
     wide_attention = attention._replace(sinks=None if attention.sinks is None else attention.sinks.float())

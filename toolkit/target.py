@@ -3,10 +3,12 @@
 Shapes: T packed rows, R rows whose logits are wanted, F hidden states side by side, V vocabulary, H hidden size.
 """
 
+import os
+import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,9 +18,10 @@ from arbordraft.attention import HOOK, REQUIREMENT, UnsupportedModel, register
 from arbordraft.cache import RaggedKVCache
 from arbordraft.kernels import native
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
-from arbordraft.observation import Forward, decoder_list, final_module, insert, observe, tap
-from arbordraft.packing import Packing, Swap, choose_backend
+from arbordraft.observation import Forward, decoder_list, final_module, observe, run_layer, run_stack
+from arbordraft.packing import PackedLayers, Packing, choose_backend
 from arbordraft.topology import TreeTopology, ancestor_words
+from arbordraft.view import ModelView
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -28,11 +31,26 @@ _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 _TRAINING = "the model is in training mode, where dropout would change its output: call model.eval()"
 
 
+@dataclass(frozen=True)
+class _Prepared:
+    """A view of the model whose layers attend and report to us, with packed layers in it if there are any."""
+
+    owner: "RaggedModel"
+    view: ModelView
+    packing: Packing | None
+    layered: bool  # whether its layers stand in one list
+
+    def current(self) -> bool:
+        return self.view.current() and (self.packing is None or self.packing.current())
+
+
 class RaggedModel(nn.Module):
     """Runs a causal LM on packed tokens ``[1, T]`` of many samples at once, for prompts and for draft trees.
 
-    The model itself is not changed: for the duration of a forward its attention is answered by
-    :func:`~arbordraft.kernels.ragged_tree_attention.ragged_tree_attention` instead of its own implementation.
+    The model itself is not touched: what runs is a second set of modules around the same parameters, whose attention is
+    :func:`~arbordraft.kernels.ragged_tree_attention.ragged_tree_attention`. Any number of threads may decode with it,
+    and with the model, at once. Changes of the model's weights and modules are noticed when a new cache is begun (see
+    :meth:`refresh` for the one exception); a decoding that is under way goes on with what it began with.
 
     Args:
         model: a causal LM of transformers whose attention follows the ``AttentionInterface``, in eval mode.
@@ -41,7 +59,7 @@ class RaggedModel(nn.Module):
             copy by C++ kernels, built on first use, which fuse the decoder layers they recognise and give every row
             the same bits whatever rows run beside it. ``"onednn"``: linears only, prepacked by PyTorch. ``"packed"``:
             the first of these that works here. A copy takes as much memory as the weights; it is renewed, with a
-            warning, if they have changed when a new cache is begun.
+            warning, if they have changed.
         int8: keep 8-bit copies with one scale per output. Twice as fast to read, but another model: its output law is
             what decoding preserves.
         self_test: compare packed with single logits on a few random tokens now.
@@ -62,8 +80,7 @@ class RaggedModel(nn.Module):
         self_test: bool = True,
     ) -> None:
         super().__init__()
-        if model.training:
-            raise ValueError(_TRAINING)
+        check_model(model)
         self.backend = choose_backend(linears, model)
         if int8 and self.backend != "native":
             raise ValueError(f"int8 weights need the native kernels: {native.problem() or 'use linears=native'}")
@@ -74,21 +91,32 @@ class RaggedModel(nn.Module):
         self.num_layers: int = config.num_hidden_layers
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.max_positions = _max_positions(config)
-        # Composite models have several configurations; each tells its layers which attention to call.
-        self._configs: list[Any] = list(
-            {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
-        )
         self.int8 = int8
-        self._packing: Packing | None = None
-        if self.backend != "plain":
-            self._packing = self._pack()
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._prepared = self._prepare()
         if self_test:
             self.self_test()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies, in this process or another one, make their own view of their own model."""
+        return {name: value for name, value in vars(self).items() if name not in ("_prepared", "_lock", "_process")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        register()
+        self._process, self._lock = os.getpid(), threading.Lock()
+        self._prepared = self._prepare()
 
     @property
     def row_invariant(self) -> bool:
         """Whether every part of a forward promises each row the same bits, whatever rows run beside it."""
-        return self._packing is not None and self._packing.row_invariant
+        return self.packing is not None and self.packing.row_invariant
+
+    @property
+    def packing(self) -> Packing | None:
+        """What stands in for the model's own layers and linears, as of the last forward."""
+        return self._prepared.packing
 
     @property
     def device(self) -> torch.device:
@@ -102,8 +130,9 @@ class RaggedModel(nn.Module):
         Raises:
             UnsupportedModel: if that is more than one module.
         """
-        if norm := final_module(self.model, self._place):
-            return norm
+        view = ModelView(self.model, HOOK)  # one that no other forward runs in
+        if norm := final_module(view.model, self.num_layers):
+            return view.original(norm)
         raise UnsupportedModel(f"{type(self.model).__name__} has more than a norm behind its decoder layers")
 
     def forward(
@@ -160,12 +189,18 @@ class RaggedModel(nn.Module):
             "use_cache": False,
             "logits_to_keep": slice(None) if rows is None else rows.to(self.device),
         }
-        self._check_weights(cache)
-        run = Forward(batch, cache, self.backend == "native", hidden=dict.fromkeys(hidden))
         if not all(0 <= index <= self.num_layers for index in hidden):
             raise ValueError(f"hidden states are numbered 0..{self.num_layers}, got {tuple(hidden)}")
-        with torch.no_grad(), self.hooked(layers, run.hidden, behind):
-            logits: Tensor = self.model(**inputs, ragged=run).logits[0]
+        prepared = self._prepared_for(cache)
+        if not prepared.layered and (hidden or layers is not None or behind is not None):
+            raise UnsupportedModel(
+                f"{type(self.model).__name__} does not keep its {self.num_layers} layers in one list: neither early "
+                "exit nor hidden states"
+            )
+        depth = self.num_layers if layers is None and behind is not None else layers
+        run = Forward(batch, cache, self.backend == "native", hidden=dict.fromkeys(hidden), depth=depth, behind=behind)
+        with torch.no_grad():
+            logits: Tensor = prepared.view.model(**inputs, ragged=run).logits[0]
         expected = layers or self.num_layers
         if len(run.layers) != expected:
             raise UnsupportedModel(
@@ -224,6 +259,8 @@ class RaggedModel(nn.Module):
         Raises:
             UnsupportedModel: if they differ by more than rounding.
         """
+        if any(parameter.is_meta for parameter in self.model.parameters()):
+            raise ValueError("the model's weights are on the meta device, which holds no numbers: load it onto another")
         generator = torch.Generator().manual_seed(0)
         prompts = [torch.randint(self.vocab_size, (n,), generator=generator).tolist() for n in (5, 2)]
         topology = TreeTopology.from_parents([-1, 0, 0, 1])
@@ -258,93 +295,102 @@ class RaggedModel(nn.Module):
                 f"(bound {bound:.0e}); its attention uses something that packed trees do not support"
             )
 
-    def _check_weights(self, cache: RaggedKVCache) -> None:
-        """Packs changed weights again before the first forward on a cache, which holds results of one set of them."""
-        if self._packing is None or cache.weights is self._packing:
-            return
-        if not self._packing.current():
-            warnings.warn(
-                "the model's weights or modules changed after they were packed; packing them again", stacklevel=3
-            )
-            self._packing = self._pack()
-        cache.weights = self._packing
+    def refresh(self) -> None:
+        """Takes the model's weights and modules anew before the next cache is begun.
 
-    def _pack(self) -> Packing:
+        Needed only after single elements of packed weights were written through ``.data``, through numpy or in
+        inference mode: torch does not count such changes, and few elements of each tensor are compared.
+        """
+        with self._lock:
+            self._prepared = self._prepare()
+
+    def network(self) -> nn.Module:
+        """The modules that run: called like the model, with ``ragged=`` (see :class:`~arbordraft.observation.Forward`).
+
+        Raises:
+            ValueError: if the model is in training mode.
+        """
+        return self._latest().view.model
+
+    def _prepared_for(self, cache: RaggedKVCache) -> _Prepared:
+        """What a cache was begun with, as it holds results of one set of weights; or what is current now."""
+        prepared = cache.weights
+        if not isinstance(prepared, _Prepared) or prepared.owner is not self:
+            prepared = cache.weights = self._latest()
+        return prepared
+
+    def _latest(self) -> _Prepared:
+        if self.model.training:
+            raise ValueError(_TRAINING)
+        if os.getpid() != self._process and torch.get_num_threads() > 1:
+            raise RuntimeError(
+                "this process was forked from one whose OpenMP threads it did not get, and would wait for them for "
+                "ever: start it with multiprocessing's 'spawn' or 'forkserver', load the model in it, or call "
+                "torch.set_num_threads(1) in it first"
+            )
+        with self._lock:
+            if not self._prepared.current():
+                if self._prepared.packing is not None:
+                    warnings.warn(
+                        "the model's weights or modules changed after they were packed; packing them again",
+                        stacklevel=5,
+                    )
+                self._prepared = self._prepare()
+            return self._prepared
+
+    def _prepare(self) -> _Prepared:
+        view = ModelView(self.model, HOOK)
+        place = decoder_list(view.model, self.num_layers)
+        packing = None
+        if self.backend != "plain":
+            packing = self._pack(view)
+            for owner, name, stand_in in packing.places:
+                owner._modules[name] = stand_in
+        if place is not None:
+            for index, layer in enumerate(getattr(*place)):
+                if not isinstance(layer, PackedLayers):
+                    vars(layer)["forward"] = partial(run_layer, index, layer.forward)
+            vars(place[0])["forward"] = partial(run_stack, self.num_layers, place[0].forward)
+        return _Prepared(self, view, packing, place is not None)
+
+    def _pack(self, view: ModelView) -> Packing:
         """Observes a forward and packs what it saw."""
-        self._packing = None  # or its stand-ins would be observed
-        with self.hooked():
-            try:
-                seen = observe(self.model, self.num_layers, self.vocab_size)
-            except UnsupportedModel:
-                raise
-            except Exception as failure:
-                raise self._unsupported(failure) from failure
-            packing = Packing(self.model, seen, self.backend, int8=self.int8)
+        try:
+            seen = observe(view.model, self.num_layers, self.vocab_size)
+        except UnsupportedModel:
+            raise
+        except Exception as failure:
+            raise self._unsupported(failure) from failure
+        packing = Packing(view.model, seen, self.backend, int8=self.int8)
         if packing.left:
-            warnings.warn(f"not packed, as they are not plain linears: {'; '.join(packing.left)}", stacklevel=4)
+            warnings.warn(f"not packed, as they are not plain linears: {'; '.join(packing.left)}", stacklevel=5)
         return packing
 
     def _unsupported(self, failure: Exception) -> UnsupportedModel:
         return UnsupportedModel(f"{type(self.model).__name__} failed on packed tokens ({failure}): {REQUIREMENT}")
 
-    @contextmanager
-    def hooked(
-        self,
-        layers: int | None = None,
-        hidden: dict[int, Tensor | None] | None = None,
-        behind: nn.Module | None = None,
-    ) -> Iterator[None]:
-        """Puts our attention and the stand-ins into the model, and listens for the hidden states that are wanted.
 
-        Args:
-            layers: leave only the first so many layers.
-            hidden: filled in as the layers run; see :meth:`run` for their numbers.
-            behind: put this behind the last layer.
-
-        Raises:
-            ValueError: if the model is in training mode.
-        """
-        if self.model.training:
-            raise ValueError(_TRAINING)
-        before = [config._attn_implementation for config in self._configs]
-        swaps = self._swaps(layers)
-        originals = [modules[name] for modules, name, _ in swaps]
-        listeners = tap(self._place, hidden) if hidden else []
-        try:
-            for config in self._configs:
-                config._attn_implementation = HOOK
-            for modules, name, stand_in in swaps:
-                modules[name] = stand_in
-            if behind is not None:
-                listeners.append(insert(self._place, behind))
-            yield
-        finally:
-            for listener in listeners:
-                listener.remove()
-            for (modules, name, _), original in zip(swaps, originals, strict=True):
-                modules[name] = original
-            for config, implementation in zip(self._configs, before, strict=True):
-                config._attn_implementation = implementation
-
-    def _swaps(self, layers: int | None) -> list[Swap]:
-        owner, name = self._place if layers else (None, "")
-        if self._packing is not None:
-            return self._packing.swaps(layers)
-        return [(owner._modules, name, getattr(owner, name)[:layers])] if owner else []
-
-    @cached_property
-    def _place(self) -> tuple[nn.Module, str]:
-        """The module that holds the list of decoder layers, and the list's name.
-
-        Raises:
-            UnsupportedModel: if there is no such list.
-        """
-        if place := decoder_list(self.model, self.num_layers):
-            return place
-        raise UnsupportedModel(
-            f"{type(self.model).__name__} does not keep its {self.num_layers} layers in one list: neither early exit "
-            "nor hidden states"
+def check_model(model: Any) -> None:
+    """Raises TypeError or ValueError unless this is a causal LM of transformers that can decode as it is."""
+    if isinstance(model, RaggedModel):
+        raise TypeError("model is a RaggedModel already: use it as it is")
+    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
+        raise TypeError(
+            "model must be a causal LM of transformers (AutoModelForCausalLM.from_pretrained), got "
+            f"{type(model).__name__}"
         )
+    if hasattr(model, "_orig_mod"):
+        raise TypeError(
+            "model was compiled by torch.compile, which would trace it anew for every step: pass the model itself "
+            "(compiled._orig_mod), and buckets= with compiler= to the decoder for compiled steps"
+        )
+    if model.get_output_embeddings() is None:
+        raise TypeError(
+            f"{type(model).__name__} has no language-model head, so it gives no logits of next tokens: load the "
+            "checkpoint with AutoModelForCausalLM"
+        )
+    if model.training:
+        raise ValueError(_TRAINING)
 
 
 def _max_positions(config: Any) -> int | None:
