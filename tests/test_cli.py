@@ -178,7 +178,7 @@ def test_errors_are_one_line_without_a_traceback():
         text=True,
         env={"HF_HUB_OFFLINE": "1", "PATH": ""},
     )
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert result.stderr.startswith("error: ")
     assert "Traceback" not in result.stderr
 

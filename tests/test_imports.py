@@ -15,6 +15,7 @@ ORDER = [
     "allocator",
     "checks",
     "files",
+    "failures",
     "checkpoints",
     "vocabulary",
     "pretrained",

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from arbordraft import LearnedDecider, OnnxDecider, OnnxDrafter, UnsupportedModel, cli
-from arbordraft.exports.checkpoints import read_tensors
+from arbordraft.checkpoints import read_tensors
 from arbordraft.exports.onnx import export, export_ort_genai
-from arbordraft.exports.onnx.checkpoints import load_model
 from arbordraft.graphs import Graph
+from arbordraft.loading import load_model
 
 runner = CliRunner()
 
@@ -75,7 +75,7 @@ def test_an_error_is_one_line_and_a_status(root, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "500")
     with pytest.raises(SystemExit) as stopped:
         cli.main()
-    assert stopped.value.code == 1
+    assert stopped.value.code == 2
     assert "does not say which model it drafts for: name it with --target" in capsys.readouterr().err
     assert runner.invoke(cli.app, ["export", "onnx", "x", "y", "--hidden", "1,b"]).exit_code == 2
 
@@ -160,7 +160,7 @@ def test_whole_checkpoints_pass(root):
     for name in ("eagle", "target", "chat", "decider", "exit"):
         read_tensors(root / name)
     assert isinstance(LearnedDecider.from_pretrained(root / "decider"), LearnedDecider)
-    model, tokenizer = load_model(str(root / "chat"))
+    model, tokenizer = load_model(str(root / "chat"), torch.float32)
     assert model.dtype == torch.float32
     assert not model.training
     assert tokenizer.eos_token == "c"

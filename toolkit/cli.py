@@ -8,13 +8,27 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.text import Text
 
 from arbordraft.allocator import keep_freed_memory
 from arbordraft.bench.cli import app as bench
 from arbordraft.display import draw_png, stats_table, stream_panels, tree_text
 from arbordraft.exports.cli import app as export
-from arbordraft.options import SHAPES, Dtype, DtypeOption, Linears, ModelOption, load_target, parse_topology
+from arbordraft.failures import ending
+from arbordraft.files import read_text
+from arbordraft.options import (
+    SHAPES,
+    Dtype,
+    DtypeOption,
+    LimitOption,
+    Linears,
+    ModelOption,
+    PromptsOption,
+    finite,
+    load_target,
+    numbers,
+    output_file,
+    parse_topology,
+)
 from arbordraft.training.cli import app as train
 
 if TYPE_CHECKING:
@@ -32,6 +46,8 @@ app.add_typer(bench, name="bench")
 app.add_typer(train, name="train")
 app.add_typer(export, name="export")
 console = Console()
+
+TemperatureOption = Annotated[float, typer.Option(min=0, callback=finite, help="0 decodes greedily.")]
 
 
 class Law(StrEnum):
@@ -53,7 +69,10 @@ class Verifier(StrEnum):
 @app.command()
 def generate(
     prompts: Annotated[list[str] | None, typer.Argument(help="One or many prompts, decoded as one batch.")] = None,
-    file: Annotated[Path | None, typer.Option(help="Text file with one prompt per line, added to the others.")] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="Text file with one prompt per line, added to the others."),
+    ] = None,
     model: ModelOption = "smollm2",
     drafter: Annotated[
         str,
@@ -64,10 +83,12 @@ def generate(
     tree: Annotated[str, typer.Option(help=f"Shape of the draft tree: {SHAPES}.")] = "k:2,1,1,1",
     law: Annotated[Law | None, typer.Option(help="Draft law; by default 'fixed' for ngram, else top-tail.")] = None,
     verifier: Annotated[Verifier, typer.Option(help="How the tree is verified; both are exact.")] = Verifier.lifted,
-    confidence: Annotated[float | None, typer.Option(help="Stop drafting below this draft probability.")] = None,
+    confidence: Annotated[
+        float | None, typer.Option(min=0, max=1, callback=finite, help="Stop drafting below this draft probability.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=0, help="Tokens per prompt.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0, help="0 decodes greedily.")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0, max=1, help="Nucleus sampling.")] = 1.0,
+    temperature: TemperatureOption = 0.0,
+    top_p: Annotated[float, typer.Option(min=0, max=1, callback=finite, help="Nucleus sampling.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed; prompt i uses seed + i, whatever shares its batch.")] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="Do not apply the chat template.")] = False,
     dtype: DtypeOption = Dtype.float32,
@@ -110,18 +131,20 @@ def tune(
     ] = "ngram",
     model: ModelOption = "smollm2",
     dtype: DtypeOption = Dtype.bfloat16,
-    prompts: Annotated[Path | None, typer.Option(help="JSON lines with 'messages': what will be asked.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Use the first so many prompts only.")] = None,
+    prompts: PromptsOption = None,
+    limit: LimitOption = None,
     batches: Annotated[str, typer.Option(help="Batch sizes to choose for, as in 1,8.")] = "1,8",
-    temperature: Annotated[float, typer.Option(min=0, help="0 decodes greedily.")] = 0.0,
+    temperature: TemperatureOption = 0.0,
     new_tokens: Annotated[int, typer.Option(min=8, help="Longest answer.")] = 96,
-    output: Annotated[Path, typer.Option(help="File to write, for SpeculativeDecoder.from_tuned.")] = Path(
-        "tuned.json"
-    ),
-    costs: Annotated[Path | None, typer.Option(help="Write the step costs to this file, too.")] = None,
+    output: Annotated[
+        Path, typer.Option(callback=output_file, help="File to write, for SpeculativeDecoder.from_tuned.")
+    ] = Path("tuned.json"),
+    costs: Annotated[
+        Path | None, typer.Option(callback=output_file, help="Write the step costs to this file, too.")
+    ] = None,
 ) -> None:
     """Find the fastest way to speculate on this machine, for a drafter and your own prompts, by batch size."""
-    from arbordraft.bench.cli import numbers, texts
+    from arbordraft.bench.cli import texts
     from arbordraft.loading import drafter_named
     from arbordraft.tuning import tune as find
 
@@ -155,7 +178,9 @@ def tune(
 @app.command("tree")
 def draw_tree(
     shape: Annotated[str, typer.Argument(help=SHAPES)],
-    png: Annotated[Path | None, typer.Option(help="Also draw it to this PNG file (needs matplotlib).")] = None,
+    png: Annotated[
+        Path | None, typer.Option(callback=output_file, help="Also draw it to this PNG file (needs matplotlib).")
+    ] = None,
 ) -> None:
     """Draw a draft tree and its causal mask."""
     topology = parse_topology(shape)
@@ -167,19 +192,16 @@ def draw_tree(
 
 
 def main() -> None:
-    """Entry point: runs the app; whatever goes wrong ends in one line and a non-zero exit status."""
+    """Entry point: runs the app; for how it ends see :func:`~arbordraft.failures.ending`."""
     keep_freed_memory()
-    try:
-        app()
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
-        Console(stderr=True).print(Text(f"error: {error}", style="red"))
-        sys.exit(1)
+    with ending():
+        command = typer.main.get_command(app)
+        with command.make_context("arbordraft", sys.argv[1:]) as context:  # main() would print panels, not lines
+            command.invoke(context)
 
 
 def _lines(file: Path | None) -> list[str]:
-    return [line for line in file.read_text().splitlines() if line.strip()] if file else []
+    return [line for line in read_text(file).splitlines() if line.strip()] if file else []
 
 
 def _decoder(

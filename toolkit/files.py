@@ -121,6 +121,19 @@ def write_text(path: StrPath, text: str, kept: str = "") -> None:
         partial.write_text(text, encoding="utf-8")
 
 
+def read_text(path: StrPath) -> str:
+    """The text of a file.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: if it is not UTF-8.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
+
+
 def check_writable(path: StrPath, *, folder: bool = False) -> None:
     """Finds out before hours of work that their result could not be written; nothing is created.
 
@@ -194,4 +207,4 @@ def _delete(path: Path) -> None:
             path.unlink()
 
 
-__all__ = ["WriteError", "check_writable", "new_file", "new_folder", "write_text"]
+__all__ = ["WriteError", "check_writable", "new_file", "new_folder", "read_text", "write_text"]

@@ -1,12 +1,16 @@
 """Options that several commands have, and the target that they mean."""
 
+import math
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from arbordraft.files import check_writable
+
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
     from arbordraft.target import RaggedModel
     from arbordraft.topology import TreeTopology
@@ -35,28 +39,72 @@ ModelOption = Annotated[
     str, typer.Option(help="Hub name or folder of a causal LM; 'smollm2' fetches SmolLM2-135M-Instruct.")
 ]
 DtypeOption = Annotated[Dtype, typer.Option(help="Precision of the weights.")]
+PromptsOption = Annotated[
+    Path | None,
+    typer.Option(
+        exists=True, dir_okay=False, help="JSON lines with 'messages', such as MT-Bench's; else built-in ones."
+    ),
+]
+LimitOption = Annotated[int | None, typer.Option(min=1, help="Use the first so many prompts only.")]
+
+
+def finite(value: float | None) -> float | None:
+    """Refuses what passes every bound: NaN, and infinity.
+
+    Raises:
+        typer.BadParameter: if the number is one of them.
+    """
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is not a finite number")
+    return value
+
+
+def output_file(path: Path | None) -> Path | None:
+    """Finds out at once whether a file can be written.
+
+    Raises:
+        WriteError: if it cannot.
+    """
+    if path is not None:
+        check_writable(path)
+    return path
+
+
+def numbers(text: str, kind: type, least: float = 1) -> list[Any]:
+    """Comma-separated numbers of at least so much.
+
+    Raises:
+        typer.BadParameter: if something else is among them.
+    """
+    try:
+        found = [kind(part) for part in text.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(f"expected comma-separated numbers, got {text!r}") from error
+    if wrong := [number for number in found if not (math.isfinite(number) and number >= least)]:
+        raise typer.BadParameter(f"expected finite numbers of at least {least}, got {wrong[0]} in {text!r}")
+    return found
 
 
 def load_target(
     model: str, dtype: Dtype, linears: Linears = Linears.plain
 ) -> "tuple[RaggedModel, PreTrainedTokenizerBase]":
-    """The model, ready for ragged batches, and its tokenizer."""
+    """The model, ready for ragged batches, and its tokenizer.
+
+    Raises:
+        ValueError: if the model is damaged, incomplete or no causal LM, or it has no tokenizer.
+    """
     import torch
 
+    from arbordraft.loading import load_model
     from arbordraft.target import RaggedModel
 
-    precision: torch.dtype = getattr(torch, dtype)
-    if model == "smollm2":
-        from arbordraft.pretrained import load_smollm2
-
-        found: PreTrainedModel
-        found, tokenizer = load_smollm2(precision)
-    else:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        found = AutoModelForCausalLM.from_pretrained(model, dtype=precision)
-        tokenizer = AutoTokenizer.from_pretrained(model)
-    return RaggedModel(found.eval(), tokenizer, linears=linears), tokenizer
+    found, tokenizer = load_model(model, getattr(torch, dtype))
+    if tokenizer is None:
+        raise ValueError(
+            f"{model} has no tokenizer, and prompts are texts: save it beside the model, "
+            "tokenizer.save_pretrained(folder)"
+        )
+    return RaggedModel(found, tokenizer, linears=linears), tokenizer
 
 
 def parse_topology(text: str) -> "TreeTopology":

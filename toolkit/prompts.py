@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from arbordraft.files import read_text
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -111,10 +113,10 @@ def read_prompts(path: Path) -> list[str]:
     """First user turns of a file with one JSON object per line, each with ``messages`` as chat APIs take them.
 
     Raises:
-        ValueError: if a line is something else.
+        ValueError: if a line is something else, or the file is not UTF-8.
     """
     found = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(read_text(path).splitlines(), 1):
         if not line.strip():
             continue
         try:

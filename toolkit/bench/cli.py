@@ -11,7 +11,16 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from arbordraft.options import Dtype, Linears, ModelOption, load_target
+from arbordraft.options import (
+    Dtype,
+    LimitOption,
+    Linears,
+    ModelOption,
+    PromptsOption,
+    load_target,
+    numbers,
+    output_file,
+)
 
 if TYPE_CHECKING:
     from arbordraft.drafters import Drafter
@@ -27,12 +36,12 @@ DtypesOption = Annotated[list[Dtype] | None, typer.Option("--dtype", help="Preci
 OneDtype = Annotated[Dtype, typer.Option(help="Precision of the weights.")]
 RepeatsOption = Annotated[int, typer.Option(min=1, help="Timings per case; medians are reported.")]
 TokensOption = Annotated[int, typer.Option(min=1, help="Tokens per prompt when decoding.")]
-PromptsOption = Annotated[
-    Path | None, typer.Option(help="JSON lines with 'messages', such as MT-Bench's; else built-in ones.")
+JsonOption = Annotated[
+    Path | None, typer.Option(callback=output_file, help="Write the figures and their provenance to this file.")
 ]
-LimitOption = Annotated[int | None, typer.Option(min=1, help="Use the first so many prompts only.")]
-JsonOption = Annotated[Path | None, typer.Option(help="Write the figures and their provenance to this file.")]
-PngOption = Annotated[Path | None, typer.Option(help="Draw the figures to this PNG file (needs matplotlib).")]
+PngOption = Annotated[
+    Path | None, typer.Option(callback=output_file, help="Draw the figures to this PNG file (needs matplotlib).")
+]
 BatchOption = Annotated[int, typer.Option(min=1, help="Prompts at a time.")]
 BatchesOption = Annotated[str, typer.Option(help="Prompts at a time, several sizes, as in 1,4,8.")]
 TemperaturesOption = Annotated[str, typer.Option(help="Temperatures, as in 0,1; 0 is greedy.")]
@@ -102,18 +111,6 @@ def texts(prompts: Path | None, limit: int | None) -> list[str]:
 
     found = read_prompts(prompts) if prompts else [*MIXED, *VARIED]
     return found[:limit]
-
-
-def numbers(text: str, kind: type) -> list[Any]:
-    """Comma-separated numbers.
-
-    Raises:
-        typer.BadParameter: if something else is among them.
-    """
-    try:
-        return [kind(part) for part in text.split(",")]
-    except ValueError as error:
-        raise typer.BadParameter(f"expected comma-separated numbers, got {text!r}") from error
 
 
 def drafters_of(names: Sequence[str] | None, target: "RaggedModel") -> "dict[str, Drafter]":
@@ -243,7 +240,7 @@ def decode(
                 drafters_of(drafter, target),
                 new_tokens=new_tokens,
                 batch=batch,
-                temperatures=numbers(temperatures, float),
+                temperatures=numbers(temperatures, float, 0),
                 repeats=repeats,
             )
         )
@@ -278,7 +275,7 @@ def verifiers(
     run = Run(json, png, {"model": model, "new_tokens": new_tokens})
     with run.progress():
         target, tokenizer = load_target(model, dtype, Linears.packed)
-        found, heat = drafters_of(drafter, target), numbers(temperatures, float)
+        found, heat = drafters_of(drafter, target), numbers(temperatures, float, 0)
         common: dict[str, Any] = {"temperatures": heat, "new_tokens": new_tokens, "batch": batch}
         questions = texts(prompts, limit)
         singles = run.take(
@@ -347,7 +344,7 @@ def product(
                 texts(prompts, limit),
                 found,
                 batches=numbers(batches, int),
-                temperatures=numbers(temperatures, float),
+                temperatures=numbers(temperatures, float, 0),
                 nodes=nodes,
                 new_tokens=new_tokens,
                 repeats=repeats,
@@ -383,7 +380,7 @@ def deciders(
         (found,) = drafters_of([drafter], target).values()
         table = StepCosts.load(costs) if costs else None
         trained = LearnedDecider.from_pretrained(learned) if learned else None
-        for heat in numbers(temperatures, float):
+        for heat in numbers(temperatures, float, 0):
             for batch in numbers(batches, int):
                 run.take(
                     stops(
@@ -422,7 +419,7 @@ def compare(
     with run.progress():
         target, tokenizer = load_target(model, dtype, Linears.packed)
         found = drafters_of(drafter, target) if drafter else {}
-        for heat in numbers(temperatures, float):
+        for heat in numbers(temperatures, float, 0):
             for batch in numbers(batches, int):
                 run.take(
                     against_transformers(
