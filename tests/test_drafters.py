@@ -1,5 +1,7 @@
 """Drafters: the rows they show to the verifier are those they drew from, whatever was accepted before."""
 
+import itertools
+
 import pytest
 import torch
 from models import PROMPTS, VOCAB, context, greedy_reference, next_logits, ragged, tiny, tiny_tokenizer
@@ -9,6 +11,7 @@ from transformers import TopKLogitsWarper
 from arbordraft import (
     IID,
     Coupling,
+    Decider,
     Drafter,
     EarlyExitDrafter,
     Fixed,
@@ -94,12 +97,13 @@ def test_deciders_see_the_rows_that_the_frontier_was_drawn_from():
 
     state, _, _ = started(drafter, ragged())
     tree = drafter.propose(state, context(PROMPTS, UNEVEN, WithoutReplacement(2), decide=decide))
-    for view in views[1:]:
-        for sample, rows, confidence in zip(tree.samples, view.rows, view.confidence, strict=True):
-            for node, row, chance in zip(UNEVEN.levels[view.depth], rows, confidence, strict=True):
-                assert torch.equal(row, sample.draft_probs[UNEVEN.parent_list[node]])
-                assert chance == pytest.approx(row[sample.tokens[node]].item())
-    assert (views[0].confidence, views[0].rows) == ([[1.0]] * 3, [[None]] * 3)
+    assert [view.depth for view in views] == [depth for depth in range(UNEVEN.max_depth) for _ in PROMPTS]
+    assert [(view.confidence, view.rows) for view in views[:3]] == [([[1.0]], [[None]])] * 3
+    for number, view in enumerate(views[3:]):  # sampled: every sample is shown alone
+        sample, (rows,), (confidence,) = tree.samples[number % 3], view.rows, view.confidence
+        for node, row, chance in zip(UNEVEN.levels[view.depth], rows, confidence, strict=True):
+            assert torch.equal(row, sample.draft_probs[UNEVEN.parent_list[node]])
+            assert chance == pytest.approx(row[sample.tokens[node]].item())
 
 
 class Forgetful(LanguageModelDrafter):
@@ -115,17 +119,27 @@ class Forgetful(LanguageModelDrafter):
         )
 
 
+class Chosen(Decider):
+    """Lets those samples draft that are marked."""
+
+    def __init__(self, drafting):
+        super().__init__()
+        self.drafting, self.numbers = drafting, itertools.count()
+
+    def start(self):
+        return next(self.numbers)
+
+    def forward(self, view):
+        return [self.drafting[number] for number in view.memory]
+
+
 def walk(drafter, target, model, steps, topology=UNEVEN):
     """Several steps; ``steps`` lists per step the end of every sample's accepted path and who drafts at all."""
     tokens = [list(prompt) for prompt in PROMPTS]
     state, cache, handles = started(drafter, target, tokens)
     for number, (ends, drafting) in enumerate(steps):
-
-        def decide(view, drafting=drafting):
-            return drafting[: len(view.paths)]
-
         room = [None if end is None else topology.max_depth for end in ends]
-        step = context(tokens, topology, WithoutReplacement(2), room=room, decide=decide, seed=number)
+        step = context(tokens, topology, WithoutReplacement(2), room=room, decide=Chosen(drafting), seed=number)
         tree = drafter.propose(state, step)
         check_rows(tree, tokens, model)
         judged = verdict(tree, ends)
@@ -261,9 +275,10 @@ def test_the_confidence_of_a_lookup_grows_with_the_match():
 
     state = drafter.start([text], RaggedKVCache(), [0])
     drafter.propose(state, context([text], TreeTopology.k_ary(2, 2), Fixed(2), greedy=True, decide=decide))
-    first, second = state.odds(2, 0), state.odds(2, 1)
+    (odds,) = state.odds
+    first, second = odds(2, 0), odds(2, 1)
     assert views == [[[1.0]], [[first, second]]]
-    assert first > state.odds(1, 0) > second > 0
+    assert first > odds(1, 0) > second > 0
 
 
 def test_ngrams_learn_what_was_committed():
@@ -282,7 +297,7 @@ def test_ngrams_learn_what_was_committed():
 def test_ngrams_need_a_certain_law():
     with pytest.raises(ValueError, match=r"couple them as Fixed\(2\)"):
         NGramDrafter().check(ragged(), IID(2))
-    with pytest.raises(ValueError, match="1 <= shortest <= longest"):
+    with pytest.raises(ValueError, match="shortest must be a whole number from 1 to 1, got 2"):
         NGramDrafter(longest=1, shortest=2)
 
 

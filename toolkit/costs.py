@@ -24,7 +24,7 @@ from arbordraft.target import RaggedModel
 _ROWS = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128)
 _MOST_ROWS, _LONGEST = 2**14, 2**20  # of a forward that is timed, and of the text before it: their memory is real
 
-Costs = TypeVar("Costs")
+Loaded = TypeVar("Loaded")
 
 
 @dataclass(frozen=True)
@@ -220,9 +220,9 @@ class NodeBudget:
         return min(len(chances), samples * (self.nodes - 1))
 
 
-def _load(path: Path, kind: str, make: Callable[[Any], Costs]) -> Costs:
+def _load(path: Path, kind: str, make: Callable[[Any], Loaded]) -> Loaded:
     try:
-        return make(json.loads(path.read_text()))
+        return make(json.loads(Path(path).read_text()))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} holds no {kind}: {error}; measure them again") from error
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from arbordraft.checks import instance, positive, real, whole
 from arbordraft.deciders.base import Decider
 from arbordraft.deciders.simple import EntropyBound
 from arbordraft.types import Outcome, StepView
@@ -22,15 +23,13 @@ class Backoff(Decider):
     """Rests from drafting while drafts keep failing, and tries again after ever longer pauses.
 
     After ``patience`` drafted steps in a row without an accepted token a sample pauses for 1, 2, 4, ... steps, at most
-    ``longest``, with one attempt between pauses. An accepted token ends it.
+    ``longest``, with one attempt between pauses. An accepted token ends it. Both are at least 1.
     """
 
     def __init__(self, patience: int = 2, longest: int = 16) -> None:
         super().__init__()
-        if patience < 1 or longest < 1:
-            raise ValueError(f"patience and longest must be positive, got {patience} and {longest}")
-        self.patience = patience
-        self.longest = longest
+        self.patience = whole("patience", patience, 1)
+        self.longest = whole("longest", longest, 1)
 
     def start(self) -> _Failures:
         return _Failures()
@@ -61,17 +60,16 @@ class Heuristic(Decider):
     """Drafts two levels more after a step that accepted all of them, one less after any other.
 
     Args:
-        first: levels of a sample's first drafts.
-        longest: they never get more.
+        first: levels of a sample's first drafts, 1 or more.
+        longest: they never get more; at least ``first``.
 
     Source: the "heuristic" schedule of Hugging Face's assisted generation, per sample.
     """
 
     def __init__(self, first: int = 5, longest: int = 20) -> None:
         super().__init__()
-        if not 1 <= first <= longest:
-            raise ValueError(f"first must lie in 1..longest, got {first} and {longest}")
-        self.first, self.longest = first, longest
+        self.longest = whole("longest", longest, 1)
+        self.first = whole("first", first, 1, self.longest)
 
     def start(self) -> _Length:
         return _Length(self.first)
@@ -92,21 +90,18 @@ class AcceptedAverage(Decider):
     """Drafts as deep as was accepted on average lately, and ``margin`` levels more.
 
     Args:
-        first: the average that a sample starts with.
-        margin: levels, may be a fraction.
-        decay: share of the old average in the new one.
+        first: the average that a sample starts with, 0 or more.
+        margin: levels, may be a fraction, above 0.
+        decay: share of the old average in the new one, in [0, 1].
 
     Source: the moving average behind SGLang's adaptive draft lengths, without its tiers.
     """
 
     def __init__(self, first: float = 3.0, margin: float = 1.0, decay: float = 0.8) -> None:
         super().__init__()
-        if first < 0 or margin <= 0 or not 0 <= decay < 1:
-            raise ValueError(
-                f"first must not be negative, margin be positive and decay lie in [0, 1), got {first}, {margin} and "
-                f"{decay}"
-            )
-        self.first, self.margin, self.decay = first, margin, decay
+        self.first = real("first", first, 0)
+        self.margin = positive("margin", margin)
+        self.decay = real("decay", decay, 0, 1)
 
     def start(self) -> _Length:
         return _Length(self.first)
@@ -136,9 +131,9 @@ class AdaEDL(EntropyBound):
     Args:
         threshold: that a sample starts with.
         gamma: see :class:`EntropyBound`.
-        wanted: share of accepted levels to aim for.
-        step: by which the threshold tends to change.
-        decay: share of the old threshold in the new one; acceptance is averaged with half of it.
+        wanted: share of accepted levels to aim for, in [0, 1].
+        step: by which the threshold tends to change, above 0.
+        decay: share of the old threshold in the new one, in [0, 1]; acceptance is averaged with half of it.
 
     Source: AdaEDL (Agrawal et al., 2024) with the update of Draft & Verify (Zhang et al., ACL 2024).
     """
@@ -147,11 +142,9 @@ class AdaEDL(EntropyBound):
         self, threshold: float = 0.3, gamma: float = 0.2, wanted: float = 0.7, step: float = 0.05, decay: float = 0.5
     ) -> None:
         super().__init__(threshold, gamma)
-        if not 0 <= wanted <= 1 or step <= 0 or not 0 <= decay < 1:
-            raise ValueError(
-                f"wanted must lie in [0, 1], step be positive and decay lie in [0, 1), got {wanted}, {step} and {decay}"
-            )
-        self.wanted, self.step, self.decay = wanted, step, decay
+        self.wanted = real("wanted", wanted, 0, 1)
+        self.step = positive("step", step)
+        self.decay = real("decay", decay, 0, 1)
 
     def start(self) -> _Bound:
         return _Bound(self.threshold, self.wanted)
@@ -184,10 +177,10 @@ class Bandit(Decider):
     accepted. Its time is reckoned, not measured, so that the choice does not depend on what else the machine does.
 
     Args:
-        deciders: to choose from; one is in charge of a step, all learn from it.
-        cost: time of drafting and verifying one more level, in units of a decoding step without drafts.
-        longest: levels of drafts that the topology allows for.
-        exploration: weight of the bonus for what was tried seldom.
+        deciders: to choose from, two or more; one is in charge of a step, all learn from it.
+        cost: time of drafting and verifying one more level, in units of a decoding step without drafts; 0 or more.
+        longest: levels of drafts that the topology allows for, 1 or more.
+        exploration: weight of the bonus for what was tried seldom, 0 or more.
 
     Source: UCB1 (Auer et al., 2002) over stopping rules as in TapOut (2025), over settings as in BanditSpec (2025).
     """
@@ -196,15 +189,17 @@ class Bandit(Decider):
         self, deciders: Sequence[Decider], cost: float = 0.2, longest: int = 8, exploration: float = 0.5
     ) -> None:
         super().__init__()
-        if len(deciders) < 2 or cost < 0 or longest < 1 or exploration < 0:
-            raise ValueError(
-                "a bandit needs at least two deciders, a cost and an exploration that are not negative, and a longest "
-                f"of at least 1, got {len(deciders)}, {cost}, {exploration} and {longest}"
-            )
+        instance("deciders", deciders, Sequence, nn.ModuleList)
+        for index, decider in enumerate(deciders):
+            instance(f"deciders[{index}]", decider, Decider)
+        if len(deciders) < 2:
+            raise ValueError(f"a bandit needs at least two deciders to choose from, got {len(deciders)}")
         if any(decider.anticipating for decider in deciders):
             self.anticipating = True
         self.deciders: Sequence[Decider] = nn.ModuleList(deciders)  # type: ignore[assignment]
-        self.cost, self.longest, self.exploration = cost, longest, exploration
+        self.cost = real("cost", cost, 0)
+        self.longest = whole("longest", longest, 1)
+        self.exploration = real("exploration", exploration, 0)
 
     def start(self) -> _Arms:
         count = len(self.deciders)

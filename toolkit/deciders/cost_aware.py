@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from arbordraft.checks import instance, real
 from arbordraft.costs import StepCosts
 from arbordraft.deciders.base import Decider
 from arbordraft.deciders.simple import PathSurvival
@@ -23,13 +24,14 @@ class CostAware(Decider):
 
     That is the rule by which tokens per second are highest in the long run. A level's gain is the chance that the paths
     to the frontier survive, times the acceptance of the sample's levels lately; its time is what a forward of the
-    drafter and more rows in the target's forward cost on this machine. Of a batch, the samples that gain most go on,
-    as many as pay together, so with ``seeds`` tokens depend on what shares the batch.
+    drafter and more rows in the target's forward cost on this machine. Of a greedy batch, the samples that gain most go
+    on, as many as pay together; a sampled one goes on if it would pay in a batch of its like, see ``expected_batch`` of
+    :class:`~arbordraft.SpeculativeDecoder`.
 
     Args:
         costs: measured by :func:`~arbordraft.tuning.measure_costs`, or by ``arbordraft tune --costs``.
         survival: estimates the chances of paths; its threshold is not used.
-        decay: share of the old averages in the new ones.
+        decay: share of the old averages in the new ones, in [0, 1].
 
     Source: the gain of the best (sample, position) pairs from TETRIS (Wu et al., ACL 2025) and DSpark
     (arXiv:2607.05147); marginal gain against the long-run rate: renewal reward theory.
@@ -37,10 +39,10 @@ class CostAware(Decider):
 
     def __init__(self, costs: StepCosts, survival: PathSurvival | None = None, decay: float = 0.9) -> None:
         super().__init__()
-        if not 0 <= decay < 1:
-            raise ValueError(f"decay must lie in [0, 1), got {decay}")
-        self.costs, self.decay = costs, decay
-        self.survival = survival or PathSurvival()
+        instance("costs", costs, StepCosts)
+        self.costs, self.decay = costs, real("decay", decay, 0, 1)
+        self.survival = PathSurvival() if survival is None else survival
+        instance("survival", self.survival, PathSurvival)
         self.anticipating = self.survival.anticipating
 
     def start(self) -> _Pace:
@@ -67,8 +69,8 @@ class CostAware(Decider):
         order = sorted(range(len(gains)), key=gains.__getitem__, reverse=True)
         gain, rows, worth, count = 0.0, 0, 0.0, 0
         for admitted, sample in enumerate(order, 1):
-            gain += gains[sample]
-            rows += len(view.paths[sample])
+            gain += gains[sample] * view.alike
+            rows += len(view.paths[sample]) * view.alike
             if (surplus := gain - rate * self.costs.level(view.planned, rows)) >= worth:
                 worth, count = surplus, admitted
         kept = set(order[:count])

@@ -3,18 +3,17 @@
 import math
 from collections.abc import Sequence
 
+from arbordraft.checks import positive, real, whole
 from arbordraft.deciders.base import Decider
 from arbordraft.types import StepView
 
 
 class FixedDepth(Decider):
-    """Drafts down to ``depth`` always; by default down to the topology's leaves."""
+    """Drafts down to ``depth`` (0 or more) always; by default down to the topology's leaves."""
 
     def __init__(self, depth: int | None = None) -> None:
         super().__init__()
-        if depth is not None and depth < 0:
-            raise ValueError(f"depth must not be negative, got {depth}")
-        self.depth = depth
+        self.depth = None if depth is None else whole("depth", depth, 0)
 
     def forward(self, view: StepView) -> Sequence[bool]:
         return [self.depth is None or view.depth < self.depth] * len(view.paths)
@@ -24,16 +23,14 @@ class FixedDepth(Decider):
 
 
 class ConfidenceThreshold(Decider):
-    """Goes on while some token of the last level had a draft probability of at least ``threshold``.
+    """Goes on while some token of the last level had a draft probability of at least ``threshold``, in [0, 1].
 
     Source: the confidence stop of Hugging Face's assisted generation, per sample and for trees.
     """
 
     def __init__(self, threshold: float = 0.4) -> None:
         super().__init__()
-        if not 0 <= threshold <= 1:
-            raise ValueError(f"threshold must be a probability, got {threshold}")
-        self.threshold = threshold
+        self.threshold = real("threshold", threshold, 0, 1)
 
     def forward(self, view: StepView) -> Sequence[bool]:
         return [max(nodes) >= self.threshold for nodes in view.confidence]
@@ -43,20 +40,18 @@ class ConfidenceThreshold(Decider):
 
 
 class EntropyBound(Decider):
-    """Goes on while the entropy of some draft row still promises an acceptance of at least ``threshold``.
+    """Goes on while the entropy of some draft row still promises an acceptance of at least ``threshold``, in [0, 1].
 
-    The promise is ``1 - sqrt(gamma * H)``, ``H`` in nats. SVIP's rule, which stops at ``sqrt(0.15 H) > 0.3``, is
-    ``EntropyBound(0.7, 0.15)``.
+    The promise is ``1 - sqrt(gamma * H)``, ``H`` in nats and ``gamma`` above 0. SVIP's rule, which stops at
+    ``sqrt(0.15 H) > 0.3``, is ``EntropyBound(0.7, 0.15)``.
 
     Source: AdaEDL (Agrawal et al., 2024), SVIP (Zhang et al., 2024).
     """
 
     def __init__(self, threshold: float = 0.3, gamma: float = 0.2) -> None:
         super().__init__()
-        if not 0 <= threshold <= 1 or gamma <= 0:
-            raise ValueError(f"threshold must lie in [0, 1] and gamma be positive, got {threshold} and {gamma}")
-        self.threshold = threshold
-        self.gamma = gamma
+        self.threshold = real("threshold", threshold, 0, 1)
+        self.gamma = positive("gamma", gamma)
 
     def forward(self, view: StepView) -> Sequence[bool]:
         return [promise >= self.threshold for promise in self.promises(view)]
@@ -72,7 +67,8 @@ class EntropyBound(Decider):
 class PathSurvival(Decider):
     """Goes on while some path to the frontier survives verification as a whole with a chance of at least ``threshold``.
 
-    The chance is the product of the draft probabilities along the path;
+    The chance is the product of the draft probabilities along the path, 1 at the root: with a ``threshold`` above 1
+    nothing is drafted, and it must not be negative.
     :class:`~arbordraft.LearnedDecider` puts better ones in their place.
 
     Source: the product rule of SpecDec++ (Huang et al., 2024), which stops at ``1 - chance > h``.
@@ -80,9 +76,7 @@ class PathSurvival(Decider):
 
     def __init__(self, threshold: float = 0.3) -> None:
         super().__init__()
-        if threshold < 0:
-            raise ValueError(f"threshold must not be negative, got {threshold}")
-        self.threshold = threshold
+        self.threshold = real("threshold", threshold, 0)
 
     def forward(self, view: StepView) -> Sequence[bool]:
         return [max(nodes) >= self.threshold for nodes in self.survival(view)]

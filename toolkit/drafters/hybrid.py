@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from arbordraft.cache import RaggedKVCache
+from arbordraft.checks import instance
 from arbordraft.drafters.base import Drafter
 from arbordraft.laws import DraftLaw, Fixed
 from arbordraft.target import RaggedModel
@@ -30,10 +31,15 @@ class HybridDrafter(Drafter):
     Args:
         first: proposes deterministically, as lookups do.
         otherwise: any drafter.
+
+    Raises:
+        TypeError: if one of them is no drafter.
     """
 
     def __init__(self, first: Drafter, otherwise: Drafter) -> None:
         super().__init__()
+        instance("first", first, Drafter)
+        instance("otherwise", otherwise, Drafter)
         self.first = first
         self.otherwise = otherwise
         self.hidden_layers = tuple(dict.fromkeys((*first.hidden_layers, *otherwise.hidden_layers)))

@@ -5,12 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from arbordraft.cache import RaggedKVCache
+from arbordraft.checks import whole
 from arbordraft.drafters.base import Drafter, Garden
 from arbordraft.laws import DraftLaw, Fixed
 from arbordraft.target import RaggedModel
 from arbordraft.types import DraftContext, DraftTree, Verdict
 
 _MOST_MATCHES = 32  # older occurrences of a frequent n-gram say little
+_LONGEST = 64  # every suffix of every position is kept
 _PRIOR = 8.0  # lookups that the expectation counts for
 
 
@@ -40,9 +42,10 @@ class _Index:
 
 
 class _Odds:
-    """How often lookups came true in this batch, by length of the matching suffix and rank of the continuation.
+    """How often lookups came true in a sample, by length of the matching suffix and rank of the continuation.
 
-    They start from what texts of language models show: the longer the suffix, the surer what follows it.
+    They start from what texts of language models show: the longer the suffix, the surer what follows it. No sample
+    learns from another, since deciders and costs go by them, and a seeded text must not depend on others.
     """
 
     def __init__(self) -> None:
@@ -64,7 +67,7 @@ class _Odds:
 @dataclass
 class _State:
     indices: list[_Index]
-    odds: _Odds = field(default_factory=_Odds)
+    odds: list[_Odds]
     sizes: dict[tuple[int, int], int] = field(default_factory=dict)  # suffix length of each (sample, node) just drafted
 
 
@@ -73,28 +76,32 @@ class NGramDrafter(Drafter):
 
     Every node of the tree looks up its own path: first the longest suffix, then shorter ones while children are
     missing. Among the continuations of one suffix the most frequent comes first, then the latest. The draft probability
-    it states is how often lookups of that length came true so far: what deciders and costs weigh, and never the law.
+    it states is how often lookups of that length came true so far in the sample: what deciders and costs weigh, and
+    never the law.
 
     Args:
-        longest: longest suffix to look up, in tokens.
-        shortest: shortest suffix worth following.
+        longest: longest suffix to look up, in tokens; 1 to 64.
+        shortest: shortest suffix worth following; 1 to ``longest``.
+
+    Raises:
+        TypeError: if an argument is no whole number.
+        ValueError: if an argument is out of range.
 
     Source: LLMA (Yang et al., 2023) and prompt lookup decoding (Saxena, 2023), from one continuation to a tree.
     """
 
     def __init__(self, longest: int = 4, shortest: int = 2) -> None:
         super().__init__()
-        if not 1 <= shortest <= longest:
-            raise ValueError(f"need 1 <= shortest <= longest, got {shortest} and {longest}")
-        self.longest = longest
-        self.shortest = shortest
+        self.longest = whole("longest", longest, 1, _LONGEST)
+        self.shortest = whole("shortest", shortest, 1, self.longest)
 
     def check(self, target: RaggedModel, law: DraftLaw) -> None:
         if not law.deterministic:
             raise ValueError(f"n-gram lookups are certain, not drawn by {law}; couple them as Fixed({law.k})")
 
     def start(self, tokens: Sequence[Sequence[int]], target_cache: RaggedKVCache, handles: Sequence[int]) -> _State:
-        return _State([_Index(range(self.shortest, self.longest + 1), prompt) for prompt in tokens])
+        sizes = range(self.shortest, self.longest + 1)
+        return _State([_Index(sizes, prompt) for prompt in tokens], [_Odds() for _ in tokens])
 
     def propose(self, state: _State, context: DraftContext) -> DraftTree:
         garden = Garden(context, Fixed(context.law.k))
@@ -110,7 +117,7 @@ class NGramDrafter(Drafter):
                     text = [*committed, *garden.trees[sample].path(node)]
                     children = context.topology.child_list[node]
                     found = self._lookup(index, text, len(children))
-                    odds = [state.odds(size, rank) for rank, size in enumerate(found.values())]
+                    odds = [state.odds[sample](size, rank) for rank, size in enumerate(found.values())]
                     garden.plant(sample, node, list(found), odds, None)
                     sizes |= {(sample, child): size for child, size in zip(children, found.values(), strict=False)}
         tree = garden.tree()
@@ -129,7 +136,7 @@ class NGramDrafter(Drafter):
                 continue  # another drafter's tree
             for node, accepted in zip((0, *judged.path), (*judged.path, None), strict=True):
                 for rank, child in enumerate(drafted.children(node)):
-                    state.odds.learn(state.sizes[sample, child], rank, child == accepted)
+                    state.odds[sample].learn(state.sizes[sample, child], rank, child == accepted)
                     if child == accepted:
                         break
 
