@@ -57,7 +57,7 @@ def provenance() -> dict[str, Any]:
     commit = None
     with suppress(OSError, subprocess.CalledProcessError):
         commit = subprocess.run(
-            ["git", "describe", "--always", "--dirty"],
+            ["git", "--no-optional-locks", "describe", "--always", "--dirty"],  # only looks
             cwd=Path(__file__).parent,
             capture_output=True,
             text=True,
