@@ -1,6 +1,7 @@
 """How a command of the command line ends: errors in one line, interrupts by their status, noise kept aside."""
 
 import contextlib
+import dis
 import errno
 import logging
 import os
@@ -93,8 +94,12 @@ def _ours(error: BaseException) -> bool:
     """Whether the message is meant for users: we raised it, or the system did, and it names a file."""
     if isinstance(error, ImportError) or (isinstance(error, OSError) and (error.filename or error.errno is None)):
         return True
-    frames = list(traceback.walk_tb(error.__traceback__))
-    return bool(frames) and str(frames[-1][0].f_globals.get("__name__", "")).startswith("arbordraft")
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    if place is None or not str(place.tb_frame.f_globals.get("__name__", "")).startswith("arbordraft"):
+        return False
+    return place.tb_frame.f_code.co_code[place.tb_lasti] == dis.opmap["RAISE_VARARGS"]  # not a slip of our code
 
 
 def _details(error: BaseException, noise: deque[str]) -> str:
