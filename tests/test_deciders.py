@@ -59,7 +59,7 @@ def test_confidence_threshold():
     """One confident node is enough for a sample to go on; the threshold itself is confident."""
     confidence = ((0.1, 0.5), (0.1, 0.39), (0.4,))
     assert ConfidenceThreshold(0.4)(view(confidence=confidence)) == [True, False, True]
-    with pytest.raises(ValueError, match="threshold must be a number from 0 to 1, got 1.5"):
+    with pytest.raises(ValueError, match=r"threshold must be a number from 0 to 1, got 1\.5"):
         ConfidenceThreshold(1.5)
 
 

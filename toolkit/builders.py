@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from arbordraft.checks import each, instance, whole
 from arbordraft.costs import CostTable, NodeBudget
 from arbordraft.coupling import Coupling
 from arbordraft.deciders import ConfidenceThreshold, Decider
@@ -12,7 +13,7 @@ from arbordraft.drafters import Drafter, EagleDrafter, HybridDrafter, LanguageMo
 from arbordraft.laws import IID, Fixed, TopTail, WithoutReplacement
 from arbordraft.target import RaggedModel
 from arbordraft.target_initialised import TargetInitialisedDecoder
-from arbordraft.topology import TreeTopology
+from arbordraft.topology import MOST_DEPTH, MOST_NODES, TreeTopology
 from arbordraft.verifiers import Lifted, Matching, RecursiveRejection, SpecHub, TopDown
 
 if TYPE_CHECKING:
@@ -28,16 +29,20 @@ def plain(target: "Model") -> SpeculativeDecoder:
     )
 
 
-def lookup(target: "Model", costs: CostTable | None = None) -> SpeculativeDecoder:
+def lookup(target: "Model", costs: CostTable | None = None, expected_batch: int = 1) -> SpeculativeDecoder:
     """n-gram speculation where it pays and plain decoding where it does not, by what rows cost on this machine.
 
     Args:
         target: the target.
         costs: measured now by default, which takes about a second for a small model.
+        expected_batch: samples that a sampled request takes its batch to have, see :class:`SpeculativeDecoder`.
     """
     model = _ragged(target)
     drafter, coupling = NGramDrafter(longest=8, shortest=1), Coupling(Fixed(1), TopDown(Matching()))
-    return SpeculativeDecoder(model, drafter, TreeTopology.chain(12), coupling, costs=costs or CostTable.measure(model))
+    costs = CostTable.measure(model) if costs is None else costs
+    return SpeculativeDecoder(
+        model, drafter, TreeTopology.chain(12), coupling, costs=costs, expected_batch=expected_batch
+    )
 
 
 def ems_sd(target: "Model", draft: "Model | Drafter | None" = None, length: int = 7) -> SpeculativeDecoder:
@@ -46,7 +51,7 @@ def ems_sd(target: "Model", draft: "Model | Drafter | None" = None, length: int 
     Args:
         target: the target.
         draft: a draft model, or any drafter; by default lookup in the sample's own text, as in the paper's LLMA runs.
-        length: drafted tokens per step.
+        length: drafted tokens per step, 0 to 512.
     """
     drafter = NGramDrafter() if draft is None else _drafter(draft)
     lookup = isinstance(drafter, NGramDrafter)
@@ -58,14 +63,16 @@ def specinfer(
     target: "Model", draft: "Model | Drafter", k_config: Sequence[int] = (1, 1, 3, 1, 1, 1, 1, 1)
 ) -> SpeculativeDecoder:
     """IID draws and multi-step rejection: SpecInfer (Miao et al., ASPLOS 2024), with its expansion by default."""
-    coupling = Coupling(IID(max(k_config)), TopDown(RecursiveRejection()))
-    return SpeculativeDecoder(_ragged(target), _drafter(draft), TreeTopology.from_k_config(k_config), coupling)
+    topology = TreeTopology.from_k_config(k_config)
+    coupling = Coupling(IID(_widest(topology)), TopDown(RecursiveRejection()))
+    return SpeculativeDecoder(_ragged(target), _drafter(draft), topology, coupling)
 
 
 def mcsd(target: "Model", draft: "Model | Drafter", k_config: Sequence[int] = (4, 2, 2)) -> SpeculativeDecoder:
     """Several candidates without replacement: MCSD (Yang et al., 2024)."""
-    coupling = Coupling(WithoutReplacement(max(k_config)), TopDown(RecursiveRejection()))
-    return SpeculativeDecoder(_ragged(target), _drafter(draft), TreeTopology.from_k_config(k_config), coupling)
+    topology = TreeTopology.from_k_config(k_config)
+    coupling = Coupling(WithoutReplacement(_widest(topology)), TopDown(RecursiveRejection()))
+    return SpeculativeDecoder(_ragged(target), _drafter(draft), topology, coupling)
 
 
 def dynasd(
@@ -84,21 +91,21 @@ def dynasd(
     Args:
         target: the target.
         draft: a draft model or drafter.
-        width: tokens that the target proposes for the first level. One is lossless: the token that every step ends
-            with. More reproduce the paper, whose output is not the target's: results are marked lossy.
-        depth: levels below these tokens: chains, the paper's fork.
+        width: tokens that the target proposes for the first level, 1 or more. One is lossless: the token that every
+            step ends with. More reproduce the paper, whose output is not the target's: results are marked lossy.
+        depth: levels below these tokens, 0 to 512: chains, the paper's fork.
         k_config: children per level below these tokens instead of chains, the paper's static tree.
         decider: stops drafting early; by default while no draft's probability reaches the paper's 0.4.
     """
-    if width < 1:
-        raise ValueError(f"width must be positive, got {width}")
-    model, drafter, decider = _ragged(target), _drafter(draft), decider or ConfidenceThreshold(0.4)
-    below = tuple(k_config or (1,) * depth)
+    width = whole("width", width, 1)
+    below = (1,) * whole("depth", depth, 0, MOST_DEPTH) if k_config is None else each("k_config", k_config, whole)
+    topology = TreeTopology.from_k_config((width, *below) if width > 1 else below)
+    model, drafter = _ragged(target), _drafter(draft)
+    decider = ConfidenceThreshold(0.4) if decider is None else decider
     if width > 1:
-        topology = TreeTopology.from_k_config((width, *below))
         return TargetInitialisedDecoder(model, drafter, topology, decider)
-    coupling = Coupling(WithoutReplacement(max(below)), TopDown(RecursiveRejection()))
-    return SpeculativeDecoder(model, drafter, TreeTopology.from_k_config(below), coupling, decider)
+    coupling = Coupling(WithoutReplacement(_widest(topology)), TopDown(RecursiveRejection()))
+    return SpeculativeDecoder(model, drafter, topology, coupling, decider)
 
 
 def spechub(target: "Model", draft: "Model | Drafter", depth: int = 4) -> SpeculativeDecoder:
@@ -136,6 +143,7 @@ def eagle(target: "Model", head: "str | os.PathLike[str] | EagleDrafter", **opti
         head: folder or hub name of a trained head, or a drafter.
         **options: those of :func:`fitted`.
     """
+    instance("head", head, str, os.PathLike, EagleDrafter)
     model = _ragged(target)
     drafter = head if isinstance(head, EagleDrafter) else EagleDrafter.from_pretrained(head, model)
     return fitted(model, drafter, **options)
@@ -156,7 +164,7 @@ def fitted(
     Args:
         target: the target.
         draft: a draft model or drafter.
-        nodes: rows per sample that the target verifies, root included.
+        nodes: rows per sample that the target verifies, root included; 1 to 2,048.
         sampled: whether requests will sample. A sampled tree has a fixed shape, its children are the most probable
             token and some drawn from the others; a greedy one takes the shape that suits each step best. Either
             decodes any request losslessly.
@@ -164,20 +172,28 @@ def fitted(
         max_depth: bound on the trees' depth; what greedy lookups copy may go on below, as long as ``nodes`` last.
         topology: the sampled tree, or the largest greedy one; by default fitted to the drafter's acceptance.
     """
+    nodes = whole("nodes", nodes, 1, MOST_NODES)
+    if topology is not None:
+        instance("topology", topology, TreeTopology)
     drafter = _drafter(draft)
     acceptance = drafter.acceptance
     proposer = HybridDrafter(NGramDrafter(longest=5, shortest=3), drafter) if lookup else drafter
     if sampled:
         topology = topology or TreeTopology.sequoia(acceptance[:4], nodes, max_depth)
-        width = max(map(len, topology.child_list))
+        width = _widest(topology)
         coupling = Coupling(TopTail(1, width - 1) if width > 1 else IID(1), Lifted(RecursiveRejection()))
         return SpeculativeDecoder(_ragged(target), proposer, topology, coupling)
     if topology is None:
-        topology = TreeTopology.sequoia(acceptance, 4 * nodes, max_depth)
+        topology = TreeTopology.sequoia(acceptance, min(4 * nodes, MOST_NODES), max_depth)
         if lookup:  # what is copied may go on for as long as the budget lasts
             topology = _with_trunk(topology, nodes - 1)
-    coupling = Coupling(Fixed(max(map(len, topology.child_list))), TopDown(Matching()))
+    coupling = Coupling(Fixed(_widest(topology)), TopDown(Matching()))
     return SpeculativeDecoder(_ragged(target), proposer, topology, coupling, costs=NodeBudget(nodes))
+
+
+def _widest(topology: TreeTopology) -> int:
+    """Most children of a node; 1 for a tree that is only a root, since a law draws at least one."""
+    return max(1, *map(len, topology.child_list))
 
 
 def _with_trunk(topology: TreeTopology, depth: int) -> TreeTopology:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from arbordraft import builders
+from arbordraft.checks import each, real, whole
 from arbordraft.costs import CostTable, StepCosts
 from arbordraft.coupling import Coupling
 from arbordraft.deciders import CostAware, Decider
@@ -36,6 +37,7 @@ _CHAINS = (1, 2, 3, 4, 6, 8)
 _TREES = (4, 8, 16, 32)
 _NEAR = 0.7  # settings predicted to be this much slower than the best are not measured
 _WIDTHS = (1, 2, 4, 8, 16)
+_LARGEST = 4096  # batch whose prompts are laid out
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,17 @@ class Setting:
                 return f"{self.kind} of {self.size}"
         return self.kind
 
-    def decoder(self, target: RaggedModel, drafter: Drafter, costs: StepCosts, *, sampled: bool) -> SpeculativeDecoder:
+    def decoder(
+        self, target: RaggedModel, drafter: Drafter, costs: StepCosts, *, sampled: bool, batch: int = 1
+    ) -> SpeculativeDecoder:
         """What it stands for.
+
+        Args:
+            target: the target.
+            drafter: the drafter.
+            costs: of the steps.
+            sampled: whether requests will sample.
+            batch: prompts that will be decoded at a time.
 
         Raises:
             ValueError: if there is no such kind.
@@ -71,13 +82,14 @@ class Setting:
             case "plain":
                 return builders.plain(target)
             case "lookup":
-                return builders.lookup(target, costs.target)
+                return builders.lookup(target, costs.target, expected_batch=batch)
             case "chain":
                 coupling = Coupling(Fixed(1), TopDown(Matching()))
                 if sampled and not isinstance(drafter, NGramDrafter):
                     coupling = Coupling(IID(1), TopDown(RecursiveRejection()))
                 decider = CostAware(costs) if self.stop else None
-                return SpeculativeDecoder(target, drafter, TreeTopology.chain(self.size), coupling, decider)
+                topology = TreeTopology.chain(self.size)
+                return SpeculativeDecoder(target, drafter, topology, coupling, decider, expected_batch=batch)
             case "tree" | "lookup or tree":
                 lookup = self.kind != "tree"
                 return builders.fitted(target, drafter, self.size, sampled=sampled, lookup=lookup)
@@ -118,6 +130,10 @@ class Tuned:
         costs: of the steps.
         acceptance: of a chain's drafts by depth.
         choices: by batch size, ascending.
+
+    Raises:
+        TypeError: if a value is no number.
+        ValueError: if one is out of range, or there is no choice.
     """
 
     drafter: str
@@ -126,8 +142,17 @@ class Tuned:
     acceptance: list[float]
     choices: list[Choice]
 
+    def __post_init__(self) -> None:
+        real("temperature", self.temperature, 0)
+        each("acceptance", self.acceptance, lambda name, value: real(name, value, 0, 1))
+        if not self.choices:
+            raise ValueError("it holds no choice for any batch size")
+        for index, choice in enumerate(self.choices):
+            whole(f"choices[{index}].batch", choice.batch, 1)
+
     def choice(self, batch: int) -> Choice:
         """That for the largest batch size tuned for which is not above this one, or the smallest of all."""
+        batch = whole("batch", batch, 1)
         below = [choice for choice in self.choices if choice.batch <= batch]
         return below[-1] if below else self.choices[0]
 
@@ -142,7 +167,8 @@ class Tuned:
         from arbordraft.loading import drafter_named
 
         drafter = drafter or drafter_named(self.drafter, target)
-        return self.choice(batch).setting.decoder(target, drafter, self.costs, sampled=self.temperature > 0)
+        setting = self.choice(batch).setting
+        return setting.decoder(target, drafter, self.costs, sampled=self.temperature > 0, batch=batch)
 
     def save(self, path: Path) -> None:
         """Writes JSON; the file appears only when it is complete."""
@@ -183,12 +209,20 @@ def tune(
         tokenizer: its tokenizer.
         name: of the drafter.
         drafter: the drafter.
-        prompts: first user turns, such as will be decoded.
-        batches: batch sizes to choose for.
+        prompts: first user turns, such as will be decoded; at least one.
+        batches: batch sizes to choose for, 1 to 4096.
         temperature: 0 for greedy.
-        new_tokens: longest answer.
+        new_tokens: longest answer, 1 or more.
         tell: is told what is going on.
+
+    Raises:
+        TypeError: if an argument is no number of its kind, or ``prompts`` no list of texts.
+        ValueError: if an argument is out of range, or there is no prompt or batch size.
     """
+    batches = each("batches", batches, lambda name, value: whole(name, value, 1, _LARGEST))
+    if not batches:
+        raise ValueError("batches must hold at least one batch size, got none")
+    temperature, new_tokens = real("temperature", temperature, 0), whole("new_tokens", new_tokens, 1)
     tell("measuring forwards and drafts")
     costs = measure_costs(target, drafter, tokenizer, prompts)
     tell("measuring acceptance")
@@ -263,6 +297,7 @@ def measure_costs(
         tokenizer: of the target.
         prompts: first user turns.
     """
+    _check_prompts(prompts)
     levels: dict[int, list[float]] = {}
     rest = []
     lengths = [int(inputs["attention_mask"].sum()) for inputs in chat_batches(tokenizer, prompts, 1)]
@@ -297,6 +332,7 @@ def measure_acceptance(
     new_tokens: int,
 ) -> list[float]:
     """How often a chain's drafts are accepted, by depth, when those before them were."""
+    _check_prompts(prompts)
     setting, size = Setting("chain", 4), 8
     decoder = setting.decoder(target, drafter, _NO_COSTS, sampled=temperature > 0)
     tried: dict[int, int] = {}
@@ -307,6 +343,14 @@ def measure_acceptance(
             tried[depth] = tried.get(depth, 0) + count
             accepted[depth] = accepted.get(depth, 0) + output.stats.accepted[depth]
     return [accepted[depth] / tried[depth] for depth in sorted(tried)] or [0.0]
+
+
+def _check_prompts(prompts: Sequence[str]) -> None:
+    """Raises TypeError unless prompts are a list of texts, and ValueError if there is none."""
+    if isinstance(prompts, str) or not all(isinstance(prompt, str) for prompt in prompts):
+        raise TypeError("prompts must be a list of texts")
+    if not prompts:
+        raise ValueError("prompts must hold at least one text to measure with, got none")
 
 
 class _Stopwatch(Decider):
@@ -342,7 +386,7 @@ def _compete(
     plain = Setting("plain")
     left = [plain, *(setting for setting in settings if setting != plain)]
     sampled = temperature > 0
-    decoders = {setting: setting.decoder(target, drafter, costs, sampled=sampled) for setting in left}
+    decoders = {setting: setting.decoder(target, drafter, costs, sampled=sampled, batch=batch) for setting in left}
     batches = chat_batches(tokenizer, [prompts[i % len(prompts)] for i in range(max(batch, len(prompts)))], batch)
     for decoder in decoders.values():
         decoder.generate(**batches[0], **plain_request(temperature, 4))

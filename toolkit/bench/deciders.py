@@ -91,7 +91,8 @@ def stops(
     coupling = rejection if temperature else matching
     decoders: dict[str, Decode] = {"plain": ours(builders.plain(target))}
     for name, decider in deciders.items():
-        decoders[name] = ours(SpeculativeDecoder(target, drafter, TreeTopology.chain(depth), coupling, decider))
+        chain = TreeTopology.chain(depth)
+        decoders[name] = ours(SpeculativeDecoder(target, drafter, chain, coupling, decider, expected_batch=batch))
     yield from in_turns(
         target.model,
         tokenizer,

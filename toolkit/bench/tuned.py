@@ -40,7 +40,7 @@ def against_grid(
     found: dict[str, Decode] = {f"chosen: {chosen}": ours(tuned.decoder(target, batch, drafter))}
     for setting in grid(drafter, sampled=sampled):
         if setting != chosen:
-            found[str(setting)] = ours(setting.decoder(target, drafter, tuned.costs, sampled=sampled))
+            found[str(setting)] = ours(setting.decoder(target, drafter, tuned.costs, sampled=sampled, batch=batch))
     yield from in_turns(
         target.model,
         tokenizer,
