@@ -196,7 +196,7 @@ def context(
 ) -> DraftContext:
     """What a decoder tells its drafter in a step."""
     warp = Warp(processors, len(tokens))
-    generators = [torch.Generator().manual_seed(seed + sample) for sample in range(len(tokens))]
+    generators = [Noise.source(seed + sample) for sample in range(len(tokens))]
 
     def path(sample: int, drafted: Sequence[int]) -> list[int]:
         return [*tokens[sample], *drafted]

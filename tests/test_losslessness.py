@@ -295,7 +295,7 @@ def sampled_joint(reuse_noise, draws=8_000):
     """P-value of the first two emitted tokens against the target."""
     table = random_table("random", 3, seed=5)
     topology, law, verifier = TreeTopology.k_ary(2, 1), TopTail(1, 1), Lifted(SpecHub())
-    counts, generator = torch.zeros(3, 3), torch.Generator().manual_seed(1)
+    counts, generator = torch.zeros(3, 3), Noise.source(1)
     target, draft = (rows.float() for rows in table(()))
     noise = Noise.draw([generator] * draws, topology.num_nodes)
     if reuse_noise:
@@ -306,7 +306,7 @@ def sampled_joint(reuse_noise, draws=8_000):
         samples.append(SampleTree(topology, law, {0: 0, 1: tokens[0], 2: tokens[1]}, {0: draft}))
     following = [table((token,))[0].float() for token in range(3)]
     rows = torch.stack([r for s in samples for r in (target, following[s.tokens[1]], following[s.tokens[2]])])
-    more = torch.rand(draws, generator=generator, dtype=torch.float64).tolist()
+    more = generator.random(draws).tolist()
     verdicts = verifier(DraftTree(tuple(samples)), rows, noise).samples
     for sample, verdict, uniform in zip(samples, verdicts, more, strict=True):
         emitted = [sample.tokens[node] for node in verdict.path] + [verdict.token]

@@ -275,7 +275,7 @@ def test_permuting_the_vocabulary_commutes(law, rule):
 @pytest.mark.parametrize(("law", "rule"), [pair for pair in VALID if pair[0].k == 2], ids=short)
 def test_a_certain_target_is_greedy_decoding(law, rule, lift):
     """Temperature 0 needs no special case. Of repeated siblings any may be taken, so tokens are compared."""
-    table, noise = random_table("certain target", 3), Noise.draw([torch.Generator().manual_seed(0)], 4)
+    table, noise = random_table("certain target", 3), Noise.draw([Noise.source(0)], 4)
     verifier = lift(rule)
     for topology in (TreeTopology([-1, 0, 0, 1]), TreeTopology.chain(2)):
         for _, tree in draft_trees(topology, law, table):
@@ -389,7 +389,7 @@ def test_typical_acceptance_takes_the_deepest_unsurprising_path():
     rows = {0: row(0.9, 0.1), 1: row(0.6, 0.4), 2: row(0.5, 0.5), 3: row(0.2, 0.8)}
     tree = SampleTree(TreeTopology([-1, 0, 0, 1]), Fixed(2), {0: 0, 1: 0, 2: 1, 3: 1})
     batch, packed_rows = packed([tree], [rows])
-    noise = Noise.draw([torch.Generator().manual_seed(0)], 4)
+    noise = Noise.draw([Noise.source(0)], 4)
     (verdict,) = TypicalAcceptance()(batch, packed_rows, noise).samples
     assert verdict.path == (1, 3)
     assert not verdict.recovered
@@ -407,7 +407,7 @@ def test_a_batch_is_its_samples(lift):
     trees.insert(1, SampleTree(topology, law, {0: 3}))
     samples = [trees[0], None, *trees[1:]]
     targets = [target_rows(tree, table) if tree else {} for tree in samples]
-    generators = [torch.Generator().manual_seed(seed) for seed in range(len(samples))]
+    generators = [Noise.source(seed) for seed in range(len(samples))]
     noise = Noise.draw(generators, topology.num_nodes)
     verdicts = lift(SpecHub())(*packed(samples, targets), noise).samples
     assert verdicts[1] is None

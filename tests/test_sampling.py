@@ -68,7 +68,7 @@ def test_residual_is_the_positive_part():
 
 
 def generators(*seeds):
-    return [torch.Generator().manual_seed(seed) for seed in seeds]
+    return [Noise.source(seed) for seed in seeds]
 
 
 def test_noise_of_a_sample_does_not_depend_on_its_batch():

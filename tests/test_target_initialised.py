@@ -46,7 +46,7 @@ def next_rows(model, text):
 def told(topology, prompt, seed=None):
     """The method as its paper tells it, one branch at a time, on plain models; with a seed the decoder's own noise."""
     target, draft = ragged().model, ragged(seed=3).model
-    generator = torch.Generator().manual_seed(seed or 0)
+    generator = Noise.source(seed or 0)
     greedy, text, following = seed is None, list(prompt), None
     while len(text) < len(prompt) + NEW:
         noise = None if greedy else Noise.draw([generator], topology.num_nodes)

@@ -302,7 +302,7 @@ class SpeculativeDecoder(nn.Module):
             handles=handles,
             cache=cache,
             drafts=drafts,
-            generators=[torch.Generator().manual_seed(int(seed)) for seed in seeds],
+            generators=[Noise.source(seed) for seed in seeds],
             warp=warp,
             greedy=not config.do_sample,
             stopping=stopping,

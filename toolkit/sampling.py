@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from arbordraft.checks import whole
 from arbordraft.kernels import choice
 from arbordraft.kernels.verify import lowest_kept
 
@@ -69,13 +71,17 @@ class Warp:
         batch_size: number of samples of the batch.
 
     Raises:
+        TypeError: if a processor cannot be called, or ``batch_size`` is no whole number.
         ValueError: if a processor keeps state between calls, or indexes the batch while there are several
             samples.
     """
 
     def __init__(self, processors: "LogitsProcessorList | Sequence[LogitsProcessor]", batch_size: int = 1) -> None:
         self.processors = list(processors)
+        whole("batch_size", batch_size, 0)
         for processor in self.processors:
+            if not callable(processor):
+                raise TypeError(f"a logits processor is a function of input_ids and scores, got {processor!r}")
             names = {cls.__name__ for cls in type(processor).__mro__}
             if refused := names & _NOT_FOR_TREES:
                 raise ValueError(f"{refused.pop()} cannot judge the nodes of a tree: they are not one sequence")
@@ -157,12 +163,28 @@ class Noise:
     accept: Tensor
     final: Tensor
 
+    @staticmethod
+    def source(seed: int) -> np.random.Generator:
+        """The generator of a request, in which every bit of its seed counts.
+
+        It is Philox, seeded by way of numpy's ``SeedSequence``. Torch's own generator on the CPU would look at the
+        lower 32 bits alone.
+
+        Args:
+            seed: 0 to 2**64 - 1.
+
+        Raises:
+            TypeError: if the seed is no whole number.
+            ValueError: if it is out of range.
+        """
+        return np.random.Generator(np.random.Philox(whole("seed", seed, 0, 2**64 - 1)))
+
     @classmethod
-    def draw(cls, generators: Sequence[torch.Generator], nodes: int) -> Self:
-        """Draws from one generator per sample, always as much, so that a request's stream is its own."""
+    def draw(cls, generators: Sequence[np.random.Generator], nodes: int) -> Self:
+        """Draws from one :meth:`source` per sample, always as much, so that a request's stream is its own."""
         uniforms = torch.zeros(3, len(generators), nodes, dtype=torch.float64)
-        for sample, generator in enumerate(generators):
-            uniforms[:, sample] = torch.rand(3, nodes, generator=generator, dtype=torch.float64)
+        for sample, source in enumerate(generators):
+            uniforms[:, sample] = torch.from_numpy(source.random((3, nodes)))
         return cls(*uniforms)
 
 

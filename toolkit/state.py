@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from arbordraft.cache import RaggedKVCache
@@ -46,7 +47,7 @@ class DecodeState:
     handles: list[int]
     cache: RaggedKVCache
     drafts: Any
-    generators: list[torch.Generator]
+    generators: list[np.random.Generator]
     warp: Warp
     greedy: bool
     stopping: Stopping

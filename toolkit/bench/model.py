@@ -183,8 +183,10 @@ def _verification(
             rows[node] = draft[node]
     tree = DraftTree((SampleTree(topology, coupling.law, dict(sorted(tokens.items())), rows),))
 
+    source = Noise.source(0)
+
     def verify() -> None:
-        coupling(tree, logits.softmax(dim=-1), Noise.draw([generator], topology.num_nodes))
+        coupling(tree, logits.softmax(dim=-1), Noise.draw([source], topology.num_nodes))
 
     return verify
 

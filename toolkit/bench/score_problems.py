@@ -146,7 +146,7 @@ def verification(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
         _drafted(topology, law, scores[begin : begin + topology.num_nodes], generator)
         for begin in range(0, stepped.rows, topology.num_nodes)
     ]
-    noise = Noise.draw([generator] * stepped.samples, topology.num_nodes)
+    noise = Noise.draw([Noise.source(0)] * stepped.samples, topology.num_nodes)
     tables, draft = pack(DraftTree(tuple(trees)), torch.device("cpu"))
     tables, draft = moved(tables, device), draft.to(device)
     there = [x.to(device) for x in (scores, noise.accept.flatten(), noise.final.flatten())]
