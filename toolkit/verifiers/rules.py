@@ -13,6 +13,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor, nn
 
+from arbordraft.checks import instance
 from arbordraft.laws import DraftLaw
 from arbordraft.sampling import residual
 
@@ -140,10 +141,14 @@ class Remembered(Rule):
     """A rule that works out its answer to the same question once, for enumerations that ask often.
 
     Rows are told apart by identity, so every row must be the same object whenever it is shown.
+
+    Raises:
+        TypeError: if ``rule`` is no :class:`Rule`.
     """
 
     def __init__(self, rule: Rule) -> None:
         super().__init__()
+        instance("rule", rule, Rule)
         self.rule = rule
         self._answers: dict[object, tuple[NodeLaw, object]] = {}
 

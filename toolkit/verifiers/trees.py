@@ -12,6 +12,7 @@ from collections.abc import Generator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from arbordraft.checks import instance, positive, real
 from arbordraft.kernels import choice
 from arbordraft.laws import DraftLaw
 from arbordraft.sampling import Noise, SoftmaxRows, draw
@@ -103,10 +104,15 @@ class TreeVerifier(nn.Module):
 
 
 class TopDown(TreeVerifier):
-    """Applies a rule at the root, then at the accepted child, until a rejection or a leaf."""
+    """Applies a rule at the root, then at the accepted child, until a rejection or a leaf.
+
+    Raises:
+        TypeError: if ``rule`` is no :class:`Rule`.
+    """
 
     def __init__(self, rule: Rule) -> None:
         super().__init__()
+        instance("rule", rule, Rule)
         self.rule = rule
         self.exactness = rule.exactness
         self.rejects_in_turn = rule.rejects_in_turn
@@ -137,12 +143,16 @@ class Lifted(TreeVerifier):
     With recursive rejection this is traversal verification (Weng et al., NeurIPS 2025), and on a chain block
     verification (Sun et al., ICLR 2025), the optimum for a single path. Set-based rules gain from it; every
     valid rule stays exact.
+
+    Raises:
+        TypeError: if ``rule`` is no :class:`Rule`.
     """
 
     lifted = True
 
     def __init__(self, rule: Rule) -> None:
         super().__init__()
+        instance("rule", rule, Rule)
         self.rule = rule
         self.exactness = rule.exactness
         self.rejects_in_turn = rule.rejects_in_turn
@@ -181,6 +191,14 @@ class TypicalAcceptance(TreeVerifier):
     A node passes if its parent did and its target probability exceeds ``min(epsilon, delta * exp(-H))``,
     ``H`` the entropy of the target row. The deepest passing node wins, ties go to the likelier path.
 
+    Args:
+        epsilon: above 0, at most 1.
+        delta: above 0.
+
+    Raises:
+        TypeError: if an argument is no number.
+        ValueError: if it is out of range.
+
     Source: Medusa (Cai et al., 2024), section 2.3.2, with its default thresholds.
     """
 
@@ -188,10 +206,8 @@ class TypicalAcceptance(TreeVerifier):
 
     def __init__(self, epsilon: float = 0.3, delta: float = 0.09) -> None:
         super().__init__()
-        if not (0 < epsilon <= 1 and delta > 0):
-            raise ValueError(f"epsilon must lie in (0, 1] and delta be positive, got {epsilon} and {delta}")
-        self.epsilon = epsilon
-        self.delta = delta
+        self.epsilon = positive("epsilon", real("epsilon", epsilon, 0, 1))
+        self.delta = positive("delta", delta)
 
     def supports(self, law: DraftLaw) -> bool:
         return True
