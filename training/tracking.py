@@ -344,7 +344,9 @@ def _clip(value: Any) -> str:
 def _git(*arguments: str) -> str | None:
     """What git says about the working folder, if that is a checkout."""
     try:
-        done = subprocess.run(["git", "--no-optional-locks", *arguments], capture_output=True, text=True, timeout=10, check=True)
+        done = subprocess.run(
+            ["git", "--no-optional-locks", *arguments], capture_output=True, text=True, timeout=10, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()

@@ -56,13 +56,7 @@ def provenance() -> dict[str, Any]:
     """What a figure needs beside it to be read later."""
     commit = None
     with suppress(OSError, subprocess.CalledProcessError):
-        commit = subprocess.run(
-            ["git", "--no-optional-locks", "describe", "--always", "--dirty"],  # only looks
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
+        commit = _git("describe", "--always") + ("-dirty" if _git("status", "--porcelain", "-uno") else "")
     return {
         "argv": [Path(argument).name for argument in sys.argv],  # folders are nobody's business
         "commit": commit,
@@ -110,6 +104,12 @@ def milliseconds(run: Callable[[], None]) -> float:
 def precision(model: "PreTrainedModel") -> str:
     """Short name of the dtype."""
     return str(model.dtype).removeprefix("torch.")
+
+
+def _git(*arguments: str) -> str:
+    """What git says about this checkout; ``describe --dirty`` would lock its index."""
+    command = ["git", "--no-optional-locks", *arguments]
+    return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _cpu_name() -> str:
