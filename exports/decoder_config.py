@@ -72,6 +72,7 @@ class DecoderConfig:
         decider: when drafting stops.
         costs: what rows cost, or how many are wanted.
         max_cache_tokens: bound on the rows of each KV cache.
+        expected_batch: samples that sampled requests take their batch to have.
     """
 
     target: TargetReference
@@ -83,6 +84,7 @@ class DecoderConfig:
     decider: Description
     costs: Description = None
     max_cache_tokens: int | None = None
+    expected_batch: int = 1
 
     @classmethod
     def of(cls, decoder: ad.SpeculativeDecoder, target: str, trained: str | None = None) -> "DecoderConfig":
@@ -123,6 +125,7 @@ class DecoderConfig:
             describe(decoder.decider),
             describe(decoder.costs),
             decoder.max_cache_tokens,
+            decoder.expected_batch,
         )
 
     def build(self, folder: str | os.PathLike[str]) -> "tuple[ad.SpeculativeDecoder, PreTrainedTokenizerBase]":
@@ -145,6 +148,7 @@ class DecoderConfig:
             rebuild(self.decider, here),
             costs=rebuild(self.costs, here),
             max_cache_tokens=self.max_cache_tokens,
+            expected_batch=self.expected_batch,
         )
         return decoder, tokenizer
 
@@ -187,7 +191,8 @@ def describe(part: Any) -> Description:
     if isinstance(part, ad.LearnedDecider):
         return {"class": name, "folder": DECIDER}
     if isinstance(part, _TRAINED) or getattr(part, "adapter", None) is not None:
-        return {"class": name, "trained": True}
+        trusted = {"arguments": {"same_tokenizer": True}} if getattr(part, "same_tokenizer", False) else {}
+        return {"class": name, "trained": True, **trusted}
     if isinstance(part, ad.EarlyExitDrafter):
         return {"class": name, "arguments": {"layers": part.layers}}
     if dataclasses.is_dataclass(part):
@@ -221,7 +226,7 @@ def _drafter(description: Description, target: ad.RaggedModel, trained: "str | P
     if description.get("trained"):
         if trained is None:
             raise ValueError(f"the weights of the {kind.__name__} are not there")
-        found: ad.Drafter = kind.from_pretrained(trained, target)
+        found: ad.Drafter = kind.from_pretrained(trained, target, **arguments)
         return found
     if kind is ad.EarlyExitDrafter:
         return _make(kind, {"model": target, **arguments})

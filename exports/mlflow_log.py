@@ -147,7 +147,7 @@ def _pack(decoder: "SpeculativeDecoder", config: DecoderConfig, scratch: Path) -
     """Everything that the served model needs, in one folder."""
     import dataclasses
 
-    from arbordraft.exports.checkpoints import read_config, read_tensors
+    from arbordraft.checkpoints import read_config, read_tensors
 
     folder = scratch / "decoder"
     folder.mkdir()

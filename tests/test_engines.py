@@ -17,7 +17,8 @@ from transformers import AutoConfig
 from typer.testing import CliRunner
 
 from arbordraft import cli
-from arbordraft.exports.checkpoints import read_config, read_head, read_tensors
+from arbordraft.checkpoints import read_config, read_tensors
+from arbordraft.exports.checkpoints import read_head
 from arbordraft.exports.engines import export_sglang, export_vllm
 from arbordraft.exports.engines.draft_model import in_both_dialects
 from arbordraft.exports.engines.eagle3 import eagle3, speculators

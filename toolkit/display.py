@@ -29,7 +29,7 @@ def stream_panels(
     """Shows every answer while it grows: gives one streamer per prompt, each with a panel of its own."""
     from transformers import TextStreamer
 
-    titles = [prompt.splitlines()[0][:70] for prompt in prompts]
+    titles = [Text(next(iter(prompt.splitlines()), "")[:70]) for prompt in prompts]  # plain: no prompt is markup
     answers = [Text() for _ in prompts]
 
     def render() -> Group:

@@ -49,9 +49,12 @@ class Graph:
         except Exception as error:  # onnxruntime has a class of its own for every cause
             raise ValueError(f"{self.path} cannot be read as a graph: {str(error).splitlines()[0]}") from error
         found = self._session.get_modelmeta().custom_metadata_map
-        self.about: dict[str, Any] = {
-            name.removeprefix(PREFIX): json.loads(value) for name, value in found.items() if name.startswith(PREFIX)
-        }
+        try:
+            self.about: dict[str, Any] = {
+                name.removeprefix(PREFIX): json.loads(value) for name, value in found.items() if name.startswith(PREFIX)
+            }
+        except ValueError as error:
+            raise ValueError(f"{self.path} has damaged settings ({error}): export it again") from error
         if self.about.get("format") != FORMAT:
             raise ValueError(
                 f"{self.path} is of format {self.about.get('format', 'unknown')}, not {FORMAT}: write it with "
@@ -63,7 +66,7 @@ class Graph:
     @property
     def kind(self) -> str:
         """What it computes."""
-        return str(self.about["kind"])
+        return str(self.about.get("kind"))
 
     def __call__(self, **inputs: Tensor) -> dict[str, Tensor]:
         """Its outputs by name."""

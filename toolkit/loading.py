@@ -1,10 +1,12 @@
-"""Loading a trained drafter of whatever kind a folder holds."""
+"""Loading a model by its name, and a trained drafter of whatever kind a folder holds."""
 
-import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
+
+from arbordraft.checkpoints import load_causal_lm, load_tokenizer, read_config
 from arbordraft.drafters import (
     Drafter,
     EagleDrafter,
@@ -16,7 +18,13 @@ from arbordraft.drafters import (
     OnnxDrafter,
 )
 from arbordraft.graphs import MODEL
+from arbordraft.pretrained import load_smollm2
 from arbordraft.target import RaggedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+SMALL = "smollm2"  # what SmolLM2-135M-Instruct is called wherever a model is named
 
 # By the model_type in config.json; whatever else transformers can load counts as a language model.
 _KINDS: dict[str, Any] = {
@@ -24,6 +32,25 @@ _KINDS: dict[str, Any] = {
     "arbordraft_exit_adapter": EarlyExitDrafter,
     "arbordraft_medusa": MedusaDrafter,
 }
+
+
+def load_model(
+    name: str, dtype: torch.dtype, revision: str | None = None
+) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase | None]":
+    """A causal LM in eval mode, all of it, and its tokenizer, which pads on the left, if it has one.
+
+    Args:
+        name: a folder, a hub name, or ``smollm2`` for SmolLM2-135M-Instruct.
+        dtype: of its weights.
+        revision: of the hub's repository.
+
+    Raises:
+        ValueError: if it is no causal LM, or it is damaged, incomplete or pickled.
+    """
+    if name == SMALL:
+        return load_smollm2(dtype)
+    place = {} if revision is None else {"revision": revision}
+    return load_causal_lm(name, dtype, **place), load_tokenizer(name, **place)
 
 
 def drafter_named(name: str, target: RaggedModel) -> Drafter:
@@ -34,12 +61,15 @@ def drafter_named(name: str, target: RaggedModel) -> Drafter:
         target: the model that it drafts for.
 
     Raises:
-        ValueError: if it means nothing.
+        ValueError: if it means nothing, or what it means is damaged.
     """
     if name in ("ngram", "none"):
         return NGramDrafter() if name == "ngram" else NoDrafter()
     if name.startswith("early-exit:"):
-        return EarlyExitDrafter(target, int(name.partition(":")[2]))
+        layers = name.partition(":")[2]
+        if not layers.isdecimal():
+            raise ValueError(f"drafter {name!r}: write early-exit:LAYERS, such as early-exit:4")
+        return EarlyExitDrafter(target, int(layers))
     if Path(name).is_dir():
         return load_drafter(name, target)
     return LanguageModelDrafter.from_pretrained(name, target)
@@ -54,14 +84,12 @@ def load_drafter(path: str | os.PathLike[str], target: RaggedModel) -> Drafter:
 
     Raises:
         ImportError: if it was exported and onnxruntime is not installed.
-        ValueError: if there is no trained drafter, or one for another target.
+        ValueError: if there is no trained drafter, a damaged one, or one for another target or tokenizer.
     """
     if (Path(path) / MODEL).exists():
         return OnnxDrafter.from_pretrained(path, target)
-    config = Path(path) / "config.json"
-    try:
-        kind = json.loads(config.read_text())["model_type"]
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{path} holds no trained drafter: its config.json cannot be read ({error})") from error
-    drafter: Drafter = _KINDS.get(kind, LanguageModelDrafter).from_pretrained(path, target)
+    config = read_config(path)
+    if "model_type" not in config:
+        raise ValueError(f"{path} holds no trained drafter but a {config['class']}: name the folder of a drafter")
+    drafter: Drafter = _KINDS.get(config["model_type"], LanguageModelDrafter).from_pretrained(path, target)
     return drafter

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from arbordraft.checkpoints import load_network
 from arbordraft.kernels.native.build import cache_folder
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def load_smollm2(
     from transformers import AutoTokenizer, LlamaForCausalLM
 
     with _silence():
-        model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+        model = load_network(LlamaForCausalLM.from_pretrained, folder, dtype=dtype, local_files_only=True)
     return model, AutoTokenizer.from_pretrained(folder, padding_side="left", local_files_only=True)
 
 

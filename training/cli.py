@@ -126,6 +126,9 @@ def run(module: Any, arguments: list[str], *, go: bool = True) -> Any:
         module: the LightningModule.
         arguments: of the command line.
         go: run the subcommand, not only build everything.
+
+    Raises:
+        ValueError: if a configuration or the checkpoint to go on with is missing or damaged.
     """
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.cli import LightningCLI
@@ -133,6 +136,7 @@ def run(module: Any, arguments: list[str], *, go: bool = True) -> Any:
     from arbordraft.allocator import keep_freed_memory
     from arbordraft.training.data import SelfDistillationDataModule
     from arbordraft.training.recording import Recorder
+    from arbordraft.training.resuming import check_resumable
 
     class CLI(LightningCLI):  # type: ignore[misc]  # Lightning is not type-checked here
         def add_arguments_to_parser(self, parser: Any) -> None:
@@ -144,6 +148,9 @@ def run(module: Any, arguments: list[str], *, go: bool = True) -> Any:
 
         def parse_arguments(self, parser: Any, args: Any) -> None:
             self.config = parser.parse_args(args)  # without the warning that the process has arguments, too
+            subcommand = self.config["subcommand"]
+            if (path := self.config[subcommand].get("ckpt_path")) is not None:  # Lightning opens it right after this
+                check_resumable(path, fit=subcommand == "fit")
 
         def instantiate_classes(self) -> None:
             super().instantiate_classes()

@@ -1,16 +1,11 @@
 """Loading the target that drafters learn from."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import torch
 
 from arbordraft import RaggedModel
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-SMALL = "smollm2"
+from arbordraft.loading import SMALL, load_model
 
 
 @dataclass(frozen=True)
@@ -38,21 +33,14 @@ class Target:
             device: what ``auto`` stands for.
 
         Raises:
-            ValueError: if the dtype is unknown.
+            ValueError: if the dtype is unknown, the model is damaged, incomplete or no causal LM, or it has no
+                tokenizer.
         """
         dtype = getattr(torch, self.dtype, None)
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise ValueError(f"dtype must be float32, bfloat16 or float16, got {self.dtype!r}")
-        model, tokenizer = self._load(dtype)
+        model, tokenizer = load_model(self.model, dtype, self.revision)
+        if tokenizer is None:
+            raise ValueError(f"{self.model} has no tokenizer, which the texts to learn from need: save it beside it")
         device = device if self.device == "auto" else self.device
-        return RaggedModel(model.eval().to(device), tokenizer, linears=self.linears)
-
-    def _load(self, dtype: torch.dtype) -> "tuple[Any, PreTrainedTokenizerBase]":
-        if self.model == SMALL:
-            from arbordraft.pretrained import load_smollm2
-
-            return load_smollm2(dtype)
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        model = AutoModelForCausalLM.from_pretrained(self.model, revision=self.revision, dtype=dtype)
-        return model, AutoTokenizer.from_pretrained(self.model, revision=self.revision, padding_side="left")
+        return RaggedModel(model.to(device), tokenizer, linears=self.linears)  # type: ignore[arg-type]

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from arbordraft.exports.checkpoints import CONFIG, INDEX, differences, read_config, read_tensors, weight_files
+from arbordraft.checkpoints import CONFIG, INDEX, read_config, read_tensors, weight_files
+from arbordraft.exports.checkpoints import differences
 from arbordraft.exports.engines.layout import LayoutError
 from arbordraft.exports.engines.target import Target
 

@@ -4,7 +4,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from arbordraft.exports.checkpoints import EAGLE, EXIT_ADAPTER, MEDUSA, read_config
+from arbordraft.checkpoints import read_config
+from arbordraft.exports.checkpoints import EAGLE, EXIT_ADAPTER, MEDUSA
 from arbordraft.exports.folder import Export, contents
 from arbordraft.files import new_folder
 
@@ -97,7 +98,7 @@ def _export(
     from arbordraft.exports.engines.cards import card
 
     config = read_config(drafter)
-    kind = config["model_type"]
+    kind = config.get("model_type", config.get("class"))
     _check_request(engine, kind, layout, speculative_tokens, dtype)
     _check_path(engine, kind, folder)
     with new_folder(folder, force=force) as staging:

@@ -15,7 +15,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from arbordraft.exports.checkpoints import CONFIG, WEIGHTS, differences, vocabulary_problems
+from arbordraft.checkpoints import CONFIG, WEIGHTS
+from arbordraft.exports.checkpoints import differences
+from arbordraft.heads.base import vocabulary_problems
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 VOCABULARY = {"d2t": torch.int64, "t2d": torch.bool}  # all other tensors are weights

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 
 from arbordraft import EarlyExitDrafter, RaggedKVCache, RaggedModel
 from arbordraft.drafters.language_model import shrink
-from arbordraft.drafters.onnx import FUSE, vocabulary_hash
+from arbordraft.drafters.onnx import FUSE
 from arbordraft.exports.onnx import networks
 from arbordraft.exports.onnx.cases import Inputs, Shape, chain, padded, past_of, trees
 from arbordraft.exports.onnx.checks import cache_sizes, check_against
 from arbordraft.graphs import FORMAT, MODEL, PAST, PRESENT
-from arbordraft.observation import decoder_list, insert
+from arbordraft.observation import decoder_list
+from arbordraft.vocabulary import tokenizer_hashes
 
 if TYPE_CHECKING:
     from arbordraft.heads.base import DraftHead
@@ -86,7 +87,7 @@ class Origin:
             "target_name": self.name,
             "target_revision": getattr(self.target.model.config, "_commit_hash", None),
             "target_fingerprint": fingerprint(self.target.model),
-            "tokenizer_sha256": None if tokenizer is None else vocabulary_hash(tokenizer),
+            **({"tokenizer_sha256": None} if tokenizer is None else tokenizer_hashes(tokenizer)),
         }
 
 
@@ -191,10 +192,19 @@ def early_exit(origin: Origin, layers: int, adapter: "ExitAdapter | None" = None
     small = shrink(target.model, range(layers))
     place = decoder_list(small, layers)
     if adapter is not None and place is not None:
-        insert(place, adapter.float().eval())
+        getattr(*place)[-1].register_forward_hook(_through(adapter.float().eval()))
     model = RaggedModel(small, target.tokenizer, self_test=False)
     own = {"kind": "early-exit", "layers": layers, "target_fingerprint": origin.about()["target_fingerprint"]}
     return causal_lm(model, origin, about=own, **options)
+
+
+def _through(module: nn.Module) -> Callable[..., Any]:
+    """A hook that puts a module behind a decoder layer."""
+
+    def behind(_: nn.Module, __: Any, output: Any) -> Any:
+        return module(output) if isinstance(output, Tensor) else (module(output[0]), *output[1:])
+
+    return behind
 
 
 def eagle(head: "EagleHead", origin: Origin) -> list[Plan]:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from arbordraft import IID, LanguageModelDrafter, LearnedDecider, RaggedModel
-from arbordraft.exports.checkpoints import read_tensors
+from arbordraft.checkpoints import read_config
 from arbordraft.exports.folder import Export
 from arbordraft.exports.onnx import decisions, plans
-from arbordraft.exports.onnx.checkpoints import load, load_model, settings
 from arbordraft.exports.onnx.parity import LEAST_ACCEPTANCE, TOLERANCE
 from arbordraft.exports.onnx.quantization import Quantization
 from arbordraft.exports.onnx.writing import write
+from arbordraft.loading import load_model
 from arbordraft.prompts import MIXED, VARIED, chat_batch
 
 if TYPE_CHECKING:
@@ -97,30 +97,34 @@ def of(
     if kind == "early-exit":
         (layers,) = _numbers(source, value, 1)
         return [plans.early_exit(origin(_named(target, source)), layers, **options)]
-    config = settings(Path(source)) if Path(source).is_dir() else {}
+    config = read_config(source) if Path(source).is_dir() else {}
     if config.get("class") == LearnedDecider.__name__:
-        read_tensors(source)
         return [decisions.decider(LearnedDecider.from_pretrained(source))]
     target = target or config.get("target_name")
     match config.get("model_type"):
         case "arbordraft_eagle":
             from arbordraft.heads.eagle import EagleHead
 
-            return plans.eagle(load(EagleHead, source), origin(_named(target, source)))
+            return plans.eagle(EagleHead.from_pretrained(source, dtype=torch.float32), origin(_named(target, source)))
         case "arbordraft_medusa":
             from arbordraft.heads.medusa import MedusaHead
 
-            return [plans.medusa(load(MedusaHead, source), origin(_named(target, source)))]
+            heads = MedusaHead.from_pretrained(source, dtype=torch.float32)
+            return [plans.medusa(heads, origin(_named(target, source)))]
         case "arbordraft_exit_adapter":
             from arbordraft.heads.exit_adapter import ExitAdapter
 
-            adapter = load(ExitAdapter, source)
-            (layers,) = adapter.config.hidden_layers or (0,)
-            return [plans.early_exit(origin(_named(target, source)), layers, adapter, **options)]
+            adapter = ExitAdapter.from_pretrained(source, dtype=torch.float32)
+            return [plans.early_exit(origin(_named(target, source)), adapter.layers, adapter, **options)]
     found = origin(source)
     if target is not None:
         model, found = found.target, origin(target)
         LanguageModelDrafter(model).check(found.target, IID(1))
+        if options.get("causal") and model.vocab_size != found.target.vocab_size:
+            raise ValueError(
+                f"onnxruntime-genai takes no padding: the draft model has {model.vocab_size} token ids, the target "
+                f"{found.target.vocab_size}"
+            )
         return [plans.causal_lm(model, found, hidden_layers, **options)]
     return [plans.causal_lm(found.target, found, hidden_layers, **options)]
 
@@ -134,8 +138,8 @@ def origin(name: str | plans.Origin) -> plans.Origin:
     """
     if isinstance(name, plans.Origin):
         return name
-    model, tokenizer = load_model(name)
-    target = RaggedModel(model, tokenizer)
+    model, tokenizer = load_model(name, torch.float32)
+    target = RaggedModel(model.requires_grad_(False), tokenizer)
     # A folder's place is nobody's business.
     return plans.Origin(target, Path(name).name if Path(name).is_dir() else name, _texts(target, tokenizer))
 

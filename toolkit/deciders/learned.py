@@ -11,17 +11,16 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
+from arbordraft.checkpoints import CONFIG, WEIGHTS, few, read_config, read_tensors
 from arbordraft.checks import each, positive, whole
 from arbordraft.deciders.simple import PathSurvival
 from arbordraft.files import new_file
 from arbordraft.types import TOP, Origin, StepView
 
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
 _WIDEST = 2**16  # of a layer: what is wider is a mistake that would take all memory
 UNLIKELY = 1e-6  # stands for smaller draft probabilities, whose logarithms would drown all other features
 
@@ -187,13 +186,17 @@ class LearnedDecider(RowSurvival):
         """
         path = Path(folder)
         try:
-            config = json.loads((path / CONFIG).read_text())
+            config = read_config(path)
             if config.pop("class", None) != cls.__name__:
                 raise ValueError(f"its {CONFIG} is that of something else")
             decider = cls(**config | changes)
-            decider.load_state_dict(load_file(path / WEIGHTS))
-        except (OSError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
-            raise ValueError(f"{path} cannot be read as a {cls.__name__}: {error}") from error
+            tensors = read_tensors(path)
+            if strange := [name for name, tensor in tensors.items() if not tensor.is_floating_point()]:
+                raise ValueError(f"{few(strange)} must be stored as floating-point numbers")
+            decider.load_state_dict(tensors)
+        except (AttributeError, OSError, TypeError, ValueError, RuntimeError) as error:
+            reason = " ".join(str(error).split())  # torch says it in several lines
+            raise ValueError(f"{path} cannot be read as a {cls.__name__}: {reason}") from error
         return decider
 
     def extra_repr(self) -> str:

@@ -6,6 +6,7 @@ Shapes: R draft rows, V vocabulary, H hidden size of the drafter, K highest prob
 import os
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from arbordraft.deciders.learned import RowSurvival
@@ -18,12 +19,19 @@ class OnnxDecider(RowSurvival):
     Args:
         graph: its network.
         threshold: least chance of survival; by default the exported decider's.
+
+    Raises:
+        ValueError: if the graph's weights are damaged.
     """
 
     def __init__(self, graph: Graph, threshold: float | None = None) -> None:
         about = graph.about
         super().__init__(about["threshold"] if threshold is None else threshold, about["hidden_size"], about["top_k"])
         self.graph = graph
+        statistics = torch.ones(1, (1 + self.top_k) * (self.top_k > 0))
+        chances = self.chances(torch.zeros(1, 3), statistics, torch.ones(1, self.hidden_size))
+        if not chances.isfinite().all():
+            raise ValueError(f"{graph.path} predicts NaN or infinity: its weights are damaged; export it again")
 
     @classmethod
     def from_pretrained(
@@ -38,7 +46,7 @@ class OnnxDecider(RowSurvival):
 
         Raises:
             ImportError: if onnxruntime is not installed.
-            ValueError: if the folder holds no decider.
+            ValueError: if the folder holds no decider, or a damaged one.
         """
         graph = Graph(Path(path) / MODEL, threads)
         if graph.kind != "decider":

@@ -78,12 +78,34 @@ class Drafter(nn.Module):
         raise NotImplementedError
 
 
+def check_ragged(target: Any) -> None:
+    """Raises TypeError unless a drafter's target is a RaggedModel."""
+    if not isinstance(target, RaggedModel):
+        raise TypeError(
+            f"target must be a RaggedModel, got {type(target).__name__}: wrap the model as RaggedModel(model), and "
+            "build the decoder with the same one"
+        )
+
+
+def expect(kind: type[Network], network: Any) -> Network:
+    """The network as it is; raises TypeError if it is of another kind."""
+    if not isinstance(network, kind):
+        raise TypeError(
+            f"the network must be of the kind {kind.__name__}, got {type(network).__name__}: load a trained one with "
+            "from_pretrained(folder, target)"
+        )
+    return network
+
+
 def adopt(network: Network, target: RaggedModel) -> Network:
     """Readies a trained network, in place, to run beside a target: its device, its dtype, its kind of linears.
 
     Raises:
-        ValueError: if the network was made, or trained, for another target.
+        TypeError: if the target is no RaggedModel.
+        ValueError: if the network is damaged, or was made, or trained, for another target.
     """
+    check_ragged(target)
+    network.check()
     network.check_target(target.model)
     network.to(target.device, target.model.dtype).eval().requires_grad_(False)  # type: ignore[arg-type]
     if target.backend != "plain":
@@ -105,14 +127,15 @@ class HeadDrafter(Drafter):
         target: the model it drafts for.
 
     Raises:
-        ValueError: if the head was made, or trained, for another target.
+        TypeError: if one of them is something else.
+        ValueError: if the head is damaged, or it was made, or trained, for another target.
     """
 
     def __init__(self, head: Any, target: RaggedModel) -> None:
         super().__init__()
         self.head = adopt(head, target)
         self.target = target
-        if head.config.acceptance:
+        if head.config.acceptance is not None:
             self.acceptance = tuple(head.config.acceptance)
 
     def check(self, target: RaggedModel, law: DraftLaw) -> None:
@@ -214,10 +237,14 @@ class Garden:
         self.rows: dict[int, dict[int, Tensor]] = {sample: {} for sample in alive}
         # These trees look at the two dicts above and grow with them.
         self.trees = {s: SampleTree(context.topology, law, self.tokens[s], self.rows[s]) for s in alive}
-        self._going = list(self.trees)
+        self._going = set(alive)
         # What deciders may see: how every node's path came about, and what drafters that have it put into `hidden`.
         self.hidden: dict[tuple[int, int], Tensor] = {}
         self._paths: dict[int, dict[int, tuple[Draw, ...]]] = {sample: {0: ()} for sample in self.trees}
+        # What is drafted never changes greedy text: a batch decides together and spends its rows where it gains most.
+        # Sampled text depends on what is verified: there every sample decides alone, for a batch of its like.
+        self._groups = [alive] if context.greedy else [[sample] for sample in alive]
+        self._alike = 1 if context.greedy else context.expected_batch
         # Nodes may be given up for their token only if no token was drawn at random.
         self._costs = context.costs if law.deterministic and alive else None
         self._reach = {sample: {0: 1.0} for sample in alive}  # probability that a node's path is accepted
@@ -228,31 +255,45 @@ class Garden:
 
     def frontier(self, depth: int) -> dict[int, list[int]]:
         """The living nodes at ``depth`` that get children, for every sample that still goes on."""
+        found: dict[int, list[int]] = {}
+        for group in self._groups:
+            living = self._living(group, depth)
+            for sample, goes_on in zip(living, self._decide(group, living, depth), strict=True):
+                fertile = [node for node in living[sample] if self.context.topology.child_list[node]]
+                if not goes_on:
+                    self._going.discard(sample)
+                elif fertile:
+                    found[sample] = fertile
+        return found
+
+    def _living(self, group: list[int], depth: int) -> dict[int, list[int]]:
+        """The nodes at ``depth`` that may get children, for every sample of a group that has some."""
         level = self.context.topology.levels[depth]
-        floor = self._costs.floor(len(self.trees), self._chances()) if self._costs else 0.0
+        floor = self._costs.floor(len(group), self._chances(group), self._alike) if self._costs else 0.0
         living = {
             sample: [node for node in level if self._reach[sample].get(node, -1) >= floor]
-            for sample in self._going
-            if depth < (self.context.room[sample] or 0)
+            for sample in group
+            if sample in self._going and depth < (self.context.room[sample] or 0)
         }
-        living = {sample: nodes for sample, nodes in living.items() if nodes}
+        return {sample: nodes for sample, nodes in living.items() if nodes}
+
+    def _decide(self, group: list[int], living: dict[int, list[int]], depth: int) -> Sequence[bool]:
+        """Asks the decider which of the living samples of a group go on."""
         if not living:
-            return {}
+            return ()
         view = StepView(
             depth,
             paths=[[self._paths[sample][node] for node in nodes] for sample, nodes in living.items()],
             memory=[self.context.memory[sample] for sample in living],
             greedy=self.context.greedy,
-            batch=len(self.trees),
-            planned=sum(map(len, self.tokens.values())),
+            batch=len(group) * self._alike,
+            planned=sum(len(self.tokens[sample]) for sample in group) * self._alike,
+            alike=self._alike,
         )
-        keep = self.context.decide(view)
-        self._going = [sample for sample, goes_on in zip(living, keep, strict=True) if goes_on]
-        fertile = {
-            sample: [node for node in living[sample] if self.context.topology.child_list[node]]
-            for sample in self._going
-        }
-        return {sample: nodes for sample, nodes in fertile.items() if nodes}
+        answers = self.context.decide(view)
+        if len(answers) != len(living):
+            raise ValueError(f"{self.context.decide} must say of each of {len(living)} samples, said {len(answers)}")
+        return answers
 
     def plant(
         self,
@@ -269,18 +310,19 @@ class Garden:
             self._paths[sample][child] = (*self._paths[sample][node], Draw(probability, origin))
             self._reach[sample][child] = self._reach[sample][node] * probability
 
-    def _chances(self) -> list[float]:
-        return [chance for nodes in self._reach.values() for node, chance in nodes.items() if node]
+    def _chances(self, group: list[int]) -> list[float]:
+        return [chance for sample in group for node, chance in self._reach[sample].items() if node]
 
     def _trim(self, costs: Costs) -> None:
         """Gives up the drafts that are too unlikely to be worth their rows."""
-        # Parents stand before their children: both the chance, which cannot rise, and the node agree on that.
-        ranked = sorted(
-            (-chance, node, sample) for sample, nodes in self._reach.items() for node, chance in nodes.items() if node
-        )
-        kept = costs.worthwhile(len(self.trees), [-chance for chance, _, _ in ranked])
-        for _, node, sample in ranked[kept:]:
-            del self.tokens[sample][node]
+        for group in self._groups:
+            # Parents stand before their children: both the chance, which cannot rise, and the node agree on that.
+            ranked = sorted(
+                (-chance, node, sample) for sample in group for node, chance in self._reach[sample].items() if node
+            )
+            kept = costs.worthwhile(len(group), [-chance for chance, _, _ in ranked], self._alike)
+            for _, node, sample in ranked[kept:]:
+                del self.tokens[sample][node]
 
     def tree(self) -> DraftTree:
         """The result; every sample that is not finished has at least its root."""

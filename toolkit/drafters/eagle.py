@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from arbordraft.cache import RaggedKVCache
-from arbordraft.drafters.base import Garden, HeadDrafter, grow, plan_level
+from arbordraft.drafters.base import Garden, HeadDrafter, check_ragged, expect, grow, plan_level
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch, ragged_tree_attention
 from arbordraft.target import RaggedModel
 from arbordraft.types import DraftContext, DraftTree, Verdict
@@ -41,7 +41,8 @@ class EagleDrafter(HeadDrafter):
         target: the model it drafts for.
 
     Raises:
-        ValueError: if the head was made, or trained, for another target.
+        TypeError: if one of them is something else.
+        ValueError: if the head is damaged, or was made, or trained, for another target.
 
     Source: EAGLE-3 (Li et al., 2025).
     """
@@ -49,7 +50,9 @@ class EagleDrafter(HeadDrafter):
     takes_candidates = True
 
     def __init__(self, head: "EagleHead", target: RaggedModel) -> None:
-        super().__init__(head, target)
+        from arbordraft.heads.eagle import EagleHead
+
+        super().__init__(expect(EagleHead, head), target)
         self.hidden_layers = tuple(head.config.hidden_layers or ())
         self.max_positions = head.config.max_position_embeddings
         self._native = target.backend == "native"
@@ -62,9 +65,13 @@ class EagleDrafter(HeadDrafter):
             path: where it is.
             target: the model it drafts for.
             **kwargs: passed on to ``EagleHead.from_pretrained``.
+
+        Raises:
+            ValueError: if the checkpoint is damaged, or the head was made, or trained, for another target.
         """
         from arbordraft.heads.eagle import EagleHead
 
+        check_ragged(target)
         return cls(EagleHead.from_pretrained(path, dtype=target.model.dtype, **kwargs), target)
 
     def start(self, tokens: Sequence[Sequence[int]], target_cache: RaggedKVCache, handles: Sequence[int]) -> _State:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from arbordraft.cache import RaggedKVCache
-from arbordraft.drafters.base import Drafter, Garden, adopt, grow, plan_level
+from arbordraft.drafters.base import Drafter, Garden, adopt, check_ragged, expect, grow, plan_level
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.laws import DraftLaw
 from arbordraft.target import RaggedModel
@@ -38,6 +38,7 @@ class EarlyExitDrafter(Drafter):
         adapter: a trained network between these layers and the norm; it is cast to the target's dtype.
 
     Raises:
+        TypeError: if the target is no RaggedModel, or the adapter something else.
         ValueError: if ``layers`` does not leave out any layer, or the adapter was made, or trained, for another target
             or another number of layers.
         UnsupportedModel: if the architecture does not let its depth be shortened.
@@ -47,13 +48,18 @@ class EarlyExitDrafter(Drafter):
 
     def __init__(self, model: RaggedModel, layers: int, adapter: "ExitAdapter | None" = None) -> None:
         super().__init__()
+        check_ragged(model)
         if not 1 <= layers < model.num_layers:
             raise ValueError(f"layers must lie in 1..{model.num_layers - 1} for this target, got {layers}")
-        if adapter is not None and adapter.config.hidden_layers != [layers]:
-            raise ValueError(f"the adapter was made for {adapter.config.hidden_layers} layers, not for {layers}")
         self.model = model
         self.layers = layers
-        self.adapter = None if adapter is None else adopt(adapter, model)
+        self.adapter = None
+        if adapter is not None:
+            from arbordraft.heads.exit_adapter import ExitAdapter
+
+            if expect(ExitAdapter, adapter).config.hidden_layers != [layers]:
+                raise ValueError(f"the adapter was made for {adapter.config.hidden_layers} layers, not for {layers}")
+            self.adapter = adopt(adapter, model)
         probe = RaggedKVCache()
         self._forward(torch.zeros(1, dtype=torch.int64), probe.plan([probe.open(1)], [[0]]), probe)  # or says so now
 
@@ -65,12 +71,15 @@ class EarlyExitDrafter(Drafter):
             path: where it is.
             target: the model it drafts for.
             **kwargs: passed on to ``ExitAdapter.from_pretrained``.
+
+        Raises:
+            ValueError: if the checkpoint is damaged, or the adapter was made, or trained, for another target.
         """
         from arbordraft.heads.exit_adapter import ExitAdapter
 
+        check_ragged(target)
         adapter = ExitAdapter.from_pretrained(path, dtype=target.model.dtype, **kwargs)
-        (layers,) = adapter.config.hidden_layers or (0,)
-        return cls(target, layers, adapter)
+        return cls(target, adapter.layers, adapter)
 
     def check(self, target: RaggedModel, law: DraftLaw) -> None:
         if target is not self.model:

@@ -14,14 +14,20 @@ from torch import Tensor
 
 from arbordraft.attention import UnsupportedModel
 from arbordraft.cache import RaggedKVCache
-from arbordraft.drafters.base import Drafter, Garden, grow, plan_level
+from arbordraft.checkpoints import load_causal_lm, load_tokenizer
+from arbordraft.drafters.base import Drafter, Garden, check_ragged, grow, plan_level
 from arbordraft.laws import DraftLaw
 from arbordraft.observation import decoder_list
 from arbordraft.target import RaggedModel
 from arbordraft.types import DraftContext, DraftTree, Verdict
+from arbordraft.vocabulary import check_tokenizers, fit_logits, fit_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+# Options of from_pretrained that say where files lie, for weights and tokenizers alike.
+_PLACES = ("cache_dir", "gguf_file", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
 
 
 @dataclass
@@ -34,16 +40,25 @@ class _State:
 class LanguageModelDrafter(Drafter):
     """Drafts with any causal LM that shares the target's tokenizer, on its own ragged cache.
 
+    Its vocabulary may be padded to another size than the target's: ids that the target lacks are never proposed, and
+    those that the drafter lacks have the draft probability 0.
+
     Args:
-        model: the draft model.
+        model: the draft model; one of transformers is wrapped.
+        same_tokenizer: compare neither tokenizers nor sizes: the user knows that ids agree. Nothing is lost if they do
+            not, but nothing gained either.
+
+    Raises:
+        TypeError: if it is no model.
     """
 
     takes_candidates = True
 
-    def __init__(self, model: RaggedModel) -> None:
+    def __init__(self, model: "RaggedModel | PreTrainedModel", *, same_tokenizer: bool = False) -> None:
         super().__init__()
-        self.model = model
-        self.max_positions = model.max_positions
+        self.model = model if isinstance(model, RaggedModel) else RaggedModel(model)
+        self.same_tokenizer = same_tokenizer
+        self.max_positions = self.model.max_positions
 
     @classmethod
     def from_target(cls, target: RaggedModel, layers: int | Sequence[int]) -> "LanguageModelDrafter":
@@ -57,34 +72,45 @@ class LanguageModelDrafter(Drafter):
 
     @classmethod
     def from_pretrained(
-        cls, path: str | os.PathLike[str], target: RaggedModel, **kwargs: Any
+        cls, path: str | os.PathLike[str], target: RaggedModel, *, same_tokenizer: bool = False, **kwargs: Any
     ) -> "LanguageModelDrafter":
         """Loads a causal LM with the target's tokenizer, from a folder or a hub.
 
         Args:
             path: where it is.
             target: the model it drafts for; gives device, dtype and how weights are read.
+            same_tokenizer: as for the class.
             **kwargs: passed on to ``AutoModelForCausalLM.from_pretrained``.
-        """
-        from transformers import AutoModelForCausalLM
 
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=target.model.dtype, **kwargs)
-        return cls(RaggedModel(model.to(target.device), linears=target.backend))  # type: ignore[arg-type]
+        Raises:
+            ValueError: if the checkpoint is damaged or incomplete, or has another tokenizer than the target.
+        """
+        check_ragged(target)
+        places = {name: value for name, value in kwargs.items() if name in _PLACES}
+        tokenizer = load_tokenizer(path, **places)
+        if not same_tokenizer and tokenizer is not None and target.tokenizer is not None:
+            check_tokenizers(tokenizer, target.tokenizer)  # before the weights are read
+        model = load_causal_lm(path, target.model.dtype, **kwargs).to(target.device)  # type: ignore[arg-type]
+        return cls(RaggedModel(model, tokenizer, linears=target.backend), same_tokenizer=same_tokenizer)
 
     def check(self, target: RaggedModel, law: DraftLaw) -> None:
-        if self.model.vocab_size != target.vocab_size:
+        if self.same_tokenizer:
+            return
+        ours, theirs = self.model.tokenizer, target.tokenizer
+        if ours is not None and theirs is not None:
+            check_tokenizers(ours, theirs)
+        elif self.model.vocab_size != target.vocab_size:
             raise ValueError(
                 f"the drafter has {self.model.vocab_size} token ids, the target {target.vocab_size}: both must share "
-                "one tokenizer"
+                "one tokenizer. If only padding differs, wrap both with their tokenizers, RaggedModel(model, "
+                "tokenizer), or pass same_tokenizer=True to LanguageModelDrafter"
             )
-        ours, theirs = self.model.tokenizer, target.tokenizer
-        if ours is not None and theirs is not None and ours.get_vocab() != theirs.get_vocab():
-            raise ValueError("the drafter's tokenizer gives other ids to some tokens than the target's")
 
     def start(self, tokens: Sequence[Sequence[int]], target_cache: RaggedKVCache, handles: Sequence[int]) -> _State:
         cache = RaggedKVCache(target_cache.max_tokens)
         state = _State(cache, [cache.open(target_cache.capacity(handle)) for handle in handles])
-        self.model.prefill({handle: prompt[:-1] for handle, prompt in zip(state.handles, tokens, strict=True)}, cache)
+        known = (self._readable(prompt[:-1]).tolist() for prompt in tokens)
+        self.model.prefill(dict(zip(state.handles, known, strict=True)), cache)
         return state
 
     def propose(self, state: _State, context: DraftContext) -> DraftTree:
@@ -106,7 +132,7 @@ class LanguageModelDrafter(Drafter):
         if not state.fed:
             return self._catch_up(state, garden.context, list(frontier))
         tokens, batch = plan_level(garden, frontier, state.cache, state.handles, state.fed)
-        return self.model(tokens, batch, state.cache)
+        return self._fitted(self.model(self._readable(tokens), batch, state.cache), garden.context)
 
     def _catch_up(self, state: _State, context: DraftContext, samples: list[int]) -> Tensor:
         """Feeds the committed tokens that the draft cache lacks; the last one is the root."""
@@ -117,10 +143,18 @@ class LanguageModelDrafter(Drafter):
         ]
         batch = state.cache.plan(handles, [range(len(tokens)) for tokens in missing])
         last = torch.tensor([len(tokens) for tokens in missing]).cumsum(0) - 1
-        logits = self.model(torch.tensor([t for tokens in missing for t in tokens]), batch, state.cache, rows=last)
+        packed = self._readable([token for tokens in missing for token in tokens])
+        logits = self.model(packed, batch, state.cache, rows=last)
         state.cache.commit({handle: range(len(tokens)) for handle, tokens in zip(handles, missing, strict=True)})
         state.fed = {sample: [] for sample in samples}
-        return logits
+        return self._fitted(logits, context)
+
+    def _readable(self, tokens: Tensor | Sequence[int]) -> Tensor:
+        return fit_tokens(torch.as_tensor(tokens, dtype=torch.int64), self.model.vocab_size)
+
+    @staticmethod
+    def _fitted(logits: Tensor, context: DraftContext) -> Tensor:
+        return logits if context.vocab_size is None else fit_logits(logits, context.vocab_size)
 
 
 def shrink(model: "PreTrainedModel", layers: int | Sequence[int]) -> "PreTrainedModel":

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from arbordraft.cache import RaggedKVCache
-from arbordraft.drafters.base import Garden, HeadDrafter, grow
+from arbordraft.drafters.base import Garden, HeadDrafter, check_ragged, expect, grow
 from arbordraft.target import RaggedModel
 from arbordraft.types import DraftContext, DraftTree
 
@@ -33,13 +33,16 @@ class MedusaDrafter(HeadDrafter):
         target: the model it drafts for.
 
     Raises:
-        ValueError: if the heads were made, or trained, for another target.
+        TypeError: if one of them is something else.
+        ValueError: if the heads are damaged, or were made, or trained, for another target.
 
     Source: Medusa (Cai et al., 2024).
     """
 
     def __init__(self, head: "MedusaHead", target: RaggedModel) -> None:
-        super().__init__(head, target)
+        from arbordraft.heads.medusa import MedusaHead
+
+        super().__init__(expect(MedusaHead, head), target)
         self.hidden_layers = (target.num_layers,)
 
     @classmethod
@@ -50,9 +53,13 @@ class MedusaDrafter(HeadDrafter):
             path: where they are.
             target: the model they draft for.
             **kwargs: passed on to ``MedusaHead.from_pretrained``.
+
+        Raises:
+            ValueError: if the checkpoint is damaged, or the heads were made, or trained, for another target.
         """
         from arbordraft.heads.medusa import MedusaHead
 
+        check_ragged(target)
         return cls(MedusaHead.from_pretrained(path, dtype=target.model.dtype, **kwargs), target)
 
     def start(self, tokens: Sequence[Sequence[int]], target_cache: RaggedKVCache, handles: Sequence[int]) -> _State:

@@ -3,27 +3,22 @@
 Shapes: T packed rows, R frontier nodes, F hidden states side by side, H hidden size, D draft vocabulary, V vocabulary.
 """
 
-import hashlib
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from arbordraft.cache import RaggedKVCache
-from arbordraft.drafters.base import Drafter, Garden, grow, plan_level
+from arbordraft.drafters.base import Drafter, Garden, check_ragged, grow, plan_level
 from arbordraft.graphs import MODEL, Graph, RaggedGraph
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.laws import DraftLaw
 from arbordraft.target import RaggedModel
 from arbordraft.types import DraftContext, DraftTree, Verdict
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from arbordraft.vocabulary import fit_logits, fit_tokens, tokenizer_hashes
 
 FUSE = "fuse.onnx"
 _CHUNK = 512  # rows of one sample and run, which bounds the memory of masks and logits
@@ -40,19 +35,28 @@ class OnnxDrafter(Drafter):
         target: the model that it drafts for.
 
     Raises:
-        ValueError: if the graph was made for another target, vocabulary or tokenizer.
+        TypeError: if the target is no RaggedModel.
+        ValueError: if the graph is damaged, or was made for another target, vocabulary or tokenizer.
     """
 
     def __init__(self, graph: Graph, target: RaggedModel) -> None:
         super().__init__()
+        check_ragged(target)
         self.graph, self.target = graph, target
         about = graph.about
-        _check_target(about, target)
+        _check_target(graph, target)
         self.max_positions = about.get("max_positions")
-        if about.get("acceptance"):
-            self.acceptance = tuple(about["acceptance"])
-        offsets = about.get("d2t")
-        self._tokens = None if offsets is None else torch.tensor(offsets) + torch.arange(len(offsets))
+        self._tokens: Tensor | None = None
+        if (offsets := about.get("d2t")) is not None:
+            self._tokens = torch.tensor(offsets) + torch.arange(len(offsets))
+            ids = self._tokens.tolist()
+            if len(set(ids)) != len(ids) or not 0 <= min(ids) <= max(ids) < target.vocab_size:
+                raise ValueError(f"{graph.path}: its draft vocabulary is damaged; export it again")
+        if (table := about.get("acceptance")) is not None:
+            from arbordraft.heads.base import check_acceptance
+
+            check_acceptance(table, target.vocab_size if self._tokens is None else len(self._tokens))
+            self.acceptance = tuple(table)
 
     @classmethod
     def from_pretrained(
@@ -88,7 +92,21 @@ class OnnxDrafter(Drafter):
         if self._tokens is not None:
             wide = logits.new_full((len(logits), self.target.vocab_size), -torch.inf)
             logits = wide.index_copy_(1, self._tokens, logits)
-        return logits.to(self.target.device)
+        return fit_logits(logits, self.target.vocab_size).to(self.target.device)
+
+    def check_logits(self, logits: Tensor) -> None:
+        """Raises ValueError unless logits of a first run are sound and of the size that the file speaks of.
+
+        Args:
+            logits: ``[..., D]``.
+        """
+        if self._tokens is not None and logits.shape[-1] != len(self._tokens):
+            raise ValueError(
+                f"{self.graph.path} predicts {logits.shape[-1]} tokens, its draft vocabulary has {len(self._tokens)}; "
+                "export it again"
+            )
+        if not logits.isfinite().all():
+            raise ValueError(f"{self.graph.path} predicts NaN or infinity: its weights are damaged; export it again")
 
     def extra_repr(self) -> str:
         return f"{self.graph.kind}, quantization={self.graph.about.get('quantization')}"
@@ -118,6 +136,15 @@ class OnnxLayers(OnnxDrafter):
         self._fuse = fuse
         if fuse is not None:
             self.hidden_layers = tuple(graph.about["hidden_layers"])
+        self._size = target.vocab_size if fuse is not None else self._try()
+
+    def _try(self) -> int:
+        """Runs one row; how many ids the graph knows, which padding may make more or fewer than the target's."""
+        probe = RaggedKVCache()
+        batch = probe.plan([probe.open(1)], [[0]])
+        logits = self._run({"input_ids": torch.zeros(1, dtype=torch.int64)}, batch, probe)["logits"]
+        self.check_logits(logits)
+        return logits.shape[-1]
 
     def start(self, tokens: Sequence[Sequence[int]], target_cache: RaggedKVCache, handles: Sequence[int]) -> _State:
         cache = RaggedKVCache(target_cache.max_tokens)
@@ -203,7 +230,7 @@ class OnnxLayers(OnnxDrafter):
         return {name: torch.stack([rows[sample] for sample in tokens if sample in rows]) for name, rows in last.items()}
 
     def _forward(self, state: _State, tokens: Tensor, batch: RaggedBatch, hidden: Tensor | None) -> dict[str, Tensor]:
-        inputs = {"input_ids": tokens} | ({} if hidden is None else {"hidden_states": hidden})
+        inputs = {"input_ids": fit_tokens(tokens, self._size)} | ({} if hidden is None else {"hidden_states": hidden})
         return self._run(inputs, batch, state.cache)
 
 
@@ -220,6 +247,8 @@ class OnnxHeads(OnnxDrafter):
         super().__init__(graph, target)
         self.hidden_layers = tuple(graph.about["hidden_layers"])
         self._heads = int(graph.about["num_heads"])
+        size = target.model.config.get_text_config().hidden_size * len(self.hidden_layers)
+        self.check_logits(graph(hidden_states=torch.ones(1, size))["logits"])
 
     def start(self, tokens: Sequence[Sequence[int]], target_cache: RaggedKVCache, handles: Sequence[int]) -> _Ahead:
         return _Ahead()
@@ -245,20 +274,23 @@ class OnnxHeads(OnnxDrafter):
         return rows.repeat_interleave(torch.tensor([len(nodes) for nodes in frontier.values()]), dim=0)
 
 
-def vocabulary_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """SHA-256 of a tokenizer's tokens and their ids."""
-    return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
-
-
-def _check_target(about: Mapping[str, Any], target: RaggedModel) -> None:
+def _check_target(graph: Graph, target: RaggedModel) -> None:
     """Raises ValueError if a graph was made for another target."""
-    if about["vocab_size"] != target.vocab_size:
+    about = graph.about
+    hashes = {} if target.tokenizer is None else tokenizer_hashes(target.tokenizer)
+    known = {name: about[name] for name in hashes if about.get(name) is not None}
+    if any(known[name] != hashes[name] for name in known):
         raise ValueError(
-            f"the graph was made for a vocabulary of {about['vocab_size']} tokens, the target has {target.vocab_size}"
+            f"{graph.path} was made for a tokenizer that gives other ids to some tokens than the target's "
+            f"({about.get('target_name') or 'unnamed'}, and {target.tokenizer.name_or_path or 'unnamed'} here): export "  # type: ignore[union-attr]
+            "a drafter with the target's tokenizer"
         )
-    known = about.get("tokenizer_sha256")
-    if known is not None and target.tokenizer is not None and known != vocabulary_hash(target.tokenizer):
-        raise ValueError("the graph was made for a tokenizer that gives other ids to some tokens than the target's")
+    padded = graph.kind == "causal-lm" and bool(known)  # the same tokens: sizes differ by padding
+    if about.get("vocab_size") != target.vocab_size and not padded:
+        raise ValueError(
+            f"the graph was made for a vocabulary of {about.get('vocab_size')} tokens, the target has "
+            f"{target.vocab_size}"
+        )
     known = about.get("target_fingerprint")
     if known is None:
         return
@@ -271,4 +303,4 @@ def _check_target(about: Mapping[str, Any], target: RaggedModel) -> None:
         )
 
 
-__all__ = ["FUSE", "OnnxDrafter", "OnnxHeads", "OnnxLayers", "vocabulary_hash"]
+__all__ = ["FUSE", "OnnxDrafter", "OnnxHeads", "OnnxLayers"]

@@ -4,13 +4,17 @@ Shapes: V vocabulary, D draft vocabulary, R rows, H hidden size.
 """
 
 import hashlib
+import os
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from arbordraft.checkpoints import load_network, read_config
+from arbordraft.checks import real
 from arbordraft.kernels.decoder_layers import rms_norm
 
 
@@ -39,6 +43,29 @@ class Companion(PreTrainedModel):
     config_class = CompanionConfig
     main_input_name = "inputs"
 
+    @classmethod
+    def from_pretrained(cls, source: str | os.PathLike[str], **options: Any) -> Self:  # type: ignore[override]
+        """As transformers' own, but strict: every weight comes from the files, and is taken from there.
+
+        Args:
+            source: a folder or a hub name.
+            **options: for transformers; ``dtype`` is that of the weights.
+
+        Raises:
+            ValueError: if the checkpoint is damaged, incomplete, or that of another kind of network.
+        """
+        if Path(source).is_dir() and (found := read_config(source).get("model_type")) != cls.config_class.model_type:
+            raise ValueError(f"{source} holds a model of type {found!r}, not {cls.config_class.model_type!r}")
+        network: Self = load_network(super().from_pretrained, source, **options)
+        try:
+            network.check()
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{source} is damaged: {error}; copy it again, or train anew") from error
+        return network
+
+    def check(self) -> None:
+        """Raises ValueError if settings or buffers contradict each other."""
+
     def check_target(self, model: PreTrainedModel) -> None:
         """Raises ValueError if it cannot draft for this model, or was trained for another one."""
         config = model.config.get_text_config()
@@ -52,6 +79,9 @@ class Companion(PreTrainedModel):
                 f"the drafter reads hidden states of size {self.config.target_hidden_size}, the target's have "
                 f"{config.hidden_size}"
             )
+        last = config.num_hidden_layers
+        if strange := [layer for layer in self.config.hidden_layers or () if not 0 <= layer <= last]:
+            raise ValueError(f"the drafter reads hidden states {strange}, the target's are 0..{last}")
         known = self.config.target_fingerprint
         if known is not None and known != (found := fingerprint(model)):
             raise ValueError(
@@ -95,6 +125,12 @@ class DraftHead(Companion):
     def tokens(self) -> Tensor:
         """``[D]`` target ids of the draft vocabulary, ascending."""
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def check(self) -> None:
+        if problems := vocabulary_problems(self.d2t, self.t2d):
+            raise ValueError(f"its draft vocabulary is damaged: {'; '.join(problems)}")
+        if self.config.acceptance is not None:
+            check_acceptance(self.config.acceptance, self.config.draft_vocab_size)
 
     def set_vocabulary(self, tokens: Sequence[int]) -> None:
         """Chooses the tokens that can be drafted.
@@ -164,6 +200,34 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``[..., H]``."""
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def vocabulary_problems(d2t: Tensor, t2d: Tensor) -> list[str]:
+    """What is wrong with a draft vocabulary: offsets ``[D]`` to the target's ids, and marks ``[V]`` of these ids."""
+    if d2t.dtype != torch.int64 or t2d.dtype != torch.bool:
+        return [f"d2t must be int64 and t2d bool, got {d2t.dtype} and {t2d.dtype}"]
+    tokens = d2t + torch.arange(len(d2t), device=d2t.device)
+    if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < len(t2d):
+        return [f"d2t leads to ids {int(tokens.min())}..{int(tokens.max())}, the target has {len(t2d)}"]
+    if len(tokens.unique()) != len(tokens):
+        return ["d2t leads two draft tokens to the same id; it holds offsets, id = index + d2t[index]"]
+    if not torch.equal(t2d.nonzero().flatten(), tokens.sort().values):
+        return [f"t2d marks {int(t2d.sum())} ids, which are not the {len(tokens)} that d2t leads to"]
+    return []
+
+
+def check_acceptance(table: Sequence[float], most: int) -> None:
+    """Raises ValueError unless this is a drafter's acceptance by rank: probabilities that sum to at most 1.
+
+    Args:
+        table: what was measured.
+        most: tokens that can be drafted, and so ranks.
+    """
+    if not 1 <= len(table) <= most:
+        raise ValueError(f"its acceptance table must have 1 to {most} entries, one per rank, got {len(table)}")
+    rates = [real(f"its acceptance of rank {rank}", rate, 0, 1) for rank, rate in enumerate(table)]
+    if sum(rates) > 1 + 1e-9:
+        raise ValueError(f"its acceptance table sums to {sum(rates):.3f}: ranks exclude each other, so 1 is the most")
 
 
 def fingerprint(model: PreTrainedModel) -> str:

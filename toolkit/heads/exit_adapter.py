@@ -73,6 +73,11 @@ class ExitAdapter(Companion):
         nn.init.zeros_(adapter.mlp.down_proj.weight)
         return adapter
 
+    @property
+    def layers(self) -> int:
+        """How many of the target's layers are run below it; 0 if its settings do not say."""
+        return (self.config.hidden_layers or [0])[0]
+
     def forward(self, hidden: Tensor) -> Tensor:
         """``[..., H]`` to the same."""
         return hidden + self.mlp(self.norm(hidden))

@@ -1,0 +1,281 @@
+"""Reading what was saved, strictly: nothing is unpickled, guessed or initialised anew.
+
+A checkpoint is a folder with ``config.json`` and safetensors, or a repository of such files on a hub.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+PICKLES = (".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth")
+# What may be cast to the dtype of a weight, as safetensors and torch call it.
+_FRACTIONS = {"F16", "BF16", "F32", "F64", "float16", "bfloat16", "float32", "float64"}
+_ELSEWHERE = {"gguf_file", "subfolder", "variant"}  # options with which weights lie in other files than the usual ones
+_TOKENIZERS = ("tokenizer*", "*.model", "vocab.*", "merges.txt", "*.tiktoken")  # what a folder with a tokenizer has
+
+
+def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """The settings of a checkpoint; ``model_type``, or ``class`` of a decider, tells its kind.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    path = Path(folder)
+    if path.suffix in PICKLES and path.is_file():
+        raise ValueError(f"{path} is pickled, and loading it could run anything; name a folder with {WEIGHTS}")
+    try:
+        config = json.loads((path / CONFIG).read_text())
+        kind = config["model_type"] if "model_type" in config else config["class"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(
+            f"{path} holds no trained drafter and no model: its {CONFIG} cannot be read ({reason}); name the folder "
+            "that training published, such as arbordraft-results/best, or that of a model"
+        ) from error
+    if not isinstance(kind, str):
+        raise ValueError(f"{path} holds no trained drafter and no model: its {CONFIG} gives {kind!r} as its kind")
+    return dict(config)
+
+
+def weight_files(folder: str | os.PathLike[str]) -> list[Path]:
+    """The files that hold a network's weights.
+
+    Raises:
+        ValueError: if one is missing, or there are only pickled ones.
+    """
+    path = Path(folder)
+    if (path / WEIGHTS).is_file():
+        return [path / WEIGHTS]
+    if (path / INDEX).is_file():
+        try:
+            names = sorted(set(json.loads((path / INDEX).read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path / INDEX} is damaged ({error}): copy the checkpoint again") from error
+        if strange := [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]:
+            raise ValueError(f"{path / INDEX} names {', '.join(strange)}, which is no safetensors file beside it")
+        if missing := [name for name in names if not (path / name).is_file()]:
+            raise ValueError(f"{path} lacks {few(missing)}, which its {INDEX} names: copy the checkpoint again")
+        return [path / name for name in names]
+    if pickled := sorted(file.name for file in path.iterdir() if file.suffix in PICKLES):
+        raise ValueError(
+            f"{path} has its weights pickled ({', '.join(pickled)}), and loading them could run anything. If you trust "
+            "their source, load them there and write safetensors: model.save_pretrained(folder)"
+        )
+    raise ValueError(f"{path} has no {WEIGHTS}: it is not complete; copy or publish it again")
+
+
+def read_tensors(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """All weights of a folder, by name.
+
+    Raises:
+        ValueError: if a file is missing, truncated or damaged, or holds numbers that are none.
+    """
+    found: dict[str, Tensor] = {}
+    for file in weight_files(folder):
+        with _damage_of(file):
+            found |= load_file(file)
+    check_finite(found, folder)
+    return found
+
+
+def load_network(read: Callable[..., Any], source: str | os.PathLike[str], **options: Any) -> Any:
+    """A network in eval mode, all of whose weights come from its files, and all of whose files' weights it took.
+
+    Args:
+        read: a ``from_pretrained`` of transformers.
+        source: a folder or a hub name.
+        **options: for ``read``.
+
+    Raises:
+        ImportError: if transformers lacks a library that this checkpoint needs.
+        ValueError: if files are damaged, incomplete, pickled or hold more than the network, weights are of another
+            shape or kind of number than the configuration says, or are NaN or infinite.
+    """
+    place = Path(source)
+    if place.is_file():
+        raise ValueError(f"{place} is a file: name the folder that holds {CONFIG} and {WEIGHTS}")
+    stored: dict[str, str] = {}
+    if place.is_dir() and not _ELSEWHERE & options.keys():
+        read_config(place)
+        stored = _stored_dtypes(place)
+    try:
+        with _without_reports():
+            network, found = read(
+                os.fspath(source),
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,  # or it raises, and does not say which
+                output_loading_info=True,
+                **options,
+            )
+    except (ImportError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # from a dozen libraries, without a common base
+        raise ValueError(f"{source} cannot be loaded ({_one_line(error)})") from error
+    problems = [f"{what} keys: {few(names)}" for what in ("missing", "unexpected") if (names := found[f"{what}_keys"])]
+    mismatched = [
+        f"{name} is {list(theirs)} instead of {list(ours)}" for name, theirs, ours in found["mismatched_keys"]
+    ]
+    if not getattr(network.config, "quantization_config", None):  # quantised weights are stored as what they are not
+        mismatched += _other_numbers(network, stored)
+    if mismatched:
+        problems.append(f"mismatched keys: {few(mismatched)}")
+    if problems:
+        file = place / WEIGHTS if (place / WEIGHTS).is_file() else source
+        raise ValueError(
+            f"{file} does not fit its own {CONFIG} ({'; '.join(problems)}): copy, train or fetch the checkpoint again"
+        )
+    check_finite(network.state_dict(), source)
+    return network.eval()
+
+
+def load_causal_lm(source: str | os.PathLike[str], dtype: torch.dtype, **options: Any) -> "PreTrainedModel":
+    """A causal LM in eval mode, read as :func:`load_network` does.
+
+    Args:
+        source: a folder or a hub name.
+        dtype: of its weights.
+        **options: for ``AutoModelForCausalLM.from_pretrained``.
+
+    Raises:
+        ValueError: as there, or if it is no causal LM.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model: PreTrainedModel = load_network(AutoModelForCausalLM.from_pretrained, source, dtype=dtype, **options)
+    return model
+
+
+def load_tokenizer(source: str | os.PathLike[str], **options: Any) -> "PreTrainedTokenizerBase | None":
+    """The tokenizer of a checkpoint, which pads on the left; ``None`` if it has none.
+
+    Args:
+        source: a folder or a hub name.
+        **options: for ``AutoTokenizer.from_pretrained``.
+
+    Raises:
+        ValueError: if it is damaged.
+    """
+    from transformers import AutoTokenizer
+
+    place = Path(source)
+    # Where there is none, transformers may make an empty one.
+    if place.is_dir() and not _ELSEWHERE & options.keys() and not any(any(place.glob(name)) for name in _TOKENIZERS):
+        return None
+    try:
+        found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, padding_side="left", **options)
+    except ImportError:
+        raise
+    except Exception as error:  # the tokenizers' own library raises plain ones
+        if not place.is_dir() and isinstance(error, OSError):
+            return None
+        raise ValueError(
+            f"the tokenizer in {source} cannot be read ({_one_line(error)}): copy the checkpoint again"
+        ) from error
+    return found
+
+
+def check_finite(tensors: Mapping[str, Tensor], source: str | os.PathLike[str]) -> None:
+    """Raises ValueError if there is a NaN or an infinity among them."""
+    broken = [name for name, tensor in tensors.items() if not _finite(tensor)]
+    if broken:
+        dtype = tensors[broken[0]].dtype
+        raise ValueError(
+            f"{source} holds NaN or infinite weights ({few(broken)}): its training failed, they changed, or they are "
+            f"too large for {str(dtype).removeprefix('torch.')}"
+        )
+
+
+def few(names: Sequence[str] | set[str], most: int = 3) -> str:
+    """The first names of many, for messages."""
+    ordered = sorted(map(str, names))
+    return ", ".join(ordered[:most]) + (f" and {len(ordered) - most} more" if len(ordered) > most else "")
+
+
+def _finite(tensor: Tensor) -> bool:
+    if tensor.is_meta or not tensor.numel() or not tensor.is_floating_point() or tensor.element_size() == 1:
+        return True  # nothing to look at, or quantised
+    return all(bool(end.isfinite()) for end in tensor.aminmax())  # a NaN is both; needs no memory
+
+
+def _stored_dtypes(folder: Path) -> dict[str, str]:
+    """The dtype of every stored tensor, as safetensors calls it."""
+    found: dict[str, str] = {}
+    for path in weight_files(folder):
+        with _damage_of(path), safe_open(path, "pt") as file:
+            found |= {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118  # no mapping
+    return found
+
+
+def _other_numbers(network: nn.Module, stored: Mapping[str, str]) -> list[str]:
+    """Stored tensors that are integers where the network has fractions, and the like: casting them says nothing."""
+
+    def kind(dtype: str) -> str:
+        return "fractions" if dtype in _FRACTIONS else "truth" if dtype in ("BOOL", "bool") else "integers"
+
+    ours = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in network.state_dict().items()}
+    return [
+        f"{name} is stored as {dtype} instead of {ours[name]}"
+        for name, dtype in stored.items()
+        if name in ours and kind(dtype) != kind(ours[name])
+    ]
+
+
+def _one_line(error: Exception) -> str:
+    """What a library says, without the lists that follow."""
+    text = " ".join(str(error).split("\n\n")[0].partition("Model type should be one of")[0].split())
+    return text[:300] or type(error).__name__
+
+
+@contextmanager
+def _damage_of(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{file} is truncated or damaged ({error}): copy the checkpoint again") from error
+
+
+@contextmanager
+def _without_reports() -> Iterator[None]:
+    """Keeps transformers from printing tables of what does not fit: our error names it."""
+    loggers = [logging.getLogger(f"transformers.{name}") for name in ("modeling_utils", "utils.loading_report")]
+
+    def sober(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        return "LOAD REPORT" not in text and "checkpoint seem corrupted" not in text
+
+    for logger in loggers:
+        logger.addFilter(sober)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(sober)
+
+
+__all__ = [
+    "CONFIG",
+    "INDEX",
+    "PICKLES",
+    "WEIGHTS",
+    "check_finite",
+    "few",
+    "load_causal_lm",
+    "load_network",
+    "load_tokenizer",
+    "read_config",
+    "read_tensors",
+    "weight_files",
+]

@@ -1,0 +1,51 @@
+"""The checkpoint that a training is to go on with, looked at before anything is loaded or begun."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from arbordraft.checkpoints import check_finite, few
+
+_KEYWORDS = ("best", "last", "hpc", "registry")  # of Lightning, for which it looks itself
+
+
+def check_resumable(path: str | os.PathLike[str], *, fit: bool) -> None:
+    """Reads a training's checkpoint without unpickling anything but tensors and plain data.
+
+    Args:
+        path: what ``--ckpt_path`` says. Keywords, addresses and folders, which are sharded checkpoints, are Lightning's
+            own affair.
+        fit: whether a training goes on with it, and not only a validation.
+
+    Raises:
+        ValueError: if it is missing, damaged, or no checkpoint of a training.
+    """
+    file = Path(path)
+    if str(path).partition(":")[0] in _KEYWORDS or "://" in str(path) or file.is_dir():
+        return
+    if not file.is_file():
+        raise ValueError(f"--ckpt_path: there is no {file}; name a file such as checkpoints/last.ckpt, or leave it out")
+    try:
+        # Mapped, not read: what is looked at below is the greater part of it nevertheless.
+        found: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # the unpickler raises whatever the bytes lead it to
+        raise ValueError(
+            f"--ckpt_path: {file} is truncated, damaged or no checkpoint of a training ({type(error).__name__}): go on "
+            "with an older one beside it, or leave --ckpt_path out to begin anew"
+        ) from error
+    wanted = ["state_dict", *(("optimizer_states", "loops") if fit else ())]
+    keys = found.keys() if isinstance(found, dict) else ()
+    if missing := [name for name in wanted if name not in keys]:
+        raise ValueError(
+            f"--ckpt_path: {file} is no checkpoint of a training, it lacks {few(missing)}; name one that Lightning "
+            "wrote, such as checkpoints/last.ckpt"
+        )
+    weights = found["state_dict"]
+    if not isinstance(weights, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in weights.values()):
+        raise ValueError(f"--ckpt_path: the state_dict of {file} holds something other than tensors")
+    check_finite(weights, f"--ckpt_path: {file}")
+
+
+__all__ = ["check_resumable"]
