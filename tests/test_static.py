@@ -347,7 +347,7 @@ class OwnTops(DraftLaw):
         (Coupling(OwnTops(), TopDown(RecursiveRejection())), {"do_sample": True}, "tops in a way of its own"),
         ("wor", {"repetition_penalty": 1.2}, "RepetitionPenalty"),
         ("wor", {"do_sample": True, "eta_cutoff": 0.1}, "EtaLogitsWarper"),
-        ("wor", {"do_sample": True, "min_new_tokens": 3}, "MinLength"),
+        ("wor", {"do_sample": True, "min_new_tokens": 3}, "MinNewTokensLength"),
     ],
 )
 def test_what_takes_the_host_is_refused_before_anything_is_decoded(coupling, request_, reason):

@@ -12,13 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from arbordraft.cache import RaggedKVCache
+from arbordraft.checks import each, instance, whole
 from arbordraft.coupling import Coupling
 from arbordraft.deciders import Decider, FixedDepth
-from arbordraft.drafters import Drafter
+from arbordraft.drafters import Drafter, LanguageModelDrafter
 from arbordraft.exactness import ExactnessReport, exactness_report
 from arbordraft.huggingface import (
     DecodingError,
     Stopping,
+    check_options,
     check_prompts,
     pack_output,
     per_sample_streamers,
@@ -39,7 +41,7 @@ from arbordraft.types import Costs, DraftContext, DraftTree, Outcome, SampleVerd
 from arbordraft.verifiers import greedy_verdict
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+    from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
     from transformers.generation.streamers import BaseStreamer
     from transformers.generation.utils import GenerateDecoderOnlyOutput
 
@@ -50,14 +52,17 @@ class SpeculativeDecoder(nn.Module):
     """Decodes batches of different samples with draft trees, each at its own pace, without padding.
 
     Args:
-        target: the model whose output law is preserved.
-        drafter: proposes tokens.
+        target: the model whose output law is preserved; a model of transformers is wrapped as it is.
+        drafter: proposes tokens; a model of transformers, or a wrapped one, is taken for a draft model.
         topology: the largest tree to draft.
         coupling: how children are drawn and how trees are judged.
         decider: stops drafting early, per sample; by default every tree is drafted to its leaves.
         costs: what rows cost on this machine (:class:`~arbordraft.CostTable`), or how many are wanted
             (:class:`~arbordraft.NodeBudget`). Drafts that are not drawn at random are then verified only where they pay
-            or fit, which depends on the whole batch; the output law does not, but sampled tokens may.
+            or fit. Greedy samples, whose text is the same at any price, share what pays in their batch.
+        expected_batch: samples that a sampled request takes its batch to have, all of them like itself, where what pays
+            depends on it (:class:`~arbordraft.CostTable`, :class:`~arbordraft.CostAware`). Its text depends on what is
+            verified, and must not depend on what happens to share its batch.
         max_cache_tokens: bound on the rows of each KV cache; unlimited by default.
         buckets: numbers of rows, such as ``(8, 16, 32, 64)``. Each step is then padded to the smallest one that holds
             its trees (above the largest, to the next power of two) and never asks the host between the upload of its
@@ -67,29 +72,43 @@ class SpeculativeDecoder(nn.Module):
         compiler: compile these steps with this backend of ``torch.compile``, such as ``"inductor"``.
 
     Raises:
+        TypeError: if a part is of another kind.
         ValueError: if the parts do not fit: vocabulary, tokenizer, draft law or topology.
     """
 
     def __init__(
         self,
-        target: RaggedModel,
-        drafter: Drafter,
+        target: "RaggedModel | PreTrainedModel",
+        drafter: "Drafter | RaggedModel | PreTrainedModel",
         topology: TreeTopology,
         coupling: Coupling,
         decider: Decider | None = None,
         *,
         costs: Costs | None = None,
+        expected_batch: int = 1,
         max_cache_tokens: int | None = None,
         buckets: Sequence[int] | None = None,
         compiler: str | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(target, RaggedModel):
+            target = RaggedModel(target)
+        if isinstance(drafter, RaggedModel) or hasattr(drafter, "get_output_embeddings"):
+            drafter = LanguageModelDrafter(drafter)
+        instance("drafter", drafter, Drafter)
+        instance("topology", topology, TreeTopology)
+        instance("coupling", coupling, Coupling)
+        decider = FixedDepth() if decider is None else decider
+        instance("decider", decider, Decider)
+        if max_cache_tokens is not None:
+            max_cache_tokens = whole("max_cache_tokens", max_cache_tokens, 1)
+        if costs is not None and not isinstance(costs, Costs):
+            raise TypeError(f"costs must be a CostTable or a NodeBudget, got {costs!r}")
         drafter.check(target, coupling.law)
         coupling.check(topology)
         for law in drafter.laws(coupling.law):
             if not coupling.verifier.supports(law):
                 raise ValueError(f"{drafter} also proposes by {law}, for which {coupling.verifier} is not valid")
-        decider = decider or FixedDepth()
         if decider.anticipating:
             raise ValueError(f"{decider} looks at tokens that are still to be verified, which would bias the output")
         self.target = target
@@ -99,6 +118,7 @@ class SpeculativeDecoder(nn.Module):
         self.coupling = coupling
         self.decider = decider
         self.costs = costs
+        self.expected_batch = whole("expected_batch", expected_batch, 1)
         self.max_cache_tokens = max_cache_tokens
         if compiler is not None and buckets is None:
             raise ValueError("compiler is for steps of fixed shapes: say which, with buckets=(8, 16, 32, 64)")
@@ -164,28 +184,38 @@ class SpeculativeDecoder(nn.Module):
         return exactness_report(self.target, self.coupling)
 
     @torch.no_grad()
-    def generate(self, input_ids: Tensor | None = None, **kwargs: Any) -> "Tensor | GenerateDecoderOnlyOutput":
+    def generate(
+        self,
+        input_ids: Tensor | None = None,
+        *,
+        streamer: "BaseStreamer | Sequence[BaseStreamer] | None" = None,
+        seeds: Sequence[int] | None = None,
+        **kwargs: Any,
+    ) -> "Tensor | GenerateDecoderOnlyOutput":
         """Generates like ``model.generate``, with the same arguments and return types.
 
         Args:
             input_ids: ``[B, L]``, left-padded if the prompts differ in length.
+            streamer: one, or one per sample; it receives only committed tokens.
+            seeds: one whole number from 0 to 2**64 - 1 per sample; they make a sample's output independent of what
+                shares its batch.
             **kwargs: those of ``transformers``' ``generate``: ``attention_mask``, ``generation_config``,
                 ``max_new_tokens``, ``do_sample``, ``temperature`` (0 means greedy), ``logits_processor``,
                 ``stopping_criteria``, ``stop_strings`` with ``tokenizer``, ``return_dict_in_generate``, ...
-                Further: ``streamer``, one, or one per sample; it receives only committed tokens. ``seeds``, one
-                integer per sample, make a sample's output independent of what shares its batch.
 
         Returns:
             ``[B, L + new]`` token ids, or with ``return_dict_in_generate`` an output with ``sequences`` and ``stats``
             (:class:`~arbordraft.metrics.DecodeStats`).
 
         Raises:
+            TypeError: for prompts, masks and settings of another type.
             ValueError: for arguments that speculative decoding cannot honour, and for unusable prompts.
             CacheOverflow: if the batch cannot fit into ``max_cache_tokens``; nothing was decoded then.
             DecodingError: if the target produced NaN or infinite logits for some sample.
         """
         if input_ids is None:
             input_ids = kwargs.pop("inputs", None)  # transformers' own name for it
+        check_options(kwargs)
         if kwargs.get("temperature") == 0:
             kwargs |= {"temperature": None, "do_sample": False}
         if (strings := kwargs.pop("stop_strings", None)) is not None:
@@ -195,12 +225,12 @@ class SpeculativeDecoder(nn.Module):
         if input_ids is not None:
             check_prompts(input_ids, kwargs.get("attention_mask"), self.target.vocab_size)
             if kwargs.get("max_new_tokens") == 0:  # transformers takes 0 for a mistake; here it means what it says
-                return self._nothing(input_ids, kwargs)
+                return self._nothing(input_ids, streamer, kwargs)
         found: Tensor | GenerateDecoderOnlyOutput = self.target.model.generate(  # type: ignore[operator]
             input_ids,
             custom_generate=self.decode_loop,
-            spec_streamer=kwargs.pop("streamer", None),
-            seeds=kwargs.pop("seeds", None),
+            spec_streamer=streamer,
+            seeds=seeds,
             **kwargs,
         )
         return found
@@ -224,7 +254,7 @@ class SpeculativeDecoder(nn.Module):
         """
         if model is not self.target.model:
             raise ValueError("this decoder was built for another model than the one whose generate() called it")
-        refuse_unsupported(generation_config, model_kwargs)
+        refuse_unsupported(self.target.model, generation_config, model_kwargs.get("attention_mask"), model_kwargs)
         streamers = per_sample_streamers(spec_streamer, len(input_ids))
         # Not a named parameter: transformers would take it for an option of this method and pass it twice.
         mask = model_kwargs.get("attention_mask")
@@ -241,11 +271,13 @@ class SpeculativeDecoder(nn.Module):
             raise DecodingError(state.failures, output)
         return output if generation_config.return_dict_in_generate else output.sequences
 
-    def _nothing(self, input_ids: Tensor, kwargs: dict[str, Any]) -> "Tensor | GenerateDecoderOnlyOutput":
+    def _nothing(
+        self, input_ids: Tensor, streamer: Any, kwargs: dict[str, Any]
+    ) -> "Tensor | GenerateDecoderOnlyOutput":
         from arbordraft.output import SpeculativeOutput
 
-        for streamer in per_sample_streamers(kwargs.get("streamer"), len(input_ids)):
-            streamer.end()
+        for one in per_sample_streamers(streamer, len(input_ids)):
+            one.end()
         output = SpeculativeOutput(sequences=input_ids, stats=self._stats(len(input_ids)))  # type: ignore[arg-type]
         return output if kwargs.get("return_dict_in_generate") else input_ids
 
@@ -276,11 +308,12 @@ class SpeculativeDecoder(nn.Module):
         self._check_positions(prompts, budget)
         if seeds is None:
             seeds = torch.randint(2**62, (batch,)).tolist()  # follows torch.manual_seed
-        elif len(seeds) != batch:
-            raise ValueError(f"{len(seeds)} seeds for {batch} samples")
+        generators = each("seeds", seeds, lambda _, seed: Noise.source(seed))
+        if len(generators) != batch:
+            raise ValueError(f"{len(generators)} seeds for {batch} samples")
 
         stats = self._stats(batch)
-        warp = Warp(without_padding(processors, padding), batch)
+        warp = Warp(without_padding(processors, padding, config), batch, padding)
         if self.static is not None:
             self.static.check(warp, greedy=not config.do_sample)
         cache = self._open_cache(batch)
@@ -302,7 +335,7 @@ class SpeculativeDecoder(nn.Module):
             handles=handles,
             cache=cache,
             drafts=drafts,
-            generators=[Noise.source(seed) for seed in seeds],
+            generators=generators,
             warp=warp,
             greedy=not config.do_sample,
             stopping=stopping,
@@ -324,11 +357,15 @@ class SpeculativeDecoder(nn.Module):
             mask=self.mask,
             law=self.coupling.law,
             greedy=state.greedy,
-            warp=lambda logits, place_of: state.warp(logits, lambda row: state.path(*place_of(row))),
+            warp=lambda logits, place_of: state.warp(
+                logits, lambda row: state.path(*place_of(row)), lambda row: place_of(row)[0]
+            ),
             decide=self.decider,
             memory=state.memory,
             noise=noise,
             costs=self.costs,
+            expected_batch=self.expected_batch,
+            vocab_size=self.target.vocab_size,
         )
 
     def _plan(self, state: DecodeState, tree: DraftTree) -> RaggedBatch:
@@ -387,7 +424,7 @@ class SpeculativeDecoder(nn.Module):
             sample, node, _ = places[row]
             return state.path(sample, tree.samples[sample].path(node))  # type: ignore[union-attr]
 
-        return state.warp(logits, path_of)
+        return state.warp(logits, path_of, lambda row: places[row][0])
 
     def _commit(
         self,

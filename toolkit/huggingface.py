@@ -4,12 +4,14 @@ Shapes: B samples, L prompt columns (padding included).
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
+from arbordraft.checks import positive, real, whole
 from arbordraft.metrics import DecodeStats
 
 if TYPE_CHECKING:
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
         GenerationConfig,
         LogitsProcessor,
         LogitsProcessorList,
+        PreTrainedModel,
         PreTrainedTokenizerBase,
         StoppingCriteriaList,
     )
@@ -91,16 +94,21 @@ def with_stop_strings(
     return StoppingCriteriaList([*(criteria or []), StopStringCriteria(tokenizer, strings)])
 
 
-def check_prompts(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> None:
-    """Raises ValueError unless the prompts are ``[B, L]``, not empty, in the vocabulary and padded on the left."""
+def check_prompts(input_ids: Any, attention_mask: Any, vocab_size: int) -> None:
+    """Raises TypeError or ValueError unless the prompts are ``[B, L]`` token ids, not empty and padded on the left."""
+    _check_whole("input_ids", input_ids)
     if input_ids.ndim != 2 or input_ids.numel() == 0:
         raise ValueError(f"input_ids must be [batch, length] with at least one token, got {list(input_ids.shape)}")
     if not 0 <= input_ids.min() <= input_ids.max() < vocab_size:
         raise ValueError(f"input_ids hold ids outside the target's vocabulary of {vocab_size} tokens")
     if attention_mask is None:
         return
+    if not isinstance(attention_mask, Tensor):
+        raise TypeError(f"attention_mask must be a tensor, got {_described(attention_mask)}: pass torch.tensor(...)")
     if attention_mask.shape != input_ids.shape:
         raise ValueError(f"attention_mask {list(attention_mask.shape)} must match input_ids {list(input_ids.shape)}")
+    if not ((attention_mask == 0) | (attention_mask == 1)).all():
+        raise ValueError("attention_mask must hold 1 for tokens and 0 for padding, and nothing between or beyond")
     for sample, row in enumerate(attention_mask.bool().tolist()):
         if not any(row):
             raise ValueError(f"the prompt of sample {sample} is empty; a prompt needs at least one token")
@@ -108,15 +116,30 @@ def check_prompts(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: 
             raise ValueError(f"the prompt of sample {sample} is not left-padded; set tokenizer.padding_side = 'left'")
 
 
-def without_padding(processors: "LogitsProcessorList", padding: Sequence[int]) -> "list[LogitsProcessor]":
+def _check_whole(name: str, ids: Any) -> None:
+    if not isinstance(ids, Tensor):
+        inside = "; a tokenizer makes them of text" if isinstance(ids, str) else ": pass torch.tensor(...)"
+        raise TypeError(f"{name} must be a tensor of token ids [batch, length], got {_described(ids)}{inside}")
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise TypeError(f"{name} must hold token ids, whole numbers, got {ids.dtype}: convert them with .long()")
+
+
+def _described(value: Any) -> str:
+    return "nothing" if value is None else f"a {type(value).__name__}"
+
+
+def without_padding(
+    processors: "LogitsProcessorList", padding: Sequence[int], config: "GenerationConfig"
+) -> "list[LogitsProcessor]":
     """Processors for single samples whose paths hold no padding tokens.
 
-    The repetition penalty that ``generate()`` prepares is told how many padding tokens each row of the batch starts
-    with. Here there are none to skip, and no batch to apply it to.
+    What ``generate()`` prepares counts the columns of the padded batch: the repetition penalty is told how many of them
+    each row should skip, and the least length is that of the longest prompt with its new tokens, which another
+    processor says for every prompt. Here there is no padding to skip or to count.
     """
-    from transformers import RepetitionPenaltyLogitsProcessor
+    from transformers import MinLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
-    found: list[LogitsProcessor] = []
+    kept: list[LogitsProcessor] = []
     for processor in processors:
         skipped = getattr(processor, "prompt_ignore_length", None)
         if isinstance(skipped, Tensor):
@@ -126,23 +149,112 @@ def without_padding(processors: "LogitsProcessorList", padding: Sequence[int]) -
                     "pass one int for all samples"
                 )
             processor = RepetitionPenaltyLogitsProcessor(processor.penalty)
-        found.append(processor)
-    return found
+        if config.min_new_tokens is None or type(processor) is not MinLengthLogitsProcessor:
+            kept.append(processor)
+    return kept
 
 
-def refuse_unsupported(config: "GenerationConfig", model_kwargs: dict[str, Any]) -> None:
-    """Raises ValueError for options of ``generate()`` that speculative decoding cannot honour."""
+# Ways of decoding that transformers chooses by these options, none of which can be had together with drafts.
+_OTHER_WAYS = (
+    "assistant_model",
+    "constraints",
+    "dola_layers",
+    "force_words_ids",
+    "negative_prompt_ids",
+    "penalty_alpha",
+    "prompt_lookup_num_tokens",
+    "synced_gpus",
+)
+# What generate() hands to every decoding method, besides the inputs of the model at hand.
+_EXPECTED = frozenset({"attention_mask", "logits_to_keep", "past_key_values", "position_ids", "use_cache"})
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raises TypeError or ValueError for arguments of ``generate()`` that make no sense, or none here."""
+    from transformers import GenerationConfig
+
+    config = options.get("generation_config")
+    if config is not None and not isinstance(config, GenerationConfig):
+        raise TypeError(
+            f"generation_config must be a GenerationConfig, got {_described(config)}: write "
+            "GenerationConfig(**dict), or GenerationConfig.from_pretrained(folder)"
+        )
+    _refuse_other_ways(options)
+    for name, check in _CHECKS.items():
+        for value in (options.get(name), getattr(config, name, None)):
+            if value is not None:
+                check(name, value)
+
+
+def _refuse_other_ways(options: Mapping[str, Any]) -> None:
+    if wanted := [name for name in _OTHER_WAYS if _says_something(options.get(name))]:
+        raise ValueError(
+            f"{wanted[0]} asks for another way of decoding than this decoder's: leave it out, or call the model's own "
+            "generate()"
+        )
+
+
+_CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
+    "max_new_tokens": partial(whole, least=0),
+    "max_length": partial(whole, least=1),
+    "min_new_tokens": partial(whole, least=0),
+    "min_length": partial(whole, least=0),
+    "temperature": partial(real, least=0),
+    "top_k": partial(whole, least=0),
+    "top_p": partial(real, least=0, most=1),
+    "min_p": partial(real, least=0, most=1),
+    "typical_p": partial(real, least=0, most=1),
+    "epsilon_cutoff": partial(real, least=0, most=1),
+    "eta_cutoff": partial(real, least=0, most=1),
+    "repetition_penalty": positive,
+    "no_repeat_ngram_size": partial(whole, least=0),
+    "num_return_sequences": partial(whole, least=1),
+}
+
+
+def refuse_unsupported(
+    model: "PreTrainedModel", config: "GenerationConfig", attention_mask: Tensor | None, model_kwargs: dict[str, Any]
+) -> None:
+    """Raises ValueError for options of ``generate()`` and inputs of a model that cannot be honoured here."""
+    check_options(config.to_dict())
     wanted = [name for name in ("output_attentions", "output_hidden_states", "output_logits", "output_scores")
               if getattr(config, name, False)]  # fmt: skip
     if wanted and config.return_dict_in_generate:
         raise ValueError(f"{', '.join(wanted)}: per-token outputs are not kept when several tokens are decided at once")
     if (config.num_beams or 1) > 1:
         raise ValueError("beam search cannot be combined with speculative decoding; set num_beams=1")
+    default = model.generation_config
+    if config.cache_implementation not in (None, default.cache_implementation):
+        raise ValueError("cache_implementation cannot be chosen: the cache is this decoder's own; leave it out")
+    if config.use_cache is False and default.use_cache is not False:
+        raise ValueError("use_cache=False cannot be honoured: what was accepted is kept in a cache; leave it out")
     past = model_kwargs.get("past_key_values")
     if past is not None and past.get_seq_length() > 0:
         raise ValueError("past_key_values cannot be continued: pass the whole text as input_ids")
     if model_kwargs.get("inputs_embeds") is not None:
         raise ValueError("inputs_embeds are not supported: drafting needs token ids")
+    unused = [name for name, given in model_kwargs.items() if name not in _EXPECTED and _says_something(given)]
+    if unused:
+        raise ValueError(
+            f"{', '.join(unused)}: inputs of the model besides its tokens would be ignored when they run packed; only "
+            "text can be decoded: leave them out, or call the model's own generate()"
+        )
+    positions = model_kwargs.get("position_ids")
+    if positions is not None and not _own_positions(positions, attention_mask):
+        raise ValueError("position_ids must number each prompt's own tokens 0, 1, 2, ...: leave them out")
+
+
+def _says_something(value: Any) -> bool:
+    """Whether a model input could change what the model says: not nothing, and no empty collection."""
+    return value is not None and (isinstance(value, Tensor) or bool(value))
+
+
+def _own_positions(positions: Tensor, attention_mask: Tensor | None) -> bool:
+    """Whether ``[B, L]`` positions are those that every token has in its prompt."""
+    if positions.ndim != 2:
+        return False
+    mask = torch.ones_like(positions) if attention_mask is None else attention_mask.long()
+    return bool(((mask.cumsum(dim=1) - 1 == positions) | (mask == 0)).all())
 
 
 def per_sample_streamers(
@@ -152,6 +264,9 @@ def per_sample_streamers(
     if streamer is None:
         return ()
     streamers = streamer if isinstance(streamer, Sequence) else [streamer]
+    for one in streamers:
+        if not (hasattr(one, "put") and hasattr(one, "end")):
+            raise TypeError(f"streamer must have put() and end(), as transformers' streamers do, got {_described(one)}")
     if len(streamers) != batch:
         raise ValueError(f"{len(streamers)} streamers for {batch} samples; pass a list with one per sample")
     return streamers

@@ -5,6 +5,7 @@ Shapes: B samples, N topology nodes, R rows, V vocabulary.
 
 import math
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -51,6 +52,16 @@ _NOT_FOR_TREES = frozenset(
         "WhisperNoSpeechDetection",
     }
 )
+# Libraries whose processors follow one text token by token, as a matcher of a grammar does.
+_FOLLOWING = frozenset({"guidance", "llguidance", "outlines", "outlines_core", "transformers_cfg", "xgrammar"})
+# Processors that count from the first column of the batch, by the attribute that says to where.
+_COUNTING = {
+    "ExponentialDecayLengthPenalty": "regulation_start",
+    "ForcedEOSTokenLogitsProcessor": "max_length",
+    "MinNewTokensLengthLogitsProcessor": "prompt_length_to_skip",
+    "RepetitionPenaltyLogitsProcessor": "prompt_ignore_length",
+    "SuppressTokensAtBeginLogitsProcessor": "begin_index",
+}
 # Processors that index the batch they were built for: they cannot be applied to one sample of several.
 _BATCH_BOUND = frozenset(
     {
@@ -69,6 +80,8 @@ class Warp:
             They must be functions of the tokens before a row and of its scores; processors known not to be
             are refused.
         batch_size: number of samples of the batch.
+        padding: columns in front of each sample's prompt in the batch that the processors were prepared for; their
+            paths have none of them.
 
     Raises:
         TypeError: if a processor cannot be called, or ``batch_size`` is no whole number.
@@ -76,13 +89,25 @@ class Warp:
             samples.
     """
 
-    def __init__(self, processors: "LogitsProcessorList | Sequence[LogitsProcessor]", batch_size: int = 1) -> None:
+    def __init__(
+        self,
+        processors: "LogitsProcessorList | Sequence[LogitsProcessor]",
+        batch_size: int = 1,
+        padding: Sequence[int] = (),
+    ) -> None:
         self.processors = list(processors)
+        self._own = {columns: [_counting_less(one, columns) for one in self.processors] for columns in {0, *padding}}
+        self._padding = padding
         whole("batch_size", batch_size, 0)
         for processor in self.processors:
             if not callable(processor):
                 raise TypeError(f"a logits processor is a function of input_ids and scores, got {processor!r}")
             names = {cls.__name__ for cls in type(processor).__mro__}
+            if (library := type(processor).__module__.partition(".")[0]) in _FOLLOWING:
+                raise ValueError(
+                    f"{library}'s {type(processor).__name__} follows one text token by token; it cannot judge the "
+                    "nodes of a tree, which branch"
+                )
             if refused := names & _NOT_FOR_TREES:
                 raise ValueError(f"{refused.pop()} cannot judge the nodes of a tree: they are not one sequence")
             if batch_size > 1 and (bound := names & _BATCH_BOUND):
@@ -98,26 +123,56 @@ class Warp:
         """What tells lists of static processors apart: their names and numbers."""
         return tuple((type(one).__name__, tuple(sorted(vars(one).items()))) for one in self.processors)
 
-    def __call__(self, logits: Tensor, path_of: Callable[[int], Sequence[int]]) -> Tensor:
+    def __call__(
+        self,
+        logits: Tensor,
+        path_of: Callable[[int], Sequence[int]],
+        sample_of: Callable[[int], int] = lambda row: row,
+    ) -> Tensor:
         """Processed logits in float32 (float64 stays float64).
 
         Args:
             logits: ``[R, V]``, left as they are.
             path_of: token ids that precede the prediction of a row, prompt included; called only if needed.
+            sample_of: the sample that a row belongs to, by default that of the same number.
         """
         scores = logits if logits.dtype == torch.float64 else logits.float()
         paths: list[Tensor] = []
-        for processor in self.processors:
+        columns: list[int] = []
+        for place, processor in enumerate(self.processors):
             if type(processor).__name__ in _PATH_FREE:  # a subclass may look at the path after all
                 scores = _truncate(processor, scores)
             elif len(scores):
-                paths = paths or [
-                    torch.tensor([list(path_of(row))], device=scores.device) for row in range(len(scores))
-                ]
+                if not paths:
+                    paths = [torch.tensor([list(path_of(row))], device=scores.device) for row in range(len(scores))]
+                    columns = [self._padding[sample_of(row)] if self._padding else 0 for row in range(len(scores))]
                 # A clone per row: processors are free to write into the scores they are given.
-                rows = [processor(path, scores[i : i + 1].clone()) for i, path in enumerate(paths)]
+                rows = [
+                    _called(self._own[columns[row]][place], path, scores[row : row + 1].clone())
+                    for row, path in enumerate(paths)
+                ]
                 scores = torch.cat(rows)
         return scores
+
+
+def _counting_less(processor: Any, columns: int) -> Any:
+    """The processor for texts that begin so many columns later."""
+    attribute = _COUNTING.get(type(processor).__name__)
+    if not columns or attribute is None or getattr(processor, attribute) is None:
+        return processor
+    own = copy(processor)
+    setattr(own, attribute, max(0, getattr(processor, attribute) - columns))
+    return own
+
+
+def _called(processor: Any, path: Tensor, scores: Tensor) -> Tensor:
+    try:
+        return processor(path, scores)
+    except AssertionError as error:
+        raise ValueError(
+            f"{type(processor).__name__} did not expect a row of a draft tree ({error or 'an assertion failed'}): "
+            "processors have to be functions of the tokens before a row and of its scores"
+        ) from error
 
 
 def _truncate(processor: Any, scores: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ class DecodeState:
     handles: list[int]
     cache: RaggedKVCache
     drafts: Any
-    generators: list[np.random.Generator]
+    generators: Sequence[np.random.Generator]
     warp: Warp
     greedy: bool
     stopping: Stopping
@@ -63,14 +63,8 @@ class DecodeState:
         return [sample for sample, budget in enumerate(self.budget) if budget > 0]
 
     def path(self, sample: int, drafted: Sequence[int] = ()) -> list[int]:
-        """A sample's tokens as they stand in the caller's batch, with drafted ones behind.
-
-        Left padding is filled with the sample's own first token: lengths agree with Hugging Face's, yet no padding
-        token counts as seen, so penalties do not depend on what shares the batch. (An n-gram that only repeats that
-        first token does count as seen; chat templates and tokenizers begin with a token that never repeats.)
-        """
-        tokens = self.tokens[sample]
-        return [tokens[0]] * self.padding[sample] + tokens + list(drafted)
+        """A sample's own tokens with drafted ones behind: what logits processors and stopping criteria are told."""
+        return [*self.tokens[sample], *drafted]
 
     def append(self, sample: int, tokens: Sequence[int]) -> int:
         """Commits tokens one by one until the sample ends; returns how many."""
