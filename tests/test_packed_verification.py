@@ -21,6 +21,18 @@ from arbordraft.sampling import Noise, SoftmaxRows
 from arbordraft.types import DraftTree, SampleTree
 from arbordraft.verifiers.packed import verify_packed
 
+
+class Repeated(Fixed):
+    """The children of a drafter that proposes its best token twice."""
+
+    def narrow(self, children):
+        return Repeated(children)
+
+    def draw(self, draft, uniforms):
+        best, *others = super().draw(draft, uniforms)
+        return [best, best, *others][: self.k]
+
+
 COUPLINGS = {
     "iid": (IID(3), RecursiveRejection()),
     "without replacement": (WithoutReplacement(3), RecursiveRejection()),
@@ -28,6 +40,7 @@ COUPLINGS = {
     "two tops": (TopTail(2, 1), TopTailRule()),
     "adaptive": (AdaptiveTopTail(3, 0.15), RecursiveRejection()),
     "certain": (Fixed(3), RecursiveRejection()),
+    "repeated": (Repeated(3), RecursiveRejection()),
     "hub": (TopTail(1, 1), SpecHub()),
 }
 THREE = [TreeTopology.k_ary(3, 2), TreeTopology.from_k_config((3, 2, 1)), TreeTopology.chain(3), TreeTopology.chain(0)]

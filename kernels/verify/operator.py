@@ -21,10 +21,10 @@ def _launches(scores: Tensor) -> bool:
 
 
 def _chunks(x: Tensor, fill: float) -> Tensor:
-    """``[..., V]`` as ``[..., C, CHUNK]``."""
-    size = x.shape[-1]
-    padded = torch.nn.functional.pad(x, (0, -size % CHUNK), value=fill)
-    return padded.unflatten(-1, (-1, CHUNK))
+    """``[..., V]`` as ``[..., C, CHUNK]``; a row that is shorter than a chunk is one as it is."""
+    size = min(x.shape[-1], CHUNK)
+    padded = torch.nn.functional.pad(x, (0, -x.shape[-1] % size), value=fill)
+    return padded.unflatten(-1, (-1, size))
 
 
 @torch.library.custom_op("arbordraft::row_stats", mutates_args=())
@@ -117,7 +117,7 @@ def left_pick(
     left, _ = _left(scores, lse, draft, row, draft_row, weight, taken, special)
     part = _chunks(left, 0)[torch.arange(len(row)), chunk]
     reached = (part.double().cumsum(dim=-1) > level[:, None]) & (part > 0)
-    place = torch.arange(CHUNK, device=scores.device)
+    place = torch.arange(part.shape[-1], device=scores.device)
     first = torch.where(reached, place, CHUNK).amin(dim=-1)
     last = torch.where(part > 0, place, -1).amax(dim=-1)
     found = torch.where(first == CHUNK, last, first)

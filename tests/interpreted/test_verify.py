@@ -5,9 +5,13 @@ import test_packed_verification as packed  # not its tests by name: they would b
 import torch
 from torch import library
 from torch.testing import assert_close
+from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
 
+from arbordraft.kernels import choice
 from arbordraft.kernels.choice import INTERPRETER
+from arbordraft.kernels.verify import row_max
 from arbordraft.kernels.verify.operator import CHUNK, left_mass, left_pick, row_stats
+from arbordraft.sampling import Warp
 
 SIZES = [1, 7, CHUNK, CHUNK + 1, 2 * CHUNK + 130]
 
@@ -76,6 +80,22 @@ def test_left_pick(monkeypatch, guarded, vocabulary):
 @pytest.mark.parametrize("coupling", packed.COUPLINGS.values(), ids=packed.COUPLINGS)
 def test_verdicts(coupling, lifted):
     packed.test_the_same_verdicts(coupling, lifted, 7, 20)
+
+
+PROCESSORS = [TopKLogitsWarper(1), TopKLogitsWarper(5), TopPLogitsWarper(0.3), TopPLogitsWarper(0.9)]
+
+
+@pytest.mark.parametrize("processor", PROCESSORS, ids=lambda one: f"{type(one).__name__} {vars(one)}")
+def test_float64_scores_keep_their_tokens(processor):
+    """Scores in float64 are not compared with thresholds in float32."""
+    scores = torch.randn(200, 300, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    scores[:, 7] = scores[:, 30] + 1e-12
+    expected = processor(None, scores)
+    with choice.use("triton"):
+        found = Warp([processor])(scores, lambda row: [])
+        best = row_max(scores)[1]
+    assert torch.equal(found, expected)
+    assert torch.equal(best, scores.argmax(dim=-1))
 
 
 def test_the_operators_are_registered_properly_and_compile():
