@@ -18,6 +18,7 @@ from arbordraft import (
     Lifted,
     Matching,
     NGramDrafter,
+    NodeBudget,
     RaggedModel,
     RecursiveRejection,
     SpecHub,
@@ -64,6 +65,29 @@ def test_the_best_number_of_drafts_is_found(seconds, samples, chances):
     hopeless = [min(1.0, max(0.0, table.floor(samples) * 0.99))] * 6
     gained = (samples + sum(hopeless[: (n := table.worthwhile(samples, hopeless))])) / table(samples + n)
     assert gained == pytest.approx(samples / table(samples))
+
+
+@given(
+    seconds=st.lists(st.floats(0.01, 10), min_size=3, max_size=3),
+    alike=st.integers(1, 6),
+    chances=st.lists(st.floats(0, 1), max_size=6),
+)
+def test_a_sample_spends_as_in_a_batch_of_its_like(seconds, alike, chances):
+    """So many drafts are kept of each of several equal samples, where all keep the same."""
+    table = CostTable((1, 4, 8), tuple(seconds))
+    chances = sorted(chances, reverse=True)
+    rates = [alike * (1 + sum(chances[:n])) / table(alike * (1 + n)) for n in range(len(chances) + 1)]
+    assert rates[table.worthwhile(1, chances, alike)] == pytest.approx(max(rates))
+    floor = table.floor(1, alike=alike)
+    hopeless = [min(1.0, max(0.0, floor * 0.99))] * 6
+    kept = table.worthwhile(1, hopeless, alike)
+    assert (1 + sum(hopeless[:kept])) / table(alike * (1 + kept)) == pytest.approx(1 / table(alike))
+
+
+def test_sampled_samples_have_each_their_own_budget():
+    budget, chances = NodeBudget(3), [0.9, 0.5, 0.4, 0.3]
+    assert [budget.worthwhile(1, chances, alike) for alike in (1, 5)] == [2, 2]
+    assert [budget.floor(1, chances, alike) for alike in (1, 5)] == [0.5, 0.5]
 
 
 def test_a_table_survives_the_disk(tmp_path):

@@ -182,6 +182,14 @@ def test_cost_aware_shares_a_level_between_the_samples_that_gain_most():
     assert (alone, both, mixed) == ([False], [True, True], [False, True])
 
 
+def test_cost_aware_decides_alone_as_for_a_batch_of_its_like():
+    """The same two as above: one that stands for both decides as both do."""
+    memory = [pace(emitted=1.5, drafted=1.0)]
+    for chance, both in ((0.7, True), (0.01, False)):
+        step = view(1, ((chance,),), memory=memory, batch=2, planned=4, alike=2)
+        assert CostAware(COSTS)(step) == [both]
+
+
 def test_cost_aware_rests_and_tries_again():
     decider, memory, drafted = CostAware(COSTS, decay=0.5), pace(0.4, 1.0, 0.0), []
     for _ in range(60):
