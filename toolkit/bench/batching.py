@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from arbordraft import builders
 from arbordraft.bench.decoding import Decode, DecodeRow, in_turns, ours
+from arbordraft.bench.measure import Tell, quiet
 from arbordraft.bench.padded import PaddedDecoder
 from arbordraft.coupling import Coupling
 from arbordraft.deciders import ConfidenceThreshold
@@ -31,6 +32,8 @@ def padding(
     length: int = 7,
     new_tokens: int = 128,
     repeats: int = 3,
+    seed: int = 0,
+    tell: Tell = quiet,
 ) -> Iterator[DecodeRow]:
     """Greedy decoding with the same chains in a padded batch, half padded ones and an unpadded one.
 
@@ -43,6 +46,8 @@ def padding(
         length: drafted tokens per step.
         new_tokens: longest answer.
         repeats: rounds.
+        seed: of what is sampled.
+        tell: is told what is going on.
     """
     drafter = drafter or NGramDrafter()
     parts = (target, drafter, TreeTopology.chain(length), Coupling(Fixed(1), TopDown(Matching())))
@@ -56,7 +61,15 @@ def padding(
     for batch in batches:
         texts = [prompts[index % len(prompts)] for index in range(max(batch, len(prompts)) // batch * batch)]
         yield from in_turns(
-            target.model, tokenizer, texts, decoders, batch=batch, new_tokens=new_tokens, repeats=repeats
+            target.model,
+            tokenizer,
+            texts,
+            decoders,
+            batch=batch,
+            new_tokens=new_tokens,
+            repeats=repeats,
+            seed=seed,
+            tell=tell,
         )
 
 
@@ -88,6 +101,8 @@ def product(
     nodes: int = 16,
     new_tokens: int = 64,
     repeats: int = 1,
+    seed: int = 0,
+    tell: Tell = quiet,
 ) -> Iterator[DecodeRow]:
     """Ragged batches of chains and trees, static and dynamic, lossless and not, at the same number of nodes.
 
@@ -101,6 +116,8 @@ def product(
         nodes: most nodes of a tree, root included.
         new_tokens: longest answer.
         repeats: rounds.
+        seed: of what is sampled.
+        tell: is told what is going on.
     """
     for temperature in temperatures:
         decoders: dict[str, Decode] = {"plain": ours(builders.plain(target))}
@@ -116,4 +133,6 @@ def product(
                 temperature=temperature,
                 new_tokens=new_tokens,
                 repeats=repeats,
+                seed=seed,
+                tell=tell,
             )

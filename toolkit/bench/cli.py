@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from arbordraft.options import (
     Dtype,
@@ -32,6 +32,19 @@ app = typer.Typer(
 )
 console = Console()
 
+
+def whole(text: str) -> str:
+    """Refuses at once what is no list of whole numbers from 1."""
+    numbers(text, int)
+    return text
+
+
+def temperatures_of(text: str) -> str:
+    """Refuses at once what is no list of temperatures."""
+    numbers(text, float, 0)
+    return text
+
+
 DtypesOption = Annotated[list[Dtype] | None, typer.Option("--dtype", help="Precisions; bfloat16 and float32 if none.")]
 OneDtype = Annotated[Dtype, typer.Option(help="Precision of the weights.")]
 RepeatsOption = Annotated[int, typer.Option(min=1, help="Timings per case; medians are reported.")]
@@ -42,9 +55,15 @@ JsonOption = Annotated[
 PngOption = Annotated[
     Path | None, typer.Option(callback=output_file, help="Draw the figures to this PNG file (needs matplotlib).")
 ]
-BatchOption = Annotated[int, typer.Option(min=1, help="Prompts at a time.")]
-BatchesOption = Annotated[str, typer.Option(help="Prompts at a time, several sizes, as in 1,4,8.")]
-TemperaturesOption = Annotated[str, typer.Option(help="Temperatures, as in 0,1; 0 is greedy.")]
+BatchOption = Annotated[int, typer.Option("--batch", "--batches", min=1, help="Prompts at a time.")]
+BatchesOption = Annotated[
+    str,
+    typer.Option("--batches", "--batch", callback=whole, help="Prompts at a time, one size or several, as in 1,4,8."),
+]
+SeedOption = Annotated[int, typer.Option(min=0, help="Of sampled tokens and of random inputs.")]
+TemperaturesOption = Annotated[
+    str, typer.Option(callback=temperatures_of, help="Temperatures, as in 0,1; 0 is greedy.")
+]
 DrafterHelp = "'ngram', 'early-exit:LAYERS', folder of a trained drafter, or a draft model's hub name."
 DrafterOption = Annotated[str, typer.Option(help=DrafterHelp)]
 DraftersOption = Annotated[list[str] | None, typer.Option("--drafter", help=f"{DrafterHelp} May be repeated.")]
@@ -58,26 +77,31 @@ class Run:
         json: file to write.
         png: picture to draw in the end.
         settings: to write beside the figures.
+        seed: of sampled tokens and of random inputs.
     """
 
     json: Path | None
     png: Path | None = None
     settings: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
     rows: list[Any] = field(default_factory=list)
 
     @contextmanager
     def progress(self, first: str = "loading the model") -> Iterator[Progress]:
-        """Shows what is going on, and the results behind.
+        """Shows what is going on with a bar, and the results behind.
 
         Args:
             first: what is done before there are any.
         """
+        import torch
+
         from arbordraft.bench.plots import plot
         from arbordraft.bench.tables import rows_table
 
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        torch.manual_seed(self.seed)
+        columns = (SpinnerColumn(), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
         with Progress(*columns, console=console) as progress:
-            self._task = progress.add_task(first)
+            self._task = progress.add_task(first, total=None)
             self._progress = progress
             yield progress
         tables: dict[Any, list[Any]] = {}
@@ -101,51 +125,79 @@ class Run:
             self.rows.append(row)
             self._progress.update(self._task, description=f"{len(self.rows)} measured")
             if self.json is not None:
-                save(self.json, self.rows, **self.settings)
+                save(self.json, self.rows, seed=self.seed, **self.settings)
         return new
+
+    def tell(self, what: str, done: int, of: int) -> None:
+        """Moves the bar: so many rounds of what is being measured are done."""
+        description = f"{len(self.rows)} measured, now {what}"
+        self._progress.update(self._task, description=description, completed=done, total=of)
 
 
 def texts(prompts: Path | None, limit: int | None) -> list[str]:
-    """The prompts to decode."""
+    """The prompts to decode.
+
+    Raises:
+        ValueError: if a file holds none.
+    """
     from arbordraft.prompts import MIXED, VARIED, read_prompts
 
     found = read_prompts(prompts) if prompts else [*MIXED, *VARIED]
+    if not found:
+        raise ValueError(f"{prompts} holds no prompts")
     return found[:limit]
 
 
-def drafters_of(names: Sequence[str] | None, target: "RaggedModel") -> "dict[str, Drafter]":
+def named(drafters: Sequence[str] | None) -> Sequence[str]:
+    """Refuses to measure nothing, before a model is loaded.
+
+    Raises:
+        typer.BadParameter: if no drafter is named.
+    """
+    if not drafters:
+        raise typer.BadParameter("name at least one --drafter")
+    return drafters
+
+
+def drafters_of(names: Sequence[str], target: "RaggedModel") -> "dict[str, Drafter]":
     """Drafters by the names that tables give them."""
     from arbordraft.loading import drafter_named
 
-    if not names:
-        raise typer.BadParameter("name at least one --drafter")
     return {Path(name).name if Path(name).is_dir() else name: drafter_named(name, target) for name in names}
 
 
 @app.command()
 def forward(
-    model: ModelOption = "smollm2", dtype: DtypesOption = None, repeats: RepeatsOption = 7, json: JsonOption = None
+    model: ModelOption = "smollm2",
+    dtype: DtypesOption = None,
+    repeats: RepeatsOption = 7,
+    seed: SeedOption = 0,
+    json: JsonOption = None,
 ) -> None:
     """One packed forward of the model's own modules against its own forward."""
     from arbordraft.bench.model import forward_cost
 
-    run = Run(json, settings={"model": model, "repeats": repeats})
+    run = Run(json, settings={"model": model, "repeats": repeats}, seed=seed)
     with run.progress():
         for each in dtype or [Dtype.bfloat16, Dtype.float32]:
-            run.take(forward_cost(load_target(model, each)[0].model, repeats))
+            run.take(forward_cost(load_target(model, each)[0].model, repeats, run.tell))
 
 
 @app.command()
 def verify(
-    model: ModelOption = "smollm2", dtype: DtypesOption = None, repeats: RepeatsOption = 7, json: JsonOption = None
+    model: ModelOption = "smollm2",
+    dtype: DtypesOption = None,
+    repeats: RepeatsOption = 7,
+    seed: SeedOption = 0,
+    json: JsonOption = None,
 ) -> None:
     """Verification of a tree against the target's forward; rules against the vocabulary and against the LP."""
     from arbordraft.bench.model import rule_cost, spechub_cost, verify_cost
 
-    run = Run(json, settings={"model": model, "repeats": repeats})
+    run = Run(json, settings={"model": model, "repeats": repeats}, seed=seed)
     with run.progress():
         for each in dtype or [Dtype.bfloat16, Dtype.float32]:
-            run.take(verify_cost(load_target(model, each)[0].model, repeats))
+            run.take(verify_cost(load_target(model, each)[0].model, repeats, run.tell))
         run.take(spechub_cost(repeats))
         run.take(rule_cost(repeats))
 
@@ -156,16 +208,20 @@ def lookup(
     dtype: DtypesOption = None,
     repeats: RepeatsOption = 3,
     new_tokens: TokensOption = 128,
+    prompts: PromptsOption = None,
+    limit: LimitOption = None,
+    seed: SeedOption = 0,
     json: JsonOption = None,
 ) -> None:
     """The n-gram tree on the model's own modules against ``generate``, token for token, where it pays and where not."""
     from arbordraft.bench.model import decode_speed
 
-    run = Run(json, settings={"model": model, "repeats": repeats, "new_tokens": new_tokens})
+    given = texts(prompts, None) if prompts else ()
+    run = Run(json, settings={"model": model, "repeats": repeats, "new_tokens": new_tokens}, seed=seed)
     with run.progress():
         for each in dtype or [Dtype.bfloat16, Dtype.float32]:
             target, tokenizer = load_target(model, each)
-            run.take(decode_speed(target.model, tokenizer, repeats, new_tokens))
+            run.take(decode_speed(target.model, tokenizer, repeats, new_tokens, given, limit, run.tell))
 
 
 @app.command()
@@ -175,23 +231,26 @@ def cpu(
     repeats: RepeatsOption = 7,
     new_tokens: TokensOption = 128,
     prompts: PromptsOption = None,
+    limit: LimitOption = None,
     others: Annotated[bool, typer.Option(help="Also random models of other families, which need 5 GB.")] = True,
+    seed: SeedOption = 0,
     json: JsonOption = None,
 ) -> None:
     """The packed CPU kernels against transformers."""
     from arbordraft.bench import cpu as kernels
 
-    run = Run(json, settings={"model": model, "repeats": repeats, "new_tokens": new_tokens})
+    found = texts(prompts, limit)
+    run = Run(json, settings={"model": model, "repeats": repeats, "new_tokens": new_tokens}, seed=seed)
     with run.progress():
         for each in dtype or [Dtype.bfloat16, Dtype.float32]:
             target, tokenizer = load_target(model, each)
-            run.take(kernels.forward_speed(target.model, repeats))
+            run.take(kernels.forward_speed(target.model, repeats, run.tell))
             if each is Dtype.bfloat16:
-                found = texts(prompts, None)
-                run.take(kernels.int8_speed(target.model, tokenizer, found, repeats))
-                run.take(kernels.decode_speed(target.model, tokenizer, found, max(3, repeats // 2), new_tokens))
+                run.take(kernels.int8_speed(target.model, tokenizer, found, repeats, run.tell))
+                rounds = max(3, repeats // 2)
+                run.take(kernels.decode_speed(target.model, tokenizer, found, rounds, new_tokens, run.tell))
         if others:
-            run.take(kernels.other_architectures(repeats))
+            run.take(kernels.other_architectures(repeats, run.tell))
 
 
 @app.command()
@@ -200,16 +259,21 @@ def equality(
     dtype: DtypesOption = None,
     new_tokens: TokensOption = 128,
     prompts: PromptsOption = None,
+    limit: LimitOption = None,
+    batches: BatchesOption = "1,8",
+    seed: SeedOption = 0,
     json: JsonOption = None,
 ) -> None:
     """Speculative against plain greedy tokens on the packed CPU kernels."""
     from arbordraft.bench.cpu import equality as compared
 
-    run = Run(json, settings={"model": model, "new_tokens": new_tokens})
+    found = texts(prompts, limit)
+    run = Run(json, settings={"model": model, "new_tokens": new_tokens}, seed=seed)
     with run.progress():
         for each in dtype or [Dtype.bfloat16, Dtype.float32]:
             target, tokenizer = load_target(model, each)
-            run.take(compared(target.model, tokenizer, texts(prompts, None), new_tokens))
+            sizes = numbers(batches, int)
+            run.take(compared(target.model, tokenizer, found, new_tokens, sizes, run.tell))
 
 
 @app.command()
@@ -220,30 +284,37 @@ def decode(
     new_tokens: TokensOption = 128,
     prompts: PromptsOption = None,
     limit: LimitOption = None,
-    batch: BatchOption = 8,
+    batches: BatchesOption = "8",
     temperatures: TemperaturesOption = "0,1",
     repeats: RepeatsOption = 1,
+    seed: SeedOption = 0,
     json: JsonOption = None,
     png: PngOption = None,
 ) -> None:
     """What drafters gain over plain decoding: lookups, chains, trees, and lookups with trees behind them."""
     from arbordraft.bench.drafters import drafter_gain
 
-    run = Run(json, png, {"model": model, "new_tokens": new_tokens, "batch": batch})
+    names, questions = named(drafter), texts(prompts, limit)
+    sizes, heat = numbers(batches, int), numbers(temperatures, float, 0)
+    run = Run(json, png, {"model": model, "new_tokens": new_tokens, "batches": batches}, seed)
     with run.progress():
         target, tokenizer = load_target(model, dtype, Linears.packed)
-        run.take(
-            drafter_gain(
-                target,
-                tokenizer,
-                texts(prompts, limit),
-                drafters_of(drafter, target),
-                new_tokens=new_tokens,
-                batch=batch,
-                temperatures=numbers(temperatures, float, 0),
-                repeats=repeats,
+        found = drafters_of(names, target)
+        for batch in sizes:
+            run.take(
+                drafter_gain(
+                    target,
+                    tokenizer,
+                    questions,
+                    found,
+                    new_tokens=new_tokens,
+                    batch=batch,
+                    temperatures=heat,
+                    repeats=repeats,
+                    seed=seed,
+                    tell=run.tell,
+                )
             )
-        )
 
 
 @app.command()
@@ -256,28 +327,32 @@ def verifiers(
     limit: LimitOption = None,
     batch: BatchOption = 8,
     temperatures: TemperaturesOption = "0.3,0.6,1",
-    children: Annotated[str, typer.Option(help="Numbers of children of one node.")] = "2,3,4",
+    children: Annotated[str, typer.Option(callback=whole, help="Numbers of children of one node.")] = "2,3,4",
     depths: Annotated[
-        str, typer.Option(help="Depths of binary trees; 1,2,3,4 have 3, 7, 15 and 31 nodes.")
+        str, typer.Option(callback=whole, help="Depths of binary trees; 1,2,3,4 have 3, 7, 15 and 31 nodes.")
     ] = "1,2,3,4",
-    nodes: Annotated[str, typer.Option(help="Sizes of Sequoia trees, fitted to each law's acceptance.")] = "4,8,16,32",
+    nodes: Annotated[
+        str, typer.Option(callback=whole, help="Sizes of Sequoia trees, fitted to each law's acceptance.")
+    ] = "4,8,16,32",
     trees: Annotated[bool, typer.Option(help="Trees as well as single nodes.")] = True,
     optima: Annotated[
         int,
         typer.Option(min=1, help="Positions for which the optima of 3 or more draws without replacement are solved."),
     ] = 100,
+    seed: SeedOption = 0,
     json: JsonOption = None,
     png: PngOption = None,
 ) -> None:
     """What draft laws and verifiers accept on the model's own rows, as expectations with standard errors."""
     from arbordraft.bench.verifiers import node_acceptance, tree_tau
 
-    run = Run(json, png, {"model": model, "new_tokens": new_tokens})
+    names, questions, heat = named(drafter), texts(prompts, limit), numbers(temperatures, float, 0)
+    run = Run(json, png, {"model": model, "new_tokens": new_tokens}, seed)
     with run.progress():
         target, tokenizer = load_target(model, dtype, Linears.packed)
-        found, heat = drafters_of(drafter, target), numbers(temperatures, float, 0)
-        common: dict[str, Any] = {"temperatures": heat, "new_tokens": new_tokens, "batch": batch}
-        questions = texts(prompts, limit)
+        found = drafters_of(names, target)
+        common: dict[str, Any] = {"temperatures": heat, "new_tokens": new_tokens, "batch": batch, "seed": seed}
+        common["tell"] = run.tell
         singles = run.take(
             node_acceptance(
                 target, tokenizer, questions, found, children=numbers(children, int), optima=optima, **common
@@ -300,18 +375,20 @@ def batching(
     batches: BatchesOption = "1,2,4,8,12,16,24",
     length: Annotated[int, typer.Option(min=1, help="Drafted tokens per step.")] = 7,
     repeats: RepeatsOption = 3,
+    seed: SeedOption = 0,
     json: JsonOption = None,
     png: PngOption = None,
 ) -> None:
     """EMS-SD's comparison: the same chains in a padded batch, half padded ones and an unpadded one."""
     from arbordraft.bench.batching import padding
 
-    run = Run(json, png, {"model": model, "new_tokens": new_tokens, "length": length, "repeats": repeats})
+    questions = texts(prompts, limit)
+    run = Run(json, png, {"model": model, "new_tokens": new_tokens, "length": length, "repeats": repeats}, seed)
     with run.progress():
         target, tokenizer = load_target(model, dtype, Linears.packed)
         (found,) = drafters_of([drafter], target).values()
-        options: dict[str, Any] = {"length": length, "new_tokens": new_tokens, "repeats": repeats}
-        questions = texts(prompts, limit)
+        options: dict[str, Any] = {"length": length, "new_tokens": new_tokens, "repeats": repeats, "seed": seed}
+        options["tell"] = run.tell
         run.take(padding(target, tokenizer, questions, found, batches=numbers(batches, int), **options))
 
 
@@ -327,13 +404,15 @@ def product(
     temperatures: TemperaturesOption = "0,1",
     nodes: Annotated[int, typer.Option(min=3, help="Most nodes of a tree, root included.")] = 16,
     repeats: RepeatsOption = 1,
+    seed: SeedOption = 0,
     json: JsonOption = None,
     png: PngOption = None,
 ) -> None:
     """Ragged batches of chains, static trees and trees of dynamic depth; and the lossy fork of improved MCSD."""
     from arbordraft.bench.batching import product as measured
 
-    run = Run(json, png, {"model": model, "new_tokens": new_tokens, "nodes": nodes, "repeats": repeats})
+    questions = texts(prompts, limit)
+    run = Run(json, png, {"model": model, "new_tokens": new_tokens, "nodes": nodes, "repeats": repeats}, seed)
     with run.progress():
         target, tokenizer = load_target(model, dtype, Linears.packed)
         (found,) = drafters_of([drafter], target).values()
@@ -341,13 +420,15 @@ def product(
             measured(
                 target,
                 tokenizer,
-                texts(prompts, limit),
+                questions,
                 found,
                 batches=numbers(batches, int),
                 temperatures=numbers(temperatures, float, 0),
                 nodes=nodes,
                 new_tokens=new_tokens,
                 repeats=repeats,
+                seed=seed,
+                tell=run.tell,
             )
         )
 
@@ -366,6 +447,7 @@ def deciders(
     costs: Annotated[Path | None, typer.Option(help="Step costs that 'arbordraft tune --costs' has written.")] = None,
     learned: Annotated[Path | None, typer.Option(help="Folder of a trained decider for the drafter.")] = None,
     repeats: RepeatsOption = 3,
+    seed: SeedOption = 0,
     json: JsonOption = None,
     png: PngOption = None,
 ) -> None:
@@ -374,7 +456,8 @@ def deciders(
     from arbordraft.costs import StepCosts
     from arbordraft.deciders import LearnedDecider
 
-    run = Run(json, png, {"model": model, "new_tokens": new_tokens, "depth": depth, "repeats": repeats})
+    questions = texts(prompts, limit)
+    run = Run(json, png, {"model": model, "new_tokens": new_tokens, "depth": depth, "repeats": repeats}, seed)
     with run.progress():
         target, tokenizer = load_target(model, dtype, Linears.packed)
         (found,) = drafters_of([drafter], target).values()
@@ -386,7 +469,7 @@ def deciders(
                     stops(
                         target,
                         tokenizer,
-                        texts(prompts, limit),
+                        questions,
                         found,
                         choices(depth, table, trained),
                         depth=depth,
@@ -394,6 +477,8 @@ def deciders(
                         temperature=heat,
                         new_tokens=new_tokens,
                         repeats=repeats,
+                        seed=seed,
+                        tell=run.tell,
                     )
                 )
 
@@ -409,13 +494,15 @@ def compare(
     batches: BatchesOption = "1",
     temperatures: TemperaturesOption = "0",
     repeats: RepeatsOption = 3,
+    seed: SeedOption = 0,
     json: JsonOption = None,
     png: PngOption = None,
 ) -> None:
     """arbordraft against transformers: ``generate``, prompt lookup and, with a draft model, assisted generation."""
     from arbordraft.bench.compare import against_transformers
 
-    run = Run(json, png, {"model": model, "new_tokens": new_tokens, "repeats": repeats})
+    questions = texts(prompts, limit)
+    run = Run(json, png, {"model": model, "new_tokens": new_tokens, "repeats": repeats}, seed)
     with run.progress():
         target, tokenizer = load_target(model, dtype, Linears.packed)
         found = drafters_of(drafter, target) if drafter else {}
@@ -425,12 +512,14 @@ def compare(
                     against_transformers(
                         target,
                         tokenizer,
-                        texts(prompts, limit),
+                        questions,
                         found,
                         batch=batch,
                         temperature=heat,
                         new_tokens=new_tokens,
                         repeats=repeats,
+                        seed=seed,
+                        tell=run.tell,
                     )
                 )
 
@@ -446,6 +535,7 @@ def tuned(
     limit: LimitOption = None,
     batches: BatchesOption = "1,8",
     repeats: RepeatsOption = 3,
+    seed: SeedOption = 0,
     json: JsonOption = None,
     png: PngOption = None,
 ) -> None:
@@ -454,26 +544,31 @@ def tuned(
     from arbordraft.tuning import Tuned
 
     choice = Tuned.load(file)
-    run = Run(json, png, {"model": model, "new_tokens": new_tokens, "repeats": repeats})
+    questions = texts(prompts, limit)
+    run = Run(json, png, {"model": model, "new_tokens": new_tokens, "repeats": repeats}, seed)
     with run.progress():
         target, tokenizer = load_target(model, dtype, Linears.packed)
         (found,) = drafters_of([drafter or choice.drafter], target).values()
-        options: dict[str, Any] = {"new_tokens": new_tokens, "repeats": repeats}
+        options: dict[str, Any] = {"new_tokens": new_tokens, "repeats": repeats, "seed": seed}
+        options["tell"] = run.tell
         for batch in numbers(batches, int):
-            run.take(against_grid(target, tokenizer, texts(prompts, limit), choice, found, batch=batch, **options))
+            run.take(against_grid(target, tokenizer, questions, choice, found, batch=batch, **options))
 
 
 @app.command()
 def kernels(
-    contexts: Annotated[str, typer.Option(help="Committed tokens of every sample.")] = "512,2048,8192,32768",
+    contexts: Annotated[
+        str, typer.Option(callback=whole, help="Committed tokens of every sample.")
+    ] = "512,2048,8192,32768",
     batches: BatchesOption = "1,8,32",
-    trees: Annotated[str, typer.Option(help="Rows of every sample's tree.")] = "1,8,32,64",
-    groups: Annotated[str, typer.Option(help="Query heads per key head.")] = "4,1,8",
-    head_sizes: Annotated[str, typer.Option(help="Numbers of a head.")] = "128,64",
+    trees: Annotated[str, typer.Option(callback=whole, help="Rows of every sample's tree.")] = "1,8,32,64",
+    groups: Annotated[str, typer.Option(callback=whole, help="Query heads per key head.")] = "4,1,8",
+    head_sizes: Annotated[str, typer.Option(callback=whole, help="Numbers of a head.")] = "128,64",
     vocabulary: Annotated[int, typer.Option(min=2, help="Tokens of the vocabulary.")] = 128256,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the cache.")] = 32,
     flex: Annotated[bool, typer.Option(help="Time FlexAttention too, which compiles for every shape.")] = True,
     milliseconds: Annotated[float, typer.Option(min=1, help="Spent on the timings of one call.")] = 50,
+    seed: SeedOption = 0,
     json: JsonOption = None,
 ) -> None:
     """The Triton kernels against float64, their bounds and their peers; without a GPU in Triton's interpreter.
@@ -493,7 +588,7 @@ def kernels(
     lists = [numbers(each, int) for each in (contexts, batches, trees, groups, head_sizes)]
     shapes = product(*lists)
     stepped = STEPPED._replace(vocabulary=vocabulary, layers=layers)
-    run = Run(json, settings={"dtype": "bfloat16", "device": here.type, "triton": version("triton")})
+    run = Run(json, settings={"dtype": "bfloat16", "device": here.type, "triton": version("triton")}, seed=seed)
     with run.progress("predicting"):
         run.take(predictions(shapes, stepped))
         watch = None
@@ -508,7 +603,6 @@ def kernels(
             )
         base = (lists[2][-2:][0], lists[3][0], lists[4][0])
         alike = [shape for shape in shapes if (shape.tree, shape.group, shape.size) == base]
-        torch.manual_seed(0)
         problems = chosen(here, shapes, stepped, alike if flex else [])
         rows = run.take(measured(problems, watch, console.print))
     if wrong := [row for row in rows if not row.correct]:
@@ -528,6 +622,7 @@ def onnx_steps(
     batches: BatchesOption = "1,8",
     depth: Annotated[int, typer.Option(min=1, help="Levels of the drafted chains.")] = 4,
     repeats: RepeatsOption = 3,
+    seed: SeedOption = 0,
     json: JsonOption = None,
 ) -> None:
     """Milliseconds per draft step, in float32: torch's modules, the packed kernels, and exported graphs."""
@@ -535,7 +630,8 @@ def onnx_steps(
     from arbordraft.loading import drafter_named
     from arbordraft.target import RaggedModel
 
-    run = Run(json, None, {"model": model, "new_tokens": new_tokens, "depth": depth, "repeats": repeats})
+    questions = texts(prompts, limit)
+    run = Run(json, None, {"model": model, "new_tokens": new_tokens, "depth": depth, "repeats": repeats}, seed)
     with run.progress():
         plain, tokenizer = load_target(model, Dtype.float32)
         packed = RaggedModel(plain.model, tokenizer, linears="packed", self_test=False)
@@ -548,11 +644,13 @@ def onnx_steps(
             run.take(
                 draft_steps(
                     tokenizer,
-                    texts(prompts, limit),
+                    questions,
                     found,
                     batch=batch,
                     depth=depth,
                     new_tokens=new_tokens,
                     repeats=repeats,
+                    seed=seed,
+                    tell=run.tell,
                 )
             )

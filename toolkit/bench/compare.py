@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from arbordraft import builders
 from arbordraft.bench.decoding import Decode, DecodeRow, in_turns, ours, theirs
+from arbordraft.bench.measure import Tell, quiet
 from arbordraft.drafters import Drafter, LanguageModelDrafter
 from arbordraft.target import RaggedModel
 
@@ -22,6 +23,8 @@ def against_transformers(
     temperature: float = 0.0,
     new_tokens: int = 128,
     repeats: int = 3,
+    seed: int = 0,
+    tell: Tell = quiet,
 ) -> Iterator[DecodeRow]:
     """``generate``, its prompt lookup and its assisted generation, against our decoders on the same prompts.
 
@@ -36,6 +39,8 @@ def against_transformers(
         temperature: 0 for greedy.
         new_tokens: longest answer.
         repeats: rounds.
+        seed: of what is sampled.
+        tell: is told what is going on.
     """
     model = target.model
     decoders: dict[str, Decode] = {
@@ -60,4 +65,6 @@ def against_transformers(
         temperature=temperature,
         new_tokens=new_tokens,
         repeats=repeats,
+        seed=seed,
+        tell=tell,
     )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from arbordraft import builders
-from arbordraft.bench.measure import Measurement, milliseconds, paired, precision
+from arbordraft.bench.measure import Measurement, Tell, milliseconds, paired, precision, quiet
 from arbordraft.bench.model import forward_pair
 from arbordraft.cache import RaggedKVCache
 from arbordraft.coupling import Coupling
@@ -61,29 +61,33 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def forward_speed(model: "PreTrainedModel", repeats: int = 7) -> Iterator[Measurement]:
+def forward_speed(model: "PreTrainedModel", repeats: int = 7, tell: Tell = quiet) -> Iterator[Measurement]:
     """Packed forwards against the model's own, and against reading the weights once."""
     target, half = RaggedModel(model, linears="packed"), model.dtype == torch.bfloat16
     for new in (1, 8, 16) if half else (8,):
-        yield _against_own(target, new, _REACH[new] if half else ">= 3.0", repeats)
+        yield _against_own(target, new, _REACH[new] if half else ">= 3.0", repeats, tell)
     if target.backend != "onednn" and onednn_problem(model.dtype) is None:
-        yield _against_own(RaggedModel(model, linears="onednn"), 8, "", repeats)
+        yield _against_own(RaggedModel(model, linears="onednn"), 8, "", repeats, tell)
     if not half:
         return
     size = sum(weight.numel() for weight in set(model.parameters())) * 2
-    ours, reference, ratio = paired(forward_pair(target, [200], 1)[0], _reading(size), repeats)
     case = f"bfloat16, 1 token, against reading {size / 1e6:.0f} MB of weights"
+    ours, reference, ratio = paired(forward_pair(target, [200], 1)[0], _reading(size), repeats, tell, case)
     yield Measurement("cpu forward", case, ours, reference, ratio, "<= 2.0", f"{size / reference / 1e6:.1f} GB/s")
 
 
-def _against_own(target: RaggedModel, new: int, reach: str, repeats: int) -> Measurement:
-    ours, reference, ratio = paired(*forward_pair(target, [200], new), repeats)
+def _against_own(target: RaggedModel, new: int, reach: str, repeats: int, tell: Tell) -> Measurement:
     case = f"{precision(target.model)}, {target.backend}, {new} tokens, context 200"
+    ours, reference, ratio = paired(*forward_pair(target, [200], new), repeats, tell, case)
     return Measurement("cpu forward", case, ours, reference, 1 / ratio, reach)
 
 
 def int8_speed(
-    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str], repeats: int = 7
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    prompts: Sequence[str],
+    repeats: int = 7,
+    tell: Tell = quiet,
 ) -> Iterator[Measurement]:
     """8-bit against 16-bit weights: time of a forward, and what it does to the predictions on real text."""
     if not native.load():
@@ -91,22 +95,24 @@ def int8_speed(
     wide, narrow = (RaggedModel(model, linears="native", int8=int8) for int8 in (False, True))
     divergence, agreement = _int8_loss(wide, narrow, tokenizer, prompts)
     for new in (1, 8):
-        ours, reference, ratio = paired(forward_pair(narrow, [200], new)[0], forward_pair(wide, [200], new)[0], repeats)
-        detail = f"KL {divergence:.4f} nats per token, {agreement:.1%} of the most probable tokens equal"
         case = f"int8 against {precision(model)} weights, {new} tokens"
+        pair = forward_pair(narrow, [200], new)[0], forward_pair(wide, [200], new)[0]
+        ours, reference, ratio = paired(*pair, repeats, tell, case)
+        detail = f"KL {divergence:.4f} nats per token, {agreement:.1%} of the most probable tokens equal"
         yield Measurement("cpu int8", case, ours, reference, 1 / ratio, "", detail)
 
 
-def other_architectures(repeats: int = 7) -> Iterator[Measurement]:
+def other_architectures(repeats: int = 7, tell: Tell = quiet) -> Iterator[Measurement]:
     """Models of other families with random weights: nothing was tuned for them."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     for name, (family, sizes) in _SHAPES.items():
+        tell(f"making {name}'s shape", 0, repeats)
         config = AutoConfig.for_model(family, **sizes)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
         target = RaggedModel(model, linears="packed")
-        ours, reference, ratio = paired(*forward_pair(target, [200], 8), repeats)
         case = f"bfloat16, {target.backend}, {name}'s shape, 8 tokens"
+        ours, reference, ratio = paired(*forward_pair(target, [200], 8), repeats, tell, case)
         yield Measurement("cpu forward", case, ours, reference, 1 / ratio, ">= 2.0")
 
 
@@ -115,10 +121,12 @@ def equality(
     tokenizer: "PreTrainedTokenizerBase",
     prompts: Sequence[str],
     new_tokens: int = 128,
+    batches: Sequence[int] = (1, 8),
+    tell: Tell = quiet,
 ) -> Iterator[Measurement]:
     """Share of the greedy tokens of speculative decoding that equal plain decoding's, prompt by prompt."""
     target = RaggedModel(model, tokenizer, linears="packed")
-    reference = _tokens(builders.plain(target), tokenizer, prompts, 16, new_tokens)
+    reference = _tokens(builders.plain(target), tokenizer, prompts, 16, new_tokens, tell, "plain decoding")
     lookup = NGramDrafter(longest=8, shortest=1)
     early = EarlyExitDrafter(target, max(1, target.num_layers // 4))
     hybrid = HybridDrafter(NGramDrafter(longest=8, shortest=3), early)
@@ -130,8 +138,8 @@ def equality(
         coupling = Coupling(Fixed(max(shape)), TopDown(Matching()))
         decoder = SpeculativeDecoder(target, drafter, TreeTopology.from_k_config(shape), coupling)
         level = decoder.exactness_report().level
-        for batch in (1, 8):
-            found = _tokens(decoder, tokenizer, prompts, batch, new_tokens)
+        for batch in batches:
+            found = _tokens(decoder, tokenizer, prompts, batch, new_tokens, tell, f"{name}, batch {batch}")
             pairs = list(zip(found, reference, strict=True))
             total = sum(len(wanted) for _, wanted in pairs)
             equal = sum(_agreeing(tokens, wanted) for tokens, wanted in pairs)
@@ -153,6 +161,7 @@ def decode_speed(
     prompts: Sequence[str],
     repeats: int = 3,
     new_tokens: int = 128,
+    tell: Tell = quiet,
 ) -> Iterator[Measurement]:
     """Greedy decoding, plain and with lookups where they pay, against ``generate``; prefill included.
 
@@ -165,10 +174,10 @@ def decode_speed(
         groups = [[prompt] for prompt in prompts[:4]] if batch == 1 else [list(prompts[:batch])]
         settings = {"max_new_tokens": new_tokens, "do_sample": False}
         requests: list[dict[str, Any]] = [{**chat_batch(tokenizer, group), **settings} for group in groups]
-        rounds = [
-            [milliseconds(_decoding(each, requests)) for each in (model, *decoders.values())]
-            for _ in range(repeats + 1)
-        ]
+        rounds = []
+        for done in range(repeats + 1):  # the first one warms up
+            tell(f"batch {batch}", done, repeats + 1)
+            rounds.append([milliseconds(_decoding(each, requests)) for each in (model, *decoders.values())])
         theirs = sum(_emitted(model, request) for request in requests)
         for index, (name, decoder) in enumerate(decoders.items(), 1):
             outputs: list[Any] = [decoder.generate(**request, return_dict_in_generate=True) for request in requests]
@@ -220,9 +229,12 @@ def _tokens(
     prompts: Sequence[str],
     batch: int,
     new_tokens: int,
+    tell: Tell,
+    what: str,
 ) -> list[list[int]]:
     found: list[list[int]] = []
     for start in range(0, len(prompts), batch):
+        tell(what, start, len(prompts))
         inputs = chat_batch(tokenizer, prompts[start : start + batch])
         output: Any = decoder.generate(
             **inputs, max_new_tokens=new_tokens, do_sample=False, return_dict_in_generate=True

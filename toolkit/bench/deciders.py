@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from arbordraft import builders
 from arbordraft.bench.decoding import Decode, DecodeRow, in_turns, ours
+from arbordraft.bench.measure import Tell, quiet
 from arbordraft.costs import StepCosts
 from arbordraft.coupling import Coupling
 from arbordraft.deciders import (
@@ -72,6 +73,8 @@ def stops(
     temperature: float = 0.0,
     new_tokens: int = 128,
     repeats: int = 3,
+    seed: int = 0,
+    tell: Tell = quiet,
 ) -> Iterator[DecodeRow]:
     """Decodes with chains of up to ``depth`` drafts that the deciders shorten; plain decoding is the reference.
 
@@ -86,6 +89,8 @@ def stops(
         temperature: 0 for greedy.
         new_tokens: longest answer.
         repeats: rounds.
+        seed: of what is sampled.
+        tell: is told what is going on.
     """
     rejection, matching = Coupling(IID(1), TopDown(RecursiveRejection())), Coupling(Fixed(1), TopDown(Matching()))
     coupling = rejection if temperature else matching
@@ -102,4 +107,6 @@ def stops(
         temperature=temperature,
         new_tokens=new_tokens,
         repeats=repeats,
+        seed=seed,
+        tell=tell,
     )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from arbordraft.bench.measure import precision
+from arbordraft.bench.measure import Tell, precision, quiet
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.metrics import DecodeStats
 from arbordraft.prompts import chat_batches, plain_request
@@ -93,15 +93,16 @@ class Total:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
 
-# Decodes one batch and returns what it emitted: a decoder's statistics, or, of somebody else's, the number of tokens.
-Decode = Callable[[dict[str, Tensor], Request], "DecodeStats | int"]
+# Decodes one batch, given a seed, and returns what it emitted: a decoder's statistics, or, of somebody else's, the
+# number of tokens.
+Decode = Callable[[dict[str, Any], Request, int], "DecodeStats | int"]
 
 
 def ours(decoder: SpeculativeDecoder) -> Decode:
     """Decoding with one of our decoders; samples have their own seeds, the same for every decoder."""
 
-    def decode(inputs: dict[str, Tensor], request: Request) -> DecodeStats:
-        seeds = [1000 + sample for sample in range(len(inputs["input_ids"]))]
+    def decode(inputs: dict[str, Any], request: Request, seed: int) -> DecodeStats:
+        seeds = [1000 * (seed + 1) + sample for sample in range(len(inputs["input_ids"]))]
         output: Any = decoder.generate(**inputs, **request, seeds=seeds, return_dict_in_generate=True)
         stats: DecodeStats = output.stats
         return stats
@@ -117,8 +118,8 @@ def theirs(model: "PreTrainedModel", **options: Any) -> Decode:
         **options: of its ``generate``, such as ``assistant_model`` or ``prompt_lookup_num_tokens``.
     """
 
-    def decode(inputs: dict[str, Tensor], request: Request) -> int:
-        torch.manual_seed(0)
+    def decode(inputs: dict[str, Any], request: Request, seed: int) -> int:
+        torch.manual_seed(seed)
         if not options:
             found: Any = model.generate(**inputs, **request)  # type: ignore[operator]
             return emitted(found[:, inputs["input_ids"].shape[1] :], model)
@@ -152,6 +153,8 @@ def in_turns(
     temperature: float = 0.0,
     new_tokens: int = 128,
     repeats: int = 3,
+    seed: int = 0,
+    tell: Tell = quiet,
 ) -> Iterator[DecodeRow]:
     """Decodes all prompts with every decoder, in turns; speed-ups are over the first one.
 
@@ -164,11 +167,14 @@ def in_turns(
         temperature: 0 for greedy.
         new_tokens: longest answer.
         repeats: rounds, after one that warms up on the first batch.
+        seed: of what is sampled.
+        tell: is told what is going on.
     """
     batches = chat_batches(tokenizer, prompts, batch)
     request = plain_request(temperature, new_tokens)
     for decode in decoders.values():
-        decode(batches[0], request | {"max_new_tokens": min(new_tokens, 8)})
+        decode(batches[0], request | {"max_new_tokens": min(new_tokens, 8)}, seed)
+    done, rounds = 0, repeats * len(decoders) * len(batches)
     rates: dict[str, list[float]] = {name: [] for name in decoders}
     totals: dict[str, Total] = {}
     for _ in range(repeats):
@@ -176,7 +182,9 @@ def in_turns(
             total, tokens = Total(), 0
             start = time.perf_counter()
             for inputs in batches:
-                found = decode(inputs, request)
+                tell(f"batch {batch}, temperature {temperature:g}, {name}", done, rounds)
+                done += 1
+                found = decode(inputs, request, seed)
                 if isinstance(found, int):
                     tokens += found
                 else:

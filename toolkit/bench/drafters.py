@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from arbordraft import builders
 from arbordraft.bench.decoding import Decode, DecodeRow, in_turns, ours
+from arbordraft.bench.measure import Tell, quiet
 from arbordraft.coupling import Coupling
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter, NGramDrafter
@@ -27,6 +28,8 @@ def drafter_gain(
     batch: int = 8,
     temperatures: Sequence[float] = (0.0, 1.0),
     repeats: int = 1,
+    seed: int = 0,
+    tell: Tell = quiet,
 ) -> Iterator[DecodeRow]:
     """Decodes all prompts with every decoder; the reference is plain decoding of the same target.
 
@@ -39,6 +42,8 @@ def drafter_gain(
         batch: prompts at a time.
         temperatures: at which to decode, 0 for greedy.
         repeats: rounds.
+        seed: of what is sampled.
+        tell: is told what is going on.
     """
     for temperature in temperatures:
         found: dict[str, Decode] = {"plain": ours(builders.plain(target))}
@@ -53,6 +58,8 @@ def drafter_gain(
             temperature=temperature,
             new_tokens=new_tokens,
             repeats=repeats,
+            seed=seed,
+            tell=tell,
         )
 
 

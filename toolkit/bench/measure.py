@@ -21,6 +21,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+# Is told what is being measured, how many of its rounds are done, and how many there are.
+Tell = Callable[[str, int, int], object]
+
+
+def quiet(what: str, done: int, of: int) -> None:
+    """Tells nobody."""
+
+
 @dataclass(frozen=True)
 class Measurement:
     """One comparison. Times are medians in milliseconds; the ratio is the median of the pairs' ratios.
@@ -82,11 +90,16 @@ def save(path: Path, measurements: Sequence[Any], **settings: Any) -> None:
     write_text(path, json.dumps(report, indent=2) + "\n")
 
 
-def paired(ours: Callable[[], None], reference: Callable[[], None], repeats: int) -> tuple[float, float, float]:
+def paired(
+    ours: Callable[[], None], reference: Callable[[], None], repeats: int, tell: Tell = quiet, what: str = ""
+) -> tuple[float, float, float]:
     """Medians of both in milliseconds, and the median ratio of neighbours: a drifting machine slows both."""
     ours()
     reference()
-    pairs = [(milliseconds(ours), milliseconds(reference)) for _ in range(repeats)]
+    pairs = []
+    for done in range(repeats):
+        tell(what, done, repeats)
+        pairs.append((milliseconds(ours), milliseconds(reference)))
     return (
         statistics.median(pair[0] for pair in pairs),
         statistics.median(pair[1] for pair in pairs),

@@ -3,13 +3,13 @@
 Shapes: B samples, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from arbordraft.bench.measure import Measurement, paired, precision
+from arbordraft.bench.measure import Measurement, Tell, paired, precision, quiet
 from arbordraft.cache import RaggedKVCache
 from arbordraft.coupling import Coupling
 from arbordraft.deciders import Backoff
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 _CALLS = 40  # calls per timing of something that takes microseconds
 
 
-def forward_cost(model: "PreTrainedModel", repeats: int = 7) -> Iterator[Measurement]:
+def forward_cost(model: "PreTrainedModel", repeats: int = 7, tell: Tell = quiet) -> Iterator[Measurement]:
     """One packed forward against the model's own forward of the same tokens on its own cache.
 
     At batch 1 both do the same arithmetic. At batch 8 the contexts differ in length, and transformers pads them.
@@ -47,10 +47,10 @@ def forward_cost(model: "PreTrainedModel", repeats: int = 7) -> Iterator[Measure
     target = RaggedModel(model)
     alone, ragged = [200], [32, 64, 96, 160, 256, 384, 640, 1024]  # the second: chats and documents
     for contexts, new in [(alone, 1), (alone, 8), (alone, 16), (alone, 32), (ragged, 1), (ragged, 8)]:
-        ours, reference, ratio = paired(*forward_pair(target, contexts, new), repeats)
         batch = len(contexts)
         context = f"context {contexts[0]}" if batch == 1 else f"contexts {min(contexts)}-{max(contexts)}"
         case = f"{precision(model)}, batch {batch}, {new} tokens each, {context}"
+        ours, reference, ratio = paired(*forward_pair(target, contexts, new), repeats, tell, case)
         yield Measurement("forward", case, ours, reference, ratio, "<= 1.10" if batch == 1 else "<= 0.80")
 
 
@@ -88,7 +88,7 @@ def forward_pair(target: RaggedModel, contexts: list[int], new: int) -> tuple[Ca
     return packed, padded
 
 
-def verify_cost(model: "PreTrainedModel", repeats: int = 7) -> Iterator[Measurement]:
+def verify_cost(model: "PreTrainedModel", repeats: int = 7, tell: Tell = quiet) -> Iterator[Measurement]:
     """Verification of a 16-node tree against the target's forward of its rows, and SpecHub against one softmax."""
     target = RaggedModel(model)
     topology = TreeTopology.from_k_config((3, 2, 1))
@@ -100,7 +100,7 @@ def verify_cost(model: "PreTrainedModel", repeats: int = 7) -> Iterator[Measurem
         ("tail and tops, lifted", Coupling(TopTail(1, 2), Lifted(RecursiveRejection()))),
     ):
         verify = _verification(topology, coupling, target.vocab_size, generator)
-        ours, reference, ratio = paired(verify, forward, repeats)
+        ours, reference, ratio = paired(verify, forward, repeats, tell, name)
         case = f"{precision(model)} forward, {topology.num_nodes} nodes, V={target.vocab_size}, {name}, with softmax"
         yield Measurement("verify", case, ours, reference, ratio, "<= 0.15")
 
@@ -192,12 +192,32 @@ def _verification(
 
 
 def decode_speed(
-    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", repeats: int = 3, new_tokens: int = 128
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    repeats: int = 3,
+    new_tokens: int = 128,
+    prompts: Sequence[str] = (),
+    limit: int | None = None,
+    tell: Tell = quiet,
 ) -> Iterator[Measurement]:
-    """Greedy decoding with the n-gram tree against plain ``generate`` at batch 8, on two kinds of prompts."""
+    """Greedy decoding with the n-gram tree against plain ``generate``, in one batch of each kind of prompts.
+
+    Args:
+        model: the target.
+        tokenizer: its tokenizer.
+        repeats: timings of each.
+        new_tokens: longest answer.
+        prompts: first user turns; by default some whose answers repeat them, and some whose answers do not.
+        limit: take so many of each kind.
+        tell: is told what is going on.
+    """
     target = RaggedModel(model, tokenizer)
     decoder = ngram_tree(target)
-    for name, prompts, reach in (("repeating", REPEATING, ">= 1.5"), ("varied", VARIED, ">= 0.9")):
+    kinds: list[tuple[str, Sequence[str], str]] = [("given", prompts, "")]
+    if not prompts:
+        kinds = [("repeating", REPEATING, ">= 1.5"), ("varied", VARIED, ">= 0.9")]
+    for name, known, reach in kinds:
+        prompts = known[:limit]
         inputs = chat_batch(tokenizer, prompts)
         request: dict[str, Any] = {**inputs, "max_new_tokens": new_tokens, "do_sample": False}
 
@@ -207,7 +227,7 @@ def decode_speed(
         def speculative(request: dict[str, Any] = request) -> None:
             decoder.generate(**request)
 
-        ours, reference, ratio = paired(speculative, plain, repeats)
+        ours, reference, ratio = paired(speculative, plain, repeats, tell, f"{name} prompts")
         expected: Any = model.generate(**request)  # type: ignore[operator]
         output: Any = decoder.generate(**request, return_dict_in_generate=True)
         stats, columns = output.stats, inputs["input_ids"].shape[1]

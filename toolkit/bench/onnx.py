@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from arbordraft.bench.decoding import Total, ours
+from arbordraft.bench.measure import Tell, quiet
 from arbordraft.coupling import Coupling
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter
@@ -53,6 +54,8 @@ def draft_steps(
     depth: int = 4,
     new_tokens: int = 64,
     repeats: int = 3,
+    seed: int = 0,
+    tell: Tell = quiet,
 ) -> Iterator[DraftStepRow]:
     """Decodes all prompts greedily with every drafter, batch after batch in turns, and looks at the drafting alone.
 
@@ -64,6 +67,8 @@ def draft_steps(
         depth: levels of the chains.
         new_tokens: longest answer.
         repeats: rounds, after one that warms up on the first batch.
+        seed: of what is sampled.
+        tell: is told what is going on.
     """
     coupling, chain = Coupling(Fixed(1), TopDown(Matching())), TreeTopology.chain(depth)
     decoders = {
@@ -72,13 +77,16 @@ def draft_steps(
     batches = chat_batches(tokenizer, prompts, batch)
     request = plain_request(0.0, new_tokens)
     for decode in decoders.values():
-        decode(batches[0], request | {"max_new_tokens": min(new_tokens, 8)})
+        decode(batches[0], request | {"max_new_tokens": min(new_tokens, 8)}, seed)
     times: dict[str, list[float]] = {name: [] for name in decoders}
     totals = {name: Total() for name in decoders}
+    done, rounds = 0, repeats * len(batches) * len(decoders)
     for _ in range(repeats):
         for inputs in batches:
             for name, decode in decoders.items():
-                stats: Any = decode(inputs, request)
+                tell(f"batch {batch}, {name}", done, rounds)
+                done += 1
+                stats: Any = decode(inputs, request, seed)
                 totals[name].add(stats)
                 times[name].append(1e3 * stats.seconds["draft"] / max(stats.forwards))
     reference = next(iter(times.values()))

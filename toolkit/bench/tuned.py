@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from arbordraft.bench.decoding import Decode, DecodeRow, in_turns, ours
+from arbordraft.bench.measure import Tell, quiet
 from arbordraft.drafters import Drafter
 from arbordraft.target import RaggedModel
 from arbordraft.tuning import Tuned, grid
@@ -22,6 +23,8 @@ def against_grid(
     batch: int = 1,
     new_tokens: int = 96,
     repeats: int = 3,
+    seed: int = 0,
+    tell: Tell = quiet,
 ) -> Iterator[DecodeRow]:
     """Decodes with every setting in turns; the reference is the chosen one, so that no speed-up should be above 1.
 
@@ -34,6 +37,8 @@ def against_grid(
         batch: prompts at a time.
         new_tokens: longest answer.
         repeats: rounds.
+        seed: of what is sampled.
+        tell: is told what is going on.
     """
     sampled = tuned.temperature > 0
     chosen = tuned.choice(batch).setting
@@ -50,4 +55,6 @@ def against_grid(
         temperature=tuned.temperature,
         new_tokens=new_tokens,
         repeats=repeats,
+        seed=seed,
+        tell=tell,
     )

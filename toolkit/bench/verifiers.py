@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from arbordraft.bench.measure import Tell, quiet
 from arbordraft.coupling import Coupling
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter
@@ -144,10 +145,12 @@ def watch(
     drafter: Drafter,
     topology: TreeTopology,
     law: DraftLaw,
-    batches: Sequence[dict[str, Tensor]],
+    batches: Sequence[dict[str, Any]],
     temperature: float,
     new_tokens: int,
     look: Callable[[int, SampleTree, Mapping[int, Tensor]], None],
+    seed: int = 0,
+    tell: Tell = quiet,
 ) -> None:
     """Shows every position of text that the target samples, with a tree drafted there.
 
@@ -160,6 +163,8 @@ def watch(
         temperature: of both models.
         new_tokens: positions per prompt.
         look: is given the number of the prompt, the tree and the ``[V]`` target rows by node.
+        seed: of what is sampled.
+        tell: is told what is going on.
     """
     first = 0
 
@@ -168,12 +173,13 @@ def watch(
             look(first + sample, tree, rows)
 
     decoder = SpeculativeDecoder(target, drafter, topology, Coupling(law, Witness(show)))
-    for inputs in batches:
+    for done, inputs in enumerate(batches):
+        tell(f"{topology.num_nodes} nodes, temperature {temperature:g}, {law}", done, len(batches))
         size = len(inputs["input_ids"])
         decoder.generate(
             **inputs,
             **plain_request(temperature, new_tokens),
-            seeds=[1000 + first + sample for sample in range(size)],
+            seeds=[1000 * (seed + 1) + first + sample for sample in range(size)],
         )
         first += size
 
@@ -189,6 +195,8 @@ def node_acceptance(
     new_tokens: int = 32,
     batch: int = 8,
     optima: int = 100,
+    seed: int = 0,
+    tell: Tell = quiet,
 ) -> Iterator[NodeRow]:
     """Acceptance of the children of one node by every law and rule; all laws draw from the same rows.
 
@@ -206,6 +214,8 @@ def node_acceptance(
         batch: prompts at a time.
         optima: positions for which the optima of three or more draws without replacement are solved, which takes
             longer than all else; the others are solved for all.
+        seed: of what is sampled.
+        tell: is told what is going on.
     """
     batches = chat_batches(tokenizer, prompts, batch)
     for name, drafter in drafters.items():
@@ -216,8 +226,9 @@ def node_acceptance(
                 if 0 in tree.draft_probs:
                     rows.append((prompt, found[0].clone(), tree.draft_probs[0].clone()))
 
-            watch(target, drafter, TreeTopology.chain(1), IID(1), batches, temperature, new_tokens, keep)
-            for k in children:
+            watch(target, drafter, TreeTopology.chain(1), IID(1), batches, temperature, new_tokens, keep, seed, tell)
+            for done, k in enumerate(children):
+                tell(f"laws and rules of {k} children, temperature {temperature:g}", done, len(children))
                 for row in _node_rows(rows, k, optima):
                     yield NodeRow(drafter=name, temperature=temperature, **row)
 
@@ -275,6 +286,8 @@ def tree_tau(
     ranks: "Mapping[tuple[str, float, str], Sequence[float]] | None" = None,
     new_tokens: int = 24,
     batch: int = 8,
+    seed: int = 0,
+    tell: Tell = quiet,
 ) -> Iterator[TreeRow]:
     """Tokens per forward on complete binary trees, and on Sequoia trees fitted to each law.
 
@@ -290,6 +303,8 @@ def tree_tau(
             there are none.
         new_tokens: positions per prompt.
         batch: prompts at a time.
+        seed: of what is sampled.
+        tell: is told what is going on.
     """
     batches = chat_batches(tokenizer, prompts, batch)
     for name, drafter in drafters.items():
@@ -319,7 +334,7 @@ def tree_tau(
                                 verifier = kind(Remembered(rule))  # for this tree: it keeps the rows
                                 found[verifier_name].append((prompt, expected_accepted(verifier, tree, rows)))
 
-                        watch(target, drafter, topology, law, batches, temperature, new_tokens, weigh)
+                        watch(target, drafter, topology, law, batches, temperature, new_tokens, weigh, seed, tell)
                         for verifier_name, accepted in found.items():
                             mean, error = clustered(accepted)
                             yield TreeRow(
