@@ -98,7 +98,7 @@ def _export(
     from arbordraft.exports.engines.cards import card
 
     config = read_config(drafter)
-    kind = config.get("model_type", config.get("class"))
+    kind = str(config.get("model_type", config.get("class")))
     _check_request(engine, kind, layout, speculative_tokens, dtype)
     _check_path(engine, kind, folder)
     with new_folder(folder, force=force) as staging:

@@ -276,16 +276,16 @@ class OnnxHeads(OnnxDrafter):
 
 def _check_target(graph: Graph, target: RaggedModel) -> None:
     """Raises ValueError if a graph was made for another target."""
-    about = graph.about
-    hashes = {} if target.tokenizer is None else tokenizer_hashes(target.tokenizer)
-    known = {name: about[name] for name in hashes if about.get(name) is not None}
-    if any(known[name] != hashes[name] for name in known):
+    about, tokenizer = graph.about, target.tokenizer
+    hashes = {} if tokenizer is None else tokenizer_hashes(tokenizer)
+    agree = [about[name] == value for name, value in hashes.items() if about.get(name) is not None]
+    if tokenizer is not None and not all(agree):
         raise ValueError(
-            f"{graph.path} was made for a tokenizer that gives other ids to some tokens than the target's "
-            f"({about.get('target_name') or 'unnamed'}, and {target.tokenizer.name_or_path or 'unnamed'} here): export "  # type: ignore[union-attr]
-            "a drafter with the target's tokenizer"
+            f"{graph.path} was made for a tokenizer that gives other ids to some tokens than the target's: that of "
+            f"{about.get('target_name') or 'an unnamed target'}, not that of {tokenizer.name_or_path or 'this one'}; "
+            "export a drafter with the target's tokenizer"
         )
-    padded = graph.kind == "causal-lm" and bool(known)  # the same tokens: sizes differ by padding
+    padded = graph.kind == "causal-lm" and bool(agree)  # the same tokens: sizes differ by padding
     if about.get("vocab_size") != target.vocab_size and not padded:
         raise ValueError(
             f"the graph was made for a vocabulary of {about.get('vocab_size')} tokens, the target has "
