@@ -91,11 +91,7 @@ class SpeculativeDecoder(nn.Module):
         compiler: str | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(target, RaggedModel):
-            target = RaggedModel(target)
-        if isinstance(drafter, RaggedModel) or hasattr(drafter, "get_output_embeddings"):
-            drafter = LanguageModelDrafter(drafter)
-        instance("drafter", drafter, Drafter)
+        target, drafter = _wrapped(target), _proposing(drafter)
         instance("topology", topology, TreeTopology)
         instance("coupling", coupling, Coupling)
         decider = FixedDepth() if decider is None else decider
@@ -111,8 +107,8 @@ class SpeculativeDecoder(nn.Module):
                 raise ValueError(f"{drafter} also proposes by {law}, for which {coupling.verifier} is not valid")
         if decider.anticipating:
             raise ValueError(f"{decider} looks at tokens that are still to be verified, which would bias the output")
-        self.target = target
-        self.drafter = drafter
+        self.target: RaggedModel = target
+        self.drafter: Drafter = drafter
         self.topology = topology
         self.mask = SlicedCausalMask(topology)
         self.coupling = coupling
@@ -475,3 +471,14 @@ class SpeculativeDecoder(nn.Module):
                     f"a prompt of {longest} tokens and {budget} new ones exceed the {part}'s {limit} positions; "
                     "shorten the prompt or lower max_new_tokens"
                 )
+
+
+def _wrapped(target: Any) -> RaggedModel:
+    return target if isinstance(target, RaggedModel) else RaggedModel(target)
+
+
+def _proposing(drafter: Any) -> Drafter:
+    if isinstance(drafter, RaggedModel) or hasattr(drafter, "get_output_embeddings"):
+        return LanguageModelDrafter(drafter)
+    instance("drafter", drafter, Drafter)
+    return drafter

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from arbordraft.files import read_text
 
@@ -127,7 +126,7 @@ def read_prompts(path: Path) -> list[str]:
     return found
 
 
-def left_padded(prompts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+def left_padded(prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
     """``input_ids`` and ``attention_mask``, both ``[B, L]``, of tokenized prompts."""
     longest = max(map(len, prompts))
     padding = [longest - len(prompt) for prompt in prompts]
@@ -137,7 +136,7 @@ def left_padded(prompts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
     }
 
 
-def chat_batch(tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str]) -> dict[str, Tensor]:
+def chat_batch(tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str]) -> dict[str, Any]:
     """A left-padded batch of single-turn chats, or of plain texts if the tokenizer has no chat template.
 
     Returns:
@@ -156,7 +155,7 @@ def chat_batch(tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str]) -> 
     return {"input_ids": found["input_ids"], "attention_mask": found["attention_mask"]}
 
 
-def chat_batches(tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str], batch: int) -> list[dict[str, Tensor]]:
+def chat_batches(tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str], batch: int) -> list[dict[str, Any]]:
     """The same for many prompts, ``batch`` at a time."""
     return [chat_batch(tokenizer, prompts[first : first + batch]) for first in range(0, len(prompts), batch)]
 

@@ -384,7 +384,8 @@ def check_model(model: Any) -> None:
             "model was compiled by torch.compile, which would trace it anew for every step: pass the model itself "
             "(compiled._orig_mod), and buckets= with compiler= to the decoder for compiled steps"
         )
-    if model.get_output_embeddings() is None:
+    head: Any = getattr(model, "get_output_embeddings", None)
+    if head is None or head() is None:
         raise TypeError(
             f"{type(model).__name__} has no language-model head, so it gives no logits of next tokens: load the "
             "checkpoint with AutoModelForCausalLM"
