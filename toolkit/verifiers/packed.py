@@ -94,7 +94,12 @@ def post_order(tree: DraftTree) -> list[int]:
     order: list[int] = []
     for drafted in tree.samples:
         if drafted:
-            rank = {node: rank for rank, node in enumerate(_post_order(drafted))}
+            # From the root on, the last child first, is the same order read backwards; a deep tree needs no deep stack.
+            backwards, left = [], [0]
+            while left:
+                backwards.append(left.pop())
+                left += drafted.children(backwards[-1])
+            rank = {node: rank for rank, node in enumerate(reversed(backwards))}
             order += [rank[node] for node in drafted.tokens]
     return order
 
@@ -150,10 +155,6 @@ def _of(tree: DraftTree, sample: int) -> SampleTree:
     found = tree.samples[sample]
     assert found is not None
     return found
-
-
-def _post_order(tree: SampleTree, node: int = 0) -> list[int]:
-    return [*(below for child in tree.children(node) for below in _post_order(tree, child)), node]
 
 
 __all__ = ["InnerNode", "inner_nodes", "pack", "post_order", "verify_packed"]
