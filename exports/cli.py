@@ -14,7 +14,7 @@ from rich.table import Table
 
 from arbordraft.exports.folder import Export
 from arbordraft.exports.onnx.quantization import Quantization
-from arbordraft.options import Dtype, DtypeOption, Linears, ModelOption, load_target, parse_topology
+from arbordraft.options import Dtype, DtypeOption, Linears, ModelOption, finite, load_target, parse_topology
 
 if TYPE_CHECKING:
     from arbordraft.decoder import SpeculativeDecoder
@@ -31,7 +31,10 @@ QuantizeOption = Annotated[
     Quantization, typer.Option(help="Matrices in 8 bits, or in blocks of 4 bits with the head in 8.")
 ]
 ToleranceOption = Annotated[
-    float, typer.Option(help="Greatest difference of a float32 graph's logits; more layers round more.")
+    float,
+    typer.Option(
+        min=0, callback=finite, help="Greatest difference of a float32 graph's logits; more layers round more."
+    ),
 ]
 LeastOption = Annotated[
     float,
@@ -133,7 +136,9 @@ TargetOption = Annotated[
 ]
 TokensOption = Annotated[int, typer.Option(min=1, help="Length of the chains that the engine drafts.")]
 WeightsOption = Annotated[Dtype | None, typer.Option(help="Of the weights, by default as they are stored.")]
-PromptsOption = Annotated[Path | None, typer.Option(help="JSON lines with 'messages': held-out prompts.")]
+PromptsOption = Annotated[
+    Path | None, typer.Option(exists=True, dir_okay=False, help="JSON lines with 'messages': held-out prompts.")
+]
 UriOption = Annotated[str | None, typer.Option(help="Tracking server, by default $MLFLOW_TRACKING_URI or ./mlflow.db.")]
 
 
@@ -257,7 +262,7 @@ def promote(
     name: Annotated[str, typer.Argument(help="Registered model.")],
     prompts: PromptsOption = None,
     by: Annotated[str, typer.Option(help="Metrics of which one must improve.")] = "tau,tokens_per_second",
-    margin: Annotated[float, typer.Option(min=0, help="By which share.")] = 0.02,
+    margin: Annotated[float, typer.Option(min=0, callback=finite, help="By which share.")] = 0.02,
     new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 64,
     uri: UriOption = None,
 ) -> None:

@@ -81,9 +81,11 @@ def _line(error: Exception, noise: deque[str]) -> str:
         help_of = f" (see: {context.command_path} --help)" if context is not None else ""
         return f"error: {_flat(message)}{help_of}"
     message = _flat(str(error))
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"error: {error.filename}: {error.strerror}"
     if _ours(error) and message:
         return f"error: {message}"
-    return f"error: {type(error).__name__}: {message}{_details(error, noise)}"
+    return f"error: {type(error).__name__}{': ' if message else ''}{message}{_details(error, noise)}"
 
 
 def _flat(text: str) -> str:
@@ -91,8 +93,8 @@ def _flat(text: str) -> str:
 
 
 def _ours(error: BaseException) -> bool:
-    """Whether the message is meant for users: we raised it, or the system did, and it names a file."""
-    if isinstance(error, ImportError) or (isinstance(error, OSError) and (error.filename or error.errno is None)):
+    """Whether the message is meant for users: we raised it, or it is about what is not there."""
+    if isinstance(error, ImportError) or (isinstance(error, OSError) and error.errno is None):
         return True
     place = error.__traceback__
     while place is not None and place.tb_next is not None:

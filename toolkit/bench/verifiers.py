@@ -216,7 +216,12 @@ def node_acceptance(
             longer than all else; the others are solved for all.
         seed: of what is sampled.
         tell: is told what is going on.
+
+    Raises:
+        ValueError: if there is one prompt only.
     """
+    if len(prompts) < 2:
+        raise ValueError("thresholds are chosen on every second prompt and judged on the others: give 2 or more")
     batches = chat_batches(tokenizer, prompts, batch)
     for name, drafter in drafters.items():
         for temperature in temperatures:
