@@ -151,16 +151,16 @@ class _Noise(logging.Handler):
 @contextlib.contextmanager
 def _quiet() -> Iterator[deque[str]]:
     """Keeps the load bars, logs and warnings of other packages off the screen; ours are shown, one line each."""
-    from huggingface_hub.utils import enable_progress_bars
-    from huggingface_hub.utils import logging as hub
+    from huggingface_hub.utils.tqdm import enable_progress_bars
     from transformers.utils import logging as theirs
 
     noise, package = _Noise(), logging.getLogger("arbordraft")
-    loud = [logging.root, theirs.get_logger(), hub.get_logger("huggingface_hub")]
+    theirs.get_logger()  # which gives it the handler that is taken away here
+    loud = [logging.getLogger(name) for name in ("", "transformers", "huggingface_hub")]
     before, bars, show = [logger.handlers for logger in loud], theirs.is_progress_bar_enabled(), warnings.showwarning
     shown = [logging.lastResort] if logging.lastResort is not None else []
 
-    def told(message: Any, category: Any, filename: str, lineno: int, *_: Any) -> None:
+    def told(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
         if _warner().startswith("arbordraft"):
             package.warning(_flat(str(message)))
         else:
