@@ -92,7 +92,7 @@ def test_pruning_early_changes_nothing(folder):
     """Nodes that cannot come among the best are not expanded: the trees are those of expanding all."""
 
     class Patient(NodeBudget):
-        def floor(self, samples, chances=()):
+        def floor(self, samples, chances=(), alike=1):
             return 0.0
 
     found = []
@@ -110,7 +110,7 @@ def test_pruning_early_changes_nothing(folder):
 
 
 def test_a_budget_without_a_root_is_refused():
-    with pytest.raises(ValueError, match="at least the root"):
+    with pytest.raises(ValueError, match="nodes must be a whole number of at least 1, got 0"):
         NodeBudget(0)
 
 

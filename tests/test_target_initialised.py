@@ -122,7 +122,7 @@ def test_it_says_that_it_is_lossy_and_refuses_what_cannot_work():
         TargetInitialisedDecoder(ragged(), drafter, TreeTopology.chain(3))
     with pytest.raises(ValueError, match="cannot go on from tokens that it did not choose"):
         TargetInitialisedDecoder(ragged(), NGramDrafter(), TOPOLOGIES[0])
-    with pytest.raises(ValueError, match="width must be positive"):
+    with pytest.raises(ValueError, match="width must be a whole number of at least 1, got 0"):
         builders.dynasd(ragged(), drafter, width=0)
 
 
