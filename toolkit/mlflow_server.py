@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from arbordraft.files import check_writable
+
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
@@ -32,13 +34,23 @@ def resolve_uri(uri: str | None) -> str:
 
 
 def connect(uri: str) -> MlflowClient:
-    """A client of its own, which leaves alone what the user's code does through ``mlflow``."""
+    """A client of its own, which leaves alone what the user's code does through ``mlflow``.
+
+    Raises:
+        ValueError: if a local database is something else.
+        WriteError: if it cannot be written.
+    """
     from mlflow import MlflowClient
 
     database = uri.partition("sqlite:///")[2].partition("?")[0]
     if database and not database.startswith((":", "file:")):  # where this fails, MLflow would go on trying for 100 s
+        check_writable(database)
         Path(database).parent.mkdir(parents=True, exist_ok=True)
-        sqlite3.connect(database).close()
+        try:
+            with contextlib.closing(sqlite3.connect(database)) as opened:
+                opened.execute("PRAGMA schema_version")
+        except sqlite3.Error as error:
+            raise ValueError(f"{database} is no database of MLflow ({error}); name another with --uri") from error
     return MlflowClient(uri)
 
 

@@ -17,6 +17,7 @@ import platform
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -141,30 +142,43 @@ class Build:
     def _run(self, arguments: list[str | Path], folder: Path, log: Path | None) -> None:
         environment = os.environ | {"LC_ALL": "C", "TMPDIR": str(folder)}  # a killed compiler leaves its files there
         fix = f"install a newer g++, name another compiler in CXX, or set {ISA_VARIABLE}=off to do without"
+        command = [*self.compiler, *arguments]
         try:
-            done = subprocess.run(
-                [*self.compiler, *arguments],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                timeout=COMPILER_LIMIT,
-            )
+            status, text = _finished(command, environment)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise Unavailable(f"the compiler could not run ({error}); {fix}") from error
-        if not done.returncode:
+        if not status:
             return
-        output = done.stdout.decode(errors="replace")
+        output = text.decode(errors="replace")
         where = ""
         if log:
             with contextlib.suppress(OSError):
                 log.parent.mkdir(exist_ok=True)
-                log.write_text(f"{shlex.join(map(str, done.args))}\n{output}")
+                log.write_text(f"{shlex.join(map(str, command))}\n{output}")
                 where = f" (all of its output: {log})"
         lines = [line for line in output.splitlines() if line.strip()]
         errors = [line for line in lines if re.search(r"\berror\b|undefined|(cannot|unable to) find", line)]
         said = "\n".join((errors or lines[-3:])[:3])
         raise Unavailable(f"{self.compiler[0]} failed{where}; {fix}. It said:\n{said}")
+
+
+def _finished(command: list[str | Path], environment: dict[str, str]) -> tuple[int, bytes]:
+    """Runs the compiler; the processes that it starts end with it, whatever ends the waiting."""
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=COMPILER_LIMIT)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
+    return process.returncode, output
 
 
 def _scratch_folder(parent: Path) -> "tempfile.TemporaryDirectory[str]":

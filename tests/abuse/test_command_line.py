@@ -125,6 +125,12 @@ USAGE = {
     "vLLM onto a file": ("export vllm model file --force --target model", r"file is no folder"),
     "SGLang of no drafter": ("export sglang folder out", r"folder"),
     "promoting by no margin": ("export promote x --margin nan", r"--margin"),
+    "promoting in a folder": ("export promote x --uri sqlite:///folder", r"folder is a folder, not a file"),
+    "promoting in a text": (
+        "export promote x --uri sqlite:///prompts.jsonl",
+        r"prompts.jsonl is no database of MLflow",
+    ),
+    "promoting below a file": ("export promote x --uri sqlite:///file/m.db", r"file is a file, not a folder"),
     "mlflow of no batch": ("export mlflow ngram --batch 0", r"--batch"),
     "mlflow of no tree": ("export mlflow ngram --tree bush:1", r"unknown tree"),
     "training with nothing": (

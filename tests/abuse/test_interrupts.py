@@ -15,6 +15,7 @@ from tiny_training import save_config, save_world
 from writers import FILES, WRITERS, everything, place
 
 from arbordraft.failures import Terminated, ending
+from arbordraft.kernels.native import build
 
 STEPS = [  # all that a writer does to a disk
     (os, "fsync"),
@@ -97,6 +98,17 @@ def old_file(writer, path):
         writer
     ]:
         (path / name).write_text("old")
+
+
+def test_the_compiler_ends_with_all_that_it_started(tmp_path, monkeypatch):
+    """As g++ does, it starts the process that does the work."""
+    mark = tmp_path / "mark"
+    monkeypatch.setattr(build, "COMPILER_LIMIT", 0.5)
+    command = ["sh", "-c", f"(sleep 1; touch {mark}) & wait"]
+    with pytest.raises(subprocess.TimeoutExpired):
+        build._finished(command, dict(os.environ))
+    time.sleep(1)
+    assert not mark.exists()
 
 
 @pytest.mark.parametrize(
