@@ -1,5 +1,6 @@
 """The console script: what users see, and that errors are one line and a status."""
 
+import io
 import json
 import subprocess
 import sys
@@ -7,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from models import tiny_checkpoint
+from models import tiny_checkpoint, tiny_tokenizer
 from typer.testing import CliRunner
 
 from arbordraft import CostTable, NoDrafter, StepCosts, cli
@@ -187,3 +188,17 @@ def test_help_names_every_command():
     result = runner.invoke(cli.app, ["--help"])
     assert result.exit_code == 0
     assert all(command in result.output for command in ("generate", "bench", "tree"))
+
+
+@pytest.mark.parametrize("prompt", ["", "\n", "[/bold]", "[red]"], ids=repr)
+def test_titles_of_any_prompt(prompt):
+    """Nothing at all, or what would be markup."""
+    from rich.console import Console
+
+    from arbordraft.display import stream_panels
+
+    console = Console(record=True, width=80, file=io.StringIO())
+    with stream_panels(console, tiny_tokenizer(), [prompt]) as (streamer,):
+        streamer.on_finalized_text("answer", stream_end=True)
+    assert "answer" in (text := console.export_text())
+    assert prompt.strip() in text

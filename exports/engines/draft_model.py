@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from arbordraft.checkpoints import CONFIG, INDEX, read_config, read_tensors, weight_files
+from arbordraft.checkpoints import CONFIG, INDEX, load_tokenizer, read_config, read_tensors, weight_files
 from arbordraft.exports.checkpoints import differences
 from arbordraft.exports.engines.layout import LayoutError
 from arbordraft.exports.engines.target import Target
+from arbordraft.vocabulary import check_tokenizers
 
 # Beside the weights, as far as they are there; whatever else lies in the folder stays where it is.
 _COMPANY = (
@@ -35,11 +36,15 @@ def write_draft_model(source: Path, folder: Path, target: Target, card: str) -> 
         card: contents of ``README.md``.
 
     Raises:
-        ValueError: if it is no causal LM, is damaged, or has another vocabulary than the target.
+        ValueError: if it is no causal LM, is damaged, or has another vocabulary or tokenizer than the target.
         LayoutError: if weights are missing, extra or of another shape than its settings say.
     """
     config = read_config(source)
     model = _empty(source)
+    if Path(target.name).is_dir():
+        ours, theirs = load_tokenizer(source), load_tokenizer(target.name)
+        if ours is not None and theirs is not None:
+            check_tokenizers(ours, theirs)
     vocabulary = model.config.get_text_config().vocab_size
     if vocabulary != target.config.vocab_size:
         raise ValueError(

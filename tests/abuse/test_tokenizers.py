@@ -32,10 +32,13 @@ from arbordraft import (
     WithoutReplacement,
     builders,
 )
+from arbordraft.exports.decoder_config import describe
+from arbordraft.exports.engines import export_vllm
 from arbordraft.exports.onnx import plans
 from arbordraft.exports.onnx.sources import of
 from arbordraft.exports.onnx.writing import write
 from arbordraft.loading import drafter_named
+from arbordraft.training.students import LanguageModelStudent
 from arbordraft.vocabulary import tokenizer_hashes
 
 LETTERS = (ascii_letters + digits)[:VOCAB]
@@ -266,3 +269,31 @@ def test_graphs_are_made_for_one_tokenizer(tmp_path):
     of(str(tmp_path / "draft"), str(tmp_path / "target"))
     with pytest.raises(ValueError, match="onnxruntime-genai takes no padding: the draft model has 64 token ids"):
         of(str(tmp_path / "draft"), str(tmp_path / "target"), causal=True)
+
+
+def test_engines_get_no_draft_model_of_another_tokenizer(tmp_path):
+    for name, letters in (("draft", SWAPPED), ("same", LETTERS), ("target", LETTERS)):
+        tiny().save_pretrained(tmp_path / name)
+        spelling(letters).save_pretrained(tmp_path / name)
+    with pytest.raises(ValueError, match=r"draft and .*target differ \('a' is 1 there and 0 here\)"):
+        export_vllm(tmp_path / "draft", tmp_path / "out", target=str(tmp_path / "target"))
+    export_vllm(tmp_path / "same", tmp_path / "out", target=str(tmp_path / "target"))
+
+
+def test_trained_draft_models_know_their_tokenizer(tmp_path):
+    student = LanguageModelStudent(2)
+    student.build(RaggedModel(tiny(), spelling()), list)
+    student.save(tmp_path)
+    drafter_named(str(tmp_path), RaggedModel(tiny(), spelling())).check(RaggedModel(tiny(), spelling()), IID(1))
+    with pytest.raises(ValueError, match="gives other ids to some tokens"):
+        drafter_named(str(tmp_path), RaggedModel(tiny(), spelling(SWAPPED)))
+
+
+def test_a_decoder_keeps_that_its_user_vouched():
+    draft = LanguageModelDrafter(tiny(seed=3), same_tokenizer=True)
+    assert describe(draft) == {
+        "class": "LanguageModelDrafter",
+        "trained": True,
+        "arguments": {"same_tokenizer": True},
+    }
+    assert describe(LanguageModelDrafter(tiny(seed=3))) == {"class": "LanguageModelDrafter", "trained": True}

@@ -5,6 +5,7 @@ Shapes: B sequences, L tokens, S slots, H hidden size.
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from pathlib import Path
 
 from arbordraft import Drafter, LanguageModelDrafter, RaggedModel
 from arbordraft.drafters.language_model import shrink
@@ -31,6 +32,7 @@ class LanguageModelStudent(Student):
     def build(self, target: RaggedModel, frequent: Callable[[int], list[int]], name: str | None = None) -> None:
         check_plain_head(target)
         self.network = shrink(target.model, self.layers).float()
+        self._tokenizer = target.tokenizer
 
     def unroll(self, batch: Batch, target: RaggedModel, steps: int) -> Iterator[Prediction]:
         head = self.network.get_output_embeddings()
@@ -40,6 +42,12 @@ class LanguageModelStudent(Student):
     def drafter(self, target: RaggedModel) -> Drafter:
         model = deepcopy(self.network).to(target.device, target.model.dtype).eval()  # type: ignore[arg-type]
         return LanguageModelDrafter(RaggedModel(model, target.tokenizer, linears=target.backend))
+
+    def save(self, folder: Path) -> None:
+        """Writes the tokenizer, too: that is how a target tells whether the drafter means the same by its ids."""
+        super().save(folder)
+        if self._tokenizer is not None:
+            self._tokenizer.save_pretrained(folder)
 
 
 __all__ = ["LanguageModelStudent"]
