@@ -11,6 +11,7 @@ side by side, P pool rows.
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ Pools = Sequence[Tensor]  # keys and values of layer 0, of layer 1, ...: [P, Hkv
 Call = Callable[[Tensor, Tensor, Pools], tuple[Tensor, Tensor]]
 
 
-@dataclass(frozen=True)
+@dataclass
 class _StaticForward:
     """A forward whose batch is described by tensors alone; see :class:`~arbordraft.observation.Forward`."""
 
@@ -40,7 +41,11 @@ class _StaticForward:
     words: Tensor
     most_rows: int
     longest: int
+    hidden: dict[int, Tensor | None]
     layers: dict[int, AttentionCall | None] = field(default_factory=dict)
+    depth: int | None = None
+    behind: nn.Module | None = None
+    last: Any = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
         keys, values = self.pools[2 * layer : 2 * layer + 2]
@@ -88,7 +93,7 @@ class StaticStep(nn.Module):
     """The device's part of a step, in static shapes and without a question to the host.
 
     Args:
-        target: the target; its attention must be hooked while this runs, see :meth:`RaggedModel.hooked`.
+        target: the target.
         bucket: the shapes.
         kind: what else is fixed.
         warp: the request's processors, which must look at the scores alone.
@@ -107,11 +112,12 @@ class StaticStep(nn.Module):
     ) -> None:
         super().__init__()
         self.target = target
+        self.network = target.network()
         self.bucket = bucket
         self.kind = kind
         self.warp = warp
         self.most_rows = most_rows
-        self.hidden: dict[int, Tensor | None] = dict.fromkeys(hidden_layers)
+        self.hidden_layers = tuple(hidden_layers)
 
     def forward(self, table: Tensor, draft: Tensor, pools: Pools) -> tuple[Tensor, Tensor]:
         """One step.
@@ -127,9 +133,16 @@ class StaticStep(nn.Module):
         """
         part = self.bucket.read(table)
         run = _StaticForward(
-            pools, part["layout"], part["positions"], part["slots"], part["words"], self.most_rows, self.kind.longest
+            pools,
+            part["layout"],
+            part["positions"],
+            part["slots"],
+            part["words"],
+            self.most_rows,
+            self.kind.longest,
+            hidden=dict.fromkeys(self.hidden_layers),
         )
-        found = self.target.model(
+        found = self.network(
             input_ids=part["tokens"][None], position_ids=part["positions"][None], use_cache=False, ragged=run
         )
         logits: Tensor = found.logits[0]
@@ -151,9 +164,8 @@ class StaticStep(nn.Module):
 
         path = self._path(part, end)
         self._compact(part, path, pools)
-        states = [states for states in self.hidden.values() if states is not None]
+        states = [states for states in run.hidden.values() if states is not None]
         hidden = torch.cat(states, dim=-1) if states else logits.new_empty(self.bucket.rows, 0)
-        self.hidden.update(dict.fromkeys(self.hidden))  # nothing of a forward outlives it
         return torch.stack([end, token, broken], dim=1), hidden[path.clamp(min=0)]
 
     def _tree(self, part: Mapping[str, Tensor], draft: Tensor | None) -> PackedTree:

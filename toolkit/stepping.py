@@ -3,6 +3,7 @@
 Shapes: T rows of a bucket, S samples besides the dummy, F hidden states side by side.
 """
 
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -108,7 +109,7 @@ class _Runner:
         return result, hidden.clone()  # the drafter may keep it; the next step overwrites this one
 
     def _run(self, pools: Pools) -> tuple[Tensor, Tensor]:
-        with torch.no_grad(), self.step.target.hooked(hidden=self.step.hidden):
+        with torch.no_grad():
             return self._call(self.table, self.draft, pools)
 
     def _record(self, cache: StaticCache, pools: Pools) -> None:
@@ -191,7 +192,8 @@ class StaticStepping:
         self._runners: dict[tuple[Bucket, StepKind], _Runner] = {}
         self._idle: StaticCache | None = None
         self._memory: Any = None
-        self._weights: tuple[int, ...] = ()
+        self._weights: tuple[object, ...] = ()
+        self._lock = threading.RLock()
 
     @property
     def shapes(self) -> list[Bucket]:
@@ -229,12 +231,14 @@ class StaticStepping:
         Raises:
             CacheOverflow: if ``max_tokens`` does not even allow the dummy.
         """
-        weights = tuple(tensor.data_ptr() for tensor in (*self.target.model.parameters(), *self.target.model.buffers()))
-        if weights != self._weights:
-            self.reset()
-            self._weights = weights
+        tensors = (*self.target.model.parameters(), *self.target.model.buffers())
+        weights = self.target.network(), *(tensor.data_ptr() for tensor in tensors)
+        with self._lock:
+            if weights != self._weights:
+                self.reset()
+                self._weights = weights
+            cache, self._idle = self._idle, None
         rows = fitting(self.buckets, batch * self.topology.num_nodes)
-        cache, self._idle = self._idle, None
         fits = cache is not None and cache.capacity(cache.dummy) > rows and cache.max_tokens == max_tokens
         if cache is None or not fits:
             cache = StaticCache(max_tokens, rows)
@@ -262,12 +266,14 @@ class StaticStepping:
             ValueError: if the chosen kernels cannot do without the host.
         """
         assert isinstance(cache, StaticCache)
-        runner = self._runner(tree, cache, noise, warp)
-        result, hidden = runner(tree, batch, noise, cache)
+        with self._lock:  # the buffers of a step serve one batch at a time
+            runner = self._runner(tree, cache, noise, warp)
+            result, hidden = runner(tree, batch, noise, cache)
+            found = result.tolist()
         samples: list[SampleVerdict | None] = []
         failed: list[int] = []
         first = 0
-        for index, (drafted, (row, token, broken)) in enumerate(zip(tree.samples, result.tolist(), strict=False)):
+        for index, (drafted, (row, token, broken)) in enumerate(zip(tree.samples, found, strict=False)):
             samples.append(None)
             if drafted is None:
                 continue
