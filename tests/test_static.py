@@ -213,7 +213,7 @@ def test_above_the_largest_bucket_come_powers_of_two(monkeypatch):
 
 @pytest.mark.parametrize("buckets", [(), (0, 8), (8, -1)])
 def test_buckets_that_are_none(buckets):
-    with pytest.raises(ValueError, match="at least one number of rows|must be a whole number from 1 to 65536"):
+    with pytest.raises(ValueError, match=r"at least one number of rows|must be a whole number from 1 to 65536"):
         build(buckets=buckets)
 
 
