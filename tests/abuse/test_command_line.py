@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import warnings
@@ -38,6 +39,8 @@ USAGE = {
     "no such bench": ("bench nonsense", r"No such command 'nonsense'.*see: arbordraft bench --help"),
     "no such option": ("generate a --nope", r"No such option: --nope"),
     "no prompt": ("generate", r"give at least one prompt, or --file"),
+    "an empty prompt": ("generate '' --raw --model model", r"prompt 1 is empty"),
+    "an empty prompt among others": ("generate a '' --raw --model model", r"prompt 2 is empty"),
     "an option without its value": ("generate a --model", r"--model.* requires an argument"),
     "tokens that are a word": ("generate a --max-new-tokens many", r"--max-new-tokens"),
     "tokens below none": ("generate a --max-new-tokens -1", r"--max-new-tokens"),
@@ -159,7 +162,7 @@ def run(arguments, monkeypatch, capsys):
 def test_wrong_input_is_one_line_and_status_2(place, monkeypatch, capsys, command, message):
     monkeypatch.chdir(place)
     before = sorted(path.relative_to(place) for path in place.rglob("*"))
-    status, said = run(command.split(), monkeypatch, capsys)
+    status, said = run(shlex.split(command), monkeypatch, capsys)
     assert status == 2, said
     assert re.fullmatch(rf"error: .*(?:{message}).*\n", said), said
     assert "Traceback" not in said
