@@ -3,7 +3,6 @@
 Shapes: G drafting steps, M drafts along held-out text.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,12 +16,14 @@ from torch.nn import functional
 from torch.optim import AdamW, Optimizer
 
 from arbordraft import Drafter, LearnedDecider, RaggedModel, StepCosts
+from arbordraft.checkpoints import read_config
 from arbordraft.training.batches import Batch
 from arbordraft.training.calibration import auc, drafted_lengths, ece, fit_temperature, tokens_per_second
 from arbordraft.training.data import SelfDistillationDataModule
 from arbordraft.training.drafts import Drafts, follow
 from arbordraft.training.features import TeacherHead
 from arbordraft.training.reports import card, speed_figure
+from arbordraft.training.resuming import check_fit
 from arbordraft.training.step_costs import measure_step_costs
 from arbordraft.training.students import EagleStudent, Student
 
@@ -188,7 +189,12 @@ class DeciderModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
         checkpoint["calibration"] = self.decider.temperatures, self.decider.threshold
 
     def on_load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
-        """Takes it back."""
+        """Takes it back.
+
+        Raises:
+            ValueError: if the checkpoint is that of another training.
+        """
+        check_fit(self, checkpoint)
         self.decider.temperatures, self.decider.threshold = checkpoint["calibration"]
 
     def _calibrated(self, part: Mapping[str, Tensor]) -> Tensor:
@@ -256,11 +262,8 @@ class DeciderModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
 def _load(folder: str) -> Student:
     from arbordraft.heads.eagle import EagleConfig, EagleHead
 
-    try:
-        kind = json.loads(Path(folder, "config.json").read_text())["model_type"]
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{folder} holds no trained drafter: its config.json cannot be read ({error})") from error
-    if kind != EagleConfig.model_type:
+    config = read_config(folder)
+    if (kind := config.get("model_type", config.get("class"))) != EagleConfig.model_type:
         raise ValueError(
             f"{folder} holds a model of type {kind!r}, not an EAGLE head; hand another drafter over itself"
         )

@@ -27,6 +27,7 @@ from arbordraft.training.features import TeacherHead
 from arbordraft.training.losses import distillation_loss, position_decay
 from arbordraft.training.optimizers import MuonAdamW
 from arbordraft.training.reports import acceptance_figure, card, tau_figure, tree_figure
+from arbordraft.training.resuming import check_fit
 from arbordraft.training.shards import ANSWER
 from arbordraft.training.students import EagleStudent, Student
 from arbordraft.training.validation import along, decoded, expectations
@@ -260,6 +261,10 @@ class DrafterModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
         for name, parameter in self.named_parameters():
             if not parameter.isfinite().all():
                 raise TrainingDiverged(f"{name} is not finite at step {self.global_step}; {_DIVERGED}")
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuses, with ValueError, the checkpoint of another training."""
+        check_fit(self, checkpoint)
 
     def _gather(self) -> None:
         """Has the student at hand with all its weights, also where they are split; all processes must take part."""

@@ -1,10 +1,12 @@
 """The checkpoint that a training is to go on with, looked at before anything is loaded or begun."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from arbordraft.checkpoints import check_finite, few
 
@@ -48,4 +50,21 @@ def check_resumable(path: str | os.PathLike[str], *, fit: bool) -> None:
     check_finite(weights, f"--ckpt_path: {file}")
 
 
-__all__ = ["check_resumable"]
+def check_fit(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
+    """Raises ValueError if a checkpoint's weights are those of another network than the one in training.
+
+    Args:
+        module: what is trained.
+        checkpoint: as Lightning read it; strategies that keep weights elsewhere check them themselves.
+    """
+    ours = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    theirs = {name: tuple(tensor.shape) for name, tensor in checkpoint.get("state_dict", {}).items()}
+    strange = [name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)]
+    if theirs and strange:
+        raise ValueError(
+            f"the checkpoint is that of another training: {few(strange)} are missing, unexpected or of another shape; "
+            "go on with the configuration that it was written with, or leave --ckpt_path out to begin anew"
+        )
+
+
+__all__ = ["check_fit", "check_resumable"]

@@ -32,7 +32,7 @@ from arbordraft.loading import drafter_named, load_drafter, load_model
 from arbordraft.options import Dtype, load_target
 from arbordraft.training.cli import run
 from arbordraft.training.drafter_module import DrafterModule
-from arbordraft.training.resuming import check_resumable
+from arbordraft.training.resuming import check_fit, check_resumable
 from arbordraft.training.targets import Target
 
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -476,6 +476,23 @@ def test_sound_trainings_are_resumed(tmp_path):
     check_resumable(tmp_path / "last.ckpt", fit=False)
     for known in ("last", "best", "s3://bucket/last.ckpt", tmp_path):
         check_resumable(known, fit=True)
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({"weight": torch.ones(2, 3)}, "bias are missing"),
+        ({"weight": torch.ones(3, 3), "bias": torch.ones(2)}, "another training: weight are"),
+        ({"weight": torch.ones(2, 3), "bias": torch.ones(2), "spare": torch.ones(1)}, "spare are missing, unexpected"),
+        ({"network.weight": torch.ones(2, 3)}, "bias, network.weight, weight are"),
+    ],
+    ids=["missing", "shape", "unexpected", "another network"],
+)
+def test_the_checkpoint_of_another_training(weights, message):
+    module = torch.nn.Linear(3, 2)
+    check_fit(module, {"state_dict": module.state_dict()})
+    with pytest.raises(ValueError, match=message):
+        check_fit(module, {"state_dict": weights})
 
 
 def test_the_command_line_looks_first(tmp_path, monkeypatch):
