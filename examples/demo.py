@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from arbordraft import RaggedModel, SpeculativeDecoder
 from arbordraft.bench.model import ngram_tree
 from arbordraft.builders import eagle
-from arbordraft.display import stream_panels
+from arbordraft.cli.display import stream_panels
 from arbordraft.pretrained import load_smollm2
 from arbordraft.prompts import MIXED, chat_batch
 

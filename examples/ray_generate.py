@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 
-from arbordraft.training.cli import data_of
+from arbordraft.training.fit import data_of
 
 
 class ShardWriter:

@@ -15,8 +15,8 @@ import ray.train
 from ray.train.lightning import RayTrainReportCallback, prepare_trainer
 from ray.train.torch import TorchTrainer
 
-from arbordraft.training.cli import run
 from arbordraft.training.drafter_module import DrafterModule
+from arbordraft.training.fit import run
 
 RAY = [
     "--trainer.devices=auto",

@@ -47,7 +47,7 @@ class TargetReference:
             ValueError: if it is another one than it was.
         """
         from arbordraft.heads.base import fingerprint
-        from arbordraft.options import Dtype, Linears, load_target
+        from arbordraft.loading import Dtype, Linears, load_target
 
         target, tokenizer = load_target(self.name, Dtype(self.dtype), Linears(self.linears))
         if (found := fingerprint(target.model)) != self.fingerprint:

@@ -200,7 +200,7 @@ def _describe_run(
     if inputs:
         client.log_inputs(run, models=[LoggedModelInput(model) for model in inputs])
     with contextlib.suppress(RuntimeError):  # the picture needs matplotlib, and nothing else does
-        from arbordraft.display import tree_picture
+        from arbordraft.drawing import tree_picture
 
         mlflow.log_figure(tree_picture(decoder.topology), "tree.png")
 

@@ -10,7 +10,7 @@ Shapes: T packed rows, P pool rows, V vocabulary, D/Dv head sizes.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from arbordraft.kernels.verify.operator import CHUNK
+from arbordraft.kernels.verify.reference import CHUNK
 
 _INDEX = 8  # bytes of an int64
 _FLOAT = 4  # bytes of a float32

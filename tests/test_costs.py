@@ -28,6 +28,7 @@ from arbordraft import (
     TreeTopology,
     builders,
 )
+from arbordraft.measuring import measure_rows
 from arbordraft.types import SampleVerdict, Verdict
 
 FLAT = CostTable((1, 64), (1.0, 1.0))
@@ -98,7 +99,7 @@ def test_a_table_survives_the_disk(tmp_path):
 
 
 def test_measuring_leaves_nothing_behind():
-    table = CostTable.measure(ragged(), rows=(1, 2, 4), context=8, repeats=1)
+    table = measure_rows(ragged(), rows=(1, 2, 4), context=8, repeats=1)
     assert table.rows == (1, 2, 4)
     assert min(table.seconds) > 0
 

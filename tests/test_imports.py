@@ -1,4 +1,4 @@
-"""Which folder and file may import which: the table of CONTRIBUTING.md, checked on the sources."""
+"""Which part may import which: the layers of CONTRIBUTING.md, checked on the sources."""
 
 import ast
 import subprocess
@@ -10,62 +10,22 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# The order in which data flows and in which the files are read: each imports only from those before it.
-ORDER = [
-    "allocator",
-    "checks",
-    "files",
-    "failures",
-    "checkpoints",
-    "vocabulary",
-    "pretrained",
-    "topology",
-    "masks",
-    "sampling",
-    "laws",
-    "types",
-    "verifiers",
-    "coupling",
-    "cache",
-    "observation",
-    "attention",
-    "view",
-    "recognition",
-    "packing",
-    "target",
-    "exactness",
-    "costs",
-    "graphs",
-    "deciders",
-    "heads",
-    "drafters",
-    "loading",
-    "metrics",
-    "output",
-    "huggingface",
-    "state",
-    "buckets",
-    "static",
-    "stepping",
-    "decoder",
-    "target_initialised",
-    "builders",
-    "prompts",
-    "options",
-    "tuning",
-    "display",
-    "mlflow_server",
-    "bench",
-]
-FOLDERS = {  # folder -> the folders it may import from, besides itself
-    "kernels": set(),
-    "toolkit": {"kernels"},
-    "training": {"toolkit"},
-    "exports": {"toolkit"},
-    "examples": {"toolkit", "training", "exports"},
-}
+# From the bottom up; what stands in one line may be imported by every line below it, and in the order of the line.
+LAYERS = """
+kernels
+allocator checks files topology masks sampling laws types costs metrics checkpoints vocabulary pretrained prompts
+target onnx_graph
+verifiers coupling
+heads drafters deciders static
+output huggingface state decoder target_initialised
+measuring builders loading tuning drawing mlflow_server bench
+training exports
+cli
+"""
+ORDER = LAYERS.split()
+ALONE = {"drafters"}  # packages whose modules import none of each other but `base`
+PLACES = {"toolkit": (), "kernels": ("kernels",), "training": ("training",), "exports": ("exports",)}
 KERNEL_LIBRARIES = {"torch", "triton", "numpy"}
-INDEPENDENT_SIBLINGS = {"drafters"}  # packages whose modules import none of each other but `base`
 
 
 def imported_names(source: str) -> Iterator[str]:
@@ -78,58 +38,40 @@ def imported_names(source: str) -> Iterator[str]:
             yield from (f"{prefix}.{alias.name}" for alias in node.names)
 
 
-def locate(name: str) -> tuple[str, list[str]]:
-    """Split `arbordraft.drafters.ngram.X` into its folder, `toolkit`, and the names below it."""
-    parts = name.split(".")[1:]
-    if parts and parts[0] in FOLDERS.keys() - {"toolkit"}:
-        return parts[0], parts[1:]
-    return "toolkit", parts
-
-
 def violations(root: Path) -> list[str]:
     """Every import below `root` that points in a forbidden direction, as `file: reason`."""
     return [
         f"{path.relative_to(root)}: {reason}"
-        for folder in FOLDERS
+        for folder in (*PLACES, "examples")
         for path in sorted((root / folder).rglob("*.py"))
         for name in imported_names(path.read_text())
-        if (reason := objection(path.relative_to(root), name))
+        if (reason := objection(path.relative_to(root), name.split(".")))
     ]
 
 
-def objection(path: Path, name: str) -> str | None:
-    folder, top = path.parts[0], name.split(".")[0]
-    if name.startswith("."):
-        return f"relative import {name}"
-    if top in FOLDERS or top == "tests":
-        return f"{name} is not an installed name; import it as arbordraft.*"
-    if top != "arbordraft":
+def objection(path: Path, name: list[str]) -> str | None:
+    folder, dotted = path.parts[0], ".".join(name)
+    if not name[0]:
+        return f"relative import {dotted}"
+    if name[0] in (*PLACES, "examples", "tests"):
+        return f"{dotted} is not an installed name; import it as arbordraft.*"
+    if name[0] != "arbordraft":
         known = KERNEL_LIBRARIES | sys.stdlib_module_names
-        return f"{name} in kernels" if folder == "kernels" and top not in known else None
-    target, below = locate(name)
-    if target != folder:
-        if path == Path("toolkit/cli.py"):  # the command line stands above all folders
-            return None
-        return None if target in FOLDERS[folder] else f"{folder} imports {target} ({name})"
-    return order_objection(path, below) if folder == "toolkit" else None
-
-
-def order_objection(path: Path, below: list[str]) -> str | None:
-    here = path.parts[1:]
-    unit = here[0].removesuffix(".py")
-    if unit in ("__init__", "cli"):  # both stand above all others and use the public names
+        return f"{dotted} in kernels" if folder == "kernels" and name[0] not in known else None
+    if folder == "examples":
         return None
+    here = [*PLACES[folder], *path.with_suffix("").parts[1:]]
+    unit = name[1] if len(name) > 1 else ""
+    if here == ["__init__"] or (here[0] in ("training", "exports", "cli") and unit not in ORDER):
+        return None  # these use the public names
+    if here[0] not in ORDER:
+        return f"{here[0]} has no place in LAYERS"
     if unit not in ORDER:
-        return f"{unit} has no place in ORDER"
-    if not below or below[0] not in ORDER:
-        return f"arbordraft.{'.'.join(below)} goes through the package's own __init__"
-    if (unit, below[0]) == ("decoder", "tuning"):  # from_tuned hands on to what chooses decoders
-        return None
-    if ORDER.index(below[0]) > ORDER.index(unit):
-        return f"{unit} imports {below[0]}, which comes later"
-    is_module = len(here) > 1 and here[-1] != "__init__.py"
-    if below[0] == unit in INDEPENDENT_SIBLINGS and is_module and below[1:2] != ["base"]:
-        return f"{'/'.join(here)} imports its sibling {'.'.join(below)}"
+        return f"{dotted} goes through the package's own __init__"
+    if {here[0], unit} == {"training", "exports"} or ORDER.index(unit) > ORDER.index(here[0]):
+        return f"{here[0]} imports {unit}, which stands above it"
+    if here[0] == unit in ALONE and here[-1] != "__init__" and name[2:3] != ["base"]:
+        return f"{'/'.join(here)} imports its sibling {dotted}"
     return None
 
 
@@ -143,14 +85,17 @@ def test_every_import_points_the_right_way():
         ("kernels/op/triton.py", "import transformers"),
         ("kernels/op/triton.py", "from arbordraft.topology import TreeTopology"),
         ("toolkit/topology.py", "from arbordraft import decoder"),
-        ("toolkit/topology.py", "import arbordraft"),
+        ("toolkit/topology.py", "import arbordraft.masks"),
         ("toolkit/topology.py", "def f():\n    from arbordraft.masks import SlicedCausalMask"),
-        ("toolkit/target.py", "from arbordraft.training import losses"),
+        ("toolkit/target/model.py", "from arbordraft.drafters import Drafter"),
+        ("toolkit/decoder.py", "from arbordraft.training import losses"),
+        ("toolkit/decoder.py", "from arbordraft.cli.options import SHAPES"),
         ("toolkit/unheard_of.py", "import arbordraft.types"),
         ("toolkit/drafters/ngram.py", "from arbordraft.drafters.eagle import Eagle"),
         ("toolkit/drafters/ngram.py", "from .eagle import Eagle"),
         ("training/losses.py", "from arbordraft.exports import onnx"),
-        ("exports/onnx.py", "from arbordraft.kernels.op import entry"),
+        ("exports/onnx.py", "from arbordraft.training import losses"),
+        ("training/fit.py", "from arbordraft.cli.options import SHAPES"),
         ("examples/demo.py", "from toolkit import decoder"),
     ],
 )
@@ -169,7 +114,8 @@ def test_allowed_imports_pass(tmp_path):
         "toolkit/drafters/__init__.py": "from arbordraft.drafters.ngram import NGram",
         "toolkit/drafters/ngram.py": "from arbordraft.types import DraftTree\nimport transformers",
         "toolkit/__init__.py": "from arbordraft.decoder import SpeculativeDecoder",
-        "training/losses.py": "from arbordraft import decoder\nfrom arbordraft.training.data import rows",
+        "toolkit/cli/main.py": "import arbordraft as ad\nfrom arbordraft.training import fit",
+        "training/losses.py": "from arbordraft import Decider\nfrom arbordraft.training.data import rows",
         "examples/demo.py": "import arbordraft\nfrom arbordraft.exports import onnx",
     }.items():
         path = tmp_path / file

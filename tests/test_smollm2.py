@@ -32,9 +32,9 @@ from arbordraft import (
 )
 from arbordraft.builders import eagle
 from arbordraft.pretrained import load_smollm2
-from arbordraft.training.cli import run
 from arbordraft.training.decider_module import DeciderModule
 from arbordraft.training.drafter_module import DrafterModule
+from arbordraft.training.fit import run
 
 CHECKPOINTS = Path(__file__).resolve().parents[1] / "examples" / "checkpoints"
 SHIPPED = CHECKPOINTS / "smollm2-135m-instruct-eagle"

@@ -10,11 +10,11 @@ from arbordraft import (
     EarlyExitDrafter,
     NGramDrafter,
     RaggedModel,
-    SpeculativeDecoder,
     StepCosts,
     builders,
 )
-from arbordraft.tuning import Choice, Setting, Tuned, grid, measure_acceptance, measure_costs, plausible, predict, tune
+from arbordraft.measuring import measure_costs
+from arbordraft.tuning import Choice, Setting, Tuned, grid, measure_acceptance, plausible, predict, tune
 
 CHEAP = StepCosts(CostTable((1, 8), (1.0, 1.0)), CostTable((1, 8), (0.01, 0.01)))
 DEAR = StepCosts(CostTable((1, 64), (1.0, 64.0)), CostTable((1, 64), (1.0, 64.0)))
@@ -120,14 +120,14 @@ def test_a_choice_survives_a_file_and_decodes(tmp_path):
     tuned().save(path)
     assert Tuned.load(path) == tuned()
     target = ragged()
-    decoder = SpeculativeDecoder.from_tuned(path, target, batch=4)
+    decoder = Tuned.load(path).decoder(target, batch=4)
     assert decoder.topology.max_depth == 3
     assert isinstance(decoder.drafter, EarlyExitDrafter)
     output = decoder.generate(**left_padded(PROMPTS), max_new_tokens=8, do_sample=False, return_dict_in_generate=True)
     found = new_tokens(output.sequences, PROMPTS, output.stats.emitted)
     assert found == greedy_reference(target.model, PROMPTS, max_new_tokens=8)
-    assert SpeculativeDecoder.from_tuned(path, target, batch=1).topology.max_depth == 3
-    plain = SpeculativeDecoder.from_tuned(path, target, batch=20, drafter=EarlyExitDrafter(target, 1))
+    assert Tuned.load(path).decoder(target, batch=1).topology.max_depth == 3
+    plain = Tuned.load(path).decoder(target, batch=20, drafter=EarlyExitDrafter(target, 1))
     assert type(plain.drafter) is type(builders.plain(target).drafter)
 
 
@@ -146,4 +146,4 @@ def test_an_unknown_setting_is_refused(tmp_path):
     fields["choices"][0]["setting"]["kind"] = "magic"
     path.write_text(json.dumps(fields))
     with pytest.raises(ValueError, match="no way of speculating called 'magic'"):
-        SpeculativeDecoder.from_tuned(path, ragged(), batch=2)
+        Tuned.load(path).decoder(ragged(), batch=2)

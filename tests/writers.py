@@ -8,7 +8,7 @@ from arbordraft import CostTable, LearnedDecider, StepCosts, TreeTopology
 from arbordraft.bench import measure
 from arbordraft.bench.decoding import DecodeRow
 from arbordraft.bench.plots import plot
-from arbordraft.display import draw_png
+from arbordraft.drawing import draw_png
 from arbordraft.files import new_folder, write_text
 from arbordraft.training.recording import WholeCheckpoints, publish
 from arbordraft.training.shards import ANSWER, Conversation, ShardFolder, pack, write_shard

@@ -7,8 +7,6 @@ if _here.name == "toolkit":  # an editable checkout: the sibling folders hold th
     __path__.append(str(_here.parent))
 
 from arbordraft import builders
-from arbordraft.attention import UnsupportedModel
-from arbordraft.cache import CacheOverflow, RaggedKVCache
 from arbordraft.costs import CostTable, NodeBudget, StepCosts
 from arbordraft.coupling import Coupling
 from arbordraft.deciders import (
@@ -38,18 +36,19 @@ from arbordraft.drafters import (
     NoDrafter,
     OnnxDrafter,
 )
-from arbordraft.exactness import ExactnessReport
 from arbordraft.huggingface import DecodingError
 from arbordraft.laws import IID, AdaptiveTopTail, DraftLaw, Fixed, TopTail, WithoutReplacement
 from arbordraft.masks import SlicedCausalMask
 from arbordraft.metrics import DecodeStats
 from arbordraft.sampling import Noise
-from arbordraft.target import RaggedModel
+from arbordraft.target.cache import CacheOverflow, RaggedKVCache
+from arbordraft.target.exactness import ExactnessReport
+from arbordraft.target.hook import UnsupportedModel
+from arbordraft.target.model import RaggedModel
 from arbordraft.target_initialised import TargetInitialisedDecoder
 from arbordraft.topology import TreeTopology
-from arbordraft.types import DraftContext, DraftTree, Outcome, SampleTree, StepView, Verdict
+from arbordraft.types import DraftContext, DraftTree, Exactness, Outcome, SampleTree, StepView, Verdict
 from arbordraft.verifiers import (
-    Exactness,
     KSeq,
     Lifted,
     LongestBranch,

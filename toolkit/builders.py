@@ -11,7 +11,8 @@ from arbordraft.deciders import ConfidenceThreshold, Decider
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter, EagleDrafter, HybridDrafter, LanguageModelDrafter, NGramDrafter, NoDrafter
 from arbordraft.laws import IID, Fixed, TopTail, WithoutReplacement
-from arbordraft.target import RaggedModel
+from arbordraft.measuring import measure_rows
+from arbordraft.target.model import RaggedModel
 from arbordraft.target_initialised import TargetInitialisedDecoder
 from arbordraft.topology import MOST_DEPTH, MOST_NODES, TreeTopology
 from arbordraft.verifiers import Lifted, Matching, RecursiveRejection, SpecHub, TopDown
@@ -39,7 +40,7 @@ def lookup(target: "Model", costs: CostTable | None = None, expected_batch: int 
     """
     model = _ragged(target)
     drafter, coupling = NGramDrafter(longest=8, shortest=1), Coupling(Fixed(1), TopDown(Matching()))
-    costs = CostTable.measure(model) if costs is None else costs
+    costs = measure_rows(model) if costs is None else costs
     return SpeculativeDecoder(
         model, drafter, TreeTopology.chain(12), coupling, costs=costs, expected_batch=expected_batch
     )

@@ -5,7 +5,6 @@ worth more than the time of its row.
 """
 
 import json
-import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,15 +13,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-import torch
-
-from arbordraft.cache import RaggedKVCache
 from arbordraft.checks import each, instance, positive, real, whole
 from arbordraft.files import write_text
-from arbordraft.target import RaggedModel
-
-_ROWS = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128)
-_MOST_ROWS, _LONGEST = 2**14, 2**20  # of a forward that is timed, and of the text before it: their memory is real
 
 Loaded = TypeVar("Loaded")
 
@@ -53,41 +45,6 @@ class CostTable:
             )
         object.__setattr__(self, "rows", rows)
         object.__setattr__(self, "seconds", tuple(accumulate(seconds, max)))
-
-    @classmethod
-    def measure(cls, target: RaggedModel, rows: Sequence[int] = _ROWS, *, context: int = 256, repeats: int = 5) -> Self:
-        """Times forwards of a chain behind ``context`` tokens: the best of ``repeats``, which noise disturbs least.
-
-        Args:
-            target: the target.
-            rows: numbers of rows to time, ascending from 1 to at most 16384.
-            context: tokens before them, at most 2^20, and less where the target has not so many positions.
-            repeats: measurements of each, 1 or more.
-
-        Raises:
-            TypeError: if an argument is no number of its kind.
-            ValueError: if one is out of range.
-        """
-        instance("target", target, RaggedModel)
-        rows = each("rows", rows, lambda name, value: whole(name, value, 1, _MOST_ROWS))
-        cls(rows, (1.0,) * len(rows))  # checks their order before anything is timed
-        context, repeats = whole("context", context, 0, _LONGEST), whole("repeats", repeats, 1)
-        if target.max_positions is not None:
-            if max(rows) > target.max_positions:
-                raise ValueError(f"{max(rows)} rows exceed the target's {target.max_positions} positions")
-            context = min(context, target.max_positions - max(rows))
-        cache = RaggedKVCache()
-        sample = cache.open(context + max(rows))
-        target.prefill({sample: [0] * context}, cache)
-        best = dict.fromkeys(rows, float("inf"))
-        for _ in range(repeats):
-            for count in rows:  # in turns, so that a slow spell does not hit one number alone
-                batch, tokens = cache.plan([sample], [range(count)]), torch.zeros(count, dtype=torch.int64)
-                start = time.perf_counter()
-                target(tokens, batch, cache)
-                best[count] = min(best[count], time.perf_counter() - start)
-                cache.drop([sample])
-        return cls(rows, tuple(best.values()))
 
     @classmethod
     def load(cls, path: Path) -> Self:

@@ -5,8 +5,8 @@ from torch import Tensor, nn
 from arbordraft.laws import DraftLaw
 from arbordraft.sampling import Noise
 from arbordraft.topology import TreeTopology
-from arbordraft.types import DraftTree, Rows, Verdict
-from arbordraft.verifiers import Exactness, TreeVerifier
+from arbordraft.types import DraftTree, Exactness, Rows, Verdict
+from arbordraft.verifiers import TreeVerifier
 
 
 class Coupling(nn.Module):

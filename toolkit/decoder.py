@@ -3,20 +3,16 @@
 Shapes: B samples, n_b nodes of sample b, T = sum of n_b packed rows, V vocabulary.
 """
 
-import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from arbordraft.cache import RaggedKVCache
 from arbordraft.checks import each, instance, whole
 from arbordraft.coupling import Coupling
 from arbordraft.deciders import Decider, FixedDepth
 from arbordraft.drafters import Drafter, LanguageModelDrafter
-from arbordraft.exactness import ExactnessReport, exactness_report
 from arbordraft.huggingface import (
     DecodingError,
     Stopping,
@@ -34,8 +30,10 @@ from arbordraft.masks import SlicedCausalMask, stack_words
 from arbordraft.metrics import DecodeStats
 from arbordraft.sampling import Noise, SoftmaxRows, Warp
 from arbordraft.state import DecodeState
-from arbordraft.stepping import StaticStepping
-from arbordraft.target import RaggedModel
+from arbordraft.static.runner import StaticStepping
+from arbordraft.target.cache import RaggedKVCache
+from arbordraft.target.exactness import ExactnessReport, exactness_report
+from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
 from arbordraft.types import Costs, DraftContext, DraftTree, Outcome, SampleVerdict, Verdict
 from arbordraft.verifiers import greedy_verdict
@@ -122,25 +120,6 @@ class SpeculativeDecoder(nn.Module):
         if buckets is not None:
             self.static = StaticStepping(target, drafter, topology, coupling, buckets, compiler)
 
-    @classmethod
-    def from_tuned(
-        cls, path: str | os.PathLike[str], target: RaggedModel, batch: int = 1, drafter: Drafter | None = None
-    ) -> "SpeculativeDecoder":
-        """The decoder that ``arbordraft tune`` chose on this machine.
-
-        Args:
-            path: the file that it wrote.
-            target: the target that it was tuned for.
-            batch: prompts that will be decoded at a time.
-            drafter: the drafter that it was tuned for; by default loaded by the name in the file.
-
-        Raises:
-            ValueError: if the file holds something else.
-        """
-        from arbordraft.tuning import Tuned
-
-        return Tuned.load(Path(path)).decoder(target, batch, drafter)
-
     def step(self, state: DecodeState) -> Verdict:
         """One round: draft a tree per sample, run the target once over all of them, keep what it accepts.
 
@@ -177,7 +156,7 @@ class SpeculativeDecoder(nn.Module):
 
     def exactness_report(self) -> ExactnessReport:
         """How exactly this decoder's output equals plain decoding of its target, on this machine."""
-        return exactness_report(self.target, self.coupling)
+        return exactness_report(self.target, self.coupling.exactness)
 
     @torch.no_grad()
     def generate(

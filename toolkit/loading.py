@@ -1,6 +1,7 @@
-"""Loading a model by its name, and a trained drafter of whatever kind a folder holds."""
+"""Loading a model or a target by its name, and a trained drafter of whatever kind a folder holds."""
 
 import os
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,9 @@ from arbordraft.drafters import (
     NoDrafter,
     OnnxDrafter,
 )
-from arbordraft.graphs import MODEL
+from arbordraft.onnx_graph import MODEL
 from arbordraft.pretrained import load_smollm2
-from arbordraft.target import RaggedModel
+from arbordraft.target.model import RaggedModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -32,6 +33,23 @@ _KINDS: dict[str, Any] = {
     "arbordraft_exit_adapter": EarlyExitDrafter,
     "arbordraft_medusa": MedusaDrafter,
 }
+
+
+class Dtype(StrEnum):
+    """Precision of the weights."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class Linears(StrEnum):
+    """How weights are read on a CPU; see ``RaggedModel``."""
+
+    packed = "packed"
+    native = "native"
+    onednn = "onednn"
+    plain = "plain"
 
 
 def load_model(
@@ -51,6 +69,23 @@ def load_model(
         return load_smollm2(dtype)
     place = {} if revision is None else {"revision": revision}
     return load_causal_lm(name, dtype, **place), load_tokenizer(name, **place)
+
+
+def load_target(
+    model: str, dtype: Dtype, linears: Linears = Linears.plain
+) -> "tuple[RaggedModel, PreTrainedTokenizerBase]":
+    """The model, ready for ragged batches, and its tokenizer.
+
+    Raises:
+        ValueError: if the model is damaged, incomplete or no causal LM, or it has no tokenizer.
+    """
+    found, tokenizer = load_model(model, getattr(torch, dtype))
+    if tokenizer is None:
+        raise ValueError(
+            f"{model} has no tokenizer, and prompts are texts: save it beside the model, "
+            "tokenizer.save_pretrained(folder)"
+        )
+    return RaggedModel(found, tokenizer, linears=linears), tokenizer
 
 
 def drafter_named(name: str, target: RaggedModel) -> Drafter:

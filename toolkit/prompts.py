@@ -165,3 +165,11 @@ def plain_request(temperature: float, new_tokens: int) -> dict[str, Any]:
     if temperature == 0:
         return {"do_sample": False, "max_new_tokens": new_tokens}
     return {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0, "max_new_tokens": new_tokens}
+
+
+def check_texts(prompts: Sequence[str]) -> None:
+    """Raises TypeError unless prompts are a list of texts, and ValueError if there is none."""
+    if isinstance(prompts, str) or not all(isinstance(prompt, str) for prompt in prompts):
+        raise TypeError("prompts must be a list of texts")
+    if not prompts:
+        raise ValueError("prompts must hold at least one text to measure with, got none")

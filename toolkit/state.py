@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from arbordraft.cache import RaggedKVCache
 from arbordraft.huggingface import Stopping
 from arbordraft.metrics import DecodeStats
 from arbordraft.sampling import Warp
+from arbordraft.target.cache import RaggedKVCache
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer

@@ -18,7 +18,7 @@ from arbordraft.drafters import Drafter
 from arbordraft.laws import WithoutReplacement
 from arbordraft.sampling import Noise
 from arbordraft.state import DecodeState
-from arbordraft.target import RaggedModel
+from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
 from arbordraft.types import DraftContext, DraftTree, Verdict
 from arbordraft.verifiers.longest_branch import LongestBranch

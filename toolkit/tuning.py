@@ -7,7 +7,6 @@ Shapes: B samples.
 """
 
 import json
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,16 +17,15 @@ from arbordraft import builders
 from arbordraft.checks import each, real, whole
 from arbordraft.costs import CostTable, StepCosts
 from arbordraft.coupling import Coupling
-from arbordraft.deciders import CostAware, Decider
+from arbordraft.deciders import CostAware
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter, NGramDrafter
 from arbordraft.files import write_text
 from arbordraft.laws import IID, Fixed
-from arbordraft.metrics import DecodeStats
-from arbordraft.prompts import chat_batch, chat_batches, plain_request
-from arbordraft.target import RaggedModel
+from arbordraft.measuring import measure_costs
+from arbordraft.prompts import chat_batches, check_texts, plain_request
+from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
-from arbordraft.types import StepView
 from arbordraft.verifiers import Matching, RecursiveRejection, TopDown
 
 if TYPE_CHECKING:
@@ -36,7 +34,6 @@ if TYPE_CHECKING:
 _CHAINS = (1, 2, 3, 4, 6, 8)
 _TREES = (4, 8, 16, 32)
 _NEAR = 0.7  # settings predicted to be this much slower than the best are not measured
-_WIDTHS = (1, 2, 4, 8, 16)
 _LARGEST = 4096  # batch whose prompts are laid out
 
 
@@ -286,43 +283,6 @@ def predict(
     return None
 
 
-def measure_costs(
-    target: RaggedModel, drafter: Drafter, tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str]
-) -> StepCosts:
-    """Times forwards of the target, levels of drafting by their rows, and what a step takes besides.
-
-    Args:
-        target: the target.
-        drafter: the drafter.
-        tokenizer: of the target.
-        prompts: first user turns.
-    """
-    _check_prompts(prompts)
-    levels: dict[int, list[float]] = {}
-    rest = []
-    lengths = [int(inputs["attention_mask"].sum()) for inputs in chat_batches(tokenizer, prompts, 1)]
-    for width in _WIDTHS:
-        texts = [prompts[index % len(prompts)] for index in range(width)]
-        watch = _Stopwatch()
-        coupling = Coupling(Fixed(1), TopDown(Matching()))
-        decoder = SpeculativeDecoder(target, drafter, TreeTopology.chain(4), coupling, watch)
-        output: Any = decoder.generate(
-            **chat_batch(tokenizer, texts), max_new_tokens=24, do_sample=False, return_dict_in_generate=True
-        )
-        stats: DecodeStats = output.stats
-        rest.append((stats.seconds["verify"] + stats.seconds["commit"]) / max(1, max(stats.forwards)))
-        for rows, seconds in watch.levels:
-            levels.setdefault(rows, []).append(seconds)
-    table = {rows: statistics.median(found) for rows, found in levels.items()}
-    if 1 not in table:  # a drafter that had nothing to say
-        table[1] = max(1e-9, min(table.values(), default=1e-6))
-    counts = sorted(table)
-    draft = CostTable(tuple(counts), tuple(max(table[count], 1e-9) for count in counts))
-    # Forwards take longer behind long texts: these are as long as the prompts and half an answer.
-    context = int(statistics.median(lengths)) + 64
-    return StepCosts(CostTable.measure(target, context=context), draft, rest=min(rest))
-
-
 def measure_acceptance(
     target: RaggedModel,
     drafter: Drafter,
@@ -332,7 +292,7 @@ def measure_acceptance(
     new_tokens: int,
 ) -> list[float]:
     """How often a chain's drafts are accepted, by depth, when those before them were."""
-    _check_prompts(prompts)
+    check_texts(prompts)
     setting, size = Setting("chain", 4), 8
     decoder = setting.decoder(target, drafter, _NO_COSTS, sampled=temperature > 0)
     tried: dict[int, int] = {}
@@ -343,31 +303,6 @@ def measure_acceptance(
             tried[depth] = tried.get(depth, 0) + count
             accepted[depth] = accepted.get(depth, 0) + output.stats.accepted[depth]
     return [accepted[depth] / tried[depth] for depth in sorted(tried)] or [0.0]
-
-
-def _check_prompts(prompts: Sequence[str]) -> None:
-    """Raises TypeError unless prompts are a list of texts, and ValueError if there is none."""
-    if isinstance(prompts, str) or not all(isinstance(prompt, str) for prompt in prompts):
-        raise TypeError("prompts must be a list of texts")
-    if not prompts:
-        raise ValueError("prompts must hold at least one text to measure with, got none")
-
-
-class _Stopwatch(Decider):
-    """Never stops, and times what happens between two of its questions: a level of drafting."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.levels: list[tuple[int, float]] = []
-        self._last: tuple[int, int, float] | None = None
-
-    def forward(self, view: StepView) -> Sequence[bool]:
-        now = time.perf_counter()
-        if self._last is not None and view.depth == self._last[0] + 1:
-            self.levels.append((self._last[1], now - self._last[2]))
-        rows = sum(map(len, view.paths))
-        self._last = view.depth, rows, time.perf_counter()
-        return [True] * len(view.paths)
 
 
 def _compete(
@@ -421,4 +356,4 @@ def _compete(
 
 _NO_COSTS = StepCosts(CostTable((1,), (1.0,)), CostTable((1,), (1.0,)))
 
-__all__ = ["Choice", "Setting", "Tuned", "grid", "measure_acceptance", "measure_costs", "tune"]
+__all__ = ["Choice", "Setting", "Tuned", "grid", "measure_acceptance", "tune"]

@@ -6,6 +6,7 @@ size of a drafter.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
@@ -21,6 +22,14 @@ Row = TypeVar("Row")
 RowOut = TypeVar("RowOut", covariant=True)
 
 TOP = 10  # highest probabilities of a draft row that deciders are told
+
+
+class Exactness(StrEnum):
+    """What a verifier promises about the output law."""
+
+    EXACT = "exact"
+    EPSILON = "epsilon"
+    LOSSY = "lossy"
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,9 @@ class Demo:
         Returns:
             Folders of the trained networks, by kind.
         """
-        from arbordraft.training.cli import run
         from arbordraft.training.decider_module import DeciderModule
         from arbordraft.training.drafter_module import DrafterModule
+        from arbordraft.training.fit import run
         from arbordraft.training.recording import RESULT
 
         found = {kind: self.folder / kind / RESULT for kind in ("drafter", "decider")}

@@ -48,7 +48,7 @@ def speed_figure(speeds: Mapping[str, Sequence[Any]]) -> Any:
 
 def tree_figure(topology: Any) -> Any:
     """A draft tree."""
-    from arbordraft.display import tree_picture
+    from arbordraft.drawing import tree_picture
 
     return tree_picture(topology)
 

@@ -16,6 +16,7 @@ from arbordraft import (
     StepCosts,
     TreeTopology,
 )
+from arbordraft.measuring import measure_rows
 from arbordraft.prompts import left_padded
 from arbordraft.verifiers import Matching, TopDown
 
@@ -62,7 +63,7 @@ def measure_step_costs(
     decode(tireless)  # warms up
     draft, rest = decode(FixedDepth())
     decide = max(0.0, decode(tireless)[0] - draft)
-    return StepCosts(CostTable.measure(target, range(1, steps + 2)), CostTable((1,), (draft,)), decide, rest)
+    return StepCosts(measure_rows(target, range(1, steps + 2)), CostTable((1,), (draft,)), decide, rest)
 
 
 __all__ = ["measure_step_costs"]

@@ -11,7 +11,7 @@ import torch
 from arbordraft import UnsupportedModel
 from arbordraft.exports.onnx.cases import Shape, chain, past_of
 from arbordraft.exports.onnx.networks import CausalNetwork
-from arbordraft.graphs import HIDDEN
+from arbordraft.onnx_graph import HIDDEN
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -8,7 +8,7 @@ from arbordraft import TopTail
 from arbordraft.exports.onnx import networks
 from arbordraft.exports.onnx.cases import Inputs, Shape
 from arbordraft.exports.onnx.plans import Plan
-from arbordraft.graphs import MODEL
+from arbordraft.onnx_graph import MODEL
 from arbordraft.types import TOP
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from arbordraft.graphs import HIDDEN
+from arbordraft.onnx_graph import HIDDEN
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from arbordraft.exports.onnx.cases import SHAPES, Inputs, Shape
 from arbordraft.exports.onnx.plans import Plan
-from arbordraft.graphs import Graph
+from arbordraft.onnx_graph import Graph
 
 TOLERANCE = 1e-4  # of a float32 graph
 LEAST_ACCEPTANCE = 0.8  # of tokens drawn from a quantised graph, by the float32 one

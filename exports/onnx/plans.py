@@ -20,8 +20,8 @@ from arbordraft.drafters.onnx import FUSE
 from arbordraft.exports.onnx import networks
 from arbordraft.exports.onnx.cases import Inputs, Shape, chain, padded, past_of, trees
 from arbordraft.exports.onnx.checks import cache_sizes, check_against
-from arbordraft.graphs import FORMAT, MODEL, PAST, PRESENT
-from arbordraft.observation import decoder_list
+from arbordraft.onnx_graph import FORMAT, MODEL, PAST, PRESENT
+from arbordraft.target.observation import decoder_list
 from arbordraft.vocabulary import tokenizer_hashes
 
 if TYPE_CHECKING:

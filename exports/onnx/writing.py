@@ -20,7 +20,7 @@ from arbordraft.exports.onnx.parity import LEAST_ACCEPTANCE, TOLERANCE, check_ex
 from arbordraft.exports.onnx.plans import Plan, versions
 from arbordraft.exports.onnx.quantization import Quantization, quantize, save
 from arbordraft.files import new_folder
-from arbordraft.graphs import PREFIX
+from arbordraft.onnx_graph import PREFIX
 
 OPSETS = (20, 23)  # 23 has attention, norms and rotary embeddings as operators
 PARITY = "parity.json"

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from arbordraft.kernels.choice import interpreted
-from arbordraft.kernels.verify.reference import lowest_kept_reference, wide
-
-CHUNK = 4096  # tokens of a chunk
+from arbordraft.kernels.verify.reference import CHUNK, lowest_kept_reference, wide
 
 
 def _launches(scores: Tensor) -> bool:
@@ -189,4 +187,4 @@ def log_sum_exp(scores: Tensor) -> Tensor:
     return (highest + mass.log()).logsumexp(dim=-1)
 
 
-__all__ = ["CHUNK", "left_mass", "left_pick", "log_sum_exp", "lowest_kept", "row_stats"]
+__all__ = ["left_mass", "left_pick", "log_sum_exp", "lowest_kept", "row_stats"]

@@ -6,6 +6,8 @@ Shapes: R rows, V vocabulary.
 import torch
 from torch import Tensor
 
+CHUNK = 4096  # tokens of a chunk
+
 
 def wide(scores: Tensor) -> torch.dtype:
     """What scores are reckoned in: float32, or float64 if they are."""

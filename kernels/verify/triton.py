@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from arbordraft.kernels.verify.operator import CHUNK
+from arbordraft.kernels.verify.reference import CHUNK
 
 PIVOTS = 16
 STEPS = 8  # passes that narrow less than 2**32 values to one, 17-fold each

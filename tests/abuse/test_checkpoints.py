@@ -28,10 +28,9 @@ from arbordraft import (
 from arbordraft.exports.decoder_config import TargetReference
 from arbordraft.exports.engines import export_vllm
 from arbordraft.exports.onnx.sources import origin
-from arbordraft.loading import drafter_named, load_drafter, load_model
-from arbordraft.options import Dtype, load_target
-from arbordraft.training.cli import run
+from arbordraft.loading import Dtype, drafter_named, load_drafter, load_model, load_target
 from arbordraft.training.drafter_module import DrafterModule
+from arbordraft.training.fit import run
 from arbordraft.training.resuming import check_fit, check_resumable
 from arbordraft.training.targets import Target
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from arbordraft import cli
 from arbordraft.bench import cli as bench
-from arbordraft.failures import TRACEBACK
+from arbordraft.cli.failures import TRACEBACK
 
 PROMPT = json.dumps({"messages": [{"role": "user", "content": "a b"}]}) + "\n"
 
@@ -262,7 +262,7 @@ def test_noise_of_others_stays_off_the_screen_and_ours_is_shown(monkeypatch, cap
 )
 def test_a_real_process(arguments, status, line):
     done = subprocess.run(
-        [sys.executable, "-c", "from arbordraft.cli import main; main()", *arguments],
+        [sys.executable, "-c", "from arbordraft.cli.main import main; main()", *arguments],
         capture_output=True,
         text=True,
         timeout=120,

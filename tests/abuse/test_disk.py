@@ -15,7 +15,7 @@ from writers import FILES, FOLDERS, WRITERS, everything, place, several
 
 from arbordraft.exports.folder import contents
 from arbordraft.files import WriteError, check_writable, new_file, new_folder, write_text
-from arbordraft.training.cli import data_of
+from arbordraft.training.fit import data_of
 from arbordraft.training.recording import Recorder
 
 

@@ -14,7 +14,7 @@ from models import tiny_checkpoint
 from tiny_training import save_config, save_world
 from writers import FILES, WRITERS, everything, place
 
-from arbordraft.failures import Terminated, ending
+from arbordraft.cli.failures import Terminated, ending
 from arbordraft.kernels.native import build
 
 STEPS = [  # all that a writer does to a disk

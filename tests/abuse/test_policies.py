@@ -33,7 +33,8 @@ from arbordraft import (
     TreeTopology,
     builders,
 )
-from arbordraft.tuning import Choice, Setting, Tuned, measure_acceptance, measure_costs, tune
+from arbordraft.measuring import measure_costs, measure_rows
+from arbordraft.tuning import Choice, Setting, Tuned, measure_acceptance, tune
 
 NAN, INF = math.nan, math.inf
 TABLE = CostTable((1, 8), (1.0, 2.0))
@@ -130,7 +131,7 @@ DRAFTERS = cases(
 
 
 def measured(**given):
-    return CostTable.measure(**{"target": ragged(), "rows": (1, 2), "context": 4, "repeats": 1} | given)
+    return measure_rows(**{"target": ragged(), "rows": (1, 2), "context": 4, "repeats": 1} | given)
 
 
 COSTS = cases(

@@ -12,7 +12,7 @@ from arbordraft.deciders import ConfidenceThreshold
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter, NGramDrafter
 from arbordraft.laws import IID, Fixed, TopTail
-from arbordraft.target import RaggedModel
+from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
 from arbordraft.verifiers import Lifted, Matching, RecursiveRejection, TopDown
 

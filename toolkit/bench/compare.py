@@ -7,7 +7,7 @@ from arbordraft import builders
 from arbordraft.bench.decoding import Decode, DecodeRow, in_turns, ours, theirs
 from arbordraft.bench.measure import Tell, quiet
 from arbordraft.drafters import Drafter, LanguageModelDrafter
-from arbordraft.target import RaggedModel
+from arbordraft.target.model import RaggedModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

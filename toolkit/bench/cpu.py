@@ -12,7 +12,6 @@ import torch
 from arbordraft import builders
 from arbordraft.bench.measure import Measurement, Tell, milliseconds, paired, precision, quiet
 from arbordraft.bench.model import forward_pair
-from arbordraft.cache import RaggedKVCache
 from arbordraft.coupling import Coupling
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import EarlyExitDrafter, HybridDrafter, NGramDrafter
@@ -21,7 +20,8 @@ from arbordraft.kernels.packed_linear.module import onednn_problem
 from arbordraft.kernels.verify import row_max
 from arbordraft.laws import Fixed
 from arbordraft.prompts import chat_batch
-from arbordraft.target import RaggedModel
+from arbordraft.target.cache import RaggedKVCache
+from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
 from arbordraft.verifiers import Matching, TopDown
 

@@ -25,7 +25,7 @@ from arbordraft.deciders import (
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter
 from arbordraft.laws import IID, Fixed
-from arbordraft.target import RaggedModel
+from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
 from arbordraft.verifiers import Matching, RecursiveRejection, TopDown
 

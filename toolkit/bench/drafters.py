@@ -10,7 +10,7 @@ from arbordraft.coupling import Coupling
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter, NGramDrafter
 from arbordraft.laws import IID, Fixed
-from arbordraft.target import RaggedModel
+from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
 from arbordraft.verifiers import Matching, RecursiveRejection, TopDown
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from arbordraft.bench.measure import Measurement, Tell, paired, precision, quiet
-from arbordraft.cache import RaggedKVCache
 from arbordraft.coupling import Coupling
 from arbordraft.deciders import Backoff
 from arbordraft.decoder import SpeculativeDecoder
@@ -18,7 +17,8 @@ from arbordraft.drafters import NGramDrafter
 from arbordraft.laws import DraftLaw, Fixed, TopTail, WithoutReplacement
 from arbordraft.prompts import REPEATING, VARIED, chat_batch
 from arbordraft.sampling import Noise
-from arbordraft.target import RaggedModel
+from arbordraft.target.cache import RaggedKVCache
+from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
 from arbordraft.types import DraftTree, SampleTree
 from arbordraft.verifiers import (

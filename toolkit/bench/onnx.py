@@ -12,7 +12,7 @@ from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter
 from arbordraft.laws import Fixed
 from arbordraft.prompts import chat_batches, plain_request
-from arbordraft.target import RaggedModel
+from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
 from arbordraft.verifiers import Matching, TopDown
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arbordraft.cache import RaggedKVCache
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.state import DecodeState
+from arbordraft.target.cache import RaggedKVCache
 from arbordraft.topology import ancestor_words
 from arbordraft.types import DraftTree
 

@@ -18,7 +18,7 @@ from arbordraft.kernels import choice, work
 from arbordraft.kernels.kv_cache import append, append_reference, compact_reference
 from arbordraft.kernels.kv_cache.operator import kv_compact
 from arbordraft.kernels.ragged_tree_attention import ragged_tree_attention
-from arbordraft.kernels.verify.operator import CHUNK
+from arbordraft.kernels.verify.reference import CHUNK
 from arbordraft.topology import TreeTopology
 
 ROUNDING = 2.0**-7  # a step of bfloat16: the interpreter cuts off, a GPU rounds but rounds the weights too

@@ -15,7 +15,8 @@ from arbordraft.bench.kernels import Goal, Problem, largest_error
 from arbordraft.bench.roofline import Stepped
 from arbordraft.kernels.tree_expand.operator import expand
 from arbordraft.kernels.tree_expand.reference import perturb, uniforms
-from arbordraft.kernels.verify.operator import CHUNK, left_mass, left_pick, lowest_kept, row_stats
+from arbordraft.kernels.verify.operator import left_mass, left_pick, lowest_kept, row_stats
+from arbordraft.kernels.verify.reference import CHUNK
 from arbordraft.kernels.verify.tree import PackedTree, verify_tree
 from arbordraft.laws import WithoutReplacement
 from arbordraft.sampling import Noise

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from arbordraft.bench.decoding import Decode, DecodeRow, in_turns, ours
 from arbordraft.bench.measure import Tell, quiet
 from arbordraft.drafters import Drafter
-from arbordraft.target import RaggedModel
+from arbordraft.target.model import RaggedModel
 from arbordraft.tuning import Tuned, grid
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from arbordraft.drafters import Drafter
 from arbordraft.laws import IID, AdaptiveTopTail, DraftLaw, TopTail, WithoutReplacement
 from arbordraft.prompts import chat_batches, plain_request
 from arbordraft.sampling import Noise, draw
-from arbordraft.target import RaggedModel
+from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
 from arbordraft.types import DraftTree, Rows, SampleTree, SampleVerdict, Verdict
 from arbordraft.verifiers import (

@@ -29,7 +29,7 @@ class CostAware(Decider):
     :class:`~arbordraft.SpeculativeDecoder`.
 
     Args:
-        costs: measured by :func:`~arbordraft.tuning.measure_costs`, or by ``arbordraft tune --costs``.
+        costs: measured by :func:`~arbordraft.measuring.measure_costs`, or by ``arbordraft tune --costs``.
         survival: estimates the chances of paths; its threshold is not used.
         decay: share of the old averages in the new ones, in [0, 1].
 

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from arbordraft.cache import RaggedKVCache
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.kernels.tree_expand import tree_expand
 from arbordraft.laws import DraftLaw, Fixed
 from arbordraft.masks import stack_words
-from arbordraft.packing import pack_linears
 from arbordraft.sampling import SoftmaxRows
-from arbordraft.target import RaggedModel
+from arbordraft.target.cache import RaggedKVCache
+from arbordraft.target.model import RaggedModel
+from arbordraft.target.stand_ins import pack_linears
 from arbordraft.types import Costs, DraftContext, DraftTree, Draw, Origin, SampleTree, StepView, Verdict
 
 if TYPE_CHECKING:

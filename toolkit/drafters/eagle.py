@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from arbordraft.cache import RaggedKVCache
 from arbordraft.drafters.base import Garden, HeadDrafter, check_ragged, expect, grow, plan_level
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch, ragged_tree_attention
-from arbordraft.target import RaggedModel
+from arbordraft.target.cache import RaggedKVCache
+from arbordraft.target.model import RaggedModel
 from arbordraft.types import DraftContext, DraftTree, Verdict
 
 if TYPE_CHECKING:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from arbordraft.cache import RaggedKVCache
 from arbordraft.drafters.base import Drafter, Garden, adopt, check_ragged, expect, grow, plan_level
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.laws import DraftLaw
-from arbordraft.target import RaggedModel
+from arbordraft.target.cache import RaggedKVCache
+from arbordraft.target.model import RaggedModel
 from arbordraft.types import DraftContext, DraftTree
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from arbordraft.cache import RaggedKVCache
 from arbordraft.checks import instance
 from arbordraft.drafters.base import Drafter
 from arbordraft.laws import DraftLaw, Fixed
-from arbordraft.target import RaggedModel
+from arbordraft.target.cache import RaggedKVCache
+from arbordraft.target.model import RaggedModel
 from arbordraft.types import DraftContext, DraftTree, Verdict
 
 

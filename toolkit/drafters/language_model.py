@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from arbordraft.attention import UnsupportedModel
-from arbordraft.cache import RaggedKVCache
 from arbordraft.checkpoints import load_causal_lm, load_tokenizer
 from arbordraft.drafters.base import Drafter, Garden, check_ragged, grow, plan_level
 from arbordraft.laws import DraftLaw
-from arbordraft.observation import decoder_list
-from arbordraft.target import RaggedModel
+from arbordraft.target.cache import RaggedKVCache
+from arbordraft.target.hook import UnsupportedModel
+from arbordraft.target.model import RaggedModel
+from arbordraft.target.observation import decoder_list
 from arbordraft.types import DraftContext, DraftTree, Verdict
 from arbordraft.vocabulary import check_tokenizers, fit_logits, fit_tokens
 

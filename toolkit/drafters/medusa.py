@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from arbordraft.cache import RaggedKVCache
 from arbordraft.drafters.base import Garden, HeadDrafter, check_ragged, expect, grow
-from arbordraft.target import RaggedModel
+from arbordraft.target.cache import RaggedKVCache
+from arbordraft.target.model import RaggedModel
 from arbordraft.types import DraftContext, DraftTree
 
 if TYPE_CHECKING:

@@ -4,11 +4,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from arbordraft.cache import RaggedKVCache
 from arbordraft.checks import whole
 from arbordraft.drafters.base import Drafter, Garden
 from arbordraft.laws import DraftLaw, Fixed
-from arbordraft.target import RaggedModel
+from arbordraft.target.cache import RaggedKVCache
+from arbordraft.target.model import RaggedModel
 from arbordraft.types import DraftContext, DraftTree, Verdict
 
 _MOST_MATCHES = 32  # older occurrences of a frequent n-gram say little

@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from arbordraft.cache import RaggedKVCache
 from arbordraft.drafters.base import Drafter, Garden, check_ragged, grow, plan_level
-from arbordraft.graphs import MODEL, Graph, RaggedGraph
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.laws import DraftLaw
-from arbordraft.target import RaggedModel
+from arbordraft.onnx_graph import MODEL, Graph, RaggedGraph
+from arbordraft.target.cache import RaggedKVCache
+from arbordraft.target.model import RaggedModel
 from arbordraft.types import DraftContext, DraftTree, Verdict
 from arbordraft.vocabulary import fit_logits, fit_tokens, tokenizer_hashes
 

@@ -2,13 +2,12 @@
 
 from arbordraft.verifiers.k_seq import KSeq
 from arbordraft.verifiers.longest_branch import LongestBranch
-from arbordraft.verifiers.rules import Exactness, Matching, NodeLaw, RecursiveRejection, Remembered, Rule, TopTailRule
+from arbordraft.verifiers.rules import Matching, NodeLaw, RecursiveRejection, Remembered, Rule, TopTailRule
 from arbordraft.verifiers.spechub import SpecHub
 from arbordraft.verifiers.transport import OptimalTransport, optimal_acceptance
 from arbordraft.verifiers.trees import Lifted, TopDown, TreeVerifier, TypicalAcceptance, greedy_verdict
 
 __all__ = [
-    "Exactness",
     "KSeq",
     "Lifted",
     "LongestBranch",

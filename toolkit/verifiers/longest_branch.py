@@ -11,8 +11,7 @@ from torch.nn import functional
 
 from arbordraft.laws import DraftLaw
 from arbordraft.sampling import residual
-from arbordraft.types import SampleTree
-from arbordraft.verifiers.rules import Exactness
+from arbordraft.types import Exactness, SampleTree
 from arbordraft.verifiers.trees import Decision, TreeVerifier
 
 

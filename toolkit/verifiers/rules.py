@@ -8,7 +8,6 @@ Shapes: V vocabulary, k children.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +15,7 @@ from torch import Tensor, nn
 from arbordraft.checks import instance
 from arbordraft.laws import DraftLaw
 from arbordraft.sampling import residual
-
-
-class Exactness(StrEnum):
-    """What a verifier promises about the output law."""
-
-    EXACT = "exact"
-    EPSILON = "epsilon"
-    LOSSY = "lossy"
+from arbordraft.types import Exactness
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from arbordraft.checks import instance, positive, real
 from arbordraft.kernels import choice
 from arbordraft.laws import DraftLaw
 from arbordraft.sampling import Noise, SoftmaxRows, draw
-from arbordraft.types import DraftTree, Rows, SampleTree, SampleVerdict, Verdict
+from arbordraft.types import DraftTree, Exactness, Rows, SampleTree, SampleVerdict, Verdict
 from arbordraft.verifiers.packed import verify_packed
-from arbordraft.verifiers.rules import Exactness, NodeLaw, Rule
+from arbordraft.verifiers.rules import NodeLaw, Rule
 
 # Yields (node, probability) and is sent the answer; returns the last accepted node and [V] weights of the
 # next token.

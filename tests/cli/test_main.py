@@ -1,0 +1,204 @@
+"""The console script: what users see, and that errors are one line and a status."""
+
+import io
+import json
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from models import tiny_checkpoint, tiny_tokenizer
+from typer.testing import CliRunner
+
+from arbordraft import CostTable, NoDrafter, StepCosts, cli
+from arbordraft.prompts import read_prompts
+from arbordraft.tuning import Choice, Setting, Tuned, grid
+
+runner = CliRunner()
+
+
+@pytest.mark.parametrize(
+    ("shape", "nodes"),
+    [("chain:3", 4), ("k:2,1", 5), ("fork:2x3", 7), ("parents:-1,0,0,1", 4), ("sequoia:0.6,0.2@5", 5)],
+)
+def test_tree_draws_every_shape(shape, nodes):
+    result = runner.invoke(cli.app, ["tree", shape])
+    assert result.exit_code == 0
+    assert f"{nodes} nodes with the root" in result.output
+
+
+@pytest.mark.parametrize("shape", ["bush:3", "chain:x", "k:0", "fork:3", "parents:0,1", "sequoia:0.9,0.9@4"])
+def test_unknown_trees_are_usage_errors(shape):
+    result = runner.invoke(cli.app, ["tree", shape])
+    assert result.exit_code == 2
+    assert "chain:5" in result.output  # says how to write one
+
+
+def test_tree_writes_a_png(tmp_path):
+    path = tmp_path / "tree.png"
+    result = runner.invoke(cli.app, ["tree", "k:3,2", "--png", str(path)])
+    assert result.exit_code == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_generate_decodes_a_batch(tmp_path):
+    folder = tiny_checkpoint(tmp_path)
+    arguments = ["generate", "a b c", "b c a b", "--model", str(folder), "--max-new-tokens", "6", "--raw"]
+    for extra in (
+        [],
+        ["--drafter", "early-exit:1", "--temperature", "1"],
+        ["--drafter", str(folder), "--tree", "k:2,1"],
+    ):
+        result = runner.invoke(cli.app, [*arguments, *extra])
+        assert result.exit_code == 0, result.output
+        assert "tau" in result.output
+        assert "exact" in result.output
+
+
+def test_generate_reads_prompts_from_a_file(tmp_path):
+    folder = tiny_checkpoint(tmp_path)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a b\n\nc a b\n")
+    result = runner.invoke(
+        cli.app, ["generate", "--file", str(prompts), "--model", str(folder), "--max-new-tokens", "3", "--raw"]
+    )
+    assert result.exit_code == 0, result.output
+    assert "6" in result.output  # two prompts of three tokens
+
+
+def test_generate_without_prompts_is_a_usage_error():
+    assert runner.invoke(cli.app, ["generate"]).exit_code == 2
+
+
+def bench(tmp_path, *arguments):
+    """What a measurement of a tiny model writes."""
+    report = tmp_path / "bench.json"
+    result = runner.invoke(cli.app, ["bench", *arguments, "--json", str(report)])
+    assert result.exit_code == 0, result.output
+    assert not list(tmp_path.glob("*.part*"))
+    return json.loads(report.read_text())
+
+
+@pytest.fixture
+def asked(tmp_path):
+    """Options that name a tiny model and two questions."""
+    torch.manual_seed(0)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"messages": [{"role": "user", "content": text}]}) + "\n" for text in "abcd"))
+    return ["--model", str(tiny_checkpoint(tmp_path))], ["--prompts", str(prompts), "--limit", "2", "--new-tokens", "4"]
+
+
+@pytest.mark.parametrize("command", ["forward", "verify", "lookup"])
+def test_bench_writes_times_with_their_provenance(tmp_path, asked, command):
+    model, _ = asked
+    tokens = ["--new-tokens", "4"] if command == "lookup" else []
+    found = bench(tmp_path, command, *model, "--dtype", "float32", "--repeats", "1", *tokens)
+    assert {m["group"] for m in found["measurements"]} == {"decode" if command == "lookup" else command}
+    assert all(m["ours"] > 0 for m in found["measurements"])
+    assert found["provenance"]["versions"]["torch"] == torch.__version__
+
+
+def test_bench_of_the_cpu_kernels(tmp_path, asked):
+    model, (prompts, path, *_) = asked
+    settings = [*model, prompts, path, "--dtype", "bfloat16", "--new-tokens", "4"]
+    found = bench(tmp_path, "cpu", *settings, "--repeats", "1", "--no-others")["measurements"]
+    assert {"cpu forward", "cpu decode"} <= {m["group"] for m in found}
+    found = bench(tmp_path, "equality", *settings)["measurements"]
+    assert len(found) == 6
+    assert all(m["ratio"] == 1 for m in found if "bitwise" in m["detail"])
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "rows"),
+    [
+        ("decode", ["--drafter", "early-exit:1", "--batch", "2"], 5 + 4),
+        ("batching", ["--batches", "1,2", "--repeats", "1"], 2 * 5),
+        ("product", ["--drafter", "early-exit:1", "--batches", "2", "--nodes", "6"], 2 * 5),
+        ("deciders", ["--drafter", "early-exit:1", "--batches", "2", "--depth", "2", "--repeats", "1"], 1 + 2 + 8),
+        ("compare", ["--drafter", "early-exit:1", "--repeats", "1"], 6),
+        ("verifiers", ["--drafter", "early-exit:1", "--temperatures", "1", "--children", "2", "--no-trees"], 6),
+        (
+            "verifiers",
+            [
+                *("--drafter", "early-exit:1", "--temperatures", "1"),
+                *("--children", "2", "--depths", "1", "--nodes", "4"),
+            ],
+            6 + 2 * 10,
+        ),
+    ],
+)
+def test_bench_decodes_and_draws(tmp_path, asked, command, options, rows):
+    picture = tmp_path / "bench.png"
+    with warnings.catch_warnings(action="ignore"):  # the lossy fork says that it is
+        found = bench(tmp_path, command, *(part for parts in asked for part in parts), *options, "--png", str(picture))
+    assert len(found["measurements"]) == rows
+    assert picture.stat().st_size > 1000
+
+
+def test_bench_tries_the_whole_grid_beside_what_was_chosen(tmp_path, asked):
+    model, prompts = asked
+    file = tmp_path / "tuned.json"
+    cheap = CostTable((1,), (1e-3,))
+    chosen = Choice(2, Setting("chain", 2), 5.0, 4.0)
+    Tuned("early-exit:1", 0.0, StepCosts(cheap, cheap), [0.5], [chosen]).save(file)
+    options = ["--batches", "2", "--repeats", "1"]
+    found = bench(tmp_path, "tuned", str(file), *model, *prompts, *options)["measurements"]
+    known = grid(NoDrafter(), sampled=False)
+    assert found[0]["decoder"] == "chosen: chain of 2"
+    assert {row["decoder"].removeprefix("chosen: ") for row in found} == set(map(str, known))
+    assert found[0]["speed_up"] == 1
+
+
+def test_bench_names_what_it_cannot_read(asked):
+    model, prompts = asked
+    for wrong in (["batching", "--batches", "1,x"], ["verifiers"], ["decode", "--drafter", "early-exit:99"]):
+        result = runner.invoke(cli.app, ["bench", *wrong, *model, *prompts])
+        assert result.exit_code != 0
+
+
+def test_a_prompt_file_of_another_kind_is_named(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"messages": [{"role": "user", "content": "a"}]}\n{"question": "b"}\n')
+    with pytest.raises(ValueError, match=r"prompts\.jsonl:2 is not"):
+        read_prompts(path)
+
+
+def test_errors_are_one_line_without_a_traceback():
+    result = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "from arbordraft.cli.main import main; main()",
+            "generate",
+            "hi",
+            "--model",
+            "/no/such/model",
+        ],
+        capture_output=True,
+        text=True,
+        env={"HF_HUB_OFFLINE": "1", "PATH": ""},
+    )
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: ")
+    assert "Traceback" not in result.stderr
+
+
+def test_help_names_every_command():
+    result = runner.invoke(cli.app, ["--help"])
+    assert result.exit_code == 0
+    assert all(command in result.output for command in ("generate", "bench", "tree"))
+
+
+@pytest.mark.parametrize("prompt", ["", "\n", "[/bold]", "[red]"], ids=repr)
+def test_titles_of_any_prompt(prompt):
+    """Nothing at all, or what would be markup."""
+    from rich.console import Console
+
+    from arbordraft.cli.display import stream_panels
+
+    console = Console(record=True, width=80, file=io.StringIO())
+    with stream_panels(console, tiny_tokenizer(), [prompt]) as (streamer,):
+        streamer.on_finalized_text("answer", stream_end=True)
+    assert "answer" in (text := console.export_text())
+    assert prompt.strip() in text

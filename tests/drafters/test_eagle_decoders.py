@@ -1,0 +1,168 @@
+"""Decoders around a trained EAGLE head: the builder, node budgets, loading, and the benchmark of drafters."""
+
+import json
+
+import pytest
+from companions import STUDENTS, target, texts, trained
+from models import PROMPTS, left_padded, new_tokens, tiny, tiny_tokenizer
+from typer.testing import CliRunner
+
+from arbordraft import (
+    Coupling,
+    EagleDrafter,
+    Fixed,
+    LanguageModelDrafter,
+    Matching,
+    NodeBudget,
+    RaggedModel,
+    SpeculativeDecoder,
+    TopDown,
+    TreeTopology,
+    builders,
+)
+from arbordraft.bench.drafters import decoders, drafter_gain
+from arbordraft.cli.main import app
+from arbordraft.loading import load_drafter
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("eagle")
+    trained("eagle").save(path)
+    return path
+
+
+def tokenizer():
+    found = tiny_tokenizer()
+    found.eos_token = "c"
+    return found
+
+
+def answers(decoder, **changes):
+    settings = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, **changes}
+    output = decoder.generate(**left_padded(PROMPTS), **settings, return_dict_in_generate=True)
+    return new_tokens(output.sequences, PROMPTS, output.stats.emitted), output.stats
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("lookup", [False, True])
+def test_the_builder_decodes_like_the_target(folder, sampled, lookup):
+    decoder = builders.eagle(target(), folder, nodes=6, sampled=sampled, lookup=lookup, max_depth=3)
+    found, stats = answers(decoder)
+    assert found == [text[len(prompt) :] for prompt, text in zip(PROMPTS, texts(), strict=True)]
+    assert stats.tau > 1.2
+    assert stats.exactness == "exact"
+
+
+def test_the_builder_fits_trees_to_the_head(folder):
+    drafter = EagleDrafter.from_pretrained(folder, target())
+    drafter.acceptance = (0.9, 0.0, 0.0)
+    assert builders.eagle(target(), drafter, nodes=4, sampled=True).topology.parent_list == (-1, 0, 1, 2)
+    drafter.acceptance = (0.3, 0.3, 0.3)
+    assert builders.eagle(target(), drafter, nodes=4, sampled=True).topology.parent_list == (-1, 0, 0, 0)
+    copied = builders.eagle(target(), drafter, nodes=8, max_depth=3, lookup=True).topology
+    assert (copied.level_end(3), copied.num_nodes, copied.max_depth) == (32, 36, 7), "lookups may fill the budget"
+    given = TreeTopology.from_k_config((2, 1))
+    assert builders.eagle(target(), drafter, topology=given).topology is given
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 5])
+def test_a_budget_keeps_the_likeliest_nodes(folder, nodes):
+    """Never more rows than allowed, and the best ones: at least as good as any fixed tree of that size."""
+    drafter = EagleDrafter.from_pretrained(folder, target())
+    tree = TreeTopology.from_k_config((3, 2, 2))
+    decoder = SpeculativeDecoder(
+        target(), drafter, tree, Coupling(Fixed(3), TopDown(Matching())), costs=NodeBudget(nodes)
+    )
+    rows = []
+    run = decoder._run_target
+
+    def watched(state, drafts):
+        rows.append((sum(drafts.lengths), len([length for length in drafts.lengths if length])))
+        return run(state, drafts)
+
+    decoder._run_target = watched
+    found, _ = answers(decoder)
+    assert found == [text[len(prompt) :] for prompt, text in zip(PROMPTS, texts(), strict=True)]
+    assert all(total <= nodes * samples for total, samples in rows)
+    assert nodes == 1 or any(total == nodes * samples for total, samples in rows)
+
+
+def test_pruning_early_changes_nothing(folder):
+    """Nodes that cannot come among the best are not expanded: the trees are those of expanding all."""
+
+    class Patient(NodeBudget):
+        def floor(self, samples, chances=(), alike=1):
+            return 0.0
+
+    found = []
+    for costs in (NodeBudget(4), Patient(4)):
+        decoder = SpeculativeDecoder(
+            target(),
+            EagleDrafter.from_pretrained(folder, target()),
+            TreeTopology.from_k_config((3, 2, 2)),
+            Coupling(Fixed(3), TopDown(Matching())),
+            costs=costs,
+        )
+        _, stats = answers(decoder)
+        found.append((stats.tau, stats.drafted, dict(stats.accepted)))
+    assert found[0] == found[1]
+
+
+def test_a_budget_without_a_root_is_refused():
+    with pytest.raises(ValueError, match="nodes must be a whole number of at least 1, got 0"):
+        NodeBudget(0)
+
+
+@pytest.mark.parametrize("name", STUDENTS)
+def test_any_trained_drafter_loads_from_its_folder(name, tmp_path):
+    student = trained(name)
+    student.save(tmp_path)
+    found = load_drafter(tmp_path, target())
+    assert type(found) is type(student.drafter(target()))
+
+
+def test_a_folder_without_a_drafter_is_named(tmp_path):
+    with pytest.raises(ValueError, match="holds no trained drafter"):
+        load_drafter(tmp_path, target())
+    tiny().save_pretrained(tmp_path)
+    assert isinstance(load_drafter(tmp_path, target()), LanguageModelDrafter)
+
+
+def test_every_compared_decoder_is_lossless(folder):
+    drafters = {"eagle": load_drafter(folder, target()), "medusa": trained("medusa").drafter(target())}
+    names = []
+    for sampled in (False, True):
+        for name, decoder in decoders(target(), drafters, sampled=sampled):
+            found, stats = answers(decoder)
+            assert found == [text[len(prompt) :] for prompt, text in zip(PROMPTS, texts(), strict=True)], name
+            assert stats.exactness == "exact"
+            names.append((sampled, name))
+    assert len(names) == len(set(names)) == 12
+
+
+def test_the_gain_is_counted(folder):
+    model = RaggedModel(target().model, tokenizer())
+    drafters = {"eagle": EagleDrafter.from_pretrained(folder, model)}
+    found = list(drafter_gain(model, model.tokenizer, ["a b c", "c"], drafters, new_tokens=8, batch=2))
+    assert [row.temperature for row in found] == [0] * 5 + [1] * 4
+    assert [row.decoder for row in found[:5]] == [*(row.decoder for row in found[5:]), found[4].decoder]
+    for row in found:
+        assert 1 <= row.tau <= 7
+        assert row.speed_up == pytest.approx(row.tokens_per_second / found[5 * (row.temperature > 0)].tokens_per_second)
+
+
+def test_the_command_line_takes_a_trained_drafter(folder, tmp_path):
+    model = tmp_path / "model"
+    target().model.save_pretrained(model)
+    tokenizer().save_pretrained(model)
+    runner = CliRunner()
+    common = ["--model", str(model), "--dtype", "float32", "--drafter", str(folder)]
+    result = runner.invoke(app, ["generate", "a b", *common, "--max-new-tokens", "4", "--linears", "plain"])
+    assert result.exit_code == 0, result.output
+    prompts, report = tmp_path / "prompts.jsonl", tmp_path / "report.json"
+    prompts.write_text(json.dumps({"messages": [{"role": "user", "content": "a b"}]}) + "\n")
+    options = ["--prompts", str(prompts), "--new-tokens", "4", "--batch", "1", "--json", str(report)]
+    result = runner.invoke(app, ["bench", "decode", *common, *options])
+    assert result.exit_code == 0, result.output
+    assert len(json.loads(report.read_text())["measurements"]) == 9

@@ -1,0 +1,222 @@
+"""Exported drafters and deciders in the decoder: the rows, the tokens and the refusals of the torch parts."""
+
+import json
+
+import pytest
+from companions import ROWS, Rounds, check_rows, drafter, target, texts, trained
+from models import PROMPTS, left_padded, new_tokens, tiny, tiny_checkpoint, tiny_tokenizer
+from onnx_graphs import decider
+from typer.testing import CliRunner
+
+from arbordraft import (
+    Coupling,
+    Fixed,
+    Matching,
+    OnnxDecider,
+    OnnxDrafter,
+    RaggedModel,
+    RecursiveRejection,
+    SpeculativeDecoder,
+    TopDown,
+    TreeTopology,
+    WithoutReplacement,
+)
+from arbordraft.bench.onnx import draft_steps
+from arbordraft.cli.main import app
+from arbordraft.loading import drafter_named, load_drafter
+
+UNEVEN = TreeTopology.from_parents([-1, 0, 0, 1, 1, 2, 3, 5])
+TREE = TreeTopology.from_k_config((2, 2, 1))
+GREEDY = Coupling(Fixed(2), TopDown(Matching()))
+DRAWN = Coupling(WithoutReplacement(2), TopDown(RecursiveRejection()))
+
+
+def decode(proposer, *, coupling=GREEDY, tree=TREE, decider=None, prompts=PROMPTS, **changes):
+    decoder = SpeculativeDecoder(target(), proposer, tree, coupling, decider)
+    settings = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, **changes}
+    output = decoder.generate(**left_padded(prompts), **settings, return_dict_in_generate=True)
+    return new_tokens(output.sequences, prompts, output.stats.emitted), output.stats
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_every_row_is_the_networks_own(graphs, name):
+    """Over rounds that accept different paths of uneven trees, in a batch whose samples end at different times."""
+    rounds = Rounds(OnnxDrafter.from_pretrained(graphs(name).folder, target()), target(), PROMPTS)
+    ends = [[1, 0, 3], [4, 2, 0], [0, 5, 7], [6, None, 0], [0, None, 2]]
+    compared = 0
+    for number, ends_now in enumerate(ends):
+        tree = rounds.propose(UNEVEN, WithoutReplacement(2), seed=7 * number)
+        compared += check_rows(name, trained(name).network, target().model, tree, rounds.tokens)
+        rounds.commit(tree, [e if e is None or e in tree.samples[s].tokens else 0 for s, e in enumerate(ends_now)])
+    assert compared > 40
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_same_tokens_from_the_same_steps(graphs, name):
+    """At temperature 0 in float32, alone and in a ragged batch: not the answers only, the drafts as well."""
+    exported, original = OnnxDrafter.from_pretrained(graphs(name).folder, target()), drafter(name)
+    found, stats = decode(exported)
+    expected, known = decode(original)
+    assert found == expected == [text[len(prompt) :] for prompt, text in zip(PROMPTS, texts(), strict=True)]
+    assert (stats.forwards, stats.drafted, stats.accepted) == (known.forwards, known.drafted, known.accepted)
+    assert stats.tau > 1.1
+    for prompt, answer in zip(PROMPTS, expected, strict=True):
+        assert decode(exported, prompts=[prompt])[0] == [answer]
+
+
+def test_draws_follow_the_same_noise(graphs):
+    options = {"do_sample": True, "temperature": 1.0, "top_k": 0, "seeds": [3, 4, 5], "coupling": DRAWN}
+    found, stats = decode(OnnxDrafter.from_pretrained(graphs("eagle").folder, target()), **options)
+    expected, known = decode(drafter("eagle"), **options)
+    assert found == expected
+    assert stats.tau == known.tau
+
+
+def test_long_texts_are_fed_in_parts(graphs, monkeypatch):
+    monkeypatch.setattr("arbordraft.drafters.onnx._CHUNK", 3)
+    for name in ("eagle", "model"):
+        rounds = Rounds(OnnxDrafter.from_pretrained(graphs(name).folder, target()), target(), PROMPTS)
+        tree = rounds.propose(TREE, WithoutReplacement(2))
+        assert check_rows(name, trained(name).network, target().model, tree, rounds.tokens) > 5
+
+
+def test_a_text_of_one_token_lets_the_target_go_first(graphs):
+    expected = decode(drafter("eagle"), prompts=[[11]])[0]
+    for name in ("eagle", "medusa"):
+        assert decode(OnnxDrafter.from_pretrained(graphs(name).folder, target()), prompts=[[11]])[0] == expected
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantised_drafts_leave_the_answers_alone(graphs, quantization):
+    exported = OnnxDrafter.from_pretrained(graphs("eagle", quantization=quantization).folder, target())
+    assert decode(exported)[0] == [text[len(prompt) :] for prompt, text in zip(PROMPTS, texts(), strict=True)]
+    assert quantization in repr(exported)
+
+
+def test_loaders_take_the_folder(graphs):
+    assert isinstance(load_drafter(graphs("medusa").folder, target()), OnnxDrafter)
+    assert drafter_named(str(graphs("eagle").folder), target()).hidden_layers == (1, 2, 3)
+
+
+# Deciders
+
+
+def test_a_decider_decides_alike(graphs):
+    exported, original = OnnxDecider.from_pretrained(graphs("decider").folder), decider()
+    assert exported.threshold == original.threshold
+    for changes in ({}, {"do_sample": True, "temperature": 1.0, "top_k": 0, "seeds": [1, 2, 3], "coupling": DRAWN}):
+        found, stats = decode(drafter("eagle"), decider=exported, **changes)
+        expected, known = decode(drafter("eagle"), decider=original, **changes)
+        assert found == expected
+        assert (stats.rows, stats.forwards) == (known.rows, known.forwards)
+    full = decode(drafter("eagle"))[1]
+    assert decode(drafter("eagle"), decider=exported)[1].tau < full.tau, "it never stopped anything"
+
+
+def test_a_threshold_of_ones_own(graphs):
+    folder = graphs("decider").folder
+    never, always = (OnnxDecider.from_pretrained(folder, threshold=value) for value in (1.1, 0.0))
+    assert decode(drafter("eagle"), decider=never)[1].tau == 1
+    assert decode(drafter("eagle"), decider=always)[1].tau == decode(drafter("eagle"))[1].tau
+
+
+def test_both_parts_exported(graphs):
+    found, stats = decode(
+        OnnxDrafter.from_pretrained(graphs("eagle").folder, target()),
+        decider=OnnxDecider.from_pretrained(graphs("decider").folder),
+    )
+    expected, known = decode(drafter("eagle"), decider=decider())
+    assert (found, stats.tau) == (expected, known.tau)
+
+
+# What does not fit
+
+
+def test_a_drafter_belongs_to_its_target(graphs):
+    other = RaggedModel(tiny(num_hidden_layers=4, seed=2))
+    for name in ("eagle", "medusa", "exit"):
+        with pytest.raises(ValueError, match=r"made for another target \(tiny, fingerprint"):
+            OnnxDrafter.from_pretrained(graphs(name).folder, other)
+    model = OnnxDrafter.from_pretrained(graphs("model").folder, other)  # shares no weights: any target will do
+    with pytest.raises(ValueError, match="must be built for the target"):
+        SpeculativeDecoder(target(), model, TREE, GREEDY)
+    with pytest.raises(ValueError, match="vocabulary of 61 tokens, the target has 53"):
+        OnnxDrafter.from_pretrained(graphs("model").folder, RaggedModel(tiny(vocab_size=53)))
+
+
+def test_another_tokenizer_is_noticed(graphs):
+    from onnx_graphs import PLANS
+
+    from arbordraft.exports.onnx.writing import write
+
+    spoken = RaggedModel(target().model, tiny_tokenizer())
+    (plan,) = PLANS["medusa"]()
+    plan.about["tokenizer_sha256"] = "0" * 64
+    folder = write(lambda: [plan], graphs.root / "other-tokenizer", force=True).folder
+    with pytest.raises(ValueError, match="tokenizer that gives other ids"):
+        OnnxDrafter.from_pretrained(folder, spoken)
+    OnnxDrafter.from_pretrained(folder, target())  # nobody knows better
+
+
+def test_files_that_are_no_graphs(graphs, tmp_path):
+    with pytest.raises(ValueError, match=r"model\.onnx is missing: write the folder again"):
+        OnnxDrafter.from_pretrained(tmp_path, target())
+    whole = (graphs("medusa").folder / "model.onnx").read_bytes()
+    for damaged in (b"", whole[: len(whole) // 2], b"nothing of the kind"):
+        (tmp_path / "model.onnx").write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"model\.onnx (cannot be read as a graph|is of format unknown)"):
+            OnnxDrafter.from_pretrained(tmp_path, target())
+    with pytest.raises(ValueError, match="kind 'decider', which is no drafter"):
+        OnnxDrafter.from_pretrained(graphs("decider").folder, target())
+    with pytest.raises(ValueError, match="kind 'medusa', which is no decider"):
+        OnnxDecider.from_pretrained(graphs("medusa").folder)
+
+
+def test_onnxruntime_is_asked_for_by_name(graphs, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "onnxruntime", None)
+    with pytest.raises(ImportError, match=r"pip install 'arbordraft\[onnx\]'"):
+        OnnxDrafter.from_pretrained(graphs("medusa").folder, target())
+
+
+# The benchmark
+
+
+def test_draft_steps_are_timed_in_turns(graphs):
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = "c"
+    drafters = {
+        "torch": (target(), drafter("eagle")),
+        "graphs": (target(), OnnxDrafter.from_pretrained(graphs("eagle").folder, target())),
+    }
+    ours, theirs = draft_steps(tokenizer, ["a b", "d"], drafters, batch=1, depth=3, new_tokens=6, repeats=2)
+    assert (ours.drafter, theirs.drafter) == ("torch", "graphs")
+    assert ours.ratio == 1
+    assert theirs.milliseconds > 0
+    assert theirs.per_level == pytest.approx(theirs.milliseconds / 3)
+    assert (ours.tau, ours.acceptance) == (theirs.tau, theirs.acceptance)
+
+
+def test_the_benchmark_is_a_command(graphs, tmp_path):
+    result = CliRunner().invoke(app, ["bench", "onnx", "--help"])
+    assert result.exit_code == 0
+    checkpoint = tiny_checkpoint(tmp_path / "model")
+    written = CliRunner().invoke(
+        app, ["export", "onnx", "early-exit:1", f"{tmp_path}/graphs", "--target", f"{checkpoint}"]
+    )
+    assert written.exit_code == 0, written.output
+    arguments = [
+        f"{tmp_path}/graphs",
+        "--drafter",
+        "early-exit:1",
+        "--model",
+        f"{checkpoint}",
+        "--json",
+        f"{tmp_path}/x.json",
+    ]
+    sizes = ["--new-tokens", "4", "--limit", "2", "--batches", "1,2", "--repeats", "1", "--depth", "2"]
+    result = CliRunner().invoke(app, ["bench", "onnx", *arguments, *sizes])
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "x.json").read_text())["measurements"]
+    assert [(row["drafter"], row["batch"]) for row in rows] == [
+        (name, batch) for batch in (1, 2) for name in ("torch, own modules", "torch, packed kernels", "graphs")
+    ]

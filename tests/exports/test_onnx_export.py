@@ -1,0 +1,307 @@
+"""What an exported folder holds, and that nothing is written which does not compute what the original does."""
+
+import base64
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from companions import LAYERS, target, texts, trained
+from models import tiny
+from onnx_graphs import PLANS, decider, origin
+
+from arbordraft import RaggedModel, UnsupportedModel
+from arbordraft.exports.onnx import ParityError, plans
+from arbordraft.exports.onnx.cases import SHAPES, Shape
+from arbordraft.exports.onnx.checks import cache_sizes, check_against
+from arbordraft.exports.onnx.networks import CausalNetwork
+from arbordraft.exports.onnx.parity import check_exact, check_quantized
+from arbordraft.exports.onnx.writing import write
+from arbordraft.heads.base import fingerprint
+from arbordraft.onnx_graph import Graph
+
+
+def axes(values) -> dict[str, list[str | int]]:
+    return {value.name: [d.dim_param or d.dim_value for d in value.type.tensor_type.shape.dim] for value in values}
+
+
+def operators(folder: Path) -> set[str]:
+    return {node.op_type for node in onnx.load(folder / "model.onnx").graph.node}
+
+
+# What is in the files
+
+
+def test_names_and_sizes_are_those_of_optimum(graphs):
+    graph = onnx.load(graphs("model").folder / "model.onnx").graph
+    inputs, outputs = axes(graph.input), axes(graph.output)
+    past = ["batch_size", 2, "past_sequence_length", 8]
+    assert inputs == {
+        "input_ids": ["batch_size", "sequence_length"],
+        "attention_mask": ["batch_size", 1, "sequence_length", "total_sequence_length"],
+        "position_ids": ["batch_size", "sequence_length"],
+        **{f"past_key_values.{layer}.{part}": past for layer in range(2) for part in ("key", "value")},
+    }
+    assert outputs["logits"] == ["batch_size", "sequence_length", 61]
+    assert outputs["hidden_states"] == ["batch_size", "sequence_length", 64]
+    assert set(outputs) == {"logits", "hidden_states"} | {
+        f"present.{n}.{p}" for n in range(2) for p in ("key", "value")
+    }
+
+
+def test_an_eagle_head_is_two_graphs(graphs):
+    folder = graphs("eagle").folder
+    fuse, model = (onnx.load(folder / name).graph for name in ("fuse.onnx", "model.onnx"))
+    assert axes(fuse.input) == {"hidden_states": ["batch_size", "sequence_length", 96]}
+    assert list(axes(model.input)) == [
+        "input_ids",
+        "hidden_states",
+        "attention_mask",
+        "position_ids",
+        "past_key_values.0.key",
+        "past_key_values.0.value",
+    ]
+    assert axes(model.output)["logits"] == ["batch_size", "sequence_length", 40]
+    assert axes(model.output)["hidden_states_out"] == axes(model.input)["hidden_states"]
+
+
+def test_files_say_what_they_are(graphs):
+    head = trained("eagle").network
+    about = Graph(graphs("eagle").folder / "model.onnx").about
+    assert about["kind"] == "eagle"
+    assert about["target_fingerprint"] == fingerprint(target().model)
+    assert {"target_name", "target_revision", "tokenizer_sha256", "opset", "quantization"} <= set(about)
+    assert {f"version.{name}" for name in ("arbordraft", "torch", "transformers", "onnx", "onnxruntime")} <= set(about)
+    assert [index + offset for index, offset in enumerate(about["d2t"])] == head.tokens.tolist()
+    marks = np.unpackbits(np.frombuffer(base64.b64decode(about["t2d"]), dtype=np.uint8), bitorder="little")
+    assert marks[: about["vocab_size"]].astype(bool).tolist() == head.t2d.tolist()
+    assert Graph(graphs("decider").folder / "model.onnx").about["threshold"] == decider().threshold
+
+
+def test_files_do_not_say_where_they_were_made(graphs):
+    for name in ("eagle", "model"):
+        for file in graphs(name).files:
+            content = (graphs(name).folder / file.name).read_bytes()
+            for word in (b"stack_trace", b"site-packages", b".py", str(Path(__file__).parents[1]).encode()):
+                assert word not in content
+
+
+def test_a_newer_opset_has_attention_as_one_operator(graphs):
+    newer = graphs("eagle", opset=23)
+    assert {"Attention", "RMSNormalization"} <= operators(newer.folder)
+    assert "Softmax" not in operators(newer.folder)
+    assert "Attention" not in operators(graphs("eagle").folder)
+    assert newer.parity["model.onnx: greatest difference"] <= 1e-4
+    with pytest.raises(ValueError, match=r"opset must be one of \(20, 23\), got 17"):
+        write(PLANS["medusa"], graphs.root / "older", opset=17)
+
+
+def test_matrices_get_fewer_bits(graphs):
+    small = {name: graphs("eagle", quantization=name) for name in ("int8", "int4")}
+    assert "MatMulInteger" in operators(small["int8"].folder)
+    nodes = onnx.load(small["int4"].folder / "model.onnx").graph.node
+    bits = {
+        name: next(a.i for a in n.attribute if a.name == "bits")
+        for n in nodes
+        if n.op_type == "MatMulNBits"
+        for name in n.output
+    }
+    assert bits.pop("logits") == 8, "the head"
+    assert set(bits.values()) == {4}
+    for name, export in small.items():
+        found = export.parity
+        assert 0.8 < found["model.onnx: acceptance by float32, quantised"] < 1
+        assert 0.8 < found["model.onnx: same most probable token, quantised"] <= 1
+        assert found["model.onnx: greatest difference of logits, quantised"] > found["model.onnx: greatest difference"]
+        assert Graph(export.folder / "model.onnx").about["quantization"] == name
+        sizes = [sum(file.size for file in each.files) for each in (export, graphs("eagle"))]
+        assert sizes[0] < sizes[1]
+
+
+def test_all_heads_keep_more_bits(graphs):
+    folder = graphs("medusa", quantization="int4").folder
+    nodes = [node for node in onnx.load(folder / "model.onnx").graph.node if node.op_type == "MatMulNBits"]
+    bits = [next(a.i for a in node.attribute if a.name == "bits") for node in nodes]
+    assert sorted(bits) == [4] * 3 + [8] * 3
+
+
+def test_the_report_is_beside_the_graphs(graphs):
+    export = graphs("eagle")
+    report = json.loads((export.folder / "parity.json").read_text())
+    assert report["found"] == export.parity
+    shapes = report["batch, rows, past"]
+    assert len(shapes) >= 6
+    assert any(rows == 1 for _, rows, _ in shapes)
+    assert any(past == 0 for *_, past in shapes)
+    assert {file.name for file in export.files} == {"fuse.onnx", "model.onnx", "parity.json"}
+    assert export.parity["model.onnx: same most probable tokens"] is True
+
+
+# Parity
+
+
+class Sabotaged(torch.nn.Module):
+    """Computes something else in the graph than here."""
+
+    def __init__(self, network, change):
+        super().__init__()
+        self.network, self.change = network, change
+
+    def forward(self, hidden_states):
+        found = self.network(hidden_states)
+        return [self.change(found[0])] if torch.compiler.is_exporting() else found
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda logits: logits + 2e-4,
+            r"logits differ from the network's own by 2\.\d+e-04 for Shape.*allowed are 1e-04",
+        ),
+        (lambda logits: -logits, "logits differ from the network's own for Shape"),
+        (lambda logits: logits[:, :1], "logits differ from the network's own for Shape"),
+        (lambda logits: logits / 0, "logits differ from the network's own"),
+    ],
+    ids=["slightly", "other tokens", "other shape", "nan"],
+)
+def test_a_graph_that_misses_parity_is_not_written(tmp_path, change, message):
+    (plan,) = PLANS["medusa"]()
+    spoiled = replace(plan, network=Sabotaged(plan.network, change))
+    with pytest.raises(ParityError, match=message):
+        write(lambda: [spoiled], tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_bound_can_be_another_one(tmp_path):
+    """For models so deep that float32 rounds more."""
+    (plan,) = PLANS["medusa"]()
+    spoiled = replace(plan, network=Sabotaged(plan.network, lambda logits: logits + 2e-4))
+    written = write(lambda: [spoiled], tmp_path / "out", tolerance=1e-3)
+    assert json.loads((written.folder / "parity.json").read_text())["tolerance"] == 1e-3
+
+
+def test_a_good_graph_beside_a_bad_one_is_not_written_either(tmp_path, graphs):
+    (plan,) = PLANS["medusa"]()
+    spoiled = replace(plan, file="second.onnx", network=Sabotaged(plan.network, lambda logits: logits + 1))
+    old = tmp_path / "out"
+    old.mkdir()
+    (old / "kept").write_text("by whom it was here before")
+    with pytest.raises(ParityError, match=r"second\.onnx"):
+        write(lambda: [plan, spoiled], old, force=True)
+    assert [path.name for path in old.iterdir()] == ["kept"]
+    assert list(tmp_path.iterdir()) == [old]
+
+
+def test_verdicts_must_be_equal(graphs):
+    """Integers have no tolerance."""
+    _, plan = PLANS["verification"]()
+    path = graphs("verification").folder / plan.file
+    assert check_exact(plan, path)
+
+    class Other(torch.nn.Module):
+        def forward(self, *inputs):
+            accepted, token = plan.network(*inputs)
+            return [accepted, token + (accepted < 0)]
+
+    with pytest.raises(ParityError, match="token differ"):
+        check_exact(replace(plan, network=Other()), path)
+
+
+def test_quantisation_has_a_bound_of_its_own(graphs, tmp_path):
+    with pytest.raises(ParityError, match=r"accepted with 0\.\d+ by the float32 one, less than 0\.9999"):
+        write(PLANS["eagle"], tmp_path / "out", quantization="int4", least_acceptance=0.9999)
+    assert list(tmp_path.iterdir()) == []
+    plan = PLANS["eagle"]()[1]
+    with pytest.raises(ParityError, match="no texts to measure"):
+        check_quantized(replace(plan, real=lambda: []), graphs("eagle").folder / "model.onnx")
+
+
+def test_acceptance_is_measured_against_float32(graphs):
+    """The float32 graph itself accepts all of its tokens; a network that says something else, few."""
+    plan = PLANS["eagle"]()[1]
+    path = graphs("eagle").folder / "model.onnx"
+    assert check_quantized(plan, path)["model.onnx: acceptance by float32, quantised"] == pytest.approx(1, abs=1e-5)
+
+    class Flat(torch.nn.Module):
+        def forward(self, *inputs):
+            found = plan.network(*inputs)
+            return [found[0] * 0, *found[1:]]
+
+    with pytest.raises(ParityError, match="accepted with"):
+        check_quantized(replace(plan, network=Flat()), path)
+
+
+def test_every_example_is_another_tree():
+    """Samples see different parts of their pasts, and rows different branches: a plain causal mask would not do."""
+    plan = PLANS["model"]()[0]
+    found = plan.example(Shape(2, 9, 17), torch.Generator().manual_seed(0))
+    seen = found["attention_mask"] == 0
+    assert seen[0].sum() != seen[1].sum()
+    assert not torch.equal(seen[0, 0, :, 17:], torch.ones(9, 9).tril().bool())
+    assert len(SHAPES) >= 6
+
+
+# Models
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen2", "qwen3", "gpt2", "opt", "gpt_neox", "olmo2", "qwen3_moe", "deepseek_v3"]
+)
+def test_models_that_can_be_graphs(name):
+    model = tiny(name)
+    check_against(CausalNetwork(model), model, cache_sizes(model))
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt_oss"])
+def test_sliding_windows_are_refused(name):
+    with pytest.raises(UnsupportedModel, match=r"keeps DynamicSlidingWindowLayer.*full attention"):
+        plans.causal_lm(RaggedModel(tiny(name)), origin())
+
+
+def test_a_model_that_cannot_take_a_mask_is_refused():
+    """Its logits say so: whatever the reason, the graph would be another model."""
+    model = tiny()
+
+    class Deaf(CausalNetwork):
+        def forward(self, input_ids, attention_mask, position_ids, *past):
+            return super().forward(input_ids, attention_mask * 0, position_ids, *past)
+
+    sizes = cache_sizes(model)
+    check_against(CausalNetwork(model), model, sizes)
+    with pytest.raises(UnsupportedModel, match="differ from its own by"):
+        check_against(Deaf(model), model, sizes)
+
+
+def test_a_model_without_keys_and_values_is_refused():
+    with pytest.raises(UnsupportedModel, match="instead of all keys and values"):
+        cache_sizes(tiny("mamba"))
+
+
+def test_hidden_states_that_are_none():
+    with pytest.raises(ValueError, match=rf"numbered 0\.\.{LAYERS}, got \[7\]"):
+        plans.causal_lm(target(), origin(), [7])
+
+
+def test_shown_hidden_states_are_what_drafters_read(graphs):
+    """Numbered as transformers numbers them: an EAGLE head may read them."""
+    text = texts()[0]
+    (plan,) = PLANS["model"]()
+    graph = Graph(graphs("model").folder / "model.onnx")
+    given = next(iter(plan.real()))
+    with torch.no_grad():
+        states = plan.network.model(torch.tensor([text]), output_hidden_states=True).hidden_states
+    found = graph.run(given)["hidden_states"]
+    torch.testing.assert_close(found, torch.cat([states[1], states[2]], dim=-1), rtol=0, atol=1e-4)
+
+
+def test_a_head_belongs_to_its_target():
+    other = plans.Origin(RaggedModel(tiny(num_hidden_layers=LAYERS, seed=2)))
+    for make, name in ((plans.eagle, "eagle"), (plans.medusa, "medusa")):
+        with pytest.raises(ValueError, match="trained for another target"):
+            make(trained(name).network, other)
+    with pytest.raises(ValueError, match="made for"):
+        plans.early_exit(origin(), 3, trained("exit").network)

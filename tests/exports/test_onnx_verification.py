@@ -1,0 +1,153 @@
+"""The verdict at one node and the statistics of rows, as graphs: what the rules in torch say, node by node."""
+
+import pytest
+import torch
+
+from arbordraft import (
+    IID,
+    AdaptiveTopTail,
+    DraftTree,
+    Noise,
+    RecursiveRejection,
+    SampleTree,
+    SpecHub,
+    TopDown,
+    TopTail,
+    TopTailRule,
+    TreeTopology,
+)
+from arbordraft.exports.onnx.networks import NodeVerification, RowStatistics
+from arbordraft.kernels.verify import row_max
+from arbordraft.onnx_graph import Graph
+from arbordraft.types import TOP, Origin
+
+NODES, VOCAB = 400, 29
+
+
+def cases(tops, tails, *, sharpness=3.0, seed=0):
+    """Target rows, draft rows and what was drawn from them, with all uniforms."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = sharpness * torch.randn(NODES, VOCAB, generator=generator)
+    draft = (logits + sharpness / 2 * torch.randn(logits.shape, generator=generator)).softmax(dim=-1)
+    law, k = TopTail(tops, tails), tops + tails
+    uniforms = torch.rand(NODES, k, generator=generator).tolist()
+    tokens = [law.draw(row, numbers) for row, numbers in zip(draft, uniforms, strict=True)]
+    return logits, draft, tokens, torch.rand(NODES, k + 1, generator=generator, dtype=torch.float64)
+
+
+def by_rule(rule, law, logits, draft, tokens, uniforms):
+    """Accepted child, or -1, and token of every node, by a tree of one level."""
+    topology = TreeTopology.k_ary(law.k, 1)
+    accepted, emitted = [], []
+    for target, row, drawn, numbers in zip(logits.softmax(-1), draft, tokens, uniforms, strict=True):
+        tree = SampleTree(topology, law, {0: 0} | dict(enumerate(drawn, 1)), {0: row})
+        final = torch.zeros(1, topology.num_nodes, dtype=torch.float64)
+        final[0, 0] = numbers[-1]
+        accept = torch.cat([torch.zeros(1, dtype=torch.float64), numbers[:-1]])[None]
+        rows = target.expand(len(tree.tokens), -1)
+        (verdict,) = TopDown(rule)(DraftTree((tree,)), rows, Noise(final, accept, final)).samples
+        accepted.append(verdict.path[0] - 1 if verdict.path else -1)
+        emitted.append(drawn[verdict.path[0] - 1] if verdict.path else verdict.token)
+    return accepted, emitted
+
+
+def padded(tokens, k):
+    return torch.tensor([row + [-1] * (k - len(row)) for row in tokens])
+
+
+@pytest.mark.parametrize(("name", "tops", "tails"), [("verification", 1, 1), ("verification-2-2", 2, 2)])
+def test_the_graph_decides_as_the_rule(graphs, name, tops, tails):
+    graph = Graph(graphs(name).folder / "verification.onnx")
+    given = cases(tops, tails)
+    logits, draft, tokens, uniforms = given
+    inputs = {"logits": logits, "draft_probs": draft, "draft_tokens": torch.tensor(tokens), "uniforms": uniforms}
+    found = graph.run(inputs)
+    accepted, emitted = by_rule(TopTailRule(), TopTail(tops, tails), *given)
+    assert found["accepted"].tolist() == accepted
+    assert found["token"].tolist() == emitted
+    assert {-1, *range(tops + tails)} == set(accepted), "every outcome must have occurred"
+    # A graph that tried the children in another order would not pass.
+    other = by_rule(RecursiveRejection(), IID(tops + tails), *given)
+    assert other != (accepted, emitted)
+
+
+def test_one_top_and_one_tail_are_spechub(graphs):
+    given = cases(1, 1, seed=1)
+    logits, draft, tokens, uniforms = given
+    graph = Graph(graphs("verification").folder / "verification.onnx")
+    found = graph(logits=logits, draft_probs=draft, draft_tokens=torch.tensor(tokens), uniforms=uniforms)
+    assert (found["accepted"].tolist(), found["token"].tolist()) == by_rule(SpecHub(), TopTail(1, 1), *given)
+
+
+def test_another_vocabulary_and_a_single_node(graphs):
+    """No size is built in."""
+    graph = Graph(graphs("verification").folder / "verification.onnx")
+    generator = torch.Generator().manual_seed(0)
+    for vocabulary in (3, 500):
+        logits = torch.randn(1, vocabulary, generator=generator)
+        draft = logits.softmax(-1)
+        tokens = torch.tensor([[1, int(draft.argmax())]] if draft.argmax() != 1 else [[0, 1]])
+        inputs = {"draft_probs": draft, "draft_tokens": tokens, "uniforms": torch.tensor([[0.9, 0.9, 0.5]]).double()}
+        assert 0 <= graph(logits=logits, **inputs)["token"].item() < vocabulary
+
+
+def test_rows_with_few_tokens_have_fewer_children():
+    """Sharp rows: the draft row's support, and the residual, run out."""
+    network = NodeVerification(2, 2)
+    logits, draft, _, uniforms = cases(2, 2, sharpness=30.0)
+    draft[draft < 1e-3] = 0
+    law = TopTail(2, 2)
+    generator = torch.Generator().manual_seed(3)
+    draws = torch.rand(NODES, 4, generator=generator).tolist()
+    tokens = [law.draw(row, numbers) for row, numbers in zip(draft, draws, strict=True)]
+    assert {1, 2, 3} <= {len(row) for row in tokens}
+    # Tails come first: where one is missing, tops must stay in their places.
+    tails = [[t for t in row if t not in law.top_tokens(d)] for row, d in zip(tokens, draft, strict=True)]
+    tops = [[t for t in row if t in law.top_tokens(d)] for row, d in zip(tokens, draft, strict=True)]
+    shown = torch.cat([padded(tails, 2), padded(tops, 2)], dim=1)
+    places = [[i for i, token in enumerate(row) if token >= 0] for row in shown.tolist()]
+    accepted, emitted = [], []
+    for row, place in enumerate(places):
+        numbers = torch.ones(1, 5, dtype=torch.float64)
+        numbers[0, : len(place)] = uniforms[row, place]
+        numbers[0, -1] = uniforms[row, -1]
+        one = by_rule(TopTailRule(), law, logits[row : row + 1], draft[row : row + 1], tokens[row : row + 1], numbers)
+        accepted.append(place[one[0][0]] if one[0][0] >= 0 else -1)
+        emitted += one[1]
+    found = network(logits, draft, shown, uniforms)
+    assert found[0].tolist() == accepted
+    assert found[1].tolist() == emitted
+
+
+def test_a_node_that_cannot_be_rejected():
+    """Target and draft are one: what would follow a rejection has no mass."""
+    row = torch.tensor([[0.0, 0.5, 0.5]]).log()
+    network = NodeVerification(0, 1)
+    uniforms = torch.tensor([[1 - 1e-12, 0.5]], dtype=torch.float64)
+    accepted, token = network(row, row.softmax(-1), torch.tensor([[2]]), uniforms)
+    assert (accepted.item(), token.item()) == (0, 2)
+
+
+def test_laws_without_a_tail_are_refused():
+    with pytest.raises(ValueError, match="at least one tail"):
+        NodeVerification(2, 0)
+    assert not TopTailRule().supports(IID(2))
+    assert TopTailRule().supports(TopTail(1, 1))
+    assert not SpecHub().supports(AdaptiveTopTail(3))
+
+
+def test_statistics_of_rows(graphs):
+    logits = cases(1, 1)[0]
+    logits[0, :20] = -torch.inf  # banned tokens
+    logits[1, 5] = logits[1].max() + 1
+    logits[1, 9] = logits[1, 5]  # a tie: the first one counts
+    found = Graph(graphs("verification").folder / "statistics.onnx")(logits=logits)
+    values, tokens = row_max(logits)
+    assert torch.equal(found["highest"], values)
+    assert torch.equal(found["best"], tokens)
+    assert found["best"][1] == 5
+    origins = [Origin(lambda row=row: row) for row in logits.softmax(-1)]
+    torch.testing.assert_close(found["entropy"], torch.tensor([o.entropy for o in origins]), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found["top"], torch.tensor([o.top for o in origins]), rtol=1e-5, atol=1e-6)
+    assert found["top"].shape == (NODES, TOP)
+    assert RowStatistics(3)(logits)[3].shape == (NODES, 3)

@@ -1,0 +1,111 @@
+"""Passes over rows of scores in Triton's interpreter, against the plain ones; and whole verifications with them."""
+
+import pytest
+import test_packed_verification as packed  # not its tests by name: they would be collected here
+import torch
+from torch import library
+from torch.testing import assert_close
+from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
+
+from arbordraft.kernels import choice
+from arbordraft.kernels.choice import INTERPRETER
+from arbordraft.kernels.verify import row_max
+from arbordraft.kernels.verify.operator import left_mass, left_pick, row_stats
+from arbordraft.kernels.verify.reference import CHUNK
+from arbordraft.sampling import Warp
+
+SIZES = [1, 7, CHUNK, CHUNK + 1, 2 * CHUNK + 130]
+
+
+def problem(vocabulary, dtype=torch.float32, seed=0):
+    """Scores, draft rows and four nodes, one of which drew from nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randn(5, vocabulary, generator=generator)
+    scores[1, : vocabulary // 2] = -torch.inf
+    draft = torch.randn(3, vocabulary, generator=generator).softmax(dim=-1)
+    special = torch.randint(vocabulary, (4, 3), generator=generator)
+    special[1], special[2, 1:] = -1, -1
+    return (
+        *(scores.to(dtype), scores.to(dtype).float().logsumexp(dim=-1), draft, torch.tensor([0, 1, 4, 2])),
+        *(torch.tensor([2, 0, -1, 1]), torch.tensor([1.0, 0.5, 0.9, 0.0]), torch.tensor([0.3, 1.0, 5.0, 0.2]), special),
+    )
+
+
+def both(monkeypatch, operator, *arguments):
+    """What the operator gives in the interpreter and what its plain implementation does."""
+    found = operator(*arguments)
+    with monkeypatch.context() as patch:
+        patch.setenv(INTERPRETER, "0")
+        return found, operator(*arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("vocabulary", SIZES)
+def test_row_stats(monkeypatch, guarded, vocabulary, dtype):
+    scores = problem(vocabulary, dtype)[0]
+    if vocabulary > 1:
+        scores[2, vocabulary // 2 :] = scores[2].max()  # the first of several
+    scores[3] = -torch.inf
+    scores[4, -1] = torch.nan
+    found, expected = both(monkeypatch, row_stats, scores)
+    sound = [0, 1, 2, 3]
+    assert_close(found[0][sound], expected[0][sound])
+    assert found[0][4].isnan().any()
+    assert not found[0][sound].isnan().any()
+    alive = expected[0][:3] > -torch.inf
+    assert torch.equal(found[1][:3][alive], expected[1][:3][alive])
+    assert_close(found[2][sound], expected[2][sound])
+
+
+@pytest.mark.parametrize("vocabulary", SIZES)
+def test_left_mass(monkeypatch, guarded, vocabulary):
+    found, expected = both(monkeypatch, left_mass, *problem(vocabulary))
+    assert_close(found, expected)
+    nothing = both(monkeypatch, left_mass, *problem(vocabulary)[:2], torch.empty(0, 0), *problem(vocabulary)[3:4],
+                   torch.full((4,), -1), *problem(vocabulary)[5:])  # fmt: skip
+    assert_close(*nothing)
+
+
+@pytest.mark.parametrize("vocabulary", SIZES)
+def test_left_pick(monkeypatch, guarded, vocabulary):
+    arguments = problem(vocabulary)
+    mass = left_mass(*arguments)[0]
+    for turn in range(8):
+        chunk = torch.randint(mass.shape[1], (4,))
+        level = torch.rand(4, dtype=torch.float64) * mass[torch.arange(4), chunk] * (1.2 if turn == 7 else 1)
+        found, expected = both(monkeypatch, left_pick, *arguments, chunk, level)
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("lifted", [False, True], ids=["top-down", "lifted"])
+@pytest.mark.parametrize("coupling", packed.COUPLINGS.values(), ids=packed.COUPLINGS)
+def test_verdicts(coupling, lifted):
+    packed.test_the_same_verdicts(coupling, lifted, 7, 20)
+
+
+PROCESSORS = [TopKLogitsWarper(1), TopKLogitsWarper(5), TopPLogitsWarper(0.3), TopPLogitsWarper(0.9)]
+
+
+@pytest.mark.parametrize("processor", PROCESSORS, ids=lambda one: f"{type(one).__name__} {vars(one)}")
+def test_float64_scores_keep_their_tokens(processor):
+    """Scores in float64 are not compared with thresholds in float32."""
+    scores = torch.randn(200, 300, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    scores[:, 7] = scores[:, 30] + 1e-12
+    expected = processor(None, scores)
+    with choice.use("triton"):
+        found = Warp([processor])(scores, lambda row: [])
+        best = row_max(scores)[1]
+    assert torch.equal(found, expected)
+    assert torch.equal(best, scores.argmax(dim=-1))
+
+
+def test_the_operators_are_registered_properly_and_compile():
+    arguments = problem(300)
+    calls = [
+        (row_stats, arguments[:1]),
+        (left_mass, arguments),
+        (left_pick, (*arguments, torch.zeros(4, dtype=torch.int64), torch.full((4,), 0.1, dtype=torch.float64))),
+    ]
+    for operator, given in calls:
+        library.opcheck(operator, given)
+        assert_close(torch.compile(operator, fullgraph=True, backend="aot_eager")(*given), operator(*given))

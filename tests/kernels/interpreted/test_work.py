@@ -1,0 +1,135 @@
+"""What the kernels are said to move, against the addresses that they touch in Triton's interpreter."""
+
+import numpy as np
+import pytest
+import torch
+from ragged_case import Case
+from triton.runtime import interpreter
+
+from arbordraft import TreeTopology
+from arbordraft.kernels import choice, work
+from arbordraft.kernels.kv_cache import append, compact
+from arbordraft.kernels.ragged_tree_attention import ragged_tree_attention
+from arbordraft.kernels.tree_expand.operator import expand
+from arbordraft.kernels.verify.operator import left_mass, left_pick, lowest_kept, row_stats
+from arbordraft.kernels.verify.reference import CHUNK
+
+CHAIN, TREE = TreeTopology.chain, TreeTopology.k_ary(2, 2)
+
+
+@pytest.fixture
+def touched(monkeypatch):
+    """Sets of the bytes read and written, and how many operations matrix products took."""
+    found = {"read": set(), "written": set(), "products": 0}
+    builder = interpreter.InterpreterBuilder
+    load, store, dot = builder.create_masked_load, builder.create_masked_store, builder.create_dot
+
+    def note(where, pointers, mask):
+        size = np.dtype(interpreter._get_np_dtype(pointers.get_element_ty())).itemsize
+        for address in np.unique(np.broadcast_to(pointers.data, mask.data.shape)[mask.data.astype(bool)]).tolist():
+            found[where].update(range(address, address + size))
+
+    def noted_load(self, pointers, mask, *rest):
+        note("read", pointers, mask)
+        return load(self, pointers, mask, *rest)
+
+    def noted_store(self, pointers, value, mask, *rest):
+        note("written", pointers, mask)
+        return store(self, pointers, value, mask, *rest)
+
+    def noted_dot(self, a, b, *rest):
+        found["products"] += 2 * a.data.shape[0] * a.data.shape[1] * b.data.shape[1]
+        return dot(self, a, b, *rest)
+
+    monkeypatch.setattr(builder, "create_masked_load", noted_load)
+    monkeypatch.setattr(builder, "create_masked_store", noted_store)
+    monkeypatch.setattr(builder, "create_dot", noted_dot)
+    return found
+
+
+def moved(touched):
+    return len(touched["read"]) + len(touched["written"])
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["trees", "prompts"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_attention(touched, causal, dtype):
+    samples = [(37, TREE), (101, CHAIN(69)), (0, CHAIN(0))]
+    case = Case(samples, group=3, causal=causal, dtype=dtype, size=8, value_size=16)
+    with choice.use("triton"):
+        case.run(ragged_tree_attention)
+    past, rows = [past for past, _ in samples], [tree.num_nodes for _, tree in samples]
+    sizes = {"heads": 6, "kv_heads": 2, "size": 8, "value_size": 16, "itemsize": dtype.itemsize, "causal": causal}
+    assert moved(touched) == work.attention(rows, past, rows, **sizes).bytes
+
+
+def test_attention_in_splits(touched):
+    case = Case([(700, TREE)], dtype=torch.float32, key_heads=1)
+    with choice.use("triton"):
+        case.run(ragged_tree_attention, split_size=192)
+    sizes = {"heads": 2, "kv_heads": 1, "size": 8, "value_size": 8, "itemsize": 4}
+    whole, split = (work.attention([7], [700], [7], **sizes, splits=splits) for splits in (1, 4))
+    assert moved(touched) == split.bytes
+    assert split.bytes - whole.bytes == 2 * 7 * 2 * 4 * (8 + 1) * 4
+    assert split.flops == whole.flops
+
+
+def test_operations_of_attention(touched):
+    """Where the tiles are full: 128 committed keys, a tree of 64, of which the last 8 rows are new, in 16 lanes."""
+    tree = TreeTopology.from_parents([-1, *range(55), *[55] * 8])
+    case = Case([(128, tree)], last=1, dtype=torch.float32, key_heads=1, size=16)
+    with choice.use("triton"):
+        case.run(ragged_tree_attention)
+    sizes = {"heads": 2, "kv_heads": 1, "size": 16, "value_size": 16, "itemsize": 4}
+    assert (
+        touched["products"] == work.attention([8], [128], [64], **sizes).flops == 2 * (8 * 2) * (128 + 64) * (16 + 16)
+    )
+
+
+def test_cache(touched):
+    keys, values, new_keys, new_values = (torch.randn(rows, 2, size) for rows in (9, 3) for size in (3, 5))
+    with choice.use("triton"):
+        append(keys, values, new_keys, new_values, torch.tensor([4, 1, 7]))
+    assert moved(touched) == work.append(3, 2 * (3 + 5), 4).bytes
+    for where in ("read", "written"):
+        touched[where].clear()
+    pools = [torch.randn(20, 2, 3) for _ in range(4)]
+    with choice.use("triton"):
+        compact(pools, [[(3, 1), (4, 2)], [], [(15, 14)]])
+    assert moved(touched) == work.compact(3, 3, 6, 4, pools=4).bytes
+
+
+@pytest.mark.parametrize("vocabulary", [100, CHUNK + 7])
+def test_verification(touched, vocabulary):
+    scores, draft = torch.randn(5, vocabulary).half(), torch.rand(3, vocabulary)
+    row_stats(scores)
+    assert moved(touched) == work.row_stats(5, vocabulary, 2).bytes
+    row, draft_row = torch.tensor([4, 1, 2, 0]), torch.tensor([2, -1, 0, 1])
+    nodes = (row, draft_row, torch.rand(4), torch.rand(4), torch.randint(vocabulary, (4, 2)))
+    for where in ("read", "written"):
+        touched[where].clear()
+    left_mass(scores, torch.zeros(5), draft, *nodes)
+    assert moved(touched) == work.left_mass(4, 3, vocabulary, 2, 2).bytes
+    if vocabulary < CHUNK:
+        return
+    for where in ("read", "written"):
+        touched[where].clear()
+    left_pick(
+        scores, torch.zeros(5), draft, *nodes, torch.zeros(4, dtype=torch.int64), torch.rand(4, dtype=torch.float64)
+    )
+    assert moved(touched) == work.left_pick(4, 3, 2, 2).bytes
+
+
+@pytest.mark.parametrize("vocabulary", [100, 1030])
+def test_truncation(touched, vocabulary):
+    lowest_kept(torch.randn(2, vocabulary).half(), torch.zeros(2), 5, 0.0)
+    assert moved(touched) == work.lowest_kept(2, vocabulary, 2).bytes
+
+
+@pytest.mark.parametrize(("children", "drawn", "words"), [(1, False, 0), (3, True, 2)])
+def test_expansion(touched, children, drawn, words):
+    rows, vocabulary = 2, CHUNK + 130
+    seeds = torch.arange(rows) if drawn else None
+    above = (torch.ones(rows, words, dtype=torch.int64), torch.arange(rows)) if words else (None, None)
+    expand(torch.randn(rows, vocabulary).half(), children, *above, seeds)
+    assert moved(touched) == work.tree_expand(rows, vocabulary, children, 2, words=words, drawn=drawn).bytes

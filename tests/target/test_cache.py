@@ -1,0 +1,240 @@
+"""The ragged cache against plain lists, with poisoned pools: no sample ever reads what is not its own."""
+
+import math
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
+
+from arbordraft import CacheOverflow, RaggedKVCache
+from arbordraft.kernels.ragged_tree_attention import ragged_tree_attention
+
+LAYERS, HEADS, SIZE = 2, 2, 3
+
+
+def rows_of(numbers):
+    """``[T, H, D]`` rows that can be told apart by one number each."""
+    return torch.tensor(numbers, dtype=torch.float32)[:, None, None].expand(-1, HEADS, SIZE).contiguous()
+
+
+def poison(cache):
+    """Fills every pool row that belongs to no sample with NaN."""
+    for pool in cache.buffers():
+        owned = torch.zeros(len(pool), dtype=torch.bool)
+        for slab in cache._slabs.values():
+            owned[slab.start : slab.start + slab.length + len(slab.tree_positions)] = True
+        pool[~owned] = float("nan")
+
+
+def fill(cache, batch, numbers):
+    for layer in range(LAYERS):
+        cache.write(layer, rows_of(numbers), -rows_of(numbers), batch.slots)
+
+
+def contents(cache, sample):
+    """The numbers of a sample's committed and uncommitted rows, from the keys of the last layer."""
+    slab = cache._slabs[sample]
+    if f"keys_{LAYERS - 1}" not in dict(cache.named_buffers()):
+        return []
+    pool = cache.get_buffer(f"keys_{LAYERS - 1}")
+    return pool[slab.start : slab.start + slab.length + len(slab.tree_positions), 0, 0].tolist()
+
+
+def attended_mean(cache, sample, beyond=0):
+    """Attention of one new row over poisoned pools: the mean of the sample's own values, if it reads nothing else."""
+    batch = cache.plan([sample], [[0]])
+    fill(cache, batch, [0.5])
+    poison(cache)
+    batch = replace(batch, past=[batch.past[0] + beyond])
+    keys, values = cache.get_buffer("keys_0"), cache.get_buffer("values_0")
+    return ragged_tree_attention(torch.zeros(1, HEADS, SIZE), keys, values, batch, scale=1.0).mean().item()
+
+
+@dataclass
+class Twin:
+    """What a sample should hold."""
+
+    committed: list[float] = field(default_factory=list)
+    tree: list[float] = field(default_factory=list)
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Random calls in random order; after each of them the cache holds what the lists hold."""
+
+    samples = Bundle("samples")
+
+    @initialize(limit=st.sampled_from([None, 40, 90]))
+    def create(self, limit):
+        self.cache = RaggedKVCache(limit)
+        self.twins = {}
+        self.number = 0.0
+
+    def fresh(self, count):
+        numbers = [self.number + row for row in range(1, count + 1)]
+        self.number += count
+        return numbers
+
+    @rule(target=samples, tokens=st.integers(0, 12))
+    def open(self, tokens):
+        try:
+            sample = self.cache.open(tokens)
+        except CacheOverflow:
+            assert self.cache.max_tokens is not None
+            return None
+        self.twins[sample] = Twin()
+        return sample
+
+    @rule(first=samples, second=samples, sizes=st.tuples(st.integers(1, 9), st.integers(0, 9)))
+    def write(self, first, second, sizes):
+        """Also several times without a commit between: the levels of one tree."""
+        wanted = {sample: size for sample, size in zip((first, second), sizes, strict=True) if sample in self.twins}
+        try:
+            batch = self.cache.plan(list(wanted), [range(size) for size in wanted.values()])
+        except CacheOverflow:
+            assert self.cache.max_tokens is not None
+            return
+        assert len(set(batch.slots.tolist())) == sum(wanted.values())
+        numbers = self.fresh(sum(wanted.values()))
+        fill(self.cache, batch, numbers)
+        for sample, size in wanted.items():
+            self.twins[sample].tree += numbers[:size]
+            numbers = numbers[size:]
+
+    @rule(samples=st.sets(samples, max_size=3), data=st.data())
+    def commit(self, samples, data):
+        kept = {}
+        for sample in samples & self.twins.keys():
+            twin = self.twins[sample]
+            kept[sample] = sorted(data.draw(st.sets(st.sampled_from(range(len(twin.tree))))) if twin.tree else [])
+            twin.committed += [twin.tree[row] for row in kept[sample]]
+            twin.tree = []
+        self.cache.commit(kept)
+
+    @rule(sample=samples)
+    def drop(self, sample):
+        if sample in self.twins:
+            self.cache.drop([sample])
+            self.twins[sample].tree = []
+
+    @rule(sample=consumes(samples))
+    def close(self, sample):
+        if sample in self.twins:
+            self.cache.close(sample)
+            del self.twins[sample]
+
+    @precondition(lambda self: any(twin.committed for twin in self.twins.values()))
+    @rule(data=st.data())
+    def attend(self, data):
+        sample = data.draw(st.sampled_from([sample for sample, twin in self.twins.items() if twin.committed]))
+        own = [*self.twins[sample].committed, *self.twins[sample].tree]
+        try:
+            mean = attended_mean(self.cache, sample)
+        except CacheOverflow:
+            return
+        self.twins[sample].tree.append(0.5)
+        assert mean == pytest.approx(-(sum(own) + 0.5) / (len(own) + 1), rel=1e-5)
+
+    @invariant()
+    def holds_what_it_should(self):
+        for sample, twin in getattr(self, "twins", {}).items():
+            assert self.cache.length(sample) == len(twin.committed)
+            assert contents(self.cache, sample) == twin.committed + twin.tree
+
+    @invariant()
+    def slabs_and_free_rows_cover_the_pool_once(self):
+        cache = getattr(self, "cache", RaggedKVCache())
+        regions = sorted([*cache._free, *((slab.start, slab.capacity) for slab in cache._slabs.values())])
+        assert [start for start, _ in regions] == [0, *(sum(region) for region in regions)][: len(regions)]
+        assert sum(rows for _, rows in regions) == cache._rows <= (cache.max_tokens or cache._rows)
+
+
+TestCacheMachine = CacheMachine.TestCase
+TestCacheMachine.settings = settings(max_examples=60, stateful_step_count=30)
+
+
+def opened(lengths, max_tokens=None):
+    """A cache whose samples hold the numbers 0, 1, ... of their own hundred."""
+    cache = RaggedKVCache(max_tokens)
+    samples = [cache.open(length) for length in lengths]
+    numbers = [100.0 * index + row for index, length in enumerate(lengths) for row in range(length)]
+    fill(cache, cache.plan(samples, [range(length) for length in lengths]), numbers)
+    cache.commit({sample: range(length) for sample, length in zip(samples, lengths, strict=True)})
+    return cache, samples
+
+
+def test_the_machine_would_notice_a_wrong_compaction(monkeypatch):
+    """Negative control: moving rows one by one in the wrong order loses some of an overlapping path."""
+
+    def careless(pools, moves):
+        for pool in pools:
+            for row, target in reversed(moves[0]):
+                pool[target] = pool[row]
+
+    cache, (sample,) = opened([2])
+    fill(cache, cache.plan([sample], [range(6)]), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    monkeypatch.setattr("arbordraft.target.cache.compact", careless)
+    cache.commit({sample: [0, 2, 4, 5]})
+    assert contents(cache, sample) != [0.0, 1.0, 1.0, 3.0, 5.0, 6.0]
+
+
+def test_poison_would_be_noticed():
+    """Negative control: attention that reads one row too many meets NaN."""
+    cache, samples = opened([3, 4])
+    assert attended_mean(cache, samples[0]) == pytest.approx(-(0 + 1 + 2 + 0.5) / 4)
+    cache.drop(samples)
+    assert math.isnan(attended_mean(cache, samples[0], beyond=1))
+
+
+def test_a_step_never_copies_the_cache():
+    """Within the planned room the pools stay where they are; beyond it they grow by doubling."""
+    cache, samples = opened([1, 1])
+    moves, rows = 0, cache.get_buffer("keys_0").data_ptr()
+    for _ in range(200):
+        fill(cache, cache.plan(samples, [range(3)] * 2), [0.0] * 6)
+        cache.commit(dict.fromkeys(samples, (0, 2)))
+        here = cache.get_buffer("keys_0").data_ptr()
+        moves, rows = moves + (here != rows), here
+    assert moves <= 10
+    fixed = RaggedKVCache()
+    samples = [fixed.open(600), fixed.open(600)]
+    pointers = set()
+    for _ in range(200):
+        fill(fixed, fixed.plan(samples, [range(3)] * 2), [0.0] * 6)
+        fixed.commit(dict.fromkeys(samples, (0, 2)))
+        pointers.add(tuple(pool.data_ptr() for pool in fixed.buffers()))
+    assert len(pointers) == 1
+
+
+def test_a_freed_slab_is_used_again():
+    cache, (first, second, third) = opened([10, 10, 10])
+    cache.close(second)
+    assert cache._slabs[cache.open(10)].start == 10
+    cache.close(third)
+    cache.close(first)
+    rows = cache._rows
+    assert cache._slabs[cache.open(rows - 10 - 10)].start in (0, 20)
+    assert cache._rows == rows
+
+
+def test_overflow_names_the_limit_and_the_fix():
+    cache, (first, second) = opened([10, 10], max_tokens=24)
+    with pytest.raises(CacheOverflow, match=r"may hold 24 tokens and cannot make room for 15 more; raise .* fewer"):
+        cache.plan([first], [range(5)])
+    with pytest.raises(CacheOverflow, match="room for 5 more"):
+        cache.open(5)
+    assert (contents(cache, first), contents(cache, second)) == ([*range(10)], [*range(100, 110)])
+    cache.close(second)
+    fill(cache, cache.plan([first], [range(3)]), [7.0, 8.0, 9.0])  # what was closed makes room
+    assert contents(cache, first) == [*range(10), 7, 8, 9]
+
+
+@pytest.mark.parametrize("rows", [[1, 0], [0, 0], [3], [-1]])
+def test_only_ascending_rows_of_the_tree_can_be_kept(rows):
+    cache, (sample,) = opened([2])
+    fill(cache, cache.plan([sample], [range(3)]), [1.0, 2.0, 3.0])
+    with pytest.raises(ValueError, match=r"must ascend within 0\.\.2"):
+        cache.commit({sample: rows})
+    assert contents(cache, sample) == [0.0, 1.0, 1.0, 2.0, 3.0]

@@ -1,0 +1,200 @@
+"""A row has the same bits whatever runs beside it: in kernels, in models, and so in what they decode."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from models import PROMPTS, left_padded, new_tokens
+from native_checks import (
+    KINDS,
+    OPTIONS,
+    TREES,
+    Stack,
+    check_stack_rows,
+    check_tree_rows,
+    choices_of_rows,
+    differing,
+    layers_of,
+    linear_rows,
+)
+from packed_models import FUSED, plain, small
+from ragged_case import Case
+
+from arbordraft import (
+    Coupling,
+    EarlyExitDrafter,
+    Fixed,
+    Matching,
+    NGramDrafter,
+    RaggedModel,
+    RecursiveRejection,
+    SpeculativeDecoder,
+    TopDown,
+    TreeTopology,
+    WithoutReplacement,
+    builders,
+)
+from arbordraft.kernels.packed_linear import ACTIVATIONS
+from arbordraft.kernels.ragged_tree_attention import ragged_tree_attention
+from arbordraft.target.exactness import probe_rows
+
+DTYPES = [torch.float32, torch.bfloat16]
+pytestmark = pytest.mark.usefixtures("kernels")
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_linears(kind, threads):
+    torch.set_num_threads(threads)
+    for outputs, inputs in ((16, 16), (33, 19), (80, 64), (176, 130)):
+        assert differing(linear_rows(kind, outputs, inputs), 40, choices_of_rows(40, 6)) == 0
+    for activation in ACTIVATIONS:
+        assert differing(linear_rows(kind, 96, 65, activation), 40, choices_of_rows(40, 3)) == 0
+
+
+@given(st.data(), st.sampled_from(list(KINDS)))
+def test_rows_of_any_linear(data, kind):
+    count = data.draw(st.integers(1, 24))
+    run = linear_rows(kind, data.draw(st.integers(1, 100)), data.draw(st.integers(1, 50)), count=count)
+    choice = data.draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=30))
+    assert differing(run, count, [choice]) == 0
+
+
+def test_linears_round_alike_on_any_number_of_threads():
+    for kind in KINDS:
+        run, rows = linear_rows(kind, 176, 130), list(range(40))
+        found = []
+        for threads in (1, 2, 3, 5):
+            torch.set_num_threads(threads)
+            found += [run(rows), torch.cat([run([row]) for row in rows])]
+        assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+def test_rows_that_depend_on_others_would_be_seen():
+    """Negative control: halves of a sum that part elsewhere for another number of rows, as blocked products do."""
+    x, weight = torch.randn(40, 64), torch.randn(64, 48)
+
+    def uneven(rows):
+        part = 8 * (1 + len(rows) % 7)
+        return x[rows, :part] @ weight[:part] + x[rows, part:] @ weight[part:]
+
+    assert differing(uneven, 40, choices_of_rows(40, 6)) > 0
+    off_by_one_bit = linear_rows("float32", 48, 64)
+    last = torch.tensor(float("inf"))
+    assert (
+        differing(
+            lambda rows: torch.nextafter(off_by_one_bit(rows), last) if len(rows) == 1 else off_by_one_bit(rows),
+            40,
+            choices_of_rows(40, 0),
+        )
+        > 0
+    )
+
+
+@given(st.data(), st.sampled_from(DTYPES), st.sampled_from([{}, {"window": 5}, {"sinks": torch.zeros(4)}]))
+def test_rows_of_attention(data, dtype, options):
+    """Any samples of the batch in any order, and any of their rows."""
+    case = Case(TREES["trees"] + TREES["several chunks"], dtype=dtype, size=32)
+    together = case.run(ragged_tree_attention, use_native=True, **options)
+    samples = data.draw(st.lists(st.integers(0, 5), min_size=1, unique=True))
+    some = [
+        (sample, data.draw(st.lists(st.integers(0, case.batch.rows[sample] - 1), min_size=1, unique=True)))
+        for sample in samples
+    ]
+    part, rows = case.subset(some)
+    torch.set_num_threads(data.draw(st.integers(1, 3)))
+    assert torch.equal(part.run(ragged_tree_attention, use_native=True, **options), together[rows])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_node_gets_the_bits_of_plain_decoding(options, dtype, threads):
+    torch.set_num_threads(threads)
+    for samples in (TREES["several words"], TREES["several chunks"]):
+        check_tree_rows(Case(samples, dtype=dtype, size=48), **options)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_layers(kind, threads):
+    torch.set_num_threads(threads)
+    for layers in (layers_of(kind), layers_of(kind)[1:]):
+        check_stack_rows(Stack(layers, KINDS[kind][0]))
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=4), st.integers(0, 99), st.sampled_from(list(KINDS)))
+def test_rows_of_layers_in_any_batch(lengths, seed, kind):
+    check_stack_rows(Stack(layers_of(kind), KINDS[kind][0]), seed, [*lengths, 5, 3][:3])
+
+
+def test_layers_whose_rows_depend_on_others_would_be_seen():
+    class Uneven(Stack):
+        def run(self, tokens, batch, cache):
+            out = super().run(tokens, batch, cache)
+            return torch.nextafter(out, out + 1) if len(tokens) > 8 else out
+
+    with pytest.raises(AssertionError):
+        check_stack_rows(Uneven(layers_of("float32")))
+
+
+def test_all_thread_counts_give_the_same_bits():
+    stack, text = Stack(layers_of("bfloat16"), torch.bfloat16), [index % 50 for index in range(150)]
+    found = []
+    for threads in (1, 2, 4):
+        torch.set_num_threads(threads)
+        found += [stack.text([text])[0], stack.text([text], [[140], *([1] for _ in range(10))])[0]]
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("architecture", FUSED)
+def test_rows_of_models(architecture, threads):
+    torch.set_num_threads(threads)
+    model = small(architecture)
+    for dtype, int8 in KINDS.values():
+        rows, equal = probe_rows(RaggedModel(model.to(dtype), linears="native", int8=int8))
+        assert equal == rows > 0
+
+
+def decoders(target):
+    lookup = Coupling(Fixed(2), TopDown(Matching()))
+    drawn = Coupling(WithoutReplacement(2), TopDown(RecursiveRejection()))
+    return {
+        "chain": builders.ems_sd(target, length=4),
+        "lookup tree": SpeculativeDecoder(target, NGramDrafter(), TreeTopology.k_ary(2, 3), lookup),
+        "early exit": SpeculativeDecoder(target, EarlyExitDrafter(target, 1), TreeTopology.k_ary(2, 3), drawn),
+    }
+
+
+def greedy(decoder, prompts):
+    options = {"max_new_tokens": 50, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
+    output = decoder.generate(**left_padded(prompts), **options)
+    return new_tokens(output.sequences, prompts, output.stats.emitted)
+
+
+def disagreements(target):
+    """Decoders and batches whose greedy output is not that of plain decoding, one prompt at a time."""
+    expected = [greedy(builders.plain(target), [prompt])[0] for prompt in PROMPTS]
+    for name, decoder in {"plain": builders.plain(target), **decoders(target)}.items():
+        for batch in ([0, 1, 2], [0], [2], [2, 0]):
+            if greedy(decoder, [PROMPTS[index] for index in batch]) != [expected[index] for index in batch]:
+                yield name, batch
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+@pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
+def test_speculative_bfloat16_equals_plain_decoding(int8, architecture):
+    for seed in range(2):
+        model = small(architecture, seed=seed).to(torch.bfloat16)
+        target = RaggedModel(model, linears="native", int8=int8)
+        assert target.row_invariant
+        assert list(disagreements(target)) == []
+
+
+def test_rounding_that_depends_on_the_batch_would_be_seen():
+    """Negative control: PyTorch's own products in bfloat16."""
+    found = (pair for seed in range(4) for pair in disagreements(plain(small(seed=seed).to(torch.bfloat16))))
+    assert list(itertools.islice(found, 1)) != []

@@ -1,0 +1,398 @@
+"""Packed weights: which layers are fused, that the model is left as it was, and that changes are noticed."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from models import PROMPTS, VOCAB
+from packed_models import BACKENDS, FUSED, OTHERS, ROUNDING, TREES, Lora, logits, plain, small, stand_ins
+from torch import nn
+from torch.testing import assert_close
+
+from arbordraft import RaggedModel
+from arbordraft.kernels import native
+from arbordraft.kernels.packed_linear.module import PackedLinear, onednn_problem
+from arbordraft.target.stand_ins import PackedGatedMLP, PackedLayers, PackedRMSNorm, choose_backend
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+
+def structure(model):
+    """The modules and parameters of a model and where they are."""
+    return {**dict(model.named_modules(remove_duplicate=False)), **dict(model.named_parameters(remove_duplicate=False))}
+
+
+def same_structure(model, before):
+    now = structure(model)
+    return now.keys() == before.keys() and all(now[name] is before[name] for name in before)
+
+
+# What is fused
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("architecture", FUSED + OTHERS)
+def test_packed_logits_equal_plain_ones(architecture, backend):
+    model = small(architecture)
+    before, weights = structure(model), copy.deepcopy(model.state_dict())
+    target = RaggedModel(model, linears=backend)
+    fused = architecture in FUSED and backend == "native"
+    assert target.backend == backend
+    assert target.packing.fused == (2 if fused else 0)
+    assert target.row_invariant == fused
+    assert any(isinstance(stand_in, PackedLinear) for stand_in in stand_ins(target))
+    for layers in (None, 1):
+        if architecture != "gpt_oss" or layers is None or backend == "native":
+            assert_close(logits(target, layers), logits(plain(model), layers), **ROUNDING)
+    assert same_structure(model, before)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, weights[name]), name
+
+
+def test_what_is_not_fused_is_replaced_part_by_part():
+    found = {type(stand_in) for stand_in in stand_ins(RaggedModel(small("olmo2"), linears="native"))}
+    assert found == {PackedLinear, PackedRMSNorm, PackedGatedMLP}
+
+
+@pytest.mark.parametrize("architecture", ["mistral", "gemma2", "gemma3_text"])
+def test_layers_of_several_kinds(architecture):
+    """Sliding windows in some layers only; gemma3 also rotates them differently, so they take several calls."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    overrides = {} if architecture == "mistral" else {"layer_types": kinds}
+    model = small(architecture, num_hidden_layers=3, **overrides)
+    target = RaggedModel(model, linears="native")
+    assert target.packing.fused == 3
+    calls = [part for stand_in in stand_ins(target) for part in stand_in.modules() if isinstance(part, PackedLayers)]
+    assert len(calls) == (3 if architecture == "gemma3_text" else 1)
+    for layers in (None, 1, 2):
+        assert_close(logits(target, layers), logits(plain(model), layers), **ROUNDING)
+
+
+@pytest.mark.parametrize(
+    "options", [{"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}], ids=["tied", "biases"]
+)
+def test_tied_weights_and_biases(options):
+    model = small(**options)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "bias" in name:
+                parameter.normal_()
+    target = RaggedModel(model, linears="native")
+    assert target.row_invariant
+    assert_close(logits(target), logits(plain(model)), **ROUNDING)
+
+
+@pytest.mark.parametrize("rope", ["linear", "llama3", "yarn"])
+def test_scaled_rotations(rope):
+    parameters = {"rope_type": rope, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+    if rope == "llama3":
+        parameters |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    model = small(rope_parameters=parameters)
+    target = RaggedModel(model, linears="native")
+    assert target.row_invariant
+    assert_close(logits(target), logits(plain(model)), **ROUNDING)
+
+
+def test_sizes_that_the_kernels_do_not_know():
+    model = small(head_dim=8)
+    target = RaggedModel(model, linears="native")
+    assert target.packing.fused == 0
+    assert not target.row_invariant
+    assert {PackedLinear, PackedGatedMLP} <= {type(stand_in) for stand_in in stand_ins(target)}
+    assert_close(logits(target), logits(plain(model)), **ROUNDING)
+
+
+# The model stays as it was
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_model_is_restored_after_a_failure(backend):
+    model = small()
+    prompt = torch.tensor([PROMPTS[0]])
+    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 8, "do_sample": False}
+    before, answer = structure(model), model.generate(prompt, **options)
+    target = RaggedModel(model, linears=backend)
+    for layers in (None, 1):
+        with pytest.raises(IndexError):
+            logits(target, layers, tokens=torch.full((sum(tree.num_nodes for tree in TREES),), VOCAB))
+        assert same_structure(model, before)
+        assert torch.equal(model.generate(prompt, **options), answer)
+    assert_close(logits(target), logits(plain(model)), **ROUNDING)
+
+
+def test_several_wrappers_of_one_model():
+    model = small()
+    targets = [RaggedModel(model, linears=linears) for linears in ("native", "plain", "native")]
+    expected = logits(targets[1])
+    for target in targets * 2:
+        assert_close(logits(target), expected, **ROUNDING)
+
+
+def test_made_in_inference_mode():
+    with torch.inference_mode():
+        model = small()
+        target = RaggedModel(model, linears="native")
+        expected = logits(plain(model))
+        assert target.row_invariant
+        assert_close(logits(target), expected, **ROUNDING)
+    assert_close(logits(target), expected, **ROUNDING)
+    assert_close(logits(RaggedModel(model, linears="native")), expected, **ROUNDING)
+
+
+def test_used_in_inference_mode():
+    target = RaggedModel(small(), linears="native")
+    expected = logits(target)
+    with torch.inference_mode():
+        assert torch.equal(logits(target), expected)
+
+
+# Changes after packing
+
+
+def scaled(tensor):
+    return tensor.detach() * 1.25
+
+
+def train(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    model(torch.tensor([[5, 6, 7]])).logits.square().mean().backward()
+    optimizer.step()
+
+
+def replace_parameter(model):
+    linear = model.model.layers[1].self_attn.v_proj
+    linear.weight = nn.Parameter(scaled(linear.weight))
+
+
+def assign_data(model):
+    weight = model.model.layers[1].self_attn.v_proj.weight
+    weight.data = scaled(weight)
+
+
+def write_norm(model):
+    with torch.no_grad():
+        model.model.layers[0].post_attention_layernorm.weight.mul_(1.25)
+
+
+def write_head(model):
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.25)
+
+
+def add_adapter(model):
+    attention = model.model.layers[0].self_attn
+    attention.q_proj = Lora(attention.q_proj)
+
+
+def replace_mlp(model):
+    model.model.layers[0].mlp = copy.deepcopy(model.model.layers[1].mlp)
+
+
+def copied(model, part):
+    return copy.deepcopy(part, {id(model.config): model.config})  # all parts share one configuration
+
+
+def replace_layer(model):
+    model.model.layers[0] = copied(model, model.model.layers[1])
+    model.model.layers[0].self_attn.layer_idx = 0
+
+
+def replace_list(model):
+    layers = copied(model, model.model.layers)
+    model.model.layers = nn.ModuleList([layers[1], layers[0]])
+    for index, layer in enumerate(model.model.layers):
+        layer.self_attn.layer_idx = index
+
+
+def replace_activation(model):
+    for layer in model.model.layers:
+        layer.mlp.act_fn = nn.ReLU()
+
+
+def replace_last_norm(model):
+    model.model.norm = nn.LayerNorm(64)
+
+
+def load_state(model):
+    model.load_state_dict({name: scaled(tensor) for name, tensor in model.state_dict().items()})
+
+
+def load_state_by_assignment(model):
+    model.load_state_dict({name: scaled(tensor) for name, tensor in model.state_dict().items()}, assign=True)
+
+
+def to_bfloat16(model):
+    model.to(torch.bfloat16)
+
+
+CHANGES = [
+    train,
+    replace_parameter,
+    assign_data,
+    write_norm,
+    write_head,
+    add_adapter,
+    replace_mlp,
+    replace_layer,
+    replace_list,
+    replace_activation,
+    replace_last_norm,
+    load_state,
+    load_state_by_assignment,
+    to_bfloat16,
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_noticed_once(change, backend):
+    model = small()
+    target = RaggedModel(model, linears=backend)
+    before = logits(target)
+    change(model)
+    expected = logits(plain(model))
+    linears_alone = backend == "onednn" and change in (write_norm, replace_activation, replace_last_norm)
+    if linears_alone:
+        assert target.packing.current() or change is not write_norm
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = logits(target)
+    else:
+        with pytest.warns(UserWarning, match="changed after they were packed") as caught:
+            found = logits(target)
+        assert len(caught) == 1
+    rounding = {"rtol": 0.05, "atol": 0.1} if change is to_bfloat16 else ROUNDING
+    assert_close(found, expected, **rounding)
+    assert not torch.allclose(found.float(), before, atol=1e-3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(logits(target), found)  # and then no more
+    if backend == "native":
+        assert target.packing.fused == (1 if change is add_adapter else 2)
+        assert target.row_invariant == (change not in (add_adapter, replace_last_norm))
+
+
+def test_a_wrapper_that_does_not_look_would_be_seen():
+    """Negative control: these changes do matter."""
+    model = small()
+    target = RaggedModel(model, linears="native")
+    target.packing.current = lambda: True
+    load_state(model)
+    assert not torch.allclose(logits(target), logits(plain(model)), atol=1e-2)
+
+
+# Which backend
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_dtypes_that_are_not_packed(dtype):
+    model = small().to(dtype)
+    with pytest.warns(UserWarning, match=r"uses the model's own linears: .*not torch\.float") as caught:
+        target = RaggedModel(model, linears="packed")
+    assert len(caught) == 1
+    assert target.backend == "plain"
+    assert not target.row_invariant
+    assert torch.equal(logits(target), logits(plain(model)))
+    for backend in ("native", "onednn"):
+        with pytest.raises(ValueError, match=rf"linears='{backend}' cannot be used: .*not torch\.float"):
+            RaggedModel(model, linears=backend)
+    with pytest.warns(match="own linears"), pytest.raises(ValueError, match="int8 weights need the native kernels"):
+        RaggedModel(model, linears="packed", int8=True)
+
+
+def test_words_that_are_none():
+    with pytest.raises(ValueError, match="one of plain, packed, native, onednn, got 'fast'"):
+        RaggedModel(small(), linears="fast")
+
+
+def test_the_best_backend_is_chosen(monkeypatch):
+    model = small()
+    assert choose_backend("packed", model) == "native"
+    assert choose_backend("plain", model) == "plain"
+    monkeypatch.setattr(native, "problem", lambda: pytest.fail("the kernels might be built in vain"))
+    if onednn_problem(torch.float32) is None:
+        assert choose_backend("onednn", model) == "onednn"
+
+
+def test_without_native_kernels(monkeypatch):
+    monkeypatch.setenv("ARBORDRAFT_ISA", "off")
+    model = small()
+    target = RaggedModel(model, linears="packed")
+    assert target.backend == ("plain" if onednn_problem(torch.float32) else "onednn")
+    assert not target.row_invariant
+    assert_close(logits(target), logits(plain(model)), **ROUNDING)
+    for arguments in ({"linears": "native"}, {"linears": "packed", "int8": True}):
+        with pytest.raises(ValueError, match="ARBORDRAFT_ISA=off turns them off"):
+            RaggedModel(model, **arguments)
+
+
+def test_turned_off_after_packing(monkeypatch):
+    model = small()
+    target = RaggedModel(model, linears="native")
+    expected = logits(target)
+    monkeypatch.setenv("ARBORDRAFT_ISA", "off")
+    assert_close(logits(target), expected, **ROUNDING)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "olmo2"])
+def test_8_bit_weights_cost_little(architecture, dtype):
+    model = small(architecture)
+    exact = logits(plain(model))
+    spread = (exact - exact.mean(dim=-1, keepdim=True)).square().mean().sqrt()
+    target = RaggedModel(model.to(dtype), linears="native", int8=True)
+    error = (logits(target).float() - exact).square().mean().sqrt() / spread
+    assert 1e-4 < error < 0.05
+    assert target.row_invariant == (architecture != "olmo2")
+
+
+@pytest.mark.parametrize("linears", ["plain", "onednn"])
+def test_8_bit_weights_need_the_kernels(linears):
+    if linears == "onednn" and onednn_problem(torch.float32):
+        pytest.skip("no oneDNN")
+    with pytest.raises(ValueError, match="int8 weights need the native kernels: use linears=native"):
+        RaggedModel(small(), linears=linears, int8=True)
+
+
+# The stand-in of a linear
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("backend", [*BACKENDS, "plain"])
+def test_packed_linear_module(backend, bias, dtype):
+    if backend == "onednn" and onednn_problem(dtype):
+        pytest.skip(onednn_problem(dtype))
+    linear = nn.Linear(33, 21, bias).to(dtype)
+    packed = PackedLinear(linear, backend)
+    rounding = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    assert packed.state_dict().keys() == linear.state_dict().keys()
+    assert packed.weight is linear.weight
+    with torch.no_grad():
+        for shape in ((33,), (1, 33), (2, 3, 33), (0, 33), (40, 33)):
+            x = torch.randn(shape).to(dtype)
+            assert_close(packed(x), linear(x), **rounding)
+        x = torch.randn(33, 7).to(dtype).T
+        assert_close(packed(x), linear(x), **rounding)
+        linear.weight.mul_(2)
+        assert_close(packed(x), linear(x), **rounding)
+        if bias:
+            linear.bias.add_(1)
+            assert_close(packed(x), linear(x), **rounding)
+    assert repr(packed) == f"PackedLinear(in_features=33, out_features=21, backend={backend}, int8=False)"
+
+
+def test_packed_linears_that_cannot_be(monkeypatch):
+    linear = nn.Linear(4, 4)
+    for arguments, message in (
+        ({"backend": "fast"}, "must be one of native, onednn, plain, got 'fast'"),
+        ({"backend": "onednn", "int8": True}, "int8 weights need the native backend, not 'onednn'"),
+        ({"linear": nn.Linear(4, 4).half()}, "weights must be float32 or bfloat16, got torch.float16"),
+        ({"linear": nn.Linear(4, 4, device="meta")}, "weights must be on the CPU, got meta"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            PackedLinear(**{"linear": linear, **arguments})
+    monkeypatch.setenv("ARBORDRAFT_ISA", "off")
+    with pytest.raises(ValueError, match="the native backend cannot pack this linear: ARBORDRAFT_ISA=off"):
+        PackedLinear(linear)

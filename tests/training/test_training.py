@@ -1,0 +1,345 @@
+"""A drafter from the command line to decoding, and trainings that stop anywhere and go on as if they had not."""
+
+import csv
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch import Trainer
+from models import greedy_reference, left_padded, new_tokens
+from safetensors.torch import load_file
+from tiny_training import TRAINER, data, fit, module, same, save_config, save_world, stored
+from typer.testing import CliRunner
+
+from arbordraft import Coupling, EagleDrafter, Fixed, Matching, SpeculativeDecoder, TopDown, TreeTopology
+from arbordraft.cli.train import app
+from arbordraft.training.drafter_module import DrafterModule
+from arbordraft.training.fit import known_configs, resolve_configs, run
+from arbordraft.training.recording import Recorder, publish
+from arbordraft.training.shards import ANSWER
+
+pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory")  # trainings that go on find theirs
+
+NAMES = {"val/tau", "val/tau_greedy_chain", "val/tau_greedy_tree", "val/tau_sampled_chain", "val/decode_tau"}
+NAMES |= {f"val/acceptance_{kind}_pos_{step}" for kind in ("greedy", "sampled") for step in (1, 2)}
+NAMES |= {"val/draft_ms", "val/target_ms"}
+FILES = {"config.json", "model.safetensors", "README.md", "metrics.json", "training.yaml"}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return save_world(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="module")
+def trained(world, tmp_path_factory):
+    """An overfitted drafter's command line and folder."""
+    folder = tmp_path_factory.mktemp("trained")
+    logger = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": str(folder)}}
+    config = save_config(
+        folder / "config.yaml",
+        world,
+        trainer={"max_epochs": 16, "check_val_every_n_epoch": 8, "logger": logger},
+        model={
+            "lr": 0.01,
+            "phases": [{"until": 0.5, "steps": 1, "loss": "kl"}, {"until": 1, "steps": 2, "loss": "kl"}],
+        },
+    )
+    return run(DrafterModule, ["fit", "--config", str(config)]), folder
+
+
+def drafter_of(folder, target):
+    drafter = EagleDrafter.from_pretrained(folder, target)
+    return SpeculativeDecoder(target, drafter, TreeTopology.chain(2), Coupling(Fixed(1), TopDown(Matching())))
+
+
+def recorder(cli):
+    return next(callback for callback in cli.trainer.callbacks if isinstance(callback, Recorder))
+
+
+def test_a_tiny_data_set_is_learned_by_heart(trained):
+    _, folder = trained
+    with next(folder.glob("lightning_logs/*/metrics.csv")).open() as file:
+        rows = list(csv.DictReader(file))
+    loss, agreement, second = (
+        [float(row[f"train/{name}"]) for row in rows if row[f"train/{name}"]]
+        for name in ("loss", "agreement_pos_1", "agreement_pos_2")
+    )
+    epoch = len(loss) // 16
+    assert sum(loss[-epoch:]) < 0.2 * sum(loss[:epoch])
+    assert sum(agreement[-epoch:]) > 0.6 * epoch > 0.2 * epoch > sum(agreement[:epoch])
+    assert len(second) == len(loss) // 2, "the second phase begins halfway"
+    assert sum(second[-epoch:]) > 0.3 * epoch
+
+
+def test_validation_reports_its_metrics_under_their_names(trained):
+    cli, _ = trained
+    metrics = {name: float(value) for name, value in cli.trainer.callback_metrics.items() if name.startswith("val/")}
+    assert metrics.keys() == NAMES
+    assert 1 <= metrics["val/tau_greedy_chain"] <= 3
+    assert metrics["val/tau_greedy_tree"] >= metrics["val/tau_greedy_chain"]
+    assert metrics["val/tau"] == pytest.approx((metrics["val/tau_greedy_chain"] + metrics["val/tau_sampled_chain"]) / 2)
+
+
+def test_results_are_a_folder_that_decodes_losslessly(trained):
+    cli, folder = trained
+    best = folder / "results" / "best"
+    assert {path.name for path in best.iterdir()} == FILES
+    curve = json.loads((folder / "results" / "curve.json").read_text())
+    assert [point["step"] for point in curve] == [64, 128]
+    winner = max(curve, key=lambda point: point["val/tau"])
+    assert json.loads((best / "metrics.json").read_text()) == {k: v for k, v in winner.items() if k != "step"}
+    assert "| tau |" in (best / "README.md").read_text()
+    assert load_file(best / "model.safetensors")["fc.weight"].dtype == torch.float16
+    again = run(DrafterModule, ["fit", "--config", str(best / "training.yaml")], go=False)
+    assert recorder(again).config == recorder(cli).config == (best / "training.yaml").read_text()
+
+    target, prompts = cli.datamodule.target, cli.datamodule.held_out_prompts(3)
+    decoder = drafter_of(best, target)
+    output = decoder.generate(
+        **left_padded(prompts), max_new_tokens=20, do_sample=False, pad_token_id=0, return_dict_in_generate=True
+    )
+    expected = greedy_reference(target.model, prompts, max_new_tokens=20, pad_token_id=0)
+    assert new_tokens(output.sequences, prompts, output.stats.emitted) == expected
+
+
+def test_expected_acceptance_is_what_decoding_accepts(trained):
+    """Greedy drafts that begin anywhere in a held-out answer, judged by validation and by decoding from there."""
+    cli, _ = trained
+    cli.trainer.validate(cli.model, cli.datamodule, verbose=False)
+    target, checked = cli.datamodule.target, []
+    decoder = SpeculativeDecoder(
+        target, cli.model.student.drafter(target), TreeTopology.chain(2), Coupling(Fixed(1), TopDown(Matching()))
+    )
+    for batch, seen in zip(cli.datamodule.val_dataloader(), cli.model._seen, strict=True):
+        matches = seen["matches"].bool()
+        first = batch.tokens.shape[1] - matches.shape[2]
+        for sample in (batch.temperatures == 0).nonzero().flatten().tolist():
+            tokens, roles = batch.tokens[sample].tolist(), batch.roles[sample].tolist()
+            for slot in range(matches.shape[2] - 1):
+                begin = slot + first
+                if roles[begin : begin + 2] != [ANSWER, ANSWER]:
+                    continue
+                stats = decoder.generate(
+                    torch.tensor([tokens[:begin]]), max_new_tokens=3, do_sample=False, return_dict_in_generate=True
+                ).stats
+                one = bool(matches[0, sample, slot])
+                both = one and bool(matches[1, sample, slot + 1])
+                assert stats.accepted[1] >= one
+                assert (stats.accepted[2] > 0) == both
+                assert (stats.forwards[0] == 1) == both
+                checked.append(one + both)
+    assert len(checked) > 20
+    assert len(set(checked)) > 1
+
+
+def test_the_command_line_goes_on_and_validates(world, tmp_path):
+    config = save_config(tmp_path / "config.yaml", world, checkpoints={"every_n_train_steps": 3})
+    run(DrafterModule, ["fit", "--config", str(config)])
+    last = tmp_path / "results" / "checkpoints" / "last.ckpt"
+    assert torch.load(last, weights_only=True)["global_step"] == 15
+    run(DrafterModule, ["fit", "--config", str(config), "--ckpt_path", str(last), "--trainer.max_epochs", "3"])
+    assert torch.load(last, weights_only=True)["global_step"] == 24
+    curve = json.loads((tmp_path / "results" / "curve.json").read_text())
+    assert [point["step"] for point in curve] == [8, 16, 24]
+    others = "--model.student.init_args.layers=[1,2]"
+    with pytest.raises(ValueError, match=r"that of another training: .*fc\.weight are missing, unexpected"):
+        run(DrafterModule, ["fit", "--config", str(config), others, "--ckpt_path", str(last)])
+    validated = run(DrafterModule, ["validate", "--config", str(config), "--ckpt_path", str(last)])
+    assert float(validated.trainer.callback_metrics["val/tau"]) == pytest.approx(curve[-1]["val/tau"])
+
+
+def printed(*arguments: str, capsys) -> str:
+    """What ``--print_config`` says."""
+    with pytest.raises(SystemExit) as stopped:
+        run(DrafterModule, ["fit", *arguments, "--print_config"])
+    assert stopped.value.code == 0
+    shown = capsys.readouterr()
+    assert "Unable to serialize" not in shown.out + shown.err
+    return shown.out
+
+
+def test_printed_configurations_can_be_read_again(world, tmp_path, capsys):
+    config = save_config(tmp_path / "config.yaml", world)
+    text = printed("--config", str(config), "--model.lr", "0.5", capsys=capsys)
+    assert yaml.safe_load(text)["model"]["lr"] == 0.5
+    again = tmp_path / "again.yaml"
+    again.write_text(text)
+    assert printed("--config", str(again), capsys=capsys) == text
+
+
+def test_defaults_can_be_printed_and_read_again(tmp_path, capsys):
+    text = printed(capsys=capsys)
+    assert yaml.safe_load(text)["model"]["phases"][0] == {"until": 0.45, "steps": 1, "loss": "kl"}
+    path = tmp_path / "defaults.yaml"
+    path.write_text(text)
+    assert printed("--config", str(path), capsys=capsys) == text
+
+
+@pytest.mark.parametrize("name", [name for name in known_configs() if not name.startswith("decider/")])
+def test_configurations_of_the_package(name, capsys):
+    text = printed("--config", name, capsys=capsys)
+    assert printed(f"--config={resolve_configs(['--config', name])[1]}", capsys=capsys) == text
+
+
+def test_the_package_has_configurations():
+    assert "drafter/eagle" in known_configs()
+    listed = CliRunner().invoke(app, ["configs"])
+    assert listed.output.split() == known_configs()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--model.learning_rate", "1"], "--model.learning_rate"),
+        (["--model.phases", "[{until: 1, steps: 1, loss: kl, extra: 2}]"], "extra"),
+        (["--data.recipe.temperature", "1"], "temperature"),
+        (["--model.student.init_args.vocab", "1"], "vocab"),
+        (["--nonsense", "1"], "--nonsense"),
+    ],
+)
+def test_unknown_options_are_named(world, tmp_path, capsys, arguments, named):
+    config = save_config(tmp_path / "config.yaml", world)
+    with pytest.raises(SystemExit):
+        run(DrafterModule, ["fit", "--config", str(config), *arguments])
+    assert named in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("section", ["model", "data", "results", "trainer", "nonsense"])
+def test_unknown_keys_of_files_are_named(world, tmp_path, capsys, section):
+    config = save_config(tmp_path / "config.yaml", world, **{section: {"unheard_of": 1}})
+    with pytest.raises(SystemExit):
+        run(DrafterModule, ["fit", "--config", str(config)])
+    shown = capsys.readouterr().err
+    assert "unheard_of" in shown or "'nonsense'" in shown
+
+
+def test_unknown_configurations_are_named():
+    with pytest.raises(ValueError, match=r"'drafter/unheard-of'.*drafter/eagle"):
+        run(DrafterModule, ["fit", "--config", "drafter/unheard-of"])
+
+
+def test_shares_of_the_data_can_be_generated_apart(world, tmp_path):
+    written = {}
+    for folder, part, of in (("shared", 1, 2), ("shared", 0, 2), ("alone", 0, 1)):
+        config = save_config(tmp_path / "config.yaml", world, data={"folder": str(tmp_path / folder)})
+        done = CliRunner().invoke(app, ["generate", "--part", str(part), "--of", str(of), "--config", str(config)])
+        assert done.exit_code == 0, done.output
+        written[folder, part] = [path.name for path in sorted((tmp_path / folder).glob("tokens-*"))]
+    assert written["shared", 1] == ["tokens-00001.safetensors"]
+    assert same(stored(tmp_path / "shared"), stored(tmp_path / "alone"))
+
+
+@pytest.fixture(scope="module")
+def whole(world, tmp_path_factory):
+    """A training that nobody stopped, and the same in another manner."""
+    settings = {
+        "plain": {},
+        "accumulated": {"accumulate_grad_batches": 2},
+        "counted": {"max_steps": 16, "max_epochs": -1},
+    }
+    return {
+        name: (changes, *fit(world, tmp_path_factory.mktemp("whole"), **changes)) for name, changes in settings.items()
+    }
+
+
+def check_training(found, seen, expected, seen_then):
+    """Everything that a training goes on with is what it was in one that was not stopped."""
+    assert 0 < len(seen) < len(seen_then)
+    assert seen == seen_then[len(seen_then) - len(seen) :]
+    for name in ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "SelfDistillationDataModule"):
+        assert same(found[name], expected[name]), name
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_stopped_trainings_go_on_exactly(world, whole, tmp_path, seed):
+    """Wherever it is stopped: weights, optimizer, schedule, order of batches, noise, and the record of validations."""
+    source = random.Random(seed)
+    changes, expected, seen = whole[source.choice(["plain", "plain", "accumulated", "counted"])]
+    every, steps = seed % 4, expected["global_step"]
+    fit(world, tmp_path, every, source.randrange(steps // 2 + 1 if every == 0 else every + 1, steps), **changes)
+    found, rest = fit(world, tmp_path, every, **changes)
+    check_training(found, rest, expected, seen)
+    curves = [checkpoint["callbacks"]["Recorder"]["curve"] for checkpoint in (found, expected)]
+    assert len(curves[0]) > 2
+    assert same(*curves)
+
+
+@pytest.mark.parametrize(("every", "kills"), [(1, (3, 5, 12)), (2, (8, 15)), (3, (7, 11)), (0, (5, 13))])
+def test_trainings_that_are_stopped_again_and_again_go_on_exactly(world, whole, tmp_path, every, kills):
+    for kill in kills:
+        fit(world, tmp_path, every, kill)
+    check_training(*fit(world, tmp_path, every), *whole["plain"][1:])
+
+
+def test_noise_is_drawn_and_matters(whole, world, tmp_path):
+    """Else the test above would show less than it says."""
+    found, _ = fit(world, tmp_path, noise=0.0)
+    assert not same(found["state_dict"], whole["plain"][1]["state_dict"])
+
+
+def test_checkpoints_hold_the_drafter_only(whole, world):
+    _, checkpoint, _ = whole["plain"]
+    assert all(name.startswith("student.network.") for name in checkpoint["state_dict"])
+    held = sum(tensor.nbytes for tensor in checkpoint["state_dict"].values())
+    everything = [*checkpoint["optimizer_states"][0]["state"].values()]
+    state = sum(tensor.nbytes for entry in everything for tensor in entry.values())
+    assert state <= 2.1 * held
+    assert "hyper_parameters" not in checkpoint
+
+
+def test_a_killed_process_leaves_a_checkpoint_that_goes_on(world, whole, tmp_path):
+    script = (
+        "import sys; from pathlib import Path; from tiny_training import fit; "
+        "fit(Path(sys.argv[1]), Path(sys.argv[2]), 1)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, "-c", script, str(world), str(tmp_path)], env=environment)
+    last = tmp_path / "checkpoints" / "last.ckpt"
+    try:
+        for _ in range(6000):
+            if last.exists() or process.poll() is not None:
+                break
+            time.sleep(0.01)
+    finally:
+        process.kill()
+    assert process.wait() == -signal.SIGKILL
+    stopped = torch.load(last, weights_only=True)["global_step"]
+    expected, seen = whole["plain"][1:]
+    assert stopped < expected["global_step"]
+    found, rest = fit(world, tmp_path, 1)
+    assert rest == seen[stopped:]
+    assert same(found["state_dict"], expected["state_dict"])
+    assert EagleDrafter.from_pretrained(tmp_path / "results" / "best", data(world).target)
+
+
+def test_validating_alone_publishes_nothing(world, whole, tmp_path):
+    recorder = Recorder(str(tmp_path / "results"))
+    trainer = Trainer(**TRAINER, callbacks=[recorder])
+    (metrics,) = trainer.validate(module(), data(world), verbose=False)
+    assert metrics.keys() == NAMES
+    assert not recorder.result.exists()
+
+
+def test_publishing_replaces_whole_folders_only(tmp_path):
+    folder = tmp_path / "results" / "best"
+    publish(folder, lambda path: (path / "a").write_text("1") and (path / "b").write_text("1"))
+
+    def fail(path):
+        (path / "a").write_text("2")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        publish(folder, fail)
+    assert [path.read_text() for path in sorted(folder.iterdir())] == ["1", "1"]
+    publish(folder, lambda path: (path / "a").write_text("3"))
+    assert [path.name for path in folder.iterdir()] == ["a"]
+    assert [path.name for path in folder.parent.iterdir()] == ["best"], "what a failure left behind is gone"

@@ -1,0 +1,221 @@
+"""What goes wrong says why and what helps, and leaves what was good before."""
+
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+from chats import chat_tokenizer
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tiny_training import RECIPE, TRAINER, data, module, save_config, save_prompts, save_target, save_world
+
+from arbordraft import EagleDrafter, RaggedModel
+from arbordraft.training import drafter_module
+from arbordraft.training.drafter_module import DrafterModule, TrainingDiverged, TrainingOutOfMemory
+from arbordraft.training.fit import run
+from arbordraft.training.recording import Recorder
+from arbordraft.training.shards import ShardError
+from arbordraft.training.targets import Target
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A world with its data and a published drafter."""
+    world = save_world(tmp_path_factory.mktemp("world"))
+    fit(world, world / "results", max_steps=2)
+    return world
+
+
+@pytest.fixture
+def world(finished, tmp_path):
+    """A copy to break."""
+    copy = shutil.copytree(finished, tmp_path / "world")
+    manifest = copy / "data" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace(str(finished), str(copy)))
+    return copy
+
+
+def fit(world, output, *callbacks, every=3, model=None, source=None, **settings):
+    keep = ModelCheckpoint(output / "checkpoints", every_n_train_steps=every, save_last=True)
+    settings = {**TRAINER, "enable_checkpointing": True, "max_steps": 8, "val_check_interval": 2, **settings}
+    trainer = Trainer(**settings, callbacks=[Recorder(str(output)), keep, *callbacks])
+    trainer.fit(model or module(), source or data(world))
+
+
+def small(world, **changes):
+    """Data that are not there yet."""
+    return data(world, folder=str(world / "fresh"), **changes)
+
+
+def test_targets_without_a_chat_template(world, tmp_path):
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = None
+    (world / "target" / "chat_template.jinja").unlink()
+    tokenizer.save_pretrained(world / "target")
+    with pytest.raises(ValueError, match=r"no chat template.*set tokenizer.chat_template, or load the instruction"):
+        fit(world, tmp_path, source=small(world))
+
+
+def test_long_prompts_are_left_out(world, tmp_path):
+    long = {"messages": [{"role": "user", "content": "a" * 60}]}
+    with (world / "prompts.jsonl").open("a") as file:
+        file.write(json.dumps(long))
+    recipe = {"conversations": 13, "per_shard": 13, "max_new_tokens": 16, "max_tokens": 64}
+    source = small(world, recipe=type(RECIPE)(**recipe))
+    fit(world, tmp_path, source=source, max_steps=1)
+    assert len(source.shards[0]) == 24, "two answers for each of twelve prompts"
+
+
+def test_prompts_that_all_are_too_long(world, tmp_path):
+    save_prompts(world / "prompts.jsonl", extra=60)
+    with pytest.raises(ShardError, match=r"tokens-00000.* would be empty.*raise max_tokens"):
+        fit(world, tmp_path, source=small(world))
+
+
+def test_holding_out_everything(world, tmp_path):
+    with pytest.raises(ShardError, match=r"12 conversations leave nothing to train on.*lower data.validation"):
+        fit(world, tmp_path, source=data(world, validation=12))
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda content: b"", r"tokens-00001.* cannot be read .*delete it and run the same generation again"),
+        (lambda content: content[: len(content) // 2], r"tokens-00001.* cannot be read .*delete it and run"),
+        (lambda content: content[:-1] + bytes([content[-1] ^ 1]), r"tokens-00001.* is damaged.*delete it and run"),
+    ],
+    ids=["empty", "cut off", "a bit"],
+)
+def test_damaged_shards(world, tmp_path, harm, message):
+    shard = world / "data" / "tokens-00001.safetensors"
+    content = shard.read_bytes()
+    shard.write_bytes(harm(content))
+    with pytest.raises(ShardError, match=message):
+        fit(world, tmp_path)
+    shard.unlink()
+    fit(world, tmp_path, max_steps=1)
+    assert load_file(shard).keys() == {"tokens", "roles", "offsets", "temperatures"}
+
+
+def test_hidden_states_that_are_not_the_targets(world, tmp_path):
+    path = world / "data" / "hidden-00000.safetensors"
+    with safe_open(path, "pt") as file:
+        known = file.metadata()
+    tensors = load_file(path)
+    tensors["inputs"][:, :4] = 0
+    save_file(tensors, path, known)
+    with pytest.raises(ShardError, match=r"hidden-00000.*differ from a fresh forward.*delete the file"):
+        fit(world, tmp_path)
+    path.unlink()
+    fit(world, tmp_path, max_steps=1)
+
+
+def test_data_of_another_target(world, tmp_path):
+    save_target(world / "other", seed=1)
+    other = data(world, target=Target(str(world / "other"), dtype="float32", linears="plain"))
+    with pytest.raises(ShardError, match=r"begun with another (model|target).*choose another folder"):
+        fit(world, tmp_path, source=other)
+
+
+def test_data_of_a_target_that_changed_in_its_place(world, tmp_path):
+    save_target(world / "target", seed=1)
+    with pytest.raises(ShardError, match=r"begun with another target.*choose another folder"):
+        fit(world, tmp_path)
+
+
+def test_another_recipe_for_the_same_folder(world, tmp_path):
+    with pytest.raises(ShardError, match=r"begun with another recipe.max_new_tokens: 16 instead of 12.*old settings"):
+        fit(world, tmp_path, source=data(world, recipe=type(RECIPE)(12, 4, max_new_tokens=12, max_tokens=64)))
+
+
+def test_drafters_of_another_target(finished, tmp_path):
+    best = finished / "results" / "best"
+    assert EagleDrafter.from_pretrained(best, Target(str(finished / "target"), dtype="float32").load())
+    changes = {"vocabulary of 61": {"vocab_size": 59}, "states of size 32": {"hidden_size": 64}, "fingerprint": {}}
+    for place, (message, change) in enumerate(changes.items()):
+        other = save_target(tmp_path / str(place), seed=1, **change)
+        with pytest.raises(ValueError, match=message):
+            EagleDrafter.from_pretrained(best, Target(str(other), dtype="float32", linears="plain").load())
+
+
+class Spoil(Callback):
+    """Makes something infinite at a step: a weight in front of it, or its gradient."""
+
+    def __init__(self, step, what):
+        self.step, self.what = step, what
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == self.step and self.what == "weight":
+            pl_module.student.network.fc.weight.data[0, 0] = torch.nan
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        if trainer.global_step == self.step and self.what == "gradient":
+            pl_module.student.network.fc.weight.grad[0, 0] = torch.nan
+
+
+@pytest.mark.filterwarnings("ignore:the drafter produced NaN")  # in the validation behind step 6
+@pytest.mark.parametrize("what", ["weight", "gradient"])
+@pytest.mark.parametrize(("step", "every"), [(4, 1), (5, 3), (5, 4)])
+def test_trainings_that_diverge_keep_what_was_good(world, tmp_path, what, step, every):
+    with pytest.raises(TrainingDiverged, match=rf"at step {step}|at step {step + 1}") as raised:
+        fit(world, tmp_path, Spoil(step, what), every=every)
+    assert "checkpoints written before are good. Lower model.lr or trainer.gradient_clip_val" in str(raised.value)
+    curve = json.loads((tmp_path / "curve.json").read_text())
+    assert [point["step"] for point in curve] == [2, 4]
+    last = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
+    assert last["global_step"] == step // every * every
+    assert all(tensor.isfinite().all() for tensor in last["state_dict"].values())
+    best = EagleDrafter.from_pretrained(tmp_path / "best", data(world).target)
+    assert all(tensor.isfinite().all() for tensor in best.head.state_dict().values())
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+)
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_lack_of_memory_names_what_helps(world, tmp_path, monkeypatch, error, place):
+    def fail(*_, **__):
+        raise error
+
+    if place == "forward":
+        monkeypatch.setattr(drafter_module, "distillation_loss", fail)
+    else:
+        monkeypatch.setattr(torch.Tensor, "backward", fail)
+    helps = r"memory.*Lower data.batch_tokens \(now 128\), model.chunk \(now 256\)"
+    with pytest.raises(TrainingOutOfMemory, match=helps):
+        fit(world, tmp_path)
+
+
+def test_other_errors_stay_what_they_are(world, tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("shapes do not fit")
+
+    monkeypatch.setattr(drafter_module, "distillation_loss", fail)
+    with pytest.raises(RuntimeError, match=r"^shapes do not fit$"):
+        fit(world, tmp_path)
+
+
+def test_a_tracker_without_mlflow(world, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    logger = {"class_path": "arbordraft.training.tracking.MLflowTracker"}
+    config = save_config(tmp_path / "config.yaml", world, trainer={"logger": logger})
+    with pytest.raises(ValueError, match=r"MLflow cannot be imported .*run: pip install 'arbordraft\[mlops\]'"):
+        run(DrafterModule, ["fit", "--config", str(config)])
+
+
+def test_a_target_somewhere_else(world, tmp_path, monkeypatch):
+    source = data(world, cache=False)
+    assert source.target.device == torch.device("cpu")
+    monkeypatch.setattr(RaggedModel, "device", torch.device("meta"))
+    with pytest.raises(ValueError, match=r"target is on meta, the training on cpu; leave data.target.device at auto"):
+        fit(world, tmp_path, source=source)
+
+
+def test_phases_that_do_not_fill_the_training():
+    for phases in ((), ((0.5, 1, "kl"),), ((1.0, 1, "kl"), (0.5, 1, "kl"))):
+        with pytest.raises(ValueError, match=r"phases must end in ascending order, the last one at 1.0"):
+            module(phases=tuple(drafter_module.Phase(*phase) for phase in phases))

@@ -1,0 +1,68 @@
+"""What people see: answers as they stream, tables of results, trees."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+
+from arbordraft.metrics import DecodeStats
+from arbordraft.topology import TreeTopology
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+    from transformers.generation.streamers import BaseStreamer
+
+
+@contextmanager
+def stream_panels(
+    console: Console, tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str]
+) -> "Iterator[list[BaseStreamer]]":
+    """Shows every answer while it grows: gives one streamer per prompt, each with a panel of its own."""
+    from transformers import TextStreamer
+
+    titles = [Text(next(iter(prompt.splitlines()), "")[:70]) for prompt in prompts]  # plain: no prompt is markup
+    answers = [Text() for _ in prompts]
+
+    def render() -> Group:
+        return Group(*(Panel(answer, title=title) for answer, title in zip(answers, titles, strict=True)))
+
+    class PanelStreamer(TextStreamer):
+        def __init__(self, answer: Text) -> None:
+            super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+            self.answer = answer
+
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            self.answer.append(text)
+
+    with Live(get_renderable=render, console=console, refresh_per_second=8, vertical_overflow="visible"):
+        yield [PanelStreamer(answer) for answer in answers]
+    console.line()
+
+
+def stats_table(stats: DecodeStats, seconds: float) -> Table:
+    """What a decoding run gained, as a table."""
+    table = Table(title=f"output law: {stats.exactness}", show_header=False)
+    table.add_row("tokens", str(sum(stats.emitted)))
+    table.add_row("tokens/s", f"{sum(stats.emitted) / seconds:.1f}")
+    table.add_row("tau (tokens per target forward)", f"{stats.tau:.2f}")
+    rates = " ".join(f"{rate:.2f}" for rate in stats.acceptance_by_depth) or "-"
+    table.add_row("acceptance by depth", rates)
+    table.add_row("drafted tokens", str(stats.drafted))
+    table.add_row("pad rows / pad keys", f"{stats.pad_rows} / {stats.pad_keys}")
+    table.add_row("seconds by phase", "  ".join(f"{name} {spent:.2f}" for name, spent in stats.seconds.items()))
+    return table
+
+
+def tree_text(topology: TreeTopology) -> Tree:
+    """A topology as an indented tree."""
+    nodes: list[Tree] = []
+    for node, parent in enumerate(topology.parent_list):
+        label = "0 (last committed token)" if node == 0 else str(node)
+        nodes.append(Tree(label) if parent < 0 else nodes[parent].add(label))
+    return nodes[0]

@@ -1,0 +1,345 @@
+"""``arbordraft export``: what was trained, in the formats that others serve."""
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from arbordraft.cli.options import DtypeOption, ModelOption, finite, parse_topology
+from arbordraft.exports.folder import Export
+from arbordraft.exports.onnx.quantization import Quantization
+from arbordraft.loading import Dtype, Linears, load_target
+
+if TYPE_CHECKING:
+    from arbordraft.decoder import SpeculativeDecoder
+    from arbordraft.target.model import RaggedModel
+    from arbordraft.topology import TreeTopology
+
+app = typer.Typer(no_args_is_help=True, help="Export drafters, deciders and targets for deployment.")
+console = Console()
+
+OutArgument = Annotated[Path, typer.Argument(help="Folder to write.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Replace the folder if it is there.")]
+OpsetOption = Annotated[int, typer.Option(help="20, or 23 with attention as one operator.")]
+QuantizeOption = Annotated[
+    Quantization, typer.Option(help="Matrices in 8 bits, or in blocks of 4 bits with the head in 8.")
+]
+ToleranceOption = Annotated[
+    float,
+    typer.Option(
+        min=0, callback=finite, help="Greatest difference of a float32 graph's logits; more layers round more."
+    ),
+]
+LeastOption = Annotated[
+    float,
+    typer.Option(min=0, max=1, help="Least acceptance of a quantised graph's tokens by the float32 one, on real rows."),
+]
+
+
+@app.command("onnx")
+def onnx_graphs(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="DRAFTER_OR_MODEL",
+            help="Folder of a trained drafter or decider; folder or hub name of a causal LM ('smollm2' fetches "
+            "SmolLM2-135M-Instruct); 'early-exit:LAYERS'; 'verification:TOPS,TAILS'.",
+        ),
+    ],
+    out: OutArgument,
+    target: Annotated[
+        str | None, typer.Option(help="The model that it drafts for; by default the one that it was trained for.")
+    ] = None,
+    hidden: Annotated[
+        str, typer.Option(help="Hidden states that a causal LM is to show, as in 2,15,27: what a drafter reads.")
+    ] = "",
+    quantize: QuantizeOption = Quantization.none,
+    tolerance: ToleranceOption = 1e-4,
+    least_acceptance: LeastOption = 0.8,
+    opset: OpsetOption = 20,
+    force: ForceOption = False,
+) -> None:
+    """Graphs for onnxruntime, of drafters, deciders, targets that verify trees, and verification."""
+    from arbordraft.exports.onnx import export
+
+    try:
+        layers = [int(layer) for layer in hidden.split(",") if layer]
+    except ValueError as error:
+        raise typer.BadParameter(f"--hidden takes numbers as in 2,15,27, got {hidden!r}") from error
+    with progress() as tell:
+        found = export(
+            source,
+            out,
+            target=target,
+            hidden_layers=layers,
+            opset=opset,
+            quantization=quantize,
+            tolerance=tolerance,
+            least_acceptance=least_acceptance,
+            force=force,
+            tell=tell,
+        )
+    show(found)
+
+
+@app.command("ort-genai")
+def ort_genai(
+    draft: Annotated[
+        str,
+        typer.Argument(help="Folder or hub name of a small causal LM, folder of an early exit, 'early-exit:LAYERS'."),
+    ],
+    out: OutArgument,
+    target: Annotated[str, typer.Option(help="Folder or hub name of the target.")] = "smollm2",
+    length: Annotated[int, typer.Option(help="Drafted tokens per step, 1 to 16.")] = 4,
+    quantize: QuantizeOption = Quantization.none,
+    tolerance: ToleranceOption = 1e-4,
+    least_acceptance: LeastOption = 0.8,
+    opset: OpsetOption = 20,
+    force: ForceOption = False,
+) -> None:
+    """A folder for onnxruntime-genai, which decodes chains at batch 1: target, draft model and tokenizer."""
+    from arbordraft.exports.onnx import export_ort_genai
+
+    with progress() as tell:
+        found = export_ort_genai(
+            draft,
+            out,
+            target=target,
+            length=length,
+            opset=opset,
+            quantization=quantize,
+            tolerance=tolerance,
+            least_acceptance=least_acceptance,
+            force=force,
+            tell=tell,
+        )
+    show(found)
+
+
+class Layout(StrEnum):
+    """Layouts of EAGLE heads."""
+
+    eagle3 = "eagle3"
+    speculators = "speculators"
+
+
+DrafterArgument = Annotated[Path, typer.Argument(help="Folder of a trained drafter, or of a small causal LM.")]
+LayoutOption = Annotated[Layout, typer.Option(help="Of EAGLE heads; 'speculators' names its target (vLLM only).")]
+TargetOption = Annotated[
+    str | None, typer.Option(help="Hub name or folder of the target; by default the one that the drafter names.")
+]
+TokensOption = Annotated[int, typer.Option(min=1, help="Length of the chains that the engine drafts.")]
+WeightsOption = Annotated[Dtype | None, typer.Option(help="Of the weights, by default as they are stored.")]
+PromptsOption = Annotated[
+    Path | None, typer.Option(exists=True, dir_okay=False, help="JSON lines with 'messages': held-out prompts.")
+]
+UriOption = Annotated[str | None, typer.Option(help="Tracking server, by default $MLFLOW_TRACKING_URI or ./mlflow.db.")]
+
+
+@app.command("vllm")
+def vllm(
+    drafter: DrafterArgument,
+    out: OutArgument,
+    layout: LayoutOption = Layout.eagle3,
+    target: TargetOption = None,
+    speculative_tokens: TokensOption = 4,
+    dtype: WeightsOption = None,
+    force: ForceOption = False,
+) -> None:
+    """An EAGLE head, Medusa heads or a small causal LM for vLLM."""
+    from arbordraft.exports.engines import export_vllm
+
+    with progress() as tell:
+        found = export_vllm(
+            drafter,
+            out,
+            layout=layout,
+            target=target,
+            speculative_tokens=speculative_tokens,
+            dtype=dtype,
+            force=force,
+            tell=tell,
+        )
+    show(found)
+    _show_card(out)
+
+
+@app.command("sglang")
+def sglang(
+    drafter: DrafterArgument,
+    out: OutArgument,
+    layout: LayoutOption = Layout.eagle3,
+    target: TargetOption = None,
+    speculative_tokens: TokensOption = 4,
+    dtype: WeightsOption = None,
+    force: ForceOption = False,
+) -> None:
+    """An EAGLE head or a small causal LM for SGLang."""
+    from arbordraft.exports.engines import export_sglang
+
+    with progress() as tell:
+        found = export_sglang(
+            drafter,
+            out,
+            layout=layout,
+            target=target,
+            speculative_tokens=speculative_tokens,
+            dtype=dtype,
+            force=force,
+            tell=tell,
+        )
+    show(found)
+    _show_card(out)
+
+
+@app.command("mlflow")
+def mlflow(
+    drafter: Annotated[
+        str,
+        typer.Argument(
+            help="'ngram', 'early-exit:LAYERS', folder of a trained drafter, hub name of a draft model, or a version "
+            "that a training registered: models:/NAME@candidate."
+        ),
+    ],
+    target: ModelOption = "smollm2",
+    tree: Annotated[str, typer.Option(help="Shape of the draft tree, as for 'arbordraft generate'.")] = "chain:4",
+    sampled: Annotated[bool, typer.Option(help="Draw drafts for sampling; greedy requests work either way.")] = True,
+    decider: Annotated[Path | None, typer.Option(help="Folder of a trained decider.")] = None,
+    tuned: Annotated[Path | None, typer.Option(help="What 'arbordraft tune' wrote, instead of these.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Prompts at a time, for which tuning chose.")] = 1,
+    name: Annotated[str | None, typer.Option(help="Registered model; by default it is only logged.")] = None,
+    alias: Annotated[str, typer.Option(help="Of the registered version.")] = "candidate",
+    onnx: Annotated[Path | None, typer.Option(help="Folder with ONNX graphs to log beside it.")] = None,
+    training_run: Annotated[str | None, typer.Option(help="Id of the run that the drafter was trained in.")] = None,
+    prompts: PromptsOption = None,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer to held-out prompts.")] = 64,
+    experiment: Annotated[str, typer.Option(help="Its name on the server.")] = "arbordraft",
+    uri: UriOption = None,
+    dtype: DtypeOption = Dtype.float32,
+    linears: Annotated[Linears, typer.Option(help="How weights are read on a CPU.")] = Linears.packed,
+) -> None:
+    """A whole decoder as an MLflow model, registered as a candidate; 'mlflow models serve' answers requests with it."""
+    from arbordraft.exports.mlflow_log import log_decoder
+    from arbordraft.exports.mlflow_registry import fetch_drafter
+
+    topology = parse_topology(tree)
+    with progress() as tell, tempfile.TemporaryDirectory() as scratch:
+        if drafter.startswith("models:/"):
+            tell("fetching the drafter")
+            fetched, run = fetch_drafter(drafter, scratch, uri)
+            drafter, training_run = str(fetched), training_run or run
+        tell("loading the target and the drafter")
+        model, tokenizer = load_target(target, dtype, linears)
+        logged = log_decoder(
+            _decoder(model, drafter, topology, sampled, decider, tuned, batch),
+            tokenizer,
+            target=target,
+            drafter=drafter,
+            registered_model=name,
+            alias=alias,
+            onnx=onnx,
+            training_run=training_run,
+            experiment=experiment,
+            new_tokens=new_tokens,
+            uri=uri,
+            tell=tell,
+            prompts=_held_out(prompts),
+        )
+    for measure, value in logged.evaluation.report().items():
+        console.print(f"{measure}: {value}")
+    registered = f", version {logged.version} of {name}, {alias}" if logged.version else ""
+    console.print(f"logged {logged.uri} in run {logged.run}{registered}")
+
+
+@app.command("promote")
+def promote(
+    name: Annotated[str, typer.Argument(help="Registered model.")],
+    prompts: PromptsOption = None,
+    by: Annotated[str, typer.Option(help="Metrics of which one must improve.")] = "tau,tokens_per_second",
+    margin: Annotated[float, typer.Option(min=0, callback=finite, help="By which share.")] = 0.02,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 64,
+    uri: UriOption = None,
+) -> None:
+    """Make the candidate champion if it loses nothing and gains something; exits with 1 if it does not."""
+    from arbordraft.exports.mlflow_promote import promote_decoder
+
+    with progress() as tell:
+        verdict = promote_decoder(
+            name,
+            by=by.split(","),
+            margin=margin,
+            new_tokens=new_tokens,
+            uri=uri,
+            tell=tell,
+            prompts=_held_out(prompts),
+        )
+    console.print(verdict.reason, markup=False)
+    if not verdict.promoted:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """A line that says what is going on, for as long as the block runs; gives the function that sets it."""
+    with Progress(
+        SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console, transient=True
+    ) as bar:
+        task = bar.add_task("starting")
+        yield lambda what: bar.update(task, description=what)
+
+
+def show(export: Export) -> None:
+    """Prints what was written and how near it is to the original."""
+    table = Table(title=str(export.folder))
+    for column, justify in (("file", "left"), ("size", "right"), ("sha256", "left")):
+        table.add_column(column, justify=justify)  # type: ignore[arg-type]
+    for file in export.files:
+        table.add_row(file.name, f"{file.size / 2**20:.2f} MiB", file.sha256[:16])
+    console.print(table)
+    for check, value in export.parity.items():
+        console.print(f"{check}: {value if isinstance(value, bool) else f'{value:.3g}'}")
+
+
+def _decoder(
+    target: "RaggedModel",
+    drafter: str,
+    topology: "TreeTopology",
+    sampled: bool,
+    decider: Path | None,
+    tuned: Path | None,
+    batch: int,
+) -> "SpeculativeDecoder":
+    import arbordraft as ad
+    from arbordraft.loading import drafter_named
+    from arbordraft.tuning import Tuned
+
+    proposer = drafter_named(drafter, target)
+    if tuned is not None:
+        return Tuned.load(tuned).decoder(target, batch, proposer)
+    widest = max(1, *(len(children) for children in topology.child_list))
+    coupling = ad.Coupling(ad.Fixed(widest), ad.TopDown(ad.Matching()))
+    if sampled and drafter not in ("ngram", "none"):
+        law = ad.TopTail(1, widest - 1) if widest > 1 else ad.IID(1)
+        coupling = ad.Coupling(law, ad.Lifted(ad.RecursiveRejection()))
+    stop = None if decider is None else ad.LearnedDecider.from_pretrained(decider)
+    return ad.SpeculativeDecoder(target, proposer, topology, coupling, stop)
+
+
+def _show_card(folder: Path) -> None:
+    """Prints how to serve what was written."""
+    console.print((folder / "README.md").read_text().replace("THIS_FOLDER", str(folder)), markup=False)
+
+
+def _held_out(path: Path | None) -> Sequence[str]:
+    """Prompts of a file; by default those of the package."""
+    from arbordraft.exports.evaluation import HELD_OUT
+    from arbordraft.prompts import read_prompts
+
+    return HELD_OUT if path is None else read_prompts(path)

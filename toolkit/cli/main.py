@@ -1,0 +1,234 @@
+"""The command line: generate, tune, tree, bench, train, export."""
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from arbordraft.allocator import keep_freed_memory
+from arbordraft.cli.bench import app as bench
+from arbordraft.cli.display import stats_table, stream_panels, tree_text
+from arbordraft.cli.export import app as export
+from arbordraft.cli.failures import ending
+from arbordraft.cli.options import (
+    SHAPES,
+    DtypeOption,
+    LimitOption,
+    ModelOption,
+    PromptsOption,
+    finite,
+    numbers,
+    output_file,
+    parse_topology,
+)
+from arbordraft.cli.train import app as train
+from arbordraft.drawing import draw_png
+from arbordraft.files import read_text
+from arbordraft.loading import Dtype, Linears, load_target
+
+if TYPE_CHECKING:
+    from arbordraft.decoder import SpeculativeDecoder
+    from arbordraft.target.model import RaggedModel
+    from arbordraft.topology import TreeTopology
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Multi-draft speculative decoding: several tokens per forward pass, the same output law.",
+)
+app.add_typer(bench, name="bench")
+app.add_typer(train, name="train")
+app.add_typer(export, name="export")
+console = Console()
+
+TemperatureOption = Annotated[float, typer.Option(min=0, callback=finite, help="0 decodes greedily.")]
+
+
+class Law(StrEnum):
+    """Draft laws by their short names."""
+
+    iid = "iid"
+    without_replacement = "without-replacement"
+    top_tail = "top-tail"
+    fixed = "fixed"
+
+
+class Verifier(StrEnum):
+    """Tree verifiers by how they apply their rule."""
+
+    top_down = "top-down"
+    lifted = "lifted"
+
+
+@app.command()
+def generate(
+    prompts: Annotated[list[str] | None, typer.Argument(help="One or many prompts, decoded as one batch.")] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="Text file with one prompt per line, added to the others."),
+    ] = None,
+    model: ModelOption = "smollm2",
+    drafter: Annotated[
+        str,
+        typer.Option(
+            help="'ngram', 'early-exit:LAYERS', 'none', folder of a trained drafter, or a draft model's hub name."
+        ),
+    ] = "ngram",
+    tree: Annotated[str, typer.Option(help=f"Shape of the draft tree: {SHAPES}.")] = "k:2,1,1,1",
+    law: Annotated[Law | None, typer.Option(help="Draft law; by default 'fixed' for ngram, else top-tail.")] = None,
+    verifier: Annotated[Verifier, typer.Option(help="How the tree is verified; both are exact.")] = Verifier.lifted,
+    confidence: Annotated[
+        float | None, typer.Option(min=0, max=1, callback=finite, help="Stop drafting below this draft probability.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=0, help="Tokens per prompt.")] = 128,
+    temperature: TemperatureOption = 0.0,
+    top_p: Annotated[float, typer.Option(min=0, max=1, callback=finite, help="Nucleus sampling.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed; prompt i uses seed + i, whatever shares its batch.")] = 0,
+    raw: Annotated[bool, typer.Option("--raw", help="Do not apply the chat template.")] = False,
+    dtype: DtypeOption = Dtype.float32,
+    linears: Annotated[
+        Linears, typer.Option(help="On a CPU: 'packed' takes the fastest kernels that work, 'plain' the model's own.")
+    ] = Linears.packed,
+) -> None:
+    """Decode one or many prompts as a ragged batch, streaming, and report what speculation gained."""
+    import time
+
+    texts = [*(prompts or []), *_lines(file)]
+    if not texts:
+        raise typer.BadParameter("give at least one prompt, or --file")
+    topology = parse_topology(tree)
+    target, tokenizer = load_target(model, dtype, linears)
+    decoder = _decoder(target, drafter, topology, law, verifier, confidence)
+
+    from arbordraft.prompts import chat_batch
+
+    if raw:
+        tokenizer.chat_template = None
+    inputs = chat_batch(tokenizer, texts)
+    if empty := [number for number, mask in enumerate(inputs["attention_mask"], 1) if not mask.any()]:
+        raise typer.BadParameter(f"prompt {empty[0]} is empty, and without a chat template nothing is left to go on")
+    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
+    if temperature > 0:
+        settings |= {"temperature": temperature, "top_p": top_p, "seeds": [seed + i for i in range(len(texts))]}
+    if max_new_tokens == 0:
+        return
+    with stream_panels(console, tokenizer, texts) as streamers:
+        start = time.perf_counter()
+        output: Any = decoder.generate(**inputs, **settings, streamer=streamers, return_dict_in_generate=True)
+        seconds = time.perf_counter() - start
+    console.print(stats_table(output.stats, seconds))
+
+
+@app.command()
+def tune(
+    drafter: Annotated[
+        str,
+        typer.Option(help="'ngram', 'early-exit:LAYERS', folder of a trained drafter, or a draft model's hub name."),
+    ] = "ngram",
+    model: ModelOption = "smollm2",
+    dtype: DtypeOption = Dtype.bfloat16,
+    prompts: PromptsOption = None,
+    limit: LimitOption = None,
+    batches: Annotated[str, typer.Option(help="Batch sizes to choose for, as in 1,8.")] = "1,8",
+    temperature: TemperatureOption = 0.0,
+    new_tokens: Annotated[int, typer.Option(min=8, help="Longest answer.")] = 96,
+    output: Annotated[Path, typer.Option(callback=output_file, help="File to write, for Tuned.load.")] = Path(
+        "tuned.json"
+    ),
+    costs: Annotated[
+        Path | None, typer.Option(callback=output_file, help="Write the step costs to this file, too.")
+    ] = None,
+) -> None:
+    """Find the fastest way to speculate on this machine, for a drafter and your own prompts, by batch size."""
+    from arbordraft.cli.bench import texts
+    from arbordraft.loading import drafter_named
+    from arbordraft.tuning import tune as find
+
+    sizes = numbers(batches, int)
+    with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console) as progress:
+        task = progress.add_task("loading the model")
+        target, tokenizer = load_target(model, dtype, Linears.packed)
+        found = find(
+            target,
+            tokenizer,
+            drafter,
+            drafter_named(drafter, target),
+            texts(prompts, limit),
+            batches=sizes,
+            temperature=temperature,
+            new_tokens=new_tokens,
+            tell=lambda what: progress.update(task, description=what),
+        )
+    found.save(output)
+    if costs is not None:
+        found.costs.save(costs)
+    for choice in found.choices:
+        gain = (
+            f"{choice.tokens_per_second:.0f} tokens/s, {choice.tokens_per_second / choice.plain:.2f} x plain decoding"
+        )
+        verdict = f"{choice.setting}: {gain}" if choice.pays else "do not speculate: plain decoding is the fastest"
+        console.print(f"batch {choice.batch}: {verdict}")
+    console.print(f"wrote {output}")
+
+
+@app.command("tree")
+def draw_tree(
+    shape: Annotated[str, typer.Argument(help=SHAPES)],
+    png: Annotated[
+        Path | None, typer.Option(callback=output_file, help="Also draw it to this PNG file (needs matplotlib).")
+    ] = None,
+) -> None:
+    """Draw a draft tree and its causal mask."""
+    topology = parse_topology(shape)
+    console.print(tree_text(topology))
+    console.print(f"{topology.num_nodes} nodes with the root, {topology.max_depth} levels of drafts")
+    if png is not None:
+        draw_png(topology, png)
+        console.print(f"wrote {png}")
+
+
+def main() -> None:
+    """Entry point: runs the app; for how it ends see :func:`~arbordraft.cli.failures.ending`."""
+    keep_freed_memory()
+    with ending():
+        command = typer.main.get_command(app)
+        with command.make_context("arbordraft", sys.argv[1:]) as context:  # main() would print panels, not lines
+            command.invoke(context)
+
+
+def _lines(file: Path | None) -> list[str]:
+    return [line for line in read_text(file).splitlines() if line.strip()] if file else []
+
+
+def _decoder(
+    target: "RaggedModel",
+    drafter: str,
+    topology: "TreeTopology",
+    law: Law | None,
+    verifier: Verifier,
+    confidence: float | None,
+) -> "SpeculativeDecoder":
+    import arbordraft as ad
+    from arbordraft.loading import drafter_named
+
+    widest = max(1, *(len(children) for children in topology.child_list))
+    parts: dict[Verifier, type[ad.TopDown | ad.Lifted]] = {Verifier.top_down: ad.TopDown, Verifier.lifted: ad.Lifted}
+    decider: ad.Decider | None = None if confidence is None else ad.ConfidenceThreshold(confidence)
+    proposer = drafter_named(drafter, target)
+    if drafter in ("ngram", "none"):
+        topology = ad.TreeTopology.chain(0) if drafter == "none" else topology
+        law, decider = law or Law.fixed, decider or ad.Backoff()
+    laws: dict[Law | None, ad.DraftLaw] = {
+        None: ad.TopTail(1, widest - 1) if widest > 1 else ad.IID(1),
+        Law.iid: ad.IID(widest),
+        Law.without_replacement: ad.WithoutReplacement(widest),
+        Law.top_tail: ad.TopTail(1, max(1, widest - 1)),
+        Law.fixed: ad.Fixed(widest),
+    }
+    coupling = ad.Coupling(laws[law], parts[verifier](ad.RecursiveRejection()))
+    return ad.SpeculativeDecoder(target, proposer, topology, coupling, decider)

@@ -1,0 +1,93 @@
+"""Options that several commands have."""
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from arbordraft.files import check_writable
+from arbordraft.loading import Dtype
+
+if TYPE_CHECKING:
+    from arbordraft.topology import TreeTopology
+
+SHAPES = "chain:5 | k:4,2,2 | fork:3x4 | parents:-1,0,0,1 | sequoia:0.6,0.2,0.1@16"
+
+
+ModelOption = Annotated[
+    str, typer.Option(help="Hub name or folder of a causal LM; 'smollm2' fetches SmolLM2-135M-Instruct.")
+]
+DtypeOption = Annotated[Dtype, typer.Option(help="Precision of the weights.")]
+PromptsOption = Annotated[
+    Path | None,
+    typer.Option(
+        exists=True, dir_okay=False, help="JSON lines with 'messages', such as MT-Bench's; else built-in ones."
+    ),
+]
+LimitOption = Annotated[int | None, typer.Option(min=1, help="Use the first so many prompts only.")]
+
+
+def finite(value: float | None) -> float | None:
+    """Refuses what passes every bound: NaN, and infinity.
+
+    Raises:
+        typer.BadParameter: if the number is one of them.
+    """
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is not a finite number")
+    return value
+
+
+def output_file(path: Path | None) -> Path | None:
+    """Finds out at once whether a file can be written.
+
+    Raises:
+        WriteError: if it cannot.
+    """
+    if path is not None:
+        check_writable(path)
+    return path
+
+
+def numbers(text: str, kind: type, least: float = 1) -> list[Any]:
+    """Comma-separated numbers of at least so much.
+
+    Raises:
+        typer.BadParameter: if something else is among them.
+    """
+    try:
+        found = [kind(part) for part in text.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(f"expected comma-separated numbers, got {text!r}") from error
+    if wrong := [number for number in found if not (math.isfinite(number) and number >= least)]:
+        raise typer.BadParameter(f"expected finite numbers of at least {least}, got {wrong[0]} in {text!r}")
+    return found
+
+
+def parse_topology(text: str) -> "TreeTopology":
+    """A topology from its description on the command line.
+
+    Raises:
+        typer.BadParameter: if the description is not one of ``SHAPES``, or describes no tree.
+    """
+    from arbordraft.topology import TreeTopology
+
+    kind, _, values = text.partition(":")
+    try:
+        match kind:
+            case "chain":
+                return TreeTopology.chain(int(values))
+            case "k":
+                return TreeTopology.from_k_config([int(k) for k in values.split(",")])
+            case "fork":
+                width, depth = values.split("x")
+                return TreeTopology.fork(int(width), int(depth))
+            case "parents":
+                return TreeTopology.from_parents([int(parent) for parent in values.split(",")])
+            case "sequoia":
+                rates, nodes = values.split("@")
+                return TreeTopology.sequoia([float(rate) for rate in rates.split(",")], int(nodes))
+    except ValueError as error:
+        raise typer.BadParameter(f"tree {text!r}: {error}; write {SHAPES}") from error
+    raise typer.BadParameter(f"unknown tree {text!r}; write {SHAPES}")

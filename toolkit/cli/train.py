@@ -1,0 +1,70 @@
+"""``arbordraft train``: drafters and deciders through LightningCLI, and what belongs to their data and records."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from arbordraft.training.fit import data_of, known_configs, run
+
+app = typer.Typer(no_args_is_help=True, help="Train drafters and deciders for a target.")
+_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+@app.command("drafter", context_settings=_PASS_ON)
+def drafter(context: typer.Context) -> None:
+    """Train a drafter: fit | validate [--config NAME_OR_FILE] [--print_config] [--key.key VALUE ...]."""
+    from arbordraft.training.drafter_module import DrafterModule
+
+    run(DrafterModule, context.args)
+
+
+@app.command("decider", context_settings=_PASS_ON)
+def decider(context: typer.Context) -> None:
+    """Train a decider for a trained drafter: fit | validate, with the same options as 'drafter'."""
+    from arbordraft.training.decider_module import DeciderModule
+
+    run(DeciderModule, context.args)
+
+
+@app.command("generate", context_settings=_PASS_ON)
+def generate(
+    context: typer.Context,
+    part: Annotated[int, typer.Option(min=0, help="Which share of the shards this process writes.")] = 0,
+    of: Annotated[int, typer.Option(min=1, help="Number of shares: start one process for each.")] = 1,
+) -> None:
+    """Only generate the data that a drafter's configuration asks for; options are those of 'drafter fit'."""
+    data_of(context.args).generate(part, of)
+
+
+@app.command("configs")
+def configs() -> None:
+    """List the configurations that come with the package."""
+    for name in known_configs():
+        typer.echo(name)
+
+
+@app.command("demo")
+def demo(
+    folder: Annotated[Path, typer.Option(help="For data, results and checkpoints.")] = Path("arbordraft-smollm2"),
+    conversations: Annotated[int | None, typer.Option(help="How many to generate, 7296 by default.")] = None,
+) -> None:
+    """Train a drafter and a decider for SmolLM2-135M-Instruct from nothing, in about three hours on two cores."""
+    from rich.console import Console
+
+    from arbordraft.training.demo import Demo, gain
+
+    console = Console()
+    gain(console, Demo(folder, conversations).run(console)["drafter"])
+
+
+@app.command("sync")
+def sync_spool(
+    spool: Annotated[Path, typer.Argument(help="The folder that the warning named.")] = Path("mlflow-spool"),
+    uri: Annotated[str | None, typer.Option(help="Tracking server, if it is not the training's own.")] = None,
+) -> None:
+    """Push what trainings could not push to MLflow."""
+    from arbordraft.training.delivery import sync
+
+    for run_folder, records in sync(spool, uri).items():
+        typer.echo(f"{run_folder}: {records} records")

@@ -1,0 +1,124 @@
+"""What forwards and steps cost on this machine."""
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from arbordraft.checks import each, instance, whole
+from arbordraft.costs import CostTable, StepCosts
+from arbordraft.coupling import Coupling
+from arbordraft.deciders import Decider
+from arbordraft.decoder import SpeculativeDecoder
+from arbordraft.drafters import Drafter
+from arbordraft.laws import Fixed
+from arbordraft.metrics import DecodeStats
+from arbordraft.prompts import chat_batch, chat_batches, check_texts
+from arbordraft.target.cache import RaggedKVCache
+from arbordraft.target.model import RaggedModel
+from arbordraft.topology import TreeTopology
+from arbordraft.types import StepView
+from arbordraft.verifiers import Matching, TopDown
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_ROWS = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128)
+_MOST_ROWS, _LONGEST = 2**14, 2**20  # of a forward that is timed, and of the text before it: their memory is real
+_WIDTHS = (1, 2, 4, 8, 16)
+
+
+def measure_rows(
+    target: RaggedModel, rows: Sequence[int] = _ROWS, *, context: int = 256, repeats: int = 5
+) -> CostTable:
+    """Times forwards of a chain behind ``context`` tokens: the best of ``repeats``, which noise disturbs least.
+
+    Args:
+        target: the target.
+        rows: numbers of rows to time, ascending from 1 to at most 16384.
+        context: tokens before them, at most 2^20, and less where the target has not so many positions.
+        repeats: measurements of each, 1 or more.
+
+    Raises:
+        TypeError: if an argument is no number of its kind.
+        ValueError: if one is out of range.
+    """
+    instance("target", target, RaggedModel)
+    rows = each("rows", rows, lambda name, value: whole(name, value, 1, _MOST_ROWS))
+    CostTable(rows, (1.0,) * len(rows))  # checks their order before anything is timed
+    context, repeats = whole("context", context, 0, _LONGEST), whole("repeats", repeats, 1)
+    if target.max_positions is not None:
+        if max(rows) > target.max_positions:
+            raise ValueError(f"{max(rows)} rows exceed the target's {target.max_positions} positions")
+        context = min(context, target.max_positions - max(rows))
+    cache = RaggedKVCache()
+    sample = cache.open(context + max(rows))
+    target.prefill({sample: [0] * context}, cache)
+    best = dict.fromkeys(rows, float("inf"))
+    for _ in range(repeats):
+        for count in rows:  # in turns, so that a slow spell does not hit one number alone
+            batch, tokens = cache.plan([sample], [range(count)]), torch.zeros(count, dtype=torch.int64)
+            start = time.perf_counter()
+            target(tokens, batch, cache)
+            best[count] = min(best[count], time.perf_counter() - start)
+            cache.drop([sample])
+    return CostTable(rows, tuple(best.values()))
+
+
+def measure_costs(
+    target: RaggedModel, drafter: Drafter, tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str]
+) -> StepCosts:
+    """Times forwards of the target, levels of drafting by their rows, and what a step takes besides.
+
+    Args:
+        target: the target.
+        drafter: the drafter.
+        tokenizer: of the target.
+        prompts: first user turns.
+    """
+    check_texts(prompts)
+    levels: dict[int, list[float]] = {}
+    rest = []
+    lengths = [int(inputs["attention_mask"].sum()) for inputs in chat_batches(tokenizer, prompts, 1)]
+    for width in _WIDTHS:
+        texts = [prompts[index % len(prompts)] for index in range(width)]
+        watch = _Stopwatch()
+        coupling = Coupling(Fixed(1), TopDown(Matching()))
+        decoder = SpeculativeDecoder(target, drafter, TreeTopology.chain(4), coupling, watch)
+        output: Any = decoder.generate(
+            **chat_batch(tokenizer, texts), max_new_tokens=24, do_sample=False, return_dict_in_generate=True
+        )
+        stats: DecodeStats = output.stats
+        rest.append((stats.seconds["verify"] + stats.seconds["commit"]) / max(1, max(stats.forwards)))
+        for rows, seconds in watch.levels:
+            levels.setdefault(rows, []).append(seconds)
+    table = {rows: statistics.median(found) for rows, found in levels.items()}
+    if 1 not in table:  # a drafter that had nothing to say
+        table[1] = max(1e-9, min(table.values(), default=1e-6))
+    counts = sorted(table)
+    draft = CostTable(tuple(counts), tuple(max(table[count], 1e-9) for count in counts))
+    # Forwards take longer behind long texts: these are as long as the prompts and half an answer.
+    context = int(statistics.median(lengths)) + 64
+    return StepCosts(measure_rows(target, context=context), draft, rest=min(rest))
+
+
+class _Stopwatch(Decider):
+    """Never stops, and times what happens between two of its questions: a level of drafting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.levels: list[tuple[int, float]] = []
+        self._last: tuple[int, int, float] | None = None
+
+    def forward(self, view: StepView) -> Sequence[bool]:
+        now = time.perf_counter()
+        if self._last is not None and view.depth == self._last[0] + 1:
+            self.levels.append((self._last[1], now - self._last[2]))
+        rows = sum(map(len, view.paths))
+        self._last = view.depth, rows, time.perf_counter()
+        return [True] * len(view.paths)
+
+
+__all__ = ["measure_costs", "measure_rows"]

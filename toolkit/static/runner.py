@@ -1,0 +1,315 @@
+"""Runs static steps: chooses their shapes, fills their tables, records them as CUDA graphs, reads what they found.
+
+Shapes: T rows of a bucket, S samples besides the dummy, F hidden states side by side.
+"""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from arbordraft.coupling import Coupling
+from arbordraft.drafters import Drafter
+from arbordraft.kernels import choice
+from arbordraft.kernels.ragged_tree_attention import RaggedBatch
+from arbordraft.laws import DraftLaw
+from arbordraft.sampling import Noise, Warp
+from arbordraft.static.bucket import Bucket, bucket_sizes, fitting, power_of_two
+from arbordraft.static.step import Call, Pools, StaticStep, StepKind
+from arbordraft.target.cache import RaggedKVCache
+from arbordraft.target.hook import UnsupportedModel
+from arbordraft.target.model import RaggedModel
+from arbordraft.topology import TreeTopology
+from arbordraft.types import DraftTree, SampleVerdict, Verdict
+
+_INSTEAD = "build the decoder with buckets=None"
+_RECOMPILE_LIMIT = 128
+_MOST_RUNNERS = 32  # each has buffers and perhaps a graph, and every temperature needs its own
+
+
+class StaticCache(RaggedKVCache):
+    """A cache with the dummy in it, whose pools can be handed to a step.
+
+    Args:
+        max_tokens: as for :class:`~arbordraft.RaggedKVCache`; the dummy's rows count.
+        rows: padding rows that there can be at a time.
+    """
+
+    def __init__(self, max_tokens: int | None, rows: int) -> None:
+        super().__init__(max_tokens)
+        self.dummy = self.open(1 + rows)
+
+    @property
+    def dummy_start(self) -> int:
+        """The dummy's first pool row."""
+        return self._slabs[self.dummy].start
+
+    @property
+    def longest(self) -> int:
+        """Rows that the largest slab has, rounded up to a power of two: it changes rarely."""
+        return power_of_two(max(slab.capacity for slab in self._slabs.values()))
+
+    def layers(self, number: int) -> list[Tensor]:
+        """The pools of so many layers: keys and values of the first, of the second and so on."""
+        return [self.get_buffer(f"{kind}_{layer}") for layer in range(number) for kind in ("keys", "values")]
+
+
+def _compiled(step: StaticStep, backend: str) -> Call:
+    """The step through ``torch.compile``, in one piece."""
+    compiled = torch.compile(step, backend=backend, fullgraph=True, dynamic=False)
+
+    def call(table: Tensor, draft: Tensor, pools: Pools) -> tuple[Tensor, Tensor]:
+        # The limit is one for all steps together, as they share their code; each of them is traced for good reason.
+        with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
+            return compiled(table, draft, pools)
+
+    return call
+
+
+class _Runner:
+    """A step with the buffers that it reads; on a GPU recorded as a CUDA graph.
+
+    Args:
+        step: the step.
+        call: the same, as it shall be called.
+        memory: what the graphs of a decoder share; ``None`` where nothing is recorded.
+    """
+
+    def __init__(self, step: StaticStep, call: Call, memory: Any) -> None:
+        self.step, self._call, self._memory = step, call, memory
+        device, bucket = step.target.device, step.bucket
+        pinned = device.type == "cuda"
+        self.host = torch.zeros(bucket.size, dtype=torch.int64, pin_memory=pinned)
+        self.table = torch.zeros(bucket.size, dtype=torch.int64, device=device)
+        drafts = bucket.nodes if step.kind.sampled else 0
+        wide = torch.promote_types(step.target.model.dtype, torch.float32)
+        self.draft = torch.zeros(drafts, step.target.vocab_size, dtype=wide, device=device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._recorded: tuple[int, ...] = ()
+        self._kept: object = None
+
+    def __call__(
+        self, tree: DraftTree, batch: RaggedBatch, noise: Noise | None, cache: StaticCache
+    ) -> tuple[Tensor, Tensor]:
+        """Runs the step: an upload, the step, and what there is to download."""
+        pools = cache.layers(self.step.target.num_layers)
+        if self._memory is not None and self._recorded != tuple(pool.data_ptr() for pool in pools):
+            self._record(cache, pools)
+        drafts = self.step.bucket.fill(self.host, tree, batch, noise, cache.dummy_start)
+        self.table.copy_(self.host, non_blocking=True)
+        if drafts and self.step.kind.sampled:
+            self.draft[: len(drafts)].copy_(torch.stack(drafts))
+        if self._graph is None:
+            return self._run(pools)
+        self._graph.replay()
+        result, hidden = self._out
+        return result, hidden.clone()  # the drafter may keep it; the next step overwrites this one
+
+    def _run(self, pools: Pools) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            return self._call(self.table, self.draft, pools)
+
+    def _record(self, cache: StaticCache, pools: Pools) -> None:
+        """Records the step on the pools as they lie now. What runs meanwhile are padding rows alone."""
+        from arbordraft.kernels.kv_cache.triton import address_table
+
+        nothing = RaggedBatch([], [], [], [], torch.empty(0), torch.empty(0))
+        self.step.bucket.fill(self.host, DraftTree(()), nothing, None, cache.dummy_start)
+        self.table.copy_(self.host)
+        self._graph = None
+        self._kept = address_table(list(pools))
+        try:
+            beside = torch.cuda.Stream()
+            beside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(beside):  # compiles kernels and fills caches, which cannot be recorded
+                for _ in range(2):
+                    self._run(pools)
+            torch.cuda.current_stream().wait_stream(beside)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._memory):
+                self._out = self._run(pools)
+        except RuntimeError as failure:
+            name = type(self.step.target.model).__name__
+            raise UnsupportedModel(
+                f"a step of {name} cannot be recorded as a CUDA graph ({failure}): {_INSTEAD}"
+            ) from failure
+        self._graph, self._recorded = graph, tuple(pool.data_ptr() for pool in pools)
+
+
+class StepResult(NamedTuple):
+    """What a step came to.
+
+    Args:
+        verdict: one per sample, ``None`` for those that failed too.
+        failed: samples whose logits are not numbers.
+        hidden: ``[S + 1, depth + 1, F]`` hidden states of all samples' roots and accepted nodes.
+        rows: rows of the step, padding included.
+    """
+
+    verdict: Verdict
+    failed: list[int]
+    hidden: Tensor
+    rows: int
+
+
+class StaticStepping:
+    """Runs the steps of a decoder in buckets.
+
+    A step has the rows of the smallest bucket into which all trees of the batch fit; above the largest bucket, the next
+    power of two. Its number of samples is that of the batch, rounded up to a power of two.
+
+    Args:
+        target: the target.
+        drafter: proposes the trees.
+        topology: the largest tree.
+        coupling: judges them.
+        buckets: numbers of rows.
+        compiler: backend of ``torch.compile``, such as ``"inductor"``; by default the step runs as it is.
+
+    Raises:
+        ValueError: if the target has packed linears, or a bucket is not positive.
+    """
+
+    def __init__(
+        self,
+        target: RaggedModel,
+        drafter: Drafter,
+        topology: TreeTopology,
+        coupling: Coupling,
+        buckets: Sequence[int],
+        compiler: str | None = None,
+    ) -> None:
+        if target.backend != "plain":
+            raise ValueError(f"buckets need a target with linears='plain', this one has {target.backend!r}: {_INSTEAD}")
+        self.target, self.topology, self.coupling = target, topology, coupling
+        self.buckets = bucket_sizes(buckets)
+        self.compiler = compiler
+        self.hidden_layers = drafter.hidden_layers
+        self._laws = [law for law in drafter.laws(coupling.law) if not law.deterministic]
+        self._runners: dict[tuple[Bucket, StepKind], _Runner] = {}
+        self._idle: StaticCache | None = None
+        self._memory: Any = None
+        self._weights: tuple[object, ...] = ()
+        self._lock = threading.RLock()
+
+    @property
+    def shapes(self) -> list[Bucket]:
+        """The shapes of all steps so far."""
+        return sorted({bucket for bucket, _ in self._runners}, key=lambda bucket: (bucket.samples, bucket.rows))
+
+    def reset(self) -> None:
+        """Forgets what was recorded and compiled, and the idle cache; steps are made anew when they are needed.
+
+        Weights that move (to another device or dtype) are noticed whenever a batch begins. What else changes in a model
+        between two batches, an adapter that is switched on for instance, calls for this.
+        """
+        self._runners.clear()
+        self._idle = None
+        self._memory = torch.cuda.graph_pool_handle() if self.target.device.type == "cuda" else None
+
+    def check(self, warp: Warp, greedy: bool) -> None:
+        """Raises ValueError if a request asks for what only the host can do."""
+        if asking := [type(one).__name__ for one in warp.processors if not warp.is_static(one)]:
+            raise ValueError(f"{asking[0]} looks at more than the scores of a row, or asks the host: {_INSTEAD}")
+        verifier = self.coupling.verifier
+        if greedy:
+            return
+        if not verifier.rejects_in_turn:
+            name = type(getattr(verifier, "rule", verifier)).__name__
+            raise ValueError(f"{name} samples on the host, which RecursiveRejection need not: {_INSTEAD}")
+        if any(type(law).tops_of is not DraftLaw.tops_of for law in self._laws):
+            raise ValueError(f"a law that chooses its tops in a way of its own does so on the host: {_INSTEAD}")
+        if len({law.replacement for law in self._laws}) > 1:
+            raise ValueError(f"trees are drawn both with and without replacement: {_INSTEAD}")
+
+    def open(self, batch: int, max_tokens: int | None) -> StaticCache:
+        """A cache for so many samples; the last one again if it is idle, as graphs are recorded for its pools.
+
+        Raises:
+            CacheOverflow: if ``max_tokens`` does not even allow the dummy.
+        """
+        tensors = (*self.target.model.parameters(), *self.target.model.buffers())
+        weights = self.target.network(), *(tensor.data_ptr() for tensor in tensors)
+        with self._lock:
+            if weights != self._weights:
+                self.reset()
+                self._weights = weights
+            cache, self._idle = self._idle, None
+        rows = fitting(self.buckets, batch * self.topology.num_nodes)
+        fits = cache is not None and cache.capacity(cache.dummy) > rows and cache.max_tokens == max_tokens
+        if cache is None or not fits:
+            cache = StaticCache(max_tokens, rows)
+            self.target.prefill({cache.dummy: [0]}, cache)
+        return cache
+
+    def close(self, cache: RaggedKVCache) -> None:
+        """Keeps a cache without samples for the next batch."""
+        assert isinstance(cache, StaticCache)
+        self._idle = cache
+
+    def __call__(
+        self, tree: DraftTree, batch: RaggedBatch, noise: Noise | None, cache: RaggedKVCache, warp: Warp
+    ) -> StepResult:
+        """Runs one step.
+
+        Args:
+            tree: the drafts.
+            batch: what ``cache.plan`` returned for them.
+            noise: the uniforms of this step; ``None`` at temperature 0.
+            cache: what :meth:`open` returned; :meth:`RaggedKVCache.advance` commits the accepted rows.
+            warp: the request's processors.
+
+        Raises:
+            ValueError: if the chosen kernels cannot do without the host.
+        """
+        assert isinstance(cache, StaticCache)
+        with self._lock:  # the buffers of a step serve one batch at a time
+            runner = self._runner(tree, cache, noise, warp)
+            result, hidden = runner(tree, batch, noise, cache)
+            found = result.tolist()
+        samples: list[SampleVerdict | None] = []
+        failed: list[int] = []
+        first = 0
+        for index, (drafted, (row, token, broken)) in enumerate(zip(tree.samples, found, strict=False)):
+            samples.append(None)
+            if drafted is None:
+                continue
+            nodes = list(drafted.tokens)
+            if broken:
+                failed.append(index)
+            else:
+                node = nodes[row - first]
+                path = tuple(drafted.topology.path(node)[1:])
+                samples[-1] = SampleVerdict(path, token, recovered=bool(drafted.children(node)))
+            first += len(nodes)
+        return StepResult(Verdict(tuple(samples)), failed, hidden, runner.step.bucket.rows)
+
+    def _runner(self, tree: DraftTree, cache: StaticCache, noise: Noise | None, warp: Warp) -> _Runner:
+        rows = fitting(self.buckets, sum(tree.lengths))
+        bucket = Bucket.of(self.topology, rows, power_of_two(len(tree.samples)))
+        kind = StepKind(noise is not None, processors=warp.constants, longest=cache.longest)
+        if kind.sampled:
+            kind = replace(
+                kind,
+                lifted=self.coupling.verifier.lifted,
+                replacement=any(law.replacement for law in self._laws),
+                most_tops=min(max((law.most_tops for law in self._laws), default=0), self.target.vocab_size),
+            )
+        runner = self._runners.pop((bucket, kind), None)
+        if runner is None:
+            most_rows = min(rows, self.topology.num_nodes)
+            step = StaticStep(self.target, bucket, kind, warp, most_rows, self.hidden_layers)
+            call = step if self.compiler is None else _compiled(step, self.compiler)
+            runner = _Runner(step, call, self._memory)
+        self._runners[bucket, kind] = runner  # at the end: the first one is the one least recently used
+        if len(self._runners) > _MOST_RUNNERS:
+            del self._runners[next(iter(self._runners))]
+        if not choice.wants_triton("static_step", runner.table) and runner.table.is_cuda:
+            raise ValueError(f"without Triton a step asks the host: use kernels 'auto' or 'triton', or {_INSTEAD}")
+        return runner
+
+
+__all__ = ["StaticCache", "StaticStepping", "StepResult"]

@@ -1,0 +1,225 @@
+"""A decoding step of fixed shapes that never asks the host: what CUDA graphs and compilers want.
+
+Everything between an upload and a download is one module of tensors: the target's forward over all trees, verification,
+the drawing of the next tokens, compaction of the cache. What is different from step to step stands in one table. Shapes
+are those of a few buckets; rows that a step does not need belong to a sample of their own, the dummy, with pool rows of
+its own.
+
+Shapes: T rows of a bucket, S samples besides the dummy, N places for nodes with children, V vocabulary, F hidden states
+side by side, P pool rows.
+"""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from arbordraft.kernels.kv_cache.operator import kv_append, kv_compact
+from arbordraft.kernels.ragged_tree_attention.operator import tree_attention
+from arbordraft.kernels.verify import row_max_reference
+from arbordraft.kernels.verify.tops import take_tops
+from arbordraft.kernels.verify.tree import PackedTree, verify_tree, walk
+from arbordraft.sampling import Warp
+from arbordraft.static.bucket import Bucket
+from arbordraft.target.hook import AttentionCall
+from arbordraft.target.model import RaggedModel
+
+Pools = Sequence[Tensor]  # keys and values of layer 0, of layer 1, ...: [P, Hkv, D] each
+Call = Callable[[Tensor, Tensor, Pools], tuple[Tensor, Tensor]]
+
+
+@dataclass
+class _StaticForward:
+    """A forward whose batch is described by tensors alone; see :class:`~arbordraft.target.hook.Forward`."""
+
+    pools: Pools
+    layout: Tensor
+    positions: Tensor
+    slots: Tensor
+    words: Tensor
+    most_rows: int
+    longest: int
+    hidden: dict[int, Tensor | None]
+    layers: dict[int, AttentionCall | None] = field(default_factory=dict)
+    depth: int | None = None
+    behind: nn.Module | None = None
+    last: Any = None
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
+        keys, values = self.pools[2 * layer : 2 * layer + 2]
+        kv_append(keys, values, key, value, self.slots)
+        return tree_attention(
+            query.contiguous(),
+            keys,
+            values,
+            self.layout,
+            self.positions,  # of the keys of all trees: those of the rows themselves
+            self.positions,
+            self.words,
+            call.scale,
+            call.window or 0,
+            call.softcap or 0.0,
+            call.sinks,
+            self.most_rows,
+            self.longest,
+            0,
+        )
+
+
+@dataclass(frozen=True)
+class StepKind:
+    """What a step is made for besides its shapes; steps of one kind can share a graph.
+
+    Args:
+        sampled: verify by recursive rejection; else by what is most probable.
+        lifted: see :class:`~arbordraft.Lifted`.
+        replacement: whether draws may repeat a token.
+        most_tops: certain tokens of a node that was drawn at random, at most.
+        processors: what tells the request's processors from others.
+        longest: about the longest prefix: how attention is split follows from it.
+    """
+
+    sampled: bool
+    lifted: bool = False
+    replacement: bool = False
+    most_tops: int = 0
+    processors: Hashable = ()
+    longest: int = 0
+
+
+class StaticStep(nn.Module):
+    """The device's part of a step, in static shapes and without a question to the host.
+
+    Args:
+        target: the target.
+        bucket: the shapes.
+        kind: what else is fixed.
+        warp: the request's processors, which must look at the scores alone.
+        most_rows: rows of a sample, the dummy aside, at most.
+        hidden_layers: the target's hidden states that are wanted.
+    """
+
+    def __init__(
+        self,
+        target: RaggedModel,
+        bucket: Bucket,
+        kind: StepKind,
+        warp: Warp,
+        most_rows: int,
+        hidden_layers: Sequence[int] = (),
+    ) -> None:
+        super().__init__()
+        self.target = target
+        self.network = target.network()
+        self.bucket = bucket
+        self.kind = kind
+        self.warp = warp
+        self.most_rows = most_rows
+        self.hidden_layers = tuple(hidden_layers)
+
+    def forward(self, table: Tensor, draft: Tensor, pools: Pools) -> tuple[Tensor, Tensor]:
+        """One step.
+
+        Args:
+            table: what :meth:`Bucket.fill` wrote.
+            draft: ``[N, V]`` draft rows, the tops of which are set to 0 in place; ``[0, V]`` if nothing is sampled.
+            pools: the cache, to which rows are appended and in which the accepted ones move up.
+
+        Returns:
+            ``[S + 1, 3]`` int64: of every sample the row of the last accepted node, the token behind it, and whether
+            its logits are no numbers. And ``[S + 1, depth + 1, F]`` hidden states of its root and the accepted nodes.
+        """
+        part = self.bucket.read(table)
+        run = _StaticForward(
+            pools,
+            part["layout"],
+            part["positions"],
+            part["slots"],
+            part["words"],
+            self.most_rows,
+            self.kind.longest,
+            hidden=dict.fromkeys(self.hidden_layers),
+        )
+        found = self.network(
+            input_ids=part["tokens"][None], position_ids=part["positions"][None], use_cache=False, ragged=run
+        )
+        logits: Tensor = found.logits[0]
+        highest, best = row_max_reference(logits)
+        broken = highest.new_zeros(self.bucket.samples + 1, dtype=torch.int64)
+        broken = broken.index_add(0, part["sample"], (~highest.isfinite()).to(torch.int64))
+
+        scores = self.warp(logits, _no_path)
+        if self.kind.sampled:
+            tree = self._tree(part, draft)
+            end, token = verify_tree(scores, draft, tree, part["accept"], part["final"], lifted=self.kind.lifted)
+        else:
+            tree = self._tree(part, None)
+            if self.warp.processors:
+                _, best = row_max_reference(scores)
+            # A row without children is compared with nothing: -1 is no token.
+            end = walk(tree, tree.tokens == best[tree.inner.clamp(min=0)][:, None])
+            token = best[end]
+
+        path = self._path(part, end)
+        self._compact(part, path, pools)
+        states = [states for states in run.hidden.values() if states is not None]
+        hidden = torch.cat(states, dim=-1) if states else logits.new_empty(self.bucket.rows, 0)
+        return torch.stack([end, token, broken], dim=1), hidden[path.clamp(min=0)]
+
+    def _tree(self, part: Mapping[str, Tensor], draft: Tensor | None) -> PackedTree:
+        children, draft_row = part["children"], part["draft_row"]
+        tokens = torch.where(children < 0, -1, part["tokens"][children.clamp(min=0)])
+        certain = torch.zeros_like(children, dtype=torch.bool)
+        if draft is not None:
+            tops = take_tops(draft, part["most_tops"], part["threshold"], self.kind.most_tops)[draft_row.clamp(min=0)]
+            certain = (tokens[:, :, None] == tops[:, None, :]).any(dim=2)
+        return PackedTree(
+            roots=part["roots"],
+            inner=part["inner"],
+            levels=self.bucket.levels,
+            draft_row=draft_row,
+            children=children,
+            tokens=tokens,
+            certain=certain,
+            parent=part["parent"],
+            place=part["place"],
+            order=part["order"],
+            sample=part["sample"],
+            replacement=self.kind.replacement,
+        )
+
+    def _path(self, part: Mapping[str, Tensor], end: Tensor) -> Tensor:
+        """``[S + 1, depth + 1]`` rows from each root to where its path ends, -1 behind."""
+        path = end.new_full((len(end), self.bucket.depth + 1), -1)
+        row = end
+        for _ in range(self.bucket.depth + 1):
+            path.scatter_(1, part["depth"][row][:, None], row[:, None])
+            above = part["above"][row]
+            row = torch.where(above < 0, row, above)
+        return path
+
+    def _compact(self, part: Mapping[str, Tensor], path: Tensor, pools: Pools) -> None:
+        """Moves the accepted rows up behind their roots; every other move is one of a sample's root to itself.
+
+        A sample that does not take part has the dummy's committed row for a root, which nobody changes.
+        """
+        depth, samples = self.bucket.depth, self.bucket.samples
+        if depth == 0:
+            return
+        home, numbers = part["home"][:, None], torch.arange(samples + 1, device=path.device)
+        taking = part["sample"][part["roots"]] == numbers
+        kept = (path[:, 1:] >= 0) & taking[:, None]
+        steps = torch.arange(1, depth + 1, device=path.device)
+        source = torch.where(kept, part["slots"][path[:, 1:].clamp(min=0)], home)
+        destination = torch.where(kept, home + steps, home)
+        first = torch.arange(0, depth * (samples + 2), depth, device=path.device)
+        kv_compact(list(pools), source.flatten(), destination.flatten(), first)
+
+
+def _no_path(row: int) -> Sequence[int]:
+    raise AssertionError(f"processors were checked, yet one asks for the path of row {row}")
+
+
+__all__ = ["Call", "Pools", "StaticStep", "StepKind"]

@@ -1,0 +1,100 @@
+"""How exactly speculative output equals plain output, for one decoder on one machine.
+
+Shapes: N nodes, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+
+from arbordraft.target.cache import RaggedKVCache
+from arbordraft.target.model import RaggedModel
+from arbordraft.topology import TreeTopology, ancestor_words
+from arbordraft.types import Exactness
+
+
+class Level(StrEnum):
+    """What holds, from strong to weak."""
+
+    bitwise = "bitwise"
+    tokens = "fp32 tokens"
+    law = "law only"
+    lossy = "lossy"
+
+
+@dataclass(frozen=True)
+class ExactnessReport:
+    """What a decoder promises about its output.
+
+    Args:
+        level: ``bitwise``: a row of a tree has the bits that plain decoding of the same model gives it, so greedy
+            output is identical in any precision. ``fp32 tokens``: greedy tokens equal plain ones unless two logits are
+            closer than float32 rounding. ``law only``: sampled output has the law of the rows the verifier saw;
+            half-precision rounding of these rows depends on the batch. ``lossy``: the verifier changes the law by
+            design.
+        reason: why not a stronger one.
+        rows: rows that were computed both in trees of a batch and one by one.
+        equal: how many of them had the same bits.
+    """
+
+    level: Level
+    reason: str
+    rows: int
+    equal: int
+
+    def __str__(self) -> str:
+        return f"{self.level}: {self.reason} ({self.equal} of {self.rows} probed rows have equal bits)"
+
+
+def exactness_report(target: RaggedModel, promise: Exactness) -> ExactnessReport:
+    """Combines what a verifier promises with a probe of random trees on this machine."""
+    rows, equal = probe_rows(target)
+    if promise is not Exactness.EXACT:
+        level, reason = Level.lossy, f"the verifier is {promise.value}"
+    elif target.row_invariant and equal == rows:
+        level, reason = Level.bitwise, "every part of the forward treats a row alike whatever runs beside it"
+    else:
+        if target.row_invariant:
+            reason = "all parts promise row invariance, yet the probe found different bits: please report it"
+        elif target.backend == "native":
+            reason = "some modules are not known to be row-invariant"
+        else:
+            reason = "rounding depends on the number of rows; linears='native' may change that"
+        wide = target.model.dtype in (torch.float32, torch.float64)
+        level = Level.tokens if wide else Level.law
+    return ExactnessReport(level, reason, rows, equal)
+
+
+def probe_rows(target: RaggedModel) -> tuple[int, int]:
+    """Computes trees of a ragged batch at once, then each of their rows as plain decoding does.
+
+    Returns:
+        Number of rows, and of those whose logits agree bit for bit.
+    """
+    generator = torch.Generator().manual_seed(0)
+    longest = min(150, (target.max_positions or 150) - 8)
+    prompts = [torch.randint(target.vocab_size, (n,), generator=generator).tolist() for n in (5, longest, longest // 3)]
+    topology = TreeTopology.from_k_config((2, 2, 1))
+    nodes = topology.num_nodes
+    tokens = torch.randint(target.vocab_size, (len(prompts), nodes), generator=generator)
+
+    cache = RaggedKVCache()
+    samples = [cache.open(len(prompt) + nodes) for prompt in prompts]
+    target.prefill(dict(zip(samples, prompts, strict=True)), cache)
+    words = ancestor_words(topology.visible.cpu()).repeat(len(prompts), 1)
+    batch = cache.plan(samples, [topology.depth_list] * len(prompts), words)
+    together = target(tokens.flatten(), batch, cache).view(len(prompts), nodes, -1)
+
+    rows = equal = 0
+    for prompt, drafted, logits in zip(prompts, tokens, together, strict=True):
+        for leaf in (node for node, children in enumerate(topology.child_list) if not children):
+            alone = RaggedKVCache()
+            sample = alone.open(len(prompt) + nodes)
+            target.prefill({sample: prompt}, alone, chunk=64)
+            for node in topology.path(leaf):
+                row = target(drafted[node : node + 1], alone.plan([sample], [[0]]), alone)[0]
+                alone.commit({sample: [0]})
+                rows += 1
+                equal += torch.equal(row, logits[node])
+    return rows, equal

@@ -1,0 +1,151 @@
+"""Our attention under a name of transformers', and what a forward carries to the layers that ask for it.
+
+Shapes: T packed rows, Hq/Hkv heads, D head size.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+from arbordraft.kernels.ragged_tree_attention import RaggedBatch, ragged_tree_attention
+from arbordraft.target.cache import RaggedKVCache
+
+HOOK = "arbordraft_ragged"
+REQUIREMENT = (
+    "arbordraft needs every layer to be softmax attention that goes through transformers' AttentionInterface "
+    "(falcon, bloom, linear-attention and state-space models do not)"
+)
+# Arguments that models hand to their attention although they concern the caller only.
+_IGNORED = frozenset({"cache_position", "dropout", "is_causal", "logits_to_keep", "position_ids", "use_cache"})
+
+
+class UnsupportedModel(ValueError):
+    """The model cannot be run on packed rows."""
+
+
+class AttentionCall(NamedTuple):
+    """What a layer asks its attention for."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    value_dim: int
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None
+
+
+class Attending(Protocol):
+    """What the layers of a model need of the forward that they are part of."""
+
+    layers: dict[int, AttentionCall | None]
+    hidden: dict[int, Tensor | None]
+    depth: int | None
+    behind: nn.Module | None
+    last: Any
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
+        """Stores the ``[T, Hkv, D]`` keys and values of a layer and returns what its ``[T, Hq, D]`` queries find."""
+
+
+@dataclass
+class Forward:
+    """What one forward of a :class:`~arbordraft.target.model.RaggedModel` hands to its layers.
+
+    Args:
+        batch: its rows.
+        cache: its keys and values.
+        native: use the native attention kernel.
+        layers: the layers that have attended so far; with what they asked for, where a layer did so by itself.
+        hidden: the hidden states that are wanted, by index as in transformers' ``hidden_states``: the input of each
+            decoder layer, and behind the last one the output of the final norm; filled in as the layers run.
+        depth: run only the first so many layers.
+        behind: put this behind them; maps ``[1, T, H]`` to the same.
+        last: what the last of these layers returned.
+    """
+
+    batch: RaggedBatch
+    cache: RaggedKVCache
+    native: bool = False
+    layers: dict[int, AttentionCall | None] = field(default_factory=dict)
+    hidden: dict[int, Tensor | None] = field(default_factory=dict)
+    depth: int | None = None
+    behind: nn.Module | None = None
+    last: Any = None
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
+        """Stores the ``[T, Hkv, D]`` keys and values of a layer and returns what its ``[T, Hq, D]`` queries find."""
+        keys, values = self.cache.write(layer, key, value, self.batch.slots)
+        return ragged_tree_attention(
+            query,
+            keys,
+            values,
+            self.batch,
+            scale=call.scale,
+            window=call.window,
+            softcap=call.softcap,
+            sinks=call.sinks,
+            use_native=self.native,
+        )
+
+
+def register() -> None:
+    """Tells transformers the name under which our attention can be asked for."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(HOOK, _attention)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    ragged: Attending | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in every attention layer: ``[1, H, T, D]`` in, ``[1, T, Hq, D]`` out."""
+    unknown = [name for name, given in others.items() if not (given is None or given is False or name in _IGNORED)]
+    if ragged is None or attention_mask is not None or unknown:
+        raise UnsupportedModel(
+            f"{type(module).__name__} asks its attention for something packed rows do not offer: "
+            f"{unknown or 'a mask of its own'}"
+        )
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    heads, kv_heads, dim, value_dim = query.shape[1], key.shape[1], query.shape[-1], value.shape[-1]
+    call = AttentionCall(heads, kv_heads, dim, value_dim, scale, sliding_window, softcap, s_aux)
+    ragged.layers[layer] = call
+    out = ragged.attend(layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), call)
+    return out[None], None
+
+
+def run_layer(index: int, forward: Callable[..., Any], *args: Any, ragged: Attending, **kwargs: Any) -> Any:
+    """Calls a decoder layer as the forward that it is part of wants it: observed, followed by something, or not."""
+    if index in ragged.hidden:
+        ragged.hidden[index] = (args[0] if args else kwargs["hidden_states"])[0]
+    if ragged.depth is None:
+        return forward(*args, ragged=ragged, **kwargs)
+    if index < ragged.depth:
+        output = forward(*args, ragged=ragged, **kwargs)
+        if index == ragged.depth - 1 and (behind := ragged.behind) is not None:
+            output = behind(output) if isinstance(output, Tensor) else (behind(output[0]), *output[1:])
+        ragged.last = output
+    return ragged.last
+
+
+def run_stack(count: int, forward: Callable[..., Any], *args: Any, ragged: Attending, **kwargs: Any) -> Any:
+    """Calls the owner of all ``count`` decoder layers, whose output is that of the final norm."""
+    output = forward(*args, ragged=ragged, **kwargs)
+    if count in ragged.hidden:
+        ragged.hidden[count] = output[0][0]
+    return output

@@ -1,0 +1,404 @@
+"""Any Hugging Face causal LM, run on the packed rows of a ragged batch.
+
+Shapes: T packed rows, R rows whose logits are wanted, F hidden states side by side, V vocabulary, H hidden size.
+"""
+
+import os
+import threading
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from arbordraft.kernels import native
+from arbordraft.kernels.ragged_tree_attention import RaggedBatch
+from arbordraft.target.cache import RaggedKVCache
+from arbordraft.target.hook import HOOK, REQUIREMENT, Forward, UnsupportedModel, register, run_layer, run_stack
+from arbordraft.target.observation import decoder_list, final_module, observe
+from arbordraft.target.stand_ins import PackedLayers, Packing, choose_backend
+from arbordraft.target.view import ModelView
+from arbordraft.topology import TreeTopology, ancestor_words
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+# Rotary embeddings whose frequencies change for the whole batch once one sample is long.
+_LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+_TRAINING = "the model is in training mode, where dropout would change its output: call model.eval()"
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A view of the model whose layers attend and report to us, with packed layers in it if there are any."""
+
+    owner: "RaggedModel"
+    view: ModelView
+    packing: Packing | None
+    layered: bool  # whether its layers stand in one list
+
+    def current(self) -> bool:
+        return self.view.current() and (self.packing is None or self.packing.current())
+
+
+class RaggedModel(nn.Module):
+    """Runs a causal LM on packed tokens ``[1, T]`` of many samples at once, for prompts and for draft trees.
+
+    The model itself is not touched: what runs is a second set of modules around the same parameters, whose attention is
+    :func:`~arbordraft.kernels.ragged_tree_attention.ragged_tree_attention`. Any number of threads may decode with it,
+    and with the model, at once. Changes of the model's weights and modules are noticed when a new cache is begun (see
+    :meth:`refresh` for the one exception); a decoding that is under way goes on with what it began with.
+
+    Args:
+        model: a causal LM of transformers whose attention follows the ``AttentionInterface``, in eval mode.
+        tokenizer: its tokenizer; lets a decoder check that target and drafter agree.
+        linears: how the model's weights are read on a CPU. ``"plain"``: by its own modules. ``"native"``: from a packed
+            copy by C++ kernels, built on first use, which fuse the decoder layers they recognise and give every row
+            the same bits whatever rows run beside it. ``"onednn"``: linears only, prepacked by PyTorch. ``"packed"``:
+            the first of these that works here. A copy takes as much memory as the weights; it is renewed, with a
+            warning, if they have changed.
+        int8: keep 8-bit copies with one scale per output. Twice as fast to read, but another model: its output law is
+            what decoding preserves.
+        self_test: compare packed with single logits on a few random tokens now.
+
+    Raises:
+        ValueError: if the backend asked for cannot be used here.
+        UnsupportedModel: if the architecture does not route all its attention through the interface, or the
+            self-test finds different logits.
+    """
+
+    def __init__(
+        self,
+        model: "PreTrainedModel",
+        tokenizer: "PreTrainedTokenizerBase | None" = None,
+        *,
+        linears: str = "plain",
+        int8: bool = False,
+        self_test: bool = True,
+    ) -> None:
+        super().__init__()
+        check_model(model)
+        self.backend = choose_backend(linears, model)
+        if int8 and self.backend != "native":
+            raise ValueError(f"int8 weights need the native kernels: {native.problem() or 'use linears=native'}")
+        register()
+        self.model = model
+        self.tokenizer = tokenizer
+        config = model.config.get_text_config()
+        self.num_layers: int = config.num_hidden_layers
+        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        self.max_positions = _max_positions(config)
+        self.int8 = int8
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._prepared = self._prepare()
+        if self_test:
+            self.self_test()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies, in this process or another one, make their own view of their own model."""
+        return {name: value for name, value in vars(self).items() if name not in ("_prepared", "_lock", "_process")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        register()
+        self._process, self._lock = os.getpid(), threading.Lock()
+        self._prepared = self._prepare()
+
+    @property
+    def row_invariant(self) -> bool:
+        """Whether every part of a forward promises each row the same bits, whatever rows run beside it."""
+        return self.packing is not None and self.packing.row_invariant
+
+    @property
+    def packing(self) -> Packing | None:
+        """What stands in for the model's own layers and linears, as of the last forward."""
+        return self._prepared.packing
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the model's inputs."""
+        return self.model.device
+
+    @cached_property
+    def final_norm(self) -> nn.Module:
+        """What stands between the last decoder layer and the head.
+
+        Raises:
+            UnsupportedModel: if that is more than one module.
+        """
+        view = ModelView(self.model, HOOK)  # one that no other forward runs in
+        if norm := final_module(view.model, self.num_layers):
+            return view.original(norm)
+        raise UnsupportedModel(f"{type(self.model).__name__} has more than a norm behind its decoder layers")
+
+    def forward(
+        self,
+        tokens: Tensor,
+        batch: RaggedBatch,
+        cache: RaggedKVCache,
+        rows: Tensor | None = None,
+        layers: int | None = None,
+        behind: nn.Module | None = None,
+    ) -> Tensor:
+        """Logits of packed rows; their keys and values are written behind each sample's committed length.
+
+        Args:
+            tokens: ``[T]`` int64.
+            batch: what ``cache.plan`` returned for these rows.
+            cache: the KV cache to read and write.
+            rows: ``[R]`` rows whose logits are wanted, all T by default.
+            layers: run only the first so many layers (early exit).
+            behind: put this behind them, in front of the final norm; maps ``[1, T, H]`` to the same.
+
+        Returns:
+            ``[R, V]``.
+        """
+        return self.run(tokens, batch, cache, rows, layers, behind=behind)[0]
+
+    def run(
+        self,
+        tokens: Tensor,
+        batch: RaggedBatch,
+        cache: RaggedKVCache,
+        rows: Tensor | None = None,
+        layers: int | None = None,
+        hidden: Sequence[int] = (),
+        behind: nn.Module | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The same as :meth:`forward`, with hidden states of all rows; asking for them changes no bit of the logits.
+
+        Args:
+            hidden: which ones, as transformers numbers its ``hidden_states``: the input of each decoder layer, and
+                behind the last layer the output of the final norm.
+
+        Returns:
+            ``[R, V]`` logits and ``[T, F]`` hidden states, side by side in the order asked for.
+
+        Raises:
+            ValueError: if there is no such layer.
+            UnsupportedModel: if the architecture does not show them.
+        """
+        batch = batch.to(self.device)
+        inputs = {
+            "input_ids": tokens.to(self.device)[None],
+            "position_ids": batch.positions[None],
+            "use_cache": False,
+            "logits_to_keep": slice(None) if rows is None else rows.to(self.device),
+        }
+        if not all(0 <= index <= self.num_layers for index in hidden):
+            raise ValueError(f"hidden states are numbered 0..{self.num_layers}, got {tuple(hidden)}")
+        prepared = self._prepared_for(cache)
+        if not prepared.layered and (hidden or layers is not None or behind is not None):
+            raise UnsupportedModel(
+                f"{type(self.model).__name__} does not keep its {self.num_layers} layers in one list: neither early "
+                "exit nor hidden states"
+            )
+        depth = self.num_layers if layers is None and behind is not None else layers
+        run = Forward(batch, cache, self.backend == "native", hidden=dict.fromkeys(hidden), depth=depth, behind=behind)
+        with torch.no_grad():
+            logits: Tensor = prepared.view.model(**inputs, ragged=run).logits[0]
+        expected = layers or self.num_layers
+        if len(run.layers) != expected:
+            raise UnsupportedModel(
+                f"{type(self.model).__name__} called the attention interface in {len(run.layers)} of {expected} "
+                f"layers: {REQUIREMENT}"
+            )
+        found = [run.hidden[index] for index in hidden]
+        if any(states is None for states in found):
+            raise UnsupportedModel(f"{type(self.model).__name__} does not show the hidden states {tuple(hidden)}")
+        return logits, torch.cat(found, dim=-1) if found else logits.new_empty(len(tokens), 0)  # type: ignore[arg-type]
+
+    def prefill(
+        self,
+        prompts: Mapping[int, Sequence[int]],
+        cache: RaggedKVCache,
+        *,
+        chunk: int = 2048,
+        layers: int | None = None,
+        hidden: Sequence[int] = (),
+    ) -> dict[int, Tensor]:
+        """Runs and commits tokens of several samples, packed, at most ``chunk`` rows at a time.
+
+        Args:
+            prompts: tokens to append to each sample of the cache; may be empty.
+            cache: the KV cache.
+            chunk: bound on the rows of one forward, and so on its memory.
+            layers: run only the first so many layers.
+            hidden: hidden states that are wanted, see :meth:`run`.
+
+        Returns:
+            The ``[n, F]`` hidden states of every sample with tokens.
+        """
+        found: dict[int, list[Tensor]] = {sample: [] for sample, tokens in prompts.items() if tokens}
+        left = {sample: list(tokens) for sample, tokens in prompts.items() if tokens}
+        while left:
+            room, part = chunk, {}
+            for sample in list(left):
+                if room == 0:
+                    break
+                part[sample] = left[sample][:room]
+                room -= len(part[sample])
+                left[sample] = left[sample][len(part[sample]) :]
+                if not left[sample]:
+                    del left[sample]
+            batch = cache.plan(list(part), [range(len(tokens)) for tokens in part.values()])
+            packed = torch.tensor([token for tokens in part.values() for token in tokens])
+            _, states = self.run(packed, batch, cache, torch.zeros(1, dtype=torch.long), layers, hidden)
+            cache.commit({sample: range(len(tokens)) for sample, tokens in part.items()})
+            for sample, share in zip(part, states.split(list(map(len, part.values()))), strict=True):
+                found[sample].append(share)
+        return {sample: torch.cat(parts) for sample, parts in found.items()}
+
+    def self_test(self) -> None:
+        """Compares packed logits, of two prompts and a small tree, with the model's own single-path logits.
+
+        Raises:
+            UnsupportedModel: if they differ by more than rounding.
+        """
+        if any(parameter.is_meta for parameter in self.model.parameters()):
+            raise ValueError("the model's weights are on the meta device, which holds no numbers: load it onto another")
+        generator = torch.Generator().manual_seed(0)
+        prompts = [torch.randint(self.vocab_size, (n,), generator=generator).tolist() for n in (5, 2)]
+        topology = TreeTopology.from_parents([-1, 0, 0, 1])
+        tree = torch.randint(self.vocab_size, (topology.num_nodes,), generator=generator).tolist()
+
+        cache = RaggedKVCache()
+        samples = [cache.open() for _ in prompts]
+        try:
+            self.prefill(dict(zip(samples, prompts, strict=True)), cache)
+            words = ancestor_words(topology.visible.cpu()).repeat(2, 1)
+            packed = self(torch.tensor(tree * 2), cache.plan(samples, [topology.depth_list] * 2, words), cache)
+        except UnsupportedModel:
+            raise
+        except Exception as failure:
+            raise self._unsupported(failure) from failure
+        single = []
+        for prompt in prompts:
+            for node in range(topology.num_nodes):
+                path = [tree[n] for n in topology.path(node)]
+                ids = torch.tensor([prompt + path], device=self.device)
+                with torch.no_grad():
+                    single.append(self.model(ids, use_cache=False).logits[0, -1])
+        expected = torch.stack(single).double()
+        spread = (expected - expected.mean(dim=-1, keepdim=True)).square().mean().sqrt()
+        error = ((packed.double() - expected).square().mean().sqrt() / spread).item()
+        # Half precision rounds differently for every shape, and 8-bit weights are others; a wrong mask or position is
+        # far above any of these bounds.
+        bound = 0.3 if self.int8 else 1e-3 if packed.dtype in (torch.float32, torch.float64) else 0.1
+        if not error < bound:
+            raise UnsupportedModel(
+                f"{type(self.model).__name__}: packed logits differ from single ones by {error:.1e} of their spread "
+                f"(bound {bound:.0e}); its attention uses something that packed trees do not support"
+            )
+
+    def refresh(self) -> None:
+        """Takes the model's weights and modules anew before the next cache is begun.
+
+        Needed only after single elements of packed weights were written through ``.data``, through numpy or in
+        inference mode: torch does not count such changes, and few elements of each tensor are compared.
+        """
+        with self._lock:
+            self._prepared = self._prepare()
+
+    def network(self) -> nn.Module:
+        """The modules that run: called like the model, with ``ragged=`` (see :class:`~arbordraft.target.hook.Forward`).
+
+        Raises:
+            ValueError: if the model is in training mode.
+        """
+        return self._latest().view.model
+
+    def _prepared_for(self, cache: RaggedKVCache) -> _Prepared:
+        """What a cache was begun with, as it holds results of one set of weights; or what is current now."""
+        prepared = cache.weights
+        if not isinstance(prepared, _Prepared) or prepared.owner is not self:
+            prepared = cache.weights = self._latest()
+        return prepared
+
+    def _latest(self) -> _Prepared:
+        if self.model.training:
+            raise ValueError(_TRAINING)
+        if os.getpid() != self._process and torch.get_num_threads() > 1:
+            raise RuntimeError(
+                "this process was forked from one whose OpenMP threads it did not get, and would wait for them for "
+                "ever: start it with multiprocessing's 'spawn' or 'forkserver', load the model in it, or call "
+                "torch.set_num_threads(1) in it first"
+            )
+        with self._lock:
+            if not self._prepared.current():
+                if self._prepared.packing is not None:
+                    warnings.warn(
+                        "the model's weights or modules changed after they were packed; packing them again",
+                        stacklevel=5,
+                    )
+                self._prepared = self._prepare()
+            return self._prepared
+
+    def _prepare(self) -> _Prepared:
+        view = ModelView(self.model, HOOK)
+        place = decoder_list(view.model, self.num_layers)
+        packing = None
+        if self.backend != "plain":
+            packing = self._pack(view)
+            for owner, name, stand_in in packing.places:
+                owner._modules[name] = stand_in
+        if place is not None:
+            for index, layer in enumerate(getattr(*place)):
+                if not isinstance(layer, PackedLayers):
+                    vars(layer)["forward"] = partial(run_layer, index, layer.forward)
+            vars(place[0])["forward"] = partial(run_stack, self.num_layers, place[0].forward)
+        return _Prepared(self, view, packing, place is not None)
+
+    def _pack(self, view: ModelView) -> Packing:
+        """Observes a forward and packs what it saw."""
+        try:
+            seen = observe(view.model, self.num_layers, self.vocab_size)
+        except UnsupportedModel:
+            raise
+        except Exception as failure:
+            raise self._unsupported(failure) from failure
+        packing = Packing(view.model, seen, self.backend, int8=self.int8)
+        if packing.left:
+            warnings.warn(f"not packed, as they are not plain linears: {'; '.join(packing.left)}", stacklevel=5)
+        return packing
+
+    def _unsupported(self, failure: Exception) -> UnsupportedModel:
+        return UnsupportedModel(f"{type(self.model).__name__} failed on packed tokens ({failure}): {REQUIREMENT}")
+
+
+def check_model(model: Any) -> None:
+    """Raises TypeError or ValueError unless this is a causal LM of transformers that can decode as it is."""
+    if isinstance(model, RaggedModel):
+        raise TypeError("model is a RaggedModel already: use it as it is")
+    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
+        raise TypeError(
+            "model must be a causal LM of transformers (AutoModelForCausalLM.from_pretrained), got "
+            f"{type(model).__name__}"
+        )
+    if hasattr(model, "_orig_mod"):
+        raise TypeError(
+            "model was compiled by torch.compile, which would trace it anew for every step: pass the model itself "
+            "(compiled._orig_mod), and buckets= with compiler= to the decoder for compiled steps"
+        )
+    head: Any = getattr(model, "get_output_embeddings", None)
+    if head is None or head() is None:
+        raise TypeError(
+            f"{type(model).__name__} has no language-model head, so it gives no logits of next tokens: load the "
+            "checkpoint with AutoModelForCausalLM"
+        )
+    if model.training:
+        raise ValueError(_TRAINING)
+
+
+def _max_positions(config: Any) -> int | None:
+    """Greatest number of positions for which a sample's logits do not depend on its batch."""
+    limit: int | None = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in rope.values() if all(isinstance(v, dict) for v in rope.values()) else [rope]:
+        if parameters.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
+            limit = parameters.get("original_max_position_embeddings", limit)
+    return limit

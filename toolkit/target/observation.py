@@ -1,0 +1,108 @@
+"""What one forward of a model shows: its decoder layers, what they are given, what they ask their attention for."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from arbordraft.kernels.ragged_tree_attention import RaggedBatch
+from arbordraft.target.cache import RaggedKVCache
+from arbordraft.target.hook import AttentionCall, Forward
+from arbordraft.topology import TreeTopology, ancestor_words
+
+
+class LayerCall(NamedTuple):
+    """A decoder layer and what it was given in an observed forward on a fresh cache."""
+
+    layer: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What one forward of a model showed.
+
+    Args:
+        place: the module that holds the list of decoder layers, and the list's name; ``None`` if there is none.
+        layers: the layers that were called, in order.
+        attention: what they asked their attention for, by index.
+        called: all modules that were called.
+        batch: the forward's rows, on a fresh cache.
+    """
+
+    place: tuple[nn.Module, str] | None
+    layers: list[LayerCall]
+    attention: dict[int, AttentionCall]
+    called: set[nn.Module]
+    batch: RaggedBatch
+
+
+def decoder_list(model: nn.Module, count: int) -> tuple[nn.Module, str] | None:
+    """The module that holds the list of decoder layers, and the list's name: the outermost list of that length."""
+    for owner in model.modules():
+        for name, child in owner.named_children():
+            if isinstance(child, nn.ModuleList) and len(child) == count:
+                return owner, name
+    return None
+
+
+def final_module(model: nn.Module, num_layers: int) -> nn.Module | None:
+    """What makes the output of the decoder layers' owner from theirs; ``None`` if that is not one module alone.
+
+    Args:
+        model: a copy that nobody else uses, whose layers ask for our attention.
+        num_layers: of the model.
+    """
+    if (place := decoder_list(model, num_layers)) is None:
+        return None
+    owner, layers = place[0], getattr(*place)
+    seen: list[tuple[nn.Module, Any]] = []
+    for module in (layers[-1], *owner.children(), owner):
+        module.register_forward_hook(lambda module, _, output: seen.append((module, output)))
+    cache = RaggedKVCache()
+    device = next(model.parameters()).device
+    run = Forward(cache.plan([cache.open(1)], [[0]]).to(device), cache)
+    tokens = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    with torch.no_grad():
+        model(tokens, position_ids=run.batch.positions[None], use_cache=False, ragged=run)
+    (before, _), (last, made), (_, output) = seen[-3:]
+    return last if before is layers[-1] and torch.equal(made.flatten(), output[0].flatten()) else None
+
+
+def observe(model: nn.Module, num_layers: int, vocab_size: int) -> Observation:
+    """Runs two small trees of random tokens through a model whose layers ask for our attention, and watches."""
+    place = decoder_list(model, num_layers)
+    layers: list[nn.Module] = list(getattr(*place)) if place else []
+    given: dict[nn.Module, LayerCall] = {}
+    called: set[nn.Module] = set()
+
+    def watch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        called.add(module)
+        if module in layers:
+            given[module] = LayerCall(module, args, kwargs)
+
+    topology = TreeTopology.from_parents([-1, 0, 0, 1])
+    tokens = torch.randint(vocab_size, (1, 2 * topology.num_nodes), generator=torch.Generator().manual_seed(0))
+    cache = RaggedKVCache()
+    samples = [cache.open(topology.num_nodes) for _ in range(2)]
+    words = ancestor_words(topology.visible.cpu()).repeat(2, 1)
+    run = Forward(cache.plan(samples, [topology.depth_list] * 2, words), cache)
+    hooks = [module.register_forward_pre_hook(watch, with_kwargs=True) for module in model.modules()]
+    try:
+        with torch.no_grad():
+            model(tokens, position_ids=run.batch.positions[None], use_cache=False, ragged=run)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    attention = {index: call for index, call in run.layers.items() if call}
+    return Observation(place, [given[layer] for layer in layers if layer in given], attention, called, run.batch)
+
+
+def fresh_cache(batch: RaggedBatch) -> RaggedKVCache:
+    """An empty cache whose slabs lie where a batch without a past expects them."""
+    cache = RaggedKVCache()
+    for rows in batch.rows:
+        cache.open(rows)
+    return cache

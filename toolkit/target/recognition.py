@@ -1,0 +1,257 @@
+"""Finds decoder layers that the fused kernels can compute, and proves that they do.
+
+Transformers' models name their parts alike. A layer whose parts are found is copied in float32 and run both ways, on
+what it was given in an observed forward and on noise; the kernel takes its place only if both agree.
+
+Shapes: H hidden size, D head size, N inner size of the MLP.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Matrix
+from arbordraft.kernels.packed_linear import ACTIVATIONS, LANES, interleave, pack, quantize
+from arbordraft.kernels.ragged_tree_attention import RaggedBatch
+from arbordraft.target.hook import AttentionCall, Forward
+from arbordraft.target.observation import LayerCall, fresh_cache
+from arbordraft.target.view import heard
+
+# Where the norms of a layer stand, by the names that transformers' models give them.
+_NORM_PLACES = {
+    frozenset(places.values()): places
+    for places in (
+        {"pre_attention": "input_layernorm", "pre_mlp": "post_attention_layernorm"},
+        {
+            "pre_attention": "input_layernorm",
+            "post_attention": "post_attention_layernorm",
+            "pre_mlp": "pre_feedforward_layernorm",
+            "post_mlp": "post_feedforward_layernorm",
+        },
+        {"post_attention": "post_attention_layernorm", "post_mlp": "post_feedforward_layernorm"},
+    )
+}
+_TOLERANCE = 1e-4  # of a layer's contribution, in float32
+_INTERNALS = frozenset(vars(nn.Module()))  # what every module has
+
+
+class Unrecognised(Exception):
+    """A module is not of the kind that a kernel computes; says why."""
+
+
+class Source(NamedTuple):
+    """A tensor that a stand-in was made from, and where it was found."""
+
+    module: nn.Module
+    parameter: str
+    tensor: Tensor
+
+
+class Parts:
+    """Takes modules apart and remembers every tensor it used."""
+
+    def __init__(self) -> None:
+        self.sources: list[Source] = []
+
+    def linear(self, owner: nn.Module, name: str) -> nn.Linear:
+        """A plain linear of ``owner`` that nothing has been hung on."""
+        module = getattr(owner, name, None)
+        if type(module) is not nn.Linear:  # LoRA and quantised ones are other types
+            raise Unrecognised(f"{name} is {type(module).__name__}")
+        if hooked(module):
+            raise Unrecognised(f"{name} has hooks")
+        if module.weight.dtype not in (torch.float32, torch.bfloat16) or not module.weight.is_cpu:
+            raise Unrecognised(f"{name} is {module.weight.dtype} on {module.weight.device}")
+        self._remember(module)
+        return module
+
+    def linears(self, owner: nn.Module, *names: str) -> list[nn.Linear]:
+        """Several linears, all of them with a bias or all without."""
+        found = [self.linear(owner, name) for name in names]
+        if len({linear.bias is None for linear in found}) > 1:
+            raise Unrecognised(f"only some of {', '.join(names)} have a bias")
+        return found
+
+    def norm(self, owner: nn.Module, name: str) -> tuple[Tensor, float]:
+        """The factors ``[H]`` (float32) and the epsilon of an RMS norm, read off what it does to noise."""
+        module = getattr(owner, name)
+        weight = getattr(module, "weight", None)
+        epsilon = next((getattr(module, key) for key in ("variance_epsilon", "eps") if hasattr(module, key)), None)
+        own = [*module.parameters(), *module.buffers()]
+        if len(own) != 1 or weight is not own[0] or weight.ndim != 1 or epsilon is None or hooked(module):
+            raise Unrecognised(f"{name} is {type(module).__name__}")
+        # So small that epsilon shows, and so large that a bound would.
+        sizes = torch.tensor([[0.003], [0.02], [1.0], [100.0]])
+        x = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0)) * sizes
+        unit = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + epsilon)
+        expected = _tried(copy.deepcopy(module).float(), x)
+        wide = weight.detach().float()
+        for factors in (wide, 1 + wide):
+            if expected is not None and _distance(unit * factors, expected) < _TOLERANCE:
+                self._remember(module)
+                return factors.contiguous(), epsilon
+        raise Unrecognised(f"{name} ({type(module).__name__}) is not an RMS norm")
+
+    def gated_mlp(self, mlp: nn.Module, int8: bool) -> tuple[Matrix, Matrix, str]:
+        """Gates and inputs (interleaved), the matrix behind them, and the activation."""
+        names = ("gate_proj", "up_proj") if hasattr(mlp, "gate_proj") else ("gate_up_proj",)
+        gates, down = self.linears(mlp, *names), self.linear(mlp, "down_proj")
+        function = getattr(mlp, "act_fn", getattr(mlp, "activation_fn", None))
+        fits = sum(linear.out_features for linear in gates) == 2 * down.in_features
+        if not fits or down.in_features % LANES or down.out_features % LANES:
+            raise Unrecognised(f"{type(mlp).__name__} is not a gated MLP of fitting size")
+        if function is None or hooked(mlp) or mlp._parameters or list(mlp.buffers()):
+            raise Unrecognised(f"{type(mlp).__name__} has parts of another kind")
+        # Far out too: some activations are others with a bound.
+        points = torch.cat([torch.linspace(-8, 8, 129), torch.tensor([-1e4, -100.0, -20.0, 20.0, 100.0, 1e4])])
+        found = _tried(function, points)
+        known = (n for n, f in ACTIVATIONS.items() if found is not None and torch.allclose(f(points), found, atol=1e-6))
+        if not (activation := next(known, "")):
+            raise Unrecognised(f"the activation of {type(mlp).__name__} is unknown")
+        weight = interleave(*torch.cat([linear.weight.detach() for linear in gates]).chunk(2))
+        bias = None
+        if gates[0].bias is not None:
+            bias = interleave(*torch.cat([linear.bias.detach() for linear in gates]).chunk(2))
+        return matrix(weight, bias, int8), matrix(down.weight, down.bias, int8), activation
+
+    def layer(self, layer: nn.Module, call: AttentionCall, *, rotary: bool, int8: bool) -> LayerWeights:
+        """A whole decoder layer."""
+        children = dict(layer.named_children())
+        attention_name = next((name for name, child in children.items() if hasattr(child, "o_proj")), "")
+        mlp_name = next((name for name, child in children.items() if hasattr(child, "down_proj")), "")
+        blocks = {attention_name, mlp_name}
+        others = frozenset(
+            n for n, c in children.items() if n not in blocks and not isinstance(c, (nn.Dropout, nn.Identity))
+        )
+        if "" in blocks or others not in _NORM_PLACES or hooked(layer) or layer._parameters or list(layer.buffers()):
+            raise Unrecognised(f"{type(layer).__name__} has parts of another kind")
+        attention = children[attention_name]
+        names = ("q_proj", "k_proj", "v_proj") if hasattr(attention, "q_proj") else ("qkv_proj",)
+        qkv, out = self.linears(attention, *names), self.linear(attention, "o_proj")
+        gate_up, down, activation = self.gated_mlp(children[mlp_name], int8)
+        hidden, inner = out.out_features, len(gate_up.weight) * LANES // 2
+
+        norms, epsilons = {}, set()
+        places = {place: (layer, name) for place, name in _NORM_PLACES[others].items()}
+        for part in ("query", "key"):
+            if not isinstance(getattr(attention, f"{part[0]}_norm", None), (type(None), nn.Identity)):
+                places[f"{part}_norm"] = (attention, f"{part[0]}_norm")
+        for place, (owner, name) in places.items():
+            norms[place], epsilon = self.norm(owner, name)
+            epsilons.add(epsilon)
+            if len(norms[place]) != (call.dim if owner is attention else hidden):
+                raise Unrecognised(f"{name} has {len(norms[place])} channels")
+        rows = sum(linear.out_features for linear in qkv)
+        fits = rows == (call.heads + 2 * call.kv_heads) * call.dim and out.in_features == call.heads * call.dim
+        if call.value_dim != call.dim or call.dim % LANES or hidden % LANES or len(epsilons) > 1 or not fits:
+            raise Unrecognised(f"{type(layer).__name__} has sizes that the kernel does not know")
+        self._remember(attention)  # for parameters of its own
+        bias = None if qkv[0].bias is None else torch.cat([linear.bias.detach() for linear in qkv])
+        return LayerWeights(
+            qkv=matrix(torch.cat([linear.weight.detach() for linear in qkv]), bias, int8),
+            out=matrix(out.weight, out.bias, int8),
+            gate_up=gate_up,
+            down=down,
+            **{place: norms.get(place) for place in LayerWeights.NORMS},
+            sinks=None if call.sinks is None else call.sinks.detach().float().contiguous(),
+            heads=call.heads,
+            kv_heads=call.kv_heads,
+            dim=call.dim,
+            inner=inner,
+            activation=activation,
+            window=call.window,
+            rotary=rotary,
+            epsilon=epsilons.pop(),
+            scale=call.scale,
+            softcap=call.softcap,
+        )
+
+    def _remember(self, module: nn.Module) -> None:
+        self.sources += [Source(module, key, t) for key, t in module._parameters.items() if t is not None]
+
+
+def matrix(weight: Tensor, bias: Tensor | None, int8: bool) -> Matrix:
+    """Packs ``[O, I]``."""
+    dense, scale = quantize(weight) if int8 else (weight.detach(), None)
+    return Matrix(pack(dense), scale, None if bias is None else bias.detach().float().contiguous())
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether somebody listens to the module or a part of it, or has replaced a forward: nobody would be called."""
+    return any(
+        heard(part._forward_hooks) or heard(part._forward_pre_hooks) or "forward" in vars(part)
+        for part in module.modules()
+    )
+
+
+def same_mlp(mlp: nn.Module, run: Any) -> bool:
+    """Whether ``run(parts of a float32 copy)(x)`` is what the copy makes of noise ``x``."""
+    hidden = Parts().linear(mlp, "down_proj").out_features
+    wide = copy.deepcopy(mlp).float()
+    parts = Parts().gated_mlp(wide, int8=False)
+    x = torch.randn(3, hidden, generator=torch.Generator().manual_seed(0))
+    expected = _tried(wide, x)
+    return expected is not None and _distance(run(*parts)(x), expected) < _TOLERANCE
+
+
+def same_layer(index: int, call: LayerCall, attention: AttentionCall, batch: RaggedBatch, rotary: bool) -> bool:
+    """Whether the kernel does what a float32 copy of the layer does, on its observed input and on noise.
+
+    The layer must ask for our attention.
+    """
+    wide = copy.deepcopy(call.layer).float()
+    wide_attention = attention._replace(sinks=None if attention.sinks is None else attention.sinks.float())
+    try:
+        run = LayerRun([Parts().layer(wide, wide_attention, rotary=rotary, int8=False)])
+    except Unrecognised:
+        return False
+    kwargs = _widened(call.kwargs)
+    given = _widened(call.args[0] if call.args else kwargs.pop("hidden_states"))
+    noise = torch.randn(given.shape, generator=torch.Generator().manual_seed(0))
+    for x in (given, noise):
+        kwargs["ragged"] = Forward(batch, fresh_cache(batch))
+        expected = _tried(wide, x, *call.args[1:], **kwargs)
+        pools = [fresh_cache(batch).pools(index, (attention.kv_heads, attention.dim), x)]
+        found, _ = run(x, pools, kwargs["position_embeddings"], batch)
+        if expected is None or not _distance(found - x, expected - x) < _TOLERANCE:
+            return False
+    return True
+
+
+def settings(module: nn.Module) -> Any:
+    """What tells modules of one class apart, other than their weights and their number."""
+    plain = (bool, int, float, str, type(None))
+    own = {
+        key: value if isinstance(value, plain) else id(value)
+        for key, value in vars(module).items()
+        if key not in _INTERNALS and key != "layer_idx"
+    }
+    shapes = [(name, tensor.shape) for name, tensor in module._parameters.items() if tensor is not None]
+    inner = [(name, settings(child)) for name, child in module.named_children()]
+    return type(module), tuple(sorted(own.items())), tuple(shapes), tuple(inner)
+
+
+def _tried(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor | None:
+    """What a part of somebody's model returns; ``None`` if it does not take such arguments or returns no tensor."""
+    try:
+        with torch.no_grad():
+            found = function(*args, **kwargs)
+    except Exception:  # it could be any, and only means that this part is of another kind
+        return None
+    return found if isinstance(found, Tensor) else None
+
+
+def _widened(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.float() if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {key: _widened(inner) for key, inner in value.items()}
+    return type(value)(map(_widened, value)) if type(value) in (tuple, list) else value
+
+
+def _distance(found: Tensor, expected: Tensor) -> float:
+    """Relative, in the mean square."""
+    return ((found - expected).square().mean().sqrt() / expected.square().mean().sqrt()).item()

@@ -1,0 +1,298 @@
+"""Stand-ins for a model's modules that read weights packed for this processor.
+
+Decoder layers that are recognised become one kernel call for all of them together; of other layers the linears, RMS
+norms and gated MLPs are replaced one by one. They take these places in our view of the model; the model itself keeps
+its own modules.
+
+Shapes: T packed rows, H hidden size.
+"""
+
+import operator
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from arbordraft.kernels import native
+from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Matrix, rms_norm
+from arbordraft.kernels.packed_linear import LANES, packed_linear
+from arbordraft.kernels.packed_linear.module import PackedLinear, onednn_problem
+from arbordraft.kernels.ragged_tree_attention import RaggedBatch
+from arbordraft.target.hook import AttentionCall, Forward
+from arbordraft.target.observation import LayerCall, Observation
+from arbordraft.target.recognition import Parts, Unrecognised, same_layer, same_mlp, settings
+
+LINEARS = ("plain", "packed", "native", "onednn")
+# Besides packed modules, the kinds that treat every row by itself.
+_ROWWISE = (nn.Embedding, nn.Dropout, nn.Identity)
+
+_VERSION = operator.attrgetter("_version")
+
+_SAMPLED = 16  # elements of every tensor that are compared whenever a cache is begun
+
+Place = tuple[nn.Module, str, nn.Module]  # owner, name, stand-in
+
+
+class PackedLayers(nn.Module):
+    """Consecutive decoder layers of a model, in one kernel call.
+
+    Args:
+        layers: their weights, from the first to the last.
+        first: index of the first one.
+    """
+
+    def __init__(self, layers: Sequence[LayerWeights], first: int = 0) -> None:
+        super().__init__()
+        self.layers = list(layers)
+        self.indices = range(first, first + len(layers))
+        self._runs = {len(layers): LayerRun(layers)}
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *_: Any,
+        ragged: Forward,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        **__: Any,
+    ) -> Tensor:
+        """``[1, T, H]`` to ``[1, T, H]``, called as the model calls a layer of its own."""
+        if attention_mask is not None:
+            raise ValueError("packed layers take their mask from the batch, but the model made one of its own")
+        depth = self.indices.stop if ragged.depth is None else ragged.depth
+        indices = self.indices[: max(0, depth - self.indices.start)]
+        if not indices:
+            return ragged.last
+        run = self._runs.get(len(indices))
+        if run is None:
+            run = self._runs[len(indices)] = LayerRun(self.layers[: len(indices)])
+        pools = [
+            ragged.cache.pools(index, (layer.kv_heads, layer.dim), hidden_states)
+            for index, layer in zip(indices, run.layers, strict=True)
+        ]
+        ragged.layers.update(dict.fromkeys(indices))
+        wanted = [index for index in indices if index in ragged.hidden]
+        taps = [indices.index(index) for index in wanted]
+        out, inputs = run(hidden_states, pools, position_embeddings, ragged.batch, taps)
+        ragged.hidden.update(zip(wanted, inputs, strict=True))
+        if indices.stop == ragged.depth:
+            out = ragged.last = out if ragged.behind is None else ragged.behind(out)
+        return out
+
+
+class PackedRMSNorm(nn.Module):
+    """An RMS norm, computed in float32.
+
+    Args:
+        weight: ``[H]`` float32.
+        epsilon: added to the mean square.
+    """
+
+    def __init__(self, weight: Tensor, epsilon: float) -> None:
+        super().__init__()
+        self.weight, self.epsilon = weight, epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., H]``."""
+        return rms_norm(x, self.weight, self.epsilon)
+
+
+class PackedGatedMLP(nn.Module):
+    """``down(activation(gate(x)) * up(x))`` in two kernel calls.
+
+    Args:
+        gate_up: gates and inputs, interleaved.
+        down: the matrix behind them.
+        activation: of the gates.
+    """
+
+    def __init__(self, gate_up: Matrix, down: Matrix, activation: str) -> None:
+        super().__init__()
+        self.gate_up, self.down, self.activation = gate_up, down, activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., H]``."""
+        for m, activation in ((self.gate_up, self.activation), (self.down, None)):
+            x = packed_linear(x, m.weight, m.scale, m.bias, outputs=len(m.weight) * LANES, activation=activation)
+        return x
+
+
+class Packing:
+    """All stand-ins of one model, and the proof that they still match its weights.
+
+    Args:
+        model: a view of the model whose layers ask for our attention.
+        seen: what one of its forwards showed.
+        backend: ``"native"`` or ``"onednn"``.
+        int8: keep 8-bit weights.
+    """
+
+    def __init__(self, model: nn.Module, seen: Observation, backend: str, *, int8: bool = False) -> None:
+        self.backend, self.int8 = backend, int8
+        self.left: list[str] = []  # linears that stay as they are, with the reason
+        self._parts = Parts()
+        self._called = seen.called
+        self._proven: dict[Any, bool] = {}
+        self._layers: list[LayerWeights | None] = [
+            self._recognise(index, call, seen.attention.get(index), seen.batch)
+            for index, call in enumerate(seen.layers)
+        ]
+        self.fused = sum(layer is not None for layer in self._layers)
+        self._originals = [call.layer for call in seen.layers]
+        self._place = seen.place
+        # One call for all layers, if the model hands all of them the same tables.
+        tables = {id(call.kwargs.get("position_embeddings")) for call in seen.layers}
+        self._together = self.fused == len(seen.layers) and len(tables) == 1
+        self._stand_ins: dict[nn.Module, nn.Module | None] = {
+            call.layer: None for call, layer in zip(seen.layers, self._layers, strict=True) if layer
+        }
+        self.places = list(self._replace_below(model, ""))
+        self.row_invariant = backend == "native" and 0 < self.fused == len(seen.layers) and not list(self._odd(model))
+        if self._place is not None and self.fused:
+            self.places.append((*self._place, nn.ModuleList(self._stack())))
+
+        # Spelled out, as all of it is compared whenever a cache is begun.
+        sources = self._parts.sources
+        self._holders = [source.module._parameters for source in sources], [source.parameter for source in sources]
+        self._tensors = [source.tensor for source in sources]
+        self._addresses = list(map(Tensor.data_ptr, self._tensors))
+        self._counting = [tensor for tensor in self._tensors if not tensor.is_inference()]
+        self._versions = list(map(_VERSION, self._counting))
+        self._samples = list(map(_sampled, self._tensors))
+        self._fingerprint = self._read()
+
+    def current(self) -> bool:
+        """Whether the model still has the weights that were packed.
+
+        What is written through ``.data``, through numpy or in inference mode counts no version. It is noticed if it
+        reaches one of a few elements of each tensor, spread evenly.
+        """
+        return (
+            all(map(operator.is_, map(dict.get, *self._holders), self._tensors))
+            and list(map(_VERSION, self._counting)) == self._versions
+            and list(map(Tensor.data_ptr, self._tensors)) == self._addresses
+            and torch.equal(self._read(), self._fingerprint)
+        )
+
+    def _read(self) -> Tensor:
+        """Bits of the sampled elements, as NaN equals nothing."""
+        if not self._samples:
+            return torch.empty(0, dtype=torch.int32)
+        return torch.cat(self._samples).float().view(torch.int32)
+
+    def _stack(self) -> Iterator[nn.Module]:
+        if self._together:
+            yield PackedLayers([layer for layer in self._layers if layer])
+            return
+        for index, (layer, original) in enumerate(zip(self._layers, self._originals, strict=True)):
+            yield PackedLayers([layer], index) if layer else original
+
+    def _recognise(
+        self, index: int, call: LayerCall, attention: AttentionCall | None, batch: RaggedBatch
+    ) -> LayerWeights | None:
+        if self.backend != "native" or attention is None or "position_embeddings" not in call.kwargs:
+            return None
+        kind = (settings(call.layer), attention[:-1])
+        for rotary in (True, False):  # some models leave the positions out of some layers
+            parts = Parts()
+            try:
+                weights = parts.layer(call.layer, attention, rotary=rotary, int8=self.int8)
+            except Unrecognised:
+                return None
+            if (kind, rotary) not in self._proven:
+                self._proven[kind, rotary] = same_layer(index, call, attention, batch, rotary)
+            if self._proven[kind, rotary]:
+                self._parts.sources += parts.sources
+                return weights
+        return None
+
+    def _replace_below(self, module: nn.Module, path: str) -> Iterator[Place]:
+        for name, child in module._modules.items():
+            where = f"{path}.{name}" if path else name
+            if child is None:
+                continue
+            if child not in self._stand_ins and (stand_in := self._stand_in(module, name, child, where)):
+                self._stand_ins[child] = stand_in
+            if child not in self._stand_ins:
+                yield from self._replace_below(child, where)
+            elif found := self._stand_ins[child]:  # a module may have several places
+                yield module, name, found
+
+    def _stand_in(self, owner: nn.Module, name: str, module: nn.Module, path: str) -> nn.Module | None:
+        if module not in self._called:
+            return None
+        parts = Parts()
+        stand_in: nn.Module | None = None
+        try:
+            if isinstance(module, nn.Linear) or hasattr(module, "in_features"):
+                stand_in = PackedLinear(parts.linear(owner, name), self.backend, int8=self.int8)
+            elif self.backend == "native" and hasattr(module, "down_proj"):
+                gated = parts.gated_mlp(module, self.int8)
+                stand_in = PackedGatedMLP(*gated) if same_mlp(module, PackedGatedMLP) else None
+            elif self.backend == "native" and hasattr(module, "weight"):
+                stand_in = PackedRMSNorm(*parts.norm(owner, name))
+        except Unrecognised as reason:
+            if hasattr(module, "in_features"):
+                self.left.append(f"{path} ({reason})")
+            return None
+        self._parts.sources += parts.sources if stand_in else []
+        return stand_in
+
+    def _odd(self, model: nn.Module) -> Iterator[nn.Module]:
+        """Modules that ran, are still the model's own, and of which nobody says that they treat every row alike."""
+        packed = {part for module in self._stand_ins for part in module.modules()}
+        for module in model.modules():
+            inner = module in packed or any(module.children()) or isinstance(module, _ROWWISE)
+            if module in self._called and not inner and "RotaryEmbedding" not in type(module).__name__:
+                yield module
+
+
+def _sampled(tensor: Tensor) -> Tensor:
+    """A few elements of a tensor, as a view of its storage."""
+    flat = tensor.detach().flatten()
+    return flat[:: max(1, len(flat) // _SAMPLED)]
+
+
+def pack_linears(module: nn.Module, backend: str) -> None:
+    """Replaces all linears inside a module for good, by packed ones.
+
+    Args:
+        module: neither a linear itself nor a model that others use.
+        backend: ``"native"`` or ``"onednn"``.
+    """
+    for name, child in module.named_children():
+        if isinstance(child, nn.Linear):
+            setattr(module, name, PackedLinear(child, backend))
+        else:
+            pack_linears(child, backend)
+
+
+def choose_backend(linears: str, model: nn.Module) -> str:
+    """What ``linears`` means for this model on this machine: ``"plain"``, ``"native"`` or ``"onednn"``.
+
+    Raises:
+        ValueError: if the word is unknown, or a backend asked for by name cannot be used.
+    """
+    if linears not in LINEARS:
+        raise ValueError(f"linears must be one of {', '.join(LINEARS)}, got {linears!r}")
+    if linears == "plain":
+        return "plain"
+    weight = next(model.parameters())
+    unfit = None
+    if not weight.is_cpu or weight.dtype not in (torch.float32, torch.bfloat16):
+        unfit = f"weights must be float32 or bfloat16 on the CPU, not {weight.dtype} on {weight.device}"
+    for backend in ("native", "onednn") if linears == "packed" else (linears,):
+        # In this order: asking for the kernels may build them.
+        problem = unfit or (native.problem() if backend == "native" else onednn_problem(weight.dtype))
+        if problem is None:
+            return backend
+    if linears == "packed":
+        if weight.is_cpu and unfit:
+            warnings.warn(f"linears='packed' uses the model's own linears: {unfit}", stacklevel=3)
+        return "plain"
+    raise ValueError(f"linears={linears!r} cannot be used: {problem}")
+
+
+__all__ = ["LINEARS", "PackedGatedMLP", "PackedLayers", "PackedRMSNorm", "Packing", "choose_backend", "pack_linears"]

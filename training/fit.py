@@ -1,0 +1,116 @@
+"""Training through LightningCLI: our defaults, and the configurations that come with the package."""
+
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from arbordraft.training.data import SelfDistillationDataModule
+
+CONFIGS = resources.files("arbordraft.training") / "configs"
+
+
+def known_configs() -> list[str]:
+    """Names of the configurations that come with the package."""
+    root = Path(str(CONFIGS))
+    return sorted(str(path.relative_to(root).with_suffix("")) for path in root.rglob("*.yaml"))
+
+
+def resolve_configs(arguments: list[str]) -> list[str]:
+    """Replaces names of the package's own configurations, behind ``--config``, by their paths.
+
+    Raises:
+        ValueError: if a configuration is neither a file nor one of the package's.
+    """
+    found: list[str] = []
+    for argument in arguments:
+        flag, equals, name = argument.partition("=")
+        behind = flag == "--config" and equals
+        if behind or (found and found[-1] in ("--config", "-c")):
+            name = name if behind else argument
+            if not Path(name).exists():
+                if name not in known_configs():
+                    raise ValueError(
+                        f"there is no configuration {name!r}: name a YAML file, or one of {', '.join(known_configs())}"
+                    )
+                name = str(CONFIGS / f"{name}.yaml")
+            found.append(f"--config={name}" if behind else name)
+        else:
+            found.append(argument)
+    return found
+
+
+def checkpoint_folder(output: str) -> str:
+    """Where a training whose results go to ``output`` keeps its checkpoints."""
+    return str(Path(output) / "checkpoints")
+
+
+def data_of(arguments: list[str]) -> "SelfDistillationDataModule":
+    """The data that arguments of 'drafter fit' ask for, ready to be generated."""
+    from arbordraft.training.drafter_module import DrafterModule
+
+    cli = run(DrafterModule, ["fit", *arguments, "--trainer.logger", "false"], go=False)
+    cli.trainer.strategy.connect(cli.model)  # the data asks the model which hidden states it reads
+    cli.datamodule.trainer = cli.trainer
+    return cli.datamodule
+
+
+def run(module: Any, arguments: list[str], *, go: bool = True) -> Any:
+    """Runs LightningCLI with our defaults and returns it.
+
+    Args:
+        module: the LightningModule.
+        arguments: of the command line.
+        go: run the subcommand, not only build everything.
+
+    Raises:
+        ValueError: if a configuration or the checkpoint to go on with is missing or damaged.
+    """
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.cli import LightningCLI
+
+    from arbordraft.allocator import keep_freed_memory
+    from arbordraft.training.data import SelfDistillationDataModule
+    from arbordraft.training.recording import Recorder
+    from arbordraft.training.resuming import check_resumable
+
+    class CLI(LightningCLI):  # type: ignore[misc]  # Lightning is not type-checked here
+        def add_arguments_to_parser(self, parser: Any) -> None:
+            parser.add_lightning_class_args(Recorder, "results")
+            parser.add_lightning_class_args(ModelCheckpoint, "checkpoints")
+            parser.set_defaults({"results.output": "arbordraft-results"})
+            parser.set_defaults({"checkpoints.save_last": True, "checkpoints.every_n_train_steps": 100})
+            parser.link_arguments("results.output", "checkpoints.dirpath", compute_fn=checkpoint_folder)
+
+        def parse_arguments(self, parser: Any, args: Any) -> None:
+            self.config = parser.parse_args(args)  # without the warning that the process has arguments, too
+            subcommand = self.config["subcommand"]
+            if (path := self.config[subcommand].get("ckpt_path")) is not None:  # Lightning opens it right after this
+                check_resumable(path, fit=subcommand == "fit")
+
+        def instantiate_classes(self) -> None:
+            super().instantiate_classes()
+            resolved = self._parser(self.subcommand).dump(self.config[self.subcommand], skip_none=False)
+            for callback in self.trainer.callbacks:
+                if isinstance(callback, Recorder):
+                    callback.config = resolved  # fit --config takes it
+
+        def _run_subcommand(self, subcommand: str) -> None:
+            if go:
+                super()._run_subcommand(subcommand)
+
+    keep_freed_memory()
+    return CLI(
+        module,
+        SelfDistillationDataModule,
+        args=resolve_configs(arguments),
+        # Lightning's own writes the configuration into a log folder, which a tracker with a database has not.
+        save_config_callback=None,
+        auto_configure_optimizers=False,  # the modules bring their own
+        parser_kwargs={"allow_abbrev": False},
+        seed_everything_default=0,
+        trainer_defaults={"logger": False, "enable_checkpointing": True},
+    )
+
+
+__all__ = ["checkpoint_folder", "data_of", "known_configs", "resolve_configs", "run"]
