@@ -69,7 +69,7 @@ def test_training_from_nothing(tmp_path):
 
 
 def test_every_example_is_tested():
-    source = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*examples.py"))
+    source = "".join(path.read_text() for path in Path(__file__).parent.rglob("test_*examples.py"))
     assert all(f'"{path.name}"' in source for path in (ROOT / "examples").glob("*.py"))
 
 

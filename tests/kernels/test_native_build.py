@@ -20,7 +20,7 @@ import torch
 from arbordraft.kernels import native
 from arbordraft.kernels.native import Extension, NativeKernelsNotCached, NativeKernelsUnavailable, build
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TOY = """
 #include "answer.h"
 #include <omp.h>

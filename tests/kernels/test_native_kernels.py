@@ -419,7 +419,7 @@ def test_forked_children():
 
 def script(*command, **variables):
     """What a fresh interpreter prints."""
-    here = str(Path(__file__).parent)
+    here = str(Path(__file__).parents[1])
     environment = os.environ | {"OMP_WAIT_POLICY": "passive", "PYTHONPATH": here} | variables
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=500, env=environment)
     assert done.returncode == 0, done.stderr
@@ -432,7 +432,7 @@ def script(*command, **variables):
 @pytest.fixture(scope="module")
 def builds():
     """The builds are made side by side, as they may all be new."""
-    here = Path(__file__).with_name("native_checks.py")
+    here = Path(__file__).parents[1] / "native_checks.py"
     started = {
         isa: subprocess.Popen(
             [sys.executable, str(here)],

@@ -13,7 +13,7 @@ from tiny_training import TRAINER, data, fit, module, same, save_world, stored
 
 from arbordraft import EagleDrafter
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from tiny_training import fit, same, save_config, save_world, stored
 
 from arbordraft.training.fit import data_of
 
-HERE = Path(__file__).resolve().parent
+HERE = Path(__file__).resolve().parents[1]
 EXAMPLES = HERE.parent / "examples"
 
 

@@ -32,7 +32,7 @@ from arbordraft.training.delivery import deliver, promote, sync
 from arbordraft.training.sweep import sweep
 from arbordraft.training.tracking import MLflowTracker
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="session")

@@ -301,7 +301,7 @@ def test_a_killed_process_leaves_a_checkpoint_that_goes_on(world, whole, tmp_pat
         "import sys; from pathlib import Path; from tiny_training import fit; "
         "fit(Path(sys.argv[1]), Path(sys.argv[2]), 1)"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([sys.executable, "-c", script, str(world), str(tmp_path)], env=environment)
     last = tmp_path / "checkpoints" / "last.ckpt"
     try:
