@@ -9,18 +9,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from arbordraft import (
-    AcceptedAverage,
-    Backoff,
-    ConfidenceThreshold,
-    EarlyExitDrafter,
-    EntropyBound,
-    FixedDepth,
-    Heuristic,
-    PathSurvival,
-    RaggedModel,
-    builders,
-)
+from arbordraft import ConfidenceThreshold, EarlyExitDrafter, RaggedModel, builders
+from arbordraft.deciders import AcceptedAverage, Backoff, EntropyBound, FixedDepth, Heuristic, PathSurvival
 from arbordraft.pretrained import load_smollm2
 from arbordraft.prompts import MIXED, chat_batch
 
@@ -30,7 +20,7 @@ NEW_TOKENS = 24
 def main() -> None:
     """Prints what was drafted and accepted, and whether the answers are those of plain decoding."""
     model, tokenizer = load_smollm2(torch.float32)
-    target = RaggedModel(model, tokenizer, linears="packed")
+    target = RaggedModel(model, tokenizer, kernels="auto")
     drafter = EarlyExitDrafter(target, 2 * target.num_layers // 3)
     request = {**chat_batch(tokenizer, MIXED[:2]), "max_new_tokens": NEW_TOKENS, "do_sample": False}
     expected = builders.plain(target).generate(**request).tolist()

@@ -4,6 +4,8 @@ import tempfile
 from pathlib import Path
 
 import arbordraft as ad
+from arbordraft.deciders import Decider, LearnedDecider, OnnxDecider
+from arbordraft.drafters import Drafter, OnnxDrafter
 from arbordraft.exports.onnx import export
 from arbordraft.pretrained import load_smollm2
 from arbordraft.prompts import chat_batch
@@ -16,7 +18,7 @@ target = ad.RaggedModel(model, tokenizer)
 inputs = chat_batch(tokenizer, ["What is the capital of France?", "Name three colours.", "Count from one to ten."])
 
 
-def answers(drafter: ad.Drafter, decider: ad.Decider) -> tuple[list[str], ad.DecodeStats]:
+def answers(drafter: Drafter, decider: Decider) -> tuple[list[str], ad.DecodeStats]:
     """Greedy answers of a batch, drafted by chains that the decider may stop."""
     coupling = ad.Coupling(ad.Fixed(1), ad.TopDown(ad.Matching()))
     decoder = ad.SpeculativeDecoder(target, drafter, ad.TreeTopology.chain(5), coupling, decider)
@@ -30,9 +32,9 @@ with tempfile.TemporaryDirectory() as folder:
         written = export(source, f"{folder}/{name}", tell=print)
         for check, value in written.parity.items():
             print(f"  {check}: {value if value is True else f'{value:.1e}'}")
-    exported = ad.OnnxDrafter.from_pretrained(f"{folder}/head", target)
-    found = answers(exported, ad.OnnxDecider.from_pretrained(f"{folder}/decider"))
-    expected = answers(ad.EagleDrafter.from_pretrained(HEAD, target), ad.LearnedDecider.from_pretrained(DECIDER))
+    exported = OnnxDrafter.from_pretrained(f"{folder}/head", target)
+    found = answers(exported, OnnxDecider.from_pretrained(f"{folder}/decider"))
+    expected = answers(ad.EagleDrafter.from_pretrained(HEAD, target), LearnedDecider.from_pretrained(DECIDER))
 
 print(*found[0], sep="\n---\n")
 for name, (_, stats) in (("onnxruntime", found), ("torch", expected)):

@@ -13,7 +13,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from arbordraft import (
     IID,
     Coupling,
-    KSeq,
     LanguageModelDrafter,
     Lifted,
     RaggedModel,
@@ -25,6 +24,7 @@ from arbordraft import (
     TreeTopology,
     WithoutReplacement,
 )
+from arbordraft.verifiers import KSeq
 
 SAMPLES, NEW_TOKENS = 512, 8
 

@@ -16,7 +16,7 @@ from arbordraft.prompts import MIXED
 def main() -> None:
     """Prints acceptance by rank, its sum and the optimum, for two and three children."""
     model, tokenizer = load_smollm2(torch.float32)
-    target = RaggedModel(model, tokenizer, linears="packed")
+    target = RaggedModel(model, tokenizer, kernels="auto")
     drafters = {"first 20 layers": EarlyExitDrafter(target, 20)}
     rows = node_acceptance(
         target, tokenizer, MIXED[:4], drafters, temperatures=(1.0,), children=(2, 3), new_tokens=8, optima=4

@@ -12,13 +12,26 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 import arbordraft as ad
+from arbordraft import costs, deciders, drafters, laws, verifiers
+from arbordraft.costs import NodeBudget, StepCosts
+from arbordraft.deciders import Decider, LearnedDecider
+from arbordraft.drafters import Drafter
+from arbordraft.laws import DraftLaw
+from arbordraft.verifiers import Rule, TreeVerifier
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FILE, DECIDER = "decoder.json", "decider"  # the config, and the folder of a trained decider beside it
-_PARTS = (ad.DraftLaw, ad.Rule, ad.TreeVerifier, ad.Decider, ad.Drafter)
-_TABLES = (ad.CostTable, ad.StepCosts, ad.NodeBudget)
+_PARTS = (DraftLaw, Rule, TreeVerifier, Decider, Drafter)
+_TABLES = (ad.CostTable, StepCosts, NodeBudget)
+# Nothing but these is ever called by its name in a file.
+_KINDS = {
+    name: kind
+    for module in (costs, deciders, drafters, laws, verifiers)
+    for name, kind in vars(module).items()
+    if isinstance(kind, type) and issubclass(kind, _PARTS + _TABLES)
+}
 _TRAINED = (ad.EagleDrafter, ad.MedusaDrafter, ad.LanguageModelDrafter)
 
 Description = Any  # of a part: {"class": name, "arguments": {...}}; of anything else itself
@@ -31,13 +44,13 @@ class TargetReference:
     Args:
         name: hub name or folder; ``smollm2`` means SmolLM2-135M-Instruct.
         dtype: of its weights.
-        linears: how they are read, see :class:`~arbordraft.RaggedModel`.
+        kernels: how they are read, see :class:`~arbordraft.RaggedModel`.
         fingerprint: of the weights, see :func:`arbordraft.heads.base.fingerprint`.
     """
 
     name: str
     dtype: str
-    linears: str
+    kernels: str
     fingerprint: str
 
     def load(self) -> "tuple[ad.RaggedModel, PreTrainedTokenizerBase]":
@@ -47,9 +60,9 @@ class TargetReference:
             ValueError: if it is another one than it was.
         """
         from arbordraft.heads.base import fingerprint
-        from arbordraft.loading import Dtype, Linears, load_target
+        from arbordraft.loading import Dtype, Kernels, load_target
 
-        target, tokenizer = load_target(self.name, Dtype(self.dtype), Linears(self.linears))
+        target, tokenizer = load_target(self.name, Dtype(self.dtype), Kernels(self.kernels))
         if (found := fingerprint(target.model)) != self.fingerprint:
             raise ValueError(
                 f"{self.name} is not the target that this decoder was made for: its fingerprint is {found} instead of "
@@ -112,7 +125,7 @@ class DecoderConfig:
         reference = TargetReference(
             target,
             str(model.dtype).removeprefix("torch."),
-            "plain" if decoder.target.backend == "plain" else "packed",
+            "torch" if decoder.target.backend == "torch" else "auto",
             fingerprint(model),
         )
         return cls(
@@ -170,9 +183,9 @@ class DecoderConfig:
             raise ValueError(f"{path} describes no decoder: {error}") from error
 
 
-def trained_deciders(decoder: ad.SpeculativeDecoder) -> list[ad.LearnedDecider]:
+def trained_deciders(decoder: ad.SpeculativeDecoder) -> list[LearnedDecider]:
     """Every decider of a decoder that has weights."""
-    return [module for module in decoder.decider.modules() if isinstance(module, ad.LearnedDecider)]
+    return [module for module in decoder.decider.modules() if isinstance(module, LearnedDecider)]
 
 
 def describe(part: Any) -> Description:
@@ -186,9 +199,9 @@ def describe(part: Any) -> Description:
     if isinstance(part, list | tuple | nn.ModuleList):
         return [describe(item) for item in part]
     name = type(part).__name__
-    if not isinstance(part, _PARTS + _TABLES) or getattr(ad, name, None) is not type(part):
+    if not isinstance(part, _PARTS + _TABLES) or _KINDS.get(name) is not type(part):
         raise ValueError(f"{name} cannot be told in plain data; use a part of arbordraft's own, without functions")
-    if isinstance(part, ad.LearnedDecider):
+    if isinstance(part, LearnedDecider):
         return {"class": name, "folder": DECIDER}
     if isinstance(part, _TRAINED) or getattr(part, "adapter", None) is not None:
         trusted = {"arguments": {"same_tokenizer": True}} if getattr(part, "same_tokenizer", False) else {}
@@ -215,18 +228,18 @@ def rebuild(description: Description, folder: Path) -> Any:
         return [rebuild(item, folder) for item in description]
     if not isinstance(description, dict):
         return description
-    kind = _kind(description, tuple(base for base in _PARTS + _TABLES if base is not ad.Drafter))
+    kind = _kind(description, tuple(base for base in _PARTS + _TABLES if base is not Drafter))
     if "folder" in description:
-        return ad.LearnedDecider.from_pretrained(folder / DECIDER)
+        return LearnedDecider.from_pretrained(folder / DECIDER)
     return _make(kind, {name: rebuild(value, folder) for name, value in description.get("arguments", {}).items()})
 
 
-def _drafter(description: Description, target: ad.RaggedModel, trained: "str | Path | None") -> ad.Drafter:
-    kind, arguments = _kind(description, (ad.Drafter,)), description.get("arguments", {})
+def _drafter(description: Description, target: ad.RaggedModel, trained: "str | Path | None") -> Drafter:
+    kind, arguments = _kind(description, (Drafter,)), description.get("arguments", {})
     if description.get("trained"):
         if trained is None:
             raise ValueError(f"the weights of the {kind.__name__} are not there")
-        found: ad.Drafter = kind.from_pretrained(trained, target, **arguments)
+        found: Drafter = kind.from_pretrained(trained, target, **arguments)
         return found
     if kind is ad.EarlyExitDrafter:
         return _make(kind, {"model": target, **arguments})
@@ -245,10 +258,10 @@ def _make(kind: Any, arguments: dict[str, Any]) -> Any:
 
 
 def _kind(description: Description, bases: tuple[type, ...]) -> Any:
-    """The class that is meant: nothing but parts of arbordraft is ever called."""
+    """The class that is meant."""
     name = description.get("class") if isinstance(description, dict) else None
-    kind = getattr(ad, name, None) if name in ad.__all__ else None
-    if not isinstance(kind, type) or not issubclass(kind, bases):
+    kind = _KINDS.get(name) if isinstance(name, str) else None
+    if kind is None or not issubclass(kind, bases):
         raise ValueError(f"{name!r} is no {' or '.join(base.__name__ for base in bases)} of arbordraft")
     return kind
 

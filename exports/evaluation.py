@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from arbordraft import Exactness, SpeculativeDecoder, builders
+from arbordraft import SpeculativeDecoder, builders
 from arbordraft.prompts import VARIED, chat_batches
+from arbordraft.types import Exactness
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -10,13 +10,15 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from arbordraft import Drafter, DraftTree, RaggedKVCache, RaggedModel, TreeTopology, Verdict
+from arbordraft import RaggedModel, TreeTopology
+from arbordraft.drafters import Drafter
 from arbordraft.masks import stack_words
+from arbordraft.target.cache import RaggedKVCache
 from arbordraft.training.batches import Batch
 from arbordraft.training.features import FreshFeatures
 from arbordraft.training.shards import ANSWER, GIVEN
 from arbordraft.training.students import EagleStudent, EarlyExitStudent, LanguageModelStudent, MedusaStudent, Student
-from arbordraft.types import SampleVerdict
+from arbordraft.types import DraftTree, SampleVerdict, Verdict
 
 LAYERS, EXIT = 4, 2
 STUDENTS: dict[str, Callable[[], Student]] = {
@@ -40,7 +42,7 @@ def with_norms(model: PreTrainedModel, seed: int = 1) -> PreTrainedModel:
 @cache
 def target() -> RaggedModel:
     """Left as it is by everybody."""
-    return RaggedModel(with_norms(tiny(num_hidden_layers=LAYERS)).requires_grad_(False))
+    return RaggedModel(with_norms(tiny(num_hidden_layers=LAYERS)).requires_grad_(False), kernels="torch")
 
 
 @cache

@@ -9,8 +9,12 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from arbordraft import Decider, DraftContext, DraftLaw, FixedDepth, Noise, RaggedModel, SlicedCausalMask, TreeTopology
-from arbordraft.sampling import Warp
+from arbordraft import RaggedModel, TreeTopology
+from arbordraft.deciders import Decider, FixedDepth
+from arbordraft.laws import DraftLaw
+from arbordraft.masks import SlicedCausalMask
+from arbordraft.sampling import Noise, Warp
+from arbordraft.types import DraftContext
 
 VOCAB = 61
 EOS = 2
@@ -117,7 +121,7 @@ def tiny(architecture: str = "llama", seed: int = 0, sharpness: float = 1.0, **o
 @cache
 def ragged(architecture: str = "llama", seed: int = 0, sharpness: float = 1.0) -> RaggedModel:
     """The same wrapped, for tests that leave it as it is."""
-    return RaggedModel(tiny(architecture, seed, sharpness))
+    return RaggedModel(tiny(architecture, seed, sharpness), kernels="torch")
 
 
 def next_logits(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:

@@ -8,7 +8,7 @@ from ragged_case import Case
 from torch import Tensor
 from torch.testing import assert_close
 
-from arbordraft import RaggedKVCache, TreeTopology
+from arbordraft import TreeTopology
 from arbordraft.kernels import native
 from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Matrix, decoder_layers_reference, rms_norm
 from arbordraft.kernels.decoder_layers.reference import rms_norm_reference
@@ -17,6 +17,7 @@ from arbordraft.kernels.packed_linear.reference import packed_linear_reference
 from arbordraft.kernels.ragged_tree_attention import ragged_tree_attention, ragged_tree_attention_reference
 from arbordraft.kernels.verify import row_max, row_max_reference
 from arbordraft.masks import stack_words
+from arbordraft.target.cache import RaggedKVCache
 from arbordraft.topology import ancestor_words
 
 # What is multiplied, and whether the weights keep 8 bits.

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from companions import EXIT, target, texts, trained
 
-from arbordraft import LearnedDecider, RaggedModel
+from arbordraft import RaggedModel
+from arbordraft.deciders import LearnedDecider
 from arbordraft.exports.folder import Export
 from arbordraft.exports.onnx import decisions, plans
 from arbordraft.exports.onnx.writing import write
@@ -17,7 +18,7 @@ def origin() -> plans.Origin:
 
 def small() -> RaggedModel:
     """The draft model of two layers."""
-    return RaggedModel(trained("model").network)
+    return RaggedModel(trained("model").network, kernels="torch")
 
 
 def decider() -> LearnedDecider:

@@ -5,9 +5,10 @@ import torch
 from models import ARCHITECTURES, PROMPTS, VOCAB, tiny
 from torch import nn
 
-from arbordraft import RaggedKVCache, RaggedModel, TreeTopology
+from arbordraft import RaggedModel, TreeTopology
 from arbordraft.kernels.packed_linear.module import onednn_problem
 from arbordraft.masks import stack_words
+from arbordraft.target.cache import RaggedKVCache
 from arbordraft.topology import ancestor_words
 
 FUSED = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "gemma3", "phi3"]
@@ -43,7 +44,7 @@ def logits(target, layers=None, tokens=None):
 
 
 def plain(model):
-    return RaggedModel(model, self_test=False)
+    return RaggedModel(model, self_test=False, kernels="torch")
 
 
 def stand_ins(target):

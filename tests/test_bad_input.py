@@ -17,12 +17,10 @@ from transformers import DynamicCache, LogitsProcessorList, RepetitionPenaltyLog
 
 from arbordraft import (
     IID,
-    CacheOverflow,
     Coupling,
     DecodingError,
     EarlyExitDrafter,
     Fixed,
-    KSeq,
     LanguageModelDrafter,
     Lifted,
     Matching,
@@ -35,6 +33,8 @@ from arbordraft import (
     TreeTopology,
     WithoutReplacement,
 )
+from arbordraft.target.cache import CacheOverflow
+from arbordraft.verifiers import KSeq
 
 TREE = TreeTopology([-1, 0, 0, 1])
 SAMPLED = Coupling(WithoutReplacement(2), TopDown(RecursiveRejection()))
@@ -69,11 +69,14 @@ def test_a_rule_is_not_a_verifier():
 
 def test_another_vocabulary_or_tokenizer():
     with pytest.raises(ValueError, match="53 token ids, the target 61"):
-        build(drafter=LanguageModelDrafter(RaggedModel(tiny(vocab_size=53))))
+        build(drafter=LanguageModelDrafter(RaggedModel(tiny(vocab_size=53), kernels="torch")))
     other = tiny_tokenizer()
     other.add_tokens(["another"])
     with pytest.raises(ValueError, match="other ids"):
-        build(RaggedModel(tiny(), tiny_tokenizer()), LanguageModelDrafter(RaggedModel(tiny(), other)))
+        build(
+            RaggedModel(tiny(), tiny_tokenizer(), kernels="torch"),
+            LanguageModelDrafter(RaggedModel(tiny(), other, kernels="torch")),
+        )
 
 
 def test_the_drafter_of_another_target():
@@ -125,7 +128,7 @@ def test_more_tokens_than_positions():
 
 
 def test_a_draft_model_with_fewer_positions():
-    short = RaggedModel(tiny(seed=3, max_position_embeddings=16))
+    short = RaggedModel(tiny(seed=3, max_position_embeddings=16), kernels="torch")
     with pytest.raises(ValueError, match=r"exceed the drafter's 16 positions"):
         build(drafter=LanguageModelDrafter(short)).generate(torch.tensor(PROMPTS[2:]), max_new_tokens=10)
 

@@ -18,7 +18,6 @@ from arbordraft import (
     Lifted,
     Matching,
     NGramDrafter,
-    NodeBudget,
     RaggedModel,
     RecursiveRejection,
     SpecHub,
@@ -28,6 +27,7 @@ from arbordraft import (
     TreeTopology,
     builders,
 )
+from arbordraft.costs import NodeBudget
 from arbordraft.measuring import measure_rows
 from arbordraft.types import SampleVerdict, Verdict
 
@@ -147,7 +147,7 @@ def decode(decoder, **settings):
 @pytest.mark.parametrize("costs", [None, FLAT, STEEP], ids=["all", "free rows", "dear rows"])
 @pytest.mark.parametrize("kind", ["lookup", "early exit", "hybrid", "hybrid with a model"])
 def test_greedy_output_is_the_same_at_any_price(kind, costs):
-    target = RaggedModel(tiny(sharpness=3))
+    target = RaggedModel(tiny(sharpness=3), kernels="torch")
     lookup, early = NGramDrafter(longest=4, shortest=2), EarlyExitDrafter(target, 1)
     drafter = {
         "lookup": lookup,
@@ -182,7 +182,7 @@ def test_a_hybrid_needs_a_verifier_for_both_laws():
 
 
 def test_plain_decoding_is_one_token_per_forward():
-    target = RaggedModel(tiny(sharpness=3))
+    target = RaggedModel(tiny(sharpness=3), kernels="torch")
     found, stats = decode(builders.plain(target), do_sample=False)
     assert stats.tau == 1
     assert stats.drafted == 0

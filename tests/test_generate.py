@@ -28,22 +28,19 @@ from arbordraft import (
     Coupling,
     EarlyExitDrafter,
     Fixed,
-    KSeq,
     LanguageModelDrafter,
     Lifted,
     Matching,
     NGramDrafter,
-    OptimalTransport,
     RecursiveRejection,
     SpecHub,
     SpeculativeDecoder,
     TopDown,
     TopTail,
-    TopTailRule,
     TreeTopology,
-    TypicalAcceptance,
     WithoutReplacement,
 )
+from arbordraft.verifiers import KSeq, OptimalTransport, TopTailRule, TypicalAcceptance
 
 CHAIN, TREE = TreeTopology.chain(3), TreeTopology([-1, 0, 0, 1, 1, 2, 3])
 COUPLINGS = {

@@ -15,13 +15,10 @@ from arbordraft import (
     Coupling,
     EarlyExitDrafter,
     Fixed,
-    KSeq,
     LanguageModelDrafter,
     Lifted,
     Matching,
     NGramDrafter,
-    NodeLaw,
-    Noise,
     RaggedModel,
     RecursiveRejection,
     SpecHub,
@@ -31,6 +28,8 @@ from arbordraft import (
     TreeTopology,
     WithoutReplacement,
 )
+from arbordraft.sampling import Noise
+from arbordraft.verifiers import KSeq, NodeLaw
 
 FEW, SAMPLES, LENGTH, TOP_P = 6, 1500, 3, 0.9
 TEXT = [1, 2, 3, 1, 2, 4, 1, 2]
@@ -38,7 +37,7 @@ TEXT = [1, 2, 3, 1, 2, 4, 1, 2]
 
 @cache
 def small(seed):
-    return RaggedModel(tiny(seed=seed, sharpness=1.5, vocab_size=FEW))
+    return RaggedModel(tiny(seed=seed, sharpness=1.5, vocab_size=FEW), kernels="torch")
 
 
 @cache

@@ -8,7 +8,8 @@ import torch
 from oracles import random_rows, row
 from scipy.stats import chisquare
 
-from arbordraft import IID, AdaptiveTopTail, DraftLaw, Fixed, TopTail, WithoutReplacement
+from arbordraft import IID, Fixed, TopTail, WithoutReplacement
+from arbordraft.laws import AdaptiveTopTail, DraftLaw
 
 LAWS = [
     IID(2),

@@ -14,25 +14,20 @@ from scipy.stats import chisquare
 
 from arbordraft import (
     IID,
-    AdaptiveTopTail,
-    Exactness,
     Fixed,
-    KSeq,
     Lifted,
     Matching,
-    OptimalTransport,
     RecursiveRejection,
     SpecHub,
     TopDown,
     TopTail,
-    TopTailRule,
     TreeTopology,
-    TypicalAcceptance,
     WithoutReplacement,
 )
+from arbordraft.laws import AdaptiveTopTail
 from arbordraft.sampling import Noise, draw
-from arbordraft.types import DraftTree, SampleTree
-from arbordraft.verifiers import NodeLaw, Remembered, Rule
+from arbordraft.types import DraftTree, Exactness, SampleTree
+from arbordraft.verifiers import KSeq, NodeLaw, OptimalTransport, Remembered, Rule, TopTailRule, TypicalAcceptance
 
 EXACT = 1e-12
 TOPOLOGIES = {

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_topology import ancestors, parent_lists
 
-from arbordraft import SlicedCausalMask, TreeTopology
+from arbordraft import TreeTopology
+from arbordraft.masks import SlicedCausalMask
 
 UNEVEN = TreeTopology([-1, 0, 0, 1, 2, 2])
 

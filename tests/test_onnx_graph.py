@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from arbordraft import RaggedKVCache, SlicedCausalMask, TreeTopology
-from arbordraft.masks import stack_words
+from arbordraft import TreeTopology
+from arbordraft.masks import SlicedCausalMask, stack_words
 from arbordraft.onnx_graph import RaggedGraph
+from arbordraft.target.cache import RaggedKVCache
 
 TREE = TreeTopology.from_parents([-1, 0, 0, 1, 1])
 SIZES = {"key": 3, "value": 5}  # of two heads

@@ -10,14 +10,12 @@ import torch
 from models import greedy_reference, left_padded, new_tokens
 
 from arbordraft import (
-    Backoff,
     ConfidenceThreshold,
     Coupling,
     EagleDrafter,
     EarlyExitDrafter,
     Fixed,
     LanguageModelDrafter,
-    LearnedDecider,
     Lifted,
     Matching,
     NGramDrafter,
@@ -31,6 +29,7 @@ from arbordraft import (
     WithoutReplacement,
 )
 from arbordraft.builders import eagle
+from arbordraft.deciders import Backoff, LearnedDecider
 from arbordraft.pretrained import load_smollm2
 from arbordraft.training.decider_module import DeciderModule
 from arbordraft.training.drafter_module import DrafterModule
@@ -57,7 +56,7 @@ ALONE = 2  # this prompt is also decoded by itself
 
 @pytest.fixture(scope="module")
 def target():
-    return RaggedModel(*load_smollm2(progress=False))
+    return RaggedModel(*load_smollm2(progress=False), kernels="torch")
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +84,7 @@ def expected(target, prompts, batch):
 @pytest.fixture(scope="module")
 def half(target):
     """A draft model that rounds differently from the target and so sometimes errs."""
-    return RaggedModel(copy.deepcopy(target.model).to(torch.bfloat16), target.tokenizer)
+    return RaggedModel(copy.deepcopy(target.model).to(torch.bfloat16), target.tokenizer, kernels="torch")
 
 
 def decoders(target, half):

@@ -11,20 +11,20 @@ from torch.nn import functional
 
 from arbordraft import (
     ConfidenceThreshold,
-    FixedDepth,
     LanguageModelDrafter,
-    LongestBranch,
     NGramDrafter,
     RecursiveRejection,
     SpeculativeDecoder,
-    TargetInitialisedDecoder,
     TopDown,
     TreeTopology,
     WithoutReplacement,
     builders,
 )
+from arbordraft.deciders import FixedDepth
 from arbordraft.sampling import Noise, residual
+from arbordraft.target_initialised import TargetInitialisedDecoder
 from arbordraft.types import SampleTree
+from arbordraft.verifiers import LongestBranch
 
 TOPOLOGIES = [TreeTopology.fork(3, 3), TreeTopology.from_k_config((2, 2, 1))]
 NEW = 9

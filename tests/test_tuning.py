@@ -5,14 +5,8 @@ import json
 import pytest
 from models import PROMPTS, greedy_reference, left_padded, new_tokens, ragged, tiny_tokenizer
 
-from arbordraft import (
-    CostTable,
-    EarlyExitDrafter,
-    NGramDrafter,
-    RaggedModel,
-    StepCosts,
-    builders,
-)
+from arbordraft import CostTable, EarlyExitDrafter, NGramDrafter, RaggedModel, builders
+from arbordraft.costs import StepCosts
 from arbordraft.measuring import measure_costs
 from arbordraft.tuning import Choice, Setting, Tuned, grid, measure_acceptance, plausible, predict, tune
 
@@ -29,7 +23,7 @@ def tokenizer():
 
 @pytest.fixture
 def target():
-    return RaggedModel(ragged().model, tokenizer())
+    return RaggedModel(ragged().model, tokenizer(), kernels="torch")
 
 
 def test_chains_are_predicted_by_a_geometric_sum():

@@ -63,7 +63,7 @@ def data(world: Path, **changes: Any) -> SelfDistillationDataModule:
     """The target's answers to the prompts."""
     settings = {
         "folder": str(world / "data"),
-        "target": Target(str(world / "target"), dtype="float32", linears="plain"),
+        "target": Target(str(world / "target"), dtype="float32", kernels="torch"),
         "recipe": RECIPE,
         "prompts": str(world / "prompts.jsonl"),
         "batch_tokens": 128,
@@ -104,7 +104,7 @@ def save_config(path: Path, world: Path, **sections: Mapping[str, Any]) -> Path:
         },
         "data": {
             "folder": str(world / "data"),
-            "target": {"model": str(world / "target"), "dtype": "float32", "linears": "plain"},
+            "target": {"model": str(world / "target"), "dtype": "float32", "kernels": "torch"},
             "recipe": {"conversations": 12, "per_shard": 4, "max_new_tokens": 16, "max_tokens": 64},
             "prompts": str(world / "prompts.jsonl"),
             "batch_tokens": 128,

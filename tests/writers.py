@@ -4,10 +4,12 @@ from pathlib import Path
 
 import torch
 
-from arbordraft import CostTable, LearnedDecider, StepCosts, TreeTopology
+from arbordraft import CostTable, TreeTopology
 from arbordraft.bench import measure
 from arbordraft.bench.decoding import DecodeRow
 from arbordraft.bench.plots import plot
+from arbordraft.costs import StepCosts
+from arbordraft.deciders import LearnedDecider
 from arbordraft.drawing import draw_png
 from arbordraft.files import new_folder, write_text
 from arbordraft.training.recording import WholeCheckpoints, publish

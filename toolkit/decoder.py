@@ -56,8 +56,8 @@ class SpeculativeDecoder(nn.Module):
         coupling: how children are drawn and how trees are judged.
         decider: stops drafting early, per sample; by default every tree is drafted to its leaves.
         costs: what rows cost on this machine (:class:`~arbordraft.CostTable`), or how many are wanted
-            (:class:`~arbordraft.NodeBudget`). Drafts that are not drawn at random are then verified only where they pay
-            or fit. Greedy samples, whose text is the same at any price, share what pays in their batch.
+            (:class:`~arbordraft.costs.NodeBudget`). Drafts that are not drawn at random are then verified only where
+            they pay or fit. Greedy samples, whose text is the same at any price, share what pays in their batch.
         expected_batch: samples that a sampled request takes its batch to have, all of them like itself, where what pays
             depends on it (:class:`~arbordraft.CostTable`, :class:`~arbordraft.CostAware`). Its text depends on what is
             verified, and must not depend on what happens to share its batch.

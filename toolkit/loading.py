@@ -43,13 +43,13 @@ class Dtype(StrEnum):
     float16 = "float16"
 
 
-class Linears(StrEnum):
+class Kernels(StrEnum):
     """How weights are read on a CPU; see ``RaggedModel``."""
 
-    packed = "packed"
+    auto = "auto"
     native = "native"
     onednn = "onednn"
-    plain = "plain"
+    torch = "torch"
 
 
 def load_model(
@@ -72,7 +72,7 @@ def load_model(
 
 
 def load_target(
-    model: str, dtype: Dtype, linears: Linears = Linears.plain
+    model: str, dtype: Dtype, kernels: Kernels = Kernels.auto
 ) -> "tuple[RaggedModel, PreTrainedTokenizerBase]":
     """The model, ready for ragged batches, and its tokenizer.
 
@@ -85,7 +85,7 @@ def load_target(
             f"{model} has no tokenizer, and prompts are texts: save it beside the model, "
             "tokenizer.save_pretrained(folder)"
         )
-    return RaggedModel(found, tokenizer, linears=linears), tokenizer
+    return RaggedModel(found, tokenizer, kernels=kernels), tokenizer
 
 
 def drafter_named(name: str, target: RaggedModel) -> Drafter:

@@ -243,7 +243,7 @@ class StepView:
     Args:
         depth: depth of the frontier, 0 for the roots.
         paths: the draws that led from the root to each frontier node; none for a root.
-        memory: what the decider remembers of each sample, see :meth:`~arbordraft.Decider.start`.
+        memory: what the decider remembers of each sample, see :meth:`~arbordraft.deciders.Decider.start`.
         greedy: whether the target decodes at temperature 0.
         batch: samples that the target's forward will serve, those that stopped drafting included.
         planned: rows of that forward so far, all samples, roots included.

@@ -79,7 +79,7 @@ def fit_temperature(logits: Tensor, labels: Tensor, weights: Tensor | None = Non
 
 
 def drafted_lengths(chances: Tensor, threshold: float) -> Tensor:
-    """``[M]`` tokens that a :class:`~arbordraft.LearnedDecider` lets draft, given its ``[G, M]`` predictions."""
+    """``[M]`` tokens that a learned decider lets draft, given its ``[G, M]`` predictions."""
     survival = torch.cat([torch.ones_like(chances[:1]), chances[:-1]]).cumprod(dim=0)
     return (survival >= threshold).sum(dim=0)
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from arbordraft import NoDrafter, RaggedKVCache, RaggedModel, SpeculativeDecoder, builders
+from arbordraft import NoDrafter, RaggedModel, SpeculativeDecoder, builders
 from arbordraft.prompts import left_padded
+from arbordraft.target.cache import RaggedKVCache
 from arbordraft.training.chat import ids_behind
 
 if TYPE_CHECKING:

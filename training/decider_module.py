@@ -15,8 +15,11 @@ from torch import Tensor
 from torch.nn import functional
 from torch.optim import AdamW, Optimizer
 
-from arbordraft import Drafter, LearnedDecider, RaggedModel, StepCosts
+from arbordraft import RaggedModel
 from arbordraft.checkpoints import read_config
+from arbordraft.costs import StepCosts
+from arbordraft.deciders import LearnedDecider
+from arbordraft.drafters import Drafter
 from arbordraft.training.batches import Batch
 from arbordraft.training.calibration import auc, drafted_lengths, ece, fit_temperature, tokens_per_second
 from arbordraft.training.data import SelfDistillationDataModule

@@ -64,7 +64,7 @@ def gain(console: Console, drafter: Path, new_tokens: int = 128) -> None:
     from arbordraft.prompts import MIXED, VARIED
 
     model, tokenizer = load_smollm2(torch.bfloat16)
-    target = RaggedModel(model.eval(), tokenizer, linears="packed")
+    target = RaggedModel(model.eval(), tokenizer, kernels="auto")
     found = drafter_gain(
         target, tokenizer, [*MIXED, *VARIED], {"trained": load_drafter(drafter, target)}, new_tokens=new_tokens
     )

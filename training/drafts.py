@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from arbordraft import LearnedDecider, RaggedModel
+from arbordraft import RaggedModel
+from arbordraft.deciders import LearnedDecider
 from arbordraft.deciders.learned import UNLIKELY
 from arbordraft.training.batches import Batch
 from arbordraft.training.features import TeacherHead

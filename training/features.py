@@ -11,7 +11,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn import functional
 
-from arbordraft import RaggedKVCache, RaggedModel
+from arbordraft import RaggedModel
+from arbordraft.target.cache import RaggedKVCache
 from arbordraft.training.shards import Shard, ShardError, ShardFolder, read_rows, write_tensors
 
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}  # of a row's norm; half precision rounds by far more

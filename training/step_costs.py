@@ -3,19 +3,10 @@
 from collections.abc import Sequence
 from copy import deepcopy
 
-from arbordraft import (
-    CostTable,
-    Coupling,
-    Decider,
-    Drafter,
-    Fixed,
-    FixedDepth,
-    LearnedDecider,
-    RaggedModel,
-    SpeculativeDecoder,
-    StepCosts,
-    TreeTopology,
-)
+from arbordraft import CostTable, Coupling, Fixed, RaggedModel, SpeculativeDecoder, TreeTopology
+from arbordraft.costs import StepCosts
+from arbordraft.deciders import Decider, FixedDepth, LearnedDecider
+from arbordraft.drafters import Drafter
 from arbordraft.measuring import measure_rows
 from arbordraft.prompts import left_padded
 from arbordraft.verifiers import Matching, TopDown

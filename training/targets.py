@@ -17,14 +17,14 @@ class Target:
         revision: of the hub's repository.
         dtype: of its weights: ``float32``, ``bfloat16`` or ``float16``.
         device: where it runs; ``auto`` for the device that this process trains on.
-        linears: how weights are read on a CPU, see :class:`~arbordraft.RaggedModel`.
+        kernels: how weights are read on a CPU, see :class:`~arbordraft.RaggedModel`.
     """
 
     model: str = SMALL
     revision: str | None = None
     dtype: str = "bfloat16"
     device: str = "auto"
-    linears: str = "packed"
+    kernels: str = "packed"
 
     def load(self, device: torch.device | str = "cpu") -> RaggedModel:
         """The model with its tokenizer.
@@ -43,4 +43,4 @@ class Target:
         if tokenizer is None:
             raise ValueError(f"{self.model} has no tokenizer, which the texts to learn from need: save it beside it")
         device = device if self.device == "auto" else self.device
-        return RaggedModel(model.to(device), tokenizer, linears=self.linears)  # type: ignore[arg-type]
+        return RaggedModel(model.to(device), tokenizer, kernels=self.kernels)  # type: ignore[arg-type]

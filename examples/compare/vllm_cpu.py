@@ -38,7 +38,7 @@ console = Console(highlight=False)
 
 def decoders(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, SpeculativeDecoder]:
     """The decoders of arbordraft that are compared."""
-    target = RaggedModel(model, tokenizer, linears="packed")
+    target = RaggedModel(model, tokenizer, kernels="auto")
     return {"plain": builders.plain(target), "n-gram": builders.lookup(target)}
 
 

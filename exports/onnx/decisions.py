@@ -12,7 +12,7 @@ from arbordraft.onnx_graph import MODEL
 from arbordraft.types import TOP
 
 if TYPE_CHECKING:
-    from arbordraft import LearnedDecider
+    from arbordraft.deciders import LearnedDecider
 
 STATISTICS, VERIFICATION = "statistics.onnx", "verification.onnx"
 

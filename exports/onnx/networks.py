@@ -16,7 +16,7 @@ from arbordraft.onnx_graph import HIDDEN
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from arbordraft import LearnedDecider
+    from arbordraft.deciders import LearnedDecider
     from arbordraft.heads.eagle import EagleHead
     from arbordraft.heads.medusa import MedusaHead
 

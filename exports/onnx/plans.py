@@ -14,13 +14,14 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from arbordraft import EarlyExitDrafter, RaggedKVCache, RaggedModel
+from arbordraft import EarlyExitDrafter, RaggedModel
 from arbordraft.drafters.language_model import shrink
 from arbordraft.drafters.onnx import FUSE
 from arbordraft.exports.onnx import networks
 from arbordraft.exports.onnx.cases import Inputs, Shape, chain, padded, past_of, trees
 from arbordraft.exports.onnx.checks import cache_sizes, check_against
 from arbordraft.onnx_graph import FORMAT, MODEL, PAST, PRESENT
+from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.observation import decoder_list
 from arbordraft.vocabulary import tokenizer_hashes
 
@@ -193,7 +194,7 @@ def early_exit(origin: Origin, layers: int, adapter: "ExitAdapter | None" = None
     place = decoder_list(small, layers)
     if adapter is not None and place is not None:
         getattr(*place)[-1].register_forward_hook(_through(adapter.float().eval()))
-    model = RaggedModel(small, target.tokenizer, self_test=False)
+    model = RaggedModel(small, target.tokenizer, self_test=False, kernels="torch")
     own = {"kind": "early-exit", "layers": layers, "target_fingerprint": origin.about()["target_fingerprint"]}
     return causal_lm(model, origin, about=own, **options)
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from arbordraft import IID, LanguageModelDrafter, LearnedDecider, RaggedModel
+from arbordraft import IID, LanguageModelDrafter, RaggedModel
 from arbordraft.checkpoints import read_config
+from arbordraft.deciders import LearnedDecider
 from arbordraft.exports.folder import Export
 from arbordraft.exports.onnx import decisions, plans
 from arbordraft.exports.onnx.parity import LEAST_ACCEPTANCE, TOLERANCE
@@ -139,7 +140,7 @@ def origin(name: str | plans.Origin) -> plans.Origin:
     if isinstance(name, plans.Origin):
         return name
     model, tokenizer = load_model(name, torch.float32)
-    target = RaggedModel(model.requires_grad_(False), tokenizer)
+    target = RaggedModel(model.requires_grad_(False), tokenizer, kernels="torch")
     # A folder's place is nobody's business.
     return plans.Origin(target, Path(name).name if Path(name).is_dir() else name, _texts(target, tokenizer))
 

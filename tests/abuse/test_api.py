@@ -206,7 +206,7 @@ def test_a_model_whose_own_settings_name_a_cache():
 @pytest.mark.parametrize("name", ["pixel_values", "token_type_ids"])
 def test_images_are_not_ignored(name, through):
     model = tiny("gemma3")
-    target = SpeculativeDecoder(RaggedModel(model), NGramDrafter(), TREE, GREEDY)
+    target = SpeculativeDecoder(RaggedModel(model, kernels="torch"), NGramDrafter(), TREE, GREEDY)
     ids = torch.tensor([[5, 6, 60, 60, 60, 60, 7]])
     given = {"pixel_values": torch.randn(1, 3, 28, 28), "token_type_ids": (ids == 60).long()}[name]
     call = target.generate
@@ -329,7 +329,7 @@ MODEL_CASES = {
 @pytest.mark.parametrize("case", MODEL_CASES)
 def test_models(case):
     make, kind, match = MODEL_CASES[case]
-    refused(kind, match, lambda: RaggedModel(make()))
+    refused(kind, match, lambda: RaggedModel(make(), kernels="torch"))
 
 
 @pytest.mark.parametrize("how", ["the model", "its forward", "a layer"])
@@ -342,7 +342,7 @@ def test_models_compiled_in_place_run_as_they_are(how):
         model.forward = torch.compile(model.forward, backend="eager")
     else:
         model.model.layers[0].compile(backend="eager")
-    found = SpeculativeDecoder(RaggedModel(model), NGramDrafter(), TREE, GREEDY).generate(IDS, **NEW)
+    found = SpeculativeDecoder(RaggedModel(model, kernels="torch"), NGramDrafter(), TREE, GREEDY).generate(IDS, **NEW)
     assert found[0, 5:].tolist() == expected[0]
 
 
@@ -385,7 +385,11 @@ def test_models_of_transformers_are_wrapped():
     model, small = tiny(), tiny(seed=3)
     expected = greedy_reference(model, PROMPTS[:1], **NEW)
     coupling = Coupling(IID(2), Lifted(RecursiveRejection()))
-    for drafter in (small, RaggedModel(small), LanguageModelDrafter(RaggedModel(small))):
+    for drafter in (
+        small,
+        RaggedModel(small, kernels="torch"),
+        LanguageModelDrafter(RaggedModel(small, kernels="torch")),
+    ):
         found = SpeculativeDecoder(model, drafter, TREE, coupling).generate(IDS, **NEW)
         assert found[0, 5:].tolist() == expected[0]
 
@@ -412,7 +416,7 @@ def test_hidden_changes_are_noticed(change, kernels):
     from packed_models import logits, plain, small
 
     model = small()
-    target = RaggedModel(model, linears="native")
+    target = RaggedModel(model, kernels="native")
     before = logits(target)
     change(model.model.layers[1].mlp.down_proj.weight)
     with pytest.warns(UserWarning, match="changed after they were packed"):
@@ -425,7 +429,7 @@ def test_one_hidden_element_calls_for_refresh(kernels):
     from packed_models import logits, plain, small
 
     model = small()
-    target = RaggedModel(model, linears="native")
+    target = RaggedModel(model, kernels="native")
     before = logits(target)
     model.model.layers[1].mlp.down_proj.weight.data[3, 5] += 50.0  # none of the few that are compared
     assert torch.equal(logits(target), before)
@@ -449,12 +453,12 @@ def test_attributes_that_change_are_noticed():
 
     model = small()
     model.model.layers[0].mlp = Switched(model.model.layers[0].mlp)
-    target = RaggedModel(model)
+    target = RaggedModel(model, kernels="torch")
     before = logits(target)
     model.model.layers[0].mlp.on = True
     after = logits(target)
     assert not torch.allclose(after, before, atol=1e-3)
-    assert torch.equal(after, logits(RaggedModel(model)))
+    assert torch.equal(after, logits(RaggedModel(model, kernels="torch")))
 
 
 def test_a_tokenizer_is_no_tree():

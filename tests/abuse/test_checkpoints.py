@@ -14,17 +14,9 @@ from onnx_graphs import decider
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from arbordraft import (
-    EagleDrafter,
-    EarlyExitDrafter,
-    LanguageModelDrafter,
-    LearnedDecider,
-    MedusaDrafter,
-    NGramDrafter,
-    OnnxDecider,
-    OnnxDrafter,
-    RaggedModel,
-)
+from arbordraft import EagleDrafter, EarlyExitDrafter, LanguageModelDrafter, MedusaDrafter, NGramDrafter, RaggedModel
+from arbordraft.deciders import LearnedDecider, OnnxDecider
+from arbordraft.drafters import OnnxDrafter
 from arbordraft.exports.decoder_config import TargetReference
 from arbordraft.exports.engines import export_vllm
 from arbordraft.exports.onnx.sources import origin

@@ -56,7 +56,7 @@ USAGE = {
     "no such precision": ("generate a --dtype int3", r"--dtype"),
     "no such law": ("generate a --law nope", r"--law"),
     "no such verifier": ("generate a --verifier nope", r"--verifier"),
-    "no such kernels": ("generate a --linears nope", r"--linears"),
+    "no such kernels": ("generate a --kernels nope", r"--kernels"),
     "no such tree": ("generate a --tree bush:3", r"unknown tree 'bush:3'; write chain:5"),
     "a tree without numbers": ("generate a --tree k:", r"tree 'k:'.*; write chain:5"),
     "prompts that are not there": ("generate --file nowhere", r"--file.*nowhere.*does not exist"),

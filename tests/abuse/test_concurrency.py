@@ -15,7 +15,6 @@ from packed_models import small
 from transformers import LogitsProcessorList
 
 from arbordraft import (
-    Backoff,
     Coupling,
     EarlyExitDrafter,
     Fixed,
@@ -24,7 +23,6 @@ from arbordraft import (
     Matching,
     NGramDrafter,
     NoDrafter,
-    RaggedKVCache,
     RaggedModel,
     RecursiveRejection,
     SpeculativeDecoder,
@@ -32,6 +30,8 @@ from arbordraft import (
     TreeTopology,
     WithoutReplacement,
 )
+from arbordraft.deciders import Backoff
+from arbordraft.target.cache import RaggedKVCache
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -46,7 +46,9 @@ def lookup(target, **options):
 
 
 def draft_model(target, **options):
-    return SpeculativeDecoder(target, LanguageModelDrafter(RaggedModel(tiny(seed=3))), TREE, SAMPLED, **options)
+    return SpeculativeDecoder(
+        target, LanguageModelDrafter(RaggedModel(tiny(seed=3), kernels="torch")), TREE, SAMPLED, **options
+    )
 
 
 def early_exit(target, **options):
@@ -62,8 +64,8 @@ DECODERS = {
     "draft model": (draft_model, {}),
     "early exit": (early_exit, {}),
     "no drafts": (nothing, {}),
-    "packed, early exit": (early_exit, {"linears": "packed"}),
-    "packed, lookup": (lookup, {"linears": "packed"}),
+    "packed, early exit": (early_exit, {"kernels": "auto"}),
+    "packed, lookup": (lookup, {"kernels": "auto"}),
     "static": (draft_model, {"buckets": (8, 16, 32)}),
 }
 
@@ -72,7 +74,7 @@ def built(kind):
     build, options = DECODERS[kind]
     options = dict(options)
     model = small()
-    target = RaggedModel(model, linears=options.pop("linears", "plain"))
+    target = RaggedModel(model, kernels=options.pop("kernels", "torch"))
     return build(target, **options), model
 
 
@@ -113,8 +115,8 @@ def at_once(*works, rounds=3):
 def test_two_threads_on_one_model(kind, partner):
     decoder, model = built(kind)
     expected, plain, before = answers(decoder), own(model), structure(model)
-    linears = DECODERS[kind][1].get("linears", "plain")
-    another = lookup(RaggedModel(model, linears=linears) if partner == "another wrapper" else decoder.target)
+    kernels = DECODERS[kind][1].get("kernels", "torch")
+    another = lookup(RaggedModel(model, kernels=kernels) if partner == "another wrapper" else decoder.target)
     other, wanted = {
         "the same decoder": (partial(answers, decoder), expected),
         "another decoder": (partial(answers, another), answers(another)),
@@ -133,7 +135,7 @@ def test_wrapping_a_model_while_it_decodes():
     expected, plain = answers(decoder), own(model)
 
     def wrap():
-        return RaggedModel(model, linears="packed").row_invariant
+        return RaggedModel(model, kernels="auto").row_invariant
 
     found = at_once(partial(answers, decoder), partial(own, model), wrap)
     assert found == [expected] * 3 + [plain] * 3 + [decoder.target.row_invariant] * 3
@@ -175,7 +177,7 @@ def test_weights_that_change_between_requests_of_two_threads():
         go_on.set()
         assert running.result().tolist() == before
     assert after != before
-    assert after == answers(lookup(RaggedModel(model, linears="packed")))[0]
+    assert after == answers(lookup(RaggedModel(model, kernels="auto")))[0]
 
 
 # Re-entrance

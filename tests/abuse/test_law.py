@@ -14,7 +14,6 @@ from arbordraft import (
     LanguageModelDrafter,
     Lifted,
     Matching,
-    OptimalTransport,
     RecursiveRejection,
     SpeculativeDecoder,
     TopDown,
@@ -27,7 +26,7 @@ from arbordraft.drafters.base import Garden
 from arbordraft.kernels.verify import lowest_kept, row_max
 from arbordraft.sampling import Noise
 from arbordraft.types import DraftTree, SampleTree
-from arbordraft.verifiers import optimal_acceptance
+from arbordraft.verifiers import OptimalTransport, optimal_acceptance
 from arbordraft.verifiers.packed import verify_packed
 
 EXACT = 1e-12

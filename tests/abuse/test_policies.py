@@ -8,30 +8,31 @@ import torch
 from models import ragged
 
 from arbordraft import (
-    AcceptedAverage,
-    AdaEDL,
-    Backoff,
-    Bandit,
     ConfidenceThreshold,
     CostAware,
     CostTable,
     Coupling,
-    EntropyBound,
     Fixed,
-    FixedDepth,
-    Heuristic,
     HybridDrafter,
-    LearnedDecider,
     Matching,
     NGramDrafter,
-    NodeBudget,
     NoDrafter,
-    PathSurvival,
     SpeculativeDecoder,
-    StepCosts,
     TopDown,
     TreeTopology,
     builders,
+)
+from arbordraft.costs import NodeBudget, StepCosts
+from arbordraft.deciders import (
+    AcceptedAverage,
+    AdaEDL,
+    Backoff,
+    Bandit,
+    EntropyBound,
+    FixedDepth,
+    Heuristic,
+    LearnedDecider,
+    PathSurvival,
 )
 from arbordraft.measuring import measure_costs, measure_rows
 from arbordraft.tuning import Choice, Setting, Tuned, measure_acceptance, tune

@@ -13,35 +13,36 @@ from models import PROMPTS, left_padded, new_tokens, tiny
 
 from arbordraft import (
     IID,
-    AcceptedAverage,
-    AdaEDL,
-    Backoff,
-    Bandit,
     ConfidenceThreshold,
     CostAware,
     CostTable,
     Coupling,
-    Decider,
     EarlyExitDrafter,
-    EntropyBound,
     Fixed,
-    FixedDepth,
-    Heuristic,
     HybridDrafter,
     LanguageModelDrafter,
-    LearnedDecider,
     Lifted,
     Matching,
     NGramDrafter,
-    NodeBudget,
     NoDrafter,
-    PathSurvival,
     RaggedModel,
     RecursiveRejection,
     SpeculativeDecoder,
-    StepCosts,
     TopDown,
     TreeTopology,
+)
+from arbordraft.costs import NodeBudget, StepCosts
+from arbordraft.deciders import (
+    AcceptedAverage,
+    AdaEDL,
+    Backoff,
+    Bandit,
+    Decider,
+    EntropyBound,
+    FixedDepth,
+    Heuristic,
+    LearnedDecider,
+    PathSurvival,
 )
 from arbordraft.drafters.base import Garden
 from arbordraft.sampling import Noise
@@ -53,7 +54,7 @@ STEPS = StepCosts(SLOPE, CostTable((1, 64), (0.05, 0.1)))
 
 @cache
 def model():
-    return RaggedModel(tiny(sharpness=2.5, hidden_size=16).double())
+    return RaggedModel(tiny(sharpness=2.5, hidden_size=16).double(), kernels="torch")
 
 
 def lookup():
@@ -203,7 +204,7 @@ def test_steps_of_fixed_shapes_leak_nothing(costs):
 
 @pytest.mark.parametrize("drafter", ["lookup or exit", "model"])
 def test_row_invariant_kernels_leak_nothing_in_float32(drafter, kernels, monkeypatch):
-    native = RaggedModel(tiny(sharpness=2.5, hidden_size=16), linears="native")
+    native = RaggedModel(tiny(sharpness=2.5, hidden_size=16), kernels="native")
     monkeypatch.setitem(globals(), "model", lambda: native)
     assert list(leaks(build(drafter, "cost-aware", SLOPE))) == []
 

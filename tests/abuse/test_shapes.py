@@ -11,28 +11,25 @@ from models import PROMPTS, ragged
 
 from arbordraft import (
     IID,
-    AdaptiveTopTail,
     Coupling,
-    DraftLaw,
     Fixed,
     Lifted,
     Matching,
     NoDrafter,
-    OptimalTransport,
     RecursiveRejection,
-    SlicedCausalMask,
     SpecHub,
     SpeculativeDecoder,
     TopDown,
     TopTail,
     TreeTopology,
-    TypicalAcceptance,
     WithoutReplacement,
 )
+from arbordraft.laws import AdaptiveTopTail, DraftLaw
+from arbordraft.masks import SlicedCausalMask
 from arbordraft.sampling import Noise, SoftmaxRows, Warp
 from arbordraft.topology import MOST_DEPTH, MOST_NODES
 from arbordraft.types import DraftTree, SampleTree
-from arbordraft.verifiers import Remembered
+from arbordraft.verifiers import OptimalTransport, Remembered, TypicalAcceptance
 from arbordraft.verifiers.packed import verify_packed
 
 NO_WHOLE_NUMBERS = [1.5, 2.0, math.nan, math.inf, True, "2", None, [2], torch.tensor([2]), torch.tensor(2.0), 1j]

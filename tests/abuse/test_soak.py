@@ -13,11 +13,9 @@ from models import PROMPTS, VOCAB, left_padded, ragged, tiny
 from packed_models import small
 
 from arbordraft import (
-    Bandit,
     ConfidenceThreshold,
     Coupling,
     EarlyExitDrafter,
-    FixedDepth,
     LanguageModelDrafter,
     Lifted,
     RaggedModel,
@@ -27,6 +25,7 @@ from arbordraft import (
     WithoutReplacement,
 )
 from arbordraft.builders import lookup
+from arbordraft.deciders import Bandit, FixedDepth
 
 pytestmark = [
     pytest.mark.soak,
@@ -64,12 +63,12 @@ def request(chance):
 DECODERS = {
     "draft model": lambda: SpeculativeDecoder(
         ragged(),
-        LanguageModelDrafter(RaggedModel(tiny(seed=3))),
+        LanguageModelDrafter(RaggedModel(tiny(seed=3), kernels="torch")),
         TREE,
         SAMPLED,
         Bandit([FixedDepth(), ConfidenceThreshold(0.3)]),
     ),
-    "packed, early exit": lambda: _early_exit(RaggedModel(small(), linears="packed")),
+    "packed, early exit": lambda: _early_exit(RaggedModel(small(), kernels="auto")),
     "lookup": lambda: lookup(ragged()),
 }
 

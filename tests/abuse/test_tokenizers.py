@@ -19,25 +19,25 @@ from arbordraft import (
     Lifted,
     Matching,
     NGramDrafter,
-    OnnxDrafter,
-    RaggedKVCache,
     RaggedModel,
     RecursiveRejection,
     SpecHub,
     SpeculativeDecoder,
-    TargetInitialisedDecoder,
     TopDown,
     TopTail,
     TreeTopology,
     WithoutReplacement,
     builders,
 )
+from arbordraft.drafters import OnnxDrafter
 from arbordraft.exports.decoder_config import describe
 from arbordraft.exports.engines import export_vllm
 from arbordraft.exports.onnx import plans
 from arbordraft.exports.onnx.sources import of
 from arbordraft.exports.onnx.writing import write
 from arbordraft.loading import drafter_named
+from arbordraft.target.cache import RaggedKVCache
+from arbordraft.target_initialised import TargetInitialisedDecoder
 from arbordraft.training.students import LanguageModelStudent
 from arbordraft.vocabulary import tokenizer_hashes
 
@@ -100,11 +100,11 @@ OTHERS = {  # of equal size
 def test_another_tokenizer_of_equal_size_is_refused(how, tmp_path):
     """In a folder, and in memory."""
     make, other, message = OTHERS[how]
-    target = RaggedModel(tiny(), make())
+    target = RaggedModel(tiny(), make(), kernels="torch")
     with pytest.raises(
         ValueError, match=rf"other ids to some tokens than the target's: .* differ \(.*{message}.*same_to"
     ):
-        LanguageModelDrafter(RaggedModel(tiny(seed=3), other())).check(target, IID(1))
+        LanguageModelDrafter(RaggedModel(tiny(seed=3), other(), kernels="torch")).check(target, IID(1))
     tiny(seed=3).save_pretrained(tmp_path)
     other().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=rf"{tmp_path} and .*differ \(({message})"):
@@ -124,8 +124,8 @@ def saved(make, folder):
     ids=["another template and padding", "merges", "special or not"],
 )
 def test_the_same_tokenizer_is_accepted(tmp_path, ours, theirs):
-    target = RaggedModel(tiny(), ours())
-    LanguageModelDrafter(RaggedModel(tiny(seed=3), theirs())).check(target, IID(1))
+    target = RaggedModel(tiny(), ours(), kernels="torch")
+    LanguageModelDrafter(RaggedModel(tiny(seed=3), theirs(), kernels="torch")).check(target, IID(1))
     tiny(seed=3).save_pretrained(tmp_path / "model")
     theirs().save_pretrained(tmp_path / "model")
     drafter_named(str(tmp_path / "model"), target).check(target, IID(1))
@@ -134,7 +134,7 @@ def test_the_same_tokenizer_is_accepted(tmp_path, ours, theirs):
 
 def test_without_tokenizers_sizes_must_agree(tmp_path):
     tiny(seed=3, vocab_size=64).save_pretrained(tmp_path)
-    for target in (RaggedModel(tiny()), RaggedModel(tiny(), spelling())):
+    for target in (RaggedModel(tiny(), kernels="torch"), RaggedModel(tiny(), spelling(), kernels="torch")):
         drafter = LanguageModelDrafter.from_pretrained(tmp_path, target)
         with pytest.raises(
             ValueError, match=r"has 64 token ids, the target 61.*wrap both .* or pass same_tokenizer=True"
@@ -142,7 +142,7 @@ def test_without_tokenizers_sizes_must_agree(tmp_path):
             drafter.check(target, IID(1))
         LanguageModelDrafter.from_pretrained(tmp_path, target, same_tokenizer=True).check(target, IID(1))
     equal = LanguageModelDrafter(tiny(seed=3))
-    equal.check(RaggedModel(tiny(), spelling()), IID(1))  # nobody knows better
+    equal.check(RaggedModel(tiny(), spelling(), kernels="torch"), IID(1))  # nobody knows better
 
 
 # Padding
@@ -155,8 +155,8 @@ SIZES = {"drafter padded": (61, 64), "target padded": (64, 61), "drafter smaller
 def pair(sizes):
     """A target and a draft model with so many rows, which share a tokenizer of as many tokens as both have."""
     letters = LETTERS[: min(sizes)]
-    first = RaggedModel(tiny(vocab_size=sizes[0]), spelling(letters))
-    return first, RaggedModel(tiny(seed=3, vocab_size=sizes[1]), spelling(letters))
+    first = RaggedModel(tiny(vocab_size=sizes[0]), spelling(letters), kernels="torch")
+    return first, RaggedModel(tiny(seed=3, vocab_size=sizes[1]), spelling(letters), kernels="torch")
 
 
 BUILT = {
@@ -207,14 +207,14 @@ LAWS = {
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("size", [FEW - 1, FEW + 3], ids=["fewer ids", "more ids"])
 def test_padding_changes_no_law(law, size):
-    draft = RaggedModel(tiny(seed=3, sharpness=1.5, vocab_size=size))
+    draft = RaggedModel(tiny(seed=3, sharpness=1.5, vocab_size=size), kernels="torch")
     assert fit(LAWS[law](LanguageModelDrafter(draft, same_tokenizer=True))) > 1e-3
 
 
 @pytest.mark.parametrize("size", [FEW - 2, FEW + 30], ids=["fewer ids", "more ids"])
 def test_children_are_drawn_from_the_rows_that_are_told(size):
     """The row of every node is the softmax over the ids that both have: it sums to 1, and nothing else is drawn."""
-    draft = RaggedModel(tiny(seed=3, vocab_size=size))
+    draft = RaggedModel(tiny(seed=3, vocab_size=size), kernels="torch")
     drafter = LanguageModelDrafter(draft, same_tokenizer=True)
     text, drawn = [1, 5, 3, FEW - 1], set()
     read = [token if token < size else 0 for token in text]
@@ -252,9 +252,9 @@ def test_graphs_know_their_tokenizer(tmp_path):
     with pytest.raises(
         ValueError, match=r"made for a tokenizer that gives other ids .*export a drafter with the target's"
     ):
-        OnnxDrafter.from_pretrained(folder, RaggedModel(tiny(), spelling(SWAPPED)))
+        OnnxDrafter.from_pretrained(folder, RaggedModel(tiny(), spelling(SWAPPED), kernels="torch"))
     with pytest.raises(ValueError, match="vocabulary of 64 tokens, the target has 61"):
-        OnnxDrafter.from_pretrained(folder, RaggedModel(tiny()))  # nobody knows whether it is padding
+        OnnxDrafter.from_pretrained(folder, RaggedModel(tiny(), kernels="torch"))  # nobody knows whether it is padding
 
 
 def test_graphs_are_made_for_one_tokenizer(tmp_path):
@@ -282,11 +282,13 @@ def test_engines_get_no_draft_model_of_another_tokenizer(tmp_path):
 
 def test_trained_draft_models_know_their_tokenizer(tmp_path):
     student = LanguageModelStudent(2)
-    student.build(RaggedModel(tiny(), spelling()), list)
+    student.build(RaggedModel(tiny(), spelling(), kernels="torch"), list)
     student.save(tmp_path)
-    drafter_named(str(tmp_path), RaggedModel(tiny(), spelling())).check(RaggedModel(tiny(), spelling()), IID(1))
+    drafter_named(str(tmp_path), RaggedModel(tiny(), spelling(), kernels="torch")).check(
+        RaggedModel(tiny(), spelling(), kernels="torch"), IID(1)
+    )
     with pytest.raises(ValueError, match="gives other ids to some tokens"):
-        drafter_named(str(tmp_path), RaggedModel(tiny(), spelling(SWAPPED)))
+        drafter_named(str(tmp_path), RaggedModel(tiny(), spelling(SWAPPED), kernels="torch"))
 
 
 def test_a_decoder_keeps_that_its_user_vouched():

@@ -14,8 +14,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from arbordraft import LearnedDecider, OnnxDecider, OnnxDrafter, UnsupportedModel, cli
+from arbordraft import UnsupportedModel, cli
 from arbordraft.checkpoints import read_tensors
+from arbordraft.deciders import LearnedDecider, OnnxDecider
+from arbordraft.drafters import OnnxDrafter
 from arbordraft.exports.onnx import export, export_ort_genai
 from arbordraft.loading import load_model
 from arbordraft.onnx_graph import Graph

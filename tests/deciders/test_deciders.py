@@ -8,32 +8,33 @@ import torch
 from models import PROMPTS, VOCAB, greedy_reference, left_padded, new_tokens, ragged
 
 from arbordraft import (
-    AcceptedAverage,
-    AdaEDL,
-    Backoff,
-    Bandit,
     ConfidenceThreshold,
     CostAware,
     CostTable,
     Coupling,
-    Decider,
-    EntropyBound,
     Fixed,
-    FixedDepth,
-    Heuristic,
     LanguageModelDrafter,
     NGramDrafter,
-    PathSurvival,
     RecursiveRejection,
     SpeculativeDecoder,
-    StepCosts,
-    StepView,
     TopDown,
     TreeTopology,
     WithoutReplacement,
 )
+from arbordraft.costs import StepCosts
+from arbordraft.deciders import (
+    AcceptedAverage,
+    AdaEDL,
+    Backoff,
+    Bandit,
+    Decider,
+    EntropyBound,
+    FixedDepth,
+    Heuristic,
+    PathSurvival,
+)
 from arbordraft.drafters.base import Garden
-from arbordraft.types import Draw, Origin, Outcome
+from arbordraft.types import Draw, Origin, Outcome, StepView
 
 CERTAIN, FAIR = torch.tensor([1.0, 0.0]), torch.tensor([0.5, 0.5])
 

@@ -14,22 +14,20 @@ from arbordraft import (
     Coupling,
     EagleDrafter,
     Fixed,
-    FixedDepth,
     LanguageModelDrafter,
-    LearnedDecider,
     Matching,
     NGramDrafter,
-    RaggedKVCache,
     RaggedModel,
     RecursiveRejection,
     SpeculativeDecoder,
-    StepView,
     TopDown,
     TreeTopology,
     WithoutReplacement,
 )
+from arbordraft.deciders import FixedDepth, LearnedDecider
 from arbordraft.heads.eagle import EagleHead
-from arbordraft.types import Draw, Origin
+from arbordraft.target.cache import RaggedKVCache
+from arbordraft.types import Draw, Origin, StepView
 
 ROW = torch.tensor([0.7, 0.2, 0.1])
 TREE = TreeTopology.from_k_config((2, 2, 1))
@@ -311,7 +309,7 @@ def test_a_decider_that_looks_at_the_drawn_level_would_be_seen():
 
 def test_another_dtype_of_the_target():
     """Hidden states come in the target's dtype, the decider computes in its own."""
-    target = RaggedModel(tiny().to(torch.bfloat16))
+    target = RaggedModel(tiny().to(torch.bfloat16), kernels="torch")
     coupling = Coupling(Fixed(1), TopDown(Matching()))
     decider = random_decider(hidden_size=32, threshold=0.3)
     decoder = SpeculativeDecoder(target, eagle_drafter(target), TreeTopology.chain(3), coupling, decider)

@@ -11,16 +11,12 @@ from transformers import TopKLogitsWarper
 from arbordraft import (
     IID,
     Coupling,
-    Decider,
-    Drafter,
     EarlyExitDrafter,
     Fixed,
-    KSeq,
     LanguageModelDrafter,
     Lifted,
     Matching,
     NGramDrafter,
-    RaggedKVCache,
     RaggedModel,
     RecursiveRejection,
     SpeculativeDecoder,
@@ -28,11 +24,14 @@ from arbordraft import (
     TopTail,
     TreeTopology,
     UnsupportedModel,
-    Verdict,
     WithoutReplacement,
 )
+from arbordraft.deciders import Decider
+from arbordraft.drafters import Drafter
 from arbordraft.drafters.base import Garden
-from arbordraft.types import DraftTree, SampleTree, SampleVerdict
+from arbordraft.target.cache import RaggedKVCache
+from arbordraft.types import DraftTree, SampleTree, SampleVerdict, Verdict
+from arbordraft.verifiers import KSeq
 
 UNEVEN = TreeTopology([-1, 0, 0, 1, 1, 2, 3, 6])
 CROSSED = TreeTopology([-1, 0, 0, 2, 1, 1])  # children are not numbered in the order of their parents
@@ -188,7 +187,7 @@ def test_a_wrong_rollback_would_be_seen():
 def test_early_exit_is_the_truncated_target(architecture):
     model, shallow = (tiny(architecture, num_hidden_layers=layers) for layers in (3, 2))
     shallow.load_state_dict(model.state_dict(), strict=False)
-    target = RaggedModel(model)
+    target = RaggedModel(model, kernels="torch")
     drafter = EarlyExitDrafter(target, layers=2)
     _, cache, handles, tokens = walk(drafter, target, shallow, WALK)
     # The target's cache went through it unharmed: its own next logits are right for every sample.
@@ -204,7 +203,7 @@ def test_early_exit_is_refused_where_it_cannot_work():
     unlisted = tiny()
     unlisted.model.layers = torch.nn.Sequential(*unlisted.model.layers)
     with pytest.raises(UnsupportedModel, match="neither early exit"):
-        EarlyExitDrafter(RaggedModel(unlisted), layers=1)
+        EarlyExitDrafter(RaggedModel(unlisted, kernels="torch"), layers=1)
     with pytest.raises(ValueError, match="built from the target"):
         EarlyExitDrafter(ragged(seed=1), layers=1).check(ragged(), IID(1))
 
@@ -303,13 +302,13 @@ def test_ngrams_need_a_certain_law():
 
 def test_draft_and_target_must_share_their_vocabulary():
     with pytest.raises(ValueError, match=r"the drafter has 53 token ids, the target 61.*one tokenizer"):
-        LanguageModelDrafter(RaggedModel(tiny(vocab_size=53))).check(ragged(), IID(1))
+        LanguageModelDrafter(RaggedModel(tiny(vocab_size=53), kernels="torch")).check(ragged(), IID(1))
     other = tiny_tokenizer()
     other.add_tokens(["another"])
-    target = RaggedModel(tiny(), tiny_tokenizer())
+    target = RaggedModel(tiny(), tiny_tokenizer(), kernels="torch")
     with pytest.raises(ValueError, match="tokenizer gives other ids"):
-        LanguageModelDrafter(RaggedModel(tiny(), other)).check(target, IID(1))
-    LanguageModelDrafter(RaggedModel(tiny(), tiny_tokenizer())).check(target, IID(1))
+        LanguageModelDrafter(RaggedModel(tiny(), other, kernels="torch")).check(target, IID(1))
+    LanguageModelDrafter(RaggedModel(tiny(), tiny_tokenizer(), kernels="torch")).check(target, IID(1))
 
 
 def test_rows_with_a_small_support_give_smaller_trees():
@@ -336,7 +335,7 @@ def test_decoding_with_small_supports_is_right(law):
 @pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "top_k": 1}], ids=["greedy", "sampled"])
 def test_a_broken_draft_model_costs_speed_only(sampling, value):
     model = tiny(seed=3)
-    drafter = LanguageModelDrafter(RaggedModel(model))
+    drafter = LanguageModelDrafter(RaggedModel(model, kernels="torch"))
     with torch.no_grad():
         model.lm_head.weight.fill_(value)
     decoder = SpeculativeDecoder(ragged(), drafter, UNEVEN, Coupling(WithoutReplacement(2), TopDown(Matching())))

@@ -13,7 +13,6 @@ from arbordraft import (
     Fixed,
     LanguageModelDrafter,
     Matching,
-    NodeBudget,
     RaggedModel,
     SpeculativeDecoder,
     TopDown,
@@ -22,6 +21,7 @@ from arbordraft import (
 )
 from arbordraft.bench.drafters import decoders, drafter_gain
 from arbordraft.cli.main import app
+from arbordraft.costs import NodeBudget
 from arbordraft.loading import load_drafter
 
 
@@ -142,7 +142,7 @@ def test_every_compared_decoder_is_lossless(folder):
 
 
 def test_the_gain_is_counted(folder):
-    model = RaggedModel(target().model, tokenizer())
+    model = RaggedModel(target().model, tokenizer(), kernels="torch")
     drafters = {"eagle": EagleDrafter.from_pretrained(folder, model)}
     found = list(drafter_gain(model, model.tokenizer, ["a b c", "c"], drafters, new_tokens=8, batch=2))
     assert [row.temperature for row in found] == [0] * 5 + [1] * 4
@@ -158,7 +158,7 @@ def test_the_command_line_takes_a_trained_drafter(folder, tmp_path):
     tokenizer().save_pretrained(model)
     runner = CliRunner()
     common = ["--model", str(model), "--dtype", "float32", "--drafter", str(folder)]
-    result = runner.invoke(app, ["generate", "a b", *common, "--max-new-tokens", "4", "--linears", "plain"])
+    result = runner.invoke(app, ["generate", "a b", *common, "--max-new-tokens", "4", "--kernels", "torch"])
     assert result.exit_code == 0, result.output
     prompts, report = tmp_path / "prompts.jsonl", tmp_path / "report.json"
     prompts.write_text(json.dumps({"messages": [{"role": "user", "content": "a b"}]}) + "\n")

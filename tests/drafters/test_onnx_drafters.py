@@ -12,8 +12,6 @@ from arbordraft import (
     Coupling,
     Fixed,
     Matching,
-    OnnxDecider,
-    OnnxDrafter,
     RaggedModel,
     RecursiveRejection,
     SpeculativeDecoder,
@@ -23,6 +21,8 @@ from arbordraft import (
 )
 from arbordraft.bench.onnx import draft_steps
 from arbordraft.cli.main import app
+from arbordraft.deciders import OnnxDecider
+from arbordraft.drafters import OnnxDrafter
 from arbordraft.loading import drafter_named, load_drafter
 
 UNEVEN = TreeTopology.from_parents([-1, 0, 0, 1, 1, 2, 3, 5])
@@ -133,7 +133,7 @@ def test_both_parts_exported(graphs):
 
 
 def test_a_drafter_belongs_to_its_target(graphs):
-    other = RaggedModel(tiny(num_hidden_layers=4, seed=2))
+    other = RaggedModel(tiny(num_hidden_layers=4, seed=2), kernels="torch")
     for name in ("eagle", "medusa", "exit"):
         with pytest.raises(ValueError, match=r"made for another target \(tiny, fingerprint"):
             OnnxDrafter.from_pretrained(graphs(name).folder, other)
@@ -141,7 +141,7 @@ def test_a_drafter_belongs_to_its_target(graphs):
     with pytest.raises(ValueError, match="must be built for the target"):
         SpeculativeDecoder(target(), model, TREE, GREEDY)
     with pytest.raises(ValueError, match="vocabulary of 61 tokens, the target has 53"):
-        OnnxDrafter.from_pretrained(graphs("model").folder, RaggedModel(tiny(vocab_size=53)))
+        OnnxDrafter.from_pretrained(graphs("model").folder, RaggedModel(tiny(vocab_size=53), kernels="torch"))
 
 
 def test_another_tokenizer_is_noticed(graphs):
@@ -149,7 +149,7 @@ def test_another_tokenizer_is_noticed(graphs):
 
     from arbordraft.exports.onnx.writing import write
 
-    spoken = RaggedModel(target().model, tiny_tokenizer())
+    spoken = RaggedModel(target().model, tiny_tokenizer(), kernels="torch")
     (plan,) = PLANS["medusa"]()
     plan.about["tokenizer_sha256"] = "0" * 64
     folder = write(lambda: [plan], graphs.root / "other-tokenizer", force=True).folder

@@ -11,7 +11,6 @@ from test_generate_law import small as few
 from arbordraft import (
     IID,
     Coupling,
-    Drafter,
     EagleDrafter,
     EarlyExitDrafter,
     Fixed,
@@ -21,7 +20,6 @@ from arbordraft import (
     Matching,
     MedusaDrafter,
     NGramDrafter,
-    RaggedKVCache,
     RaggedModel,
     RecursiveRejection,
     SpeculativeDecoder,
@@ -31,10 +29,12 @@ from arbordraft import (
     UnsupportedModel,
     WithoutReplacement,
 )
+from arbordraft.drafters import Drafter
 from arbordraft.drafters.base import Garden
 from arbordraft.heads.eagle import EagleHead
 from arbordraft.heads.exit_adapter import ExitAdapter
 from arbordraft.heads.medusa import MedusaHead
+from arbordraft.target.cache import RaggedKVCache
 from arbordraft.types import DraftTree, SampleTree
 
 CHAIN, UNEVEN = TreeTopology.chain(4), TreeTopology([-1, 0, 0, 1, 1, 2, 3, 6])
@@ -266,11 +266,11 @@ def untrained(name, of):
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("backend", ["plain", *BACKENDS])
+@pytest.mark.parametrize("backend", ["torch", *BACKENDS])
 @every_drafter
 def test_packed_weights_give_the_same_rows(name, backend):
     model, twin = (with_norms(small(num_hidden_layers=3)) for _ in range(2))  # asking for states leaves hooks behind
-    packed, reference = RaggedModel(model, linears=backend), RaggedModel(twin)
+    packed, reference = RaggedModel(model, kernels=backend), RaggedModel(twin, kernels="torch")
     made, plain = untrained(name, packed), untrained(name, reference)
     network = {"exit": "adapter", "model": "model"}.get(name, "head")
     network = getattr(plain, network) if name != "model" else plain.model.model
@@ -287,7 +287,7 @@ def test_packed_weights_give_the_same_rows(name, backend):
 @every_drafter
 def test_half_precision(name, dtype):
     """A drafter takes the target's dtype over; NaN or an error would show here."""
-    half = RaggedModel(with_norms(small(num_hidden_layers=3)).to(dtype))
+    half = RaggedModel(with_norms(small(num_hidden_layers=3)).to(dtype), kernels="torch")
     made = untrained(name, half)
     found, stats = decode(SpeculativeDecoder(half, made, UNEVEN, DRAWN), max_new_tokens=8)
     assert stats.drafted > 0
@@ -298,7 +298,8 @@ def test_half_precision(name, dtype):
 @every_drafter
 def test_any_architecture(name, architecture):
     of = RaggedModel(
-        with_norms(tiny(architecture, **{"n_layer" if architecture == "gpt2" else "num_hidden_layers": 3}))
+        with_norms(tiny(architecture, **{"n_layer" if architecture == "gpt2" else "num_hidden_layers": 3})),
+        kernels="torch",
     )
     decoder = SpeculativeDecoder(of, untrained(name, of), UNEVEN, DRAWN)
     found, stats = decode(decoder, max_new_tokens=8)
@@ -312,7 +313,7 @@ def test_any_architecture(name, architecture):
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_oss", "gpt_neox"])
 def test_a_new_adapter_changes_no_bit(architecture):
     model = small(architecture, num_hidden_layers=3)
-    of = RaggedModel(model)
+    of = RaggedModel(model, kernels="torch")
     rows = []
     for adapter in (None, ExitAdapter.for_target(model, 2), adapted(model, 2)):
         tree = Rounds(EarlyExitDrafter(of, 2, adapter), of, PROMPTS).propose(CHAIN, IID(1))
@@ -324,7 +325,7 @@ def test_a_new_adapter_changes_no_bit(architecture):
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2", "opt", "gpt_oss", "deepseek_v3"])
 def test_the_final_norm_follows_the_layers(architecture):
     """The state in front of the second layer, normed, is what a model of one layer hands to its head."""
-    of, found = RaggedModel(small(architecture)), []
+    of, found = RaggedModel(small(architecture), kernels="torch"), []
     for layers, hidden in ((None, 1), (1, 2)):
         cache = RaggedKVCache()
         tokens, batch = torch.tensor(PROMPTS[0]), cache.plan([cache.open(5)], [range(5)])
@@ -334,7 +335,7 @@ def test_the_final_norm_follows_the_layers(architecture):
 
 
 def test_more_than_a_norm_behind_the_layers_is_refused():
-    projecting = RaggedModel(tiny("opt", word_embed_proj_dim=16))
+    projecting = RaggedModel(tiny("opt", word_embed_proj_dim=16), kernels="torch")
     with pytest.raises(UnsupportedModel, match="more than a norm behind"):
         _ = projecting.final_norm
 
@@ -348,7 +349,7 @@ def test_an_adapter_fits_one_number_of_layers():
 
 
 def test_the_model_is_left_as_it_was():
-    of = RaggedModel(small(num_hidden_layers=3))
+    of = RaggedModel(small(num_hidden_layers=3), kernels="torch")
     before = [len(module._forward_hooks) for module in of.model.modules()]
     Rounds(EarlyExitDrafter(of, 2, adapted(of.model, 2)), of, PROMPTS).propose(UNEVEN, IID(2))
     assert [len(module._forward_hooks) for module in of.model.modules()] == before == [0] * len(before)

@@ -11,7 +11,6 @@ from models import PROMPTS, left_padded, ragged
 from arbordraft import (
     Coupling,
     DecodeStats,
-    FixedDepth,
     LanguageModelDrafter,
     RecursiveRejection,
     SpeculativeDecoder,
@@ -19,6 +18,7 @@ from arbordraft import (
     TreeTopology,
     WithoutReplacement,
 )
+from arbordraft.deciders import FixedDepth
 from arbordraft.exports import from_tree_choices, to_tree_choices
 from arbordraft.training import fit_topology
 

@@ -23,20 +23,25 @@ from mlflow import MlflowClient, MlflowException
 
 import arbordraft as ad
 from arbordraft import cli
+from arbordraft.costs import NodeBudget, StepCosts
+from arbordraft.deciders import AdaEDL, Backoff, Bandit, FixedDepth, LearnedDecider, PathSurvival
 from arbordraft.exports.decoder_config import DecoderConfig, describe, rebuild
 from arbordraft.exports.evaluation import Evaluation, evaluate
 from arbordraft.exports.mlflow_log import log_decoder
 from arbordraft.exports.mlflow_promote import judge, load_decoder, promote_decoder
 from arbordraft.exports.mlflow_registry import TRAINING, fetch_drafter
+from arbordraft.laws import AdaptiveTopTail
 from arbordraft.loading import Dtype, load_target
 from arbordraft.prompts import chat_batch
+from arbordraft.target_initialised import TargetInitialisedDecoder
 from arbordraft.training.tracking import MLflowTracker
 from arbordraft.tuning import Choice, Setting, Tuned
+from arbordraft.verifiers import LongestBranch, OptimalTransport, TypicalAcceptance
 
 GREEDY = ad.Coupling(ad.Fixed(1), ad.TopDown(ad.Matching()))
 SAMPLED = ad.Coupling(ad.TopTail(1, 1), ad.Lifted(ad.RecursiveRejection()))
 TREE = ad.TreeTopology.from_k_config((2, 1))
-COSTS = ad.StepCosts(ad.CostTable((1, 2), (1.0, 1.5)), ad.CostTable((1,), (0.1,)), rest=0.2)
+COSTS = StepCosts(ad.CostTable((1, 2), (1.0, 1.5)), ad.CostTable((1,), (0.1,)), rest=0.2)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +76,7 @@ def folders(tmp_path_factory):
     for place in (companions.target().model, tokenizer):
         place.save_pretrained(root / "target")
     companions.drafter("eagle").head.save_pretrained(root / "eagle")
-    ad.LearnedDecider(top_k=4, widths=(8,), threshold=0.1).save_pretrained(root / "decider")
+    LearnedDecider(top_k=4, widths=(8,), threshold=0.1).save_pretrained(root / "decider")
     return {path.name: str(path) for path in root.iterdir()}
 
 
@@ -99,7 +104,7 @@ def eagle(target, folders, coupling=SAMPLED, decider=None):
 @pytest.fixture(scope="module")
 def logged(uri, folders, parts, questions):
     """A decoder with everything that has weights, as the first candidate of its name."""
-    decider = ad.LearnedDecider.from_pretrained(folders["decider"])
+    decider = LearnedDecider.from_pretrained(folders["decider"])
     decoder = eagle(parts[0], folders, decider=decider)
     options = {"target": folders["target"], "drafter": folders["eagle"], "prompts": questions, "new_tokens": 12}
     return decoder, log_decoder(decoder, parts[1], registered_model="whole", uri=uri, **options)
@@ -114,18 +119,18 @@ def logged(uri, folders, parts, questions):
         ad.IID(3),
         ad.WithoutReplacement(2),
         ad.TopTail(1, 2),
-        ad.AdaptiveTopTail(3, 0.3),
+        AdaptiveTopTail(3, 0.3),
         ad.Fixed(4),
         ad.TopDown(ad.SpecHub(order="paper")),
         ad.Lifted(ad.RecursiveRejection()),
-        ad.TopDown(ad.OptimalTransport("full")),
-        ad.TypicalAcceptance(0.2, 0.1),
-        ad.FixedDepth(),
-        ad.Backoff(3),
-        ad.AdaEDL(),
-        ad.Bandit([ad.FixedDepth(1), ad.FixedDepth(3)]),
-        ad.CostAware(COSTS, ad.PathSurvival(0.4)),
-        ad.NodeBudget(7),
+        ad.TopDown(OptimalTransport("full")),
+        TypicalAcceptance(0.2, 0.1),
+        FixedDepth(),
+        Backoff(3),
+        AdaEDL(),
+        Bandit([FixedDepth(1), FixedDepth(3)]),
+        ad.CostAware(COSTS, PathSurvival(0.4)),
+        NodeBudget(7),
         COSTS,
         None,
     ],
@@ -139,7 +144,7 @@ def test_parts_are_rebuilt_as_they_were(part, tmp_path):
     assert describe(again) == describe(part)
 
 
-class Mine(ad.FixedDepth):
+class Mine(FixedDepth):
     pass
 
 
@@ -171,7 +176,7 @@ def test_decoders_are_rebuilt_as_they_were(folders, parts, questions, tmp_path):
         lookup(target),
         eagle(target, folders),
         ad.SpeculativeDecoder(
-            target, hybrid, TREE, ad.Coupling(ad.Fixed(2), ad.TopDown(ad.Matching())), costs=ad.NodeBudget(3)
+            target, hybrid, TREE, ad.Coupling(ad.Fixed(2), ad.TopDown(ad.Matching())), costs=NodeBudget(3)
         ),
         ad.SpeculativeDecoder(
             target, ad.EarlyExitDrafter(target, 2), TREE, SAMPLED, ad.ConfidenceThreshold(0.1), max_cache_tokens=900
@@ -190,7 +195,7 @@ def test_decoders_are_rebuilt_as_they_were(folders, parts, questions, tmp_path):
 def test_what_a_description_needs(folders, parts, tmp_path):
     with pytest.raises(ValueError, match="name the folder or hub name that the EagleDrafter"):
         DecoderConfig.of(eagle(parts[0], folders), folders["target"])
-    other = ad.TargetInitialisedDecoder(parts[0], ad.EarlyExitDrafter(parts[0], 2), TREE)
+    other = TargetInitialisedDecoder(parts[0], ad.EarlyExitDrafter(parts[0], 2), TREE)
     with pytest.raises(ValueError, match="a TargetInitialisedDecoder cannot be described"):
         DecoderConfig.of(other, folders["target"])
     (tmp_path / "decoder.json").write_text("{}")
@@ -214,7 +219,7 @@ def test_evaluation(parts, questions):
     found = evaluate(lookup(parts[0]), parts[1], questions, new_tokens=12, batch=2)
     assert (found.equal, found.prompts, found.parity) == (3, 3, True)
     assert found.tau >= 1
-    lossy = ad.SpeculativeDecoder(parts[0], ad.NGramDrafter(), TREE, ad.Coupling(ad.Fixed(2), ad.LongestBranch()))
+    lossy = ad.SpeculativeDecoder(parts[0], ad.NGramDrafter(), TREE, ad.Coupling(ad.Fixed(2), LongestBranch()))
     assert not evaluate(lossy, parts[1], questions, new_tokens=12).parity
     with pytest.raises(ValueError, match="without prompts"):
         evaluate(lookup(parts[0]), parts[1], [])
@@ -375,7 +380,7 @@ def test_lineage_from_training_to_export(uri, client, folders, parts, questions,
     assert export.data.tags[TRAINING] == run
     assert client.get_model_version("child", "1").tags[TRAINING] == run
     arguments = ["export", "mlflow", "models:/trained@candidate", "--target", folders["target"], "--uri", uri]
-    commanded = CliRunner().invoke(cli.app, [*arguments, "--new-tokens", "4", "--linears", "plain"])
+    commanded = CliRunner().invoke(cli.app, [*arguments, "--new-tokens", "4", "--kernels", "plain"])
     assert commanded.exit_code == 0, commanded.output
     (latest,) = client.search_runs([export.info.experiment_id], order_by=["attributes.start_time DESC"], max_results=1)
     assert latest.info.run_id != found.run
@@ -453,7 +458,7 @@ def test_promotion(uri, client, folders, parts, questions):
     assert not verdict.promoted
     assert "no better" in verdict.reason
 
-    lossy = ad.Coupling(ad.TopTail(1, 1), ad.TypicalAcceptance())
+    lossy = ad.Coupling(ad.TopTail(1, 1), TypicalAcceptance())
     log_decoder(eagle(parts[0], folders, lossy), parts[1], drafter=folders["eagle"], registered_model="gate", **options)
     verdict = promote_decoder("gate", questions, **gate)
     assert not verdict.promoted
@@ -570,14 +575,14 @@ def test_the_commands(uri, client, folders, questions, tmp_path):
     file.write_text("".join(json.dumps({"messages": [{"role": "user", "content": text}]}) + "\n" for text in questions))
     run, asked = CliRunner(), ["--prompts", str(file), "--new-tokens", "6", "--uri", uri]
     arguments = ["export", "mlflow", folders["eagle"], "--target", folders["target"], "--tree", "k:2,1"]
-    arguments += ["--linears", "plain", "--decider", folders["decider"], "--name", "commanded", *asked]
+    arguments += ["--kernels", "plain", "--decider", folders["decider"], "--name", "commanded", *asked]
     result = run.invoke(cli.app, arguments, env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     assert "parity: True" in result.output
     assert "version 1 of commanded, candidate" in result.output
     tuned = Tuned("ngram", 0.0, COSTS, [0.5], [Choice(1, Setting("chain", 2), 9.0, 8.0)])
     tuned.save(tmp_path / "tuned.json")
-    options = ["--target", folders["target"], "--tuned", str(tmp_path / "tuned.json"), "--linears", "plain", *asked]
+    options = ["--target", folders["target"], "--tuned", str(tmp_path / "tuned.json"), "--kernels", "plain", *asked]
     result = run.invoke(cli.app, ["export", "mlflow", "ngram", *options], env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     assert "parity: True" in result.output

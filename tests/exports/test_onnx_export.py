@@ -259,7 +259,7 @@ def test_models_that_can_be_graphs(name):
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt_oss"])
 def test_sliding_windows_are_refused(name):
     with pytest.raises(UnsupportedModel, match=r"keeps DynamicSlidingWindowLayer.*full attention"):
-        plans.causal_lm(RaggedModel(tiny(name)), origin())
+        plans.causal_lm(RaggedModel(tiny(name), kernels="torch"), origin())
 
 
 def test_a_model_that_cannot_take_a_mask_is_refused():
@@ -299,7 +299,7 @@ def test_shown_hidden_states_are_what_drafters_read(graphs):
 
 
 def test_a_head_belongs_to_its_target():
-    other = plans.Origin(RaggedModel(tiny(num_hidden_layers=LAYERS, seed=2)))
+    other = plans.Origin(RaggedModel(tiny(num_hidden_layers=LAYERS, seed=2), kernels="torch"))
     for make, name in ((plans.eagle, "eagle"), (plans.medusa, "medusa")):
         with pytest.raises(ValueError, match="trained for another target"):
             make(trained(name).network, other)

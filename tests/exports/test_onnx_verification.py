@@ -3,23 +3,14 @@
 import pytest
 import torch
 
-from arbordraft import (
-    IID,
-    AdaptiveTopTail,
-    DraftTree,
-    Noise,
-    RecursiveRejection,
-    SampleTree,
-    SpecHub,
-    TopDown,
-    TopTail,
-    TopTailRule,
-    TreeTopology,
-)
+from arbordraft import IID, RecursiveRejection, SpecHub, TopDown, TopTail, TreeTopology
 from arbordraft.exports.onnx.networks import NodeVerification, RowStatistics
 from arbordraft.kernels.verify import row_max
+from arbordraft.laws import AdaptiveTopTail
 from arbordraft.onnx_graph import Graph
-from arbordraft.types import TOP, Origin
+from arbordraft.sampling import Noise
+from arbordraft.types import TOP, DraftTree, Origin, SampleTree
+from arbordraft.verifiers import TopTailRule
 
 NODES, VOCAB = 400, 29
 

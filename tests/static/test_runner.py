@@ -11,20 +11,14 @@ from models import EOS, PROMPTS, greedy_reference, left_padded, new_tokens, ragg
 
 from arbordraft import (
     IID,
-    AdaptiveTopTail,
-    CacheOverflow,
     Coupling,
     DecodingError,
-    DraftLaw,
     EarlyExitDrafter,
-    EntropyBound,
     Fixed,
-    KSeq,
     LanguageModelDrafter,
     Lifted,
     Matching,
     NGramDrafter,
-    NodeBudget,
     NoDrafter,
     RaggedModel,
     RecursiveRejection,
@@ -32,12 +26,16 @@ from arbordraft import (
     SpeculativeDecoder,
     TopDown,
     TopTail,
-    TopTailRule,
     TreeTopology,
     WithoutReplacement,
 )
+from arbordraft.costs import NodeBudget
+from arbordraft.deciders import EntropyBound
+from arbordraft.laws import AdaptiveTopTail, DraftLaw
 from arbordraft.static.runner import StaticStepping, _Runner
 from arbordraft.static.step import StaticStep
+from arbordraft.target.cache import CacheOverflow
+from arbordraft.verifiers import KSeq, TopTailRule
 
 CHAIN, TREE = TreeTopology.chain(3), TreeTopology([-1, 0, 0, 1, 1, 2, 3])
 WIDE = TreeTopology.from_k_config((3, 3, 3, 2))  # 94 nodes: two ancestor words
@@ -278,7 +276,7 @@ def test_a_failing_sample_leaves_the_others_complete(request_):
     model = tiny()
     with torch.no_grad():
         model.get_input_embeddings().weight[11] = float("nan")
-    decoder = build("fixed", "lookup", target=RaggedModel(model, self_test=False))
+    decoder = build("fixed", "lookup", target=RaggedModel(model, self_test=False, kernels="torch"))
     expected = greedy_reference(ragged().model, PROMPTS, max_new_tokens=10, eos_token_id=None)
     assert 11 not in expected[0] + expected[2]
     with pytest.raises(DecodingError, match=r"sample 1: .* NaN or infinite") as caught:
@@ -363,8 +361,8 @@ def test_lossless_verifiers_of_any_kind_decode_greedily():
 
 
 def test_parts_that_do_not_go_together(kernels):
-    packed = RaggedModel(tiny(), linears="native")
-    with pytest.raises(ValueError, match=r"linears='plain'.*buckets=None"):
+    packed = RaggedModel(tiny(), kernels="native")
+    with pytest.raises(ValueError, match=r"kernels='torch'.*buckets=None"):
         build(target=packed, drafter=EarlyExitDrafter(packed, 1))
     with pytest.raises(ValueError, match="compiler is for steps of fixed shapes"):
         build(buckets=None, compiler="eager")
@@ -372,7 +370,7 @@ def test_parts_that_do_not_go_together(kernels):
 
 def test_weights_that_moved_are_noticed():
     """What was recorded or compiled holds their addresses."""
-    target = RaggedModel(tiny())
+    target = RaggedModel(tiny(), kernels="torch")
     decoder = build(target=target, drafter=LanguageModelDrafter(ragged(seed=3)))
     decode(decoder, **NEVER)
     old, cache = set(decoder.static._runners.values()), decoder.static._idle
@@ -386,7 +384,7 @@ def test_weights_that_moved_are_noticed():
 
 
 def test_a_model_in_training_mode_is_refused():
-    target = RaggedModel(tiny())
+    target = RaggedModel(tiny(), kernels="torch")
     decoder = build(target=target, drafter=LanguageModelDrafter(ragged(seed=3)))
     decode(decoder, [[7]], **NEVER)
     target.model.train()

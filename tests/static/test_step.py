@@ -15,25 +15,24 @@ from transformers.generation import logits_process as hf
 
 from arbordraft import (
     IID,
-    AdaptiveTopTail,
     Coupling,
-    DraftTree,
     EarlyExitDrafter,
     Fixed,
     Lifted,
-    RaggedKVCache,
     RaggedModel,
     RecursiveRejection,
-    SampleTree,
     SpeculativeDecoder,
     TopDown,
     TopTail,
     TreeTopology,
 )
 from arbordraft.kernels.verify.tops import take_tops
+from arbordraft.laws import AdaptiveTopTail
 from arbordraft.sampling import Noise, Warp
 from arbordraft.static.bucket import Bucket, fitting
 from arbordraft.static.step import StaticStep, StepKind
+from arbordraft.target.cache import RaggedKVCache
+from arbordraft.types import DraftTree, SampleTree
 from arbordraft.verifiers.packed import verify_packed
 
 TREE = TreeTopology.from_k_config((3, 2, 1))
@@ -155,7 +154,7 @@ def run_without_numbers(architecture, kind, device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()  # experts know no other
         bucket = Bucket.of(TREE, 32, 2)
         warp = Warp(PROCESSORS if device == "meta" else PROCESSORS[:2])
-        step = StaticStep(RaggedModel(model, self_test=False), bucket, kind, warp, TREE.num_nodes)
+        step = StaticStep(RaggedModel(model, self_test=False, kernels="torch"), bucket, kind, warp, TREE.num_nodes)
         table = torch.zeros(bucket.size, dtype=torch.int64)
         draft = torch.zeros(bucket.nodes, VOCAB)
         heads = getattr(config, "num_key_value_heads", 4)

@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
-from arbordraft import CacheOverflow, RaggedKVCache
 from arbordraft.kernels.ragged_tree_attention import ragged_tree_attention
+from arbordraft.target.cache import CacheOverflow, RaggedKVCache
 
 LAYERS, HEADS, SIZE = 2, 2, 3
 

@@ -4,9 +4,10 @@ import pytest
 import torch
 from models import ragged, tiny
 
-from arbordraft import Coupling, Fixed, Matching, RaggedModel, TopDown, TypicalAcceptance, builders
+from arbordraft import Coupling, Fixed, Matching, RaggedModel, TopDown, builders
 from arbordraft.kernels import native
 from arbordraft.target.exactness import Level, exactness_report, probe_rows
+from arbordraft.verifiers import TypicalAcceptance
 
 SIZES = {"head_dim": 16, "hidden_size": 64}
 EXACT = Coupling(Fixed(2), TopDown(Matching()))
@@ -16,23 +17,23 @@ needs_kernels = pytest.mark.skipif(not native.load(), reason=f"no native kernels
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_native_kernels_are_bitwise(dtype):
-    report = exactness_report(RaggedModel(tiny(**SIZES).to(dtype), linears="native"), EXACT.exactness)
+    report = exactness_report(RaggedModel(tiny(**SIZES).to(dtype), kernels="native"), EXACT.exactness)
     assert report.level == Level.bitwise
     assert report.equal == report.rows > 0
 
 
 @pytest.mark.parametrize(("dtype", "level"), [(torch.float32, Level.tokens), (torch.bfloat16, Level.law)])
 def test_plain_kernels_promise_less(dtype, level):
-    report = builders.plain(RaggedModel(tiny(**SIZES).to(dtype))).exactness_report()
+    report = builders.plain(RaggedModel(tiny(**SIZES).to(dtype), kernels="torch")).exactness_report()
     assert report.level == level
-    assert "linears" in report.reason
+    assert "kernels" in report.reason
 
 
 @needs_kernels
 def test_unknown_modules_are_no_promise():
     """OPT's layer norms are torch's own: its rows may well agree, but nobody said so."""
     model = tiny("opt", hidden_size=64, word_embed_proj_dim=64)
-    report = exactness_report(RaggedModel(model, linears="native"), EXACT.exactness)
+    report = exactness_report(RaggedModel(model, kernels="native"), EXACT.exactness)
     assert report.level == Level.tokens
     assert "not known" in report.reason
 
@@ -40,7 +41,7 @@ def test_unknown_modules_are_no_promise():
 @needs_kernels
 def test_a_broken_promise_is_found():
     """Negative control: a head that looks at the number of rows."""
-    target = RaggedModel(tiny(**SIZES), linears="native")
+    target = RaggedModel(tiny(**SIZES), kernels="native")
     packing = target.packing
     head = next(stand_in for _, name, stand_in in packing.places if name == "lm_head")
     head.register_forward_hook(lambda module, args, out: out + 1e-3 * args[0].shape[-2])
@@ -56,5 +57,5 @@ def test_a_lossy_verifier_is_lossy_whatever_the_kernels_do():
 
 def test_plain_rows_differ_in_their_bits():
     """Negative control of the probe: torch's own kernels do depend on the number of rows."""
-    rows, equal = probe_rows(RaggedModel(tiny(**SIZES).to(torch.bfloat16)))
+    rows, equal = probe_rows(RaggedModel(tiny(**SIZES).to(torch.bfloat16), kernels="torch"))
     assert equal < rows

@@ -8,18 +8,18 @@ from torch.testing import assert_close
 
 from arbordraft import (
     Coupling,
-    DraftTree,
     Fixed,
     Matching,
     NGramDrafter,
     NoDrafter,
-    RaggedKVCache,
     RaggedModel,
     SpeculativeDecoder,
     TopDown,
     TreeTopology,
     UnsupportedModel,
 )
+from arbordraft.target.cache import RaggedKVCache
+from arbordraft.types import DraftTree
 
 ALL = (0, 1, 2)
 
@@ -45,7 +45,7 @@ def test_they_are_those_of_transformers(architecture):
 @pytest.mark.parametrize("architecture", [*FUSED, *OTHERS])
 def test_every_backend_shows_them(architecture, backend):
     model = small(architecture)
-    target, cache = RaggedModel(model, linears=backend), RaggedKVCache()
+    target, cache = RaggedModel(model, kernels=backend), RaggedKVCache()
     prompt = PROMPTS[2]
     found = target.prefill({cache.open(): prompt}, cache, hidden=ALL)
     (states,) = found.values()
@@ -55,7 +55,7 @@ def test_every_backend_shows_them(architecture, backend):
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_asking_changes_no_bit(dtype):
-    target = RaggedModel(small().to(dtype), linears="native")
+    target = RaggedModel(small().to(dtype), kernels="native")
     tokens = torch.arange(8) + 20
     found = []
     for hidden in ((), (1,), ALL):
@@ -69,7 +69,7 @@ def test_asking_changes_no_bit(dtype):
 def test_asking_transformers_for_them_leaves_the_kernels_alone(recwarn):
     """It leaves hooks behind, which do nothing."""
     model = small()
-    target = RaggedModel(model, linears="native")
+    target = RaggedModel(model, kernels="native")
     before = logits(target)
     expected(model, PROMPTS[0])
     assert any(module._forward_hooks for module in model.modules())

@@ -40,11 +40,11 @@ def test_adapters(backend):
     model = small()
     model.model.layers[0].self_attn.q_proj = Lora(model.model.layers[0].self_attn.q_proj)
     model.model.layers[1].mlp.down_proj = Lora(model.model.layers[1].mlp.down_proj)
-    target = RaggedModel(model, linears=backend)
+    target = RaggedModel(model, kernels=backend)
     assert target.packing.fused == 0
     assert_close(logits(target), logits(plain(model)), **ROUNDING)
     model.model.layers[1].mlp.down_proj = model.model.layers[1].mlp.down_proj.base
-    target = RaggedModel(model, linears=backend)
+    target = RaggedModel(model, kernels=backend)
     assert target.packing.fused == (backend == "native")
     assert not target.row_invariant
     for layers in (None, 1):
@@ -59,7 +59,7 @@ def test_other_kinds_of_linears_are_left_alone_and_named(backend, kind):
         odd = kind(layer.self_attn.o_proj) if kind is Quantised else Scaled(64, 64, bias=False)
         layer.self_attn.o_proj = odd
     with pytest.warns(UserWarning, match=r"layers\.0\.self_attn\.o_proj.*layers\.1\.self_attn\.o_proj") as caught:
-        target = RaggedModel(model, linears=backend)
+        target = RaggedModel(model, kernels=backend)
     assert len(caught) == 1
     assert kind.__name__ in str(caught[0].message)
     assert target.packing.fused == 0
@@ -88,11 +88,11 @@ def test_whoever_listens_is_called(place, later):
     model, calls = small(), []
     listened = places(model)[place]
     if later:
-        target = RaggedModel(model, linears="native", self_test=False)
+        target = RaggedModel(model, kernels="native", self_test=False)
         assert target.row_invariant
     hook = listened.register_forward_hook(lambda *_: calls.append(place))
     if not later:
-        target = RaggedModel(model, linears="native", self_test=False)
+        target = RaggedModel(model, kernels="native", self_test=False)
         calls.clear()
         found = logits(target)
     else:
@@ -106,7 +106,7 @@ def test_whoever_listens_is_called(place, later):
 def test_changing_what_a_part_is_given_is_heeded():
     model = small()
     model.model.layers[1].mlp.register_forward_pre_hook(lambda module, args: (2 * args[0],))
-    target = RaggedModel(model, linears="native")
+    target = RaggedModel(model, kernels="native")
     assert target.packing.fused == 1
     assert_close(logits(target), logits(plain(model)), **ROUNDING)
 
@@ -263,7 +263,7 @@ def test_a_layer_that_only_looks_right_is_not_fused(fault, count):
         second.__class__ = first.__class__
         first.factors = [torch.tensor(1.0)]
         count = 1
-    target = RaggedModel(model, linears="native", self_test=False)
+    target = RaggedModel(model, kernels="native", self_test=False)
     assert target.packing.fused == 3 - count
     assert not target.row_invariant
     assert_close(logits(target), logits(plain(model)), **ROUNDING)
@@ -273,7 +273,7 @@ def test_a_layer_that_only_looks_right_is_not_fused(fault, count):
 def test_a_last_norm_that_only_looks_right(kind):
     model = small()
     model.model.norm = kind(model.model.norm)
-    target = RaggedModel(model, linears="native")
+    target = RaggedModel(model, kernels="native")
     assert target.packing.fused == 2
     assert not target.row_invariant
     assert not any(isinstance(stand_in, PackedRMSNorm) for stand_in in stand_ins(target))
@@ -283,7 +283,7 @@ def test_a_last_norm_that_only_looks_right(kind):
 def test_a_norm_that_cannot_be_tried():
     model = small()
     model.model.norm = Gated(model.model.norm)
-    target = RaggedModel(model, linears="native")
+    target = RaggedModel(model, kernels="native")
     assert target.packing.fused == 2
     assert not target.row_invariant
     assert_close(logits(target), logits(plain(model)), **ROUNDING)
@@ -296,7 +296,7 @@ def test_modules_that_mix_rows_take_the_promise_away():
 
     model = small()
     model.model.norm = nn.Sequential(model.model.norm, Mixer())
-    target = RaggedModel(model, linears="native", self_test=False)
+    target = RaggedModel(model, kernels="native", self_test=False)
     assert target.packing.fused == 2
     assert not target.row_invariant
 
@@ -306,7 +306,7 @@ def test_a_module_in_two_places():
     shared = model.model.layers[0].mlp.down_proj
     model.model.layers[1].mlp.down_proj = shared
     model.model.second = model.model.norm
-    target = RaggedModel(model, linears="native")
+    target = RaggedModel(model, kernels="native")
     assert target.packing.fused == 2
     assert sum(isinstance(stand_in, PackedRMSNorm) for stand_in in stand_ins(target)) == 2
     assert_close(logits(target), logits(plain(model)), **ROUNDING)

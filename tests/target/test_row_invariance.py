@@ -155,7 +155,7 @@ def test_rows_of_models(architecture, threads):
     torch.set_num_threads(threads)
     model = small(architecture)
     for dtype, int8 in KINDS.values():
-        rows, equal = probe_rows(RaggedModel(model.to(dtype), linears="native", int8=int8))
+        rows, equal = probe_rows(RaggedModel(model.to(dtype), kernels="native", int8=int8))
         assert equal == rows > 0
 
 
@@ -189,7 +189,7 @@ def disagreements(target):
 def test_speculative_bfloat16_equals_plain_decoding(int8, architecture):
     for seed in range(2):
         model = small(architecture, seed=seed).to(torch.bfloat16)
-        target = RaggedModel(model, linears="native", int8=int8)
+        target = RaggedModel(model, kernels="native", int8=int8)
         assert target.row_invariant
         assert list(disagreements(target)) == []
 

@@ -36,7 +36,7 @@ def same_structure(model, before):
 def test_packed_logits_equal_plain_ones(architecture, backend):
     model = small(architecture)
     before, weights = structure(model), copy.deepcopy(model.state_dict())
-    target = RaggedModel(model, linears=backend)
+    target = RaggedModel(model, kernels=backend)
     fused = architecture in FUSED and backend == "native"
     assert target.backend == backend
     assert target.packing.fused == (2 if fused else 0)
@@ -51,7 +51,7 @@ def test_packed_logits_equal_plain_ones(architecture, backend):
 
 
 def test_what_is_not_fused_is_replaced_part_by_part():
-    found = {type(stand_in) for stand_in in stand_ins(RaggedModel(small("olmo2"), linears="native"))}
+    found = {type(stand_in) for stand_in in stand_ins(RaggedModel(small("olmo2"), kernels="native"))}
     assert found == {PackedLinear, PackedRMSNorm, PackedGatedMLP}
 
 
@@ -61,7 +61,7 @@ def test_layers_of_several_kinds(architecture):
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     overrides = {} if architecture == "mistral" else {"layer_types": kinds}
     model = small(architecture, num_hidden_layers=3, **overrides)
-    target = RaggedModel(model, linears="native")
+    target = RaggedModel(model, kernels="native")
     assert target.packing.fused == 3
     calls = [part for stand_in in stand_ins(target) for part in stand_in.modules() if isinstance(part, PackedLayers)]
     assert len(calls) == (3 if architecture == "gemma3_text" else 1)
@@ -78,7 +78,7 @@ def test_tied_weights_and_biases(options):
         for name, parameter in model.named_parameters():
             if "bias" in name:
                 parameter.normal_()
-    target = RaggedModel(model, linears="native")
+    target = RaggedModel(model, kernels="native")
     assert target.row_invariant
     assert_close(logits(target), logits(plain(model)), **ROUNDING)
 
@@ -89,14 +89,14 @@ def test_scaled_rotations(rope):
     if rope == "llama3":
         parameters |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     model = small(rope_parameters=parameters)
-    target = RaggedModel(model, linears="native")
+    target = RaggedModel(model, kernels="native")
     assert target.row_invariant
     assert_close(logits(target), logits(plain(model)), **ROUNDING)
 
 
 def test_sizes_that_the_kernels_do_not_know():
     model = small(head_dim=8)
-    target = RaggedModel(model, linears="native")
+    target = RaggedModel(model, kernels="native")
     assert target.packing.fused == 0
     assert not target.row_invariant
     assert {PackedLinear, PackedGatedMLP} <= {type(stand_in) for stand_in in stand_ins(target)}
@@ -112,7 +112,7 @@ def test_the_model_is_restored_after_a_failure(backend):
     prompt = torch.tensor([PROMPTS[0]])
     options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 8, "do_sample": False}
     before, answer = structure(model), model.generate(prompt, **options)
-    target = RaggedModel(model, linears=backend)
+    target = RaggedModel(model, kernels=backend)
     for layers in (None, 1):
         with pytest.raises(IndexError):
             logits(target, layers, tokens=torch.full((sum(tree.num_nodes for tree in TREES),), VOCAB))
@@ -123,7 +123,7 @@ def test_the_model_is_restored_after_a_failure(backend):
 
 def test_several_wrappers_of_one_model():
     model = small()
-    targets = [RaggedModel(model, linears=linears) for linears in ("native", "plain", "native")]
+    targets = [RaggedModel(model, kernels=kernels) for kernels in ("native", "torch", "native")]
     expected = logits(targets[1])
     for target in targets * 2:
         assert_close(logits(target), expected, **ROUNDING)
@@ -132,16 +132,16 @@ def test_several_wrappers_of_one_model():
 def test_made_in_inference_mode():
     with torch.inference_mode():
         model = small()
-        target = RaggedModel(model, linears="native")
+        target = RaggedModel(model, kernels="native")
         expected = logits(plain(model))
         assert target.row_invariant
         assert_close(logits(target), expected, **ROUNDING)
     assert_close(logits(target), expected, **ROUNDING)
-    assert_close(logits(RaggedModel(model, linears="native")), expected, **ROUNDING)
+    assert_close(logits(RaggedModel(model, kernels="native")), expected, **ROUNDING)
 
 
 def test_used_in_inference_mode():
-    target = RaggedModel(small(), linears="native")
+    target = RaggedModel(small(), kernels="native")
     expected = logits(target)
     with torch.inference_mode():
         assert torch.equal(logits(target), expected)
@@ -248,7 +248,7 @@ CHANGES = [
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_is_noticed_once(change, backend):
     model = small()
-    target = RaggedModel(model, linears=backend)
+    target = RaggedModel(model, kernels=backend)
     before = logits(target)
     change(model)
     expected = logits(plain(model))
@@ -276,7 +276,7 @@ def test_a_change_is_noticed_once(change, backend):
 def test_a_wrapper_that_does_not_look_would_be_seen():
     """Negative control: these changes do matter."""
     model = small()
-    target = RaggedModel(model, linears="native")
+    target = RaggedModel(model, kernels="native")
     target.packing.current = lambda: True
     load_state(model)
     assert not torch.allclose(logits(target), logits(plain(model)), atol=1e-2)
@@ -289,27 +289,27 @@ def test_a_wrapper_that_does_not_look_would_be_seen():
 def test_dtypes_that_are_not_packed(dtype):
     model = small().to(dtype)
     with pytest.warns(UserWarning, match=r"uses the model's own linears: .*not torch\.float") as caught:
-        target = RaggedModel(model, linears="packed")
+        target = RaggedModel(model, kernels="auto")
     assert len(caught) == 1
-    assert target.backend == "plain"
+    assert target.backend == "torch"
     assert not target.row_invariant
     assert torch.equal(logits(target), logits(plain(model)))
     for backend in ("native", "onednn"):
-        with pytest.raises(ValueError, match=rf"linears='{backend}' cannot be used: .*not torch\.float"):
-            RaggedModel(model, linears=backend)
+        with pytest.raises(ValueError, match=rf"kernels='{backend}' cannot be used: .*not torch\.float"):
+            RaggedModel(model, kernels=backend)
     with pytest.warns(match="own linears"), pytest.raises(ValueError, match="int8 weights need the native kernels"):
-        RaggedModel(model, linears="packed", int8=True)
+        RaggedModel(model, kernels="auto", int8=True)
 
 
 def test_words_that_are_none():
-    with pytest.raises(ValueError, match="one of plain, packed, native, onednn, got 'fast'"):
-        RaggedModel(small(), linears="fast")
+    with pytest.raises(ValueError, match="one of auto, native, onednn, torch, got 'fast'"):
+        RaggedModel(small(), kernels="fast")
 
 
 def test_the_best_backend_is_chosen(monkeypatch):
     model = small()
-    assert choose_backend("packed", model) == "native"
-    assert choose_backend("plain", model) == "plain"
+    assert choose_backend("auto", model) == "native"
+    assert choose_backend("torch", model) == "torch"
     monkeypatch.setattr(native, "problem", lambda: pytest.fail("the kernels might be built in vain"))
     if onednn_problem(torch.float32) is None:
         assert choose_backend("onednn", model) == "onednn"
@@ -318,18 +318,18 @@ def test_the_best_backend_is_chosen(monkeypatch):
 def test_without_native_kernels(monkeypatch):
     monkeypatch.setenv("ARBORDRAFT_ISA", "off")
     model = small()
-    target = RaggedModel(model, linears="packed")
-    assert target.backend == ("plain" if onednn_problem(torch.float32) else "onednn")
+    target = RaggedModel(model, kernels="auto")
+    assert target.backend == ("torch" if onednn_problem(torch.float32) else "onednn")
     assert not target.row_invariant
     assert_close(logits(target), logits(plain(model)), **ROUNDING)
-    for arguments in ({"linears": "native"}, {"linears": "packed", "int8": True}):
+    for arguments in ({"kernels": "native"}, {"kernels": "auto", "int8": True}):
         with pytest.raises(ValueError, match="ARBORDRAFT_ISA=off turns them off"):
             RaggedModel(model, **arguments)
 
 
 def test_turned_off_after_packing(monkeypatch):
     model = small()
-    target = RaggedModel(model, linears="native")
+    target = RaggedModel(model, kernels="native")
     expected = logits(target)
     monkeypatch.setenv("ARBORDRAFT_ISA", "off")
     assert_close(logits(target), expected, **ROUNDING)
@@ -341,18 +341,18 @@ def test_8_bit_weights_cost_little(architecture, dtype):
     model = small(architecture)
     exact = logits(plain(model))
     spread = (exact - exact.mean(dim=-1, keepdim=True)).square().mean().sqrt()
-    target = RaggedModel(model.to(dtype), linears="native", int8=True)
+    target = RaggedModel(model.to(dtype), kernels="native", int8=True)
     error = (logits(target).float() - exact).square().mean().sqrt() / spread
     assert 1e-4 < error < 0.05
     assert target.row_invariant == (architecture != "olmo2")
 
 
-@pytest.mark.parametrize("linears", ["plain", "onednn"])
-def test_8_bit_weights_need_the_kernels(linears):
-    if linears == "onednn" and onednn_problem(torch.float32):
+@pytest.mark.parametrize("kernels", ["torch", "onednn"])
+def test_8_bit_weights_need_the_kernels(kernels):
+    if kernels == "onednn" and onednn_problem(torch.float32):
         pytest.skip("no oneDNN")
-    with pytest.raises(ValueError, match="int8 weights need the native kernels: use linears=native"):
-        RaggedModel(small(), linears=linears, int8=True)
+    with pytest.raises(ValueError, match="int8 weights need the native kernels: use kernels='native'"):
+        RaggedModel(small(), kernels=kernels, int8=True)
 
 
 # The stand-in of a linear
@@ -360,7 +360,7 @@ def test_8_bit_weights_need_the_kernels(linears):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("backend", [*BACKENDS, "plain"])
+@pytest.mark.parametrize("backend", [*BACKENDS, "torch"])
 def test_packed_linear_module(backend, bias, dtype):
     if backend == "onednn" and onednn_problem(dtype):
         pytest.skip(onednn_problem(dtype))

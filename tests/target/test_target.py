@@ -5,8 +5,9 @@ import torch
 from models import ARCHITECTURES, PROMPTS, VOCAB, next_logits, tiny
 from torch.testing import assert_close
 
-from arbordraft import RaggedKVCache, RaggedModel, SlicedCausalMask, TreeTopology, UnsupportedModel
-from arbordraft.masks import stack_words
+from arbordraft import RaggedModel, TreeTopology, UnsupportedModel
+from arbordraft.masks import SlicedCausalMask, stack_words
+from arbordraft.target.cache import RaggedKVCache
 
 REFUSED = ("falcon", "bloom", "mamba", "qwen3_next")
 SUPPORTED = [name for name in ARCHITECTURES if name not in REFUSED]
@@ -56,7 +57,7 @@ def prefilled(target, prompts=PROMPTS, chunk=2048):
 def test_packed_trees_equal_single_paths(architecture, chunk):
     """Prefill, then steps of different trees per sample, each of which commits part of a path."""
     model = tiny(architecture)
-    target = RaggedModel(model)
+    target = RaggedModel(model, kernels="torch")
     cache, samples = prefilled(target, chunk=chunk)
     prefixes = [list(prompt) for prompt in PROMPTS]
     for seed in range(2):
@@ -75,7 +76,7 @@ def test_packed_trees_equal_single_paths(architecture, chunk):
 @pytest.mark.parametrize("architecture", SUPPORTED)
 def test_a_wrong_position_or_ancestor_would_be_seen(architecture):
     model = tiny(architecture)
-    target = RaggedModel(model)
+    target = RaggedModel(model, kernels="torch")
     tokens = random_tokens(0)
     expected = single_paths(model, PROMPTS, tokens)
     siblings_see_each_other = [
@@ -92,7 +93,7 @@ def test_a_wrong_position_or_ancestor_would_be_seen(architecture):
 def test_rows_of_a_tree_may_come_level_by_level():
     """As model-based drafters feed them; the keys of the levels above lie behind the committed ones."""
     model, topology = tiny("mistral"), TREES[2]
-    target = RaggedModel(model)
+    target = RaggedModel(model, kernels="torch")
     cache, samples = prefilled(target, PROMPTS[:1])
     mask, tokens = SlicedCausalMask(topology), random_tokens(0)[2]
     packed = torch.cat(
@@ -110,7 +111,7 @@ def test_rows_of_a_tree_may_come_level_by_level():
 
 def test_only_the_wanted_rows_get_logits():
     model = tiny()
-    target = RaggedModel(model)
+    target = RaggedModel(model, kernels="torch")
     cache = RaggedKVCache()
     batch = cache.plan([cache.open(), cache.open()], [range(3), range(2)])
     logits = target(torch.tensor([5, 6, 7, 8, 9]), batch, cache, rows=torch.tensor([2, 4]))
@@ -118,7 +119,7 @@ def test_only_the_wanted_rows_get_logits():
 
 
 def test_empty_prompts_need_no_prefill():
-    target = RaggedModel(tiny())
+    target = RaggedModel(tiny(), kernels="torch")
     cache, samples = prefilled(target, [[], [4, 5], []])
     assert [cache.length(sample) for sample in samples] == [0, 2, 0]
 
@@ -127,7 +128,7 @@ def test_empty_prompts_need_no_prefill():
 @pytest.mark.filterwarnings("ignore")
 def test_an_architecture_that_cannot_be_packed_is_refused(architecture):
     with pytest.raises(UnsupportedModel, match=r"every layer to be softmax attention.*AttentionInterface"):
-        RaggedModel(tiny(architecture))
+        RaggedModel(tiny(architecture), kernels="torch")
 
 
 def test_attention_with_extras_is_refused():
@@ -137,7 +138,7 @@ def test_attention_with_extras_is_refused():
     forward = attention.forward
     attention.forward = lambda *args, **kwargs: forward(*args, position_bias=torch.zeros(1), **kwargs)
     with pytest.raises(UnsupportedModel, match="position_bias"):
-        RaggedModel(model)
+        RaggedModel(model, kernels="torch")
 
 
 def test_the_self_test_notices_another_model():
@@ -147,19 +148,19 @@ def test_the_self_test_notices_another_model():
     forward = mixer.forward
     mixer.forward = lambda rows: forward(rows + 0.5 * rows.roll(1, dims=1))
     with pytest.raises(UnsupportedModel, match="packed logits differ from single ones"):
-        RaggedModel(model)
-    RaggedModel(model, self_test=False)
+        RaggedModel(model, kernels="torch")
+    RaggedModel(model, self_test=False, kernels="torch")
 
 
 def test_training_mode_is_refused():
     with pytest.raises(ValueError, match=r"training mode.*model\.eval\(\)"):
-        RaggedModel(tiny().train())
+        RaggedModel(tiny().train(), kernels="torch")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("architecture", ["llama", "gpt_oss", "gemma2"])
 def test_half_precision_passes_the_self_test(architecture, dtype):
-    RaggedModel(tiny(architecture).to(dtype))
+    RaggedModel(tiny(architecture).to(dtype), kernels="torch")
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
@@ -169,7 +170,7 @@ def test_the_model_stays_as_it_was(implementation):
     prompt = torch.tensor([PROMPTS[0]])
     options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 8, "do_sample": False}
     before = model.generate(prompt, **options)
-    target = RaggedModel(model)
+    target = RaggedModel(model, kernels="torch")
     cache = RaggedKVCache()
     sample = cache.open()
 
@@ -186,7 +187,7 @@ def test_the_model_stays_as_it_was(implementation):
 
 
 def test_several_models_and_caches_do_not_disturb_each_other():
-    first, second = RaggedModel(tiny(seed=1)), RaggedModel(tiny("gpt2", seed=2))
+    first, second = RaggedModel(tiny(seed=1), kernels="torch"), RaggedModel(tiny("gpt2", seed=2), kernels="torch")
     tokens = random_tokens(0)
     apart = [run_trees(target, *prefilled(target), tokens) for target in (first, second)]
     caches = [prefilled(target) for target in (first, second)]
@@ -210,4 +211,4 @@ _LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_posi
 def test_positions_end_where_the_rotation_would_depend_on_the_batch(architecture, kind, extra, limit):
     rope = {"rope_type": kind, "rope_theta": 1e4, **extra}
     original = {"original_max_position_embeddings": 32} if kind == "longrope" else {}
-    assert RaggedModel(tiny(architecture, rope_parameters=rope, **original)).max_positions == limit
+    assert RaggedModel(tiny(architecture, rope_parameters=rope, **original), kernels="torch").max_positions == limit

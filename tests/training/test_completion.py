@@ -27,7 +27,7 @@ def with_defaults(**defaults: object) -> RaggedModel:
     """A target whose generation_config says so."""
     model = tiny()
     model.generation_config.update(**defaults)
-    return RaggedModel(model, self_test=False)
+    return RaggedModel(model, self_test=False, kernels="torch")
 
 
 # -- the target in this process

@@ -17,17 +17,17 @@ from arbordraft import (
     Coupling,
     EagleDrafter,
     Fixed,
-    LearnedDecider,
     Matching,
-    RaggedKVCache,
     RaggedModel,
     SpeculativeDecoder,
-    StepCosts,
     TopDown,
     TreeTopology,
 )
+from arbordraft.costs import StepCosts
+from arbordraft.deciders import LearnedDecider
 from arbordraft.deciders.learned import UNLIKELY
 from arbordraft.heads.eagle import EagleHead
+from arbordraft.target.cache import RaggedKVCache
 from arbordraft.training.batches import Batch
 from arbordraft.training.calibration import auc, drafted_lengths, ece, fit_temperature, tokens_per_second
 from arbordraft.training.decider_module import DeciderModule
@@ -410,7 +410,7 @@ def test_a_planted_signal_is_learned(tmp_path):
 
 @pytest.fixture(scope="module")
 def target():
-    return RaggedModel(tiny(sharpness=3.0))
+    return RaggedModel(tiny(sharpness=3.0), kernels="torch")
 
 
 @pytest.fixture(scope="module")
@@ -494,7 +494,7 @@ def test_too_little_held_out_text_is_refused(tmp_path, target, folder):
 
 def test_another_target_or_folder_is_refused(tmp_path, folder):
     with pytest.raises(ValueError, match="trained for another target"):
-        DeciderModule(folder).attach(RaggedModel(tiny(num_hidden_layers=3)))
+        DeciderModule(folder).attach(RaggedModel(tiny(num_hidden_layers=3), kernels="torch"))
     with pytest.raises(ValueError, match="holds no trained drafter"):
         DeciderModule(str(tmp_path))
     tiny().save_pretrained(tmp_path)

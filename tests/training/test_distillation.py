@@ -377,7 +377,7 @@ def test_a_damaged_shard_is_an_error_that_says_what_to_do(tmp_path, whole, size)
 
 def test_hidden_states_are_stored_with_every_shard_before_it_counts(tmp_path):
     model = tiny(max_position_embeddings=2048)
-    target = RaggedModel(model, self_test=False)
+    target = RaggedModel(model, self_test=False, kernels="torch")
     fresh = FreshFeatures(target, (0, 1))
     stored = []
 
@@ -399,7 +399,7 @@ def test_hidden_states_are_stored_with_every_shard_before_it_counts(tmp_path):
 
 
 def test_the_target_in_other_batches_makes_the_same_bytes(tmp_path):
-    target = RaggedModel(tiny(max_position_embeddings=2048), self_test=False)
+    target = RaggedModel(tiny(max_position_embeddings=2048), self_test=False, kernels="torch")
     chat = ChatFormat(chat_tokenizer())
     for batch in (3, 50):
         folder = ShardFolder(tmp_path / str(batch))

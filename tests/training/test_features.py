@@ -42,7 +42,7 @@ def test_the_head_alone_makes_the_targets_rows(architecture):
 def test_a_bias_of_the_head_counts():
     model = tiny("phi3")
     model.lm_head.bias = torch.nn.Parameter(torch.randn(VOCAB, generator=torch.Generator().manual_seed(0)))
-    target = RaggedModel(model, self_test=False)
+    target = RaggedModel(model, self_test=False, kernels="torch")
     logits, final = rows(target, TEXTS[0])
     torch.testing.assert_close(TeacherHead(target)(final), logits, rtol=1e-4, atol=1e-4)
     some = torch.tensor([4, 60, 0])
@@ -63,14 +63,14 @@ def test_the_cap_is_not_for_nothing():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_target_that_scales_its_logits_is_refused(monkeypatch, architecture, dtype):
     monkeypatch.setitem(models.ARCHITECTURES, architecture, DOING_MORE[architecture])
-    target = RaggedModel(tiny(architecture).to(dtype), self_test=dtype == torch.float32)
+    target = RaggedModel(tiny(architecture).to(dtype), self_test=dtype == torch.float32, kernels="torch")
     with pytest.raises(ValueError, match="does something unknown to its logits"):
         TeacherHead(target)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_cap_of_another_name_is_refused(dtype):
-    target = RaggedModel(tiny(sharpness=6.0).to(dtype), self_test=False)  # the cap changes 5 % of it
+    target = RaggedModel(tiny(sharpness=6.0).to(dtype), self_test=False, kernels="torch")  # the cap changes 5 % of it
     TeacherHead(target)
     target.model.lm_head.register_forward_hook(lambda _, __, logits: torch.tanh(logits / 30) * 30)
     with pytest.raises(ValueError, match="does something unknown to its logits"):
@@ -130,7 +130,7 @@ def test_cached_features_are_read_as_they_were_written(cached, shard, fresh):
 
 
 def test_a_target_whose_head_is_not_float32_is_compared_with_more_patience(cached, shard):
-    half = RaggedModel(tiny().to(torch.bfloat16), self_test=False)
+    half = RaggedModel(tiny().to(torch.bfloat16), self_test=False, kernels="torch")
     fresh = FreshFeatures(half, LAYERS)
     cached.write(shard, fresh(TEXTS))
     cached.check(shard, [0, 1, 2], fresh)

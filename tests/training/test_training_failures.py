@@ -116,7 +116,7 @@ def test_hidden_states_that_are_not_the_targets(world, tmp_path):
 
 def test_data_of_another_target(world, tmp_path):
     save_target(world / "other", seed=1)
-    other = data(world, target=Target(str(world / "other"), dtype="float32", linears="plain"))
+    other = data(world, target=Target(str(world / "other"), dtype="float32", kernels="torch"))
     with pytest.raises(ShardError, match=r"begun with another (model|target).*choose another folder"):
         fit(world, tmp_path, source=other)
 
@@ -139,7 +139,7 @@ def test_drafters_of_another_target(finished, tmp_path):
     for place, (message, change) in enumerate(changes.items()):
         other = save_target(tmp_path / str(place), seed=1, **change)
         with pytest.raises(ValueError, match=message):
-            EagleDrafter.from_pretrained(best, Target(str(other), dtype="float32", linears="plain").load())
+            EagleDrafter.from_pretrained(best, Target(str(other), dtype="float32", kernels="torch").load())
 
 
 class Spoil(Callback):

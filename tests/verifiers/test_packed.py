@@ -5,20 +5,19 @@ import torch
 
 from arbordraft import (
     IID,
-    AdaptiveTopTail,
     Fixed,
-    KSeq,
     Lifted,
     RecursiveRejection,
     SpecHub,
     TopDown,
     TopTail,
-    TopTailRule,
     TreeTopology,
     WithoutReplacement,
 )
+from arbordraft.laws import AdaptiveTopTail
 from arbordraft.sampling import Noise, SoftmaxRows
 from arbordraft.types import DraftTree, SampleTree
+from arbordraft.verifiers import KSeq, TopTailRule
 from arbordraft.verifiers.packed import verify_packed
 
 

@@ -18,28 +18,30 @@ from oracles import (
 
 from arbordraft import (
     IID,
-    AdaptiveTopTail,
     Coupling,
-    DraftLaw,
-    Exactness,
     Fixed,
-    KSeq,
     Lifted,
     Matching,
-    OptimalTransport,
     RecursiveRejection,
     SpecHub,
     TopDown,
     TopTail,
-    TopTailRule,
     TreeTopology,
-    TypicalAcceptance,
     WithoutReplacement,
+)
+from arbordraft.laws import AdaptiveTopTail, DraftLaw
+from arbordraft.sampling import Noise
+from arbordraft.types import DraftTree, Exactness, SampleTree
+from arbordraft.verifiers import (
+    KSeq,
+    OptimalTransport,
+    Remembered,
+    Rule,
+    TopTailRule,
+    TypicalAcceptance,
+    greedy_verdict,
     optimal_acceptance,
 )
-from arbordraft.sampling import Noise
-from arbordraft.types import DraftTree, SampleTree
-from arbordraft.verifiers import Remembered, Rule, greedy_verdict
 
 LAWS = [
     *(IID(2), IID(3), WithoutReplacement(2), WithoutReplacement(3)),

@@ -63,11 +63,11 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def forward_speed(model: "PreTrainedModel", repeats: int = 7, tell: Tell = quiet) -> Iterator[Measurement]:
     """Packed forwards against the model's own, and against reading the weights once."""
-    target, half = RaggedModel(model, linears="packed"), model.dtype == torch.bfloat16
+    target, half = RaggedModel(model, kernels="auto"), model.dtype == torch.bfloat16
     for new in (1, 8, 16) if half else (8,):
         yield _against_own(target, new, _REACH[new] if half else ">= 3.0", repeats, tell)
     if target.backend != "onednn" and onednn_problem(model.dtype) is None:
-        yield _against_own(RaggedModel(model, linears="onednn"), 8, "", repeats, tell)
+        yield _against_own(RaggedModel(model, kernels="onednn"), 8, "", repeats, tell)
     if not half:
         return
     size = sum(weight.numel() for weight in set(model.parameters())) * 2
@@ -92,7 +92,7 @@ def int8_speed(
     """8-bit against 16-bit weights: time of a forward, and what it does to the predictions on real text."""
     if not native.load():
         return
-    wide, narrow = (RaggedModel(model, linears="native", int8=int8) for int8 in (False, True))
+    wide, narrow = (RaggedModel(model, kernels="native", int8=int8) for int8 in (False, True))
     divergence, agreement = _int8_loss(wide, narrow, tokenizer, prompts)
     for new in (1, 8):
         case = f"int8 against {precision(model)} weights, {new} tokens"
@@ -110,7 +110,7 @@ def other_architectures(repeats: int = 7, tell: Tell = quiet) -> Iterator[Measur
         tell(f"making {name}'s shape", 0, repeats)
         config = AutoConfig.for_model(family, **sizes)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-        target = RaggedModel(model, linears="packed")
+        target = RaggedModel(model, kernels="auto")
         case = f"bfloat16, {target.backend}, {name}'s shape, 8 tokens"
         ours, reference, ratio = paired(*forward_pair(target, [200], 8), repeats, tell, case)
         yield Measurement("cpu forward", case, ours, reference, 1 / ratio, ">= 2.0")
@@ -125,7 +125,7 @@ def equality(
     tell: Tell = quiet,
 ) -> Iterator[Measurement]:
     """Share of the greedy tokens of speculative decoding that equal plain decoding's, prompt by prompt."""
-    target = RaggedModel(model, tokenizer, linears="packed")
+    target = RaggedModel(model, tokenizer, kernels="auto")
     reference = _tokens(builders.plain(target), tokenizer, prompts, 16, new_tokens, tell, "plain decoding")
     lookup = NGramDrafter(longest=8, shortest=1)
     early = EarlyExitDrafter(target, max(1, target.num_layers // 4))
@@ -167,7 +167,7 @@ def decode_speed(
 
     At batch 1 the first four prompts are decoded one after the other, above it the first so many together.
     """
-    target = RaggedModel(model, tokenizer, linears="packed")
+    target = RaggedModel(model, tokenizer, kernels="auto")
     decoders = {"plain": builders.plain(target), "n-gram where it pays": builders.lookup(target)}
     reach = {1: ">= 5.0", 4: ">= 4.0", 8: ">= 3.5", 16: ">= 2.5"}
     for batch in (size for size in reach if size <= len(prompts)):

@@ -44,7 +44,7 @@ def forward_cost(model: "PreTrainedModel", repeats: int = 7, tell: Tell = quiet)
 
     At batch 1 both do the same arithmetic. At batch 8 the contexts differ in length, and transformers pads them.
     """
-    target = RaggedModel(model)
+    target = RaggedModel(model, kernels="torch")
     alone, ragged = [200], [32, 64, 96, 160, 256, 384, 640, 1024]  # the second: chats and documents
     for contexts, new in [(alone, 1), (alone, 8), (alone, 16), (alone, 32), (ragged, 1), (ragged, 8)]:
         batch = len(contexts)
@@ -90,7 +90,7 @@ def forward_pair(target: RaggedModel, contexts: list[int], new: int) -> tuple[Ca
 
 def verify_cost(model: "PreTrainedModel", repeats: int = 7, tell: Tell = quiet) -> Iterator[Measurement]:
     """Verification of a 16-node tree against the target's forward of its rows, and SpecHub against one softmax."""
-    target = RaggedModel(model)
+    target = RaggedModel(model, kernels="torch")
     topology = TreeTopology.from_k_config((3, 2, 1))
     generator = torch.Generator().manual_seed(0)
     forward, _ = forward_pair(target, [200], topology.num_nodes)
@@ -211,7 +211,7 @@ def decode_speed(
         limit: take so many of each kind.
         tell: is told what is going on.
     """
-    target = RaggedModel(model, tokenizer)
+    target = RaggedModel(model, tokenizer, kernels="torch")
     decoder = ngram_tree(target)
     kinds: list[tuple[str, Sequence[str], str]] = [("given", prompts, "")]
     if not prompts:

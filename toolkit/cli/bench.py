@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from arbordraft.cli.options import LimitOption, ModelOption, PromptsOption, numbers, output_file
-from arbordraft.loading import Dtype, Linears, load_target
+from arbordraft.loading import Dtype, Kernels, load_target
 
 if TYPE_CHECKING:
     from arbordraft.drafters import Drafter
@@ -290,7 +290,7 @@ def decode(
     sizes, heat = numbers(batches, int), numbers(temperatures, float, 0)
     run = Run(json, png, {"model": model, "new_tokens": new_tokens, "batches": batches}, seed)
     with run.progress():
-        target, tokenizer = load_target(model, dtype, Linears.packed)
+        target, tokenizer = load_target(model, dtype, Kernels.auto)
         found = drafters_of(names, target)
         for batch in sizes:
             run.take(
@@ -341,7 +341,7 @@ def verifiers(
     names, questions, heat = named(drafter), texts(prompts, limit), numbers(temperatures, float, 0)
     run = Run(json, png, {"model": model, "new_tokens": new_tokens}, seed)
     with run.progress():
-        target, tokenizer = load_target(model, dtype, Linears.packed)
+        target, tokenizer = load_target(model, dtype, Kernels.auto)
         found = drafters_of(names, target)
         common: dict[str, Any] = {"temperatures": heat, "new_tokens": new_tokens, "batch": batch, "seed": seed}
         common["tell"] = run.tell
@@ -377,7 +377,7 @@ def batching(
     questions = texts(prompts, limit)
     run = Run(json, png, {"model": model, "new_tokens": new_tokens, "length": length, "repeats": repeats}, seed)
     with run.progress():
-        target, tokenizer = load_target(model, dtype, Linears.packed)
+        target, tokenizer = load_target(model, dtype, Kernels.auto)
         (found,) = drafters_of([drafter], target).values()
         options: dict[str, Any] = {"length": length, "new_tokens": new_tokens, "repeats": repeats, "seed": seed}
         options["tell"] = run.tell
@@ -406,7 +406,7 @@ def product(
     questions = texts(prompts, limit)
     run = Run(json, png, {"model": model, "new_tokens": new_tokens, "nodes": nodes, "repeats": repeats}, seed)
     with run.progress():
-        target, tokenizer = load_target(model, dtype, Linears.packed)
+        target, tokenizer = load_target(model, dtype, Kernels.auto)
         (found,) = drafters_of([drafter], target).values()
         run.take(
             measured(
@@ -451,7 +451,7 @@ def deciders(
     questions = texts(prompts, limit)
     run = Run(json, png, {"model": model, "new_tokens": new_tokens, "depth": depth, "repeats": repeats}, seed)
     with run.progress():
-        target, tokenizer = load_target(model, dtype, Linears.packed)
+        target, tokenizer = load_target(model, dtype, Kernels.auto)
         (found,) = drafters_of([drafter], target).values()
         table = StepCosts.load(costs) if costs else None
         trained = LearnedDecider.from_pretrained(learned) if learned else None
@@ -496,7 +496,7 @@ def compare(
     questions = texts(prompts, limit)
     run = Run(json, png, {"model": model, "new_tokens": new_tokens, "repeats": repeats}, seed)
     with run.progress():
-        target, tokenizer = load_target(model, dtype, Linears.packed)
+        target, tokenizer = load_target(model, dtype, Kernels.auto)
         found = drafters_of(drafter, target) if drafter else {}
         for heat in numbers(temperatures, float, 0):
             for batch in numbers(batches, int):
@@ -539,7 +539,7 @@ def tuned(
     questions = texts(prompts, limit)
     run = Run(json, png, {"model": model, "new_tokens": new_tokens, "repeats": repeats}, seed)
     with run.progress():
-        target, tokenizer = load_target(model, dtype, Linears.packed)
+        target, tokenizer = load_target(model, dtype, Kernels.auto)
         (found,) = drafters_of([drafter or choice.drafter], target).values()
         options: dict[str, Any] = {"new_tokens": new_tokens, "repeats": repeats, "seed": seed}
         options["tell"] = run.tell
@@ -626,7 +626,7 @@ def onnx_steps(
     run = Run(json, None, {"model": model, "new_tokens": new_tokens, "depth": depth, "repeats": repeats}, seed)
     with run.progress():
         plain, tokenizer = load_target(model, Dtype.float32)
-        packed = RaggedModel(plain.model, tokenizer, linears="packed", self_test=False)
+        packed = RaggedModel(plain.model, tokenizer, kernels="auto", self_test=False)
         found = {
             f"torch, {name}": (target, drafter_named(drafter, target))
             for name, target in (("own modules", plain), ("packed kernels", packed))

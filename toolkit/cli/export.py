@@ -15,7 +15,7 @@ from rich.table import Table
 from arbordraft.cli.options import DtypeOption, ModelOption, finite, parse_topology
 from arbordraft.exports.folder import Export
 from arbordraft.exports.onnx.quantization import Quantization
-from arbordraft.loading import Dtype, Linears, load_target
+from arbordraft.loading import Dtype, Kernels, load_target
 
 if TYPE_CHECKING:
     from arbordraft.decoder import SpeculativeDecoder
@@ -223,7 +223,7 @@ def mlflow(
     experiment: Annotated[str, typer.Option(help="Its name on the server.")] = "arbordraft",
     uri: UriOption = None,
     dtype: DtypeOption = Dtype.float32,
-    linears: Annotated[Linears, typer.Option(help="How weights are read on a CPU.")] = Linears.packed,
+    kernels: Annotated[Kernels, typer.Option(help="How weights are read on a CPU.")] = Kernels.auto,
 ) -> None:
     """A whole decoder as an MLflow model, registered as a candidate; 'mlflow models serve' answers requests with it."""
     from arbordraft.exports.mlflow_log import log_decoder
@@ -236,7 +236,7 @@ def mlflow(
             fetched, run = fetch_drafter(drafter, scratch, uri)
             drafter, training_run = str(fetched), training_run or run
         tell("loading the target and the drafter")
-        model, tokenizer = load_target(target, dtype, linears)
+        model, tokenizer = load_target(target, dtype, kernels)
         logged = log_decoder(
             _decoder(model, drafter, topology, sampled, decider, tuned, batch),
             tokenizer,
@@ -317,6 +317,7 @@ def _decoder(
     batch: int,
 ) -> "SpeculativeDecoder":
     import arbordraft as ad
+    from arbordraft.deciders import LearnedDecider
     from arbordraft.loading import drafter_named
     from arbordraft.tuning import Tuned
 
@@ -328,7 +329,7 @@ def _decoder(
     if sampled and drafter not in ("ngram", "none"):
         law = ad.TopTail(1, widest - 1) if widest > 1 else ad.IID(1)
         coupling = ad.Coupling(law, ad.Lifted(ad.RecursiveRejection()))
-    stop = None if decider is None else ad.LearnedDecider.from_pretrained(decider)
+    stop = None if decider is None else LearnedDecider.from_pretrained(decider)
     return ad.SpeculativeDecoder(target, proposer, topology, coupling, stop)
 
 

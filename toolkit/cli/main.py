@@ -28,7 +28,7 @@ from arbordraft.cli.options import (
 from arbordraft.cli.train import app as train
 from arbordraft.drawing import draw_png
 from arbordraft.files import read_text
-from arbordraft.loading import Dtype, Linears, load_target
+from arbordraft.loading import Dtype, Kernels, load_target
 
 if TYPE_CHECKING:
     from arbordraft.decoder import SpeculativeDecoder
@@ -91,9 +91,9 @@ def generate(
     seed: Annotated[int, typer.Option(help="Seed; prompt i uses seed + i, whatever shares its batch.")] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="Do not apply the chat template.")] = False,
     dtype: DtypeOption = Dtype.float32,
-    linears: Annotated[
-        Linears, typer.Option(help="On a CPU: 'packed' takes the fastest kernels that work, 'plain' the model's own.")
-    ] = Linears.packed,
+    kernels: Annotated[
+        Kernels, typer.Option(help="On a CPU: 'packed' takes the fastest kernels that work, 'plain' the model's own.")
+    ] = Kernels.auto,
 ) -> None:
     """Decode one or many prompts as a ragged batch, streaming, and report what speculation gained."""
     import time
@@ -102,7 +102,7 @@ def generate(
     if not texts:
         raise typer.BadParameter("give at least one prompt, or --file")
     topology = parse_topology(tree)
-    target, tokenizer = load_target(model, dtype, linears)
+    target, tokenizer = load_target(model, dtype, kernels)
     decoder = _decoder(target, drafter, topology, law, verifier, confidence)
 
     from arbordraft.prompts import chat_batch
@@ -152,7 +152,7 @@ def tune(
     sizes = numbers(batches, int)
     with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console) as progress:
         task = progress.add_task("loading the model")
-        target, tokenizer = load_target(model, dtype, Linears.packed)
+        target, tokenizer = load_target(model, dtype, Kernels.auto)
         found = find(
             target,
             tokenizer,
@@ -214,16 +214,18 @@ def _decoder(
     confidence: float | None,
 ) -> "SpeculativeDecoder":
     import arbordraft as ad
+    from arbordraft.deciders import Backoff, Decider
+    from arbordraft.laws import DraftLaw
     from arbordraft.loading import drafter_named
 
     widest = max(1, *(len(children) for children in topology.child_list))
     parts: dict[Verifier, type[ad.TopDown | ad.Lifted]] = {Verifier.top_down: ad.TopDown, Verifier.lifted: ad.Lifted}
-    decider: ad.Decider | None = None if confidence is None else ad.ConfidenceThreshold(confidence)
+    decider: Decider | None = None if confidence is None else ad.ConfidenceThreshold(confidence)
     proposer = drafter_named(drafter, target)
     if drafter in ("ngram", "none"):
         topology = ad.TreeTopology.chain(0) if drafter == "none" else topology
-        law, decider = law or Law.fixed, decider or ad.Backoff()
-    laws: dict[Law | None, ad.DraftLaw] = {
+        law, decider = law or Law.fixed, decider or Backoff()
+    laws: dict[Law | None, DraftLaw] = {
         None: ad.TopTail(1, widest - 1) if widest > 1 else ad.IID(1),
         Law.iid: ad.IID(widest),
         Law.without_replacement: ad.WithoutReplacement(widest),

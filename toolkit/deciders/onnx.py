@@ -14,7 +14,7 @@ from arbordraft.onnx_graph import MODEL, Graph
 
 
 class OnnxDecider(RowSurvival):
-    """Decides as the :class:`~arbordraft.LearnedDecider` that was exported.
+    """Decides as the :class:`~arbordraft.deciders.LearnedDecider` that was exported.
 
     Args:
         graph: its network.

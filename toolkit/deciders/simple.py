@@ -69,7 +69,7 @@ class PathSurvival(Decider):
 
     The chance is the product of the draft probabilities along the path, 1 at the root: with a ``threshold`` above 1
     nothing is drafted, and it must not be negative.
-    :class:`~arbordraft.LearnedDecider` puts better ones in their place.
+    :class:`~arbordraft.deciders.LearnedDecider` puts better ones in their place.
 
     Source: the product rule of SpecDec++ (Huang et al., 2024), which stops at ``1 - chance > h``.
     """

@@ -108,7 +108,7 @@ def adopt(network: Network, target: RaggedModel) -> Network:
     network.check()
     network.check_target(target.model)
     network.to(target.device, target.model.dtype).eval().requires_grad_(False)  # type: ignore[arg-type]
-    if target.backend != "plain":
+    if target.backend != "torch":
         pack_linears(network, target.backend)
     if target.backend == "native":
         from arbordraft.heads.base import RMSNorm

@@ -68,7 +68,7 @@ class LanguageModelDrafter(Drafter):
             target: the model it drafts for; shares its tokenizer and how weights are read.
             layers: see :func:`shrink`.
         """
-        return cls(RaggedModel(shrink(target.model, layers), target.tokenizer, linears=target.backend))
+        return cls(RaggedModel(shrink(target.model, layers), target.tokenizer, kernels=target.backend))
 
     @classmethod
     def from_pretrained(
@@ -91,7 +91,7 @@ class LanguageModelDrafter(Drafter):
         if not same_tokenizer and tokenizer is not None and target.tokenizer is not None:
             check_tokenizers(tokenizer, target.tokenizer)  # before the weights are read
         model = load_causal_lm(path, target.model.dtype, **kwargs).to(target.device)  # type: ignore[arg-type]
-        return cls(RaggedModel(model, tokenizer, linears=target.backend), same_tokenizer=same_tokenizer)
+        return cls(RaggedModel(model, tokenizer, kernels=target.backend), same_tokenizer=same_tokenizer)
 
     def check(self, target: RaggedModel, law: DraftLaw) -> None:
         if self.same_tokenizer:

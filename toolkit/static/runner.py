@@ -34,7 +34,7 @@ class StaticCache(RaggedKVCache):
     """A cache with the dummy in it, whose pools can be handed to a step.
 
     Args:
-        max_tokens: as for :class:`~arbordraft.RaggedKVCache`; the dummy's rows count.
+        max_tokens: as for :class:`~arbordraft.target.cache.RaggedKVCache`; the dummy's rows count.
         rows: padding rows that there can be at a time.
     """
 
@@ -182,8 +182,8 @@ class StaticStepping:
         buckets: Sequence[int],
         compiler: str | None = None,
     ) -> None:
-        if target.backend != "plain":
-            raise ValueError(f"buckets need a target with linears='plain', this one has {target.backend!r}: {_INSTEAD}")
+        if target.backend != "torch":
+            raise ValueError(f"buckets need a target with kernels='torch', this one has {target.backend!r}: {_INSTEAD}")
         self.target, self.topology, self.coupling = target, topology, coupling
         self.buckets = bucket_sizes(buckets)
         self.compiler = compiler

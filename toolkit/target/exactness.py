@@ -60,7 +60,7 @@ def exactness_report(target: RaggedModel, promise: Exactness) -> ExactnessReport
         elif target.backend == "native":
             reason = "some modules are not known to be row-invariant"
         else:
-            reason = "rounding depends on the number of rows; linears='native' may change that"
+            reason = "rounding depends on the number of rows; kernels='native' may change that"
         wide = target.model.dtype in (torch.float32, torch.float64)
         level = Level.tokens if wide else Level.law
     return ExactnessReport(level, reason, rows, equal)

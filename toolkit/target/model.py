@@ -55,11 +55,11 @@ class RaggedModel(nn.Module):
     Args:
         model: a causal LM of transformers whose attention follows the ``AttentionInterface``, in eval mode.
         tokenizer: its tokenizer; lets a decoder check that target and drafter agree.
-        linears: how the model's weights are read on a CPU. ``"plain"``: by its own modules. ``"native"``: from a packed
+        kernels: how the model's weights are read on a CPU. ``"torch"``: by its own modules. ``"native"``: from a packed
             copy by C++ kernels, built on first use, which fuse the decoder layers they recognise and give every row
-            the same bits whatever rows run beside it. ``"onednn"``: linears only, prepacked by PyTorch. ``"packed"``:
-            the first of these that works here. A copy takes as much memory as the weights; it is renewed, with a
-            warning, if they have changed.
+            the same bits whatever rows run beside it. ``"onednn"``: linears only, prepacked by PyTorch. ``"auto"``:
+            native ones where they work, else the next best. A copy takes as much memory as the weights; it is renewed,
+            with a warning, if they have changed.
         int8: keep 8-bit copies with one scale per output. Twice as fast to read, but another model: its output law is
             what decoding preserves.
         self_test: compare packed with single logits on a few random tokens now.
@@ -75,15 +75,15 @@ class RaggedModel(nn.Module):
         model: "PreTrainedModel",
         tokenizer: "PreTrainedTokenizerBase | None" = None,
         *,
-        linears: str = "plain",
+        kernels: str = "auto",
         int8: bool = False,
         self_test: bool = True,
     ) -> None:
         super().__init__()
         check_model(model)
-        self.backend = choose_backend(linears, model)
+        self.backend = choose_backend(kernels, model)
         if int8 and self.backend != "native":
-            raise ValueError(f"int8 weights need the native kernels: {native.problem() or 'use linears=native'}")
+            raise ValueError(f"int8 weights need the native kernels: {native.problem() or 'use kernels=native'}")
         register()
         self.model = model
         self.tokenizer = tokenizer
@@ -342,7 +342,7 @@ class RaggedModel(nn.Module):
         view = ModelView(self.model, HOOK)
         place = decoder_list(view.model, self.num_layers)
         packing = None
-        if self.backend != "plain":
+        if self.backend != "torch":
             packing = self._pack(view)
             for owner, name, stand_in in packing.places:
                 owner._modules[name] = stand_in

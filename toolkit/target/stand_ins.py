@@ -24,7 +24,7 @@ from arbordraft.target.hook import AttentionCall, Forward
 from arbordraft.target.observation import LayerCall, Observation
 from arbordraft.target.recognition import Parts, Unrecognised, same_layer, same_mlp, settings
 
-LINEARS = ("plain", "packed", "native", "onednn")
+KERNELS = ("auto", "native", "onednn", "torch")
 # Besides packed modules, the kinds that treat every row by itself.
 _ROWWISE = (nn.Embedding, nn.Dropout, nn.Identity)
 
@@ -269,30 +269,30 @@ def pack_linears(module: nn.Module, backend: str) -> None:
             pack_linears(child, backend)
 
 
-def choose_backend(linears: str, model: nn.Module) -> str:
-    """What ``linears`` means for this model on this machine: ``"plain"``, ``"native"`` or ``"onednn"``.
+def choose_backend(kernels: str, model: nn.Module) -> str:
+    """What ``kernels`` means for this model on this machine: ``"torch"``, ``"native"`` or ``"onednn"``.
 
     Raises:
         ValueError: if the word is unknown, or a backend asked for by name cannot be used.
     """
-    if linears not in LINEARS:
-        raise ValueError(f"linears must be one of {', '.join(LINEARS)}, got {linears!r}")
-    if linears == "plain":
-        return "plain"
+    if kernels not in KERNELS:
+        raise ValueError(f"kernels must be one of {', '.join(KERNELS)}, got {kernels!r}")
+    if kernels == "torch":
+        return "torch"
     weight = next(model.parameters())
     unfit = None
     if not weight.is_cpu or weight.dtype not in (torch.float32, torch.bfloat16):
         unfit = f"weights must be float32 or bfloat16 on the CPU, not {weight.dtype} on {weight.device}"
-    for backend in ("native", "onednn") if linears == "packed" else (linears,):
+    for backend in ("native", "onednn") if kernels == "auto" else (kernels,):
         # In this order: asking for the kernels may build them.
         problem = unfit or (native.problem() if backend == "native" else onednn_problem(weight.dtype))
         if problem is None:
             return backend
-    if linears == "packed":
+    if kernels == "auto":
         if weight.is_cpu and unfit:
-            warnings.warn(f"linears='packed' uses the model's own linears: {unfit}", stacklevel=3)
-        return "plain"
-    raise ValueError(f"linears={linears!r} cannot be used: {problem}")
+            warnings.warn(f"kernels='auto' uses the model's own linears: {unfit}", stacklevel=3)
+        return "torch"
+    raise ValueError(f"kernels={kernels!r} cannot be used: {problem}")
 
 
-__all__ = ["LINEARS", "PackedGatedMLP", "PackedLayers", "PackedRMSNorm", "Packing", "choose_backend", "pack_linears"]
+__all__ = ["KERNELS", "PackedGatedMLP", "PackedLayers", "PackedRMSNorm", "Packing", "choose_backend", "pack_linears"]

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor, nn
 from torch.nn import functional
 
-from arbordraft import Drafter, RaggedModel
+from arbordraft import RaggedModel
+from arbordraft.drafters import Drafter
 from arbordraft.training.batches import Batch
 from arbordraft.training.features import TeacherHead
 

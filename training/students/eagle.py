@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from arbordraft import Drafter, EagleDrafter, RaggedModel
+from arbordraft import EagleDrafter, RaggedModel
+from arbordraft.drafters import Drafter
 from arbordraft.training.batches import Batch
 from arbordraft.training.students.base import HeadStudent, Prediction, shift
 

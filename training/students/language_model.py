@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
 
-from arbordraft import Drafter, LanguageModelDrafter, RaggedModel
+from arbordraft import LanguageModelDrafter, RaggedModel
+from arbordraft.drafters import Drafter
 from arbordraft.drafters.language_model import shrink
 from arbordraft.training.batches import Batch
 from arbordraft.training.students.base import Prediction, Student, check_plain_head
@@ -41,7 +42,7 @@ class LanguageModelStudent(Student):
 
     def drafter(self, target: RaggedModel) -> Drafter:
         model = deepcopy(self.network).to(target.device, target.model.dtype).eval()  # type: ignore[arg-type]
-        return LanguageModelDrafter(RaggedModel(model, target.tokenizer, linears=target.backend))
+        return LanguageModelDrafter(RaggedModel(model, target.tokenizer, kernels=target.backend))
 
     def save(self, folder: Path) -> None:
         """Writes the tokenizer, too: that is how a target tells whether the drafter means the same by its ids."""

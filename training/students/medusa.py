@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import TYPE_CHECKING
 
-from arbordraft import Drafter, MedusaDrafter, RaggedModel
+from arbordraft import MedusaDrafter, RaggedModel
+from arbordraft.drafters import Drafter
 from arbordraft.training.batches import Batch
 from arbordraft.training.students.base import HeadStudent, Prediction, shift
 

@@ -3,15 +3,7 @@
 import pytest
 from models import PROMPTS, left_padded, new_tokens, ragged
 
-from arbordraft import (
-    Coupling,
-    EarlyExitDrafter,
-    Lifted,
-    RecursiveRejection,
-    SpeculativeDecoder,
-    TopTail,
-    TreeTopology,
-)
+from arbordraft import Coupling, EarlyExitDrafter, Lifted, RecursiveRejection, SpeculativeDecoder, TopTail, TreeTopology
 from arbordraft.kernels import choice
 
 COUPLING = Coupling(TopTail(1, 1), Lifted(RecursiveRejection()))
