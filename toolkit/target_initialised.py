@@ -29,7 +29,8 @@ class TargetInitialisedDecoder(SpeculativeDecoder):
 
     The target's row behind the committed text gives the first level, its W most probable tokens in greedy decoding and
     W different draws otherwise; the drafter continues them. For what is kept see
-    :class:`~arbordraft.verifiers.LongestBranch`. Not even greedy decoding gives the target's own text. Results say so: their ``stats.exactness`` is "lossy".
+    :class:`~arbordraft.verifiers.LongestBranch`. Not even greedy decoding gives the target's own text. Results say so:
+    their ``stats.exactness`` is "lossy".
 
     The last committed token is read again as the root of the next tree: one row more than the reference needs.
 

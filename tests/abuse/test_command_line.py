@@ -12,8 +12,8 @@ import pytest
 from models import tiny_checkpoint
 from typer.testing import CliRunner
 
-from arbordraft import cli
-from arbordraft.bench import cli as bench
+from arbordraft.cli import bench
+from arbordraft.cli import main as cli
 from arbordraft.cli.failures import TRACEBACK
 
 PROMPT = json.dumps({"messages": [{"role": "user", "content": "a b"}]}) + "\n"

@@ -151,7 +151,7 @@ def test_signals_are_as_before_behind_a_command():
 SCRIPT = """
 import os, sys, threading, time
 from pathlib import Path
-from arbordraft import cli
+from arbordraft.cli import main as cli
 
 def inside(name):
     frame = sys._current_frames()[threading.main_thread().ident]

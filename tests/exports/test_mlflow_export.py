@@ -22,7 +22,7 @@ import onnx
 from mlflow import MlflowClient, MlflowException
 
 import arbordraft as ad
-from arbordraft import cli
+from arbordraft.cli import main as cli
 from arbordraft.costs import NodeBudget, StepCosts
 from arbordraft.deciders import AdaEDL, Backoff, Bandit, FixedDepth, LearnedDecider, PathSurvival
 from arbordraft.exports.decoder_config import DecoderConfig, describe, rebuild
@@ -380,7 +380,7 @@ def test_lineage_from_training_to_export(uri, client, folders, parts, questions,
     assert export.data.tags[TRAINING] == run
     assert client.get_model_version("child", "1").tags[TRAINING] == run
     arguments = ["export", "mlflow", "models:/trained@candidate", "--target", folders["target"], "--uri", uri]
-    commanded = CliRunner().invoke(cli.app, [*arguments, "--new-tokens", "4", "--kernels", "plain"])
+    commanded = CliRunner().invoke(cli.app, [*arguments, "--new-tokens", "4", "--kernels", "torch"])
     assert commanded.exit_code == 0, commanded.output
     (latest,) = client.search_runs([export.info.experiment_id], order_by=["attributes.start_time DESC"], max_results=1)
     assert latest.info.run_id != found.run
@@ -575,14 +575,14 @@ def test_the_commands(uri, client, folders, questions, tmp_path):
     file.write_text("".join(json.dumps({"messages": [{"role": "user", "content": text}]}) + "\n" for text in questions))
     run, asked = CliRunner(), ["--prompts", str(file), "--new-tokens", "6", "--uri", uri]
     arguments = ["export", "mlflow", folders["eagle"], "--target", folders["target"], "--tree", "k:2,1"]
-    arguments += ["--kernels", "plain", "--decider", folders["decider"], "--name", "commanded", *asked]
+    arguments += ["--kernels", "torch", "--decider", folders["decider"], "--name", "commanded", *asked]
     result = run.invoke(cli.app, arguments, env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     assert "parity: True" in result.output
     assert "version 1 of commanded, candidate" in result.output
     tuned = Tuned("ngram", 0.0, COSTS, [0.5], [Choice(1, Setting("chain", 2), 9.0, 8.0)])
     tuned.save(tmp_path / "tuned.json")
-    options = ["--target", folders["target"], "--tuned", str(tmp_path / "tuned.json"), "--kernels", "plain", *asked]
+    options = ["--target", folders["target"], "--tuned", str(tmp_path / "tuned.json"), "--kernels", "torch", *asked]
     result = run.invoke(cli.app, ["export", "mlflow", "ngram", *options], env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     assert "parity: True" in result.output
