@@ -69,6 +69,10 @@ class SpeculativeDecoder(nn.Module):
             and processors that look at the scores alone.
         compiler: compile these steps with this backend of ``torch.compile``, such as ``"inductor"``.
 
+    Attributes:
+        on_step: is told of every step before it is committed: the batch, the drafts and what became of them. For those
+            who watch; it must change none of the three.
+
     Raises:
         TypeError: if a part is of another kind.
         ValueError: if the parts do not fit: vocabulary, tokenizer, draft law or topology.
@@ -114,6 +118,7 @@ class SpeculativeDecoder(nn.Module):
         self.costs = costs
         self.expected_batch = whole("expected_batch", expected_batch, 1)
         self.max_cache_tokens = max_cache_tokens
+        self.on_step: Callable[[DecodeState, DraftTree, Verdict], None] | None = None
         if compiler is not None and buckets is None:
             raise ValueError("compiler is for steps of fixed shapes: say which, with buckets=(8, 16, 32, 64)")
         self.static = None
@@ -418,6 +423,8 @@ class SpeculativeDecoder(nn.Module):
             accepted: the hidden states of some of a sample's rows, which begin with its root and follow its path.
             keep: commits rows of the cache.
         """
+        if self.on_step is not None:
+            self.on_step(state, tree, verdict)
         kept: dict[int, list[int]] = {}
         seen: dict[int, Tensor] = {}
         remaining: list[SampleVerdict | None] = []
