@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from arbordraft import Coupling, Fixed, Matching, NGramDrafter, RaggedModel, TopDown, TreeTopology, builders
+from arbordraft import Coupling, NGramDrafter, RaggedModel, TreeTopology, builders
 from arbordraft.bench.padded import PaddedDecoder
 from arbordraft.pretrained import load_smollm2
 from arbordraft.prompts import REPEATING, chat_batch
@@ -22,7 +22,7 @@ def main() -> None:
     model, tokenizer = load_smollm2(torch.bfloat16)
     target = RaggedModel(model, tokenizer, kernels="auto")
     inputs = chat_batch(tokenizer, REPEATING)
-    coupling = Coupling(Fixed(1), TopDown(Matching()))
+    coupling = Coupling.matching()
     table = Table("batch", "tokens/s", "tau", "padded rows", "padded cache columns read")
     answers = []
     for name, decoder in {

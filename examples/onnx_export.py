@@ -20,7 +20,7 @@ inputs = chat_batch(tokenizer, ["What is the capital of France?", "Name three co
 
 def answers(drafter: Drafter, decider: Decider) -> tuple[list[str], ad.DecodeStats]:
     """Greedy answers of a batch, drafted by chains that the decider may stop."""
-    coupling = ad.Coupling(ad.Fixed(1), ad.TopDown(ad.Matching()))
+    coupling = ad.Coupling.matching()
     decoder = ad.SpeculativeDecoder(target, drafter, ad.TreeTopology.chain(5), coupling, decider)
     found = decoder.generate(**inputs, max_new_tokens=32, do_sample=False, return_dict_in_generate=True)
     texts = tokenizer.batch_decode(found.sequences[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)

@@ -9,7 +9,7 @@ decoder = ad.SpeculativeDecoder(
     target=ad.RaggedModel(model, tokenizer),
     drafter=ad.NGramDrafter(),
     topology=ad.TreeTopology.from_k_config((2, 1, 1, 1)),
-    coupling=ad.Coupling(ad.Fixed(2), ad.TopDown(ad.Matching())),
+    coupling=ad.Coupling.matching(2),
 )
 inputs = chat_batch(tokenizer, ["What is the capital of France?", "Write 'One two three.' six times."])
 output = decoder.generate(**inputs, max_new_tokens=32, do_sample=False, return_dict_in_generate=True)

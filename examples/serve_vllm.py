@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from arbordraft import Coupling, Fixed, Matching, RaggedModel, SpeculativeDecoder, TopDown, TreeTopology
+from arbordraft import Coupling, RaggedModel, SpeculativeDecoder, TreeTopology
 from arbordraft.bench.measure import save
 from arbordraft.exports.engines import export_vllm
 from arbordraft.loading import load_drafter
@@ -83,7 +83,7 @@ def ours(drafter: Path, prompts: list[str], levels: int, new_tokens: int) -> tup
     """The prompts' tokens, our answers, and how much of the drafts was accepted."""
     model, tokenizer = load_smollm2()
     target = RaggedModel(model, tokenizer)
-    coupling = Coupling(Fixed(1), TopDown(Matching()))
+    coupling = Coupling.matching()
     decoder = SpeculativeDecoder(target, load_drafter(drafter, target), TreeTopology.chain(levels), coupling)
     inputs = chat_batch(tokenizer, prompts)
     output: Any = decoder.generate(**inputs, max_new_tokens=new_tokens, do_sample=False, return_dict_in_generate=True)

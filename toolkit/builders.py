@@ -10,12 +10,12 @@ from arbordraft.coupling import Coupling
 from arbordraft.deciders import ConfidenceThreshold, Decider
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter, EagleDrafter, HybridDrafter, LanguageModelDrafter, NGramDrafter, NoDrafter
-from arbordraft.laws import IID, Fixed, TopTail, WithoutReplacement
+from arbordraft.laws import IID, TopTail, WithoutReplacement
 from arbordraft.measuring import measure_rows
 from arbordraft.target.model import RaggedModel
 from arbordraft.target_initialised import TargetInitialisedDecoder
 from arbordraft.topology import MOST_DEPTH, MOST_NODES, TreeTopology
-from arbordraft.verifiers import Lifted, Matching, RecursiveRejection, SpecHub, TopDown
+from arbordraft.verifiers import RecursiveRejection, SpecHub, TopDown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -25,9 +25,7 @@ if TYPE_CHECKING:
 
 def plain(target: "Model") -> SpeculativeDecoder:
     """Decoding without drafts, in the same ragged batches and with the same kernels."""
-    return SpeculativeDecoder(
-        _ragged(target), NoDrafter(), TreeTopology.chain(0), Coupling(Fixed(1), TopDown(Matching()))
-    )
+    return SpeculativeDecoder(_ragged(target), NoDrafter())
 
 
 def lookup(target: "Model", costs: CostTable | None = None, expected_batch: int = 1) -> SpeculativeDecoder:
@@ -39,11 +37,9 @@ def lookup(target: "Model", costs: CostTable | None = None, expected_batch: int 
         expected_batch: samples that a sampled request takes its batch to have, see :class:`SpeculativeDecoder`.
     """
     model = _ragged(target)
-    drafter, coupling = NGramDrafter(longest=8, shortest=1), Coupling(Fixed(1), TopDown(Matching()))
     costs = measure_rows(model) if costs is None else costs
-    return SpeculativeDecoder(
-        model, drafter, TreeTopology.chain(12), coupling, costs=costs, expected_batch=expected_batch
-    )
+    drafter = NGramDrafter(longest=8, shortest=1)
+    return SpeculativeDecoder(model, drafter, costs=costs, expected_batch=expected_batch)
 
 
 def ems_sd(target: "Model", draft: "Model | Drafter | None" = None, length: int = 7) -> SpeculativeDecoder:
@@ -56,7 +52,7 @@ def ems_sd(target: "Model", draft: "Model | Drafter | None" = None, length: int 
     """
     drafter = NGramDrafter() if draft is None else _drafter(draft)
     lookup = isinstance(drafter, NGramDrafter)
-    coupling = Coupling(Fixed(1), TopDown(Matching())) if lookup else Coupling(IID(1), TopDown(RecursiveRejection()))
+    coupling = Coupling.matching() if lookup else Coupling(IID(1), TopDown(RecursiveRejection()))
     return SpeculativeDecoder(_ragged(target), drafter, TreeTopology.chain(length), coupling)
 
 
@@ -65,14 +61,14 @@ def specinfer(
 ) -> SpeculativeDecoder:
     """IID draws and multi-step rejection: SpecInfer (Miao et al., ASPLOS 2024), with its expansion by default."""
     topology = TreeTopology.from_k_config(k_config)
-    coupling = Coupling(IID(_widest(topology)), TopDown(RecursiveRejection()))
+    coupling = Coupling(IID(topology.width), TopDown(RecursiveRejection()))
     return SpeculativeDecoder(_ragged(target), _drafter(draft), topology, coupling)
 
 
 def mcsd(target: "Model", draft: "Model | Drafter", k_config: Sequence[int] = (4, 2, 2)) -> SpeculativeDecoder:
     """Several candidates without replacement: MCSD (Yang et al., 2024)."""
     topology = TreeTopology.from_k_config(k_config)
-    coupling = Coupling(WithoutReplacement(_widest(topology)), TopDown(RecursiveRejection()))
+    coupling = Coupling(WithoutReplacement(topology.width), TopDown(RecursiveRejection()))
     return SpeculativeDecoder(_ragged(target), _drafter(draft), topology, coupling)
 
 
@@ -105,7 +101,7 @@ def dynasd(
     decider = ConfidenceThreshold(0.4) if decider is None else decider
     if width > 1:
         return TargetInitialisedDecoder(model, drafter, topology, decider)
-    coupling = Coupling(WithoutReplacement(_widest(topology)), TopDown(RecursiveRejection()))
+    coupling = Coupling(WithoutReplacement(topology.width), TopDown(RecursiveRejection()))
     return SpeculativeDecoder(model, drafter, topology, coupling, decider)
 
 
@@ -181,20 +177,13 @@ def fitted(
     proposer = HybridDrafter(NGramDrafter(longest=5, shortest=3), drafter) if lookup else drafter
     if sampled:
         topology = topology or TreeTopology.sequoia(acceptance[:4], nodes, max_depth)
-        width = _widest(topology)
-        coupling = Coupling(TopTail(1, width - 1) if width > 1 else IID(1), Lifted(RecursiveRejection()))
-        return SpeculativeDecoder(_ragged(target), proposer, topology, coupling)
+        return SpeculativeDecoder(_ragged(target), proposer, topology)
     if topology is None:
         topology = TreeTopology.sequoia(acceptance, min(4 * nodes, MOST_NODES), max_depth)
         if lookup:  # what is copied may go on for as long as the budget lasts
             topology = _with_trunk(topology, nodes - 1)
-    coupling = Coupling(Fixed(_widest(topology)), TopDown(Matching()))
+    coupling = Coupling.matching(topology.width)
     return SpeculativeDecoder(_ragged(target), proposer, topology, coupling, costs=NodeBudget(nodes))
-
-
-def _widest(topology: TreeTopology) -> int:
-    """Most children of a node; 1 for a tree that is only a root, since a law draws at least one."""
-    return max(1, *map(len, topology.child_list))
 
 
 def _with_trunk(topology: TreeTopology, depth: int) -> TreeTopology:

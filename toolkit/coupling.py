@@ -1,12 +1,15 @@
 """The only way to pair drafting with verifying."""
 
+from typing import Self
+
 from torch import Tensor, nn
 
-from arbordraft.laws import DraftLaw
+from arbordraft.checks import instance
+from arbordraft.laws import DraftLaw, Fixed
 from arbordraft.sampling import Noise
 from arbordraft.topology import TreeTopology
 from arbordraft.types import DraftTree, Exactness, Rows, Verdict
-from arbordraft.verifiers import TreeVerifier
+from arbordraft.verifiers import Lifted, Matching, RecursiveRejection, TopDown, TreeVerifier
 
 
 class Coupling(nn.Module):
@@ -37,6 +40,30 @@ class Coupling(nn.Module):
             )
         self.law = law
         self.verifier = verifier
+
+    @classmethod
+    def matching(cls, width: int = 1) -> Self:
+        """The most probable children, kept where the target says the same: the pair for greedy decoding and lookups.
+
+        Sampling with it is lossless too, but random drafts (:meth:`of`) are accepted more often.
+
+        >>> Coupling.matching(2).law
+        Fixed(2)
+
+        Args:
+            width: most children of a node, 1 or more.
+        """
+        return cls(Fixed(width), TopDown(Matching()))
+
+    @classmethod
+    def of(cls, law: DraftLaw) -> Self:
+        """A draft law with the verifier that suits it: matching for certain drafts, else lifted recursive rejection.
+
+        Args:
+            law: how children are drawn.
+        """
+        instance("law", law, DraftLaw)
+        return cls(law, TopDown(Matching()) if law.deterministic else Lifted(RecursiveRejection()))
 
     @property
     def exactness(self) -> Exactness:

@@ -52,8 +52,11 @@ class SpeculativeDecoder(nn.Module):
     Args:
         target: the model whose output law is preserved; a model of transformers is wrapped as it is.
         drafter: proposes tokens; a model of transformers, or a wrapped one, is taken for a draft model.
-        topology: the largest tree to draft.
-        coupling: how children are drawn and how trees are judged.
+        topology: the largest tree to draft; by default what suits the drafter
+            (:meth:`~arbordraft.drafters.Drafter.default_topology`).
+        coupling: how children are drawn and how trees are judged. By default what suits the drafter: lookups, which
+            are certain, are matched with the target's own tokens; models draw one child at random and list the most
+            probable ones, and recursive rejection judges whole trees. Either decodes greedily and samples, losslessly.
         decider: stops drafting early, per sample; by default every tree is drafted to its leaves.
         costs: what rows cost on this machine (:class:`~arbordraft.CostTable`), or how many are wanted
             (:class:`~arbordraft.costs.NodeBudget`). Drafts that are not drawn at random are then verified only where
@@ -82,8 +85,8 @@ class SpeculativeDecoder(nn.Module):
         self,
         target: "RaggedModel | PreTrainedModel",
         drafter: "Drafter | RaggedModel | PreTrainedModel",
-        topology: TreeTopology,
-        coupling: Coupling,
+        topology: TreeTopology | None = None,
+        coupling: Coupling | None = None,
         decider: Decider | None = None,
         *,
         costs: Costs | None = None,
@@ -94,7 +97,9 @@ class SpeculativeDecoder(nn.Module):
     ) -> None:
         super().__init__()
         target, drafter = _wrapped(target), _proposing(drafter)
+        topology = drafter.default_topology() if topology is None else topology
         instance("topology", topology, TreeTopology)
+        coupling = Coupling.of(drafter.default_law(topology.width)) if coupling is None else coupling
         instance("coupling", coupling, Coupling)
         decider = FixedDepth() if decider is None else decider
         instance("decider", decider, Decider)

@@ -13,14 +13,12 @@ from arbordraft.coupling import Coupling
 from arbordraft.deciders import Decider
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter
-from arbordraft.laws import Fixed
 from arbordraft.metrics import DecodeStats
 from arbordraft.prompts import chat_batch, chat_batches, check_texts
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
 from arbordraft.types import StepView
-from arbordraft.verifiers import Matching, TopDown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -85,8 +83,7 @@ def measure_costs(
     for width in _WIDTHS:
         texts = [prompts[index % len(prompts)] for index in range(width)]
         watch = _Stopwatch()
-        coupling = Coupling(Fixed(1), TopDown(Matching()))
-        decoder = SpeculativeDecoder(target, drafter, TreeTopology.chain(4), coupling, watch)
+        decoder = SpeculativeDecoder(target, drafter, TreeTopology.chain(4), Coupling.matching(), watch)
         output: Any = decoder.generate(
             **chat_batch(tokenizer, texts), max_new_tokens=24, do_sample=False, return_dict_in_generate=True
         )

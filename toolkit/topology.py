@@ -146,6 +146,11 @@ class TreeTopology(nn.Module):
         """Depth of the deepest node."""
         return len(self.levels) - 1
 
+    @property
+    def width(self) -> int:
+        """Most children of a node; 1 for a tree that is only a root, since a law draws at least one."""
+        return max(1, *map(len, self.child_list))
+
     def level_end(self, depth: int) -> int:
         """Number of nodes of depth at most ``depth``."""
         return self.levels[min(depth, self.max_depth)].stop

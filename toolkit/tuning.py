@@ -21,12 +21,12 @@ from arbordraft.deciders import CostAware
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter, NGramDrafter
 from arbordraft.files import write_text
-from arbordraft.laws import IID, Fixed
+from arbordraft.laws import IID
 from arbordraft.measuring import measure_costs
 from arbordraft.prompts import chat_batches, check_texts, plain_request
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
-from arbordraft.verifiers import Matching, RecursiveRejection, TopDown
+from arbordraft.verifiers import RecursiveRejection, TopDown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -81,7 +81,7 @@ class Setting:
             case "lookup":
                 return builders.lookup(target, costs.target, expected_batch=batch)
             case "chain":
-                coupling = Coupling(Fixed(1), TopDown(Matching()))
+                coupling = Coupling.matching()
                 if sampled and not isinstance(drafter, NGramDrafter):
                     coupling = Coupling(IID(1), TopDown(RecursiveRejection()))
                 decider = CostAware(costs) if self.stop else None

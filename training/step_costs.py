@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 from copy import deepcopy
 
-from arbordraft import CostTable, Coupling, Fixed, RaggedModel, SpeculativeDecoder, TreeTopology
+from arbordraft import CostTable, Coupling, RaggedModel, SpeculativeDecoder, TreeTopology
 from arbordraft.costs import StepCosts
 from arbordraft.deciders import Decider, FixedDepth, LearnedDecider
 from arbordraft.drafters import Drafter
 from arbordraft.measuring import measure_rows
 from arbordraft.prompts import left_padded
-from arbordraft.verifiers import Matching, TopDown
 
 
 def measure_step_costs(
@@ -32,7 +31,7 @@ def measure_step_costs(
     """
 
     def decode(stop: Decider) -> tuple[float, float]:
-        topology, coupling = TreeTopology.chain(steps), Coupling(Fixed(1), TopDown(Matching()))
+        topology, coupling = TreeTopology.chain(steps), Coupling.matching()
         decoder = SpeculativeDecoder(target, drafter, topology, coupling, stop)
         found = []
         for prompt in prompts:

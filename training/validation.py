@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from arbordraft import Coupling, Fixed, Matching, RaggedModel, SpeculativeDecoder, TopDown, TreeTopology
+from arbordraft import Coupling, RaggedModel, SpeculativeDecoder, TreeTopology
 from arbordraft.prompts import left_padded
 from arbordraft.training.batches import Batch
 from arbordraft.training.expected import chain_tau, tree_tau
@@ -108,7 +108,7 @@ def decoded(
         target,
         student.drafter(target),
         TreeTopology.chain(steps),
-        Coupling(Fixed(1), TopDown(Matching())),
+        Coupling.matching(),
     )
     inputs = left_padded(prompts)
     output: Any = decoder.generate(

@@ -50,7 +50,7 @@ def padding(
         tell: is told what is going on.
     """
     drafter = drafter or NGramDrafter()
-    parts = (target, drafter, TreeTopology.chain(length), Coupling(Fixed(1), TopDown(Matching())))
+    parts = (target, drafter, TreeTopology.chain(length), Coupling.matching())
     decoders: dict[str, Decode] = {
         "plain": ours(builders.plain(target)),
         "vanilla": ours(PaddedDecoder(*parts)),
@@ -78,7 +78,7 @@ def shapes(target: RaggedModel, drafter: Drafter, nodes: int, *, sampled: bool) 
     widest = 2
     binary = TreeTopology.sequoia(drafter.acceptance[:widest], nodes, 6)
     chain = Coupling(IID(1) if sampled else Fixed(1), TopDown(RecursiveRejection() if sampled else Matching()))
-    tree = Coupling(TopTail(1, 1), Lifted(RecursiveRejection())) if sampled else Coupling(Fixed(2), TopDown(Matching()))
+    tree = Coupling(TopTail(1, 1), Lifted(RecursiveRejection())) if sampled else Coupling.matching(2)
     found = {
         "chain": SpeculativeDecoder(target, drafter, TreeTopology.chain(min(6, nodes - 1)), chain),
         "static tree": SpeculativeDecoder(target, drafter, binary, tree),

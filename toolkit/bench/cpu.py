@@ -18,12 +18,10 @@ from arbordraft.drafters import EarlyExitDrafter, HybridDrafter, NGramDrafter
 from arbordraft.kernels import native
 from arbordraft.kernels.packed_linear.module import onednn_problem
 from arbordraft.kernels.verify import row_max
-from arbordraft.laws import Fixed
 from arbordraft.prompts import chat_batch
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
-from arbordraft.verifiers import Matching, TopDown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -135,7 +133,7 @@ def equality(
         ("n-gram tree", lookup, (3, 2, 1)),
         ("n-gram hybrid", hybrid, (2, 1)),
     ):
-        coupling = Coupling(Fixed(max(shape)), TopDown(Matching()))
+        coupling = Coupling.matching(max(shape))
         decoder = SpeculativeDecoder(target, drafter, TreeTopology.from_k_config(shape), coupling)
         level = decoder.exactness_report().level
         for batch in batches:

@@ -24,10 +24,10 @@ from arbordraft.deciders import (
 )
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter
-from arbordraft.laws import IID, Fixed
+from arbordraft.laws import IID
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
-from arbordraft.verifiers import Matching, RecursiveRejection, TopDown
+from arbordraft.verifiers import RecursiveRejection, TopDown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -92,7 +92,7 @@ def stops(
         seed: of what is sampled.
         tell: is told what is going on.
     """
-    rejection, matching = Coupling(IID(1), TopDown(RecursiveRejection())), Coupling(Fixed(1), TopDown(Matching()))
+    rejection, matching = Coupling(IID(1), TopDown(RecursiveRejection())), Coupling.matching()
     coupling = rejection if temperature else matching
     decoders: dict[str, Decode] = {"plain": ours(builders.plain(target))}
     for name, decider in deciders.items():

@@ -9,10 +9,10 @@ from arbordraft.bench.measure import Tell, quiet
 from arbordraft.coupling import Coupling
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter, NGramDrafter
-from arbordraft.laws import IID, Fixed
+from arbordraft.laws import IID
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
-from arbordraft.verifiers import Matching, RecursiveRejection, TopDown
+from arbordraft.verifiers import RecursiveRejection, TopDown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -68,7 +68,7 @@ def decoders(
 ) -> Iterator[tuple[str, SpeculativeDecoder]]:
     """The decoders that are compared: lookup alone, and chains, trees and lookup-else-tree of every drafter."""
     chain = TreeTopology.chain(4)
-    matching = Coupling(Fixed(1), TopDown(Matching()))
+    matching = Coupling.matching()
     yield "lookup alone", SpeculativeDecoder(target, NGramDrafter(), TreeTopology.chain(8), matching)
     single = Coupling(IID(1), TopDown(RecursiveRejection())) if sampled else matching
     for name, drafter in drafters.items():

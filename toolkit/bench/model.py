@@ -14,7 +14,7 @@ from arbordraft.coupling import Coupling
 from arbordraft.deciders import Backoff
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import NGramDrafter
-from arbordraft.laws import DraftLaw, Fixed, TopTail, WithoutReplacement
+from arbordraft.laws import DraftLaw, TopTail, WithoutReplacement
 from arbordraft.prompts import REPEATING, VARIED, chat_batch
 from arbordraft.sampling import Noise
 from arbordraft.target.cache import RaggedKVCache
@@ -23,7 +23,6 @@ from arbordraft.topology import TreeTopology
 from arbordraft.types import DraftTree, SampleTree
 from arbordraft.verifiers import (
     Lifted,
-    Matching,
     OptimalTransport,
     RecursiveRejection,
     Rule,
@@ -251,6 +250,6 @@ def ngram_tree(target: RaggedModel) -> SpeculativeDecoder:
         target,
         NGramDrafter(longest=5, shortest=3),
         TreeTopology.from_k_config((2, 1, 1, 1)),
-        Coupling(Fixed(2), TopDown(Matching())),
+        Coupling.matching(2),
         Backoff(patience=1),
     )

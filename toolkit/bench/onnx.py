@@ -10,11 +10,9 @@ from arbordraft.bench.measure import Tell, quiet
 from arbordraft.coupling import Coupling
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter
-from arbordraft.laws import Fixed
 from arbordraft.prompts import chat_batches, plain_request
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
-from arbordraft.verifiers import Matching, TopDown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,7 +68,7 @@ def draft_steps(
         seed: of what is sampled.
         tell: is told what is going on.
     """
-    coupling, chain = Coupling(Fixed(1), TopDown(Matching())), TreeTopology.chain(depth)
+    coupling, chain = Coupling.matching(), TreeTopology.chain(depth)
     decoders = {
         name: ours(SpeculativeDecoder(target, drafter, chain, coupling)) for name, (target, drafter) in drafters.items()
     }

@@ -325,7 +325,7 @@ def _decoder(
     if tuned is not None:
         return Tuned.load(tuned).decoder(target, batch, proposer)
     widest = max(1, *(len(children) for children in topology.child_list))
-    coupling = ad.Coupling(ad.Fixed(widest), ad.TopDown(ad.Matching()))
+    coupling = ad.Coupling.matching(widest)
     if sampled and drafter not in ("ngram", "none"):
         law = ad.TopTail(1, widest - 1) if widest > 1 else ad.IID(1)
         coupling = ad.Coupling(law, ad.Lifted(ad.RecursiveRejection()))

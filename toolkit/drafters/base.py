@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.kernels.tree_expand import tree_expand
-from arbordraft.laws import DraftLaw, Fixed
+from arbordraft.laws import IID, DraftLaw, Fixed, TopTail
 from arbordraft.masks import stack_words
 from arbordraft.sampling import SoftmaxRows
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.stand_ins import pack_linears
+from arbordraft.topology import TreeTopology
 from arbordraft.types import Costs, DraftContext, DraftTree, Draw, Origin, SampleTree, StepView, Verdict
 
 if TYPE_CHECKING:
@@ -44,6 +45,14 @@ class Drafter(nn.Module):
     def laws(self, law: DraftLaw) -> tuple[DraftLaw, ...]:
         """The laws of the trees that it proposes when the coupling's is ``law``."""
         return (law,)
+
+    def default_topology(self) -> TreeTopology:
+        """The largest tree that decoders draft with it unless they are told otherwise: fitted to its acceptance."""
+        return TreeTopology.sequoia(self.acceptance[:4], 16, 6)
+
+    def default_law(self, width: int) -> DraftLaw:
+        """How it draws up to ``width`` children unless decoders are told otherwise: one at random, the rest certain."""
+        return TopTail(1, width - 1) if width > 1 else IID(1)
 
     def check(self, target: RaggedModel, law: DraftLaw) -> None:
         """Raises ValueError if the drafter cannot propose to this target, or cannot draw by this law."""
@@ -164,7 +173,7 @@ def grow(context: DraftContext, run: "Callable[[Garden, dict[int, list[int]]], T
 
         scores = context.warp(run(garden, frontier), place_of)
         rows = SoftmaxRows(scores)
-        likeliest, chances, _ = tree_expand(scores, min(garden.law.k if context.greedy else 1, scores.shape[1]))
+        likeliest, chances = tree_expand(scores, min(garden.law.k if context.greedy else 1, scores.shape[1]))
         certain, odds = likeliest.tolist(), chances.exp().tolist()
         sound = [math.isfinite(values[0]) for values in odds]
         if not all(sound):

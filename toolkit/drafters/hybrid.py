@@ -14,6 +14,7 @@ from arbordraft.drafters.base import Drafter
 from arbordraft.laws import DraftLaw, Fixed
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
+from arbordraft.topology import TreeTopology
 from arbordraft.types import DraftContext, DraftTree, Verdict
 
 
@@ -42,9 +43,16 @@ class HybridDrafter(Drafter):
         instance("otherwise", otherwise, Drafter)
         self.first = first
         self.otherwise = otherwise
+        self.acceptance = otherwise.acceptance
         self.hidden_layers = tuple(dict.fromkeys((*first.hidden_layers, *otherwise.hidden_layers)))
         limits = [part.max_positions for part in (first, otherwise) if part.max_positions is not None]
         self.max_positions = min(limits) if limits else None
+
+    def default_topology(self) -> TreeTopology:
+        return self.otherwise.default_topology()
+
+    def default_law(self, width: int) -> DraftLaw:
+        return self.otherwise.default_law(width)
 
     def laws(self, law: DraftLaw) -> tuple[DraftLaw, ...]:
         return (Fixed(law.k), *self.otherwise.laws(law))

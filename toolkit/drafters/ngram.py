@@ -9,6 +9,7 @@ from arbordraft.drafters.base import Drafter, Garden
 from arbordraft.laws import DraftLaw, Fixed
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
+from arbordraft.topology import TreeTopology
 from arbordraft.types import DraftContext, DraftTree, Verdict
 
 _MOST_MATCHES = 32  # older occurrences of a frequent n-gram say little
@@ -94,6 +95,12 @@ class NGramDrafter(Drafter):
         super().__init__()
         self.longest = whole("longest", longest, 1, _LONGEST)
         self.shortest = whole("shortest", shortest, 1, self.longest)
+
+    def default_topology(self) -> TreeTopology:
+        return TreeTopology.chain(12)
+
+    def default_law(self, width: int) -> DraftLaw:
+        return Fixed(width)
 
     def check(self, target: RaggedModel, law: DraftLaw) -> None:
         if not law.deterministic:
