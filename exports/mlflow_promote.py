@@ -2,16 +2,24 @@
 
 import json
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from arbordraft.exports.evaluation import HELD_OUT, Evaluation, evaluate
 from arbordraft.exports.mlflow_registry import at_server, import_mlflow, source_of
-from arbordraft.mlflow_server import CANDIDATE, CHAMPION, Promotion, connect, limits, resolve_uri
+from arbordraft.mlflow_server import CANDIDATE, connect, limits, resolve_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 METRICS = ("tau", "tokens_per_second")
+CHAMPION = "champion"
+
+
+class Promotion(NamedTuple):
+    """Whether a champion was replaced, and why."""
+
+    promoted: bool
+    reason: str
 
 
 def promote_decoder(

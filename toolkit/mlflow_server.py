@@ -1,4 +1,4 @@
-"""What training and exports share about MLflow: which server, how long to wait for it, and what a promotion says."""
+"""What training and exports share about MLflow: which server, how long to wait for it, and names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from arbordraft.files import check_writable
 
@@ -18,14 +18,7 @@ if TYPE_CHECKING:
 DEFAULT_URI = "sqlite:///mlflow.db"  # MLflow's own default, so that a bare `mlflow ui` shows it
 MODEL = "arbordraft.model"  # tag of a version with its logged model; MLflow's databases do not keep its model_id
 NAMES, ALIASES = r"\w[\w .-]*", r"(?i:(?!v\d+$|latest$)[\w-]+)"  # of registered models and of their versions
-CANDIDATE, CHAMPION = "candidate", "champion"
-
-
-class Promotion(NamedTuple):
-    """Whether a champion was replaced, and why."""
-
-    promoted: bool
-    reason: str
+CANDIDATE = "candidate"  # alias of a version that a training or an export has just registered
 
 
 def resolve_uri(uri: str | None) -> str:

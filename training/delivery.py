@@ -1,4 +1,4 @@
-"""Delivery of journals to MLflow, at once or later, and the promotion of what was delivered.
+"""Delivery of journals to MLflow, at once or later.
 
 A training and ``sync`` deliver alike: records are written to the journal first and sent from there, in order. Sending
 directly and spooling only failures would be no simpler, and would leave open whether a request that timed out was
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arbordraft.mlflow_server import CANDIDATE, CHAMPION, MODEL, Promotion, connect, limits, reason, resolve_uri
+from arbordraft.mlflow_server import MODEL, connect, limits, reason, resolve_uri
 from arbordraft.training.spool import SPOOL, Journal, Progress, Record
 
 if TYPE_CHECKING:
@@ -93,48 +93,6 @@ def deliver(journal: Journal, uri: str) -> int:
     return count
 
 
-def promote(name: str, metric: str = "val/tau", uri: str | None = None) -> Promotion:
-    """Give the alias ``champion`` to the ``candidate`` if its metric is higher, or if there is no champion.
-
-    Args:
-        name: registered model.
-        metric: of the logged checkpoints; higher is better.
-        uri: tracking server; defaults as in ``MLflowTracker``.
-
-    Raises:
-        Exception: whatever MLflow raises, if the server does not answer or does not know the model.
-    """
-    with limits():
-        client = connect(resolve_uri(uri))
-        aliases = client.get_registered_model(name).aliases
-        candidate, champion = aliases.get(CANDIDATE), aliases.get(CHAMPION)
-        if candidate is None:
-            return Promotion(False, f"{name} has no version with the alias candidate")
-        if candidate == champion:
-            return Promotion(False, f"version {champion} is the champion already")
-        value, bar = (_metric(client, name, version, metric) for version in (candidate, champion))
-        if value is None:
-            return Promotion(False, f"the candidate, version {candidate}, has no {metric}")
-        if champion is not None and bar is None:
-            return Promotion(False, f"the champion, version {champion}, has no {metric} to compare with")
-        if bar is not None and value <= bar:
-            return Promotion(False, f"{metric} of version {candidate}, {value:g}, does not beat {bar:g} of {champion}")
-        client.set_registered_model_alias(name, CHAMPION, str(candidate))
-        beaten = "the first champion" if bar is None else f"beats {bar:g} of version {champion}"
-        return Promotion(True, f"version {candidate} is champion: {metric} {value:g}, {beaten}")
-
-
-def _metric(client: Any, name: str, version: str | int | None, metric: str) -> float | None:
-    """The last value that was linked to a version, if it has one that can be compared."""
-    if version is None:
-        return None
-    model = client.get_model_version(name, str(version)).tags.get(MODEL)
-    metrics = (client.get_logged_model(model).metrics or []) if model else []
-    points = [(point.step, point.timestamp, point.value) for point in metrics if point.key == metric]
-    value = max(points)[2] if points else math.nan
-    return None if math.isnan(value) else value
-
-
 @dataclass
 class _Delivery:
     """Carries out records; every method may be called again after it failed halfway."""
@@ -179,10 +137,6 @@ class _Delivery:
         found = self.client.search_runs([experiment], f"tags.`{RECORD}` = '{record['id']}'", max_results=1)
         if not found:
             tags = {**record["tags"], RECORD: record["id"]}
-            if parent := record["parent"]:
-                tags["mlflow.parentRunId"] = Journal(self.journal.folder.parent / parent).progress().run
-                if not tags["mlflow.parentRunId"]:
-                    raise RuntimeError(f"its parent {parent} is not delivered yet")
             found = [self.client.create_run(experiment, record["at"], tags, record["name"])]
         self.progress.experiment, self.progress.run = experiment, found[0].info.run_id
 

@@ -42,7 +42,7 @@ class Journal:
 
     @classmethod
     def new(cls, spool: Path) -> Journal:
-        """A journal for a new run; names sort by time, so that a parent comes before its children."""
+        """A journal for a new run; names sort by time."""
         return cls(spool / f"{datetime.now():%Y%m%d-%H%M%S-%f}-{uuid.uuid4().hex[:6]}")
 
     @property

@@ -30,8 +30,8 @@ import torch
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from arbordraft.mlflow_server import ALIASES, NAMES, Promotion, limits, reason, resolve_uri
-from arbordraft.training.delivery import Point, deliver, promote
+from arbordraft.mlflow_server import ALIASES, NAMES, limits, reason, resolve_uri
+from arbordraft.training.delivery import Point, deliver
 from arbordraft.training.spool import SPOOL, Journal
 
 TIMEOUT = 20  # seconds; a hung server costs twice that, once per training
@@ -62,7 +62,7 @@ def _harmless(
 
 @dataclass
 class _Link:
-    """What a tracker shares with its children: the way to the server, and what was said about it."""
+    """The way to the server, and what was said about it."""
 
     uri: str
     spool: Path
@@ -96,7 +96,7 @@ class MLflowTracker(Logger):  # type: ignore[misc]  # Lightning is not type-chec
         uri: tracking server; by default ``$MLFLOW_TRACKING_URI``, or else ``sqlite:///mlflow.db``. If it hangs, a
             training waits 40 s, once, unless ``MLFLOW_HTTP_REQUEST_TIMEOUT`` says otherwise; a database server
             without MLflow in front may take 100 s to be given up.
-        registered_model: name for ``register`` and ``promote``.
+        registered_model: name for ``register``.
         tags: of the run.
         spool: folder of the journals. Checkpoints are copied there, and deleted once delivered. Keep the rest while
             anything is to be delivered; afterwards it can be deleted.
@@ -126,7 +126,6 @@ class MLflowTracker(Logger):  # type: ignore[misc]  # Lightning is not type-chec
         self.registers = registered_model is not None
         self._link = _Link(resolve_uri(uri), Path(spool).absolute())
         self._journal = Journal.new(self._link.spool)
-        self._parent: str | None = None
         self._begun = False
         self._params: set[str] = set()
         self._tables: list[dict[str, str]] = []
@@ -268,21 +267,6 @@ class MLflowTracker(Logger):  # type: ignore[misc]  # Lightning is not type-chec
         model = self._checkpoints[Path(folder).absolute()]
         self._record("version", name=self._registered_model, model=model, alias=alias)
 
-    @_harmless
-    def promote(self, name: str, metric: str = "val/tau") -> Promotion | None:
-        """Promote the candidate of a registered model, see ``delivery.promote``; offline nothing happens."""
-        with limits(TIMEOUT):
-            return promote(name, metric, self._link.uri) if self._link.online else None
-
-    def child(self, run_name: str) -> MLflowTracker:
-        """A run below this one, for one trial of a sweep; after a failure all of them stay with the spool."""
-        self.begin()
-        link = self._link
-        child = MLflowTracker(self._experiment, run_name, link.uri, self._registered_model, self._tags, link.spool)
-        child._link, child._parent = link, self._journal.key
-        child.begin()
-        return child
-
     def _begin(self) -> None:
         """Start the run, unless it has begun."""
         if self._begun:
@@ -290,8 +274,7 @@ class MLflowTracker(Logger):  # type: ignore[misc]  # Lightning is not type-chec
         tags = {"mlflow.source.name": Path(sys.argv[0]).name, "mlflow.source.type": "LOCAL", **self._tags}
         with suppress(OSError, KeyError):  # a container's user may have no name
             tags.setdefault("mlflow.user", getuser())
-        names: dict[str, Any] = {"experiment": self._experiment, "name": self._run_name, "parent": self._parent}
-        self._journal.append("run", tags=tags, **names)
+        self._journal.append("run", tags=tags, experiment=self._experiment, name=self._run_name)
         self._begun = True
         self._link.deliver(self._journal)
 

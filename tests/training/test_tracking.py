@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import pickle
-import re
 import resource
 import runpy
 import socket
@@ -13,7 +12,6 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,8 +26,7 @@ import mlflow
 from mlflow import MlflowClient, MlflowException
 
 from arbordraft.training import tracking
-from arbordraft.training.delivery import deliver, promote, sync
-from arbordraft.training.sweep import sweep
+from arbordraft.training.delivery import deliver, sync
 from arbordraft.training.tracking import MLflowTracker
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -268,47 +265,6 @@ def test_what_mlflow_would_refuse_is_made_to_fit(uri, client, experiment, warned
     assert warned() == []
 
 
-@pytest.mark.parametrize(
-    ("candidate", "champion", "promoted", "why"),
-    [
-        (2.0, None, True, "first champion"),
-        (2.1, 2.0, True, "beats 2 of version 1"),
-        (2.0, 2.0, False, "does not beat"),
-        (1.9, 2.0, False, "does not beat"),
-        (float("nan"), 2.0, False, "candidate, version 2, has no val/tau"),
-        (2.0, float("nan"), False, "champion, version 1, has no val/tau"),
-        (float("nan"), None, False, "candidate, version 1, has no val/tau"),
-    ],
-)
-def test_promotion(uri, client, checkpoint, candidate, champion, promoted, why, request):
-    name = re.sub(r"\W", "-", request.node.name)
-    tracker = MLflowTracker("promotion", uri=uri, registered_model=name)
-    if champion is not None:
-        tracker.log_checkpoint(checkpoint, 1, {"val/tau": 9.0})  # an earlier step does not count
-        tracker.log_checkpoint(checkpoint, 2, {"val/tau": champion})
-        tracker.register(checkpoint)
-        client.set_registered_model_alias(name, "champion", "1")
-    tracker.log_checkpoint(checkpoint, 3, {"val/tau": candidate})
-    tracker.register(checkpoint)
-
-    result = tracker.promote(name)
-    assert result.promoted is promoted
-    assert why in result.reason
-    newest = 1 if champion is None else 2
-    aliases = client.get_registered_model(name).aliases
-    assert aliases["candidate"] == newest
-    assert aliases.get("champion") == (newest if promoted else None if champion is None else 1)
-    if promoted:
-        assert promote(name, uri=uri) == (False, f"version {newest} is the champion already")
-
-
-def test_promotion_needs_a_candidate(uri, client):
-    client.create_registered_model("empty")
-    assert promote("empty", uri=uri) == (False, "empty has no version with the alias candidate")
-    with pytest.raises(MlflowException, match="not found"):
-        promote("unheard-of", uri=uri)
-
-
 def test_server_down_from_the_start(uri, client, experiment, checkpoint, warned):
     tracker = MLflowTracker(experiment, "late", dead_uri("me:secret@"), "late")
     fit(tracker, checkpoint)
@@ -317,7 +273,6 @@ def test_server_down_from_the_start(uri, client, experiment, checkpoint, warned)
     assert "`arbordraft train sync`" in warning
     assert "secret" not in warning
     assert tracker.version == tracker._journal.key
-    assert tracker.promote("late") is None
     (checkpoint / "model.safetensors").write_text("overwritten meanwhile")
 
     records = [record for _, record in tracker._journal.pending(0)]
@@ -542,7 +497,6 @@ def test_the_server_is_chosen_when_the_tracker_is_made(uri, client, experiment, 
 def test_only_rank_zero_tracks(uri, client, experiment, checkpoint, monkeypatch):
     monkeypatch.setattr(rank_zero_only, "rank", 1)
     tracker = pickle.loads(pickle.dumps(MLflowTracker(experiment, uri=uri)))  # as spawned processes get it
-    work(tracker.child("trial"), checkpoint)
     work(tracker, checkpoint)
     assert isinstance(tracker.version, str)
     assert not Path("mlflow-spool").exists()
@@ -589,55 +543,11 @@ def test_sync_names_what_still_waits(uri, client, experiment):
         sync("absent", uri)
 
 
-def quadratic(trial):
-    x = trial.suggest_float("x", -1, 1)
-    if trial.number == 2:
-        raise ArithmeticError("the third trial fails")
-    return {"tau": 1 - x * x, "cost": x}
-
-
-@pytest.mark.parametrize("down", [False, True], ids=["up", "down"])
-def test_sweep(uri, client, experiment, warned, down):
-    tracker = MLflowTracker(experiment, "study", dead_uri() if down else uri)
-    study = sweep(quadratic, "shape", 2, tracker, maximise="tau", seed=3)
-    with pytest.raises(ArithmeticError):
-        sweep(quadratic, "shape", 3, tracker, maximise="tau")
-    tracker.finalize()
-    if down:
-        sync("mlflow-spool", uri)
-    assert len(warned()) == down
-
-    found = {run.data.params.get("x"): run for run in runs(client, experiment)}
-    parent = found.pop(None)
-    assert {run.data.tags["mlflow.parentRunId"] for run in found.values()} == {parent.info.run_id}
-    assert Counter(run.info.status for run in found.values()) == {"FINISHED": 4, "FAILED": 1}
-    for trial in study.trials:
-        run = found[str(trial.params["x"])]
-        assert run.info.run_name == f"shape-{trial.number}"
-        assert run.data.metrics == {"tau": trial.value, "cost": trial.user_attrs["cost"]}
-    assert parent.data.metrics["best/tau"] == study.best_value == max(trial.value for trial in study.trials)
-    assert parent.data.params["best.x"] == str(study.best_params["x"])
-
-
-def test_sweep_without_tracker(tmp_path):
-    storage = f"sqlite:///{tmp_path}/sweep.db"
-    one = sweep(lambda trial: {"tau": trial.suggest_float("x", 0, 1)}, "s", 2, maximise="tau", storage=storage)
-    two = sweep(lambda trial: {"tau": trial.suggest_float("x", 0, 1)}, "s", 1, maximise="tau", storage=storage)
-    assert (len(one.trials), len(two.trials)) == (3, 3)
-    same = [sweep(quadratic, "s", 2, maximise="tau", seed=5).trials[1].params for _ in range(2)]
-    assert same[0] == same[1]
-    with pytest.raises(KeyError, match="returned tau, cost, but not 'speed'"):
-        sweep(quadratic, "s", 1, maximise="speed")
-
-
 def test_missing_libraries_are_named_when_they_are_needed(monkeypatch):
-    for name in ("mlflow", "optuna"):
-        monkeypatch.setitem(sys.modules, name, None)
-    runpy.run_path(tracking.__file__)  # importing it needs neither
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    runpy.run_path(tracking.__file__)  # importing it does not need MLflow
     with pytest.raises(ImportError, match=r"pip install 'arbordraft\[mlops\]'"):
         MLflowTracker()
-    with pytest.raises(ImportError, match=r"pip install 'arbordraft\[mlops\]'"):
-        sweep(quadratic, "s", 1, maximise="tau")
     assert list(Path.cwd().iterdir()) == []
 
 
@@ -649,7 +559,7 @@ def test_a_bad_name_is_refused_at_once():
 
 def test_imports_stay_light():
     script = (
-        "import sys, arbordraft.training, arbordraft.training.delivery, arbordraft.training.sweep;"
-        "assert not {'lightning', 'mlflow', 'optuna'} & set(sys.modules)"
+        "import sys, arbordraft.training, arbordraft.training.delivery;"
+        "assert not {'lightning', 'mlflow'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
