@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from arbordraft import UnsupportedModel, cli
+from arbordraft import UnsupportedModel
 from arbordraft.checkpoints import read_tensors
+from arbordraft.cli import main as cli
 from arbordraft.deciders import LearnedDecider, OnnxDecider
 from arbordraft.drafters import OnnxDrafter
 from arbordraft.exports.onnx import export, export_ort_genai

@@ -11,7 +11,8 @@ import torch
 from models import tiny_checkpoint, tiny_tokenizer
 from typer.testing import CliRunner
 
-from arbordraft import CostTable, NoDrafter, cli
+from arbordraft import CostTable, NoDrafter
+from arbordraft.cli import main as cli
 from arbordraft.costs import StepCosts
 from arbordraft.prompts import read_prompts
 from arbordraft.tuning import Choice, Setting, Tuned, grid
