@@ -14,7 +14,7 @@ TYPED  := build/typing
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types format bench clean
+.PHONY: help demo test lint types format bench clean docs
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ format: $(VENV)/.installed-dev ## Format the code and apply safe fixes
 
 bench: $(VENV)/.installed-demo ## Measure what ARGS names, lookups by default
 	$(BIN)/arbordraft bench $(or $(ARGS),lookup)
+
+docs: $(VENV)/.installed-docs ## Build the documentation into build/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean: ## Remove everything that was built here, .venv included
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

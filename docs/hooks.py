@@ -1,0 +1,39 @@
+"""Hooks of mkdocs: the package as it is installed, for the API, and the page of commands."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "build" / "documented" / "arbordraft"
+FOLDERS = {"toolkit": "", "kernels": "kernels", "training": "training", "exports": "exports"}
+MARK = "<!-- every command -->"
+
+
+def on_config(config: Any) -> Any:
+    """Links the sources under the names by which they are imported; mkdocstrings reads them there."""
+    shutil.rmtree(PACKAGE, ignore_errors=True)
+    for folder, package in FOLDERS.items():
+        for source in (ROOT / folder).rglob("*.py"):
+            link = PACKAGE / package / source.relative_to(ROOT / folder)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(source)
+    return config
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Writes the page of commands from the command line itself, so that the two cannot differ."""
+    return markdown.replace(MARK, every_command()) if page.file.src_uri == "commands.md" else markdown
+
+
+def every_command() -> str:
+    """Usage, arguments and options of all commands, each below a heading of its own."""
+    import typer
+    from typer.cli import get_docs_for_click
+
+    from arbordraft.cli.main import app
+
+    command = typer.main.get_command(app)
+    described = get_docs_for_click(obj=command, ctx=command.context_class(command), name="arbordraft")
+    described = described[described.index("\n## ") :]  # behind the heading of the whole
+    return described.replace("[--", r"\[--")  # else the options in a help text are taken for links

@@ -1,0 +1,153 @@
+"""What the README, docs/ and docstrings show is true: code runs, command lines parse, links lead somewhere."""
+
+import doctest
+import importlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from sybil import Sybil
+from sybil.parsers.markdown import PythonCodeBlockParser
+
+from arbordraft.cli.main import app
+from arbordraft.training.fit import known_configs
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+RESULTS = ROOT / "examples" / "results"
+PACKAGES = {"toolkit": "", "kernels": "kernels.", "training": "training.", "exports": "exports."}
+FENCED = re.compile(r"^```(\w*).*?\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def page_id(path: object) -> str | None:
+    return str(path.relative_to(ROOT)) if isinstance(path, Path) else None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_python_blocks_run(page, monkeypatch):
+    """One after the other, in one namespace per page, from the root of the checkout."""
+    monkeypatch.chdir(ROOT)
+    for block in Sybil([PythonCodeBlockParser()]).parse(page).examples():
+        block.evaluate()
+
+
+def documented() -> list[doctest.DocTest]:
+    """Every docstring with an example."""
+    found: list[doctest.DocTest] = []
+    for folder, package in PACKAGES.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if ">>> " in path.read_text():
+                name = ".".join(path.relative_to(ROOT / folder).with_suffix("").parts).removesuffix(".__init__")
+                module = importlib.import_module(f"arbordraft.{package}{name}")
+                found += [each for each in doctest.DocTestFinder().find(module) if each.examples]
+    return found
+
+
+@pytest.mark.parametrize("example", documented(), ids=lambda example: example.name)
+def test_docstring_examples_hold(example):
+    shown: list[str] = []
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    result = runner.run(example, out=shown.append)
+    assert result.failed == 0, "".join(shown)
+
+
+def test_there_are_enough_docstring_examples():
+    assert len(documented()) >= 20
+
+
+def fenced_lines(page: Path, program: str) -> list[str]:
+    """Lines of fenced blocks that start a program; a backslash joins lines."""
+    blocks = [body for language, body in FENCED.findall(page.read_text()) if language != "python"]
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [line.strip() for line in lines if re.match(rf"\s*(\$ )?{program} ", line)]
+
+
+def command_lines() -> list[tuple[str, bool]]:
+    """Every command line of ours, and whether it is whole: code inside a sentence may leave arguments out."""
+    sources = [*PAGES, RESULTS / "README.md", ROOT / "examples" / "compare" / "README.md"]
+    whole = [(line.removeprefix("$ "), True) for page in sources for line in fenced_lines(page, "arbordraft")]
+    inline = [re.findall(r"`(arbordraft [^`\n]+)`", FENCED.sub("", page.read_text())) for page in sources]
+    return sorted({*whole, *((line, False) for lines in inline for line in lines)})
+
+
+@pytest.mark.parametrize(("line", "whole"), command_lines(), ids=lambda value: value if isinstance(value, str) else "")
+def test_command_lines_parse(line, whole, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert problem(line, whole) is None
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("arbordraft generat 'Hello'", "generat"),
+        ("arbordraft bench decode --drafter ngram --tokens 3", "--tokens"),
+        ("arbordraft bench decode --new-tokens many", "integer"),
+        ("arbordraft tree chain:3 chain:4", "chain:4"),
+        ("arbordraft tree --png tree.png", "Missing"),
+        ("arbordraft train drafter fit --config drafter/eagel", "drafter/eagel"),
+    ],
+)
+def test_a_wrong_command_line_is_caught(line, expected, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert expected in (problem(line, whole=True) or "")
+
+
+def problem(line: str, whole: bool) -> str | None:
+    """What the command line refuses before it does anything. Reads and writes in the current folder."""
+    command, arguments = typer.main.get_command(app), shlex.split(line, comments=True)[1:]
+    context = command.context_class(command, info_name="arbordraft")
+    while hasattr(command, "resolve_command") and arguments:
+        if command.get_command(context, arguments[0]) is None:
+            return f"there is no command {arguments[0]}"
+        name, command, arguments = command.resolve_command(context, arguments)
+        context = command.context_class(command, info_name=name, parent=context)
+    if command.context_settings.get("ignore_unknown_options"):  # Lightning's own command line reads these
+        configs = [value for name, value in zip(arguments, arguments[1:], strict=False) if name == "--config"]
+        unknown = [name for name in configs if name not in known_configs() and not name.endswith(".yaml")]
+        return f"there is no configuration {unknown[0]}" if unknown else None
+    for name in arguments:
+        if name.endswith((".jsonl", ".txt")):  # prompts, which are to be there
+            Path(name).touch()
+    try:
+        command.make_context(name, arguments, parent=context)
+    except Exception as error:  # the parser's own exceptions have no public name in every version of typer
+        reason = f"{type(error).__name__}: {getattr(error, 'message', error)}"
+        return None if reason.startswith(("Missing", "NoArgs")) and not whole else reason
+    return None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_and_make_targets_exist(page):
+    text = FENCED.sub("", page.read_text())
+    links = re.findall(r"\]\((?!https?://|#)([^)#\s]+)", text)
+    assert [link for link in links if not (page.parent / link).exists()] == []
+    targets = {line.split()[1] for line in fenced_lines(page, "make") if "=" not in line.split()[1]}
+    targets |= set(re.findall(r"`make (\w+)", text))
+    assert [
+        name for name in sorted(targets) if not re.search(rf"^{name}:", (ROOT / "Makefile").read_text(), re.M)
+    ] == []
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_bytes()) <= 6 * 1024
+
+
+def test_every_result_is_explained():
+    explained = (RESULTS / "README.md").read_text()
+    assert [path.name for path in sorted(RESULTS.glob("*.json")) if f"`{path.name}`" not in explained] == []
+
+
+def test_the_site_builds_without_warnings(tmp_path):
+    quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    built = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    pages = {path.stem for path in (tmp_path / "site").glob("*.html")}
+    assert {page.stem for page in (ROOT / "docs").glob("*.md")} <= pages
+    assert "arbordraft bench decode" in (tmp_path / "site" / "commands.html").read_text()
+    assert not re.search(r'(src|href)="https?://(fonts|unpkg|cdn)', (tmp_path / "site" / "index.html").read_text())
