@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from arbordraft.kernels.native import fakes
-from arbordraft.kernels.native.build import ISA_VARIABLE, KERNELS, SOURCE, Build, Unavailable, chosen_isa
+from arbordraft.kernels.native.build import ISA_VARIABLE, KERNELS, SOURCE, Build, Unavailable, chosen_isa, cpu
 
 
 class NativeKernelsUnavailable(RuntimeWarning):
@@ -34,6 +34,7 @@ class Extension:
         self.source, self.root, self.loaded = source, root, loaded
         self._tried = self._forked = False
         self._problem: str | None = None
+        self._notice: Warning | None = None
         self._lock = threading.Lock()
 
     def after_fork(self) -> None:
@@ -48,13 +49,24 @@ class Extension:
         isa = chosen_isa()
         if isa == "off":
             return f"{ISA_VARIABLE}=off turns them off; unset the variable to use them"
+        self._settle(isa)
+        notice, self._notice = self._notice, None
+        if notice:  # outside the lock: a filter may turn it into an error, or a handler may ask again
+            warnings.warn(notice, stacklevel=4)
+        return self._problem
+
+    def load_in_background(self) -> None:
+        """Begins to load, which may mean to build; whoever asks for the outcome waits for it, and is warned."""
+        isa = chosen_isa()
+        if isa != "off" and not self._tried:
+            threading.Thread(target=self._settle, args=(isa,), name="arbordraft-kernels", daemon=True).start()
+
+    def _settle(self, isa: str) -> None:
         if not self._tried:
             with self._lock:
-                notice = None if self._tried else self._try(isa)
-                self._tried = True
-            if notice:  # outside the lock: a filter may turn it into an error, or a handler may ask again
-                warnings.warn(notice, stacklevel=4)
-        return self._problem
+                if not self._tried:
+                    self._notice = self._try(isa)
+                    self._tried = True
 
     def _try(self, isa: str) -> Warning | None:
         try:
@@ -90,6 +102,16 @@ def load() -> bool:
     return _kernels.load()
 
 
+def load_in_background() -> None:
+    """Begins to load them, so that a program can read a model's weights while they are built."""
+    _kernels.load_in_background()
+
+
+def fast_bfloat16() -> bool:
+    """Whether this processor multiplies bfloat16 faster than float32; asks for no kernels."""
+    return chosen_isa() in ("native", "off") and "avx512_bf16" in cpu().get("flags", "").split()
+
+
 def problem() -> str | None:
     """Why they cannot be used and what to do about it, or None if they can."""
     return _kernels.problem()
@@ -100,4 +122,12 @@ def isa() -> str | None:
     return torch.ops.arbordraft.isa() if load() else None
 
 
-__all__ = ["NativeKernelsNotCached", "NativeKernelsUnavailable", "isa", "load", "problem"]
+__all__ = [
+    "NativeKernelsNotCached",
+    "NativeKernelsUnavailable",
+    "fast_bfloat16",
+    "isa",
+    "load",
+    "load_in_background",
+    "problem",
+]

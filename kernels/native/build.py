@@ -7,6 +7,7 @@ each build has a folder of its own and only the finished library moves, atomical
 module is not even asked for torch's folders: it imports setuptools, which alters the process and can be missing.
 """
 
+import atexit
 import contextlib
 import functools
 import hashlib
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -35,6 +36,7 @@ ISA_VARIABLE = "ARBORDRAFT_ISA"
 
 SCRATCH = ".build-"
 SCRATCH_LIFE = 3600.0  # seconds after which a scratch folder belongs to a build that was killed
+PATIENCE = 1.0  # seconds of compiling after which a line on the terminal says how long it has taken
 COMPILER_LIMIT = 1200.0  # seconds; far above what a loaded machine needs, and below SCRATCH_LIFE
 SEAL = hashlib.sha256().digest_size
 
@@ -49,6 +51,7 @@ MACHINE_FLAGS = {
     "generic": [],
 }
 _MAC = sys.platform == "darwin"
+_NOTICE = "building CPU kernels, once per machine (about 20 s)"
 
 
 class Unavailable(Exception):
@@ -79,7 +82,7 @@ class Build:
     def __init__(self, isa: str, source: Path = SOURCE, root: Path = KERNELS):
         if sys.platform == "win32":
             raise Unavailable("they need the flags of GCC or Clang, which Windows lacks; use Linux, or WSL")
-        if lacking := NEEDED_BY[isa] - set(_cpu().get("flags", "").split()):
+        if lacking := NEEDED_BY[isa] - set(cpu().get("flags", "").split()):
             names = ", ".join(sorted(lacking))
             raise Unavailable(f"this CPU lacks {names}, which {ISA_VARIABLE}={isa} asks for; unset the variable")
         self.source = source
@@ -90,7 +93,7 @@ class Build:
         self.flags += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", *MACHINE_FLAGS[isa]]
         files = sorted(path for path in root.rglob("*") if path.suffix in (".h", ".cpp"))
         texts = {path.relative_to(root).as_posix(): path.read_bytes().hex() for path in files}
-        parts = [texts, self.compiler, version, self.flags, torch.__version__, platform.machine(), _cpu()]
+        parts = [texts, self.compiler, version, self.flags, torch.__version__, platform.machine(), cpu()]
         self.key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def load(self, load: Callable[[Path], None]) -> str | None:
@@ -121,12 +124,7 @@ class Build:
         return obstacle
 
     def _compile(self, folder: Path, log: Path | None) -> Path:
-        message = "building CPU kernels, once per machine (about 20 s)"
-        logger = logging.getLogger("arbordraft")
-        if not logger.isEnabledFor(logging.INFO) and sys.stderr is not None and sys.stderr.isatty():
-            print(f"arbordraft: {message}", file=sys.stderr)
-        logger.info(message)
-
+        logging.getLogger("arbordraft").info(_NOTICE)
         part, library = folder / "kernels.o", folder / LIBRARY
         headers = [f"-I{TORCH / 'include'}", f"-I{TORCH / 'include/torch/csrc/api/include'}"]
         self._run([*self.flags, *headers, "-c", self.source, "-o", part], folder, log)
@@ -144,7 +142,8 @@ class Build:
         fix = f"install a newer g++, name another compiler in CXX, or set {ISA_VARIABLE}=off to do without"
         command = [*self.compiler, *arguments]
         try:
-            status, text = _finished(command, environment)
+            with _progress_line() as tell:
+                status, text = _finished(command, environment, tell)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise Unavailable(f"the compiler could not run ({error}); {fix}") from error
         if not status:
@@ -162,8 +161,34 @@ class Build:
         raise Unavailable(f"{self.compiler[0]} failed{where}; {fix}. It said:\n{said}")
 
 
-def _finished(command: list[str | Path], environment: dict[str, str]) -> tuple[int, bytes]:
-    """Runs the compiler; the processes that it starts end with it, whatever ends the waiting."""
+@contextlib.contextmanager
+def _progress_line() -> Iterator[Callable[[float], None]]:
+    """A function that writes the seconds so far to a terminal, over and over in one line, which goes at the end.
+
+    Where nobody watches, or a log says it already, it does nothing.
+    """
+    logged = logging.getLogger("arbordraft").isEnabledFor(logging.INFO)
+    if logged or sys.stderr is None or not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    stream, shown = sys.stderr, False
+
+    def tell(seconds: float) -> None:
+        nonlocal shown
+        shown = True
+        print(f"\rarbordraft: {_NOTICE}: {seconds:.0f} s", end="", file=stream, flush=True)
+
+    try:
+        yield tell
+    finally:
+        if shown:
+            print("\r\x1b[K", end="", file=stream, flush=True)
+
+
+def _finished(
+    command: list[str | Path], environment: dict[str, str], tell: Callable[[float], None] = lambda _: None
+) -> tuple[int, bytes]:
+    """Runs the compiler, telling the seconds it has taken; what it starts ends with it, whatever ends the waiting."""
     process = subprocess.Popen(
         command,
         env=environment,
@@ -172,13 +197,29 @@ def _finished(command: list[str | Path], environment: dict[str, str]) -> tuple[i
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
+    start = time.monotonic()
+
+    def kill() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+    atexit.register(kill)  # the thread that waits may be one that nobody waits for
     try:
-        output, _ = process.communicate(timeout=COMPILER_LIMIT)
+        while True:
+            left = COMPILER_LIMIT - (time.monotonic() - start)
+            try:
+                output, _ = process.communicate(timeout=min(PATIENCE, left))
+                return process.returncode, output
+            except subprocess.TimeoutExpired:
+                if (seconds := time.monotonic() - start) >= COMPILER_LIMIT:
+                    raise subprocess.TimeoutExpired(command, COMPILER_LIMIT) from None
+                tell(seconds)
     except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
+        kill()
         process.wait()
         raise
-    return process.returncode, output
+    finally:
+        atexit.unregister(kill)
 
 
 def _scratch_folder(parent: Path) -> "tempfile.TemporaryDirectory[str]":
@@ -211,8 +252,8 @@ def _compiler() -> tuple[list[str], str]:
 
 
 @functools.cache
-def _cpu() -> dict[str, str]:
-    """What the kernel says about the first core, without what changes from moment to moment."""
+def cpu() -> dict[str, str]:
+    """What the operating system says about the first core, without what changes from moment to moment."""
     lasting = {"vendor_id", "cpu family", "model", "model name", "flags", "Features"}
     lasting |= {"CPU implementer", "CPU part", "CPU variant"}
     found = {"processor": platform.processor()}

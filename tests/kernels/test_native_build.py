@@ -157,7 +157,7 @@ def test_unknown_isa(cache, toy, monkeypatch):
 
 def test_unsupported_isa(cache, toy, monkeypatch):
     monkeypatch.setenv("ARBORDRAFT_ISA", "avx512")
-    monkeypatch.setattr(build, "_cpu", lambda: {"flags": " ".join(build.NEEDED_BY["avx2"])})
+    monkeypatch.setattr(build, "cpu", lambda: {"flags": " ".join(build.NEEDED_BY["avx2"])})
     assert "lacks avx512bw, avx512cd, avx512dq, avx512f, avx512vl" in unavailable(toy)
     assert not cache.exists()  # nothing was built, let alone run
 
@@ -168,7 +168,7 @@ def test_unsupported_isa(cache, toy, monkeypatch):
 @pytest.mark.skipif(not build._X86, reason="names instruction sets of x86")
 @pytest.mark.parametrize("isa", ["avx512", "avx2", "generic"])
 def test_isa_reaches_the_compiler(cache, tmp_path, monkeypatch, isa):
-    if not build.NEEDED_BY[isa] <= set(build._cpu()["flags"].split()):
+    if not build.NEEDED_BY[isa] <= set(build.cpu()["flags"].split()):
         pytest.skip("this CPU lacks it")
     monkeypatch.setenv("ARBORDRAFT_ISA", isa)
     toy = write_toy(tmp_path / "toy", source=MACROS)
@@ -248,7 +248,7 @@ def test_key_changes_with_all_that_matters(cache, toy, monkeypatch):
     for where, name, other in [
         (torch, "__version__", "0.0"),
         (build, "_compiler", lambda: (["g++"], "g++ 99")),
-        (build, "_cpu", lambda: {"model name": "Z80"}),
+        (build, "cpu", lambda: {"model name": "Z80"}),
         (torch, "compiled_with_cxx11_abi", lambda: not torch._C._GLIBCXX_USE_CXX11_ABI),
     ]:
         with monkeypatch.context() as patch:
@@ -342,8 +342,43 @@ def test_announced_on_a_log_that_listens(cache, toy, caplog, capsys):
 @pytest.mark.parametrize("terminal", [True, False])
 def test_announced_on_a_terminal(cache, toy, capsys, monkeypatch, terminal):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    monkeypatch.setattr(build, "PATIENCE", 0.01)
     assert toy.load()
-    assert ("building CPU kernels" in capsys.readouterr().err) == terminal
+    said = capsys.readouterr().err
+    assert ("building CPU kernels, once per machine (about 20 s): 0 s" in said) == terminal
+    assert said.endswith("\r\x1b[K" if terminal else "")  # the line goes when the kernels are there
+
+
+def test_a_quick_build_says_nothing(cache, toy, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(build, "PATIENCE", 60.0)
+    assert toy.load()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_background_build_is_waited_for(cache, toy, monkeypatch):
+    tries, begun, go_on, try_ = [], threading.Event(), threading.Event(), Extension._try
+
+    def slow_try(*arguments):
+        tries.append(threading.current_thread())
+        begun.set()
+        go_on.wait(10)
+        return try_(*arguments)
+
+    monkeypatch.setattr(Extension, "_try", slow_try)
+    toy.load_in_background()
+    assert begun.wait(10)
+    threading.Timer(0.05, go_on.set).start()
+    assert toy.load()
+    toy.load_in_background()  # nothing is left to do
+    assert len(tries) == 1
+    assert tries[0] is not threading.current_thread()
+
+
+def test_failed_background_build_warns_who_asks(cache, toy, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    toy.load_in_background()
+    assert "no-such-compiler" in unavailable(toy)
 
 
 def test_a_failure_after_loading_decides(cache, toy):
