@@ -1,6 +1,6 @@
 """What people see: answers as they stream, tables of results, trees."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ from rich.tree import Tree
 
 from arbordraft.metrics import DecodeStats
 from arbordraft.topology import TreeTopology
+from arbordraft.types import SampleTree, SampleVerdict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,8 +62,34 @@ def stats_table(stats: DecodeStats, seconds: float) -> Table:
 
 def tree_text(topology: TreeTopology) -> Tree:
     """A topology as an indented tree."""
-    nodes: list[Tree] = []
-    for node, parent in enumerate(topology.parent_list):
-        label = "0 (last committed token)" if node == 0 else str(node)
-        nodes.append(Tree(label) if parent < 0 else nodes[parent].add(label))
-    return nodes[0]
+    return _indented(topology, range(topology.num_nodes), lambda node: Text(str(node or "0 (last committed token)")))
+
+
+def step_tree(tree: SampleTree, verdict: SampleVerdict, spell: Callable[[int], str]) -> Group:
+    """What one step drafted for one sample: accepted nodes are marked, and the target's own token follows below.
+
+    Args:
+        tree: the drafts.
+        verdict: what became of them.
+        spell: the text of a token.
+    """
+    accepted = {0, *verdict.path}
+
+    def label(node: int) -> Text:
+        text = Text(repr(spell(tree.tokens[node])), style="bold green" if node in accepted else "dim")
+        return text.append(" ✓") if node in verdict.path else text
+
+    kind = "instead of what was rejected" if verdict.recovered else "as a bonus"
+    own = Text.assemble("the target adds ", (repr(spell(verdict.token)), "bold cyan"), f" {kind}")
+    drafted = len(tree.tokens) - 1
+    gain = Text(f"{drafted} drafted, {len(verdict.path)} accepted: {len(verdict.path) + 1} tokens by one forward")
+    return Group(_indented(tree.topology, tree.tokens, label), own, gain)
+
+
+def _indented(topology: TreeTopology, nodes: Iterable[int], label: Callable[[int], Text]) -> Tree:
+    """Nodes in ascending order, each below its parent."""
+    drawn: dict[int, Tree] = {}
+    for node in nodes:
+        parent = topology.parent_list[node]
+        drawn[node] = Tree(label(node)) if parent < 0 else drawn[parent].add(label(node))
+    return drawn[0]

@@ -1,4 +1,4 @@
-"""The command line: generate, tune, tree, bench, train, export."""
+"""The command line: chat, generate, tune, tree, doctor, bench, train, export."""
 
 import sys
 from enum import StrEnum
@@ -11,15 +11,21 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from arbordraft.allocator import keep_freed_memory
 from arbordraft.cli.bench import app as bench
+from arbordraft.cli.chat import chat
 from arbordraft.cli.display import stats_table, stream_panels, tree_text
+from arbordraft.cli.doctor import doctor
 from arbordraft.cli.export import app as export
 from arbordraft.cli.failures import ending
 from arbordraft.cli.options import (
     SHAPES,
+    DrafterOption,
     DtypeOption,
+    KernelsOption,
     LimitOption,
     ModelOption,
     PromptsOption,
+    TemperatureOption,
+    TopPOption,
     finite,
     numbers,
     output_file,
@@ -41,12 +47,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Multi-draft speculative decoding: several tokens per forward pass, the same output law.",
 )
+app.command()(chat)
+app.command()(doctor)
 app.add_typer(bench, name="bench")
 app.add_typer(train, name="train")
 app.add_typer(export, name="export")
 console = Console()
-
-TemperatureOption = Annotated[float, typer.Option(min=0, callback=finite, help="0 decodes greedily.")]
 
 
 class Law(StrEnum):
@@ -73,12 +79,7 @@ def generate(
         typer.Option(exists=True, dir_okay=False, help="Text file with one prompt per line, added to the others."),
     ] = None,
     model: ModelOption = "smollm2",
-    drafter: Annotated[
-        str,
-        typer.Option(
-            help="'ngram', 'early-exit:LAYERS', 'none', folder of a trained drafter, or a draft model's hub name."
-        ),
-    ] = "ngram",
+    drafter: DrafterOption = "ngram",
     tree: Annotated[str, typer.Option(help=f"Shape of the draft tree: {SHAPES}.")] = "k:2,1,1,1",
     law: Annotated[Law | None, typer.Option(help="Draft law; by default 'fixed' for ngram, else top-tail.")] = None,
     verifier: Annotated[Verifier, typer.Option(help="How the tree is verified; both are exact.")] = Verifier.lifted,
@@ -87,13 +88,11 @@ def generate(
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=0, help="Tokens per prompt.")] = 128,
     temperature: TemperatureOption = 0.0,
-    top_p: Annotated[float, typer.Option(min=0, max=1, callback=finite, help="Nucleus sampling.")] = 1.0,
+    top_p: TopPOption = 1.0,
     seed: Annotated[int, typer.Option(help="Seed; prompt i uses seed + i, whatever shares its batch.")] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="Do not apply the chat template.")] = False,
     dtype: DtypeOption = Dtype.float32,
-    kernels: Annotated[
-        Kernels, typer.Option(help="On a CPU: 'packed' takes the fastest kernels that work, 'plain' the model's own.")
-    ] = Kernels.auto,
+    kernels: KernelsOption = Kernels.auto,
 ) -> None:
     """Decode one or many prompts as a ragged batch, streaming, and report what speculation gained."""
     import time
@@ -126,10 +125,7 @@ def generate(
 
 @app.command()
 def tune(
-    drafter: Annotated[
-        str,
-        typer.Option(help="'ngram', 'early-exit:LAYERS', folder of a trained drafter, or a draft model's hub name."),
-    ] = "ngram",
+    drafter: DrafterOption = "ngram",
     model: ModelOption = "smollm2",
     dtype: DtypeOption = Dtype.bfloat16,
     prompts: PromptsOption = None,

@@ -7,25 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from arbordraft.files import check_writable
-from arbordraft.loading import Dtype
+from arbordraft.loading import Dtype, Kernels
 
 if TYPE_CHECKING:
     from arbordraft.topology import TreeTopology
 
 SHAPES = "chain:5 | k:4,2,2 | fork:3x4 | parents:-1,0,0,1 | sequoia:0.6,0.2,0.1@16"
-
-
-ModelOption = Annotated[
-    str, typer.Option(help="Hub name or folder of a causal LM; 'smollm2' fetches SmolLM2-135M-Instruct.")
-]
-DtypeOption = Annotated[Dtype, typer.Option(help="Precision of the weights.")]
-PromptsOption = Annotated[
-    Path | None,
-    typer.Option(
-        exists=True, dir_okay=False, help="JSON lines with 'messages', such as MT-Bench's; else built-in ones."
-    ),
-]
-LimitOption = Annotated[int | None, typer.Option(min=1, help="Use the first so many prompts only.")]
 
 
 def finite(value: float | None) -> float | None:
@@ -37,6 +24,36 @@ def finite(value: float | None) -> float | None:
     if value is not None and not math.isfinite(value):
         raise typer.BadParameter(f"{value} is not a finite number")
     return value
+
+
+DRAFTERS = (
+    "'auto' (a head trained for the model if one is known, else lookups), 'ngram' (lookups), 'none', "
+    "'early-exit:LAYERS', folder of a trained drafter, or a draft model's hub name."
+)
+
+ModelOption = Annotated[
+    str,
+    typer.Option(
+        help="Hub name, folder or GGUF file of a causal LM; 'smollm2' fetches SmolLM2-135M-Instruct.",
+    ),
+]
+DrafterOption = Annotated[str, typer.Option(help=DRAFTERS)]
+DtypeOption = Annotated[Dtype, typer.Option(help="Precision of the weights.")]
+AutoDtypeOption = Annotated[
+    Dtype | None, typer.Option(help="Precision of the weights; by default bfloat16 where this machine is fast at it.")
+]
+KernelsOption = Annotated[
+    Kernels, typer.Option(help="How weights are read on a CPU; 'auto' takes the fastest that work, 'torch' its own.")
+]
+TemperatureOption = Annotated[float, typer.Option(min=0, callback=finite, help="0 decodes greedily.")]
+TopPOption = Annotated[float, typer.Option(min=0, max=1, callback=finite, help="Nucleus sampling.")]
+PromptsOption = Annotated[
+    Path | None,
+    typer.Option(
+        exists=True, dir_okay=False, help="JSON lines with 'messages', such as MT-Bench's; else built-in ones."
+    ),
+]
+LimitOption = Annotated[int | None, typer.Option(min=1, help="Use only this many prompts, from the first.")]
 
 
 def output_file(path: Path | None) -> Path | None:
@@ -51,7 +68,7 @@ def output_file(path: Path | None) -> Path | None:
 
 
 def numbers(text: str, kind: type, least: float = 1) -> list[Any]:
-    """Comma-separated numbers of at least so much.
+    """Comma-separated numbers, none below ``least``.
 
     Raises:
         typer.BadParameter: if something else is among them.

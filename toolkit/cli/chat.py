@@ -1,0 +1,198 @@
+"""``arbordraft chat``: a conversation in the terminal, or line by line from a pipe."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from arbordraft.cli.display import step_tree
+from arbordraft.cli.failures import Terminated
+from arbordraft.cli.options import (
+    AutoDtypeOption,
+    DrafterOption,
+    KernelsOption,
+    ModelOption,
+    TemperatureOption,
+    TopPOption,
+)
+from arbordraft.loading import Kernels
+
+if TYPE_CHECKING:
+    from arbordraft.decoder import SpeculativeDecoder
+    from arbordraft.metrics import DecodeStats
+    from arbordraft.state import DecodeState
+    from arbordraft.types import DraftTree, SampleTree, SampleVerdict, Verdict
+
+HELP = """\
+/tree    the draft tree of the last step, accepted nodes marked
+/clear   forget the conversation
+/help    this list
+/quit    leave, as Ctrl-D does; Ctrl-C stops an answer"""
+
+
+def chat(
+    model: ModelOption = "smollm2",
+    drafter: DrafterOption = "auto",
+    system: Annotated[str | None, typer.Option(help="System prompt that stands before the conversation.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 512,
+    temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = 1.0,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of every answer; by default each is drawn anew.")] = None,
+    dtype: AutoDtypeOption = None,
+    kernels: KernelsOption = Kernels.auto,
+) -> None:
+    """Talk to a model: answers stream, /tree shows how the last tokens were drafted, /help lists the rest.
+
+    Without a terminal every line of the input is a message, and the exit status is 1 if one could not be answered.
+    """
+    import arbordraft as ad
+
+    console = Console(highlight=False, soft_wrap=True)
+    with console.status("loading the model"):  # which only a terminal shows
+        decoder = ad.load(model, drafter, dtype=None if dtype is None else dtype.value, kernels=kernels.value)
+    settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+    session = Session(decoder, settings, console, system)
+    if sys.stdin.isatty():
+        console.print("Type a message, or /help.", style="dim")
+        converse(session, _typed(session))
+    else:
+        converse(session, (line.rstrip("\n") for line in sys.stdin))
+        if session.failed:
+            raise typer.Exit(1)
+
+
+@dataclass
+class Session:
+    """A conversation and what its last step did.
+
+    Args:
+        decoder: answers.
+        settings: of every answer, as ``decoder.chat`` takes them.
+        console: shows the answers.
+        system: system prompt.
+        messages: what was said so far, without the system prompt.
+        failed: whether any message could not be answered.
+    """
+
+    decoder: "SpeculativeDecoder"
+    settings: dict[str, Any]
+    console: Console
+    system: str | None = None
+    messages: list[dict[str, str]] = field(default_factory=list)
+    failed: bool = False
+    _stats: "DecodeStats | None" = None
+    _last: "tuple[SampleTree, SampleVerdict] | None" = None
+    _seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.decoder.on_step = self._watch
+
+    def answer(self, text: str) -> None:
+        """Streams the answer to a message; one that fails or is stopped leaves the conversation usable."""
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        asked = [*self.messages, {"role": "user", "content": text}]
+        said: list[str] = []
+        start = time.perf_counter()
+        pieces: Any = None
+        try:
+            pieces = self.decoder.chat([*system, *asked], stream=True, **self.settings)
+            for piece in pieces:
+                said.append(piece)
+                self.console.print(Text(piece), end="")
+        except Terminated:
+            raise
+        except KeyboardInterrupt:
+            if not self.console.is_terminal:  # nobody is there to go on talking
+                raise
+            self.console.print(Text(" [stopped]", style="dim"), end="")
+        except (ValueError, RuntimeError) as error:  # too long for the model, or no sound numbers: the rest may go on
+            self.failed = True
+            Console(stderr=True, soft_wrap=True).print(Text(f"error: {' '.join(str(error).split())}", style="red"))
+        finally:
+            if pieces is not None:
+                pieces.close()  # which ends the decoding
+        self._seconds = time.perf_counter() - start
+        self.console.print()
+        if said:
+            self.messages = [*asked, {"role": "assistant", "content": "".join(said)}]
+
+    def show_tree(self) -> None:
+        """Draws what the last step drafted."""
+        tokenizer = self.decoder.target.tokenizer
+        if self._last is None or tokenizer is None:
+            self.console.print("nothing was drafted yet: say something first")
+            return
+        self.console.print(step_tree(*self._last, lambda token: str(tokenizer.decode([token]))))
+
+    def clear(self) -> None:
+        """Forgets the conversation."""
+        self.messages, self._last, self._stats = [], None, None
+        self.console.print("forgotten")
+
+    def status(self) -> str:
+        """What the last answer gained, in one line."""
+        if self._stats is None:
+            return "no answer yet"
+        tokens = sum(self._stats.emitted)
+        speed = tokens / self._seconds if self._seconds else 0.0
+        return f"tau {self._stats.tau:.2f}   {speed:.0f} tokens/s   {tokens} tokens   {self._stats.exactness}"
+
+    def _watch(self, state: "DecodeState", tree: "DraftTree", verdict: "Verdict") -> None:
+        self._stats = state.stats
+        for drafted, judged in zip(tree.samples, verdict.samples, strict=True):
+            if drafted is not None and judged is not None:
+                self._last = drafted, judged
+
+
+def converse(session: Session, lines: Iterator[str]) -> None:
+    """Answers lines and obeys commands until the lines or the patience end."""
+    commands: dict[str, Callable[[], None]] = {
+        "/tree": session.show_tree,
+        "/clear": session.clear,
+        "/help": lambda: session.console.print(HELP, markup=False),
+    }
+    for line in lines:
+        text = line.strip()
+        if text == "/quit":
+            return
+        if text in commands:
+            commands[text]()
+        elif text.startswith("/") and " " not in text:
+            session.console.print(f"unknown command {text}: /help lists them", markup=False)
+        elif text:
+            session.answer(text)
+
+
+def _typed(session: Session) -> Iterator[str]:
+    """Lines that somebody types, until Ctrl-D; the arrows go through earlier ones."""
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.history import FileHistory
+
+    prompt: PromptSession[str] = PromptSession(
+        history=FileHistory(str(_history_file())), bottom_toolbar=session.status, enable_history_search=True
+    )
+    while True:
+        try:
+            yield prompt.prompt("> ")
+        except Terminated:
+            raise
+        except KeyboardInterrupt:
+            continue  # as shells do: a new line
+        except EOFError:
+            return
+
+
+def _history_file() -> Path:
+    """Where earlier messages are kept; for their writer's eyes only."""
+    from arbordraft.kernels.native.build import cache_folder
+
+    file = cache_folder() / "chat-history"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.touch(mode=0o600)
+    return file

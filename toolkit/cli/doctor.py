@@ -1,0 +1,248 @@
+"""``arbordraft doctor``: what this machine has, what runs on it and why, and what is missing."""
+
+import json as json_format
+import os
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+_DEVELOPERS = ("dev", "docs")  # extras that whoever only uses the package does not miss
+_MOST_BYTES = 2**28  # read to measure the memory: several times the last cache of most machines
+_ROUNDS = 5
+
+
+def doctor(
+    json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Do not measure the memory.")] = False,
+) -> None:
+    """Show the machine, the kernels chosen and why, what is cached, and what to install; exits with 1 if broken."""
+    report = examine(measure=not quick)
+    if json:
+        typer.echo(json_format.dumps(report, indent=2))
+    else:
+        _show(report)
+    if report["broken"]:
+        raise typer.Exit(1)
+
+
+def examine(*, measure: bool = True) -> dict[str, Any]:
+    """All findings by section, ready for JSON; ``broken`` lists what keeps the package from working."""
+    from arbordraft.bench.measure import provenance
+
+    here = provenance()
+    kernels, broken = _kernels()
+    packages = _requirements()
+    for name, problem in packages.pop("").items():
+        if problem is not None:
+            broken.append(f"{name} is {problem}: pip install '{name}'")
+    cache, obstacle = _cache()
+    return {
+        "versions": {"python": here["python"], **here["versions"]},
+        "machine": _machine(here),
+        "memory": _memory(measure),
+        "kernels": kernels,
+        "cache": cache,
+        "extras": {extra: {"missing": _missing(parts), "install": _pip(extra)} for extra, parts in packages.items()},
+        "broken": [*broken, *obstacle],
+    }
+
+
+def _machine(here: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    affinity = getattr(os, "sched_getaffinity", None)
+    return {
+        "cpu": here["cpu"] or here["machine"],
+        "cores": len(affinity(0)) if affinity else os.cpu_count(),
+        "threads": here["threads"],
+        "vector extensions": torch.backends.cpu.get_cpu_capability(),
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+    }
+
+
+def _memory(measure: bool) -> dict[str, float | None]:
+    """GiB in all and available, and GB/s of reading and of copying."""
+    total, available = _memory_bytes()
+    found: dict[str, float | None] = {
+        "total": None if total is None else total / 2**30,
+        "available": None if available is None else available / 2**30,
+    }
+    if measure:
+        size = min(_MOST_BYTES, (available or _MOST_BYTES * 8) // 8)
+        found |= bandwidth(size)
+    return found
+
+
+def _memory_bytes() -> tuple[int | None, int | None]:
+    """Installed and available bytes, where the system tells."""
+    with suppress(OSError, ValueError):
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        return int(fields["MemTotal"].split()[0]) * 1024, int(fields["MemAvailable"].split()[0]) * 1024
+    with suppress(AttributeError, ValueError, OSError):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), None
+    return None, None
+
+
+def bandwidth(size: int) -> dict[str, float | None]:
+    """GB/s of reading ``size`` bytes (the sum of a tensor) and of copying them (read and written bytes count).
+
+    The best of a few rounds with torch's threads: what a forward, which reads all weights once, can reach at most.
+    """
+    import torch
+
+    source = torch.ones(max(1, size // 4))
+    copy = torch.empty_like(source)
+    moved = source.numel() * source.element_size()
+
+    def best(run: Any) -> float:
+        run()
+        times = []
+        for _ in range(_ROUNDS):
+            start = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    return {"read": moved / best(source.sum) / 1e9, "copy": 2 * moved / best(lambda: copy.copy_(source)) / 1e9}
+
+
+def _kernels() -> tuple[dict[str, Any], list[str]]:
+    """What a small model gets here and why, by precision; it is compared with the model itself on the way."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from arbordraft.kernels import native
+    from arbordraft.target.model import RaggedModel
+
+    broken: list[str] = []
+    chosen: dict[str, str] = {}
+    try:
+        isa, problem = native.isa(), native.problem()
+    except ValueError as error:  # a wrong environment variable
+        return {"instruction set": None, "problem": str(error), "chosen": {}}, [str(error)]
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    for dtype in (torch.bfloat16, torch.float32):
+        name = str(dtype).removeprefix("torch.")
+        try:
+            target = RaggedModel(LlamaForCausalLM(config).eval().to(dtype))
+        except (ValueError, RuntimeError) as error:
+            broken.append(f"the kernels fail in {name}: {error}")
+        else:
+            chosen[name] = str(getattr(target, "chosen", target.backend))
+    return {"instruction set": isa, "problem": problem, "chosen": chosen}, broken
+
+
+def _cache() -> tuple[dict[str, Any], list[str]]:
+    """What the cache folder holds: one entry for each thing in it and for each build; and why it cannot be used."""
+    from arbordraft.kernels.native.build import cache_folder
+
+    try:
+        folder = cache_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError) as error:
+        return {"folder": None, "entries": []}, [f"no cache folder: {error}; set ARBORDRAFT_CACHE to one"]
+    broken = [] if os.access(folder, os.W_OK) else [f"{folder} cannot be written; set ARBORDRAFT_CACHE to another"]
+    entries = []
+    for place in sorted(folder.iterdir()):
+        if place.name.startswith("."):
+            continue
+        files = [file for file in place.rglob("*") if file.is_file()] if place.is_dir() else [place]
+        entries.append({"name": place.name, "files": len(files), "bytes": sum(file.stat().st_size for file in files)})
+    return {"folder": str(folder), "entries": entries}, broken
+
+
+def _requirements() -> dict[str, dict[str, str | None]]:
+    """By extra, "" for the package itself: required distributions, and what is wrong with each, if anything."""
+    from packaging.requirements import Requirement
+
+    try:
+        lines = [Requirement(line) for line in requires("arbordraft") or ()]
+    except PackageNotFoundError:
+        return {"": {}}
+    extras = sorted({extra for line in lines for extra in _extras_of(str(line.marker or ""))})
+
+    def parts(extra: str, seen: frozenset[str] = frozenset()) -> Iterator[tuple[str, str | None]]:
+        for line in lines:
+            if line.marker is not None and not line.marker.evaluate({"extra": extra}):
+                continue
+            if extra and (line.marker is None or line.marker.evaluate({"extra": ""})):
+                continue  # the package's own
+            if line.name == "arbordraft":
+                for other in line.extras - seen - {extra}:
+                    yield from parts(other, seen | {extra})
+            else:
+                yield line.name, _problem(line.name, line.specifier)
+
+    return {extra: dict(parts(extra)) for extra in ("", *extras) if extra not in _DEVELOPERS}
+
+
+def _extras_of(marker: str) -> Iterator[str]:
+    for part in marker.split("extra == ")[1:]:
+        yield part.strip("\"' )").split('"')[0]
+
+
+def _problem(name: str, wanted: Any) -> str | None:
+    try:
+        there = version(name)
+    except PackageNotFoundError:
+        return "missing"
+    return None if wanted.contains(there, prereleases=True) else f"{there}, not {wanted}"
+
+
+def _missing(parts: dict[str, str | None]) -> list[str]:
+    return [name if problem == "missing" else f"{name} ({problem})" for name, problem in parts.items() if problem]
+
+
+def _pip(extra: str) -> str:
+    return f"pip install 'arbordraft[{extra}]'"
+
+
+def _show(report: dict[str, Any]) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for name, value in _lines(report):
+        table.add_row(Text(name, style="bold"), Text(value))
+    console.print(table)
+    for problem in report["broken"]:
+        console.print(Text(f"broken: {problem}", style="red"))
+    if not report["broken"]:
+        console.print(Text("nothing is broken", style="green"))
+
+
+def _lines(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Findings as names and values."""
+    yield "versions", ", ".join(f"{name} {value}" for name, value in report["versions"].items())
+    machine, memory, kernels = report["machine"], report["memory"], report["kernels"]
+    yield "processor", f"{machine['cpu']}: {machine['cores']} cores, {machine['threads']} threads of torch"
+    yield "GPUs", ", ".join(machine["gpus"]) or "none"
+    yield "instruction set", kernels["instruction set"] or f"{machine['vector extensions']} (torch's own kernels)"
+    sizes = [f"{memory[name]:.1f} GiB {name}" for name in ("total", "available") if memory[name] is not None]
+    yield "memory", ", ".join(sizes) or "unknown"
+    if "read" in memory:
+        yield "bandwidth", f"{memory['read']:.1f} GB/s reading, {memory['copy']:.1f} GB/s copying (both ways)"
+    for dtype, chosen in kernels["chosen"].items():
+        yield f"kernels, {dtype}", chosen
+    if kernels["problem"]:
+        yield "native kernels", kernels["problem"]
+    yield "cache", str(report["cache"]["folder"])
+    for entry in report["cache"]["entries"]:
+        yield "", f"{entry['name']}: {entry['files']} files, {entry['bytes'] / 2**20:.1f} MiB"
+    for extra, state in report["extras"].items():
+        missing = state["missing"]
+        yield f"extra {extra}", f"missing {', '.join(missing)}: {state['install']}" if missing else "installed"
