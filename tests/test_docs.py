@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -107,7 +108,7 @@ def problem(line: str, whole: bool) -> str | None:
         name, command, arguments = command.resolve_command(context, arguments)
         context = command.context_class(command, info_name=name, parent=context)
     if command.context_settings.get("ignore_unknown_options"):  # Lightning's own command line reads these
-        configs = [value for name, value in zip(arguments, arguments[1:], strict=False) if name == "--config"]
+        configs = [value for name, value in pairwise(arguments) if name == "--config"]
         unknown = [name for name in configs if name not in known_configs() and not name.endswith(".yaml")]
         return f"there is no configuration {unknown[0]}" if unknown else None
     for name in arguments:

@@ -30,6 +30,10 @@ class CostTable:
     Raises:
         TypeError: if they are no lists of numbers.
         ValueError: unless rows ascend from 1 and every time is positive and finite.
+
+    >>> costs = CostTable((1, 8, 16), (0.010, 0.010, 0.020))
+    >>> costs(8), round(costs(12), 3)
+    (0.01, 0.015)
     """
 
     rows: tuple[int, ...]
@@ -78,6 +82,9 @@ class CostTable:
             samples: samples that take part; each emits one token without any draft.
             chances: probability that each draft is reached and accepted, descending.
             alike: samples that each of them stands for; what is kept of one is kept of all.
+
+        >>> CostTable((1, 2, 3), (1.0, 1.5, 2.0)).worthwhile(samples=1, chances=[0.8, 0.3])
+        1
         """
         best, count, expected = samples / self(samples * alike), 0, float(samples)
         for drafts, chance in enumerate(chances, 1):
@@ -100,6 +107,10 @@ class StepCosts:
     Raises:
         TypeError: if a table is none, or a time no number.
         ValueError: if a time is negative or not finite.
+
+    >>> forward, level = CostTable((1, 5), (1.0, 2.0)), CostTable((1,), (0.25,))
+    >>> StepCosts(forward, level).step(samples=1, levels=4)
+    3.0
     """
 
     target: CostTable
@@ -160,6 +171,9 @@ class NodeBudget:
     Raises:
         TypeError: if ``nodes`` is no whole number.
         ValueError: if it is below 1.
+
+    >>> NodeBudget(4).worthwhile(samples=2, chances=[0.9] * 10)
+    6
     """
 
     nodes: int
