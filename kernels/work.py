@@ -146,9 +146,7 @@ def lowest_kept(rows: int, vocabulary: int, itemsize: int, passes: int = 8, pivo
     return Work(rows * (vocabulary * itemsize + 2 * _FLOAT), 4 * passes * pivots * rows * vocabulary)
 
 
-def tree_expand(
-    rows: int, vocabulary: int, children: int, itemsize: int, *, words: int = 0, drawn: bool = False, chunk: int = 4096
-) -> Work:
+def tree_expand(rows: int, vocabulary: int, children: int, itemsize: int, *, chunk: int = 4096) -> Work:
     """Children of the nodes of a level: four operations per score, and those of sorting are comparisons.
 
     Args:
@@ -156,15 +154,12 @@ def tree_expand(
         vocabulary: V.
         children: of every node.
         itemsize: bytes of a score.
-        words: ancestor words of a node, 0 if they are not asked for.
-        drawn: whether children are drawn, from a seed per row.
         chunk: scores that one program reads.
     """
     chunks, wide = -(-vocabulary // chunk), max(2, 1 << (children - 1).bit_length())
     between = 2 * chunks * (wide * _INDEX + 2 * _FLOAT)  # keys, maxima and sums of chunks, written and read
-    made = children * (_INDEX + _FLOAT + words * _INDEX)
-    asked = (words + 1 if words else 0) * _INDEX + drawn * _INDEX
-    return Work(rows * (vocabulary * itemsize + between + made + asked), 4 * rows * vocabulary)
+    made = children * (_INDEX + _FLOAT)
+    return Work(rows * (vocabulary * itemsize + between + made), 4 * rows * vocabulary)
 
 
 def recursive_rejection(

@@ -31,13 +31,7 @@ def test_literal_masks():
     mask = SlicedCausalMask(UNEVEN, max_context=2)
     assert mask.prefix(4).int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
     assert mask.prefix(2, context=2).int().tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
-    assert mask.level(2, context=1).int().tolist() == [
-        [1, 1, 1, 0, 1, 0, 0],
-        [1, 1, 0, 1, 0, 1, 0],
-        [1, 1, 0, 1, 0, 0, 1],
-    ]
-    assert mask.prefix_words(4).tolist() == [[0b1], [0b11], [0b101], [0b1011]]
-    assert mask.level_words(2).tolist() == [[0b001011], [0b010101], [0b100101]]
+    assert mask.select(range(4), range(4)).tolist() == [[0b1], [0b11], [0b101], [0b1011]]
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
@@ -49,9 +43,6 @@ def test_every_slice_equals_a_mask_built_from_scratch(parents):
         for nodes in range(len(parents) + 1):
             expected = from_scratch(parents, range(nodes), range(nodes), context)
             assert torch.equal(mask.prefix(nodes, context), expected)
-        for depth, level in enumerate(topology.levels):
-            assert torch.equal(mask.level(depth, context), from_scratch(parents, level, range(level.stop), context))
-            assert torch.equal(unpacked(mask.level_words(depth), level.stop), mask.level(depth))
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -84,17 +75,15 @@ def test_a_prefix_is_selected_as_a_view():
 
 
 def test_slicing_never_allocates():
-    """A thousand steps of varying length read one buffer."""
+    """A thousand steps of varying length read one buffer each of bools and of words."""
     topology = TreeTopology.k_ary(2, 5)
     mask = SlicedCausalMask(topology, max_context=100)
     strip, words = mask.strip.untyped_storage().data_ptr(), mask.words.untyped_storage().data_ptr()
     with torch.profiler.profile(profile_memory=True) as profile:
         for step in range(1000):
-            nodes, context, depth = 1 + step % topology.num_nodes, step % 101, step % 6
-            dense = mask.prefix(nodes, context), mask.level(depth, context)
-            packed = mask.prefix_words(nodes), mask.level_words(depth)
-            assert {view.untyped_storage().data_ptr() for view in dense} == {strip}
-            assert {view.untyped_storage().data_ptr() for view in packed} == {words}
+            nodes, context = 1 + step % topology.num_nodes, step % 101
+            assert mask.prefix(nodes, context).untyped_storage().data_ptr() == strip
+            assert mask.select(range(nodes), range(nodes)).untyped_storage().data_ptr() == words
     assert not [event for event in profile.events() if event.name == "[memory]"]
 
 
@@ -109,9 +98,7 @@ def test_the_allocation_check_bites():
     [
         (lambda mask: mask.prefix(7), "topology has 6 nodes, 7 were asked for"),
         (lambda mask: mask.prefix(-1), "-1 were asked for"),
-        (lambda mask: mask.prefix_words(7), "7 were asked for"),
         (lambda mask: mask.prefix(2, context=3), "exceeds max_context 2"),
-        (lambda mask: mask.level(1, context=3), "exceeds max_context 2"),
         (lambda mask: SlicedCausalMask(UNEVEN, -1), "max_context must be a whole number of at least 0, got -1"),
     ],
 )

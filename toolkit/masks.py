@@ -20,14 +20,13 @@ class SlicedCausalMask(nn.Module):
 
     One buffer holds, for the largest tree, a block of ones for the context and to its right the ancestor
     matrix. Because nodes are listed level by level, the mask of any shorter draft after any shorter context
-    is a rectangle of that buffer: every method but :meth:`select` always returns a view and allocates
-    nothing.
+    is a rectangle of that buffer: :meth:`prefix` returns a view and allocates nothing.
 
     Args:
         topology: the largest tree.
-        max_context: greatest number of committed tokens that a dense view may cover. Ancestor words do not
-            mention the context (all of it is visible), so users of words alone leave it at 0. Times the nodes it
-            may come to 1 GiB.
+        max_context: greatest number of committed tokens that :meth:`prefix` may cover. The ancestor words of
+            :meth:`select` do not mention the context (all of it is visible), so users of words alone leave it at 0.
+            Times the nodes it may come to 1 GiB.
 
     Raises:
         TypeError: if ``topology`` is none, or ``max_context`` no whole number.
@@ -59,25 +58,17 @@ class SlicedCausalMask(nn.Module):
 
         Raises:
             ValueError: if the topology has fewer nodes, or ``context`` exceeds ``max_context``.
+
+        >>> SlicedCausalMask(TreeTopology([-1, 0, 0, 1]), max_context=8).prefix(3, context=2).int()
+        tensor([[1, 1, 1, 0, 0],
+                [1, 1, 1, 1, 0],
+                [1, 1, 1, 0, 1]], dtype=torch.int32)
         """
-        self._check(nodes, context)
+        if not 0 <= nodes <= self.topology.num_nodes:
+            raise ValueError(f"the topology has {self.topology.num_nodes} nodes, {nodes} were asked for")
+        if not 0 <= context <= self.max_context:
+            raise ValueError(f"context {context} exceeds max_context {self.max_context}; build the mask with more")
         return self.strip[:nodes, self.max_context - context : self.max_context + nodes]
-
-    def level(self, depth: int, context: int = 0) -> Tensor:
-        """Rows of the nodes at ``depth``, over the context and all nodes down to that level: a bool view."""
-        rows = self.topology.levels[depth]
-        self._check(rows.stop, context)
-        return self.strip[rows.start : rows.stop, self.max_context - context : self.max_context + rows.stop]
-
-    def prefix_words(self, nodes: int) -> Tensor:
-        """Ancestor words of the first ``nodes`` nodes: a ``[n, W]`` int64 view."""
-        self._check(nodes, 0)
-        return self.words[:nodes]
-
-    def level_words(self, depth: int) -> Tensor:
-        """Ancestor words of the nodes at ``depth``: an int64 view."""
-        rows = self.topology.levels[depth]
-        return self.words[rows.start : rows.stop]
 
     def select(self, rows: Sequence[int], columns: Sequence[int]) -> Tensor:
         """Ancestor words of the nodes ``rows`` when the cache holds the nodes ``columns``, in that order.
@@ -89,6 +80,9 @@ class SlicedCausalMask(nn.Module):
         Returns:
             ``[R, max(1, ceil(M / 64))]`` int64. A stretch of a prefix of the tree is answered with a view,
             any other choice (a tree that lost branches) with a gather.
+
+        >>> SlicedCausalMask(TreeTopology([-1, 0, 0, 1])).select([1, 3], [0, 1, 3]).tolist() == [[0b11], [0b111]]
+        True
         """
         if rows and rows[-1] < len(columns) and _is_range(columns, 0) and _is_range(rows, rows[0]):
             return self.words[rows[0] : rows[-1] + 1, : -(-len(columns) // WORD_BITS)]
@@ -99,12 +93,6 @@ class SlicedCausalMask(nn.Module):
 
     def extra_repr(self) -> str:
         return f"max_context={self.max_context}"
-
-    def _check(self, nodes: int, context: int) -> None:
-        if not 0 <= nodes <= self.topology.num_nodes:
-            raise ValueError(f"the topology has {self.topology.num_nodes} nodes, {nodes} were asked for")
-        if not 0 <= context <= self.max_context:
-            raise ValueError(f"context {context} exceeds max_context {self.max_context}; build the mask with more")
 
 
 def stack_words(words: Sequence[Tensor]) -> Tensor:

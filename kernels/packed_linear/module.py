@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from arbordraft.kernels import native
 from arbordraft.kernels.packed_linear import pack, packed_linear, quantize
 
-BACKENDS = ("native", "onednn", "plain")
+BACKENDS = ("native", "onednn")
 
 
 def onednn_problem(dtype: torch.dtype) -> str | None:
@@ -29,8 +29,8 @@ class PackedLinear(nn.Module):
 
     Args:
         linear: the module it stands for, on the CPU, in float32 or bfloat16.
-        backend: ``"native"`` (the C++ kernels; rows do not depend on each other's number), ``"onednn"`` (PyTorch's own
-            prepacking) or ``"plain"`` (no packing).
+        backend: ``"native"`` (the C++ kernels; rows do not depend on each other's number) or ``"onednn"`` (PyTorch's
+            own prepacking).
         int8: keep 8-bit weights with one scale per output; changes the output, native only.
 
     Raises:
@@ -43,12 +43,10 @@ class PackedLinear(nn.Module):
             raise ValueError(f"the backend of a packed linear must be one of {', '.join(BACKENDS)}, got {backend!r}")
         if int8 and backend != "native":
             raise ValueError(f"int8 weights need the native backend, not {backend!r}")
-        problem = native.problem() if backend == "native" else None
-        if backend == "onednn":
-            problem = onednn_problem(linear.weight.dtype)
-        if problem is None and backend != "plain" and linear.weight.dtype not in (torch.float32, torch.bfloat16):
+        problem = native.problem() if backend == "native" else onednn_problem(linear.weight.dtype)
+        if problem is None and linear.weight.dtype not in (torch.float32, torch.bfloat16):
             problem = f"weights must be float32 or bfloat16, got {linear.weight.dtype}"
-        if problem is None and backend != "plain" and not linear.weight.is_cpu:
+        if problem is None and not linear.weight.is_cpu:
             problem = f"weights must be on the CPU, got {linear.weight.device}"
         if problem is not None:
             raise ValueError(f"the {backend} backend cannot pack this linear: {problem}")
@@ -63,9 +61,7 @@ class PackedLinear(nn.Module):
             self._pack()
         if self.backend == "native":
             return packed_linear(x, self._packed, self._scale, self._wide_bias, outputs=self.out_features)
-        if self.backend == "onednn":
-            return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
-        return nn.functional.linear(x, self.weight, self.bias)
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
 
     def _current(self) -> tuple[int, ...]:
         return tuple(version_of(tensor) for tensor in (self.weight, self.bias) if tensor is not None)
@@ -76,11 +72,11 @@ class PackedLinear(nn.Module):
         weight = self.weight.detach()
         if self.backend == "onednn":
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
-        elif self.backend == "native":
-            if self.int8:
-                weight, self._scale = quantize(weight)
-            self._packed = pack(weight)
-            self._wide_bias = None if self.bias is None else self.bias.detach().float()
+            return
+        if self.int8:
+            weight, self._scale = quantize(weight)
+        self._packed = pack(weight)
+        self._wide_bias = None if self.bias is None else self.bias.detach().float()
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"

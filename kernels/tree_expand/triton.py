@@ -1,10 +1,9 @@
 """Children of a level of draft trees in Triton, in one pass over its scores.
 
 Programs look for the k highest keys of one chunk of one row each; a second kernel merges the chunks of a row. A key is
-a score, perturbed if children are drawn, with its place behind it in one int64: keys are never equal, and among equal
-scores the first place wins.
+a score with its place behind it in one int64: keys are never equal, and among equal scores the first place wins.
 
-Shapes: R nodes, V vocabulary, C chunks of a row, k children, W ancestor words.
+Shapes: R nodes, V vocabulary, C chunks of a row, k children.
 """
 
 import torch
@@ -26,8 +25,7 @@ def _key(x, place):
 
 @triton.jit
 def top_of_chunk(
-    SCORES, SEEDS, PACKED, HIGHEST, MASS, stride_s, vocabulary, K: tl.constexpr, CHUNKS: tl.constexpr,
-    BLOCK: tl.constexpr, DRAWN: tl.constexpr,
+    SCORES, ORDERED, HIGHEST, MASS, stride_s, vocabulary, K: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The K highest keys of one chunk, its highest score and the sum of exponentials below that."""
     row = tl.program_id(0).to(tl.int64)
@@ -40,25 +38,20 @@ def top_of_chunk(
     part = row * CHUNKS + chunk
     tl.store(HIGHEST + part, tl.where(bad > 0, float("nan"), highest))
     tl.store(MASS + part, tl.sum(tl.exp(x - below), 0))
-    if DRAWN:
-        u = tl.maximum(tl.rand(tl.load(SEEDS + row), at), 2.3283064365386963e-10)
-        small = u * (1 + u * (0.5 + u / 3))
-        x = x - tl.log(tl.where(u < 0.01, small, -tl.log(1 - u)))
-    top = tl.topk(_key(x, at), K)
-    tl.store(PACKED + part * K + tl.arange(0, K), top)
+    tl.store(ORDERED + part * K + tl.arange(0, K), tl.topk(_key(x, at), K))
 
 
 @triton.jit
 def merge_chunks(
-    SCORES, PACKED, HIGHEST, MASS, WORDS, FIRST_CHILD, TOKENS, FOUND, CHILD_WORDS, stride_s, children,
-    K: tl.constexpr, CHUNKS: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr, W: tl.constexpr,
+    SCORES, ORDERED, HIGHEST, MASS, TOKENS, LOG_PROBS, stride_s, children,
+    K: tl.constexpr, CHUNKS: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One program per row: the K highest of all chunks, their log-probabilities and ancestor words."""
+    """One program per row: the K highest of all chunks, and their log-probabilities."""
     row = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, K)
     at = tl.arange(0, WIDE)
     lowest: tl.constexpr = -9223372036854775807
-    keys = tl.load(PACKED + row * CHUNKS * K + at, mask=at < CHUNKS * K, other=lowest)
+    keys = tl.load(ORDERED + row * CHUNKS * K + at, mask=at < CHUNKS * K, other=lowest)
     token = 0x7FFFFFFF - (tl.topk(keys, K) & 0xFFFFFFFF).to(tl.int32)
     part = tl.arange(0, PARTS)
     highest = tl.load(HIGHEST + row * CHUNKS + part, mask=part < CHUNKS, other=-float("inf"))
@@ -72,18 +65,10 @@ def merge_chunks(
     real = j < children
     x = tl.load(SCORES + row * stride_s + token, mask=real, other=0.0).to(tl.float32)
     tl.store(TOKENS + row * children + j, token.to(tl.int64), mask=real)
-    tl.store(FOUND + row * children + j, x - lse, mask=real)
-    if W > 0:
-        node = tl.load(FIRST_CHILD + row) + j
-        for word in tl.static_range(W):
-            own = tl.where(node // 64 == word, tl.full([K], 1, tl.int64) << (node % 64), 0)
-            mine = tl.load(WORDS + row * W + word) | own
-            tl.store(CHILD_WORDS + (row * children + j) * W + word, mine, mask=real)
+    tl.store(LOG_PROBS + row * children + j, x - lse, mask=real)
 
 
-def launch(
-    scores: Tensor, k: int, words: Tensor | None, first_child: Tensor | None, seeds: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def launch(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """See :func:`arbordraft.kernels.tree_expand.tree_expand`."""
     if k > MOST:
         raise ValueError(f"at most {MOST} children of a node are found at a time, {k} were asked for")
@@ -91,24 +76,20 @@ def launch(
     chunks = triton.cdiv(vocabulary, BLOCK)
     wide = max(2, triton.next_power_of_2(k))
     tokens = scores.new_empty((rows, k), dtype=torch.int64)
-    found = scores.new_empty((rows, k), dtype=torch.float32)
-    width = 0 if words is None or first_child is None else words.shape[1]
-    below = scores.new_empty((rows * k if width else 0, width), dtype=torch.int64)
+    log_probs = scores.new_empty((rows, k), dtype=torch.float32)
     if rows == 0:
-        return tokens, found, below
+        return tokens, log_probs
     keys = scores.new_empty((rows, chunks, wide), dtype=torch.int64)
     highest, mass = (scores.new_empty((rows, chunks), dtype=torch.float32) for _ in range(2))
     top_of_chunk[(rows, chunks)](
-        scores, scores if seeds is None else seeds, keys, highest, mass, scores.stride(0), vocabulary, K=wide,
-        CHUNKS=chunks, BLOCK=max(wide, min(BLOCK, triton.next_power_of_2(vocabulary))), DRAWN=seeds is not None,
-        num_warps=8,
+        scores, keys, highest, mass, scores.stride(0), vocabulary, K=wide, CHUNKS=chunks,
+        BLOCK=max(wide, min(BLOCK, triton.next_power_of_2(vocabulary))), num_warps=8,
     )  # fmt: skip
     merge_chunks[(rows,)](
-        scores, keys, highest, mass, keys if words is None else words, keys if first_child is None else first_child,
-        tokens, found, below, scores.stride(0), k, K=wide, CHUNKS=chunks,
-        WIDE=triton.next_power_of_2(chunks * wide), PARTS=triton.next_power_of_2(chunks), W=width, num_warps=4,
+        scores, keys, highest, mass, tokens, log_probs, scores.stride(0), k, K=wide, CHUNKS=chunks,
+        WIDE=triton.next_power_of_2(chunks * wide), PARTS=triton.next_power_of_2(chunks), num_warps=4,
     )  # fmt: skip
-    return tokens, found, below
+    return tokens, log_probs
 
 
 __all__ = ["BLOCK", "launch", "merge_chunks", "top_of_chunk"]

@@ -11,11 +11,12 @@ from torch.testing import assert_close
 from typer.testing import CliRunner
 
 pytest.importorskip("triton", reason="Triton is made for Linux only")
-from arbordraft import TreeTopology, cli
+from arbordraft import TreeTopology
 from arbordraft.bench import kernels, problems, score_problems
 from arbordraft.bench.kernels import Goal, Problem, measured
 from arbordraft.bench.packed import Packed, flash, flex, sdpa
 from arbordraft.bench.roofline import STEPPED, Shape, fitting, predictions, product
+from arbordraft.cli import main as cli
 from arbordraft.kernels import work
 from arbordraft.kernels.choice import INTERPRETER
 from arbordraft.kernels.work import Work
@@ -211,13 +212,8 @@ def test_a_gpu_could_run_it(monkeypatch):
     options = problems.attention_options("all", [5, 0, 9], 4, 2, 16, {"window": 3, "sinks": True}, NOWHERE)
     assert options.run().shape == (16 + 1 + 71, 4, 16)
     stepped = problems.TINY_STEPPED
-    calls = [problems.kv_append(stepped, NOWHERE), problems.kv_compacted(stepped, NOWHERE)]
-    for part in (
-        score_problems.passes,
-        score_problems.truncation,
-        score_problems.expansion,
-        score_problems.verification,
-    ):
+    calls = [make(stepped, NOWHERE) for make in (problems.kv_append, problems.kv_compacted, score_problems.expansion)]
+    for part in (score_problems.passes, score_problems.truncation, score_problems.verification):
         calls += part(stepped, NOWHERE)
     for call in calls:  # what a CUDA graph holds must not wait for the device
         call.run()

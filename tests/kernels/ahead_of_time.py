@@ -32,9 +32,8 @@ POINTERS = {
     "PART_LSE": "*fp32",
     "SINKS": "*fp32",
     **dict.fromkeys(("LAYOUT", "REGION", "POSITIONS", "WORDS"), "*i64"),
-    **dict.fromkeys(("HIGHEST", "MASS", "LSE", "WEIGHT", "TAKEN", "LEFT", "DRAWN", "LOWEST", "FOUND"), "*fp32"),
-    **dict.fromkeys(("PLACE", "ROW", "DRAFT_ROW", "SPECIAL", "WHERE", "TOKEN", "TOKENS"), "*i64"),
-    **dict.fromkeys(("PACKED", "FIRST_CHILD", "CHILD_WORDS", "SEEDS"), "*i64"),
+    **dict.fromkeys(("HIGHEST", "MASS", "LSE", "WEIGHT", "TAKEN", "LEFT", "DRAWN", "LOWEST", "LOG_PROBS"), "*fp32"),
+    **dict.fromkeys(("PLACE", "ROW", "DRAFT_ROW", "SPECIAL", "WHERE", "TOKEN", "TOKENS", "ORDERED"), "*i64"),
     **dict.fromkeys(("SLOTS", "POOLS", "SIZES", "SOURCE", "DESTINATION", "FIRST"), "*i64"),
 }
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -143,10 +142,9 @@ def cases(target):
     yield "left_pick", (verify.left_pick, target, "fp32", {"K": 4, "BLOCK": verify.CHUNK}), {"warps": 8}
     search = {"PIVOTS": verify.PIVOTS, "STEPS": verify.STEPS, "BLOCK": 1024}
     yield "lowest_kept", (verify.lowest_kept, target, "fp32", search), {"warps": 8}
-    for drawn in (False, True):
-        top = {"K": 8, "CHUNKS": 32, "BLOCK": tree_expand.BLOCK, "DRAWN": drawn}
-        yield f"top_of_chunk{', drawn' * drawn}", (tree_expand.top_of_chunk, target, "bf16", top), {"warps": 8}
-    merged = {"K": 8, "CHUNKS": 32, "WIDE": 256, "PARTS": 32, "W": 1}
+    top = {"K": 8, "CHUNKS": 32, "BLOCK": tree_expand.BLOCK}
+    yield "top_of_chunk", (tree_expand.top_of_chunk, target, "bf16", top), {"warps": 8}
+    merged = {"K": 8, "CHUNKS": 32, "WIDE": 256, "PARTS": 32}
     yield "merge_chunks", (tree_expand.merge_chunks, target, "bf16", merged), {"warps": 4}
     yield "compact_rows", (kv_cache.compact_rows, target, "bf16", {"ALIGNED": True, "BLOCK": 1024}), {"warps": 2}
 

@@ -70,7 +70,7 @@ def chosen(
     yield kv_compacted(stepped, device)
     yield from passes(stepped, device)
     yield from truncation(stepped, device)
-    yield from expansion(stepped, device)
+    yield expansion(stepped, device)
     yield from verification(stepped, device)
 
 

@@ -150,7 +150,7 @@ class Stepped(NamedTuple):
         picked = work.left_pick(self.samples, self.samples, children, ITEMSIZE)
         yield "left_pick", f"{self.samples} nodes, {rows}", picked
         yield "lowest_kept", f"{self.rows} rows, {rows}", work.lowest_kept(self.rows, *scores)
-        grown = work.tree_expand(self.samples * self.level, self.vocabulary, self.children, ITEMSIZE, words=1)
+        grown = work.tree_expand(self.samples * self.level, self.vocabulary, self.children, ITEMSIZE)
         yield "tree_expand", f"{self.samples * self.level} rows, {self.children} children, {rows}", grown
         whole = work.recursive_rejection(self.rows, inner, children, self.samples, *scores)
         yield "verify_tree", f"{self.samples} trees of {sum(self.levels)}, {children} children, {rows}", whole

@@ -14,7 +14,6 @@ from torch import Tensor
 from arbordraft.bench.kernels import Goal, Problem, largest_error
 from arbordraft.bench.roofline import Stepped
 from arbordraft.kernels.tree_expand.operator import expand
-from arbordraft.kernels.tree_expand.reference import perturb, uniforms
 from arbordraft.kernels.verify.operator import left_mass, left_pick, lowest_kept, row_stats
 from arbordraft.kernels.verify.reference import CHUNK
 from arbordraft.kernels.verify.tree import PackedTree, verify_tree
@@ -114,28 +113,22 @@ def truncation(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
         )
 
 
-def expansion(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
-    """Children of a level, the most probable and drawn ones."""
+def expansion(stepped: Stepped, device: torch.device) -> Problem:
+    """The most probable children of a level."""
     generator, rows, k = torch.Generator().manual_seed(0), stepped.samples * stepped.level, stepped.children
     scores = (3 * torch.randn(rows, stepped.vocabulary, generator=generator)).bfloat16().to(device)
-    words, first, seeds = torch.ones(rows, 1, dtype=torch.int64), torch.arange(1, rows + 1), torch.arange(rows)
-    words, first, seeds = (x.to(device) for x in (words, first, seeds))
     case, needed = stepped.part("tree_expand")
+    run = partial(expand, scores, k)
 
-    def error(find: Callable[[], tuple[Tensor, Tensor, Tensor]], keys: Callable[[], Tensor]) -> float:
-        """The keys of the children found, against the highest there are; and their log-probabilities."""
-        tokens, found, _ = find()
-        every = keys()
-        exact = scores.double().log_softmax(dim=-1).gather(1, tokens)
-        return max(largest_error(every.gather(1, tokens), every.topk(k, dim=-1).values), largest_error(found, exact))
+    def error() -> float:
+        """The scores of the children, against the highest there are; and their log-probabilities."""
+        tokens, log_probs = run()
+        exact = scores.double()
+        chosen, best = exact.gather(1, tokens), exact.topk(k, dim=-1).values
+        return max(largest_error(chosen, best), largest_error(log_probs, exact.log_softmax(dim=-1).gather(1, tokens)))
 
-    def perturbed() -> Tensor:
-        return perturb(scores.double(), uniforms(seeds, stepped.vocabulary).double())
-
-    for name, noise, keys in (("most probable", None, scores.double), ("drawn", seeds, perturbed)):
-        run = partial(expand, scores, k, words, first, noise)
-        peers = {"torch": lambda: partial(torch.topk, scores, k)} if noise is None else {}
-        yield Problem("tree_expand", f"{name}, {case}", run, partial(error, run, keys), SUMS, needed, peers=peers)
+    peers = {"torch": lambda: partial(torch.topk, scores, k)}
+    return Problem("tree_expand", case, run, error, SUMS, needed, peers=peers)
 
 
 def verification(stepped: Stepped, device: torch.device) -> Iterator[Problem]:

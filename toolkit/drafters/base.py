@@ -16,6 +16,7 @@ from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.kernels.tree_expand import tree_expand
 from arbordraft.laws import IID, DraftLaw, Fixed, TopTail
 from arbordraft.masks import stack_words
+from arbordraft.onnx_networks import OnnxNetwork
 from arbordraft.sampling import SoftmaxRows
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
@@ -132,7 +133,7 @@ class HeadDrafter(Drafter):
     """A drafter around a trained head.
 
     Args:
-        head: the trained network; it is cast to the target's dtype.
+        head: the trained network, which is cast to the target's dtype, or an exported one in its place.
         target: the model it drafts for.
 
     Raises:
@@ -142,7 +143,10 @@ class HeadDrafter(Drafter):
 
     def __init__(self, head: Any, target: RaggedModel) -> None:
         super().__init__()
-        self.head = adopt(head, target)
+        if isinstance(head, OnnxNetwork):
+            check_ragged(target)
+            head.check_target(target)
+        self.head = head if isinstance(head, OnnxNetwork) else adopt(head, target)
         self.target = target
         if head.config.acceptance is not None:
             self.acceptance = tuple(head.config.acceptance)

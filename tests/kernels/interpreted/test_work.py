@@ -126,10 +126,8 @@ def test_truncation(touched, vocabulary):
     assert moved(touched) == work.lowest_kept(2, vocabulary, 2).bytes
 
 
-@pytest.mark.parametrize(("children", "drawn", "words"), [(1, False, 0), (3, True, 2)])
-def test_expansion(touched, children, drawn, words):
+@pytest.mark.parametrize("children", [1, 3])
+def test_expansion(touched, children):
     rows, vocabulary = 2, CHUNK + 130
-    seeds = torch.arange(rows) if drawn else None
-    above = (torch.ones(rows, words, dtype=torch.int64), torch.arange(rows)) if words else (None, None)
-    expand(torch.randn(rows, vocabulary).half(), children, *above, seeds)
-    assert moved(touched) == work.tree_expand(rows, vocabulary, children, 2, words=words, drawn=drawn).bytes
+    expand(torch.randn(rows, vocabulary).half(), children)
+    assert moved(touched) == work.tree_expand(rows, vocabulary, children, 2).bytes
