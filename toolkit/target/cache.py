@@ -153,6 +153,33 @@ class RaggedKVCache(nn.Module):
             slab.length += len(rows)
             slab.tree_positions.clear()
 
+    def portions(
+        self, tokens: Mapping[int, Sequence[int]], chunk: int
+    ) -> Iterator[tuple[dict[int, Sequence[int]], Tensor, RaggedBatch]]:
+        """Plans forwards that append tokens to several samples; each is committed before the next one is planned.
+
+        Args:
+            tokens: to append, by sample; may be empty.
+            chunk: bound on the rows of one forward, and so on its memory.
+
+        Yields:
+            The tokens of this forward by sample, the same packed ``[T]``, and their batch.
+        """
+        left = {sample: row for sample, row in tokens.items() if row}
+        while left:
+            room, part = chunk, {}
+            for sample in list(left):
+                if room == 0:
+                    break
+                part[sample] = left[sample][:room]
+                room -= len(part[sample])
+                left[sample] = left[sample][len(part[sample]) :]
+                if not left[sample]:
+                    del left[sample]
+            batch = self.plan(list(part), [range(len(row)) for row in part.values()])
+            yield part, torch.tensor([token for row in part.values() for token in row]), batch
+            self.commit({sample: range(len(row)) for sample, row in part.items()})
+
     def drop(self, samples: Sequence[int]) -> None:
         """Forgets all uncommitted rows of the samples."""
         self.commit(dict.fromkeys(samples, ()))

@@ -3,6 +3,7 @@
 Shapes: T packed rows, R rows whose logits are wanted, F hidden states side by side, V vocabulary, H hidden size.
 """
 
+import logging
 import os
 import threading
 import warnings
@@ -19,7 +20,7 @@ from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.hook import HOOK, REQUIREMENT, Forward, UnsupportedModel, register, run_layer, run_stack
 from arbordraft.target.observation import decoder_list, final_module, observe
-from arbordraft.target.stand_ins import PackedLayers, Packing, choose_backend
+from arbordraft.target.stand_ins import PackedLayers, Packing, choose
 from arbordraft.target.view import ModelView
 from arbordraft.topology import TreeTopology, ancestor_words
 
@@ -58,14 +59,27 @@ class RaggedModel(nn.Module):
         kernels: how the model's weights are read on a CPU. ``"torch"``: by its own modules. ``"native"``: from a packed
             copy by C++ kernels, built on first use, which fuse the decoder layers they recognise and give every row
             the same bits whatever rows run beside it. ``"onednn"``: linears only, prepacked by PyTorch. ``"auto"``:
-            native ones where they work, else the next best. A copy takes as much memory as the weights; it is renewed,
-            with a warning, if they have changed.
+            native ones where they work and a copy fits into memory, else the next best; :attr:`chosen` and a line in
+            the log named ``arbordraft`` (level INFO) say which and why. A copy takes as much memory as the weights; it
+            is renewed, with a warning, if they have changed.
         int8: keep 8-bit copies with one scale per output. Twice as fast to read, but another model: its output law is
             what decoding preserves.
+        keep_weights: keep the originals of what was packed in memory. Otherwise they are left to a file in the cache
+            folder, as large as they are, which is read wherever somebody asks for them: ``state_dict``, LoRA and
+            ``model.generate`` give the same results, at first more slowly. Where nothing is packed nothing changes.
         self_test: compare packed with single logits on a few random tokens now.
 
+    >>> import transformers
+    >>> config = transformers.LlamaConfig(
+    ...     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2
+    ... )
+    >>> target = RaggedModel(transformers.LlamaForCausalLM(config).eval(), kernels="torch")
+    >>> target.chosen
+    "torch: the model's own modules (asked for)"
+
     Raises:
-        ValueError: if the backend asked for cannot be used here.
+        ValueError: if the backend asked for cannot be used here, or ``keep_weights=False`` meets weights that are not
+            this process's own.
         UnsupportedModel: if the architecture does not route all its attention through the interface, or the
             self-test finds different logits.
     """
@@ -77,13 +91,16 @@ class RaggedModel(nn.Module):
         *,
         kernels: str = "auto",
         int8: bool = False,
+        keep_weights: bool = True,
         self_test: bool = True,
     ) -> None:
         super().__init__()
         check_model(model)
-        self.backend = choose_backend(kernels, model)
+        self._choice = choose(kernels, model, int8=int8)
+        self.keep_weights = keep_weights
         if int8 and self.backend != "native":
-            raise ValueError(f"int8 weights need the native kernels: {native.problem() or 'use kernels=native'}")
+            why = native.problem() or "use kernels='native'"
+            raise ValueError(f"int8 weights need the native kernels: {why}")
         register()
         self.model = model
         self.tokenizer = tokenizer
@@ -95,6 +112,7 @@ class RaggedModel(nn.Module):
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._prepared = self._prepare()
+        logging.getLogger("arbordraft").info("kernels: %s", self.chosen)
         if self_test:
             self.self_test()
 
@@ -107,6 +125,19 @@ class RaggedModel(nn.Module):
         register()
         self._process, self._lock = os.getpid(), threading.Lock()
         self._prepared = self._prepare()
+
+    @property
+    def backend(self) -> str:
+        """How the model's weights are read: ``"torch"``, ``"native"`` or ``"onednn"``."""
+        return self._choice.backend
+
+    @property
+    def chosen(self) -> str:
+        """The backend, what of the model it computes, and why it is no faster one, for people."""
+        what = "the model's own modules" if self.packing is None else str(self.packing)
+        if self.packing is not None and not self.keep_weights:
+            what += ", originals in a file"
+        return f"{self.backend}: {what}" + (f" ({self._choice.reason})" if self._choice.reason else "")
 
     @property
     def row_invariant(self) -> bool:
@@ -234,21 +265,8 @@ class RaggedModel(nn.Module):
             The ``[n, F]`` hidden states of every sample with tokens.
         """
         found: dict[int, list[Tensor]] = {sample: [] for sample, tokens in prompts.items() if tokens}
-        left = {sample: list(tokens) for sample, tokens in prompts.items() if tokens}
-        while left:
-            room, part = chunk, {}
-            for sample in list(left):
-                if room == 0:
-                    break
-                part[sample] = left[sample][:room]
-                room -= len(part[sample])
-                left[sample] = left[sample][len(part[sample]) :]
-                if not left[sample]:
-                    del left[sample]
-            batch = cache.plan(list(part), [range(len(tokens)) for tokens in part.values()])
-            packed = torch.tensor([token for tokens in part.values() for token in tokens])
+        for part, packed, batch in cache.portions(prompts, chunk):
             _, states = self.run(packed, batch, cache, torch.zeros(1, dtype=torch.long), layers, hidden)
-            cache.commit({sample: range(len(tokens)) for sample, tokens in part.items()})
             for sample, share in zip(part, states.split(list(map(len, part.values()))), strict=True):
                 found[sample].append(share)
         return {sample: torch.cat(parts) for sample, parts in found.items()}
@@ -344,6 +362,8 @@ class RaggedModel(nn.Module):
         packing = None
         if self.backend != "torch":
             packing = self._pack(view)
+            if not self.keep_weights:
+                packing.move_originals()
             for owner, name, stand_in in packing.places:
                 owner._modules[name] = stand_in
         if place is not None:

@@ -10,7 +10,7 @@ Shapes: T packed rows, H hidden size.
 import operator
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from arbordraft.kernels.packed_linear import LANES, packed_linear
 from arbordraft.kernels.packed_linear.module import PackedLinear, onednn_problem
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.target.hook import AttentionCall, Forward
+from arbordraft.target.memory import available_memory, copy_bytes, move_to_file
 from arbordraft.target.observation import LayerCall, Observation
 from arbordraft.target.recognition import Parts, Unrecognised, same_layer, same_mlp, settings
 
@@ -153,7 +154,10 @@ class Packing:
         if self._place is not None and self.fused:
             self.places.append((*self._place, nn.ModuleList(self._stack())))
 
-        # Spelled out, as all of it is compared whenever a cache is begun.
+        self._watch()
+
+    def _watch(self) -> None:
+        """Notes what the weights are now; spelled out, as all of it is compared whenever a cache is begun."""
         sources = self._parts.sources
         self._holders = [source.module._parameters for source in sources], [source.parameter for source in sources]
         self._tensors = [source.tensor for source in sources]
@@ -175,6 +179,27 @@ class Packing:
             and list(map(Tensor.data_ptr, self._tensors)) == self._addresses
             and torch.equal(self._read(), self._fingerprint)
         )
+
+    def move_originals(self) -> None:
+        """Leaves the weights that were packed to a file, from which whoever reads them reads them; see `move_to_file`.
+
+        Raises:
+            ValueError: if they are not this process's own.
+            WriteError: if there is no room for the file.
+        """
+        large = {id(tensor): tensor for tensor in self._tensors if tensor.ndim > 1}
+        move_to_file(list(large.values()))
+        self._watch()
+
+    def __str__(self) -> str:
+        """What was packed, in a few words."""
+        linears = sum(isinstance(module, PackedLinear) for module in self._stand_ins.values())
+        packed = f"{linears} linears packed"
+        if self.backend != "native":
+            return packed
+        layers = f"{self.fused} of {len(self._layers)} layers fused"
+        others = f", {packed}" if self.fused < len(self._layers) else ""
+        return f"{layers}{others}, {native.isa()}{', int8' if self.int8 else ''}"
 
     def _read(self) -> Tensor:
         """Bits of the sampled elements, as NaN equals nothing."""
@@ -269,8 +294,20 @@ def pack_linears(module: nn.Module, backend: str) -> None:
             pack_linears(child, backend)
 
 
-def choose_backend(kernels: str, model: nn.Module) -> str:
-    """What ``kernels`` means for this model on this machine: ``"torch"``, ``"native"`` or ``"onednn"``.
+class Choice(NamedTuple):
+    """How a model's weights are read.
+
+    Args:
+        backend: ``"torch"``, ``"native"`` or ``"onednn"``.
+        reason: why it is no faster one; empty if there is none.
+    """
+
+    backend: str
+    reason: str = ""
+
+
+def choose(kernels: str, model: nn.Module, *, int8: bool = False) -> Choice:
+    """What ``kernels`` means for this model on this machine.
 
     Raises:
         ValueError: if the word is unknown, or a backend asked for by name cannot be used.
@@ -278,21 +315,45 @@ def choose_backend(kernels: str, model: nn.Module) -> str:
     if kernels not in KERNELS:
         raise ValueError(f"kernels must be one of {', '.join(KERNELS)}, got {kernels!r}")
     if kernels == "torch":
-        return "torch"
+        return Choice("torch", "asked for")
     weight = next(model.parameters())
     unfit = None
     if not weight.is_cpu or weight.dtype not in (torch.float32, torch.bfloat16):
         unfit = f"weights must be float32 or bfloat16 on the CPU, not {weight.dtype} on {weight.device}"
+    elif kernels == "auto":
+        unfit = _too_large(model, int8)
+    problems = []
     for backend in ("native", "onednn") if kernels == "auto" else (kernels,):
         # In this order: asking for the kernels may build them.
         problem = unfit or (native.problem() if backend == "native" else onednn_problem(weight.dtype))
         if problem is None:
-            return backend
+            return Choice(backend, *(f"no native kernels: {reason}" for reason in problems))
+        problems.append(problem)
     if kernels == "auto":
         if weight.is_cpu and unfit:
             warnings.warn(f"kernels='auto' uses the model's own linears: {unfit}", stacklevel=3)
-        return "torch"
-    raise ValueError(f"kernels={kernels!r} cannot be used: {problem}")
+        return Choice("torch", unfit or problems[0])
+    raise ValueError(f"kernels={kernels!r} cannot be used: {problems[0]}")
 
 
-__all__ = ["KERNELS", "PackedGatedMLP", "PackedLayers", "PackedRMSNorm", "Packing", "choose_backend", "pack_linears"]
+def _too_large(model: nn.Module, int8: bool) -> str | None:
+    """Why no packed copy of a model's weights fits into memory, if it does not."""
+    needed, free = copy_bytes(model, int8), available_memory()
+    if free is None or needed <= 0.9 * free:  # caches need some, too
+        return None
+    return (
+        f"a packed copy of the weights takes {needed / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free; "
+        "kernels='native' takes them all the same"
+    )
+
+
+__all__ = [
+    "KERNELS",
+    "Choice",
+    "PackedGatedMLP",
+    "PackedLayers",
+    "PackedRMSNorm",
+    "Packing",
+    "choose",
+    "pack_linears",
+]

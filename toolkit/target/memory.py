@@ -1,0 +1,91 @@
+"""How much memory there is, and weights that wait in a file until somebody reads them."""
+
+import contextlib
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from arbordraft.files import new_file
+from arbordraft.kernels.native.build import cache_folder
+
+_ALIGNED = 64  # bytes, so that a tensor of any dtype may begin there
+# What a container may take, what it has taken, and where its statistics name the cached files among that.
+_GROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
+    (
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        "/sys/fs/cgroup/memory/memory.stat",
+    ),
+)
+
+
+def available_memory() -> int | None:
+    """Bytes that this process may still take, by the machine and by its container; ``None`` where nobody says."""
+    room = []
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        room.append(1024 * _field(Path("/proc/meminfo"), "MemAvailable:"))
+    for limit, used, statistics in _GROUPS:
+        with contextlib.suppress(OSError, ValueError, StopIteration):  # "max" is no number
+            taken = int(Path(used).read_text()) - _field(Path(statistics), "inactive_file")
+            room.append(int(Path(limit).read_text()) - taken)
+    return max(0, min(room)) if room else None
+
+
+def copy_bytes(model: nn.Module, int8: bool = False) -> int:
+    """Bytes of a packed copy of a model's linears."""
+    weights = {module.weight for module in model.modules() if hasattr(module, "in_features")}
+    return sum(weight.numel() * (1 if int8 else weight.element_size()) for weight in weights if weight is not None)  # type: ignore[union-attr, operator, misc]
+
+
+def move_to_file(tensors: Sequence[Tensor]) -> None:
+    """Exchanges the memory of tensors for a private file that is mapped into it: the same numbers, read when needed.
+
+    The operating system keeps of them what is in use, and may forget the rest at any time. Writing to one takes memory
+    for what is written; the file is never changed, has no name any more, and goes with the last of them.
+
+    Args:
+        tensors: on the CPU, each named once.
+
+    Raises:
+        ValueError: if the memory is not this process's own, or the tensor may not be changed.
+        WriteError: if the cache folder has no room for them.
+    """
+    for tensor in tensors:
+        if tensor.is_inference():
+            raise ValueError(
+                "keep_weights=False cannot move weights that were loaded in inference mode: load the model outside "
+                "torch.inference_mode()"
+            )
+        if tensor.is_shared() or not tensor.is_cpu:
+            raise ValueError(
+                "keep_weights=False cannot free weights that other processes or devices share: leave it out, or give "
+                "this process a model of its own"
+            )
+    path = cache_folder() / f"weights-{os.getpid()}-{secrets.token_hex(4)}.bin"
+    starts, end = [], 0
+    with new_file(path) as partial, partial.open("wb") as stream:
+        for tensor in tensors:
+            stream.write(b"\0" * (-end % _ALIGNED))
+            starts.append(end + -end % _ALIGNED)
+            stream.write(memoryview(tensor.detach().contiguous().view(torch.uint8).numpy()))  # type: ignore[arg-type]
+            end = starts[-1] + tensor.nbytes
+    try:
+        storage = torch.UntypedStorage.from_file(str(path), False, end)
+    finally:
+        path.unlink()
+    for tensor, start in zip(tensors, starts, strict=True):
+        mapped = torch.empty(0, dtype=tensor.dtype).set_(storage, start // tensor.element_size(), tensor.shape)  # type: ignore[call-overload]
+        tensor.data = mapped
+
+
+def _field(path: Path, name: str) -> int:
+    """A number from lines of names and numbers."""
+    return int(next(line.split()[1] for line in path.read_text().splitlines() if line.split()[0] == name))
+
+
+__all__ = ["available_memory", "copy_bytes", "move_to_file"]
