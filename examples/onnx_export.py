@@ -5,8 +5,9 @@ from pathlib import Path
 
 import arbordraft as ad
 from arbordraft.deciders import Decider, LearnedDecider, OnnxDecider
-from arbordraft.drafters import Drafter, OnnxDrafter
+from arbordraft.drafters import Drafter
 from arbordraft.exports.onnx import export
+from arbordraft.loading import load_drafter
 from arbordraft.pretrained import load_smollm2
 from arbordraft.prompts import chat_batch
 
@@ -32,7 +33,7 @@ with tempfile.TemporaryDirectory() as folder:
         written = export(source, f"{folder}/{name}", tell=print)
         for check, value in written.parity.items():
             print(f"  {check}: {value if value is True else f'{value:.1e}'}")
-    exported = OnnxDrafter.from_pretrained(f"{folder}/head", target)
+    exported = load_drafter(f"{folder}/head", target)
     found = answers(exported, OnnxDecider.from_pretrained(f"{folder}/decider"))
     expected = answers(ad.EagleDrafter.from_pretrained(HEAD, target), LearnedDecider.from_pretrained(DECIDER))
 

@@ -17,6 +17,7 @@ from arbordraft.costs import NodeBudget, StepCosts
 from arbordraft.deciders import Decider, LearnedDecider
 from arbordraft.drafters import Drafter
 from arbordraft.laws import DraftLaw
+from arbordraft.onnx_networks import OnnxNetwork
 from arbordraft.verifiers import Rule, TreeVerifier
 
 if TYPE_CHECKING:
@@ -203,6 +204,8 @@ def describe(part: Any) -> Description:
         raise ValueError(f"{name} cannot be told in plain data; use a part of arbordraft's own, without functions")
     if isinstance(part, LearnedDecider):
         return {"class": name, "folder": DECIDER}
+    if isinstance(part, Drafter) and any(isinstance(module, OnnxNetwork) for module in part.modules()):
+        raise ValueError("a drafter of graphs cannot be told in plain data; use the one that they were exported from")
     if isinstance(part, _TRAINED) or getattr(part, "adapter", None) is not None:
         trusted = {"arguments": {"same_tokenizer": True}} if getattr(part, "same_tokenizer", False) else {}
         return {"class": name, "trained": True, **trusted}

@@ -16,8 +16,8 @@ kernels
 allocator checks files topology masks sampling laws types costs metrics checkpoints vocabulary pretrained prompts
 target onnx_graph
 verifiers coupling
-heads drafters deciders static
-output huggingface state decoder target_initialised
+heads onnx_networks drafters deciders static
+output huggingface texts state decoder target_initialised
 measuring builders loading tuning drawing mlflow_server bench
 training exports
 cli

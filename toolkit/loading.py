@@ -16,9 +16,10 @@ from arbordraft.drafters import (
     MedusaDrafter,
     NGramDrafter,
     NoDrafter,
-    OnnxDrafter,
 )
-from arbordraft.onnx_graph import MODEL
+from arbordraft.drafters.base import check_ragged
+from arbordraft.onnx_graph import FUSE, MODEL, Graph
+from arbordraft.onnx_networks import OnnxEagle, OnnxMedusa, OnnxModel
 from arbordraft.pretrained import load_smollm2
 from arbordraft.target.model import RaggedModel
 
@@ -122,9 +123,23 @@ def load_drafter(path: str | os.PathLike[str], target: RaggedModel) -> Drafter:
         ValueError: if there is no trained drafter, a damaged one, or one for another target or tokenizer.
     """
     if (Path(path) / MODEL).exists():
-        return OnnxDrafter.from_pretrained(path, target)
+        return _exported(Path(path), target)
     config = read_config(path)
     if "model_type" not in config:
         raise ValueError(f"{path} holds no trained drafter but a {config['class']}: name the folder of a drafter")
     drafter: Drafter = _KINDS.get(config["model_type"], LanguageModelDrafter).from_pretrained(path, target)
     return drafter
+
+
+def _exported(folder: Path, target: RaggedModel) -> Drafter:
+    """The drafter of a folder of graphs: its kind of torch, around the network that runs them."""
+    check_ragged(target)
+    graph = Graph(folder / MODEL)
+    match graph.kind:
+        case "causal-lm" | "early-exit":
+            return LanguageModelDrafter(OnnxModel(graph, target))
+        case "eagle":
+            return EagleDrafter(OnnxEagle(graph, Graph(folder / FUSE), target), target)
+        case "medusa":
+            return MedusaDrafter(OnnxMedusa(graph, target), target)
+    raise ValueError(f"{folder} holds a graph of the kind {graph.kind!r}, which is no drafter")

@@ -16,7 +16,7 @@ from torch import Tensor
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.target.cache import RaggedKVCache
 
-MODEL = "model.onnx"
+MODEL, FUSE = "model.onnx", "fuse.onnx"  # of an EAGLE head, the second graph makes the input of the first
 PREFIX = "arbordraft."  # of our entries among a file's metadata
 FORMAT = 1  # of these entries and of what the graphs take and give
 PAST, PRESENT = "past_key_values.{}.{}", "present.{}.{}"
@@ -28,18 +28,17 @@ class Graph:
 
     Args:
         path: the file.
-        threads: that it runs on; by default as many as torch uses.
 
     Raises:
         ImportError: if onnxruntime is not installed.
         ValueError: if the file is missing, damaged, or none of ours.
     """
 
-    def __init__(self, path: str | os.PathLike[str], threads: int | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         runtime = _runtime()
         options = runtime.SessionOptions()
-        options.intra_op_num_threads = threads or torch.get_num_threads()
+        options.intra_op_num_threads = torch.get_num_threads()
         options.log_severity_level = 3
         if not self.path.is_file():
             raise ValueError(f"{self.path} is missing: write the folder again with 'arbordraft export onnx'")

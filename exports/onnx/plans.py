@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 from arbordraft import EarlyExitDrafter, RaggedModel
 from arbordraft.drafters.language_model import shrink
-from arbordraft.drafters.onnx import FUSE
 from arbordraft.exports.onnx import networks
 from arbordraft.exports.onnx.cases import Inputs, Shape, chain, padded, past_of, trees
 from arbordraft.exports.onnx.checks import cache_sizes, check_against
-from arbordraft.onnx_graph import FORMAT, MODEL, PAST, PRESENT
+from arbordraft.onnx_graph import FORMAT, FUSE, MODEL, PAST, PRESENT
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.observation import decoder_list
 from arbordraft.vocabulary import tokenizer_hashes

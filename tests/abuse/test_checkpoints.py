@@ -16,7 +16,6 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from arbordraft import EagleDrafter, EarlyExitDrafter, LanguageModelDrafter, MedusaDrafter, NGramDrafter, RaggedModel
 from arbordraft.deciders import LearnedDecider, OnnxDecider
-from arbordraft.drafters import OnnxDrafter
 from arbordraft.exports.decoder_config import TargetReference
 from arbordraft.exports.engines import export_vllm
 from arbordraft.exports.onnx.sources import origin
@@ -406,7 +405,7 @@ def graph_with(source, folder, *, weights=None, **about):
 def test_a_damaged_graph_is_refused(graphs, tmp_path, name, changes, message):
     folder = graph_with(graphs(name).folder, tmp_path / "spoilt", **changes)
     with pytest.raises(ValueError, match=message):
-        OnnxDecider.from_pretrained(folder) if name == "decider" else OnnxDrafter.from_pretrained(folder, target())
+        OnnxDecider.from_pretrained(folder) if name == "decider" else load_drafter(folder, target())
 
 
 # What a training goes on with

@@ -29,13 +29,12 @@ from arbordraft import (
     WithoutReplacement,
     builders,
 )
-from arbordraft.drafters import OnnxDrafter
 from arbordraft.exports.decoder_config import describe
 from arbordraft.exports.engines import export_vllm
 from arbordraft.exports.onnx import plans
 from arbordraft.exports.onnx.sources import of
 from arbordraft.exports.onnx.writing import write
-from arbordraft.loading import drafter_named
+from arbordraft.loading import drafter_named, load_drafter
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target_initialised import TargetInitialisedDecoder
 from arbordraft.training.students import LanguageModelStudent
@@ -243,7 +242,7 @@ def exported(draft, first, folder):
 def test_graphs_know_their_tokenizer(tmp_path):
     first, draft = pair((61, 64))
     folder = exported(draft, first, tmp_path / "graph")
-    decoder = SpeculativeDecoder(first, OnnxDrafter.from_pretrained(folder, first), TREE, GREEDY)
+    decoder = SpeculativeDecoder(first, load_drafter(folder, first), TREE, GREEDY)
     output = decoder.generate(
         **left_padded(PROMPTS), max_new_tokens=8, do_sample=False, eos_token_id=None, return_dict_in_generate=True
     )
@@ -252,9 +251,9 @@ def test_graphs_know_their_tokenizer(tmp_path):
     with pytest.raises(
         ValueError, match=r"made for a tokenizer that gives other ids .*export a drafter with the target's"
     ):
-        OnnxDrafter.from_pretrained(folder, RaggedModel(tiny(), spelling(SWAPPED), kernels="torch"))
+        load_drafter(folder, RaggedModel(tiny(), spelling(SWAPPED), kernels="torch"))
     with pytest.raises(ValueError, match="vocabulary of 64 tokens, the target has 61"):
-        OnnxDrafter.from_pretrained(folder, RaggedModel(tiny(), kernels="torch"))  # nobody knows whether it is padding
+        load_drafter(folder, RaggedModel(tiny(), kernels="torch"))  # nobody knows whether it is padding
 
 
 def test_graphs_are_made_for_one_tokenizer(tmp_path):

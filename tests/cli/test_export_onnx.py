@@ -18,9 +18,8 @@ from arbordraft import UnsupportedModel
 from arbordraft.checkpoints import read_tensors
 from arbordraft.cli import main as cli
 from arbordraft.deciders import LearnedDecider, OnnxDecider
-from arbordraft.drafters import OnnxDrafter
 from arbordraft.exports.onnx import export, export_ort_genai
-from arbordraft.loading import load_model
+from arbordraft.loading import load_drafter, load_model
 from arbordraft.onnx_graph import Graph
 
 runner = CliRunner()
@@ -55,9 +54,9 @@ def test_a_trained_drafter_becomes_a_folder_that_drafts(root, tmp_path, monkeypa
     assert result.exit_code == 0, result.output
     for word in ("model.onnx", "fuse.onnx", "sha256", "MiB", "greatest difference", "acceptance by float32"):
         assert word in result.output
-    drafter = OnnxDrafter.from_pretrained(tmp_path / "out", target())
-    assert drafter.graph.about["target_name"] == "target"
-    assert str(tmp_path) not in json.dumps(drafter.graph.about)
+    drafter = load_drafter(tmp_path / "out", target())
+    assert drafter.head.graph.about["target_name"] == "target"
+    assert str(tmp_path) not in json.dumps(drafter.head.graph.about)
 
 
 def test_a_folder_is_replaced_by_force_only(root, tmp_path):

@@ -10,8 +10,11 @@ from typer.testing import CliRunner
 
 from arbordraft import (
     Coupling,
+    EagleDrafter,
     Fixed,
+    LanguageModelDrafter,
     Matching,
+    MedusaDrafter,
     RaggedModel,
     RecursiveRejection,
     SpeculativeDecoder,
@@ -22,12 +25,19 @@ from arbordraft import (
 from arbordraft.bench.onnx import draft_steps
 from arbordraft.cli.main import app
 from arbordraft.deciders import OnnxDecider
-from arbordraft.drafters import OnnxDrafter
 from arbordraft.loading import drafter_named, load_drafter
+from arbordraft.onnx_graph import Graph
+from arbordraft.onnx_networks import OnnxEagle, OnnxMedusa, OnnxModel, OnnxNetwork
 
 UNEVEN = TreeTopology.from_parents([-1, 0, 0, 1, 1, 2, 3, 5])
 TREE = TreeTopology.from_k_config((2, 2, 1))
 GREEDY = Coupling(Fixed(2), TopDown(Matching()))
+KINDS = [
+    ("eagle", EagleDrafter, OnnxEagle),
+    ("medusa", MedusaDrafter, OnnxMedusa),
+    ("model", LanguageModelDrafter, OnnxModel),
+    ("exit", LanguageModelDrafter, OnnxModel),
+]
 DRAWN = Coupling(WithoutReplacement(2), TopDown(RecursiveRejection()))
 
 
@@ -41,7 +51,7 @@ def decode(proposer, *, coupling=GREEDY, tree=TREE, decider=None, prompts=PROMPT
 @pytest.mark.parametrize("name", ROWS)
 def test_every_row_is_the_networks_own(graphs, name):
     """Over rounds that accept different paths of uneven trees, in a batch whose samples end at different times."""
-    rounds = Rounds(OnnxDrafter.from_pretrained(graphs(name).folder, target()), target(), PROMPTS)
+    rounds = Rounds(load_drafter(graphs(name).folder, target()), target(), PROMPTS)
     ends = [[1, 0, 3], [4, 2, 0], [0, 5, 7], [6, None, 0], [0, None, 2]]
     compared = 0
     for number, ends_now in enumerate(ends):
@@ -54,7 +64,7 @@ def test_every_row_is_the_networks_own(graphs, name):
 @pytest.mark.parametrize("name", ROWS)
 def test_the_same_tokens_from_the_same_steps(graphs, name):
     """At temperature 0 in float32, alone and in a ragged batch: not the answers only, the drafts as well."""
-    exported, original = OnnxDrafter.from_pretrained(graphs(name).folder, target()), drafter(name)
+    exported, original = load_drafter(graphs(name).folder, target()), drafter(name)
     found, stats = decode(exported)
     expected, known = decode(original)
     assert found == expected == [text[len(prompt) :] for prompt, text in zip(PROMPTS, texts(), strict=True)]
@@ -66,16 +76,16 @@ def test_the_same_tokens_from_the_same_steps(graphs, name):
 
 def test_draws_follow_the_same_noise(graphs):
     options = {"do_sample": True, "temperature": 1.0, "top_k": 0, "seeds": [3, 4, 5], "coupling": DRAWN}
-    found, stats = decode(OnnxDrafter.from_pretrained(graphs("eagle").folder, target()), **options)
+    found, stats = decode(load_drafter(graphs("eagle").folder, target()), **options)
     expected, known = decode(drafter("eagle"), **options)
     assert found == expected
     assert stats.tau == known.tau
 
 
 def test_long_texts_are_fed_in_parts(graphs, monkeypatch):
-    monkeypatch.setattr("arbordraft.drafters.onnx._CHUNK", 3)
+    monkeypatch.setattr(OnnxNetwork, "chunk", 3)
     for name in ("eagle", "model"):
-        rounds = Rounds(OnnxDrafter.from_pretrained(graphs(name).folder, target()), target(), PROMPTS)
+        rounds = Rounds(load_drafter(graphs(name).folder, target()), target(), PROMPTS)
         tree = rounds.propose(TREE, WithoutReplacement(2))
         assert check_rows(name, trained(name).network, target().model, tree, rounds.tokens) > 5
 
@@ -83,18 +93,21 @@ def test_long_texts_are_fed_in_parts(graphs, monkeypatch):
 def test_a_text_of_one_token_lets_the_target_go_first(graphs):
     expected = decode(drafter("eagle"), prompts=[[11]])[0]
     for name in ("eagle", "medusa"):
-        assert decode(OnnxDrafter.from_pretrained(graphs(name).folder, target()), prompts=[[11]])[0] == expected
+        assert decode(load_drafter(graphs(name).folder, target()), prompts=[[11]])[0] == expected
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_quantised_drafts_leave_the_answers_alone(graphs, quantization):
-    exported = OnnxDrafter.from_pretrained(graphs("eagle", quantization=quantization).folder, target())
+    exported = load_drafter(graphs("eagle", quantization=quantization).folder, target())
     assert decode(exported)[0] == [text[len(prompt) :] for prompt, text in zip(PROMPTS, texts(), strict=True)]
     assert quantization in repr(exported)
 
 
 def test_loaders_take_the_folder(graphs):
-    assert isinstance(load_drafter(graphs("medusa").folder, target()), OnnxDrafter)
+    for name, kind, network in KINDS:
+        loaded = load_drafter(graphs(name).folder, target())
+        assert type(loaded) is kind
+        assert network in {type(module) for module in loaded.modules()}
     assert drafter_named(str(graphs("eagle").folder), target()).hidden_layers == (1, 2, 3)
 
 
@@ -122,7 +135,7 @@ def test_a_threshold_of_ones_own(graphs):
 
 def test_both_parts_exported(graphs):
     found, stats = decode(
-        OnnxDrafter.from_pretrained(graphs("eagle").folder, target()),
+        load_drafter(graphs("eagle").folder, target()),
         decider=OnnxDecider.from_pretrained(graphs("decider").folder),
     )
     expected, known = decode(drafter("eagle"), decider=decider())
@@ -136,12 +149,12 @@ def test_a_drafter_belongs_to_its_target(graphs):
     other = RaggedModel(tiny(num_hidden_layers=4, seed=2), kernels="torch")
     for name in ("eagle", "medusa", "exit"):
         with pytest.raises(ValueError, match=r"made for another target \(tiny, fingerprint"):
-            OnnxDrafter.from_pretrained(graphs(name).folder, other)
-    model = OnnxDrafter.from_pretrained(graphs("model").folder, other)  # shares no weights: any target will do
+            load_drafter(graphs(name).folder, other)
+    load_drafter(graphs("model").folder, other)  # shares no weights: any target will do
     with pytest.raises(ValueError, match="must be built for the target"):
-        SpeculativeDecoder(target(), model, TREE, GREEDY)
+        SpeculativeDecoder(other, load_drafter(graphs("eagle").folder, target()), TREE, GREEDY)
     with pytest.raises(ValueError, match="vocabulary of 61 tokens, the target has 53"):
-        OnnxDrafter.from_pretrained(graphs("model").folder, RaggedModel(tiny(vocab_size=53), kernels="torch"))
+        load_drafter(graphs("model").folder, RaggedModel(tiny(vocab_size=53), kernels="torch"))
 
 
 def test_another_tokenizer_is_noticed(graphs):
@@ -154,20 +167,20 @@ def test_another_tokenizer_is_noticed(graphs):
     plan.about["tokenizer_sha256"] = "0" * 64
     folder = write(lambda: [plan], graphs.root / "other-tokenizer", force=True).folder
     with pytest.raises(ValueError, match="tokenizer that gives other ids"):
-        OnnxDrafter.from_pretrained(folder, spoken)
-    OnnxDrafter.from_pretrained(folder, target())  # nobody knows better
+        load_drafter(folder, spoken)
+    load_drafter(folder, target())  # nobody knows better
 
 
 def test_files_that_are_no_graphs(graphs, tmp_path):
     with pytest.raises(ValueError, match=r"model\.onnx is missing: write the folder again"):
-        OnnxDrafter.from_pretrained(tmp_path, target())
+        Graph(tmp_path / "model.onnx")
     whole = (graphs("medusa").folder / "model.onnx").read_bytes()
     for damaged in (b"", whole[: len(whole) // 2], b"nothing of the kind"):
         (tmp_path / "model.onnx").write_bytes(damaged)
         with pytest.raises(ValueError, match=r"model\.onnx (cannot be read as a graph|is of format unknown)"):
-            OnnxDrafter.from_pretrained(tmp_path, target())
+            load_drafter(tmp_path, target())
     with pytest.raises(ValueError, match="kind 'decider', which is no drafter"):
-        OnnxDrafter.from_pretrained(graphs("decider").folder, target())
+        load_drafter(graphs("decider").folder, target())
     with pytest.raises(ValueError, match="kind 'medusa', which is no decider"):
         OnnxDecider.from_pretrained(graphs("medusa").folder)
 
@@ -175,7 +188,7 @@ def test_files_that_are_no_graphs(graphs, tmp_path):
 def test_onnxruntime_is_asked_for_by_name(graphs, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "onnxruntime", None)
     with pytest.raises(ImportError, match=r"pip install 'arbordraft\[onnx\]'"):
-        OnnxDrafter.from_pretrained(graphs("medusa").folder, target())
+        load_drafter(graphs("medusa").folder, target())
 
 
 # The benchmark
@@ -186,7 +199,7 @@ def test_draft_steps_are_timed_in_turns(graphs):
     tokenizer.eos_token = "c"
     drafters = {
         "torch": (target(), drafter("eagle")),
-        "graphs": (target(), OnnxDrafter.from_pretrained(graphs("eagle").folder, target())),
+        "graphs": (target(), load_drafter(graphs("eagle").folder, target())),
     }
     ours, theirs = draft_steps(tokenizer, ["a b", "d"], drafters, batch=1, depth=3, new_tokens=6, repeats=2)
     assert (ours.drafter, theirs.drafter) == ("torch", "graphs")

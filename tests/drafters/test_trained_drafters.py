@@ -182,7 +182,7 @@ class Forward(MedusaDrafter):
     """Looks ahead from the first token that it was shown."""
 
     def observe(self, state, hidden):
-        state |= {sample: states[0] for sample, states in hidden.items()}
+        state.seen |= {sample: states[0] for sample, states in hidden.items()}
 
 
 @pytest.mark.parametrize(("name", "wrong"), [("eagle", Late), ("eagle", Hoarder), ("medusa", Forward)])

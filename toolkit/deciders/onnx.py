@@ -34,21 +34,18 @@ class OnnxDecider(RowSurvival):
             raise ValueError(f"{graph.path} predicts NaN or infinity: its weights are damaged; export it again")
 
     @classmethod
-    def from_pretrained(
-        cls, path: str | os.PathLike[str], threshold: float | None = None, threads: int | None = None
-    ) -> "OnnxDecider":
+    def from_pretrained(cls, path: str | os.PathLike[str], threshold: float | None = None) -> "OnnxDecider":
         """Loads what ``arbordraft export onnx`` wrote.
 
         Args:
             path: the folder.
             threshold: another one than the exported decider's.
-            threads: that the graph runs on; by default as many as torch uses.
 
         Raises:
             ImportError: if onnxruntime is not installed.
             ValueError: if the folder holds no decider, or a damaged one.
         """
-        graph = Graph(Path(path) / MODEL, threads)
+        graph = Graph(Path(path) / MODEL)
         if graph.kind != "decider":
             raise ValueError(f"{path} holds a graph of the kind {graph.kind!r}, which is no decider")
         return cls(graph, threshold)

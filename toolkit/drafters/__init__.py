@@ -8,7 +8,6 @@ from arbordraft.drafters.language_model import LanguageModelDrafter
 from arbordraft.drafters.medusa import MedusaDrafter
 from arbordraft.drafters.ngram import NGramDrafter
 from arbordraft.drafters.none import NoDrafter
-from arbordraft.drafters.onnx import OnnxDrafter
 
 __all__ = [
     "Drafter",
@@ -19,5 +18,4 @@ __all__ = [
     "MedusaDrafter",
     "NGramDrafter",
     "NoDrafter",
-    "OnnxDrafter",
 ]

@@ -1,6 +1,6 @@
 """An EAGLE-type drafter: one layer that continues the target's hidden states.
 
-Shapes: T packed rows, R frontier nodes, F hidden states side by side, H hidden size, V vocabulary.
+Shapes: T packed rows, R rows whose predictions are wanted, F hidden states side by side, H hidden size, V vocabulary.
 """
 
 import os
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from arbordraft.drafters.base import Garden, HeadDrafter, check_ragged, expect, grow, plan_level
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch, ragged_tree_attention
+from arbordraft.onnx_networks import OnnxEagle
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.types import DraftContext, DraftTree, Verdict
@@ -37,7 +38,7 @@ class EagleDrafter(HeadDrafter):
     step, since better states are there by then.
 
     Args:
-        head: the trained network; it is cast to the target's dtype.
+        head: the trained network, which is cast to the target's dtype, or an exported one in its place.
         target: the model it drafts for.
 
     Raises:
@@ -49,13 +50,13 @@ class EagleDrafter(HeadDrafter):
 
     takes_candidates = True
 
-    def __init__(self, head: "EagleHead", target: RaggedModel) -> None:
+    def __init__(self, head: "EagleHead | OnnxEagle", target: RaggedModel) -> None:
         from arbordraft.heads.eagle import EagleHead
 
-        super().__init__(expect(EagleHead, head), target)
+        super().__init__(head if isinstance(head, OnnxEagle) else expect(EagleHead, head), target)
         self.hidden_layers = tuple(head.config.hidden_layers or ())
         self.max_positions = head.config.max_position_embeddings
-        self._native = target.backend == "native"
+        self._network = self.head if isinstance(head, OnnxEagle) else _HeadOnRows(self.head, target)
 
     @classmethod
     def from_pretrained(cls, path: str | os.PathLike[str], target: RaggedModel, **kwargs: Any) -> "EagleDrafter":
@@ -102,39 +103,61 @@ class EagleDrafter(HeadDrafter):
 
     def _run(self, state: _State, garden: Garden, frontier: dict[int, list[int]]) -> Tensor:
         if not state.fed:
-            out = self._catch_up(state, garden.context, list(frontier))
+            logits, final, out = self._catch_up(state, garden.context, list(frontier))
         else:
             parents = garden.context.topology.parent_list
             hidden = [state.hidden[s][parents[node]] for s, nodes in frontier.items() for node in nodes]
             tokens, batch = plan_level(garden, frontier, state.cache, state.handles, state.fed)
-            out = self._layer(tokens, torch.stack(hidden), batch, state.cache)
-        final = self.head.norm(out)
+            logits, final, out = self._network(tokens, torch.stack(hidden), batch, state.cache)
         places = [(sample, node) for sample, nodes in frontier.items() for node in nodes]
         garden.hidden |= zip(places, final, strict=True)
         for (sample, node), row in zip(places, out, strict=True):
             state.hidden.setdefault(sample, {})[node] = row
-        return self.head.widen(self.head.lm_head(final))
+        return logits
 
-    def _catch_up(self, state: _State, context: DraftContext, samples: list[int]) -> Tensor:
+    def _catch_up(self, state: _State, context: DraftContext, samples: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Fills the slots of committed tokens; the last one of each sample predicts the children of its root."""
         handles = [state.handles[sample] for sample in samples]
-        tokens = [
-            context.tokens[sample][state.cache.length(handle) + 1 :]
+        missing = {
+            handle: context.tokens[sample][state.cache.length(handle) + 1 :]
             for sample, handle in zip(samples, handles, strict=True)
-        ]
-        states = torch.cat([part for sample in samples for part in state.pending[sample]])
-        batch = state.cache.plan(handles, [range(len(part)) for part in tokens])
-        packed = torch.tensor([token for part in tokens for token in part])
-        out = self._layer(packed, self.head.fuse(states.to(self.head.dtype)), batch, state.cache)
-        state.cache.commit({handle: range(len(part)) for handle, part in zip(handles, tokens, strict=True)})
+        }
+        fused = self._network.fuse(torch.cat([part for sample in samples for part in state.pending[sample]]))
+        inputs = dict(zip(handles, fused.split([len(tokens) for tokens in missing.values()]), strict=True))
+        last = {}
+        for part, tokens, batch in state.cache.portions(missing, self._network.chunk):
+            counts = [len(row) for row in part.values()]
+            hidden = [inputs[handle][:count] for handle, count in zip(part, counts, strict=True)]
+            inputs |= {handle: inputs[handle][count:] for handle, count in zip(part, counts, strict=True)}
+            ends = torch.tensor(counts).cumsum(0) - 1
+            outputs = self._network(tokens, torch.cat(hidden), batch, state.cache, ends)
+            last |= dict(zip(part, zip(*outputs, strict=True), strict=True))
         for sample in samples:
             state.pending[sample] = []
         state.fed = {sample: [] for sample in samples}
-        return out[torch.tensor([len(part) for part in tokens]).cumsum(0) - 1]
+        logits, final, out = (torch.stack(rows) for rows in zip(*(last[handle] for handle in handles), strict=True))
+        return logits, final, out
+
+
+class _HeadOnRows:
+    """An EAGLE head on the packed rows of a ragged batch, with the embeddings and the attention that it borrows."""
+
+    chunk = 2048  # rows of a run, which bounds its memory
+
+    def __init__(self, head: "EagleHead", target: RaggedModel) -> None:
+        self.head, self.target = head, target
+        self._native = target.backend == "native"
 
     @torch.no_grad()
-    def _layer(self, tokens: Tensor, hidden: Tensor, batch: RaggedBatch, cache: RaggedKVCache) -> Tensor:
-        """``[T, H]`` outputs of the layer for ``[T]`` tokens and their ``[T, H]`` inputs."""
+    def fuse(self, states: Tensor) -> Tensor:
+        """``[T, F]`` of the target to ``[T, H]``."""
+        return self.head.fuse(states.to(self.head.dtype))
+
+    @torch.no_grad()
+    def __call__(
+        self, tokens: Tensor, hidden: Tensor, batch: RaggedBatch, cache: RaggedKVCache, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``[R, V]`` logits, the ``[R, H]`` that they were made from, and the ``[R, H]`` output of the layer."""
         batch = batch.to(hidden.device)
         embeddings = self.target.model.get_input_embeddings()(tokens.to(hidden.device)).to(hidden.dtype)
         rotary = self.head.rotary(batch.positions, hidden.dtype)
@@ -142,4 +165,7 @@ class EagleDrafter(HeadDrafter):
         keys, values = cache.write(0, key, value, batch.slots)
         scale = self.head.config.head_dim**-0.5
         attended = ragged_tree_attention(query, keys, values, batch, scale=scale, use_native=self._native)
-        return self.head.finish(hidden, attended.flatten(1))
+        out = self.head.finish(hidden, attended.flatten(1))
+        out = out if rows is None else out[rows]
+        final = self.head.norm(out)
+        return self.head.widen(self.head.lm_head(final)), final, out

@@ -15,6 +15,7 @@ from torch import Tensor
 from arbordraft.checkpoints import load_causal_lm, load_tokenizer
 from arbordraft.drafters.base import Drafter, Garden, check_ragged, grow, plan_level
 from arbordraft.laws import DraftLaw
+from arbordraft.onnx_networks import OnnxModel
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.hook import UnsupportedModel
 from arbordraft.target.model import RaggedModel
@@ -44,7 +45,7 @@ class LanguageModelDrafter(Drafter):
     those that the drafter lacks have the draft probability 0.
 
     Args:
-        model: the draft model; one of transformers is wrapped.
+        model: the draft model; one of transformers is wrapped. An exported one may stand in its place.
         same_tokenizer: compare neither tokenizers nor sizes: the user knows that ids agree. Nothing is lost if they do
             not, but nothing gained either.
 
@@ -54,9 +55,9 @@ class LanguageModelDrafter(Drafter):
 
     takes_candidates = True
 
-    def __init__(self, model: "RaggedModel | PreTrainedModel", *, same_tokenizer: bool = False) -> None:
+    def __init__(self, model: "RaggedModel | PreTrainedModel | OnnxModel", *, same_tokenizer: bool = False) -> None:
         super().__init__()
-        self.model = model if isinstance(model, RaggedModel) else RaggedModel(model)
+        self.model = model if isinstance(model, RaggedModel | OnnxModel) else RaggedModel(model)
         self.same_tokenizer = same_tokenizer
         self.max_positions = self.model.max_positions
 
@@ -95,6 +96,9 @@ class LanguageModelDrafter(Drafter):
 
     def check(self, target: RaggedModel, law: DraftLaw) -> None:
         if self.same_tokenizer:
+            return
+        if isinstance(self.model, OnnxModel):
+            self.model.check_target(target)
             return
         ours, theirs = self.model.tokenizer, target.tokenizer
         if ours is not None and theirs is not None:

@@ -5,13 +5,14 @@ Shapes: R frontier nodes, F hidden states side by side, H hidden size, V vocabul
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from arbordraft.drafters.base import Garden, HeadDrafter, check_ragged, expect, grow
+from arbordraft.onnx_networks import OnnxMedusa
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.types import DraftContext, DraftTree
@@ -19,7 +20,11 @@ from arbordraft.types import DraftContext, DraftTree
 if TYPE_CHECKING:
     from arbordraft.heads.medusa import MedusaHead
 
-_State = dict[int, Tensor]  # ``[H]`` of every sample's last observed token
+
+@dataclass
+class _State:
+    seen: dict[int, Tensor] = field(default_factory=dict)  # ``[H]`` of every sample's last observed token
+    prepared: dict[int, Tensor] = field(default_factory=dict)  # what the heads read in this step
 
 
 class MedusaDrafter(HeadDrafter):
@@ -29,7 +34,7 @@ class MedusaDrafter(HeadDrafter):
     end where the heads do.
 
     Args:
-        head: the trained network; it is cast to the target's dtype.
+        head: the trained network, which is cast to the target's dtype, or an exported one in its place.
         target: the model it drafts for.
 
     Raises:
@@ -39,10 +44,10 @@ class MedusaDrafter(HeadDrafter):
     Source: Medusa (Cai et al., 2024).
     """
 
-    def __init__(self, head: "MedusaHead", target: RaggedModel) -> None:
+    def __init__(self, head: "MedusaHead | OnnxMedusa", target: RaggedModel) -> None:
         from arbordraft.heads.medusa import MedusaHead
 
-        super().__init__(expect(MedusaHead, head), target)
+        super().__init__(head if isinstance(head, OnnxMedusa) else expect(MedusaHead, head), target)
         self.hidden_layers = (target.num_layers,)
 
     @classmethod
@@ -63,16 +68,17 @@ class MedusaDrafter(HeadDrafter):
         return cls(MedusaHead.from_pretrained(path, dtype=target.model.dtype, **kwargs), target)
 
     def start(self, tokens: Sequence[Sequence[int]], target_cache: RaggedKVCache, handles: Sequence[int]) -> _State:
-        return {}
+        return _State()
 
     def observe(self, state: _State, hidden: Mapping[int, Tensor]) -> None:
-        state |= {sample: states[-1] for sample, states in hidden.items()}
+        state.seen |= {sample: states[-1] for sample, states in hidden.items()}
 
     def propose(self, state: _State, context: DraftContext) -> DraftTree:
+        state.prepared = {}
         heads = self.head.config.num_heads
         # A text of one token has no state to look ahead from: the target goes first.
         room = [
-            limit if limit is None else min(limit, heads) if sample in state else 0
+            limit if limit is None else min(limit, heads) if sample in state.seen else 0
             for sample, limit in enumerate(context.room)
         ]
         return grow(replace(context, room=room), lambda garden, frontier: self._run(state, garden, frontier))
@@ -81,6 +87,9 @@ class MedusaDrafter(HeadDrafter):
     def _run(self, state: _State, garden: Garden, frontier: dict[int, list[int]]) -> Tensor:
         """``[R, V]``: the row of every sample, once for each of its nodes."""
         depth = garden.context.topology.depth_list[next(iter(frontier.values()))[0]]
-        rows = self.head.logits(torch.stack([state[sample] for sample in frontier]), depth)
-        nodes = torch.tensor([len(nodes) for nodes in frontier.values()], device=rows.device)
+        if not state.prepared:
+            prepared = self.head.prepare(torch.stack([state.seen[sample] for sample in frontier]))
+            state.prepared = dict(zip(frontier, prepared, strict=True))
+        rows = self.head.logits(torch.stack([state.prepared[sample] for sample in frontier]), depth)
+        nodes = torch.tensor([len(nodes) for nodes in frontier.values()], device=self.target.device)
         return self.head.widen(rows).repeat_interleave(nodes, dim=0)

@@ -100,6 +100,10 @@ class MedusaHead(DraftHead):
                 matrix.copy_(model.get_output_embeddings().weight[head.tokens])
         return head
 
+    def prepare(self, hidden: Tensor) -> Tensor:
+        """What :meth:`logits` of every head reads, made once a step: ``[..., H]`` as it is."""
+        return hidden
+
     def logits(self, hidden: Tensor, head: int) -> Tensor:
         """``[..., D]`` logits of one head for ``[..., H]`` outputs of the target's final norm."""
         return self.lm_heads[head](self.blocks[head](hidden))

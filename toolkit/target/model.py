@@ -69,13 +69,14 @@ class RaggedModel(nn.Module):
             ``model.generate`` give the same results, at first more slowly. Where nothing is packed nothing changes.
         self_test: compare packed with single logits on a few random tokens now.
 
-    >>> import transformers
-    >>> config = transformers.LlamaConfig(
-    ...     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2
-    ... )
-    >>> target = RaggedModel(transformers.LlamaForCausalLM(config).eval(), kernels="torch")
-    >>> target.chosen
-    "torch: the model's own modules (asked for)"
+    Example:
+        >>> import transformers
+        >>> config = transformers.LlamaConfig(
+        ...     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2
+        ... )
+        >>> target = RaggedModel(transformers.LlamaForCausalLM(config).eval(), kernels="torch")
+        >>> target.chosen
+        "torch: the model's own modules (asked for)"
 
     Raises:
         ValueError: if the backend asked for cannot be used here, or ``keep_weights=False`` meets weights that are not

@@ -1,0 +1,209 @@
+"""Exported networks in the places of torch's: what drafters run, computed by onnxruntime.
+
+Each takes and gives what the torch network in its place does, so that drafters need not know which one they have. The
+weights are in float32 or quantised, whatever the target's dtype, and run on the CPU.
+
+Shapes: T packed rows, R rows whose predictions are wanted, F hidden states side by side, H hidden size, D draft
+vocabulary, V vocabulary, N draft heads.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from arbordraft.kernels.ragged_tree_attention import RaggedBatch
+from arbordraft.onnx_graph import Graph, RaggedGraph
+from arbordraft.target.cache import RaggedKVCache
+from arbordraft.target.model import RaggedModel
+from arbordraft.vocabulary import fit_tokens, tokenizer_hashes
+
+
+class OnnxNetwork(nn.Module):
+    """What the graphs of all drafters share: the target that they were made for, and their vocabulary.
+
+    Args:
+        graph: the graph.
+        target: the model that it drafts for.
+
+    Raises:
+        ValueError: if the graph is damaged, or was made for another target, vocabulary or tokenizer.
+    """
+
+    chunk = 512  # rows of a run, which bounds the memory of its mask and its logits
+
+    def __init__(self, graph: Graph, target: RaggedModel) -> None:
+        super().__init__()
+        self.graph, self.device = graph, target.device
+        self.check_target(target)
+        self._size = target.vocab_size
+        self._tokens: Tensor | None = None
+        if (offsets := graph.about.get("d2t")) is not None:
+            self._tokens = torch.tensor(offsets) + torch.arange(len(offsets))
+            ids = self._tokens.tolist()
+            if len(set(ids)) != len(ids) or not 0 <= min(ids) <= max(ids) < target.vocab_size:
+                raise ValueError(f"{graph.path}: its draft vocabulary is damaged; export it again")
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """D."""
+        return self._size if self._tokens is None else len(self._tokens)
+
+    @property
+    def acceptance(self) -> list[float] | None:
+        """How often the next token was the most probable one, the second, and so on, if the file says so.
+
+        Raises:
+            ValueError: if these are no such probabilities.
+        """
+        from arbordraft.heads.base import check_acceptance
+
+        table: list[float] | None = self.graph.about.get("acceptance")
+        if table is not None:
+            check_acceptance(table, self.draft_vocab_size)
+        return table
+
+    def widen(self, logits: Tensor) -> Tensor:
+        """``[..., D]`` as ``[..., V]`` on the target's device: a token that cannot be drafted has probability 0."""
+        if self._tokens is not None:
+            wide = logits.new_full((*logits.shape[:-1], self._size), -torch.inf)
+            logits = wide.index_copy_(-1, self._tokens, logits)
+        return logits.to(self.device)
+
+    def check_logits(self, logits: Tensor) -> None:
+        """Raises ValueError unless logits ``[..., D]`` of a first run are finite and as many as the file says."""
+        if self._tokens is not None and logits.shape[-1] != len(self._tokens):
+            raise ValueError(
+                f"{self.graph.path} predicts {logits.shape[-1]} tokens, its draft vocabulary has {len(self._tokens)}; "
+                "export it again"
+            )
+        if not logits.isfinite().all():
+            raise ValueError(f"{self.graph.path} predicts NaN or infinity: its weights are damaged; export it again")
+
+    def check_target(self, target: RaggedModel) -> None:
+        """Raises ValueError if the graph was made for another target."""
+        from arbordraft.heads.base import fingerprint
+
+        about, tokenizer = self.graph.about, target.tokenizer
+        hashes = {} if tokenizer is None else tokenizer_hashes(tokenizer)
+        agree = [about[name] == value for name, value in hashes.items() if about.get(name) is not None]
+        if tokenizer is not None and not all(agree):
+            raise ValueError(
+                f"{self.graph.path} was made for a tokenizer that gives other ids to some tokens than the target's: "
+                f"that of {about.get('target_name') or 'an unnamed target'}, not that of "
+                f"{tokenizer.name_or_path or 'this one'}; export a drafter with the target's tokenizer"
+            )
+        padded = self.graph.kind == "causal-lm" and bool(agree)  # the same tokens: sizes differ by padding
+        if about.get("vocab_size") != target.vocab_size and not padded:
+            raise ValueError(
+                f"the graph was made for a vocabulary of {about.get('vocab_size')} tokens, the target has "
+                f"{target.vocab_size}"
+            )
+        known = about.get("target_fingerprint")
+        if known is not None and known != (actual := fingerprint(target.model)):
+            raise ValueError(
+                f"the graph was made for another target ({about.get('target_name') or 'unnamed'}, fingerprint {known}, "
+                f"this one has {actual}): export the drafter again for this one"
+            )
+
+    def extra_repr(self) -> str:
+        return f"{self.graph.kind}, quantization={self.graph.about.get('quantization')}"
+
+
+class OnnxModel(OnnxNetwork):
+    """A causal LM, or the target's first layers, where a drafter runs a :class:`RaggedModel`.
+
+    Args:
+        graph: of the kind ``causal-lm`` or ``early-exit``.
+        target: see :class:`OnnxNetwork`.
+    """
+
+    def __init__(self, graph: Graph, target: RaggedModel) -> None:
+        super().__init__(graph, target)
+        self.max_positions: int | None = graph.about.get("max_positions")
+        self._run = RaggedGraph(graph)
+        probe = RaggedKVCache()
+        first = self._run({"input_ids": torch.zeros(1, dtype=torch.int64)}, probe.plan([probe.open(1)], [[0]]), probe)
+        self.check_logits(first["logits"])
+        self.vocab_size = first["logits"].shape[-1]  # padding may make it more or less than the target's
+
+    def forward(self, tokens: Tensor, batch: RaggedBatch, cache: RaggedKVCache, rows: Tensor | None = None) -> Tensor:
+        """``[R, V']`` logits of ``[T]`` tokens, of all rows or of those named."""
+        logits = self._run({"input_ids": tokens}, batch, cache)["logits"]
+        return (logits if rows is None else logits[rows]).to(self.device)
+
+    def prefill(self, prompts: Mapping[int, Sequence[int]], cache: RaggedKVCache) -> None:
+        """Runs and commits tokens of several samples."""
+        for _, tokens, batch in cache.portions(prompts, self.chunk):
+            self._run({"input_ids": tokens}, batch, cache)
+
+
+class OnnxEagle(OnnxNetwork):
+    """An EAGLE head, where a drafter runs an :class:`~arbordraft.heads.eagle.EagleHead`.
+
+    Args:
+        graph: of the kind ``eagle``.
+        fuse: the graph that makes its input from the target's hidden states.
+        target: see :class:`OnnxNetwork`.
+    """
+
+    def __init__(self, graph: Graph, fuse: Graph, target: RaggedModel) -> None:
+        from arbordraft.heads.eagle import EagleConfig
+
+        super().__init__(graph, target)
+        self.config = EagleConfig(
+            vocab_size=target.vocab_size,
+            draft_vocab_size=self.draft_vocab_size,
+            hidden_layers=graph.about["hidden_layers"],
+            acceptance=self.acceptance,
+            max_position_embeddings=graph.about["max_positions"],
+        )
+        self._run, self._fuse = RaggedGraph(graph), fuse
+
+    def fuse(self, states: Tensor) -> Tensor:
+        """``[T, F]`` of the target to ``[T, H]``."""
+        return self._fuse(hidden_states=states[None].float())["fused"][0]
+
+    def forward(
+        self, tokens: Tensor, hidden: Tensor, batch: RaggedBatch, cache: RaggedKVCache, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``[R, V]`` logits, the ``[R, H]`` that they were made from, and the ``[R, H]`` output of the layer."""
+        outputs = self._run({"input_ids": fit_tokens(tokens, self._size), "hidden_states": hidden}, batch, cache)
+        logits, final, out = (
+            outputs[name] if rows is None else outputs[name][rows]
+            for name in ("logits", "last_hidden_state", "hidden_states_out")
+        )
+        return self.widen(logits), final, out
+
+
+class OnnxMedusa(OnnxNetwork):
+    """Medusa heads, where a drafter runs a :class:`~arbordraft.heads.medusa.MedusaHead`.
+
+    Args:
+        graph: of the kind ``medusa``.
+        target: see :class:`OnnxNetwork`.
+    """
+
+    def __init__(self, graph: Graph, target: RaggedModel) -> None:
+        from arbordraft.heads.medusa import MedusaConfig
+
+        super().__init__(graph, target)
+        self.config = MedusaConfig(
+            vocab_size=target.vocab_size,
+            draft_vocab_size=self.draft_vocab_size,
+            acceptance=self.acceptance,
+            num_heads=int(graph.about["num_heads"]),
+        )
+        size = target.model.config.get_text_config().hidden_size
+        self.check_logits(graph(hidden_states=torch.ones(1, size))["logits"])
+
+    def prepare(self, hidden: Tensor) -> Tensor:
+        """``[R, N, D]``: the graph runs all heads at once."""
+        return self.graph(hidden_states=hidden.float())["logits"]
+
+    def logits(self, prepared: Tensor, head: int) -> Tensor:
+        """``[R, D]`` logits of one head."""
+        return prepared[:, head]
+
+
+__all__ = ["OnnxEagle", "OnnxMedusa", "OnnxModel", "OnnxNetwork"]
