@@ -149,7 +149,7 @@ def test_signals_are_as_before_behind_a_command():
 # Real processes: the signal comes when a function of the main thread runs, which another thread watches.
 
 SCRIPT = """
-import os, sys, threading, time
+import os, signal, sys, threading, time
 from pathlib import Path
 from arbordraft.cli import main as cli
 
@@ -165,6 +165,7 @@ def stop():
     time.sleep(0.05)
     os.kill(os.getpid(), {number})
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which the background jobs of a script ignore
 threading.Thread(target=stop, daemon=True).start()
 cli.main()
 """
