@@ -1,22 +1,44 @@
-"""Pictures of measurements."""
+"""Pictures of measurements: few lines, each named where it ends, and the speed against plain decoding first."""
 
-from collections.abc import Callable, Sequence
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import MISSING, fields
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from arbordraft.bench.decoding import DecodeRow
 from arbordraft.bench.verifiers import NodeRow, TreeRow
-from arbordraft.files import new_file
+from arbordraft.drawing import COLOURS, GREY, new_figure, save_png
+from arbordraft.files import read_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MOST_LINES = 6  # of a panel: more cannot be told apart
+_PLAIN = "plain"
+_KINDS: tuple[Any, ...] = (DecodeRow, NodeRow, TreeRow)
+
+
+class Line(NamedTuple):
+    """One line of a panel.
+
+    Args:
+        name: told at its end.
+        points: x, y and half the length of the error bar, 0 for none; by x.
+    """
+
+    name: str
+    points: list[tuple[float, float, float]]
+
+
+Panel = Callable[["Axes", dict[str, str]], None]
 
 
 def plot(rows: Sequence[Any], path: Path) -> None:
     """Draws what there is to draw of some measurements.
-
-    Tokens per forward over nodes, acceptance by rank, tokens per second over batch and acceptance by depth.
 
     Args:
         rows: of any kind; kinds without a picture are left out.
@@ -26,71 +48,225 @@ def plot(rows: Sequence[Any], path: Path) -> None:
         RuntimeError: if matplotlib is not installed.
         ValueError: if there is nothing to draw.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise RuntimeError("drawing a PNG needs matplotlib: pip install arbordraft[plot]") from error
+    save_png(picture(rows), path)
 
-    panels: list[tuple[str, Callable[[Axes, list[Any]], None], list[Any]]] = []
-    trees = [row for row in rows if isinstance(row, TreeRow)]
-    nodes = [row for row in rows if isinstance(row, NodeRow)]
-    decodes = [row for row in rows if isinstance(row, DecodeRow)]
-    for key, group in _by(trees, lambda row: (row.drafter, row.temperature, row.topology)):
-        panels.append(("{}, T={:g}, {} trees".format(*key), _tau_over_nodes, group))
-    for key, group in _by(nodes, lambda row: (row.drafter, row.temperature)):
-        panels.append(("{}, T={:g}, one node".format(*key), _by_rank, group))
-    for key, group in _by(decodes, lambda row: (row.dtype, row.temperature)):
-        title = "{}, T={:g}".format(*key)
-        if len({row.batch for row in group}) > 1:
-            panels.append((title, _speed_over_batch, group))
-        panels.append((title, _by_depth, group))
+
+def read_rows(path: Path) -> list[Any]:
+    """The measurements with a picture in a file that ``arbordraft bench --json`` wrote.
+
+    Raises:
+        ValueError: if it is another file.
+    """
+    try:
+        written = json.loads(read_text(path))["measurements"]
+        return [kind(**row) for row in written for kind in _KINDS if _fits(kind, row)]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} holds no measurements of 'arbordraft bench --json'") from error
+
+
+def _fits(kind: Any, row: dict[str, Any]) -> bool:
+    """Whether a row of JSON has the figures of one kind; what older files lack has a default."""
+    needed = {field.name: field.default is MISSING and field.default_factory is MISSING for field in fields(kind)}
+    return row.keys() <= needed.keys() and all(name in row for name, is_needed in needed.items() if is_needed)
+
+
+def speed_picture(rows: Sequence[Any]) -> "Figure":
+    """Only the first figure of :func:`plot`: speed against plain decoding, over batch.
+
+    Raises:
+        RuntimeError: if matplotlib is not installed.
+        ValueError: if there is no decoding at several batch sizes among the rows.
+    """
+    decodes = _of(rows, DecodeRow)
+    if len({row.batch for row in decodes}) < 2:
+        raise ValueError("speed against batch needs decoding at two batch sizes or more")
+    return _figure([_speed(*group) for group in _by(decodes, _setting)], decodes)
+
+
+def picture(rows: Sequence[Any]) -> "Figure":
+    """All panels of some measurements; for arguments and errors see :func:`plot`."""
+    decodes, trees, nodes = _of(rows, DecodeRow), _of(rows, TreeRow), _of(rows, NodeRow)
+    panels = [_speed(*group) for group in _by(decodes, _setting)]
+    panels += [panel for group in _by(decodes, _setting) if (panel := _cause(*group))]
+    panels += [_tau(*group) for group in _by(trees, lambda row: (row.drafter, row.temperature, row.topology))]
+    panels += [_acceptance(*group) for group in _by(nodes, lambda row: (row.drafter, row.temperature))]
     if not panels:
         raise ValueError("these measurements have no picture")
-    columns = min(3, len(panels))
-    lines = -(-len(panels) // columns)
-    figure = Figure(figsize=(6 * columns, 4.5 * lines), layout="constrained")
-    for axes, (title, draw, group) in zip(figure.subplots(lines, columns, squeeze=False).flat, panels, strict=False):
-        axes.set_title(title)
-        draw(axes, group)
-        axes.legend(fontsize="x-small")
-    with new_file(path) as partial:
-        figure.savefig(partial, format="png")
+    return _figure(panels, decodes)
+
+
+def _of(rows: Iterable[Any], kind: type) -> list[Any]:
+    return [row for row in rows if isinstance(row, kind)]
+
+
+def _setting(row: DecodeRow) -> tuple[str, float]:
+    return row.dtype, row.temperature
 
 
 def _by(rows: Sequence[Any], key: Callable[[Any], Any]) -> list[tuple[Any, list[Any]]]:
     return [(value, list(group)) for value, group in groupby(sorted(rows, key=key), key)]
 
 
-def _tau_over_nodes(axes: "Axes", rows: Sequence[TreeRow]) -> None:
-    for (law, verifier), group in _by(rows, lambda row: (row.law, row.verifier)):
-        line = sorted(group, key=lambda row: row.nodes)
-        axes.errorbar(
-            [row.nodes for row in line],
-            [row.tau for row in line],
-            [row.error for row in line],
-            marker=".",
-            label=f"{law}, {verifier}",
+def _figure(panels: Sequence[Panel], decodes: Sequence[DecodeRow]) -> "Figure":
+    """Panels side by side, two or three in a row, none empty; a decoder has one colour in all of them."""
+    wide = min(len(panels), 2 if len(panels) <= 4 else 3)
+    high = math.ceil(len(panels) / wide)
+    figure = new_figure(7.2 * wide, 4.6 * high)
+    grid = figure.add_gridspec(high, wide)
+    names = list(dict.fromkeys(row.decoder for row in decodes if row.decoder != _PLAIN))
+    colours = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(names)}
+    for index, draw in enumerate(panels):
+        axes = figure.add_subplot(grid[divmod(index, wide)])
+        axes.spines[["top", "right"]].set_visible(False)
+        draw(axes, colours)
+    return figure
+
+
+def _speed(setting: tuple[str, float], rows: list[DecodeRow]) -> Panel:
+    """Speed against plain decoding: lines over batch, or a ranking where there are too many or one batch size."""
+    batches = sorted({row.batch for row in rows})
+    reference = next((row.decoder for row in rows if row.decoder == _PLAIN), rows[0].decoder)
+    title = f"speed against {reference} ({setting[0]}, {_drawn(setting[1])})"
+    others = [row for row in rows if row.decoder != reference] or rows
+    lines = [
+        Line(name, sorted((row.batch, row.speed_up, row.spread) for row in group))
+        for name, group in _by(others, lambda row: row.decoder)
+    ]
+
+    def draw(axes: "Axes", colours: dict[str, str]) -> None:
+        axes.set(ylabel=f"speed, × {reference}", title=title)
+        axes.axhline(1, color=GREY, ls="--", lw=1.2)
+        axes.set_ylim(0, 1.08 * max(1.1, max(row.speed_up + row.spread for row in others)))
+        _over_batch(axes, batches)
+        _draw(axes, lines, colours, reference)
+
+    if len(batches) < 2 or len(lines) > MOST_LINES:
+        return lambda axes, _: _ranking(axes, others, batches, title, reference)
+    return draw
+
+
+def _drawn(temperature: float) -> str:
+    return f"temperature {temperature:g}" if temperature else "greedy"
+
+
+def _over_batch(axes: "Axes", batches: Sequence[int]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(batches, [str(batch) for batch in batches])
+    axes.minorticks_off()
+    axes.set_xlabel("batch")
+
+
+def _ranking(axes: "Axes", rows: Sequence[DecodeRow], batches: Sequence[int], title: str, reference: str) -> None:
+    """Decoders from the slowest below to the fastest on top, one colour per batch size."""
+    mean = {name: math.prod(row.speed_up for row in group) for name, group in _by(rows, lambda row: row.decoder)}
+    order = sorted(mean, key=mean.__getitem__)
+    for index, batch in enumerate(batches):
+        here = sorted((row for row in rows if row.batch == batch), key=lambda row: order.index(row.decoder))
+        places, speeds = [order.index(row.decoder) for row in here], [row.speed_up for row in here]
+        bars = [row.spread for row in here] if any(row.spread for row in here) else None
+        colour = COLOURS[index % len(COLOURS)]
+        axes.errorbar(speeds, places, xerr=bars, fmt="o", ms=6, color=colour, capsize=2)
+        at = {"textcoords": "offset points", "ha": "center", "color": colour, "fontsize": 9}
+        axes.annotate(f"batch {batch}", (speeds[-1], places[-1]), (0, 9), **at)
+    axes.axvline(1, color=GREY, ls="--", lw=1.2)
+    axes.set_yticks(range(len(order)), order)
+    axes.set_ylim(-0.7, len(order) + 0.1)
+    axes.grid(axis="y", color="0.92")
+    axes.margins(x=0.08)
+    axes.set(xlabel=f"speed, × {reference}", title=title)
+
+
+def _cause(setting: tuple[str, float], rows: list[DecodeRow]) -> Panel | None:
+    """What explains the speed: padding where there is any, else tokens per forward, or by depth for one batch size."""
+    batches = sorted({row.batch for row in rows})
+    drafting = [row for row in rows if row.tau > 1]
+    padded = any(row.pad_rows for row in drafting)
+    lines = []
+    for name, group in _by(drafting, lambda row: row.decoder):
+        if len(batches) > 1:
+            lines.append(Line(name, sorted((row.batch, row.pad_rows if padded else row.tau, 0.0) for row in group)))
+        elif len(group[0].acceptance) > 1:
+            lines.append(Line(name, [(depth, rate, 0.0) for depth, rate in enumerate(group[0].acceptance, 1)]))
+    if not lines or len(lines) > MOST_LINES:
+        return None
+
+    def draw(axes: "Axes", colours: dict[str, str]) -> None:
+        if len(batches) > 1:
+            _over_batch(axes, batches)
+            what = "share of rows that are padding" if padded else "tokens per target forward"
+        else:
+            axes.set(xlabel="depth", xticks=range(1, 1 + max(len(line.points) for line in lines)))
+            what = "share accepted when tried"
+        axes.set(ylabel=what, title=f"{what} ({_drawn(setting[1])})")
+        shares = padded or len(batches) == 1
+        axes.set_ylim(*(-0.02, 1) if shares else (1, 1.1 * max(y for line in lines for _, y, _ in line.points)))
+        _draw(axes, lines, colours)
+
+    return draw
+
+
+def _tau(setting: tuple[str, float, str], rows: list[TreeRow]) -> Panel:
+    lines = [
+        Line(f"{law}, {verifier}", sorted((row.nodes, row.tau, row.error) for row in group))
+        for (law, verifier), group in _by(rows, lambda row: (row.law, row.verifier))
+    ]
+    title = f"{setting[0]}, {_drawn(setting[1])}, {setting[2]} trees"
+    return _measured(title, "nodes, root included", "tokens per target forward", lines)
+
+
+def _acceptance(setting: tuple[str, float], rows: list[NodeRow]) -> Panel:
+    lines = [
+        Line(f"{law}, {rule}", sorted((row.k, row.acceptance, row.error) for row in group))
+        for (law, rule), group in _by(rows, lambda row: (row.law.partition("(")[0], row.rule))
+    ]
+    return _measured(
+        f"{setting[0]}, {_drawn(setting[1])}", "children of one node", "chance that one is accepted", lines
+    )
+
+
+def _measured(title: str, x: str, y: str, lines: list[Line]) -> Panel:
+    """The lines that end highest; it is said how many are left out."""
+    best = sorted(lines, key=lambda line: line.points[-1][1], reverse=True)[:MOST_LINES]
+
+    def draw(axes: "Axes", _: dict[str, str]) -> None:
+        axes.set(xlabel=x, ylabel=y, title=title, xticks=sorted({point[0] for line in lines for point in line.points}))
+        if len(best) < len(lines):
+            left = f"{len(lines) - len(best)} lower ones are not shown"
+            axes.text(0.98, 0.02, left, transform=axes.transAxes, ha="right", fontsize=8, color=GREY)
+        _draw(axes, best, {})
+
+    return draw
+
+
+def _draw(axes: "Axes", lines: Sequence[Line], colours: dict[str, str], reference: str = "") -> None:
+    """Lines with error bars, each with its name at its end.
+
+    Args:
+        axes: of final scales.
+        lines: at most ``MOST_LINES``.
+        colours: by name; other lines get theirs in order.
+        reference: name of the horizontal line at 1, if there is one.
+    """
+    ends = []
+    for index, line in enumerate(lines):
+        colour = colours.get(line.name, COLOURS[index])
+        x, y, error = zip(*line.points, strict=True)
+        axes.errorbar(x, y, error if any(error) else None, color=colour, marker="o", ms=4, lw=1.8, capsize=2)
+        ends.append((line.name, (x[-1], y[-1]), colour))
+    if reference:
+        ends.append((reference, (axes.get_xlim()[1], 1.0), GREY))
+    low, high = axes.get_ylim()
+    floor = -math.inf
+    for name, end, colour in sorted(ends, key=lambda end: end[1][1]):
+        floor = max(end[1], floor + 0.055 * (high - low))  # names do not overlap
+        axes.annotate(
+            name,
+            end,
+            (1.04, floor),
+            textcoords=axes.get_yaxis_transform(),
+            va="center",
+            fontsize=9,
+            color=colour,
+            annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": colour, "lw": 0.6, "shrinkA": 1, "shrinkB": 3, "relpos": (0, 0.5)},
         )
-    axes.set(xlabel="nodes, root included", ylabel="tokens per target forward", xscale="log")
-
-
-def _by_rank(axes: "Axes", rows: Sequence[NodeRow]) -> None:
-    for row in rows:
-        ranks = range(1, len(row.by_rank) + 1)
-        axes.plot(ranks, row.by_rank, marker=".", label=f"{row.law}, {row.rule}: {row.acceptance:.3f}")
-    axes.set(xlabel="rank of the child", ylabel="chance that it is the accepted one")
-
-
-def _speed_over_batch(axes: "Axes", rows: Sequence[DecodeRow]) -> None:
-    for decoder, group in _by(rows, lambda row: row.decoder):
-        line = sorted(group, key=lambda row: row.batch)
-        axes.plot([row.batch for row in line], [row.tokens_per_second for row in line], marker=".", label=decoder)
-    axes.set(xlabel="batch", ylabel="tokens per second")
-
-
-def _by_depth(axes: "Axes", rows: Sequence[DecodeRow]) -> None:
-    for row in rows:
-        if row.acceptance:
-            depths = range(1, len(row.acceptance) + 1)
-            axes.plot(depths, row.acceptance, marker=".", label=f"{row.decoder}, batch {row.batch}")
-    axes.set(xlabel="depth", ylabel="accepted when tried", ylim=(0, 1))
