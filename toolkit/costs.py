@@ -31,9 +31,10 @@ class CostTable:
         TypeError: if they are no lists of numbers.
         ValueError: unless rows ascend from 1 and every time is positive and finite.
 
-    >>> costs = CostTable((1, 8, 16), (0.010, 0.010, 0.020))
-    >>> costs(8), round(costs(12), 3)
-    (0.01, 0.015)
+    Examples:
+        >>> costs = CostTable((1, 8, 16), (0.010, 0.010, 0.020))
+        >>> costs(8), round(costs(12), 3)
+        (0.01, 0.015)
     """
 
     rows: tuple[int, ...]
@@ -83,8 +84,9 @@ class CostTable:
             chances: probability that each draft is reached and accepted, descending.
             alike: samples that each of them stands for; what is kept of one is kept of all.
 
-        >>> CostTable((1, 2, 3), (1.0, 1.5, 2.0)).worthwhile(samples=1, chances=[0.8, 0.3])
-        1
+        Examples:
+            >>> CostTable((1, 2, 3), (1.0, 1.5, 2.0)).worthwhile(samples=1, chances=[0.8, 0.3])
+            1
         """
         best, count, expected = samples / self(samples * alike), 0, float(samples)
         for drafts, chance in enumerate(chances, 1):
@@ -108,9 +110,10 @@ class StepCosts:
         TypeError: if a table is none, or a time no number.
         ValueError: if a time is negative or not finite.
 
-    >>> forward, level = CostTable((1, 5), (1.0, 2.0)), CostTable((1,), (0.25,))
-    >>> StepCosts(forward, level).step(samples=1, levels=4)
-    3.0
+    Examples:
+        >>> forward, level = CostTable((1, 5), (1.0, 2.0)), CostTable((1,), (0.25,))
+        >>> StepCosts(forward, level).step(samples=1, levels=4)
+        3.0
     """
 
     target: CostTable
@@ -172,8 +175,9 @@ class NodeBudget:
         TypeError: if ``nodes`` is no whole number.
         ValueError: if it is below 1.
 
-    >>> NodeBudget(4).worthwhile(samples=2, chances=[0.9] * 10)
-    6
+    Examples:
+        >>> NodeBudget(4).worthwhile(samples=2, chances=[0.9] * 10)
+        6
     """
 
     nodes: int

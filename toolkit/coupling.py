@@ -23,14 +23,15 @@ class Coupling(nn.Module):
         TypeError: if either is something else (a bare rule, for instance).
         ValueError: if the verifier would not emit the target's law on such drafts.
 
-    >>> from arbordraft.laws import IID, TopTail
-    >>> from arbordraft.verifiers import KSeq, TopDown
-    >>> Coupling(IID(2), TopDown(KSeq())).exactness.value
-    'exact'
-    >>> Coupling(TopTail(1, 1), TopDown(KSeq()))
-    Traceback (most recent call last):
-        ...
-    ValueError: ... is not valid for children drawn by TopTail(tops=1, tails=1, replacement=False): ...
+    Examples:
+        >>> from arbordraft.laws import IID, TopTail
+        >>> from arbordraft.verifiers import KSeq, TopDown
+        >>> Coupling(IID(2), TopDown(KSeq())).exactness.value
+        'exact'
+        >>> Coupling(TopTail(1, 1), TopDown(KSeq()))
+        Traceback (most recent call last):
+            ...
+        ValueError: ... is not valid for children drawn by TopTail(tops=1, tails=1, replacement=False): ...
     """
 
     def __init__(self, law: DraftLaw, verifier: TreeVerifier) -> None:
@@ -56,8 +57,9 @@ class Coupling(nn.Module):
 
         Sampling with it is lossless too, but random drafts (:meth:`of`) are accepted more often.
 
-        >>> Coupling.matching(2).law
-        Fixed(tops=2, tails=0, replacement=False)
+        Examples:
+            >>> Coupling.matching(2).law
+            Fixed(tops=2, tails=0, replacement=False)
 
         Args:
             width: most children of a node, 1 or more.

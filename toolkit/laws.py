@@ -64,8 +64,9 @@ class DraftLaw(nn.Module):
         Raises:
             ValueError: if more children are asked for than the law draws.
 
-        >>> TopTail(2, 2).narrow(3)
-        DraftLaw(tops=2, tails=1, replacement=False)
+        Examples:
+            >>> TopTail(2, 2).narrow(3)
+            DraftLaw(tops=2, tails=1, replacement=False)
         """
         if not 1 <= children <= self.k:
             raise ValueError(f"{self} draws 1 to {self.k} children, a node with {children} was planned")
@@ -81,10 +82,11 @@ class DraftLaw(nn.Module):
             draft: ``[V]`` the draft row, exactly as it will be shown to the verifier.
             uniforms: at least ``tails`` independent uniforms in [0, 1).
 
-        >>> import torch
-        >>> row = torch.tensor([0.5, 0.3, 0.2])
-        >>> IID(2).draw(row, [0.4, 0.9]), TopTail(1, 1).draw(row, [0.9]), Fixed(2).draw(row, [])
-        ([0, 2], [2, 0], [0, 1])
+        Examples:
+            >>> import torch
+            >>> row = torch.tensor([0.5, 0.3, 0.2])
+            >>> IID(2).draw(row, [0.4, 0.9]), TopTail(1, 1).draw(row, [0.9]), Fixed(2).draw(row, [])
+            ([0, 2], [2, 0], [0, 1])
         """
         tops, row = self._split(draft)
         tails: list[int] = []
@@ -102,10 +104,11 @@ class DraftLaw(nn.Module):
                 no more, and children drawn by any other stay losslessly verified, only less often accepted.
             tokens: what :meth:`draw` returned for that row, or the beginning of it.
 
-        >>> import torch
-        >>> drawn, top = TopTail(1, 1).proposals(torch.tensor([0.5, 0.25, 0.25]), [2, 0])
-        >>> drawn, top
-        (tensor([0.0000, 0.5000, 0.5000]), None)
+        Examples:
+            >>> import torch
+            >>> drawn, top = TopTail(1, 1).proposals(torch.tensor([0.5, 0.25, 0.25]), [2, 0])
+            >>> drawn, top
+            (tensor([0.0000, 0.5000, 0.5000]), None)
         """
         if self.deterministic or draft is None:
             yield from (None for _ in tokens)
@@ -214,10 +217,11 @@ class AdaptiveTopTail(DraftLaw):
         TypeError: if an argument is no number.
         ValueError: if it is out of range.
 
-    >>> import torch
-    >>> law, sure, unsure = AdaptiveTopTail(3, 0.4), torch.tensor([0.5, 0.5, 0.0, 0.0]), torch.full((4,), 0.25)
-    >>> law.tops_of(sure), law.tops_of(unsure)
-    (2, 0)
+    Examples:
+        >>> import torch
+        >>> law, sure, unsure = AdaptiveTopTail(3, 0.4), torch.tensor([0.5, 0.5, 0.0, 0.0]), torch.full((4,), 0.25)
+        >>> law.tops_of(sure), law.tops_of(unsure)
+        (2, 0)
     """
 
     def __init__(self, k: int, threshold: float = 0.2) -> None:

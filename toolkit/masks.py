@@ -59,10 +59,11 @@ class SlicedCausalMask(nn.Module):
         Raises:
             ValueError: if the topology has fewer nodes, or ``context`` exceeds ``max_context``.
 
-        >>> SlicedCausalMask(TreeTopology([-1, 0, 0, 1]), max_context=8).prefix(3, context=2).int()
-        tensor([[1, 1, 1, 0, 0],
-                [1, 1, 1, 1, 0],
-                [1, 1, 1, 0, 1]], dtype=torch.int32)
+        Examples:
+            >>> SlicedCausalMask(TreeTopology([-1, 0, 0, 1]), max_context=8).prefix(3, context=2).int()
+            tensor([[1, 1, 1, 0, 0],
+                    [1, 1, 1, 1, 0],
+                    [1, 1, 1, 0, 1]], dtype=torch.int32)
         """
         if not 0 <= nodes <= self.topology.num_nodes:
             raise ValueError(f"the topology has {self.topology.num_nodes} nodes, {nodes} were asked for")
@@ -81,8 +82,9 @@ class SlicedCausalMask(nn.Module):
             ``[R, max(1, ceil(M / 64))]`` int64. A stretch of a prefix of the tree is answered with a view,
             any other choice (a tree that lost branches) with a gather.
 
-        >>> SlicedCausalMask(TreeTopology([-1, 0, 0, 1])).select([1, 3], [0, 1, 3]).tolist() == [[0b11], [0b111]]
-        True
+        Examples:
+            >>> SlicedCausalMask(TreeTopology([-1, 0, 0, 1])).select([1, 3], [0, 1, 3]).tolist() == [[0b11], [0b111]]
+            True
         """
         if rows and rows[-1] < len(columns) and _is_range(columns, 0) and _is_range(rows, rows[0]):
             return self.words[rows[0] : rows[-1] + 1, : -(-len(columns) // WORD_BITS)]

@@ -27,8 +27,9 @@ class DecodeStats:
         pad_keys: attended cache columns that belong to no token.
         seconds: time by phase: prefill, draft, target, verify, commit.
 
-    >>> DecodeStats("exact", emitted=[6, 4], forwards=[3, 2]).tau
-    2.0
+    Examples:
+        >>> DecodeStats("exact", emitted=[6, 4], forwards=[3, 2]).tau
+        2.0
     """
 
     exactness: str

@@ -261,8 +261,9 @@ def draw(weights: Tensor, uniform: float) -> int:
     Raises:
         ValueError: if the weights sum to zero or are not finite.
 
-    >>> draw(torch.tensor([1.0, 0.0, 3.0]), uniform=0.25)
-    2
+    Examples:
+        >>> draw(torch.tensor([1.0, 0.0, 3.0]), uniform=0.25)
+        2
     """
     cumulative = weights.double().cumsum(0)  # in float32 a large vocabulary loses its tail
     total = cumulative[-1].item()

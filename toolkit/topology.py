@@ -38,9 +38,10 @@ class TreeTopology(nn.Module):
         ValueError: if the list is empty, node 0 is not the only root, a parent does not come before its
             child, the nodes are not listed level by level, or the tree is too large.
 
-    >>> tree = TreeTopology([-1, 0, 0, 1])
-    >>> tree.num_nodes, tree.max_depth, tree.path(3)
-    (4, 2, [0, 1, 3])
+    Examples:
+        >>> tree = TreeTopology([-1, 0, 0, 1])
+        >>> tree.num_nodes, tree.max_depth, tree.path(3)
+        (4, 2, [0, 1, 3])
     """
 
     parents: Tensor  # [N] int64, -1 at the root
@@ -85,8 +86,9 @@ class TreeTopology(nn.Module):
             TypeError: if a child count is no whole number.
             ValueError: if one is not positive, or the tree would be too large.
 
-        >>> TreeTopology.from_k_config((4, 2, 2)).levels
-        (range(0, 1), range(1, 5), range(5, 13), range(13, 29))
+        Examples:
+            >>> TreeTopology.from_k_config((4, 2, 2)).levels
+            (range(0, 1), range(1, 5), range(5, 13), range(13, 29))
         """
         counts = each("k_config", k_config, partial(whole, least=1), MOST_DEPTH)
         nodes = width = 1
@@ -136,8 +138,9 @@ class TreeTopology(nn.Module):
 
         Source: Sequoia (Chen et al., 2024), the dynamic programme of section 3.
 
-        >>> TreeTopology.sequoia([0.6, 0.2], 5).parent_list
-        (-1, 0, 0, 1, 3)
+        Examples:
+            >>> TreeTopology.sequoia([0.6, 0.2], 5).parent_list
+            (-1, 0, 0, 1, 3)
         """
         nodes = whole("nodes", nodes, 1, MOST_NODES)
         deepest = MOST_DEPTH if max_depth is None else whole("max_depth", max_depth, 0, MOST_DEPTH)
@@ -185,8 +188,9 @@ def ancestor_words(visible: Tensor) -> Tensor:
     Returns:
         ``[R, max(1, ceil(M / 64))]`` int64; bit ``j % 64`` of word ``j // 64`` stands for column ``j``.
 
-    >>> ancestor_words(TreeTopology([-1, 0, 0, 1]).visible).flatten().tolist() == [0b1, 0b11, 0b101, 0b1011]
-    True
+    Examples:
+        >>> ancestor_words(TreeTopology([-1, 0, 0, 1]).visible).flatten().tolist() == [0b1, 0b11, 0b101, 0b1011]
+        True
     """
     rows, columns = visible.shape
     words = torch.zeros(rows, max(1, -(-columns // WORD_BITS)), dtype=torch.int64, device=visible.device)

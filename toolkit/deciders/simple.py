@@ -27,11 +27,12 @@ class ConfidenceThreshold(Decider):
 
     Source: the confidence stop of Hugging Face's assisted generation, per sample and for trees.
 
-    >>> from arbordraft.types import Draw, Origin
-    >>> sure, unsure = Draw(0.9, Origin()), Draw(0.3, Origin())
-    >>> view = StepView(depth=1, paths=[[[sure]], [[unsure]]], memory=[None, None])
-    >>> ConfidenceThreshold(0.4)(view)
-    [True, False]
+    Examples:
+        >>> from arbordraft.types import Draw, Origin
+        >>> sure, unsure = Draw(0.9, Origin()), Draw(0.3, Origin())
+        >>> view = StepView(depth=1, paths=[[[sure]], [[unsure]]], memory=[None, None])
+        >>> ConfidenceThreshold(0.4)(view)
+        [True, False]
     """
 
     def __init__(self, threshold: float = 0.4) -> None:
@@ -79,10 +80,11 @@ class PathSurvival(Decider):
 
     Source: the product rule of SpecDec++ (Huang et al., 2024), which stops at ``1 - chance > h``.
 
-    >>> from arbordraft.types import Draw, Origin
-    >>> half = Draw(0.5, Origin())
-    >>> PathSurvival(0.3).survival(StepView(depth=2, paths=[[[half, half]], [[half]]], memory=[None, None]))
-    [[0.25], [0.5]]
+    Examples:
+        >>> from arbordraft.types import Draw, Origin
+        >>> half = Draw(0.5, Origin())
+        >>> PathSurvival(0.3).survival(StepView(depth=2, paths=[[[half, half]], [[half]]], memory=[None, None]))
+        [[0.25], [0.5]]
     """
 
     def __init__(self, threshold: float = 0.3) -> None:

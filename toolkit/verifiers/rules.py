@@ -64,11 +64,12 @@ class Rule(nn.Module):
         Raises:
             ValueError: if the row that the children were drawn from is missing or is evidently another one.
 
-        >>> from arbordraft.laws import IID
-        >>> target, draft = torch.tensor([0.5, 0.5]), torch.tensor([0.25, 0.75])
-        >>> law = RecursiveRejection()(target, 1.0, draft, [1], IID(1))
-        >>> round(law.accept[0], 4), [round(mass, 4) for mass in law.stop.tolist()]
-        (0.6667, [0.3333, 0.0])
+        Examples:
+            >>> from arbordraft.laws import IID
+            >>> target, draft = torch.tensor([0.5, 0.5]), torch.tensor([0.25, 0.75])
+            >>> law = RecursiveRejection()(target, 1.0, draft, [1], IID(1))
+            >>> round(law.accept[0], 4), [round(mass, 4) for mass in law.stop.tolist()]
+            (0.6667, [0.3333, 0.0])
         """
         found = self.node_law(target, weight, draft, tokens, law)
         accept = list(found.accept)

@@ -111,11 +111,12 @@ def optimal_acceptance(law: DraftLaw, target: Tensor, draft: Tensor) -> float:
     ``p / q`` (Hu et al., ICLR 2025). Costs one sort, except for three or more draws without replacement,
     where ``Q`` is an integral over exponential clocks and costs a few microseconds per token.
 
-    >>> import torch
-    >>> from arbordraft.laws import IID, WithoutReplacement
-    >>> target, draft = torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.tensor([0.4, 0.3, 0.2, 0.1])
-    >>> [round(optimal_acceptance(law, target, draft), 4) for law in (IID(1), IID(2), WithoutReplacement(2))]
-    [0.6, 0.79, 0.8345]
+    Examples:
+        >>> import torch
+        >>> from arbordraft.laws import IID, WithoutReplacement
+        >>> target, draft = torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.tensor([0.4, 0.3, 0.2, 0.1])
+        >>> [round(optimal_acceptance(law, target, draft), 4) for law in (IID(1), IID(2), WithoutReplacement(2))]
+        [0.6, 0.79, 0.8345]
     """
     p, q = _as_array(target), _as_array(draft)
     p = p / p.sum()

@@ -84,14 +84,15 @@ class TreeVerifier(nn.Module):
         Returns:
             ``(probability, accepted path, [V] law of the next token)`` for every end of the decision.
 
-        >>> from arbordraft.laws import IID
-        >>> from arbordraft.topology import TreeTopology
-        >>> from arbordraft.verifiers import RecursiveRejection
-        >>> target, draft = torch.tensor([0.5, 0.5]), torch.tensor([0.25, 0.75])
-        >>> tree = SampleTree(TreeTopology.chain(1), IID(1), {0: 7, 1: 1}, {0: draft})
-        >>> ends = TopDown(RecursiveRejection()).law(tree, {0: target, 1: target})
-        >>> [(round(probability, 4), path, law.tolist()) for probability, path, law in ends]
-        [(0.3333, (), [1.0, 0.0]), (0.6667, (1,), [0.5, 0.5])]
+        Examples:
+            >>> from arbordraft.laws import IID
+            >>> from arbordraft.topology import TreeTopology
+            >>> from arbordraft.verifiers import RecursiveRejection
+            >>> target, draft = torch.tensor([0.5, 0.5]), torch.tensor([0.25, 0.75])
+            >>> tree = SampleTree(TreeTopology.chain(1), IID(1), {0: 7, 1: 1}, {0: draft})
+            >>> ends = TopDown(RecursiveRejection()).law(tree, {0: target, 1: target})
+            >>> [(round(probability, 4), path, law.tolist()) for probability, path, law in ends]
+            [(0.3333, (), [1.0, 0.0]), (0.6667, (1,), [0.5, 0.5])]
         """
         ends: list[tuple[float, tuple[int, ...], Tensor]] = []
         open_answers: list[tuple[float, list[bool]]] = [(1.0, [])]
@@ -247,11 +248,12 @@ def greedy_verdict(tree: DraftTree, best: Sequence[int]) -> Verdict:
         tree: the drafts.
         best: the target's most probable token for each of the T rows of ``tree.rows()``.
 
-    >>> from arbordraft.laws import Fixed
-    >>> from arbordraft.topology import TreeTopology
-    >>> tree = SampleTree(TreeTopology.fork(2, 1), Fixed(2), {0: 7, 1: 3, 2: 5})
-    >>> greedy_verdict(DraftTree((tree,)), best=[5, 0, 9]).samples
-    (SampleVerdict(path=(2,), token=9, recovered=False),)
+    Examples:
+        >>> from arbordraft.laws import Fixed
+        >>> from arbordraft.topology import TreeTopology
+        >>> tree = SampleTree(TreeTopology.fork(2, 1), Fixed(2), {0: 7, 1: 3, 2: 5})
+        >>> greedy_verdict(DraftTree((tree,)), best=[5, 0, 9]).samples
+        (SampleVerdict(path=(2,), token=9, recovered=False),)
     """
     verdicts: list[SampleVerdict | None] = []
     for sample, tokens in tree.split(best):
