@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, fields
 from itertools import groupby
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from arbordraft.bench.decoding import DecodeRow
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 MOST_LINES = 6  # of a panel: more cannot be told apart
 _PLAIN = "plain"
+_WIDTH = 28  # letters in a line of a name
 _KINDS: tuple[Any, ...] = (DecodeRow, NodeRow, TreeRow)
 
 
@@ -169,7 +171,7 @@ def _ranking(axes: "Axes", rows: Sequence[DecodeRow], batches: Sequence[int], ti
         at = {"textcoords": "offset points", "ha": "center", "color": colour, "fontsize": 9}
         axes.annotate(f"batch {batch}", (speeds[-1], places[-1]), (0, 9), **at)
     axes.axvline(1, color=GREY, ls="--", lw=1.2)
-    axes.set_yticks(range(len(order)), order)
+    axes.set_yticks(range(len(order)), [fill(name, _WIDTH) for name in order])
     axes.set_ylim(-0.7, len(order) + 0.1)
     axes.grid(axis="y", color="0.92")
     axes.margins(x=0.08)
@@ -195,7 +197,8 @@ def _cause(setting: tuple[str, float], rows: list[DecodeRow]) -> Panel | None:
             _over_batch(axes, batches)
             what = "share of rows that are padding" if padded else "tokens per target forward"
         else:
-            axes.set(xlabel="depth", xticks=range(1, 1 + max(len(line.points) for line in lines)))
+            deepest = max(len(line.points) for line in lines)
+            axes.set(xlabel="depth", xticks=range(1, deepest + 1, 1 + deepest // 10))
             what = "share accepted when tried"
         axes.set(ylabel=what, title=f"{what} ({_drawn(setting[1])})")
         shares = padded or len(batches) == 1
@@ -215,10 +218,10 @@ def _tau(setting: tuple[str, float, str], rows: list[TreeRow]) -> Panel:
 
 
 def _acceptance(setting: tuple[str, float], rows: list[NodeRow]) -> Panel:
-    lines = [
-        Line(f"{law}, {rule}", sorted((row.k, row.acceptance, row.error) for row in group))
-        for (law, rule), group in _by(rows, lambda row: (row.law.partition("(")[0], row.rule))
-    ]
+    lines = []
+    for (law, rule), group in _by(rows, lambda row: (row.law.partition("(")[0], row.rule)):
+        best = [max(same, key=lambda row: row.acceptance) for _, same in _by(group, lambda row: row.k)]
+        lines.append(Line(f"{law}, {rule}", [(row.k, row.acceptance, row.error) for row in best]))
     return _measured(
         f"{setting[0]}, {_drawn(setting[1])}", "children of one node", "chance that one is accepted", lines
     )
@@ -258,9 +261,11 @@ def _draw(axes: "Axes", lines: Sequence[Line], colours: dict[str, str], referenc
     low, high = axes.get_ylim()
     floor = -math.inf
     for name, end, colour in sorted(ends, key=lambda end: end[1][1]):
-        floor = max(end[1], floor + 0.055 * (high - low))  # names do not overlap
+        text = fill(name, _WIDTH)
+        room = 0.055 * (1 + text.count("\n")) * (high - low)
+        floor = max(end[1], floor + room)  # names do not overlap
         axes.annotate(
-            name,
+            text,
             end,
             (1.04, floor),
             textcoords=axes.get_yaxis_transform(),
