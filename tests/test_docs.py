@@ -65,13 +65,14 @@ def fenced_lines(page: Path, program: str) -> list[str]:
     """Lines of fenced blocks that start a program; a backslash joins lines."""
     blocks = [body for language, body in FENCED.findall(page.read_text()) if language != "python"]
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    return [line.strip() for line in lines if re.match(rf"\s*(\$ )?{program} ", line)]
+    commands = [line.strip().removeprefix("$ ") for line in lines]
+    return [command for command in commands if command.startswith(f"{program} ")]
 
 
 def command_lines() -> list[tuple[str, bool]]:
     """Every command line of ours, and whether it is whole: code inside a sentence may leave arguments out."""
     sources = [*PAGES, RESULTS / "README.md", ROOT / "examples" / "compare" / "README.md"]
-    whole = [(line.removeprefix("$ "), True) for page in sources for line in fenced_lines(page, "arbordraft")]
+    whole = [(line, True) for page in sources for line in fenced_lines(page, "arbordraft")]
     inline = [re.findall(r"`(arbordraft [^`\n]+)`", FENCED.sub("", page.read_text())) for page in sources]
     return sorted({*whole, *((line, False) for lines in inline for line in lines)})
 
@@ -129,9 +130,17 @@ def test_links_and_make_targets_exist(page):
     assert [link for link in links if not (page.parent / link).exists()] == []
     targets = {line.split()[1] for line in fenced_lines(page, "make") if "=" not in line.split()[1]}
     targets |= set(re.findall(r"`make (\w+)", text))
-    assert [
-        name for name in sorted(targets) if not re.search(rf"^{name}:", (ROOT / "Makefile").read_text(), re.M)
-    ] == []
+    known = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert targets - known == set()
+
+
+@pytest.mark.parametrize("page", [*PAGES, *sorted((ROOT / "kernels").glob("*/README.md"))], ids=page_id)
+def test_named_files_exist(page):
+    folders = "|".join([*PACKAGES, "tests", "examples", "docs"])
+    named = re.findall(rf"(?<![\w./])(?:{folders})/[\w./-]*\w", page.read_text())
+    assert [name for name in named if not (ROOT / name).exists()] == []
+    results = set(re.findall(r"`([\w-]+\.json)`", page.read_text())) - {"config.json"}
+    assert [name for name in sorted(results) if not (RESULTS / name).exists()] == []
 
 
 def test_readme_is_short():
