@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Sequence
+from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,7 @@ from arbordraft.deciders import Decider
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter
 from arbordraft.metrics import DecodeStats
-from arbordraft.prompts import chat_batch, chat_batches, check_texts
+from arbordraft.prompts import chat_batches, check_texts, left_padded
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 _ROWS = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128)
 _MOST_ROWS, _LONGEST = 2**14, 2**20  # of a forward that is timed, and of the text before it: their memory is real
-_WIDTHS = (1, 2, 4, 8, 16)
+_BATCHES = (1, 2, 4, 8, 16)
 
 
 def measure_rows(
@@ -75,37 +76,78 @@ def measure_costs(
         drafter: the drafter.
         tokenizer: of the target.
         prompts: first user turns.
+
+    Raises:
+        TypeError: if ``prompts`` is no list of texts.
+        ValueError: if there is no prompt.
     """
     check_texts(prompts)
+    texts = [inputs["input_ids"][0].tolist() for inputs in chat_batches(tokenizer, prompts, 1)]
+    return measure_steps(target, drafter, texts)
+
+
+def measure_steps(
+    target: RaggedModel,
+    drafter: Drafter,
+    texts: Sequence[Sequence[int]],
+    decider: Decider | None = None,
+    *,
+    batches: Sequence[int] = _BATCHES,
+    depth: int = 4,
+    new_tokens: int = 24,
+    rows: Sequence[int] = _ROWS,
+) -> StepCosts:
+    """The same for tokenized prompts, a learned decider and other sizes; decodes greedily, chain after chain.
+
+    Args:
+        target: the target.
+        drafter: the drafter.
+        texts: tokens to begin with.
+        decider: asked before every level, though nothing stops here; none costs nothing.
+        batches: numbers of samples to decode at a time.
+        depth: of the chains.
+        new_tokens: length of the answers.
+        rows: numbers of rows to time the target's forward with, see :func:`measure_rows`.
+    """
     levels: dict[int, list[float]] = {}
-    rest = []
-    lengths = [int(inputs["attention_mask"].sum()) for inputs in chat_batches(tokenizer, prompts, 1)]
-    for width in _WIDTHS:
-        texts = [prompts[index % len(prompts)] for index in range(width)]
-        watch = _Stopwatch()
-        decoder = SpeculativeDecoder(target, drafter, TreeTopology.chain(4), Coupling.matching(), watch)
+    questions: list[float] = []
+    rest, endless = [], cycle(texts)
+    for batch in batches:
+        watch = _Stopwatch(decider)
+        decoder = SpeculativeDecoder(target, drafter, TreeTopology.chain(depth), Coupling.matching(), watch)
         output: Any = decoder.generate(
-            **chat_batch(tokenizer, texts), max_new_tokens=24, do_sample=False, return_dict_in_generate=True
+            **left_padded(list(islice(endless, batch))),
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            return_dict_in_generate=True,
         )
         stats: DecodeStats = output.stats
         rest.append((stats.seconds["verify"] + stats.seconds["commit"]) / max(1, max(stats.forwards)))
-        for rows, seconds in watch.levels:
-            levels.setdefault(rows, []).append(seconds)
-    table = {rows: statistics.median(found) for rows, found in levels.items()}
+        questions += watch.questions
+        for count, seconds in watch.levels:
+            levels.setdefault(count, []).append(seconds)
+    table = {count: max(statistics.median(times), 1e-9) for count, times in levels.items()}
     if 1 not in table:  # a drafter that had nothing to say
-        table[1] = max(1e-9, min(table.values(), default=1e-6))
-    counts = sorted(table)
-    draft = CostTable(tuple(counts), tuple(max(table[count], 1e-9) for count in counts))
+        table[1] = min(table.values(), default=1e-6)
+    draft = CostTable(tuple(sorted(table)), tuple(table[count] for count in sorted(table)))
     # Forwards take longer behind long texts: these are as long as the prompts and half an answer.
-    context = int(statistics.median(lengths)) + 64
-    return StepCosts(measure_rows(target, context=context), draft, rest=min(rest))
+    context = int(statistics.median(map(len, texts))) + 64
+    decide = 0.0 if decider is None or not questions else statistics.median(questions)
+    return StepCosts(measure_rows(target, rows, context=context), draft, decide, min(rest))
 
 
 class _Stopwatch(Decider):
-    """Never stops, and times what happens between two of its questions: a level of drafting."""
+    """Never stops; times another decider, and what happens between two questions: a level of drafting.
 
-    def __init__(self) -> None:
+    Args:
+        decider: the other decider.
+    """
+
+    def __init__(self, decider: Decider | None) -> None:
         super().__init__()
+        self.decider = decider
+        self.questions: list[float] = []
         self.levels: list[tuple[int, float]] = []
         self._last: tuple[int, int, float] | None = None
 
@@ -114,8 +156,11 @@ class _Stopwatch(Decider):
         if self._last is not None and view.depth == self._last[0] + 1:
             self.levels.append((self._last[1], now - self._last[2]))
         rows = sum(map(len, view.paths))
+        if self.decider is not None:
+            self.decider(view)
         self._last = view.depth, rows, time.perf_counter()
+        self.questions.append(self._last[2] - now)
         return [True] * len(view.paths)
 
 
-__all__ = ["measure_costs", "measure_rows"]
+__all__ = ["measure_costs", "measure_rows", "measure_steps"]

@@ -20,6 +20,7 @@ from arbordraft.checkpoints import read_config
 from arbordraft.costs import StepCosts
 from arbordraft.deciders import LearnedDecider
 from arbordraft.drafters import Drafter
+from arbordraft.measuring import measure_steps
 from arbordraft.training.batches import Batch
 from arbordraft.training.calibration import auc, drafted_lengths, ece, fit_temperature, tokens_per_second
 from arbordraft.training.data import SelfDistillationDataModule
@@ -27,7 +28,6 @@ from arbordraft.training.drafts import Drafts, follow
 from arbordraft.training.features import TeacherHead
 from arbordraft.training.reports import card, speed_figure
 from arbordraft.training.resuming import check_fit
-from arbordraft.training.step_costs import measure_step_costs
 from arbordraft.training.students import EagleStudent, Student
 
 _THRESHOLDS = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 2.0)
@@ -256,9 +256,15 @@ class DeciderModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
         }
 
     def _measure(self) -> StepCosts:
-        prompts = self.data.held_out_prompts(_TIMED)
-        return measure_step_costs(
-            self._target, self._drafter, self.decider, prompts, self.draft_steps, self.timed_tokens
+        return measure_steps(
+            self._target,
+            self._drafter,
+            self.data.held_out_prompts(_TIMED),
+            self.decider,
+            batches=[1] * _TIMED,
+            depth=self.draft_steps,
+            new_tokens=self.timed_tokens,
+            rows=range(1, self.draft_steps + 2),
         )
 
 

@@ -1,0 +1,44 @@
+"""Step costs: what a decider takes is counted as its own, and it stops nothing while it is timed."""
+
+import time
+
+import pytest
+from models import PROMPTS, ragged
+
+from arbordraft.deciders import Decider
+from arbordraft.drafters import LanguageModelDrafter, NoDrafter
+from arbordraft.measuring import measure_steps
+
+PAUSE = 0.02
+
+
+class Slow(Decider):
+    """Takes its time to say that nobody goes on."""
+
+    def forward(self, view):
+        time.sleep(PAUSE)
+        return [False] * len(view.paths)
+
+
+def measured(drafter, decider=None, batches=(1, 2)):
+    return measure_steps(ragged(), drafter, PROMPTS, decider, batches=batches, depth=2, new_tokens=4, rows=(1, 2, 3))
+
+
+@pytest.mark.parametrize("batches", [(1, 2), (3,), (1,) * 4], ids=str)
+def test_levels_are_timed_by_their_rows(batches):
+    costs = measured(LanguageModelDrafter(ragged(seed=3)), batches=batches)
+    assert set(batches) <= set(costs.draft.rows)
+    assert costs.target.rows == (1, 2, 3)
+    assert costs.decide == 0
+    assert min(*costs.draft.seconds, *costs.target.seconds, costs.rest) > 0
+
+
+def test_a_slow_decider_is_not_taken_for_slow_drafting():
+    costs = measured(LanguageModelDrafter(ragged(seed=3)), Slow())
+    assert costs.decide >= PAUSE
+    assert {1, 2} <= set(costs.draft.rows), "it stopped the drafting that was to be timed"
+    assert costs.draft(1) < costs.decide
+
+
+def test_a_drafter_with_nothing_to_say_costs_next_to_nothing():
+    assert measured(NoDrafter()).draft(1) < 1e-3
