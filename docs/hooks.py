@@ -1,5 +1,6 @@
 """Hooks of mkdocs: the package as it is installed, for the API, and the page of commands."""
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,11 @@ def on_config(config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Writes the page of commands from the command line itself, so that the two cannot differ."""
     return markdown.replace(MARK, every_command()) if page.file.src_uri == "commands.md" else markdown
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Shows Sphinx roles of docstrings, such as :meth:`~a.B.c`, as their names."""
+    return re.sub(r":(?:attr|class|func|meth|mod):<code>(?:~[\w.]*\.)?([\w.]+)</code>", r"<code>\1</code>", html)
 
 
 def every_command() -> str:
