@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from arbordraft import texts
 from arbordraft.checks import each, instance, whole
 from arbordraft.coupling import Coupling
 from arbordraft.deciders import Decider, FixedDepth
@@ -167,6 +168,134 @@ class SpeculativeDecoder(nn.Module):
     def exactness_report(self) -> ExactnessReport:
         """How exactly this decoder's output equals plain decoding of its target, on this machine."""
         return exactness_report(self.target, self.coupling.exactness)
+
+    def complete(
+        self,
+        text: str | Sequence[str],
+        *,
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        seed: int | None = None,
+        stream: bool = False,
+        raw: bool = False,
+        system: str | None = None,
+        stop: str | Sequence[str] | None = None,
+    ) -> str | list[str] | texts.TextStream:
+        """Text in, text out: what the model answers to a text, or behind it with ``raw=True``.
+
+        Args:
+            text: one, or a list of them, which are decoded as one batch.
+            max_new_tokens: longest answer, in tokens.
+            temperature: 0 decodes greedily, more samples.
+            top_p: sample from the fewest tokens whose probabilities reach this sum, 0 to 1.
+            top_k: sample from this many most probable tokens; 0 or ``None`` for all.
+            seed: 0 to 2**64 - 1, of the first text; text i gets ``seed + i``. By default torch's generator gives some.
+            stream: return the answer in pieces, as they are decoded in a thread of their own; one text only. Closing
+                the iterator ends the decoding.
+            raw: continue the text itself, without the tokenizer's chat template.
+            system: system prompt of the chat template.
+            stop: the answer ends before this text, or the first of several.
+
+        Returns:
+            The answer, without special tokens; a list of them for a list of texts; with ``stream=True`` an iterator of
+            its pieces.
+
+        Raises:
+            TypeError: for arguments of another type.
+            ValueError: without a tokenizer, for an empty text or one that is too long, and for values out of range.
+            DecodingError: as :meth:`generate`.
+
+        Examples:
+            >>> from tokenizers import Tokenizer, models
+            >>> from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+            >>> from arbordraft import NGramDrafter
+            >>> words = Tokenizer(models.WordLevel({"echo": 0}, unk_token="echo"))
+            >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+            >>> config = LlamaConfig(vocab_size=1, hidden_size=8, num_attention_heads=1, num_hidden_layers=1)
+            >>> target = RaggedModel(LlamaForCausalLM(config).eval(), tokenizer, kernels="torch", self_test=False)
+            >>> decoder = SpeculativeDecoder(target, NGramDrafter())
+            >>> decoder.complete("hello", max_new_tokens=3)
+            'echo echo echo'
+        """
+        if raw and system is not None:
+            raise ValueError("system is for the chat template, which raw=True leaves out: write it into the text")
+        if isinstance(text, str):
+            conversations = [texts.user_turn(text, system)]
+        elif not isinstance(text, Sequence) or isinstance(text, bytes):
+            raise TypeError(f"text must be a str or a list of them, got {type(text).__name__}")
+        elif stream:
+            raise ValueError("stream=True takes one text at a time: call complete() once for each, or generate()")
+        else:
+            conversations = [texts.user_turn(one, system) for one in text]
+        if not conversations:
+            return []
+        settings = texts.settings_of(max_new_tokens, temperature, top_p, top_k, seed, len(conversations))
+        answers = self._answer(conversations, settings, raw, stream, stop)
+        return answers[0] if isinstance(text, str) and isinstance(answers, list) else answers
+
+    def chat(
+        self,
+        messages: texts.Messages,
+        *,
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        seed: int | None = None,
+        stream: bool = False,
+        raw: bool = False,
+        stop: str | Sequence[str] | None = None,
+    ) -> str | texts.TextStream:
+        """The next message of a conversation.
+
+        Args:
+            messages: the messages so far, each ``{"role": "system" | "user" | "assistant", "content": ...}``.
+            max_new_tokens: as in :meth:`complete`, like the others.
+            temperature: as there.
+            top_p: as there.
+            top_k: as there.
+            seed: as there.
+            stream: as there.
+            raw: continue the contents, a blank line between two, without the chat template.
+            stop: as there.
+
+        Returns:
+            Its content; with ``stream=True`` an iterator of pieces.
+
+        Raises:
+            TypeError: for messages that are none, and as :meth:`complete`.
+            ValueError: as there, and for messages that the chat template refuses.
+
+        Examples:
+            >>> from tokenizers import Tokenizer, models
+            >>> from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+            >>> from arbordraft import NGramDrafter
+            >>> words = Tokenizer(models.WordLevel({"echo": 0}, unk_token="echo"))
+            >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+            >>> config = LlamaConfig(vocab_size=1, hidden_size=8, num_attention_heads=1, num_hidden_layers=1)
+            >>> target = RaggedModel(LlamaForCausalLM(config).eval(), tokenizer, kernels="torch", self_test=False)
+            >>> decoder = SpeculativeDecoder(target, NGramDrafter())
+            >>> tokenizer.chat_template = "{{ messages[-1].content }}"
+            >>> decoder.chat([{"role": "user", "content": "hello"}], max_new_tokens=2)
+            'echo echo'
+        """
+        settings = texts.settings_of(max_new_tokens, temperature, top_p, top_k, seed, 1)
+        answers = self._answer([texts.check_messages(messages)], settings, raw, stream, stop)
+        return answers[0] if isinstance(answers, list) else answers
+
+    def _answer(
+        self, conversations: Sequence[texts.Messages], settings: dict[str, Any], raw: bool, streamed: bool, stop: Any
+    ) -> list[str] | texts.TextStream:
+        tokenizer, ends = self.target.tokenizer, texts.stops(stop)
+        prompts = [texts.encode(tokenizer, messages, raw=raw) for messages in conversations]
+        assert tokenizer is not None  # or encode() has raised
+        self._check_positions(prompts, settings["max_new_tokens"])
+        generate: Any = self.generate
+        if streamed:
+            return texts.stream(generate, tokenizer, prompts[0], settings, ends)
+        return texts.write(generate, tokenizer, prompts, settings, ends)
 
     @torch.no_grad()
     def generate(

@@ -69,7 +69,7 @@ class RaggedModel(nn.Module):
             ``model.generate`` give the same results, at first more slowly. Where nothing is packed nothing changes.
         self_test: compare packed with single logits on a few random tokens now.
 
-    Example:
+    Examples:
         >>> import transformers
         >>> config = transformers.LlamaConfig(
         ...     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2

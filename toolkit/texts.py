@@ -1,0 +1,294 @@
+"""Text in, text out: what stands between a tokenizer and a decoder."""
+
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from arbordraft.checks import real, whole
+from arbordraft.metrics import DecodeStats
+from arbordraft.prompts import left_padded
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from arbordraft.output import SpeculativeOutput
+
+    Generate = Callable[..., SpeculativeOutput]
+
+Messages = Sequence[Mapping[str, str]]
+
+_UNFINISHED = "\ufffd"  # what a tokenizer shows of a character of which bytes are still to come
+
+
+def user_turn(text: Any, system: str | None) -> list[dict[str, str]]:
+    """A text as a conversation of one message, behind a system prompt if there is one.
+
+    Raises:
+        TypeError: if one of them is no text.
+    """
+    if not isinstance(text, str):
+        raise TypeError(f"text must be a str or a list of them, got {type(text).__name__}")
+    if not isinstance(system, str | None):
+        raise TypeError(f"system must be a str, got {type(system).__name__}")
+    before = [] if system is None else [{"role": "system", "content": system}]
+    return [*before, {"role": "user", "content": text}]
+
+
+def check_messages(messages: Any) -> Messages:
+    """Raises TypeError unless these are messages, each with a role and a content, and ValueError if there is none."""
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+        raise TypeError(f"messages must be a list of dicts with a role and a content, got {type(messages).__name__}")
+    if not messages:
+        raise ValueError("messages must hold at least one message, got none")
+    for index, message in enumerate(messages):
+        keys = ("role", "content")
+        if not isinstance(message, Mapping) or not all(isinstance(message.get(key), str) for key in keys):
+            raise TypeError(
+                f'messages[{index}] must be {{"role": ..., "content": ...}} with two texts, got {message!r}'
+            )
+    return messages
+
+
+def encode(tokenizer: "PreTrainedTokenizerBase | None", messages: Messages, *, raw: bool) -> list[int]:
+    """The token ids of a conversation that the model is to continue.
+
+    Args:
+        tokenizer: of the model. One without a chat template takes single user messages as they are.
+        messages: the conversation.
+        raw: as they are, a blank line between two, instead of by the chat template.
+
+    Raises:
+        ValueError: without a tokenizer; for messages that the chat template refuses, or that need one where there is
+            none; for a text without tokens.
+    """
+    if tokenizer is None:
+        raise ValueError(
+            "text needs a tokenizer: load the model with arbordraft.load(...), or build RaggedModel(model, tokenizer)"
+        )
+    if raw or (not tokenizer.chat_template and [message["role"] for message in messages] == ["user"]):
+        ids: list[int] = tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"]  # type: ignore[assignment]
+    elif not tokenizer.chat_template:
+        raise ValueError(
+            "the tokenizer has no chat template, which says how roles are written: set tokenizer.chat_template, or "
+            "pass raw=True"
+        )
+    else:
+        try:
+            rendered = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)  # type: ignore[arg-type]
+        except Exception as error:  # templates raise whatever they like
+            raise ValueError(f"the chat template refuses these messages: {error}") from error
+        ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]  # type: ignore[assignment, arg-type]
+    if not ids:
+        raise ValueError("the text is empty: there is nothing to go on from")
+    return list(ids)
+
+
+def settings_of(
+    max_new_tokens: int, temperature: float, top_p: float | None, top_k: int | None, seed: int | None, batch: int
+) -> dict[str, Any]:
+    """These settings as ``generate`` takes them; sample i of the batch gets ``seed + i``.
+
+    Raises:
+        TypeError: for a value that is no number of its kind.
+        ValueError: for one out of range.
+    """
+    settings: dict[str, Any] = {"max_new_tokens": whole("max_new_tokens", max_new_tokens, 0)}
+    top_p = 1.0 if top_p is None else real("top_p", top_p, 0, 1)
+    top_k = 0 if top_k is None else whole("top_k", top_k, 0)
+    if seed is not None:
+        seed = whole("seed", seed, 0, 2**64 - batch)
+        settings["seeds"] = [seed + sample for sample in range(batch)]
+    temperature = real("temperature", temperature, 0)  # transformers takes 1 for no number
+    if temperature == 0:
+        return {**settings, "do_sample": False}
+    return {**settings, "do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+
+
+def stops(stop: Any) -> tuple[str, ...]:
+    """The texts before which an answer ends.
+
+    Raises:
+        TypeError: if ``stop`` is neither a text nor a list of them.
+        ValueError: if one is empty.
+    """
+    found = () if stop is None else (stop,) if isinstance(stop, str) else stop
+    if not isinstance(found, Sequence) or not all(isinstance(text, str) for text in found):
+        raise TypeError(f"stop must be a str or a list of them, got {stop!r}")
+    if "" in found:
+        raise ValueError("stop must not hold an empty text, which stands everywhere")
+    return tuple(found)
+
+
+class Pieces:
+    """Turns tokens into text as they come, so that what was said never changes later.
+
+    Args:
+        tokenizer: special tokens are left out.
+        stop: the text ends before the first of these.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", stop: Sequence[str] = ()) -> None:
+        self._tokenizer, self._stop = tokenizer, stop
+        self._tokens: list[int] = []
+        self._shown = self._read = 0  # tokens before the last piece, and with it: some are spelt by what is before them
+        self._held, self._ended = "", False
+
+    def add(self, tokens: Sequence[int]) -> str:
+        """The text that these tokens make certain."""
+        self._tokens += tokens
+        before, now = self._spelt(self._tokens[self._shown : self._read]), self._spelt(self._tokens[self._shown :])
+        if len(now) <= len(before) or now.endswith(_UNFINISHED):
+            return ""
+        self._shown, self._read = self._read, len(self._tokens)
+        return self._certain(now[len(before) :])
+
+    def end(self) -> str:
+        """What is left when no tokens follow."""
+        before, now = self._spelt(self._tokens[self._shown : self._read]), self._spelt(self._tokens[self._shown :])
+        self._read = self._shown = len(self._tokens)
+        certain, held = self._certain(now[len(before) :]), self._held
+        self._held = ""
+        return certain + held
+
+    def _certain(self, text: str) -> str:
+        """What of the text, behind what was held back, can belong to no stop."""
+        if self._ended:
+            return ""
+        text = self._held + text
+        if places := [place for stop in self._stop if (place := text.find(stop)) >= 0]:
+            self._held, self._ended = "", True
+            return text[: min(places)]
+        held = max(
+            (size for stop in self._stop for size in range(1, len(stop)) if text.endswith(stop[:size])), default=0
+        )
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def _spelt(self, tokens: list[int]) -> str:
+        spelt = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return spelt if isinstance(spelt, str) else "".join(spelt)
+
+
+class TextStream(Iterator[str]):
+    """An answer in pieces, decoded in a thread of its own as long as somebody reads on.
+
+    It begins with the first piece that is asked for; :meth:`close` ends it early, and so does dropping the stream.
+    Errors of the decoding are raised where the next piece is asked for.
+    """
+
+    def __init__(self, generate: "Callable[[_Sink, Any], SpeculativeOutput]", pieces: Pieces) -> None:
+        self._stats: list[DecodeStats] = []
+        self._pieces = _follow(generate, pieces, self._stats)  # knows nothing of self, which would keep it alive
+
+    @property
+    def stats(self) -> DecodeStats | None:
+        """What the decoding counted, once it has ended."""
+        return self._stats[0] if self._stats else None
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """Ends the decoding, within one step, and waits for that."""
+        self._pieces.close()
+
+
+def _follow(
+    generate: "Callable[[_Sink, Any], SpeculativeOutput]", pieces: Pieces, stats: list[DecodeStats]
+) -> Generator[str]:
+    arrived: SimpleQueue[list[int] | BaseException | None] = SimpleQueue()
+    closed = threading.Event()
+
+    def work() -> None:
+        try:
+            stats.append(generate(_Sink(arrived), _until(closed)).stats)
+        except BaseException as error:  # belongs to whoever reads
+            arrived.put(error)
+        finally:
+            arrived.put(None)
+
+    thread = threading.Thread(target=work, name="arbordraft-text")
+    thread.start()
+    try:
+        while (item := arrived.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            if piece := pieces.add(item):
+                yield piece
+        if piece := pieces.end():
+            yield piece
+    finally:
+        closed.set()
+        thread.join()
+
+
+class _Sink:
+    """A streamer that hands new tokens on, and not the prompt, which comes first."""
+
+    def __init__(self, arrived: "SimpleQueue[list[int] | BaseException | None]") -> None:
+        self._arrived, self._begun = arrived, False
+
+    def put(self, tokens: Tensor) -> None:
+        if self._begun:
+            self._arrived.put(tokens.tolist())
+        self._begun = True
+
+    def end(self) -> None:
+        """Nothing: the thread says when it ends, also by an error."""
+
+
+def _until(closed: threading.Event) -> Any:
+    """A criterion of ``generate`` that stops once the event is set, or the program ends."""
+    from transformers import StoppingCriteria, StoppingCriteriaList
+
+    class Closed(StoppingCriteria):
+        def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Any:
+            over = closed.is_set() or not threading.main_thread().is_alive()
+            return torch.full((len(input_ids),), over)
+
+    return StoppingCriteriaList([Closed()])
+
+
+def write(
+    generate: "Generate",
+    tokenizer: "PreTrainedTokenizerBase",
+    prompts: Sequence[Sequence[int]],
+    settings: Mapping[str, Any],
+    stop: Sequence[str],
+) -> list[str]:
+    """What a decoder writes behind each of several prompts, decoded as one ragged batch."""
+    inputs = left_padded(prompts)
+    output = generate(**inputs, **_with_stops(settings, tokenizer, stop), return_dict_in_generate=True)
+    columns, found = inputs["input_ids"].shape[1], []
+    for row, emitted in zip(output.sequences.tolist(), output.stats.emitted, strict=True):
+        pieces = Pieces(tokenizer, stop)
+        found.append(pieces.add(row[columns : columns + emitted]) + pieces.end())
+    return found
+
+
+def stream(
+    generate: "Generate",
+    tokenizer: "PreTrainedTokenizerBase",
+    prompt: Sequence[int],
+    settings: Mapping[str, Any],
+    stop: Sequence[str],
+) -> TextStream:
+    """The same for one prompt, in pieces."""
+    inputs = {**left_padded([prompt]), **_with_stops(settings, tokenizer, stop)}
+    return TextStream(
+        lambda sink, closed: generate(**inputs, streamer=sink, stopping_criteria=closed, return_dict_in_generate=True),
+        Pieces(tokenizer, stop),
+    )
+
+
+def _with_stops(
+    settings: Mapping[str, Any], tokenizer: "PreTrainedTokenizerBase", stop: Sequence[str]
+) -> dict[str, Any]:
+    return {**settings, **({"stop_strings": list(stop), "tokenizer": tokenizer} if stop else {})}
+
+
+__all__ = ["Pieces", "TextStream", "check_messages", "encode", "settings_of", "stops", "stream", "user_turn", "write"]
