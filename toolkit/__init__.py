@@ -22,6 +22,7 @@ from arbordraft.drafters import (
 )
 from arbordraft.huggingface import DecodingError
 from arbordraft.laws import IID, Fixed, TopTail, WithoutReplacement
+from arbordraft.loading import load
 from arbordraft.metrics import DecodeStats
 from arbordraft.target.hook import UnsupportedModel
 from arbordraft.target.model import RaggedModel
@@ -58,4 +59,5 @@ __all__ = [
     "UnsupportedModel",
     "WithoutReplacement",
     "builders",
+    "load",
 ]

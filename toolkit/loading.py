@@ -1,13 +1,20 @@
-"""Loading a model or a target by its name, and a trained drafter of whatever kind a folder holds."""
+"""Loading by name: a model, a trained drafter of whatever kind a folder holds, and a decoder of both."""
 
+import json
+import logging
 import os
 from enum import StrEnum
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from arbordraft.checkpoints import load_causal_lm, load_tokenizer, read_config
+from arbordraft.costs import CostTable
+from arbordraft.coupling import Coupling
+from arbordraft.deciders import Decider
+from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import (
     Drafter,
     EagleDrafter,
@@ -18,14 +25,20 @@ from arbordraft.drafters import (
     NoDrafter,
 )
 from arbordraft.drafters.base import check_ragged
+from arbordraft.kernels import native
+from arbordraft.kernels.native.build import cache_folder
+from arbordraft.measuring import known_rows
 from arbordraft.onnx_graph import FUSE, MODEL, Graph
 from arbordraft.onnx_networks import OnnxEagle, OnnxMedusa, OnnxModel
 from arbordraft.pretrained import load_smollm2
 from arbordraft.target.model import RaggedModel
+from arbordraft.topology import TreeTopology
+from arbordraft.types import Costs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+DRAFTERS = ("auto", "ngram", "none", "early-exit:LAYERS", "a folder", "a hub name")
 SMALL = "smollm2"  # what SmolLM2-135M-Instruct is called wherever a model is named
 
 # By the model_type in config.json; whatever else transformers can load counts as a language model.
@@ -53,22 +66,169 @@ class Kernels(StrEnum):
     torch = "torch"
 
 
+def load(
+    model: "str | os.PathLike[str] | PreTrainedModel | RaggedModel" = SMALL,
+    drafter: "str | os.PathLike[str] | Drafter | PreTrainedModel | RaggedModel" = "auto",
+    *,
+    dtype: str | torch.dtype | None = None,
+    kernels: str = "auto",
+    device: str | torch.device | None = None,
+    keep_weights: bool = True,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
+    revision: str | None = None,
+    topology: TreeTopology | None = None,
+    coupling: Coupling | None = None,
+    decider: Decider | None = None,
+    costs: str | Costs | None = "auto",
+    max_cache_tokens: int | None = None,
+) -> SpeculativeDecoder:
+    """A decoder that is ready to write, of a model and a drafter that are named.
+
+    Args:
+        model: a hub name, a folder, a GGUF file, ``smollm2`` for SmolLM2-135M-Instruct, or a model in memory.
+        drafter: ``auto`` for one that was trained for this very target, if :func:`trained_for` knows one, else lookups
+            in the text; ``ngram`` for these; ``none``; ``early-exit:LAYERS`` for the target's own first layers; the
+            folder of a trained drafter; folder or hub name of a draft model; or one in memory.
+        dtype: of the weights, for models by name: ``float32``, ``bfloat16`` or ``float16``. By default bfloat16 where
+            this machine multiplies it fast (CPUs with avx512_bf16, and GPUs), as it halves what every step must read,
+            else float32. Decoding preserves the law of the model in this precision.
+        kernels: see :class:`~arbordraft.RaggedModel`.
+        device: of models by name; by default the GPU if torch sees one, else the CPU.
+        keep_weights: see :class:`~arbordraft.RaggedModel`.
+        tokenizer: by default the one that belongs to the model, if there is one.
+        revision: of a model on the hub.
+        topology: the largest tree; by default as large as pays on average, by the drafter's acceptance and the costs.
+        coupling: how children are drawn and judged; by default what suits the drafter.
+        decider: stops drafting early; see :class:`~arbordraft.SpeculativeDecoder`.
+        costs: what rows cost: ``auto`` as measured on this machine, once, by :func:`~arbordraft.measuring.known_rows`;
+            ``renew`` to measure again; a table; or ``None`` to draft whole trees whatever they cost.
+        max_cache_tokens: bound on the rows of each KV cache; unlimited by default.
+
+    Returns:
+        The decoder, in eval mode; ``decoder.target`` holds the model and its tokenizer.
+
+    Raises:
+        TypeError: for arguments of another kind.
+        ValueError: for names that mean nothing, damaged files, options that contradict a model in memory, and drafters
+            for another target or tokenizer.
+        UnsupportedModel: if the model's attention cannot run packed.
+
+    Examples:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(vocab_size=8, hidden_size=8, num_attention_heads=1, num_hidden_layers=1)
+        >>> decoder = load(LlamaForCausalLM(config).eval(), "ngram", costs=None)
+        >>> decoder.drafter
+        NGramDrafter(longest=4, shortest=2)
+    """
+    if isinstance(costs, str) and costs not in ("auto", "renew"):
+        raise ValueError(f"costs must be auto, renew, a CostTable or None, got {costs!r}")
+    if isinstance(model, str | os.PathLike):
+        target = _target_named(os.fspath(model), dtype, kernels, device, keep_weights, tokenizer, revision)
+    else:
+        given = {"dtype": dtype, "device": device, "revision": revision}
+        if isinstance(model, RaggedModel):
+            given |= {
+                "kernels": None if kernels == "auto" else kernels,
+                "tokenizer": tokenizer,
+                "keep_weights": None if keep_weights else False,
+            }
+        if clash := [name for name, value in given.items() if value is not None]:
+            raise ValueError(f"{', '.join(clash)}: the model is in memory already; say so where it is made")
+        target = model if isinstance(model, RaggedModel) else _wrapped(model, tokenizer, kernels, keep_weights)
+    proposer = drafter_named(os.fspath(drafter), target) if isinstance(drafter, str | os.PathLike) else drafter
+    logging.getLogger("arbordraft").info("drafter: %s", proposer if drafter != "auto" else _why(proposer))
+    table = None if isinstance(costs, str) else costs
+    if isinstance(costs, str) and not isinstance(proposer, NoDrafter):
+        table = known_rows(target, renew=costs == "renew")
+        if isinstance(drafter, str) and isinstance(proposer, NGramDrafter):
+            proposer = NGramDrafter(longest=8, shortest=1)  # what does not pay is dropped
+    if topology is None and isinstance(table, CostTable) and isinstance(proposer, Drafter):
+        topology = _paying(proposer, table)
+    return SpeculativeDecoder(
+        target, proposer, topology, coupling, decider, costs=table, max_cache_tokens=max_cache_tokens
+    ).eval()
+
+
+def _target_named(
+    name: str,
+    dtype: str | torch.dtype | None,
+    kernels: str,
+    device: str | torch.device | None,
+    keep_weights: bool,
+    tokenizer: "PreTrainedTokenizerBase | None",
+    revision: str | None,
+) -> RaggedModel:
+    place = torch.device("cuda" if torch.cuda.is_available() else "cpu") if device is None else torch.device(device)
+    if place.type == "cpu" and kernels in ("auto", "native"):
+        native.load_in_background()
+    model, own = load_model(name, _dtype(dtype, place), revision)
+    model.to(place)  # type: ignore[arg-type]
+    return RaggedModel(model, tokenizer or own, kernels=kernels, keep_weights=keep_weights)
+
+
+def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
+    if dtype is None:
+        fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else native.fast_bfloat16()
+        return torch.bfloat16 if fast else torch.float32
+    name = str(dtype).removeprefix("torch.")
+    if name not in list(Dtype):
+        raise ValueError(f"dtype must be one of {', '.join(Dtype)}, got {dtype!r}")
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
+def _wrapped(model: Any, tokenizer: "PreTrainedTokenizerBase | None", kernels: str, keep_weights: bool) -> RaggedModel:
+    """A model in memory, with the tokenizer that lies where it came from."""
+    home = getattr(model, "name_or_path", "")
+    if tokenizer is None and home:
+        tokenizer = load_tokenizer(home, local_files_only=True)
+    return RaggedModel(model, tokenizer, kernels=kernels, keep_weights=keep_weights)
+
+
+def _why(drafter: Drafter) -> str:
+    lookups = isinstance(drafter, NGramDrafter)
+    return "lookups, as no drafter trained for this model is known" if lookups else f"{drafter}, trained for this model"
+
+
+def _paying(drafter: Drafter, costs: CostTable) -> TreeTopology:
+    """The drafter's own tree, cut to what pays on average; where every step drops what does not pay, all of it."""
+    topology = drafter.default_topology()
+    if drafter.default_law(topology.width).deterministic:
+        return topology
+    chances = [1.0] * topology.num_nodes
+    for node, children in enumerate(topology.child_list):
+        for child, rate in zip(children, drafter.acceptance, strict=False):
+            chances[child] = chances[node] * rate
+    paying = costs.worthwhile(1, sorted(chances[1:], reverse=True))
+    return TreeTopology.sequoia(drafter.acceptance[:4], 1 + max(1, paying), topology.max_depth)
+
+
 def load_model(
     name: str, dtype: torch.dtype, revision: str | None = None
 ) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase | None]":
     """A causal LM in eval mode, all of it, and its tokenizer, which pads on the left, if it has one.
 
     Args:
-        name: a folder, a hub name, or ``smollm2`` for SmolLM2-135M-Instruct.
+        name: a folder, a hub name, a GGUF file, or ``smollm2`` for SmolLM2-135M-Instruct.
         dtype: of its weights.
         revision: of the hub's repository.
 
     Raises:
+        ImportError: for a GGUF file, if the libraries that read it are not installed.
         ValueError: if it is no causal LM, or it is damaged, incomplete or pickled.
     """
     if name == SMALL:
+        if revision is not None:
+            raise ValueError(f"revision is for models on the hub; {SMALL} is always the same one")
         return load_smollm2(dtype)
     place = {} if revision is None else {"revision": revision}
+    if name.endswith(".gguf"):
+        file = Path(name)
+        if not file.is_file():
+            raise ValueError(f"{name} is no file: name a GGUF file on this machine")
+        if missing := [library for library in ("gguf", "accelerate") if find_spec(library) is None]:
+            raise ImportError(f"reading {name} needs {' and '.join(missing)}: pip install 'arbordraft[gguf]'")
+        name, place = str(file.parent), {"gguf_file": file.name}
     return load_causal_lm(name, dtype, **place), load_tokenizer(name, **place)
 
 
@@ -80,6 +240,7 @@ def load_target(
     Raises:
         ValueError: if the model is damaged, incomplete or no causal LM, or it has no tokenizer.
     """
+    native.load_in_background()
     found, tokenizer = load_model(model, getattr(torch, dtype))
     if tokenizer is None:
         raise ValueError(
@@ -90,15 +251,19 @@ def load_target(
 
 
 def drafter_named(name: str, target: RaggedModel) -> Drafter:
-    """The drafter that a command line means by ``ngram``, ``none``, ``early-exit:LAYERS``, a folder or a hub name.
+    """The drafter that is meant by ``auto``, ``ngram``, ``none``, ``early-exit:LAYERS``, a folder or a hub name.
 
     Args:
-        name: as above; a name on the hub is that of a draft model.
+        name: as above; ``auto`` means what :func:`trained_for` finds, else lookups, and a name on the hub is that of a
+            draft model.
         target: the model that it drafts for.
 
     Raises:
         ValueError: if it means nothing, or what it means is damaged.
     """
+    if name == "auto":
+        trained = trained_for(target)
+        return NGramDrafter() if trained is None else load_drafter(trained, target)
     if name in ("ngram", "none"):
         return NGramDrafter() if name == "ngram" else NoDrafter()
     if name.startswith("early-exit:"):
@@ -108,7 +273,36 @@ def drafter_named(name: str, target: RaggedModel) -> Drafter:
         return EarlyExitDrafter(target, int(layers))
     if Path(name).is_dir():
         return load_drafter(name, target)
-    return LanguageModelDrafter.from_pretrained(name, target)
+    try:
+        return LanguageModelDrafter.from_pretrained(name, target)
+    except ValueError as error:
+        raise ValueError(f"drafter {name!r} is none of {', '.join(DRAFTERS)}, and as a model: {error}") from error
+
+
+def trained_for(target: RaggedModel) -> Path | None:
+    """The folder of the best drafter that was trained for this very target, by its fingerprint, if one is known.
+
+    Known are the folders in the target's own one, those beside it, and those in ``drafters`` in the cache folder.
+    """
+    from arbordraft.heads.base import fingerprint
+
+    places = [cache_folder() / "drafters"]
+    home = getattr(target.model, "name_or_path", "")
+    if home and Path(home).is_dir():
+        places += [Path(home), Path(home).resolve().parent]
+    known: list[tuple[float, str]] = []
+    wanted = ""
+    for config in sorted({file for place in places for file in place.glob("*/config.json")}):
+        try:
+            about = json.loads(config.read_text())
+            trained = about["target_fingerprint"] if about["model_type"] in _KINDS else None
+            rate = float((about.get("acceptance") or [0.0])[0])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # that of something else
+            continue
+        wanted = wanted or fingerprint(target.model)  # type: ignore[arg-type]
+        if trained == wanted:
+            known.append((rate, str(config.parent)))
+    return Path(max(known)[1]) if known else None
 
 
 def load_drafter(path: str | os.PathLike[str], target: RaggedModel) -> Drafter:

@@ -1,9 +1,15 @@
 """What forwards and steps cost on this machine."""
 
+import hashlib
+import json
+import logging
 import statistics
 import time
+import warnings
 from collections.abc import Sequence
+from importlib.metadata import version
 from itertools import cycle, islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +20,7 @@ from arbordraft.coupling import Coupling
 from arbordraft.deciders import Decider
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter
+from arbordraft.kernels.native.build import cache_folder, cpu
 from arbordraft.metrics import DecodeStats
 from arbordraft.prompts import chat_batches, check_texts, left_padded
 from arbordraft.target.cache import RaggedKVCache
@@ -26,6 +33,7 @@ if TYPE_CHECKING:
 
 _ROWS = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128)
 _MOST_ROWS, _LONGEST = 2**14, 2**20  # of a forward that is timed, and of the text before it: their memory is real
+_KEPT_ROWS = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 64)
 _BATCHES = (1, 2, 4, 8, 16)
 
 
@@ -61,9 +69,48 @@ def measure_rows(
             batch, tokens = cache.plan([sample], [range(count)]), torch.zeros(count, dtype=torch.int64)
             start = time.perf_counter()
             target(tokens, batch, cache)
+            if target.device.type == "cuda":  # which only began
+                torch.cuda.synchronize(target.device)
             best[count] = min(best[count], time.perf_counter() - start)
             cache.drop([sample])
     return CostTable(rows, tuple(best.values()))
+
+
+def known_rows(target: RaggedModel, *, renew: bool = False) -> CostTable:
+    """What :func:`measure_rows` found on this machine before, for a model of this kind; measured now if it did not.
+
+    What was measured is kept in the cache folder, by processor, threads, versions, the model's shapes, dtype and
+    kernels. A file that is damaged is measured anew, with a warning.
+
+    Args:
+        target: the target.
+        renew: measure anew all the same.
+    """
+    path = cost_file(target)
+    if not renew and path.exists():
+        try:
+            return CostTable.load(path)
+        except ValueError as error:
+            warnings.warn(f"{error}: measuring now", stacklevel=2)
+    logging.getLogger("arbordraft").info("measuring what rows cost, once per machine and kind of model")
+    rows = [count for count in _KEPT_ROWS if count <= (target.max_positions or count)]
+    costs = measure_rows(target, rows, repeats=3)
+    try:
+        costs.save(path)
+    except OSError as error:
+        warnings.warn(f"what rows cost is measured in every process: {error}", stacklevel=2)
+    return costs
+
+
+def cost_file(target: RaggedModel) -> Path:
+    """Where :func:`known_rows` keeps its measurement."""
+    model = target.model
+    shapes = [(name, list(parameter.shape)) for name, parameter in model.named_parameters()]
+    device = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else cpu()
+    versions = [torch.__version__, *map(version, ("arbordraft", "transformers"))]
+    kernels = [str(model.dtype), target.backend, str(target.packing)]
+    parts = [device, torch.get_num_threads(), versions, type(model).__name__, shapes, kernels]
+    return cache_folder() / "costs" / f"{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]}.json"
 
 
 def measure_costs(
@@ -163,4 +210,4 @@ class _Stopwatch(Decider):
         return [True] * len(view.paths)
 
 
-__all__ = ["measure_costs", "measure_rows", "measure_steps"]
+__all__ = ["cost_file", "known_rows", "measure_costs", "measure_rows"]
