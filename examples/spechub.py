@@ -9,6 +9,7 @@ from rich.console import Console
 from arbordraft import EarlyExitDrafter, RaggedModel
 from arbordraft.bench.tables import rows_table
 from arbordraft.bench.verifiers import node_acceptance
+from arbordraft.bench.workload import Workload
 from arbordraft.pretrained import load_smollm2
 from arbordraft.prompts import MIXED
 
@@ -18,9 +19,8 @@ def main() -> None:
     model, tokenizer = load_smollm2(torch.float32)
     target = RaggedModel(model, tokenizer, kernels="auto")
     drafters = {"first 20 layers": EarlyExitDrafter(target, 20)}
-    rows = node_acceptance(
-        target, tokenizer, MIXED[:4], drafters, temperatures=(1.0,), children=(2, 3), new_tokens=8, optima=4
-    )
+    workload = Workload(MIXED[:4], new_tokens=8, temperature=1.0)
+    rows = node_acceptance(target, drafters, workload, children=(2, 3), optima=4)
     Console().print(rows_table(list(rows)))
 
 

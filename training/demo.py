@@ -57,18 +57,21 @@ def gain(console: Console, drafter: Path, new_tokens: int = 128) -> None:
     import torch
 
     from arbordraft import RaggedModel
-    from arbordraft.bench.drafters import drafter_gain
+    from arbordraft.bench.contests import drafter_gain
+    from arbordraft.bench.decoding import DecodeRow, in_turns
     from arbordraft.bench.tables import rows_table
+    from arbordraft.bench.workload import Workload
     from arbordraft.loading import load_drafter
     from arbordraft.pretrained import load_smollm2
-    from arbordraft.prompts import MIXED, VARIED
 
     model, tokenizer = load_smollm2(torch.bfloat16)
     target = RaggedModel(model.eval(), tokenizer, kernels="auto")
-    found = drafter_gain(
-        target, tokenizer, [*MIXED, *VARIED], {"trained": load_drafter(drafter, target)}, new_tokens=new_tokens
-    )
-    console.print(rows_table(list(found)))
+    drafters = {"trained": load_drafter(drafter, target)}
+    rows: list[DecodeRow] = []
+    for temperature in (0.0, 1.0):
+        workload = Workload(new_tokens=new_tokens, temperature=temperature, repeats=1)
+        rows += in_turns(target, drafter_gain(target, drafters, workload), workload)
+    console.print(rows_table(rows))
 
 
 __all__ = ["Demo", "gain"]

@@ -1,6 +1,7 @@
 """The harness itself: padding costs what it says and changes nothing, and expectations are those of the laws."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -32,9 +33,9 @@ from arbordraft.bench.verifiers import (
     tree_tau,
     watch,
 )
+from arbordraft.bench.workload import Workload
 from arbordraft.drafters import Drafter
 from arbordraft.drafters.base import Garden
-from arbordraft.prompts import chat_batches
 from arbordraft.verifiers import optimal_acceptance
 
 CHAIN = TreeTopology.chain(5)
@@ -133,20 +134,19 @@ def test_rules_are_paired_with_their_laws(k):
                 assert acceptance(rule, law, target, draft) <= optimal_acceptance(law, target, draft) + 1e-9
 
 
-def questions():
+SAMPLED = Workload(("a b c", "c", "b a", "d d"), batch=4, new_tokens=6, temperature=1.0)
+
+
+def told():
     tokenizer = tiny_tokenizer()
     tokenizer.eos_token = tokenizer.pad_token = "c"
-    return RaggedModel(ragged().model, tokenizer, kernels="torch"), tokenizer, ["a b c", "c", "b a", "d d"]
+    return RaggedModel(ragged().model, tokenizer, kernels="torch")
 
 
 def test_node_rows_are_expectations_on_the_same_positions():
-    target, tokenizer, prompts = questions()
+    target = told()
     drafters = {"half": EarlyExitDrafter(target, 1)}
-    rows = list(
-        node_acceptance(
-            target, tokenizer, prompts, drafters, temperatures=(1.0,), children=(2, 3), new_tokens=6, batch=2
-        )
-    )
+    rows = list(node_acceptance(target, drafters, replace(SAMPLED, batch=2), children=(2, 3)))
     assert len({row.positions for row in rows}) == 1
     for row in rows:
         assert row.acceptance == pytest.approx(sum(row.by_rank))
@@ -158,11 +158,9 @@ def test_node_rows_are_expectations_on_the_same_positions():
 
 def test_tree_rows_are_what_decoding_would_show():
     """The mean over positions of the exact expectation, against counting verdicts there."""
-    target, tokenizer, prompts = questions()
+    target = told()
     drafter, law, topology = EarlyExitDrafter(target, 1), WithoutReplacement(2), TreeTopology.k_ary(2, 2)
-    rows = list(
-        tree_tau(target, tokenizer, prompts, {"half": drafter}, temperatures=(1.0,), depths=(2,), new_tokens=6, batch=4)
-    )
+    rows = list(tree_tau(target, {"half": drafter}, SAMPLED, depths=(2,)))
     (found,) = (row for row in rows if row.law == "WithoutReplacement(2)" and row.verifier.startswith("TopDown"))
     expected, counted = [], []
     verifier = TopDown(RecursiveRejection())
@@ -173,7 +171,7 @@ def test_tree_rows_are_what_decoding_would_show():
         assert sum(chance for chance, _, _ in law_of) == pytest.approx(1, abs=1e-5)
         counted.append(max(law_of, key=lambda end: end[0])[1])
 
-    watch(target, drafter, topology, law, chat_batches(tokenizer, prompts, 4), 1.0, 6, look)
+    watch(target, drafter, topology, law, SAMPLED, look)
     assert len(expected) == found.positions
     assert found.tau == pytest.approx(1 + sum(expected) / len(expected), abs=1e-6)
     assert any(counted)

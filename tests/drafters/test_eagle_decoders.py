@@ -19,7 +19,9 @@ from arbordraft import (
     TreeTopology,
     builders,
 )
-from arbordraft.bench.drafters import decoders, drafter_gain
+from arbordraft.bench.contests import drafter_gain
+from arbordraft.bench.decoding import in_turns
+from arbordraft.bench.workload import Workload
 from arbordraft.cli.main import app
 from arbordraft.costs import NodeBudget
 from arbordraft.loading import load_drafter
@@ -132,19 +134,22 @@ def test_a_folder_without_a_drafter_is_named(tmp_path):
 def test_every_compared_decoder_is_lossless(folder):
     drafters = {"eagle": load_drafter(folder, target()), "medusa": trained("medusa").drafter(target())}
     names = []
-    for sampled in (False, True):
-        for name, decoder in decoders(target(), drafters, sampled=sampled):
+    for temperature in (0.0, 1.0):
+        for name, decoder in drafter_gain(target(), drafters, Workload(temperature=temperature)).items():
             found, stats = answers(decoder)
             assert found == [text[len(prompt) :] for prompt, text in zip(PROMPTS, texts(), strict=True)], name
             assert stats.exactness == "exact"
-            names.append((sampled, name))
-    assert len(names) == len(set(names)) == 12
+            names.append((temperature, name))
+    assert len(names) == len(set(names)) == 14
 
 
 def test_the_gain_is_counted(folder):
     model = RaggedModel(target().model, tokenizer(), kernels="torch")
     drafters = {"eagle": EagleDrafter.from_pretrained(folder, model)}
-    found = list(drafter_gain(model, model.tokenizer, ["a b c", "c"], drafters, new_tokens=8, batch=2))
+    found = []
+    for temperature in (0.0, 1.0):
+        workload = Workload(("a b c", "c"), batch=2, new_tokens=8, temperature=temperature, repeats=1)
+        found += in_turns(model, drafter_gain(model, drafters, workload), workload)
     assert [row.temperature for row in found] == [0] * 5 + [1] * 4
     assert [row.decoder for row in found[:5]] == [*(row.decoder for row in found[5:]), found[4].decoder]
     for row in found:

@@ -23,6 +23,7 @@ from arbordraft import (
     WithoutReplacement,
 )
 from arbordraft.bench.onnx import draft_steps
+from arbordraft.bench.workload import Workload
 from arbordraft.cli.main import app
 from arbordraft.deciders import OnnxDecider
 from arbordraft.loading import drafter_named, load_drafter
@@ -197,11 +198,13 @@ def test_onnxruntime_is_asked_for_by_name(graphs, monkeypatch):
 def test_draft_steps_are_timed_in_turns(graphs):
     tokenizer = tiny_tokenizer()
     tokenizer.eos_token = "c"
+    model = RaggedModel(target().model, tokenizer, kernels="torch")
     drafters = {
-        "torch": (target(), drafter("eagle")),
-        "graphs": (target(), load_drafter(graphs("eagle").folder, target())),
+        "torch": (model, trained("eagle").drafter(model)),
+        "graphs": (model, load_drafter(graphs("eagle").folder, model)),
     }
-    ours, theirs = draft_steps(tokenizer, ["a b", "d"], drafters, batch=1, depth=3, new_tokens=6, repeats=2)
+    workload = Workload(("a b", "d"), batch=1, new_tokens=6, repeats=2)
+    ours, theirs = draft_steps(drafters, workload, depth=3)
     assert (ours.drafter, theirs.drafter) == ("torch", "graphs")
     assert ours.ratio == 1
     assert theirs.milliseconds > 0
@@ -231,5 +234,5 @@ def test_the_benchmark_is_a_command(graphs, tmp_path):
     assert result.exit_code == 0, result.output
     rows = json.loads((tmp_path / "x.json").read_text())["measurements"]
     assert [(row["drafter"], row["batch"]) for row in rows] == [
-        (name, batch) for batch in (1, 2) for name in ("torch, own modules", "torch, packed kernels", "graphs")
+        (name, batch) for batch in (1, 2) for name in ("torch, own modules", "torch, native kernels", "graphs")
     ]

@@ -6,22 +6,21 @@ Everything is measured in rounds in which each decoder has its turn: a slow spel
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from arbordraft.bench.measure import Tell, precision, quiet
+from arbordraft.bench.measure import precision
+from arbordraft.bench.workload import Tell, Workload, quiet
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.metrics import DecodeStats
-from arbordraft.prompts import chat_batches, plain_request
+from arbordraft.target.model import RaggedModel
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-Request = dict[str, Any]
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,7 @@ class DecodeRow:
         exactness: what it promises about the output law.
         tokens_per_second: median of the rounds, prompts included.
         speed_up: over the reference, the first decoder: median of the rounds' ratios.
+        spread: half the distance between the least and the greatest of these ratios.
         tau: emitted tokens per target forward of a sample.
         acceptance: by depth, how often a child was accepted when there was one to accept.
         by_rank: by rank among its siblings, share of the accepted tokens.
@@ -61,6 +61,7 @@ class DecodeRow:
     pad_rows: float = 0.0
     pad_keys: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
+    spread: float = 0.0
 
 
 @dataclass
@@ -92,18 +93,38 @@ class Total:
         for phase, seconds in stats.seconds.items():
             self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
+    def acceptance(self) -> list[float]:
+        """By depth, how often a child was accepted when there was one to accept."""
+        return [self.accepted[depth] / self.tried[depth] for depth in sorted(self.tried)]
 
-# Decodes one batch, given a seed, and returns what it emitted: a decoder's statistics, or, of somebody else's, the
-# number of tokens.
-Decode = Callable[[dict[str, Any], Request, int], "DecodeStats | int"]
+    def per_token(self) -> dict[str, Any]:
+        """The columns of a :class:`DecodeRow` that follow from the counts; none of them for somebody else's decoder."""
+        if not self.forwards:
+            return {}
+        accepted, spent = sum(self.ranks.values()), sum(self.seconds.values())
+        return {
+            "tau": self.emitted / self.forwards,
+            "acceptance": self.acceptance(),
+            "by_rank": [self.ranks[rank] / accepted for rank in sorted(self.ranks)],
+            "drafted": self.drafted / self.forwards,
+            "rows": self.rows / self.emitted,
+            "pad_rows": self.pad_rows / max(1, self.rows),
+            "pad_keys": self.pad_keys / self.emitted,
+            "seconds": {phase: seconds / spent for phase, seconds in self.seconds.items()},
+        }
+
+
+# Decodes one batch of a workload and returns what it emitted: a decoder's statistics, or, of somebody else's, how
+# many tokens.
+Decode = Callable[[dict[str, Any], Workload], "DecodeStats | int"]
 
 
 def ours(decoder: SpeculativeDecoder) -> Decode:
     """Decoding with one of our decoders; samples have their own seeds, the same for every decoder."""
 
-    def decode(inputs: dict[str, Any], request: Request, seed: int) -> DecodeStats:
-        seeds = [1000 * (seed + 1) + sample for sample in range(len(inputs["input_ids"]))]
-        output: Any = decoder.generate(**inputs, **request, seeds=seeds, return_dict_in_generate=True)
+    def decode(inputs: dict[str, Any], workload: Workload) -> DecodeStats:
+        seeds = workload.seeds(len(inputs["input_ids"]))
+        output: Any = decoder.generate(**inputs, **workload.request(), seeds=seeds, return_dict_in_generate=True)
         stats: DecodeStats = output.stats
         return stats
 
@@ -118,18 +139,19 @@ def theirs(model: "PreTrainedModel", **options: Any) -> Decode:
         **options: of its ``generate``, such as ``assistant_model`` or ``prompt_lookup_num_tokens``.
     """
 
-    def decode(inputs: dict[str, Any], request: Request, seed: int) -> int:
-        torch.manual_seed(seed)
+    def decode(inputs: dict[str, Any], workload: Workload) -> int:
+        torch.manual_seed(workload.seed)
+        request = workload.request()
         if not options:
-            found: Any = model.generate(**inputs, **request)  # type: ignore[operator]
-            return emitted(found[:, inputs["input_ids"].shape[1] :], model)
+            texts: Any = model.generate(**inputs, **request)  # type: ignore[operator]
+            return emitted(texts[:, inputs["input_ids"].shape[1] :], model)
         total = 0
         for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True):
             prompt = ids[mask.bool()][None]
-            found = model.generate(  # type: ignore[operator]
+            texts = model.generate(  # type: ignore[operator]
                 prompt, attention_mask=torch.ones_like(prompt), **request, **options
             )
-            total += emitted(found[:, prompt.shape[1] :], model)
+            total += emitted(texts[:, prompt.shape[1] :], model)
         return total
 
     return decode
@@ -143,77 +165,58 @@ def emitted(answers: Tensor, model: "PreTrainedModel") -> int:
     return int((over.cumsum(dim=1) - over.long() == 0).sum())
 
 
+def warm_up(decoders: Mapping[str, Decode], inputs: dict[str, Any], workload: Workload) -> None:
+    """Decodes a few tokens of one batch with everybody, so that nobody's first time is measured."""
+    for decode in decoders.values():
+        decode(inputs, replace(workload, new_tokens=min(workload.new_tokens, 8)))
+
+
 def in_turns(
-    model: "PreTrainedModel",
-    tokenizer: "PreTrainedTokenizerBase",
-    prompts: Sequence[str],
-    decoders: Mapping[str, Decode],
-    *,
-    batch: int,
-    temperature: float = 0.0,
-    new_tokens: int = 128,
-    repeats: int = 3,
-    seed: int = 0,
+    target: RaggedModel,
+    decoders: Mapping[str, SpeculativeDecoder | Decode],
+    workload: Workload,
     tell: Tell = quiet,
 ) -> Iterator[DecodeRow]:
-    """Decodes all prompts with every decoder, in turns; speed-ups are over the first one.
+    """Decodes all prompts with every decoder, in turns, after one that warms up; speed-ups are over the first decoder.
 
     Args:
-        model: the target, whose dtype is told.
-        tokenizer: its tokenizer.
-        prompts: first user turns.
+        target: the target, whose tokenizer and dtype are used.
         decoders: by name.
-        batch: prompts at a time.
-        temperature: 0 for greedy.
-        new_tokens: longest answer.
-        repeats: rounds, after one that warms up on the first batch.
-        seed: of what is sampled.
+        workload: what to decode.
         tell: is told what is going on.
     """
-    batches = chat_batches(tokenizer, prompts, batch)
-    request = plain_request(temperature, new_tokens)
-    for decode in decoders.values():
-        decode(batches[0], request | {"max_new_tokens": min(new_tokens, 8)}, seed)
-    done, rounds = 0, repeats * len(decoders) * len(batches)
+    decodes = {name: ours(each) if isinstance(each, SpeculativeDecoder) else each for name, each in decoders.items()}
+    batches = workload.batches(target)
+    warm_up(decodes, batches[0], workload)
+    done, rounds = 0, workload.repeats * len(decoders) * len(batches)
     rates: dict[str, list[float]] = {name: [] for name in decoders}
     totals: dict[str, Total] = {}
-    for _ in range(repeats):
-        for name, decode in decoders.items():
+    for _ in range(workload.repeats):
+        for name, decode in decodes.items():
             total, tokens = Total(), 0
             start = time.perf_counter()
             for inputs in batches:
-                tell(f"batch {batch}, temperature {temperature:g}, {name}", done, rounds)
+                tell(f"batch {workload.batch}, temperature {workload.temperature:g}, {name}", done, rounds)
                 done += 1
-                found = decode(inputs, request, seed)
-                if isinstance(found, int):
-                    tokens += found
+                gained = decode(inputs, workload)
+                if isinstance(gained, int):
+                    tokens += gained
                 else:
-                    total.add(found)
+                    total.add(gained)
             seconds = time.perf_counter() - start
             rates[name].append((tokens + total.emitted) / seconds)
             totals[name] = total
     reference = next(iter(rates.values()))
-    for name, found_rates in rates.items():
-        total = totals[name]
-        row: dict[str, Any] = {
-            "dtype": precision(model),
-            "batch": batch,
-            "temperature": temperature,
-            "decoder": name,
-            "exactness": total.exactness,
-            "tokens_per_second": statistics.median(found_rates),
-            "speed_up": statistics.median(mine / base for mine, base in zip(found_rates, reference, strict=True)),
-        }
-        if total.forwards:
-            accepted, spent = sum(total.ranks.values()), sum(total.seconds.values())
-            row |= {
-                "tau": total.emitted / total.forwards,
-                "acceptance": [total.accepted[depth] / total.tried[depth] for depth in sorted(total.tried)],
-                "by_rank": [total.ranks[rank] / accepted for rank in sorted(total.ranks)],
-                "drafted": total.drafted / total.forwards,
-                "rows": total.rows / total.emitted,
-                "pad_rows": total.pad_rows / max(1, total.rows),
-                "pad_keys": total.pad_keys / total.emitted,
-                "seconds": {phase: seconds / spent for phase, seconds in total.seconds.items()},
-            }
-        yield DecodeRow(**row)
+    for name, own in rates.items():
+        ratios = [mine / base for mine, base in zip(own, reference, strict=True)]
+        yield DecodeRow(
+            dtype=precision(target.model),
+            batch=workload.batch,
+            temperature=workload.temperature,
+            decoder=name,
+            exactness=totals[name].exactness,
+            tokens_per_second=statistics.median(own),
+            speed_up=statistics.median(ratios),
+            spread=(max(ratios) - min(ratios)) / 2,
+            **totals[name].per_token(),
+        )

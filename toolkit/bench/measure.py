@@ -15,18 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from arbordraft.bench.workload import Tell, quiet
 from arbordraft.files import write_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-# Is told what is being measured, how many of its rounds are done, and how many there are.
-Tell = Callable[[str, int, int], object]
-
-
-def quiet(what: str, done: int, of: int) -> None:
-    """Tells nobody."""
 
 
 @dataclass(frozen=True)

@@ -3,19 +3,21 @@
 Shapes: B samples, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from arbordraft.bench.measure import Measurement, Tell, paired, precision, quiet
+from arbordraft.bench.measure import Measurement, paired, precision
+from arbordraft.bench.workload import Tell, Workload, quiet
 from arbordraft.coupling import Coupling
 from arbordraft.deciders import Backoff
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import NGramDrafter
 from arbordraft.laws import DraftLaw, TopTail, WithoutReplacement
-from arbordraft.prompts import REPEATING, VARIED, chat_batch
+from arbordraft.prompts import REPEATING, VARIED
 from arbordraft.sampling import Noise
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
@@ -31,25 +33,20 @@ from arbordraft.verifiers import (
     TopTailRule,
 )
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-
 _CALLS = 40  # calls per timing of something that takes microseconds
 
 
-def forward_cost(model: "PreTrainedModel", repeats: int = 7, tell: Tell = quiet) -> Iterator[Measurement]:
+def forward_cost(target: RaggedModel, workload: Workload, tell: Tell = quiet) -> Iterator[Measurement]:
     """One packed forward against the model's own forward of the same tokens on its own cache.
 
     At batch 1 both do the same arithmetic. At batch 8 the contexts differ in length, and transformers pads them.
     """
-    target = RaggedModel(model, kernels="torch")
     alone, ragged = [200], [32, 64, 96, 160, 256, 384, 640, 1024]  # the second: chats and documents
     for contexts, new in [(alone, 1), (alone, 8), (alone, 16), (alone, 32), (ragged, 1), (ragged, 8)]:
         batch = len(contexts)
         context = f"context {contexts[0]}" if batch == 1 else f"contexts {min(contexts)}-{max(contexts)}"
-        case = f"{precision(model)}, batch {batch}, {new} tokens each, {context}"
-        ours, reference, ratio = paired(*forward_pair(target, contexts, new), repeats, tell, case)
+        case = f"{precision(target.model)}, batch {batch}, {new} tokens each, {context}"
+        ours, reference, ratio = paired(*forward_pair(target, contexts, new), workload.repeats, tell, case)
         yield Measurement("forward", case, ours, reference, ratio, "<= 1.10" if batch == 1 else "<= 0.80")
 
 
@@ -87,11 +84,10 @@ def forward_pair(target: RaggedModel, contexts: list[int], new: int) -> tuple[Ca
     return packed, padded
 
 
-def verify_cost(model: "PreTrainedModel", repeats: int = 7, tell: Tell = quiet) -> Iterator[Measurement]:
+def verify_cost(target: RaggedModel, workload: Workload, tell: Tell = quiet) -> Iterator[Measurement]:
     """Verification of a 16-node tree against the target's forward of its rows, and SpecHub against one softmax."""
-    target = RaggedModel(model, kernels="torch")
     topology = TreeTopology.from_k_config((3, 2, 1))
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(workload.seed)
     forward, _ = forward_pair(target, [200], topology.num_nodes)
     for name, coupling in (
         ("recursive rejection, top-down", Coupling(WithoutReplacement(3), TopDown(RecursiveRejection()))),
@@ -99,16 +95,17 @@ def verify_cost(model: "PreTrainedModel", repeats: int = 7, tell: Tell = quiet) 
         ("tail and tops, lifted", Coupling(TopTail(1, 2), Lifted(RecursiveRejection()))),
     ):
         verify = _verification(topology, coupling, target.vocab_size, generator)
-        ours, reference, ratio = paired(verify, forward, repeats, tell, name)
-        case = f"{precision(model)} forward, {topology.num_nodes} nodes, V={target.vocab_size}, {name}, with softmax"
+        ours, reference, ratio = paired(verify, forward, workload.repeats, tell, name)
+        size = f"{topology.num_nodes} nodes, V={target.vocab_size}"
+        case = f"{precision(target.model)} forward, {size}, {name}, with softmax"
         yield Measurement("verify", case, ours, reference, ratio, "<= 0.15")
 
 
-def spechub_cost(repeats: int = 7) -> Iterator[Measurement]:
+def spechub_cost(workload: Workload) -> Iterator[Measurement]:
     """SpecHub at one node against one softmax of the same row, for growing vocabularies."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(workload.seed)
     for vocab in (4096, 16384, 49152, 131072, 262144):
-        ours, reference, ratio = paired(*_nodes(SpecHub(), TopTail(1, 1), vocab, generator), repeats)
+        ours, reference, ratio = paired(*_nodes(SpecHub(), TopTail(1, 1), vocab, generator), workload.repeats)
         ours, reference = ours / _CALLS, reference / _CALLS
         # A row below this size fits the innermost caches: the rule's fixed cost shows.
         reach = "<= 2.0" if vocab >= 49152 else ""
@@ -116,23 +113,24 @@ def spechub_cost(repeats: int = 7) -> Iterator[Measurement]:
         yield Measurement("verify", case, ours, reference, ratio, reach, f"{ours / vocab * 1e6:.2f} ns per token")
 
 
-def rule_cost(repeats: int = 7) -> Iterator[Measurement]:
+def rule_cost(workload: Workload) -> Iterator[Measurement]:
     """Tail and tops at one node for growing vocabularies and numbers of children, and against the linear program.
 
     The program's variables are pairs of a drawn outcome and a token: beyond small vocabularies there is no solving it.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(workload.seed)
     for k in (2, 3, 4):
         for vocab in (4096, 32768, 131072, 262144):
             law = TopTail(k - 1, 1)
-            ours, reference, ratio = paired(*_nodes(TopTailRule(), law, vocab, generator), repeats)
+            ours, reference, ratio = paired(*_nodes(TopTailRule(), law, vocab, generator), workload.repeats)
             detail = f"{ours / _CALLS / vocab * 1e6:.2f} ns per token"
             case = f"TopTail({k - 1}, 1) at one node, V={vocab}, against one softmax"
             yield Measurement("verify", case, ours / _CALLS, reference / _CALLS, ratio, "", detail)
     for vocab in (64, 256, 1024):
         logits = torch.randn(2, vocab, generator=generator) * 3
         p, q = logits.softmax(dim=-1)
-        ours, reference, ratio = paired(_hub(SpecHub(), p, q, _CALLS), _hub(OptimalTransport(), p, q, 1), repeats)
+        closed, solved = _hub(SpecHub(), p, q, _CALLS), _hub(OptimalTransport(), p, q, 1)
+        ours, reference, ratio = paired(closed, solved, workload.repeats)
         case = f"SpecHub at one node, V={vocab}, against its compact linear program"
         yield Measurement("verify", case, ours / _CALLS, reference, ratio / _CALLS)
 
@@ -190,58 +188,50 @@ def _verification(
     return verify
 
 
-def decode_speed(
-    model: "PreTrainedModel",
-    tokenizer: "PreTrainedTokenizerBase",
-    repeats: int = 3,
-    new_tokens: int = 128,
-    prompts: Sequence[str] = (),
-    limit: int | None = None,
-    tell: Tell = quiet,
-) -> Iterator[Measurement]:
-    """Greedy decoding with the n-gram tree against plain ``generate``, in one batch of each kind of prompts.
+# Prompts whose answers repeat them and prompts whose answers do not, each with the speed-up to reach.
+KINDS = {"repeating": (REPEATING, ">= 1.5"), "varied": (VARIED, ">= 0.9")}
+
+
+def lookup_speed(
+    target: RaggedModel, workload: Workload, kind: str = "given", reach: str = "", tell: Tell = quiet
+) -> Measurement:
+    """Greedy decoding with the n-gram tree against plain ``generate``, all prompts in one batch.
 
     Args:
-        model: the target.
-        tokenizer: its tokenizer.
-        repeats: timings of each.
-        new_tokens: longest answer.
-        prompts: first user turns; by default some whose answers repeat them, and some whose answers do not.
-        limit: take so many of each kind.
+        target: the target.
+        workload: what to decode.
+        kind: what the prompts have in common.
+        reach: the speed-up to reach, if any.
         tell: is told what is going on.
     """
-    target = RaggedModel(model, tokenizer, kernels="torch")
+    model: Any = target.model
     decoder = ngram_tree(target)
-    kinds: list[tuple[str, Sequence[str], str]] = [("given", prompts, "")]
-    if not prompts:
-        kinds = [("repeating", REPEATING, ">= 1.5"), ("varied", VARIED, ">= 0.9")]
-    for name, known, reach in kinds:
-        prompts = known[:limit]
-        inputs = chat_batch(tokenizer, prompts)
-        request: dict[str, Any] = {**inputs, "max_new_tokens": new_tokens, "do_sample": False}
+    count = len(workload.prompts)
+    (inputs,) = replace(workload, batch=count).batches(target)
+    request: dict[str, Any] = {**inputs, **workload.request()}
 
-        def plain(request: dict[str, Any] = request) -> None:
-            model.generate(**request)  # type: ignore[operator]
+    def plain() -> None:
+        model.generate(**request)
 
-        def speculative(request: dict[str, Any] = request) -> None:
-            decoder.generate(**request)
+    def speculative() -> None:
+        decoder.generate(**request)
 
-        ours, reference, ratio = paired(speculative, plain, repeats, tell, f"{name} prompts")
-        expected: Any = model.generate(**request)  # type: ignore[operator]
-        output: Any = decoder.generate(**request, return_dict_in_generate=True)
-        stats, columns = output.stats, inputs["input_ids"].shape[1]
-        same = sum(
-            torch.equal(found[:end], wanted[:end])
-            for found, wanted, end in zip(
-                output.sequences, expected, [columns + emitted for emitted in stats.emitted], strict=True
-            )
+    ours, reference, ratio = paired(speculative, plain, workload.repeats, tell, f"{kind} prompts")
+    expected = model.generate(**request)
+    output: Any = decoder.generate(**request, return_dict_in_generate=True)
+    stats, columns = output.stats, inputs["input_ids"].shape[1]
+    same = sum(
+        torch.equal(answer[:end], wanted[:end])
+        for answer, wanted, end in zip(
+            output.sequences, expected, [columns + emitted for emitted in stats.emitted], strict=True
         )
-        detail = (
-            f"tau {stats.tau:.2f}, {sum(stats.emitted) / ours * 1e3:.0f} against "
-            f"{sum(stats.emitted) / reference * 1e3:.0f} tokens/s, {same} of {len(prompts)} answers equal"
-        )
-        case = f"{precision(model)}, batch {len(prompts)}, {name} prompts, {new_tokens} new tokens"
-        yield Measurement("decode", case, ours, reference, 1 / ratio, reach, detail)
+    )
+    detail = (
+        f"tau {stats.tau:.2f}, {sum(stats.emitted) / ours * 1e3:.0f} against "
+        f"{sum(stats.emitted) / reference * 1e3:.0f} tokens/s, {same} of {count} answers equal"
+    )
+    case = f"{precision(model)}, batch {count}, {kind} prompts, {workload.new_tokens} new tokens"
+    return Measurement("decode", case, ours, reference, 1 / ratio, reach, detail)
 
 
 def ngram_tree(target: RaggedModel) -> SpeculativeDecoder:

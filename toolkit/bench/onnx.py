@@ -1,21 +1,17 @@
 """What a draft step costs in torch and in onnxruntime, and what quantised graphs lose in acceptance."""
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from arbordraft.bench.decoding import Total, ours
-from arbordraft.bench.measure import Tell, quiet
+from arbordraft.bench.decoding import Total, ours, warm_up
+from arbordraft.bench.workload import Tell, Workload, quiet
 from arbordraft.coupling import Coupling
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter
-from arbordraft.prompts import chat_batches, plain_request
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -44,59 +40,43 @@ class DraftStepRow:
 
 
 def draft_steps(
-    tokenizer: "PreTrainedTokenizerBase",
-    prompts: Sequence[str],
-    drafters: Mapping[str, tuple[RaggedModel, Drafter]],
-    *,
-    batch: int,
-    depth: int = 4,
-    new_tokens: int = 64,
-    repeats: int = 3,
-    seed: int = 0,
-    tell: Tell = quiet,
+    drafters: Mapping[str, tuple[RaggedModel, Drafter]], workload: Workload, depth: int = 4, tell: Tell = quiet
 ) -> Iterator[DraftStepRow]:
     """Decodes all prompts greedily with every drafter, batch after batch in turns, and looks at the drafting alone.
 
     Args:
-        tokenizer: the target's.
-        prompts: first user turns.
         drafters: by name, each with the target that it was built for; the first one is the reference.
-        batch: prompts at a time.
+        workload: what to decode; rounds come after one that warms up on the first batch.
         depth: levels of the chains.
-        new_tokens: longest answer.
-        repeats: rounds, after one that warms up on the first batch.
-        seed: of what is sampled.
         tell: is told what is going on.
     """
     coupling, chain = Coupling.matching(), TreeTopology.chain(depth)
     decoders = {
         name: ours(SpeculativeDecoder(target, drafter, chain, coupling)) for name, (target, drafter) in drafters.items()
     }
-    batches = chat_batches(tokenizer, prompts, batch)
-    request = plain_request(0.0, new_tokens)
-    for decode in decoders.values():
-        decode(batches[0], request | {"max_new_tokens": min(new_tokens, 8)}, seed)
+    batches = workload.batches(next(iter(drafters.values()))[0])
+    warm_up(decoders, batches[0], workload)
     times: dict[str, list[float]] = {name: [] for name in decoders}
     totals = {name: Total() for name in decoders}
-    done, rounds = 0, repeats * len(batches) * len(decoders)
-    for _ in range(repeats):
+    done, rounds = 0, workload.repeats * len(batches) * len(decoders)
+    for _ in range(workload.repeats):
         for inputs in batches:
             for name, decode in decoders.items():
-                tell(f"batch {batch}, {name}", done, rounds)
+                tell(f"batch {workload.batch}, {name}", done, rounds)
                 done += 1
-                stats: Any = decode(inputs, request, seed)
+                stats: Any = decode(inputs, workload)
                 totals[name].add(stats)
                 times[name].append(1e3 * stats.seconds["draft"] / max(stats.forwards))
     reference = next(iter(times.values()))
-    for name, found in times.items():
-        total, step = totals[name], statistics.median(found)
+    for name, own in times.items():
+        total, step = totals[name], statistics.median(own)
         yield DraftStepRow(
             drafter=name,
-            batch=batch,
+            batch=workload.batch,
             depth=depth,
             milliseconds=step,
             per_level=step / depth,
-            ratio=statistics.median(mine / base for mine, base in zip(found, reference, strict=True)),
+            ratio=statistics.median(mine / base for mine, base in zip(own, reference, strict=True)),
             tau=total.emitted / total.forwards,
-            acceptance=[total.accepted[level] / total.tried[level] for level in sorted(total.tried)],
+            acceptance=total.acceptance(),
         )

@@ -1,7 +1,7 @@
-"""What draft laws and verifiers accept on a real model's rows: expectations, as nothing is counted that can be told.
+"""What draft laws and verifiers accept on a real model's rows, as expectations instead of counts.
 
 At every position of text that the target samples, each draft law drafts a tree, and the chance of every verdict follows
-from the verifier's own law. What is left of chance is which text, and which drafts. All laws see the same positions.
+from the verifier's own law. Only the text and the drafts are random. All laws see the same positions.
 
 Shapes: V vocabulary.
 """
@@ -10,17 +10,16 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from arbordraft.bench.measure import Tell, quiet
+from arbordraft.bench.workload import Tell, Workload, quiet
 from arbordraft.coupling import Coupling
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter
 from arbordraft.laws import IID, AdaptiveTopTail, DraftLaw, TopTail, WithoutReplacement
-from arbordraft.prompts import chat_batches, plain_request
 from arbordraft.sampling import Noise, draw
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
@@ -37,9 +36,6 @@ from arbordraft.verifiers import (
     TreeVerifier,
     optimal_acceptance,
 )
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 DRAWS = 3  # of children at every position
 THRESHOLDS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6)
@@ -104,15 +100,15 @@ class TreeRow:
 def laws_of(k: int) -> "dict[str, tuple[DraftLaw, dict[str, Rule]]]":
     """The draft laws for k children, and the rules that are valid for each."""
     rejection = RecursiveRejection()
-    found: dict[str, tuple[DraftLaw, dict[str, Rule]]] = {
+    laws: dict[str, tuple[DraftLaw, dict[str, Rule]]] = {
         f"IID({k})": (IID(k), {"RRS": rejection, "K-SEQ": KSeq()}),
         f"WithoutReplacement({k})": (WithoutReplacement(k), {"RRS": rejection}),
     }
     if k == 2:
-        found["TopTail(1,1)"] = TopTail(1, 1), {"SpecHub, paper's order": SpecHub("paper"), "SpecHub": SpecHub()}
+        laws["TopTail(1,1)"] = TopTail(1, 1), {"SpecHub, paper's order": SpecHub("paper"), "SpecHub": SpecHub()}
     else:
-        found |= {f"TopTail({m},{k - m})": (TopTail(m, k - m), {"TopTail": TopTailRule()}) for m in range(1, k)}
-    return found
+        laws |= {f"TopTail({m},{k - m})": (TopTail(m, k - m), {"TopTail": TopTailRule()}) for m in range(1, k)}
+    return laws
 
 
 class Witness(TreeVerifier):
@@ -145,11 +141,8 @@ def watch(
     drafter: Drafter,
     topology: TreeTopology,
     law: DraftLaw,
-    batches: Sequence[dict[str, Any]],
-    temperature: float,
-    new_tokens: int,
+    workload: Workload,
     look: Callable[[int, SampleTree, Mapping[int, Tensor]], None],
-    seed: int = 0,
     tell: Tell = quiet,
 ) -> None:
     """Shows every position of text that the target samples, with a tree drafted there.
@@ -159,11 +152,8 @@ def watch(
         drafter: the drafter.
         topology: shape of the trees.
         law: how children are drawn.
-        batches: prompts, tokenized.
-        temperature: of both models.
-        new_tokens: positions per prompt.
+        workload: the prompts; ``new_tokens`` are the positions of each.
         look: is given the number of the prompt, the tree and the ``[V]`` target rows by node.
-        seed: of what is sampled.
         tell: is told what is going on.
     """
     first = 0
@@ -173,29 +163,21 @@ def watch(
             look(first + sample, tree, rows)
 
     decoder = SpeculativeDecoder(target, drafter, topology, Coupling(law, Witness(show)))
+    batches = workload.batches(target)
     for done, inputs in enumerate(batches):
-        tell(f"{topology.num_nodes} nodes, temperature {temperature:g}, {law}", done, len(batches))
+        tell(f"{topology.num_nodes} nodes, temperature {workload.temperature:g}, {law}", done, len(batches))
         size = len(inputs["input_ids"])
-        decoder.generate(
-            **inputs,
-            **plain_request(temperature, new_tokens),
-            seeds=[1000 * (seed + 1) + first + sample for sample in range(size)],
-        )
+        decoder.generate(**inputs, **workload.request(), seeds=workload.seeds(size, first))
         first += size
 
 
 def node_acceptance(
     target: RaggedModel,
-    tokenizer: "PreTrainedTokenizerBase",
-    prompts: Sequence[str],
     drafters: Mapping[str, Drafter],
+    workload: Workload,
     *,
-    temperatures: Sequence[float] = (0.3, 0.6, 1.0),
     children: Sequence[int] = (2, 3, 4),
-    new_tokens: int = 32,
-    batch: int = 8,
     optima: int = 100,
-    seed: int = 0,
     tell: Tell = quiet,
 ) -> Iterator[NodeRow]:
     """Acceptance of the children of one node by every law and rule; all laws draw from the same rows.
@@ -205,37 +187,30 @@ def node_acceptance(
 
     Args:
         target: the target.
-        tokenizer: its tokenizer.
-        prompts: first user turns.
         drafters: by name.
-        temperatures: of both models.
+        workload: two prompts or more, at a temperature above 0; ``new_tokens`` are the positions of each.
         children: numbers of children.
-        new_tokens: positions per prompt.
-        batch: prompts at a time.
         optima: positions for which the optima of three or more draws without replacement are solved, which takes
             longer than all else; the others are solved for all.
-        seed: of what is sampled.
         tell: is told what is going on.
 
     Raises:
         ValueError: if there is one prompt only.
     """
-    if len(prompts) < 2:
+    if len(workload.prompts) < 2:
         raise ValueError("thresholds are chosen on every second prompt and judged on the others: give 2 or more")
-    batches = chat_batches(tokenizer, prompts, batch)
     for name, drafter in drafters.items():
-        for temperature in temperatures:
-            rows: list[tuple[int, Tensor, Tensor]] = []
+        rows: list[tuple[int, Tensor, Tensor]] = []
 
-            def keep(prompt: int, tree: SampleTree, found: Mapping[int, Tensor], rows: list[Any] = rows) -> None:
-                if 0 in tree.draft_probs:
-                    rows.append((prompt, found[0].clone(), tree.draft_probs[0].clone()))
+        def keep(prompt: int, tree: SampleTree, target_rows: Mapping[int, Tensor], rows: list[Any] = rows) -> None:
+            if 0 in tree.draft_probs:
+                rows.append((prompt, target_rows[0].clone(), tree.draft_probs[0].clone()))
 
-            watch(target, drafter, TreeTopology.chain(1), IID(1), batches, temperature, new_tokens, keep, seed, tell)
-            for done, k in enumerate(children):
-                tell(f"laws and rules of {k} children, temperature {temperature:g}", done, len(children))
-                for row in _node_rows(rows, k, optima):
-                    yield NodeRow(drafter=name, temperature=temperature, **row)
+        watch(target, drafter, TreeTopology.chain(1), IID(1), workload, keep, tell)
+        for done, k in enumerate(children):
+            tell(f"laws and rules of {k} children, temperature {workload.temperature:g}", done, len(children))
+            for row in _node_rows(rows, k, optima):
+                yield NodeRow(drafter=name, temperature=workload.temperature, **row)
 
 
 def _node_rows(rows: Sequence[tuple[int, Tensor, Tensor]], k: int, optima: int) -> Iterator[dict[str, Any]]:
@@ -263,16 +238,16 @@ def _node_rows(rows: Sequence[tuple[int, Tensor, Tensor]], k: int, optima: int) 
         every = 1 if law.replacement or law.tails < 3 else max(1, len(judged) // optima)
         solved = [optimal_acceptance(law, rows[i][1], rows[i][2]) for i in judged[::every]]
         for rule_name, rule in rules.items():
-            found = [ranks(law, rule, index) for index in judged]
+            accepts = [ranks(law, rule, index) for index in judged]
             # Positions that were not solved count with what the rule reaches there, above or below those that were.
-            reached = sum(map(sum, found[::every])) / max(1, len(solved))
-            mean, error = clustered([(rows[i][0], sum(accept)) for i, accept in zip(judged, found, strict=True)])
+            reached = sum(map(sum, accepts[::every])) / max(1, len(solved))
+            mean, error = clustered([(rows[i][0], sum(accept)) for i, accept in zip(judged, accepts, strict=True)])
             yield {
                 "k": k,
                 "law": law_name,
                 "rule": rule_name,
                 "positions": len(judged),
-                "by_rank": [sum(column) / len(judged) for column in zip(*found, strict=True)],
+                "by_rank": [sum(column) / len(judged) for column in zip(*accepts, strict=True)],
                 "acceptance": mean,
                 "error": error,
                 "optimum": sum(solved) / max(1, len(solved)) + mean - reached,
@@ -281,78 +256,62 @@ def _node_rows(rows: Sequence[tuple[int, Tensor, Tensor]], k: int, optima: int) 
 
 def tree_tau(
     target: RaggedModel,
-    tokenizer: "PreTrainedTokenizerBase",
-    prompts: Sequence[str],
     drafters: Mapping[str, Drafter],
+    workload: Workload,
     *,
-    temperatures: Sequence[float] = (0.3, 0.6, 1.0),
     depths: Sequence[int] = (1, 2, 3, 4),
     nodes: Sequence[int] = (4, 8, 16, 32),
-    ranks: "Mapping[tuple[str, float, str], Sequence[float]] | None" = None,
-    new_tokens: int = 24,
-    batch: int = 8,
-    seed: int = 0,
+    ranks: Mapping[tuple[str, str], Sequence[float]] | None = None,
     tell: Tell = quiet,
 ) -> Iterator[TreeRow]:
     """Tokens per forward on complete binary trees, and on Sequoia trees fitted to each law.
 
     Args:
         target: the target.
-        tokenizer: its tokenizer.
-        prompts: first user turns.
         drafters: by name.
-        temperatures: of both models.
+        workload: the prompts; ``new_tokens`` are the positions of each.
         depths: of binary trees.
         nodes: of Sequoia trees, root included.
-        ranks: by drafter, temperature and law of two children: acceptance by rank, to fit Sequoia trees to; without it
-            there are none.
-        new_tokens: positions per prompt.
-        batch: prompts at a time.
-        seed: of what is sampled.
+        ranks: by drafter and law of two children: acceptance by rank, to fit Sequoia trees to; without it there are
+            none.
         tell: is told what is going on.
     """
-    batches = chat_batches(tokenizer, prompts, batch)
     for name, drafter in drafters.items():
-        for temperature in temperatures:
-            for law_name, (law, rules) in laws_of(2).items():
-                shapes = {"binary": [TreeTopology.k_ary(2, depth) for depth in depths]}
-                if ranks and (name, temperature, law_name) in ranks:
-                    rates = [max(rate, 1e-3) for rate in ranks[name, temperature, law_name]]
-                    shapes["sequoia"] = [TreeTopology.sequoia(rates, count) for count in nodes]
-                verifiers: list[tuple[str, type[TopDown | Lifted], Rule]] = [
-                    (f"{kind.__name__}({rule_name})", kind, rule)
-                    for rule_name, rule in rules.items()
-                    for kind in (TopDown, Lifted)
-                ]
-                for shape, topologies in shapes.items():
-                    for topology in topologies:
-                        found: dict[str, list[tuple[int, float]]] = defaultdict(list)
+        for law_name, (law, rules) in laws_of(2).items():
+            shapes = {"binary": [TreeTopology.k_ary(2, depth) for depth in depths]}
+            if ranks and (name, law_name) in ranks:
+                rates = [max(rate, 1e-3) for rate in ranks[name, law_name]]
+                shapes["sequoia"] = [TreeTopology.sequoia(rates, count) for count in nodes]
+            for shape, topologies in shapes.items():
+                for topology in topologies:
+                    accepted = _accepted(target, drafter, topology, law, rules, workload, tell)
+                    for verifier, values in accepted.items():
+                        mean, error = clustered(values)
+                        size = topology.num_nodes
+                        at = workload.temperature
+                        yield TreeRow(name, at, shape, size, law_name, verifier, len(values), 1 + mean, error)
 
-                        def weigh(
-                            prompt: int,
-                            tree: SampleTree,
-                            rows: Mapping[int, Tensor],
-                            found: dict[str, list[tuple[int, float]]] = found,
-                            verifiers: Sequence[tuple[str, type[TopDown | Lifted], Rule]] = verifiers,
-                        ) -> None:
-                            for verifier_name, kind, rule in verifiers:
-                                verifier = kind(Remembered(rule))  # for this tree: it keeps the rows
-                                found[verifier_name].append((prompt, expected_accepted(verifier, tree, rows)))
 
-                        watch(target, drafter, topology, law, batches, temperature, new_tokens, weigh, seed, tell)
-                        for verifier_name, accepted in found.items():
-                            mean, error = clustered(accepted)
-                            yield TreeRow(
-                                name,
-                                temperature,
-                                shape,
-                                topology.num_nodes,
-                                law_name,
-                                verifier_name,
-                                len(accepted),
-                                1 + mean,
-                                error,
-                            )
+def _accepted(
+    target: RaggedModel,
+    drafter: Drafter,
+    topology: TreeTopology,
+    law: DraftLaw,
+    rules: Mapping[str, Rule],
+    workload: Workload,
+    tell: Tell,
+) -> dict[str, list[tuple[int, float]]]:
+    """By verifier, the number of the prompt and the expected accepted tokens at every position."""
+    accepted: dict[str, list[tuple[int, float]]] = defaultdict(list)
+
+    def weigh(prompt: int, tree: SampleTree, rows: Mapping[int, Tensor]) -> None:
+        for name, rule in rules.items():
+            for kind in (TopDown, Lifted):
+                verifier = kind(Remembered(rule))  # for this tree: it keeps the rows
+                accepted[f"{kind.__name__}({name})"].append((prompt, expected_accepted(verifier, tree, rows)))
+
+    watch(target, drafter, topology, law, workload, weigh, tell)
+    return accepted
 
 
 def expected_accepted(verifier: TreeVerifier, tree: SampleTree, target: Mapping[int, Tensor]) -> float:

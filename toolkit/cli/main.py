@@ -141,7 +141,7 @@ def tune(
     ] = None,
 ) -> None:
     """Find the fastest way to speculate on this machine, for a drafter and your own prompts, by batch size."""
-    from arbordraft.cli.bench import texts
+    from arbordraft.cli.measurement import texts
     from arbordraft.loading import drafter_named
     from arbordraft.tuning import tune as find
 

@@ -1,0 +1,207 @@
+"""What is compared: decoders by name, for :func:`~arbordraft.bench.decoding.in_turns`; the first is the reference."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from arbordraft import builders
+from arbordraft.bench.decoding import Decode, theirs
+from arbordraft.bench.padded import PaddedDecoder
+from arbordraft.bench.workload import Workload
+from arbordraft.costs import StepCosts
+from arbordraft.coupling import Coupling
+from arbordraft.deciders import (
+    AcceptedAverage,
+    AdaEDL,
+    Backoff,
+    Bandit,
+    ConfidenceThreshold,
+    CostAware,
+    Decider,
+    EntropyBound,
+    FixedDepth,
+    Heuristic,
+    LearnedDecider,
+    PathSurvival,
+)
+from arbordraft.decoder import SpeculativeDecoder
+from arbordraft.drafters import Drafter, LanguageModelDrafter, NGramDrafter
+from arbordraft.laws import IID, TopTail
+from arbordraft.target.model import RaggedModel
+from arbordraft.topology import TreeTopology
+from arbordraft.tuning import Tuned, grid
+from arbordraft.verifiers import RecursiveRejection, TopDown
+
+
+def drafter_gain(
+    target: RaggedModel, drafters: Mapping[str, Drafter], workload: Workload
+) -> dict[str, SpeculativeDecoder]:
+    """Plain decoding, lookup alone, and chains, trees and lookup-else-tree of every drafter.
+
+    Args:
+        target: the target.
+        drafters: by name.
+        workload: says whether tokens are sampled.
+    """
+    decoders: dict[str, SpeculativeDecoder] = {
+        "plain": builders.plain(target),
+        "lookup alone": SpeculativeDecoder(target, NGramDrafter(), TreeTopology.chain(8), Coupling.matching()),
+    }
+    for name, drafter in drafters.items():
+        chain = TreeTopology.chain(4)
+        decoders[f"{name}, chain of 4"] = SpeculativeDecoder(target, drafter, chain, _of_chains(workload))
+        decoders[f"{name}, tree of 16"] = builders.fitted(target, drafter, sampled=workload.sampled)
+        if not workload.sampled:
+            decoders[f"lookup, else {name}, tree of 16"] = builders.fitted(target, drafter, lookup=True)
+    return decoders
+
+
+def padding(target: RaggedModel, drafter: Drafter, length: int = 7) -> dict[str, SpeculativeDecoder]:
+    """EMS-SD's comparison: the same greedy chains in a padded batch, half padded ones and an unpadded one.
+
+    Args:
+        target: the target.
+        drafter: in the paper's LLMA runs, lookups.
+        length: drafted tokens per step.
+    """
+    parts = (target, drafter, TreeTopology.chain(length), Coupling.matching())
+    return {
+        "plain": builders.plain(target),
+        "vanilla": PaddedDecoder(*parts),
+        "unpadded cache only": PaddedDecoder(*parts, pad_cache=False),
+        "unpadded input only": PaddedDecoder(*parts, pad_input=False),
+        "ems_sd": SpeculativeDecoder(*parts),
+    }
+
+
+def whole_batches(workload: Workload) -> Workload:
+    """The same prompts without a last batch of fewer, repeated if they do not fill one."""
+    prompts, batch = workload.prompts, workload.batch
+    count = max(batch, len(prompts)) // batch * batch
+    return replace(workload, prompts=tuple(prompts[index % len(prompts)] for index in range(count)))
+
+
+def product(
+    target: RaggedModel, drafter: Drafter, workload: Workload, nodes: int = 16
+) -> dict[str, SpeculativeDecoder]:
+    """Chains and trees, static and of a depth by sample, lossless and not, of the same number of nodes.
+
+    Args:
+        target: the target.
+        drafter: drafts for all.
+        workload: says whether tokens are sampled.
+        nodes: most nodes of a tree, root included.
+    """
+    binary = TreeTopology.sequoia(drafter.acceptance[:2], nodes, 6)
+    tree = Coupling.of(TopTail(1, 1)) if workload.sampled else Coupling.matching(2)
+    chain = TreeTopology.chain(min(6, nodes - 1))
+    decoders: dict[str, SpeculativeDecoder] = {
+        "plain": builders.plain(target),
+        "chain": SpeculativeDecoder(target, drafter, chain, _of_chains(workload)),
+        "static tree": SpeculativeDecoder(target, drafter, binary, tree),
+        "static tree, depth by sample": SpeculativeDecoder(target, drafter, binary, tree, ConfidenceThreshold(0.4)),
+    }
+    if drafter.takes_candidates:
+        decoders["dynasd fork, lossy"] = builders.dynasd(target, drafter, max(2, (nodes - 1) // 5), 4)
+    return decoders
+
+
+def deciders(depth: int, costs: StepCosts | None = None, learned: LearnedDecider | None = None) -> dict[str, Decider]:
+    """Every kind of decider with the settings of its source.
+
+    Args:
+        depth: of the topology.
+        costs: lets cost-aware ones take part.
+        learned: lets a trained one take part.
+    """
+    known: dict[str, Decider] = {f"fixed {levels}": FixedDepth(levels) for levels in range(1, depth + 1)}
+    known |= {
+        "heuristic": Heuristic(min(5, depth), depth),
+        "accepted average": AcceptedAverage(),
+        "confidence 0.4": ConfidenceThreshold(0.4),
+        "SVIP": EntropyBound(0.7, 0.15),
+        "AdaEDL": AdaEDL(),
+        "path survival 0.3": PathSurvival(0.3),
+        "backoff": Backoff(),
+        "bandit of 1, 2 and 4 levels": Bandit([FixedDepth(levels) for levels in (1, 2, 4)], longest=depth),
+    }
+    if learned is not None:
+        known["learned"] = learned
+    if costs is not None:
+        known["cost-aware"] = CostAware(costs)
+        if learned is not None:
+            known["cost-aware, learned"] = CostAware(costs, learned)
+    return known
+
+
+def stops(
+    target: RaggedModel, drafter: Drafter, deciders: Mapping[str, Decider], workload: Workload, depth: int = 6
+) -> dict[str, SpeculativeDecoder]:
+    """Plain decoding, and chains of up to ``depth`` drafts that deciders shorten.
+
+    Deciders are scored by tokens per second: acceptance alone any early stop can raise.
+
+    Args:
+        target: the target.
+        drafter: drafts for all.
+        deciders: by name.
+        workload: says whether tokens are sampled, and how many samples to expect.
+        depth: longest chain.
+    """
+    chain, coupling = TreeTopology.chain(depth), _of_chains(workload)
+    return {"plain": builders.plain(target)} | {
+        name: SpeculativeDecoder(target, drafter, chain, coupling, decider, expected_batch=workload.batch)
+        for name, decider in deciders.items()
+    }
+
+
+def against_transformers(
+    target: RaggedModel, drafters: Mapping[str, Drafter], workload: Workload
+) -> dict[str, SpeculativeDecoder | Decode]:
+    """``generate``, its prompt lookup and its assisted generation, and our decoders.
+
+    Its assisted modes know no batches, so they take the prompts of one one after the other.
+
+    Args:
+        target: the target; transformers runs its model as it is.
+        drafters: by name; a draft model also assists transformers.
+        workload: says whether tokens are sampled.
+    """
+    model = target.model
+    decoders: dict[str, SpeculativeDecoder | Decode] = {
+        "transformers generate": theirs(model),
+        "transformers prompt lookup": theirs(model, prompt_lookup_num_tokens=10),
+    }
+    for name, drafter in drafters.items():
+        if isinstance(drafter, LanguageModelDrafter) and isinstance(drafter.model, RaggedModel):
+            decoders[f"transformers assisted by {name}"] = theirs(model, assistant_model=drafter.model.model)
+    decoders["arbordraft plain"] = builders.plain(target)
+    decoders["arbordraft lookup"] = builders.lookup(target)
+    for name, drafter in drafters.items():
+        decoders[f"arbordraft, {name}"] = builders.fitted(target, drafter, sampled=workload.sampled)
+        if not workload.sampled:
+            decoders[f"arbordraft, lookup, else {name}"] = builders.fitted(target, drafter, lookup=True)
+    return decoders
+
+
+def against_grid(target: RaggedModel, drafter: Drafter, tuned: Tuned, batch: int) -> dict[str, SpeculativeDecoder]:
+    """What tuning chose, and every other setting of its grid: no speed-up should be above 1.
+
+    Give prompts that tuning did not see.
+
+    Args:
+        target: the target.
+        drafter: the drafter.
+        tuned: what tuning found, for this drafter.
+        batch: prompts at a time.
+    """
+    sampled = tuned.temperature > 0
+    chosen = tuned.choice(batch).setting
+    decoders = {f"chosen: {chosen}": tuned.decoder(target, batch, drafter)}
+    for setting in grid(drafter, sampled=sampled):
+        if setting != chosen:
+            decoders[str(setting)] = setting.decoder(target, drafter, tuned.costs, sampled=sampled, batch=batch)
+    return decoders
+
+
+def _of_chains(workload: Workload) -> Coupling:
+    return Coupling(IID(1), TopDown(RecursiveRejection())) if workload.sampled else Coupling.matching()

@@ -1,0 +1,83 @@
+"""What a measurement is made with: the one thing that every suite takes and every result states."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from arbordraft.checks import real, whole
+from arbordraft.prompts import MIXED, VARIED, chat_batches, plain_request
+
+if TYPE_CHECKING:
+    from arbordraft.target.model import RaggedModel
+
+# Is told what is being measured, how many of its rounds are done, and how many there are.
+Tell = Callable[[str, int, int], object]
+
+
+def quiet(what: str, done: int, of: int) -> None:
+    """Tells nobody."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts and how they are decoded.
+
+    Args:
+        prompts: first user turns; by default the built-in ones.
+        batch: prompts at a time, 1 or more.
+        new_tokens: longest answer, 1 or more.
+        temperature: 0 for greedy decoding.
+        repeats: rounds of every timing, 1 or more; medians are reported.
+        seed: of sampled tokens and of random inputs.
+
+    Raises:
+        TypeError: if a value is of another type.
+        ValueError: if one is out of range.
+
+    Examples:
+        >>> Workload(["a", "b"], batch=2).request()
+        {'do_sample': False, 'max_new_tokens': 128}
+    """
+
+    prompts: tuple[str, ...] = (*MIXED, *VARIED)
+    batch: int = 8
+    new_tokens: int = 128
+    temperature: float = 0.0
+    repeats: int = 3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompts", tuple(self.prompts))
+        for name in ("batch", "new_tokens", "repeats"):
+            whole(name, getattr(self, name), 1)
+        real("temperature", self.temperature, 0.0)
+        whole("seed", self.seed, 0)
+
+    @property
+    def sampled(self) -> bool:
+        """Whether tokens are sampled."""
+        return self.temperature > 0
+
+    def batches(self, target: "RaggedModel") -> list[dict[str, Any]]:
+        """The prompts as left-padded chats, ``input_ids`` and ``attention_mask`` of one batch after the other.
+
+        Raises:
+            ValueError: if the target has no tokenizer.
+        """
+        if target.tokenizer is None:
+            raise ValueError("prompts are texts: give the target its tokenizer, RaggedModel(model, tokenizer)")
+        return chat_batches(target.tokenizer, self.prompts, self.batch)
+
+    def request(self) -> dict[str, Any]:
+        """Arguments of ``generate``: sampling from the whole vocabulary, or greedy decoding."""
+        return plain_request(self.temperature, self.new_tokens)
+
+    def seeds(self, samples: int, first: int = 0) -> list[int]:
+        """Seeds of the prompts from number ``first`` on, the same for every decoder."""
+        return [1000 * (self.seed + 1) + sample for sample in range(first, first + samples)]
+
+    def stated(self) -> dict[str, Any]:
+        """What stands in a file of results; of the prompts, how many there are and the SHA-256 of their lines."""
+        digest = hashlib.sha256("\n".join(self.prompts).encode()).hexdigest()
+        return asdict(self) | {"prompts": {"count": len(self.prompts), "sha256": digest}}
