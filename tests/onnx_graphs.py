@@ -39,8 +39,8 @@ PLANS: dict[str, Callable[[], list[plans.Plan]]] = {
     "exit": lambda: [plans.early_exit(origin(), EXIT, trained("exit").network)],
     "model": lambda: [plans.causal_lm(small(), origin(), (1, 2))],
     "decider": lambda: [decisions.decider(decider())],
-    "verification": lambda: decisions.verification(1, 1),
-    "verification-2-2": lambda: decisions.verification(2, 2),
+    "verification": lambda: [decisions.verification(1, 1)],
+    "verification-2-2": lambda: [decisions.verification(2, 2)],
 }
 
 

@@ -9,12 +9,11 @@ from arbordraft.exports.onnx import networks
 from arbordraft.exports.onnx.cases import Inputs, Shape
 from arbordraft.exports.onnx.plans import Plan
 from arbordraft.onnx_graph import MODEL
-from arbordraft.types import TOP
 
 if TYPE_CHECKING:
     from arbordraft.deciders import LearnedDecider
 
-STATISTICS, VERIFICATION = "statistics.onnx", "verification.onnx"
+VERIFICATION = "verification.onnx"
 
 
 def decider(decider: "LearnedDecider") -> Plan:
@@ -44,8 +43,8 @@ def decider(decider: "LearnedDecider") -> Plan:
     )
 
 
-def verification(tops: int, tails: int) -> list[Plan]:
-    """Row statistics, and the verdict at a node whose children were drawn by ``TopTail(tops, tails)``.
+def verification(tops: int, tails: int) -> Plan:
+    """The verdict at a node whose children were drawn by ``TopTail(tops, tails)``.
 
     Raises:
         ValueError: if there is no tail, or a negative number of tops.
@@ -53,35 +52,20 @@ def verification(tops: int, tails: int) -> list[Plan]:
     law = TopTail(tops, tails)
     vocabulary, rows = 37, {0: "rows", 1: "vocab_size"}
 
-    def logits(shape: Shape, generator: torch.Generator) -> Inputs:
-        return {"logits": 3 * torch.randn(shape.batch * shape.rows, vocabulary, generator=generator)}
-
     def nodes(shape: Shape, generator: torch.Generator) -> Inputs:
-        target = logits(shape, generator)
-        noise = torch.randn(target["logits"].shape, generator=generator)
-        draft = (target["logits"] + 2 * noise).softmax(dim=-1)
+        logits = 3 * torch.randn(shape.batch * shape.rows, vocabulary, generator=generator)
+        draft = (logits + 2 * torch.randn(logits.shape, generator=generator)).softmax(dim=-1)
         uniforms = torch.rand(len(draft), law.k, generator=generator).tolist()
         drawn = [law.draw(row, numbers) for row, numbers in zip(draft, uniforms, strict=True)]
         decisions = torch.rand(len(draft), law.k + 1, generator=generator, dtype=torch.float64)
-        return {**target, "draft_probs": draft, "draft_tokens": torch.tensor(drawn), "uniforms": decisions}
+        return {"logits": logits, "draft_probs": draft, "draft_tokens": torch.tensor(drawn), "uniforms": decisions}
 
-    return [
-        Plan(
-            file=STATISTICS,
-            network=networks.RowStatistics(TOP),
-            outputs=["highest", "best", "entropy", "top"],
-            axes={"logits": rows},
-            example=logits,
-            about={"kind": "row-statistics", "top_k": TOP},
-            quantizable=False,
-        ),
-        Plan(
-            file=VERIFICATION,
-            network=networks.NodeVerification(tops, tails),
-            outputs=["accepted", "token"],
-            axes={"logits": rows, "draft_probs": rows, "draft_tokens": {0: "rows"}, "uniforms": {0: "rows"}},
-            example=nodes,
-            about={"kind": "verification", "tops": tops, "tails": tails},
-            quantizable=False,
-        ),
-    ]
+    return Plan(
+        file=VERIFICATION,
+        network=networks.NodeVerification(tops, tails),
+        outputs=["accepted", "token"],
+        axes={"logits": rows, "draft_probs": rows, "draft_tokens": {0: "rows"}, "uniforms": {0: "rows"}},
+        example=nodes,
+        about={"kind": "verification", "tops": tops, "tails": tails},
+        quantizable=False,
+    )

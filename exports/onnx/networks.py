@@ -1,7 +1,7 @@
 """Networks as graphs see them: plain tensors in and out, noise and caches among them.
 
 Shapes: B samples, n rows of each, P keys behind them, V vocabulary, D draft vocabulary, H hidden size, F hidden states
-side by side, Hq/Hkv heads, C head size, R rows, K highest probabilities, k children, N draft heads.
+side by side, Hq/Hkv heads, C head size, R rows, k children, N draft heads.
 """
 
 from collections.abc import Sequence
@@ -157,26 +157,6 @@ class DeciderNetwork(nn.Module):
     def forward(self, places: Tensor, statistics: Tensor, hidden_states: Tensor | None = None) -> list[Tensor]:
         """``[R]`` chances; for the arguments see ``LearnedDecider.chances``."""
         return [self.decider.chances(places, statistics, hidden_states)]
-
-
-class RowStatistics(nn.Module):
-    """What verification and deciders read off rows of logits.
-
-    Args:
-        top: K.
-    """
-
-    def __init__(self, top: int) -> None:
-        super().__init__()
-        self.top = top
-
-    def forward(self, logits: Tensor) -> list[Tensor]:
-        """``[R, V]`` to ``[R]`` highest logits, ``[R]`` their first places, ``[R]`` entropies in nats, ``[R, K]``."""
-        highest, best = logits.max(dim=-1)
-        shares = logits.log_softmax(dim=-1)
-        probs = shares.exp()
-        entropy = -torch.where(probs > 0, probs * shares, 0.0).sum(dim=-1)
-        return [highest, best, entropy, probs.topk(self.top, dim=-1).values]
 
 
 class NodeVerification(nn.Module):

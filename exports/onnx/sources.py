@@ -94,7 +94,7 @@ def of(
     kind, _, value = source.partition(":")
     if kind == "verification":
         tops, tails = _numbers(source, value, 2)
-        return decisions.verification(tops, tails)
+        return [decisions.verification(tops, tails)]
     if kind == "early-exit":
         (layers,) = _numbers(source, value, 1)
         return [plans.early_exit(origin(_named(target, source)), layers, **options)]

@@ -1,15 +1,14 @@
-"""The verdict at one node and the statistics of rows, as graphs: what the rules in torch say, node by node."""
+"""The verdict at one node as a graph: what the rules in torch say, node by node."""
 
 import pytest
 import torch
 
 from arbordraft import IID, RecursiveRejection, SpecHub, TopDown, TopTail, TreeTopology
-from arbordraft.exports.onnx.networks import NodeVerification, RowStatistics
-from arbordraft.kernels.verify import row_max
+from arbordraft.exports.onnx.networks import NodeVerification
 from arbordraft.laws import AdaptiveTopTail
 from arbordraft.onnx_graph import Graph
 from arbordraft.sampling import Noise
-from arbordraft.types import TOP, DraftTree, Origin, SampleTree
+from arbordraft.types import DraftTree, SampleTree
 from arbordraft.verifiers import TopTailRule
 
 NODES, VOCAB = 400, 29
@@ -125,20 +124,3 @@ def test_laws_without_a_tail_are_refused():
     assert not TopTailRule().supports(IID(2))
     assert TopTailRule().supports(TopTail(1, 1))
     assert not SpecHub().supports(AdaptiveTopTail(3))
-
-
-def test_statistics_of_rows(graphs):
-    logits = cases(1, 1)[0]
-    logits[0, :20] = -torch.inf  # banned tokens
-    logits[1, 5] = logits[1].max() + 1
-    logits[1, 9] = logits[1, 5]  # a tie: the first one counts
-    found = Graph(graphs("verification").folder / "statistics.onnx")(logits=logits)
-    values, tokens = row_max(logits)
-    assert torch.equal(found["highest"], values)
-    assert torch.equal(found["best"], tokens)
-    assert found["best"][1] == 5
-    origins = [Origin(lambda row=row: row) for row in logits.softmax(-1)]
-    torch.testing.assert_close(found["entropy"], torch.tensor([o.entropy for o in origins]), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found["top"], torch.tensor([o.top for o in origins]), rtol=1e-5, atol=1e-6)
-    assert found["top"].shape == (NODES, TOP)
-    assert RowStatistics(3)(logits)[3].shape == (NODES, 3)
