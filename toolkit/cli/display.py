@@ -79,10 +79,11 @@ def step_tree(tree: SampleTree, verdict: SampleVerdict, spell: Callable[[int], s
         text = Text(repr(spell(tree.tokens[node])), style="bold green" if node in accepted else "dim")
         return text.append(" ✓") if node in verdict.path else text
 
-    kind = "instead of what was rejected" if verdict.recovered else "as a bonus"
+    kind = "instead of what it rejected" if verdict.recovered else "as a bonus"
     own = Text.assemble("the target adds ", (repr(spell(verdict.token)), "bold cyan"), f" {kind}")
-    drafted = len(tree.tokens) - 1
-    gain = Text(f"{drafted} drafted, {len(verdict.path)} accepted: {len(verdict.path) + 1} tokens by one forward")
+    drafted, accepted_drafts = len(tree.tokens) - 1, len(verdict.path)
+    tokens = f"{accepted_drafts + 1} tokens" if accepted_drafts else "1 token"
+    gain = Text(f"{drafted} drafted, {accepted_drafts} accepted: {tokens} by one forward")
     return Group(_indented(tree.topology, tree.tokens, label), own, gain)
 
 
