@@ -55,7 +55,7 @@ def columns(topology: TreeTopology) -> list[float]:
 
     Examples:
         >>> columns(TreeTopology.k_ary(2, 1))
-        [0.5, 0.0, 1.0]
+        [0.5, 0, 1]
     """
     place = [0.0] * topology.num_nodes
     leaves = 0
