@@ -8,8 +8,5 @@ print(decoder.complete("What is the capital of France?", max_new_tokens=32))
 for piece in decoder.complete("Tell me a story.", temperature=0.8, seed=2, max_new_tokens=24, stream=True):
     print(piece, end="", flush=True)
 
-messages = [
-    {"role": "system", "content": "You are brief."},
-    {"role": "user", "content": "What is the capital of Portugal?"},
-]
-print("", decoder.chat(messages, max_new_tokens=16), sep="\n")
+messages = [{"role": "user", "content": "Why is the sky blue?"}]
+print("", decoder.chat(messages, max_new_tokens=32), sep="\n")
