@@ -47,17 +47,17 @@ def read_head(folder: str | os.PathLike[str]) -> "DraftHead":
     return head.eval()
 
 
-def differences(expected: "dict[str, Any]", found: "dict[str, Any]") -> list[str]:
+def differences(expected: "dict[str, Any]", actual: "dict[str, Any]") -> list[str]:
     """What distinguishes two tables, in words; empty if nothing does."""
     problems = []
-    if missing := sorted(expected.keys() - found.keys()):
+    if missing := sorted(expected.keys() - actual.keys()):
         problems.append(f"missing {few(missing)}")
-    if extra := sorted(found.keys() - expected.keys()):
+    if extra := sorted(actual.keys() - expected.keys()):
         problems.append(f"unexpected {few(extra)}")
     problems += [
-        f"{name} is {_brief(found[name])} instead of {_brief(value)}"
+        f"{name} is {_brief(actual[name])} instead of {_brief(value)}"
         for name, value in expected.items()
-        if name in found and found[name] != value
+        if name in actual and actual[name] != value
     ]
     return problems
 

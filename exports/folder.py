@@ -29,7 +29,7 @@ class Export:
         folder: where.
         files: every file in it, by name.
         parity: what was measured against the original before it was written, by the name of the check; empty where
-            nothing is reckoned anew.
+            the weights are only copied.
     """
 
     folder: Path
@@ -40,9 +40,9 @@ class Export:
 def contents(folder: str | os.PathLike[str]) -> list[File]:
     """Every file below a folder, by name."""
     root = Path(folder)
-    found = []
+    files = []
     for path in sorted(path for path in root.rglob("*") if path.is_file()):
         with path.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        found.append(File(path.relative_to(root).as_posix(), path.stat().st_size, digest))
-    return found
+        files.append(File(path.relative_to(root).as_posix(), path.stat().st_size, digest))
+    return files

@@ -63,38 +63,39 @@ def promote_decoder(
             return Promotion(False, f"{name} has no version with the alias candidate")
         if candidate == champion:
             return Promotion(False, f"version {champion} is the champion already")
-        found = _measure(client, name, str(candidate), prompts, new_tokens, tell)
+        measured = _measure(client, name, str(candidate), prompts, new_tokens, tell)
         bar = None
-        if found.parity and champion is not None:
+        if measured.parity and champion is not None:
             bar = _measure(client, name, str(champion), prompts, new_tokens, tell)
-        verdict = judge(str(candidate), found, None if champion is None else str(champion), bar, by, margin)
+        verdict = judge(str(candidate), measured, None if champion is None else str(champion), bar, by, margin)
         client.set_model_version_tag(name, str(candidate), "arbordraft.promotion", verdict.reason)
-        client.set_model_version_tag(name, str(candidate), "arbordraft.evaluation", json.dumps(found.report()))
+        client.set_model_version_tag(name, str(candidate), "arbordraft.evaluation", json.dumps(measured.report()))
         if verdict.promoted:
             client.set_registered_model_alias(name, CHAMPION, str(candidate))
         return verdict
 
 
 def judge(
-    candidate: str, found: Evaluation, champion: str | None, bar: Evaluation | None, by: Sequence[str], margin: float
+    candidate: str, measured: Evaluation, champion: str | None, bar: Evaluation | None, by: Sequence[str], margin: float
 ) -> Promotion:
     """Whether a candidate becomes champion.
 
     Args:
         candidate: its version.
-        found: what it does.
+        measured: what it does.
         champion: version of the champion, if there is one.
         bar: what the champion does, on the same prompts.
         by: metrics of which one has to be higher.
         margin: by which share.
     """
-    if not found.parity:
-        said = f"{found.equal} of {found.prompts} answers are the target's own, its output law is {found.exactness}"
+    if not measured.parity:
+        answers = f"{measured.equal} of {measured.prompts} answers are the target's own"
+        said = f"{answers}, its output law is {measured.exactness}"
         return Promotion(False, f"version {candidate} fails parity: {said}")
     if bar is None:
-        return Promotion(True, f"version {candidate} is the first champion: tau {found.tau:.2f}")
-    shown = [f"{metric} {getattr(found, metric):.4g} against {getattr(bar, metric):.4g}" for metric in by]
-    better = any(getattr(found, metric) > getattr(bar, metric) * (1 + margin) for metric in by)
+        return Promotion(True, f"version {candidate} is the first champion: tau {measured.tau:.2f}")
+    shown = [f"{metric} {getattr(measured, metric):.4g} against {getattr(bar, metric):.4g}" for metric in by]
+    better = any(getattr(measured, metric) > getattr(bar, metric) * (1 + margin) for metric in by)
     told = f"{', '.join(shown)} of version {champion}"
     if better:
         return Promotion(True, f"version {candidate} is champion: {told}")
@@ -124,8 +125,8 @@ def load_decoder(client: "MlflowClient", name: str, version: str) -> Any:
     """
     import mlflow
 
-    found = client.get_model_version(name, version)
-    model = mlflow.pyfunc.load_model(source_of(client, found))
+    registered = client.get_model_version(name, version)
+    model = mlflow.pyfunc.load_model(source_of(client, registered))
     served = model.unwrap_python_model()
     if not hasattr(served, "decoder"):
         raise ValueError(f"version {version} of {name} is no decoder that arbordraft logged")

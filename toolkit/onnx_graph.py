@@ -47,10 +47,12 @@ class Graph:
             self._session = runtime.InferenceSession(str(self.path), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # onnxruntime has a class of its own for every cause
             raise ValueError(f"{self.path} cannot be read as a graph: {str(error).splitlines()[0]}") from error
-        found = self._session.get_modelmeta().custom_metadata_map
+        metadata = self._session.get_modelmeta().custom_metadata_map
         try:
             self.about: dict[str, Any] = {
-                name.removeprefix(PREFIX): json.loads(value) for name, value in found.items() if name.startswith(PREFIX)
+                name.removeprefix(PREFIX): json.loads(value)
+                for name, value in metadata.items()
+                if name.startswith(PREFIX)
             }
         except ValueError as error:
             raise ValueError(f"{self.path} has damaged settings ({error}): export it again") from error
@@ -74,8 +76,8 @@ class Graph:
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The same, for names that are none in Python."""
         feed = {name: tensor.detach().cpu().contiguous().numpy() for name, tensor in inputs.items()}
-        found = self._session.run(None, feed)
-        return {name: torch.from_numpy(array) for name, array in zip(self.outputs, found, strict=True)}
+        arrays = self._session.run(None, feed)
+        return {name: torch.from_numpy(array) for name, array in zip(self.outputs, arrays, strict=True)}
 
 
 class RaggedGraph:
@@ -120,14 +122,14 @@ class RaggedGraph:
         feed["position_ids"] = spread(batch.positions)
         feed["attention_mask"] = _mask(batch, behind, most)
         feed |= self._past(batch, behind, cache)
-        found = self.graph.run(feed)
+        outputs = self.graph.run(feed)
         for layer in range(self._layers):
             keys, values = (
-                found.pop(PRESENT.format(layer, part))[:, :, -most:].transpose(1, 2).flatten(0, 1)[places]
+                outputs.pop(PRESENT.format(layer, part))[:, :, -most:].transpose(1, 2).flatten(0, 1)[places]
                 for part in ("key", "value")
             )
             cache.write(layer, keys, values, batch.slots)
-        return {name: tensor.flatten(0, 1)[places] for name, tensor in found.items()}
+        return {name: tensor.flatten(0, 1)[places] for name, tensor in outputs.items()}
 
     def _past(self, batch: RaggedBatch, behind: Sequence[int], cache: RaggedKVCache) -> dict[str, Tensor]:
         """``[B, Hkv, P, C]`` keys and values behind the rows of every layer."""

@@ -45,7 +45,7 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
         batch_tokens: bound on the tokens of a batch, padding included, on every device.
         learn_prompts: learn from user turns that the target wrote, too.
         validation: conversations (with all their answers) that are held out.
-        max_conversations: use no more than so many, for learning curves.
+        max_conversations: upper bound, for learning curves.
         seed: of the order and of what is held out.
     """
 

@@ -44,7 +44,7 @@ class DeciderModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
     Args:
         drafter: folder of a trained EAGLE head, or a student that has its network. It stays as it is.
         hidden: read the drafter's hidden state.
-        top_k: read so many highest probabilities of a row, and its entropy; 0 reads neither.
+        top_k: how many of a row's highest probabilities to read, besides its entropy; 0 reads neither.
         widths: of the network's inner layers.
         draft_steps: how deep to follow drafts: the depth of the topology that the decider is meant for.
         lr: learning rate.

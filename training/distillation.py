@@ -224,7 +224,7 @@ class SelfDistillation:
     def _user_turns(
         self, texts: Sequence[Sequence[int]], limit: int, source: random.Random, done: Callable[[int], object]
     ) -> list[list[int]]:
-        """Lets the target write user turns of at most so many tokens."""
+        """Lets the target write user turns of at most ``limit`` tokens."""
         found = self.complete(texts, Sampling(_PROMPTING, limit), source.getrandbits(31), done)
         return [self._turn(completion) for completion in found]
 

@@ -21,7 +21,7 @@ from arbordraft.exports.engines.target import Target, check_fit
 from arbordraft.heads.eagle import EagleConfig, EagleHead
 
 SPECULATORS_VERSION = "0.9.0"  # of the library whose format this is
-SGLANG_STATES = 3  # its fusing layer is made for so many
+SGLANG_STATES = 3  # hidden states that its fusing layer takes
 
 
 def eagle3(head: EagleHead, target: Target, engine: str, card: str) -> Layout:

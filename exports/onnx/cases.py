@@ -79,9 +79,9 @@ def chain(texts: Sequence[Sequence[int]] | Tensor, *, causal: bool = False) -> I
 
 def past_of(shape: Shape, sizes: Sequence[tuple[int, ...]], generator: torch.Generator) -> Inputs:
     """``[B, Hkv, P, C]`` random keys and values of layers with these heads and sizes."""
-    found = {}
+    past = {}
     for layer, (heads, *widths) in enumerate(sizes):
         for part, width in zip(("key", "value"), widths, strict=True):
             random = torch.randn(shape.batch, heads, shape.past, width, generator=generator)
-            found[PAST.format(layer, part)] = random
-    return found
+            past[PAST.format(layer, part)] = random
+    return past

@@ -26,8 +26,8 @@ def cache_sizes(model: "PreTrainedModel") -> list[tuple[int, int, int]]:
     from transformers.cache_utils import DynamicCache, DynamicLayer
 
     with torch.no_grad():
-        found = model(torch.zeros(1, 2, dtype=torch.int64), use_cache=True)
-    cache = getattr(found, "past_key_values", None)
+        outputs = model(torch.zeros(1, 2, dtype=torch.int64), use_cache=True)
+    cache = getattr(outputs, "past_key_values", None)
     layers: list[Any] = cache.layers if isinstance(cache, DynamicCache) else []
     other = sorted({type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer})
     if not layers or other:
@@ -56,14 +56,14 @@ def check_against(network: CausalNetwork, model: "PreTrainedModel", sizes: Seque
         past = network(*chain(tokens[:, :3], causal=network.causal).values(), *past)[-2 * len(sizes) :]
         mask = torch.ones(1, 7) if network.causal else torch.where(seen, 0.0, HIDDEN)[None, None]
         positions = torch.tensor([[len(path) + 2 for path in paths]])
-        found = network(tokens[:, 3:], mask, positions, *past)[0][0]
+        rows = network(tokens[:, 3:], mask, positions, *past)[0][0]
     except Exception as failure:
         raise UnsupportedModel(
             f"{type(model).__name__} cannot be run with keys, values, positions and a mask from outside ({failure}): "
             "graphs are exported of decoder-only models of Llama's kind"
         ) from failure
     own = torch.stack([model(tokens[:, [0, 1, 2, *path]], use_cache=False).logits[0, -1] for path in paths])
-    error = ((found - own).square().mean() / own.var()).sqrt().item()
+    error = ((rows - own).square().mean() / own.var()).sqrt().item()
     if not error < 1e-3:
         raise UnsupportedModel(
             f"{type(model).__name__}: logits with a mask from outside differ from its own by {error:.1e} of their "

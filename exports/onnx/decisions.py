@@ -24,12 +24,12 @@ def decider(decider: "LearnedDecider") -> Plan:
         rows = shape.batch * shape.rows
         depths = torch.randint(8, (rows, 1), generator=generator).float()
         greedy = torch.randint(2, (rows, 1), generator=generator).float()
-        found = {"places": torch.cat([depths, -depths * torch.rand(rows, 1, generator=generator), greedy], dim=1)}
+        inputs = {"places": torch.cat([depths, -depths * torch.rand(rows, 1, generator=generator), greedy], dim=1)}
         probs = torch.rand(rows, top, generator=generator).sort(descending=True).values
-        found["statistics"] = torch.cat([probs.sum(1, keepdim=True), probs], dim=1) if top else torch.zeros(rows, 0)
+        inputs["statistics"] = torch.cat([probs.sum(1, keepdim=True), probs], dim=1) if top else torch.zeros(rows, 0)
         if size:
-            found["hidden_states"] = torch.randn(rows, size, generator=generator)
-        return found
+            inputs["hidden_states"] = torch.randn(rows, size, generator=generator)
+        return inputs
 
     names = ("places", "statistics", "hidden_states")[: 3 if size else 2]
     return Plan(

@@ -56,20 +56,20 @@ def export_ort_genai(
     if not 1 <= length <= _LONGEST_CHAIN:
         raise ValueError(f"onnxruntime-genai drafts 1 to {_LONGEST_CHAIN} tokens, got {length}")
     made: list[plans.Plan] = []
-    found: list[plans.Origin] = []
+    targets: list[plans.Origin] = []  # one, once the graphs are planned
 
     def graphs() -> list[plans.Plan]:
         tell(f"loading {target} and {draft}")
-        found.append(origin(target))
-        drafting = of(str(draft), found[0], causal=True, file=DRAFT)
+        targets.append(origin(target))
+        drafting = of(str(draft), targets[0], causal=True, file=DRAFT)
         if drafting[0].file != DRAFT:
             raise ValueError(f"{draft} is no model that drafts by itself: onnxruntime-genai takes causal LMs")
-        verifying = plans.causal_lm(found[0].target, found[0], causal=True, file=TARGET, quantizable=False)
+        verifying = plans.causal_lm(targets[0].target, targets[0], causal=True, file=TARGET, quantizable=False)
         made.extend([verifying, *drafting])
         return made
 
     def beside(folder: Path) -> None:
-        model = found[0].target
+        model = targets[0].target
         config = _config(model, [_decoder(plan) for plan in made], length)
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         if model.tokenizer is not None:

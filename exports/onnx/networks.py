@@ -53,7 +53,7 @@ class CausalNetwork(nn.Module):
             cache.update(past[2 * layer], past[2 * layer + 1], layer)
         if self.causal:
             attention_mask = _causal_mask(attention_mask, input_ids.shape[1])
-        found = self.model(
+        outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -61,11 +61,11 @@ class CausalNetwork(nn.Module):
             use_cache=True,
             output_hidden_states=bool(self.hidden_layers),
         )
-        states = [found.hidden_states[layer] for layer in self.hidden_layers]
+        states = [outputs.hidden_states[layer] for layer in self.hidden_layers]
         shown = [torch.cat(states, dim=-1)] if states else []
         layers: list[Any] = cache.layers
         present = [part for layer in layers for part in (layer.keys, layer.values)]
-        return [found.logits, *shown, *present]
+        return [outputs.logits, *shown, *present]
 
 
 class EagleNetwork(nn.Module):

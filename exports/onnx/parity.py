@@ -32,8 +32,8 @@ def check_exact(plan: Plan, path: Path, tolerance: float = TOLERANCE) -> dict[st
             share of the greatest of them), a most probable token or a verdict differs, or a shape cannot be run.
     """
     graph, worst = Graph(path), 0.0
-    for shape, (found, wanted) in zip(SHAPES, _pairs(plan, graph, SHAPES), strict=True):
-        for name, ours, theirs in zip(plan.outputs, found, wanted, strict=True):
+    for shape, (outputs, wanted) in zip(SHAPES, _pairs(plan, graph, SHAPES), strict=True):
+        for name, ours, theirs in zip(plan.outputs, outputs, wanted, strict=True):
             if ours.shape != theirs.shape or not _equal(name, ours, theirs):
                 raise ParityError(f"{plan.file}: {name} differ from the network's own for {shape}; nothing was written")
             if not theirs.is_floating_point():
@@ -64,7 +64,7 @@ def check_quantized(plan: Plan, path: Path, least: float = LEAST_ACCEPTANCE) -> 
         ParityError: if fewer than ``least`` of them would be, or the graph cannot be run.
     """
     graph, place = Graph(path), plan.outputs.index("logits")
-    pairs = [(found[place], wanted[place]) for found, wanted in _pairs(plan, graph, SHAPES)]
+    pairs = [(outputs[place], wanted[place]) for outputs, wanted in _pairs(plan, graph, SHAPES)]
     worst = max((ours - theirs).abs().max().item() for ours, theirs in pairs)
     rows = [] if plan.real is None else list(_compared(plan, graph, plan.real()))
     if not rows:
@@ -97,12 +97,12 @@ def _compared(plan: Plan, graph: Graph, inputs: Iterable[Inputs]) -> Iterable[tu
     for given in inputs:
         wanted = plan.network(*given.values())
         try:
-            found = graph.run({name: given[name] for name in graph.inputs})
+            outputs = graph.run({name: given[name] for name in graph.inputs})
         except Exception as error:  # onnxruntime has a class of its own for every cause
             raise ParityError(
                 f"{plan.file} cannot be run: {str(error).splitlines()[0]}; nothing was written"
             ) from error
-        yield [found[name] for name in plan.outputs], wanted
+        yield [outputs[name] for name in plan.outputs], wanted
 
 
 def _equal(name: str, ours: Tensor, theirs: Tensor) -> bool:

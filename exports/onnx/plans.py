@@ -132,18 +132,18 @@ def causal_lm(
     check_against(network, model.model, sizes)
 
     def example(shape: Shape, generator: torch.Generator) -> Inputs:
-        found = trees(shape, model.vocab_size, generator)
+        rows = trees(shape, model.vocab_size, generator)
         if causal:
-            found |= padded(shape, generator)
+            rows |= padded(shape, generator)
         empty = past_of(Shape(shape.batch, 0, 0), sizes, generator)
         if not shape.past:
-            return found | empty
+            return rows | empty
         # As the model makes them: on keys and values that it never saw, rounding in float32 grows tenfold.
         texts = torch.randint(model.vocab_size, (shape.batch, shape.past), generator=generator)
         before = chain(texts, causal=causal) | empty
         with torch.no_grad():
             present = network(*before.values())[-len(empty) :]
-        return found | dict(zip(empty, present, strict=True))
+        return rows | dict(zip(empty, present, strict=True))
 
     def real() -> Iterable[Inputs]:
         for text in origin.texts:
@@ -220,9 +220,9 @@ def eagle(head: "EagleHead", origin: Origin) -> list[Plan]:
     about = {**origin.about(), **_of_head(head), "max_positions": config.max_position_embeddings}
 
     def example(shape: Shape, generator: torch.Generator) -> Inputs:
-        found = trees(shape, config.vocab_size, generator)
+        rows = trees(shape, config.vocab_size, generator)
         states = torch.randn(shape.batch, shape.rows, config.hidden_size, generator=generator)
-        return _with_states(found, states) | past_of(shape, sizes, generator)
+        return _with_states(rows, states) | past_of(shape, sizes, generator)
 
     @torch.no_grad()
     def real() -> Iterable[Inputs]:

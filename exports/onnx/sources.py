@@ -21,7 +21,7 @@ from arbordraft.prompts import MIXED, VARIED, chat_batch
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_TEXTS, _LONGEST = 8, 128  # what quantised graphs are measured on: so many texts, so many tokens of each
+_TEXTS, _LONGEST = 8, 128  # what quantised graphs are measured on: number of texts, longest of them in tokens
 
 
 def export(
@@ -117,17 +117,17 @@ def of(
 
             adapter = ExitAdapter.from_pretrained(source, dtype=torch.float32)
             return [plans.early_exit(origin(_named(target, source)), adapter.layers, adapter, **options)]
-    found = origin(source)
+    own = origin(source)
     if target is not None:
-        model, found = found.target, origin(target)
-        LanguageModelDrafter(model).check(found.target, IID(1))
-        if options.get("causal") and model.vocab_size != found.target.vocab_size:
+        model, served = own.target, origin(target)
+        LanguageModelDrafter(model).check(served.target, IID(1))
+        if options.get("causal") and model.vocab_size != served.target.vocab_size:
             raise ValueError(
                 f"onnxruntime-genai takes no padding: the draft model has {model.vocab_size} token ids, the target "
-                f"{found.target.vocab_size}"
+                f"{served.target.vocab_size}"
             )
-        return [plans.causal_lm(model, found, hidden_layers, **options)]
-    return [plans.causal_lm(found.target, found, hidden_layers, **options)]
+        return [plans.causal_lm(model, served, hidden_layers, **options)]
+    return [plans.causal_lm(own.target, own, hidden_layers, **options)]
 
 
 def origin(name: str | plans.Origin) -> plans.Origin:
@@ -150,8 +150,8 @@ def _texts(target: RaggedModel, tokenizer: "PreTrainedTokenizerBase | None") -> 
     if tokenizer is None:
         generator = torch.Generator().manual_seed(0)
         return torch.randint(target.vocab_size, (_TEXTS, 16), generator=generator).tolist()
-    found = chat_batch(tokenizer, [*MIXED, *VARIED][:_TEXTS])
-    rows = zip(found["input_ids"], found["attention_mask"], strict=True)
+    chats = chat_batch(tokenizer, [*MIXED, *VARIED][:_TEXTS])
+    rows = zip(chats["input_ids"], chats["attention_mask"], strict=True)
     return [ids[mask == 1].tolist()[:_LONGEST] for ids, mask in rows]
 
 
@@ -163,9 +163,9 @@ def _named(target: str | plans.Origin | None, source: str) -> str | plans.Origin
 
 def _numbers(source: str, value: str, count: int) -> list[int]:
     try:
-        found = [int(part) for part in value.split(",")]
+        numbers = [int(part) for part in value.split(",")]
     except ValueError:
-        found = []
-    if len(found) != count:
+        numbers = []
+    if len(numbers) != count:
         raise ValueError(f"{source!r} means nothing: write early-exit:LAYERS or verification:TOPS,TAILS")
-    return found
+    return numbers

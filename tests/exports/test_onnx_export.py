@@ -198,7 +198,7 @@ def test_a_good_graph_beside_a_bad_one_is_not_written_either(tmp_path, graphs):
 
 def test_verdicts_must_be_equal(graphs):
     """Integers have no tolerance."""
-    _, plan = PLANS["verification"]()
+    (plan,) = PLANS["verification"]()
     path = graphs("verification").folder / plan.file
     assert check_exact(plan, path)
 

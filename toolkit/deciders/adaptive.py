@@ -174,7 +174,7 @@ class Bandit(Decider):
     """Finds out, sample by sample, which of several deciders pays best: UCB1.
 
     A step's reward is its tokens by its time, as a share of the best there could be: all of ``longest`` levels
-    accepted. Its time is reckoned, not measured, so that the choice does not depend on what else the machine does.
+    accepted. Its time is predicted, not measured, so that the choice does not depend on what else the machine does.
 
     Args:
         deciders: to choose from, two or more; one is in charge of a step, all learn from it.

@@ -146,7 +146,7 @@ class HeadDrafter(Drafter):
         if isinstance(head, OnnxNetwork):
             check_ragged(target)
             head.check_target(target)
-        self.head = head if isinstance(head, OnnxNetwork) else adopt(head, target)
+        self.head: Any = head if isinstance(head, OnnxNetwork) else adopt(head, target)
         self.target = target
         if head.config.acceptance is not None:
             self.acceptance = tuple(head.config.acceptance)

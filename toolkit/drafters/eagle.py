@@ -56,7 +56,7 @@ class EagleDrafter(HeadDrafter):
         super().__init__(head if isinstance(head, OnnxEagle) else expect(EagleHead, head), target)
         self.hidden_layers = tuple(head.config.hidden_layers or ())
         self.max_positions = head.config.max_position_embeddings
-        self._network = self.head if isinstance(head, OnnxEagle) else _HeadOnRows(self.head, target)
+        self._network: Any = head if isinstance(head, OnnxEagle) else _HeadOnRows(self.head, target)
 
     @classmethod
     def from_pretrained(cls, path: str | os.PathLike[str], target: RaggedModel, **kwargs: Any) -> "EagleDrafter":
@@ -124,7 +124,7 @@ class EagleDrafter(HeadDrafter):
         }
         fused = self._network.fuse(torch.cat([part for sample in samples for part in state.pending[sample]]))
         inputs = dict(zip(handles, fused.split([len(tokens) for tokens in missing.values()]), strict=True))
-        last = {}
+        last: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         for part, tokens, batch in state.cache.portions(missing, self._network.chunk):
             counts = [len(row) for row in part.values()]
             hidden = [inputs[handle][:count] for handle, count in zip(part, counts, strict=True)]

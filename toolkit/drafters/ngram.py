@@ -123,10 +123,10 @@ class NGramDrafter(Drafter):
                 for node in nodes:
                     text = [*committed, *garden.trees[sample].path(node)]
                     children = context.topology.child_list[node]
-                    found = self._lookup(index, text, len(children))
-                    odds = [state.odds[sample](size, rank) for rank, size in enumerate(found.values())]
-                    garden.plant(sample, node, list(found), odds, None)
-                    sizes |= {(sample, child): size for child, size in zip(children, found.values(), strict=False)}
+                    guesses = self._lookup(index, text, len(children))
+                    odds = [state.odds[sample](size, rank) for rank, size in enumerate(guesses.values())]
+                    garden.plant(sample, node, list(guesses), odds, None)
+                    sizes |= {(sample, child): size for child, size in zip(children, guesses.values(), strict=False)}
         tree = garden.tree()
         alive = {(sample, node) for sample, node, _ in tree.rows()}
         state.sizes = {place: size for place, size in sizes.items() if place in alive}
@@ -149,13 +149,13 @@ class NGramDrafter(Drafter):
 
     def _lookup(self, index: _Index, text: list[int], wanted: int) -> dict[int, int]:
         """Up to ``wanted`` continuations with the length of the suffix that speaks for each."""
-        found: dict[int, int] = {}
+        guesses: dict[int, int] = {}
         for size in range(min(self.longest, len(text)), self.shortest - 1, -1):
             for token in index.continuations(tuple(text[-size:])):
-                if len(found) == wanted:
-                    return found
-                found.setdefault(token, size)
-        return found
+                if len(guesses) == wanted:
+                    return guesses
+                guesses.setdefault(token, size)
+        return guesses
 
     def extra_repr(self) -> str:
         return f"longest={self.longest}, shortest={self.shortest}"

@@ -70,7 +70,7 @@ class Student(nn.Module):
 
         Args:
             target: the model it is to draft for.
-            frequent: gives the so many most frequent tokens of the data.
+            frequent: gives the most frequent tokens of the data, as many as asked for.
             name: of the target.
 
         Raises:
