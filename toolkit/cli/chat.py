@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from arbordraft.cli.decoders import load_decoder
 from arbordraft.cli.display import step_tree
 from arbordraft.cli.failures import Terminated
 from arbordraft.cli.options import (
@@ -51,15 +52,13 @@ def chat(
 
     Without a terminal every line of the input is a message, and the exit status is 1 if one could not be answered.
     """
-    import arbordraft as ad
-
     console = Console(highlight=False, soft_wrap=True)
     with console.status("loading the model"):  # which only a terminal shows
-        decoder = ad.load(model, drafter, dtype=None if dtype is None else dtype.value, kernels=kernels.value)
+        decoder = load_decoder(model, drafter, dtype=dtype, kernels=kernels)
     settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     session = Session(decoder, settings, console, system)
     if sys.stdin.isatty():
-        console.print("Type a message, or /help.", style="dim")
+        console.print(f"{decoder.target.chosen}\nType a message, or /help.", style="dim", markup=False)
         converse(session, _typed(session))
     else:
         converse(session, (line.rstrip("\n") for line in sys.stdin))

@@ -46,8 +46,8 @@ def stream_panels(
     console.line()
 
 
-def stats_table(stats: DecodeStats, seconds: float) -> Table:
-    """What a decoding run gained, as a table."""
+def stats_table(stats: DecodeStats, seconds: float, kernels: str) -> Table:
+    """What a decoding run gained, and the kernels that it ran on, as a table."""
     table = Table(title=f"output law: {stats.exactness}", show_header=False)
     table.add_row("tokens", str(sum(stats.emitted)))
     table.add_row("tokens/s", f"{sum(stats.emitted) / seconds:.1f}")
@@ -57,6 +57,7 @@ def stats_table(stats: DecodeStats, seconds: float) -> Table:
     table.add_row("drafted tokens", str(stats.drafted))
     table.add_row("pad rows / pad keys", f"{stats.pad_rows} / {stats.pad_keys}")
     table.add_row("seconds by phase", "  ".join(f"{name} {spent:.2f}" for name, spent in stats.seconds.items()))
+    table.add_row("kernels", kernels)
     return table
 
 

@@ -144,7 +144,7 @@ def _kernels() -> tuple[dict[str, Any], list[str]]:
         except (ValueError, RuntimeError) as error:
             broken.append(f"the kernels fail in {name}: {error}")
         else:
-            chosen[name] = str(getattr(target, "chosen", target.backend))
+            chosen[name] = target.chosen
     return {"instruction set": isa, "problem": problem, "chosen": chosen}, broken
 
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from arbordraft.cli.decoders import Law, load_decoder
 from arbordraft.cli.options import DtypeOption, ModelOption, finite, parse_topology
 from arbordraft.exports.folder import Export
 from arbordraft.exports.onnx.quantization import Quantization
@@ -316,21 +317,16 @@ def _decoder(
     tuned: Path | None,
     batch: int,
 ) -> "SpeculativeDecoder":
-    import arbordraft as ad
     from arbordraft.deciders import LearnedDecider
     from arbordraft.loading import drafter_named
     from arbordraft.tuning import Tuned
 
-    proposer = drafter_named(drafter, target)
     if tuned is not None:
-        return Tuned.load(tuned).decoder(target, batch, proposer)
-    widest = max(1, *(len(children) for children in topology.child_list))
-    coupling = ad.Coupling.matching(widest)
-    if sampled and drafter not in ("ngram", "none"):
-        law = ad.TopTail(1, widest - 1) if widest > 1 else ad.IID(1)
-        coupling = ad.Coupling(law, ad.Lifted(ad.RecursiveRejection()))
+        return Tuned.load(tuned).decoder(target, batch, drafter_named(drafter, target))
     stop = None if decider is None else LearnedDecider.from_pretrained(decider)
-    return ad.SpeculativeDecoder(target, proposer, topology, coupling, stop)
+    law = None if sampled else Law.fixed
+    # Without costs: those of this machine mean nothing where the model is served.
+    return load_decoder(target, drafter, law=law, topology=topology, decider=stop, costs=None)
 
 
 def _show_card(folder: Path) -> None:

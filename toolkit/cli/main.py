@@ -1,9 +1,9 @@
-"""The command line: chat, generate, tune, tree, doctor, bench, train, export."""
+"""The command line: chat, generate, tune, tree, plot, doctor, bench, train, export."""
 
 import sys
-from enum import StrEnum
+from copy import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -12,12 +12,14 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from arbordraft.allocator import keep_freed_memory
 from arbordraft.cli.bench import app as bench
 from arbordraft.cli.chat import chat
+from arbordraft.cli.decoders import Law, Verifier, load_decoder
 from arbordraft.cli.display import stats_table, stream_panels, tree_text
 from arbordraft.cli.doctor import doctor
 from arbordraft.cli.export import app as export
 from arbordraft.cli.failures import ending
 from arbordraft.cli.options import (
     SHAPES,
+    AutoDtypeOption,
     DrafterOption,
     DtypeOption,
     KernelsOption,
@@ -36,11 +38,6 @@ from arbordraft.drawing import draw_png
 from arbordraft.files import read_text
 from arbordraft.loading import Dtype, Kernels, load_target
 
-if TYPE_CHECKING:
-    from arbordraft.decoder import SpeculativeDecoder
-    from arbordraft.target.model import RaggedModel
-    from arbordraft.topology import TreeTopology
-
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -55,22 +52,6 @@ app.add_typer(export, name="export")
 console = Console()
 
 
-class Law(StrEnum):
-    """Draft laws by their short names."""
-
-    iid = "iid"
-    without_replacement = "without-replacement"
-    top_tail = "top-tail"
-    fixed = "fixed"
-
-
-class Verifier(StrEnum):
-    """Tree verifiers by how they apply their rule."""
-
-    top_down = "top-down"
-    lifted = "lifted"
-
-
 @app.command()
 def generate(
     prompts: Annotated[list[str] | None, typer.Argument(help="One or many prompts, decoded as one batch.")] = None,
@@ -79,10 +60,14 @@ def generate(
         typer.Option(exists=True, dir_okay=False, help="Text file with one prompt per line, added to the others."),
     ] = None,
     model: ModelOption = "smollm2",
-    drafter: DrafterOption = "ngram",
-    tree: Annotated[str, typer.Option(help=f"Shape of the draft tree: {SHAPES}.")] = "k:2,1,1,1",
+    drafter: DrafterOption = "auto",
+    tree: Annotated[
+        str | None, typer.Option(help=f"Shape of the draft tree, by default what pays here: {SHAPES}.")
+    ] = None,
     law: Annotated[Law | None, typer.Option(help="Draft law; by default 'fixed' for ngram, else top-tail.")] = None,
-    verifier: Annotated[Verifier, typer.Option(help="How the tree is verified; both are exact.")] = Verifier.lifted,
+    verifier: Annotated[
+        Verifier | None, typer.Option(help="How recursive rejection is applied; all choices are exact.")
+    ] = None,
     confidence: Annotated[
         float | None, typer.Option(min=0, max=1, callback=finite, help="Stop drafting below this draft probability.")
     ] = None,
@@ -91,7 +76,7 @@ def generate(
     top_p: TopPOption = 1.0,
     seed: Annotated[int, typer.Option(help="Seed; prompt i uses seed + i, whatever shares its batch.")] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="Do not apply the chat template.")] = False,
-    dtype: DtypeOption = Dtype.float32,
+    dtype: AutoDtypeOption = None,
     kernels: KernelsOption = Kernels.auto,
 ) -> None:
     """Decode one or many prompts as a ragged batch, streaming, and report what speculation gained."""
@@ -100,12 +85,22 @@ def generate(
     texts = [*(prompts or []), *_lines(file)]
     if not texts:
         raise typer.BadParameter("give at least one prompt, or --file")
-    topology = parse_topology(tree)
-    target, tokenizer = load_target(model, dtype, kernels)
-    decoder = _decoder(target, drafter, topology, law, verifier, confidence)
+    topology = None if tree is None else parse_topology(tree)
 
+    from arbordraft.deciders import ConfidenceThreshold
     from arbordraft.prompts import chat_batch
 
+    decoder = load_decoder(
+        model,
+        drafter,
+        law=law,
+        verifier=verifier,
+        topology=topology,
+        decider=None if confidence is None else ConfidenceThreshold(confidence),
+        dtype=dtype,
+        kernels=kernels,
+    )
+    tokenizer = copy(decoder.target.tokenizer)
     if raw:
         tokenizer.chat_template = None
     inputs = chat_batch(tokenizer, texts)
@@ -120,7 +115,7 @@ def generate(
         start = time.perf_counter()
         output: Any = decoder.generate(**inputs, **settings, streamer=streamers, return_dict_in_generate=True)
         seconds = time.perf_counter() - start
-    console.print(stats_table(output.stats, seconds))
+    console.print(stats_table(output.stats, seconds, decoder.target.chosen))
 
 
 @app.command()
@@ -172,6 +167,18 @@ def tune(
     console.print(f"wrote {output}")
 
 
+@app.command("plot")
+def redraw(
+    results: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="JSON file of 'arbordraft bench'.")],
+    png: Annotated[Path, typer.Argument(callback=output_file, help="Picture to write (needs matplotlib).")],
+) -> None:
+    """Draw a picture of measurements that 'arbordraft bench --json' wrote."""
+    from arbordraft.bench.plots import plot, read_rows
+
+    plot(read_rows(results), png)
+    console.print(f"wrote {png}")
+
+
 @app.command("tree")
 def draw_tree(
     shape: Annotated[str, typer.Argument(help=SHAPES)],
@@ -199,34 +206,3 @@ def main() -> None:
 
 def _lines(file: Path | None) -> list[str]:
     return [line for line in read_text(file).splitlines() if line.strip()] if file else []
-
-
-def _decoder(
-    target: "RaggedModel",
-    drafter: str,
-    topology: "TreeTopology",
-    law: Law | None,
-    verifier: Verifier,
-    confidence: float | None,
-) -> "SpeculativeDecoder":
-    import arbordraft as ad
-    from arbordraft.deciders import Backoff, Decider
-    from arbordraft.laws import DraftLaw
-    from arbordraft.loading import drafter_named
-
-    widest = max(1, *(len(children) for children in topology.child_list))
-    parts: dict[Verifier, type[ad.TopDown | ad.Lifted]] = {Verifier.top_down: ad.TopDown, Verifier.lifted: ad.Lifted}
-    decider: Decider | None = None if confidence is None else ad.ConfidenceThreshold(confidence)
-    proposer = drafter_named(drafter, target)
-    if drafter in ("ngram", "none"):
-        topology = ad.TreeTopology.chain(0) if drafter == "none" else topology
-        law, decider = law or Law.fixed, decider or Backoff()
-    laws: dict[Law | None, DraftLaw] = {
-        None: ad.TopTail(1, widest - 1) if widest > 1 else ad.IID(1),
-        Law.iid: ad.IID(widest),
-        Law.without_replacement: ad.WithoutReplacement(widest),
-        Law.top_tail: ad.TopTail(1, max(1, widest - 1)),
-        Law.fixed: ad.Fixed(widest),
-    }
-    coupling = ad.Coupling(laws[law], parts[verifier](ad.RecursiveRejection()))
-    return ad.SpeculativeDecoder(target, proposer, topology, coupling, decider)

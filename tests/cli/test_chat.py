@@ -1,0 +1,185 @@
+"""The chat: what is answered, obeyed and shown, line by line from a pipe."""
+
+import io
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from models import tiny, tiny_tokenizer
+from rich.console import Console
+from typer.testing import CliRunner
+
+from arbordraft import Fixed, NGramDrafter, RaggedModel, SpeculativeDecoder, TreeTopology
+from arbordraft.cli import chat as chat_module
+from arbordraft.cli.chat import Session, converse
+from arbordraft.cli.display import step_tree
+from arbordraft.cli.failures import Terminated
+from arbordraft.cli.main import app
+from arbordraft.types import SampleTree, SampleVerdict
+
+CHAT = [sys.executable, "-c", "from arbordraft.cli.main import main; main()", "chat"]
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+@pytest.fixture
+def session():
+    """A conversation with a tiny model, and everything it shows."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    target = RaggedModel(tiny(max_position_embeddings=64), tokenizer, kernels="torch")
+    console = Console(file=io.StringIO(), width=100)
+    decoder = SpeculativeDecoder(target, NGramDrafter(), TreeTopology.chain(3))
+    return Session(decoder, {"max_new_tokens": 8}, console)
+
+
+def shown(session):
+    return session.console.file.getvalue()
+
+
+def test_an_answer_is_what_chat_gives_and_joins_the_conversation(session):
+    converse(session, iter(["abc\n", "\n", "  \n", "abd"]))
+    first, second = (message["content"] for message in session.messages if message["role"] == "assistant")
+    assert [message["role"] for message in session.messages] == ["user", "assistant"] * 2
+    assert first == session.decoder.chat([{"role": "user", "content": "abc"}], max_new_tokens=8)
+    assert second == session.decoder.chat(session.messages[:3], max_new_tokens=8)
+    assert shown(session) == f"{first}\n{second}\n"
+
+
+def test_the_system_prompt_stands_before_every_answer(session):
+    session.system = "hijk"
+    session.answer("abc")
+    asked = [{"role": "system", "content": "hijk"}, {"role": "user", "content": "abc"}]
+    assert session.messages[-1]["content"] == session.decoder.chat(asked, max_new_tokens=8)
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (["/help"], "/tree "),
+        (["/tree"], "nothing was drafted yet"),
+        (["abcabcabc", "/tree"], "by one forward"),
+        (["/clear"], "forgotten"),
+        (["/nonsense"], "unknown command /nonsense: /help lists them"),
+        (["/quit", "abc"], ""),
+    ],
+    ids=["help", "tree too early", "tree", "clear", "unknown", "quit"],
+)
+def test_commands(session, lines, expected):
+    converse(session, iter(lines))
+    assert expected in shown(session) if expected else not shown(session)
+
+
+def test_clear_forgets(session):
+    converse(session, iter(["abc", "/clear"]))
+    assert session.messages == []
+    assert session.status() == "no answer yet"
+
+
+def test_the_status_line_counts(session):
+    session.answer("abc")
+    tokens = session._stats.emitted[0]
+    assert f"{tokens} tokens " in session.status()
+    assert session.status().startswith("tau ")
+    assert session.status().endswith("exact")
+
+
+def test_a_message_that_is_too_long_leaves_the_session_usable(session, capsys):
+    converse(session, iter(["a" * 100, "abc"]))
+    assert session.failed
+    assert "64 positions" in capsys.readouterr().err
+    assert session.messages[0]["content"] == "abc"
+
+
+class Stopping:
+    """Says something and is then interrupted."""
+
+    def __init__(self, stop):
+        self.stop, self.closed = stop, False
+
+    def __iter__(self):
+        yield "half"
+        raise self.stop
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.mark.parametrize(
+    ("stop", "terminal", "survives"),
+    [(KeyboardInterrupt(), True, True), (KeyboardInterrupt(), False, False), (Terminated(), True, False)],
+    ids=["Ctrl-C", "Ctrl-C without a terminal", "SIGTERM"],
+)
+def test_what_stops_an_answer(session, stop, terminal, survives):
+    session.console = Console(file=io.StringIO(), force_terminal=terminal, color_system=None)
+    pieces = Stopping(stop)
+    session.decoder = SimpleNamespace(chat=lambda *_, **__: pieces)
+    if survives:
+        session.answer("abc")
+        assert "half [stopped]" in shown(session)
+        assert session.messages[-1]["content"] == "half"
+    else:
+        with pytest.raises(type(stop)):
+            session.answer("abc")
+    assert pieces.closed
+
+
+@pytest.mark.parametrize("text", ["[red]", "[/bold]", "\\["], ids=repr)
+def test_no_answer_is_markup(session, text):
+    session.decoder = SimpleNamespace(chat=lambda *_, **__: (piece for piece in [text]))
+    session.answer("abc")
+    assert shown(session) == f"{text}\n"
+
+
+def test_the_tree_of_a_step_marks_what_was_accepted():
+    tree = SampleTree(TreeTopology.from_parents([-1, 0, 0, 1]), Fixed(2), {0: 5, 1: 6, 2: 7, 3: 8})
+    console = Console(file=io.StringIO(), width=80)
+    console.print(step_tree(tree, SampleVerdict((1,), 9, True), str))
+    drawn = console.file.getvalue()
+    assert drawn.count("✓") == 1
+    assert "'6' ✓" in drawn
+    assert "the target adds '9' instead of what it rejected" in drawn
+    assert "3 drafted, 1 accepted: 2 tokens by one forward" in drawn
+
+
+def checkpoint(folder):
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token, tokenizer.chat_template = "c", TEMPLATE
+    tiny(max_position_embeddings=64).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(("lines", "status"), [("ab\n/tree\n", 0), ("a" * 100 + "\n", 1)], ids=["good", "too long"])
+def test_piped_lines_are_answered(tmp_path, lines, status):
+    arguments = ["chat", "--model", checkpoint(tmp_path), "--drafter", "ngram", "--max-new-tokens", "6"]
+    result = CliRunner().invoke(app, arguments, input=lines)
+    assert result.exit_code == status, result.output
+    assert ("by one forward" in result.output) == (status == 0)
+
+
+def test_typed_lines_go_through_prompt_toolkit(session, tmp_path, monkeypatch):
+    from prompt_toolkit.application import create_app_session
+    from prompt_toolkit.input import create_pipe_input
+    from prompt_toolkit.output import DummyOutput
+
+    monkeypatch.setenv("ARBORDRAFT_CACHE", str(tmp_path))
+    with create_pipe_input() as keys, create_app_session(input=keys, output=DummyOutput()):
+        keys.send_text("abc\rdef\x03ghi\r\x04")  # Ctrl-C drops a line, Ctrl-D ends
+        assert list(chat_module._typed(session)) == ["abc", "ghi"]
+    history = tmp_path / "chat-history"
+    assert "+abc" in history.read_text()
+    assert history.stat().st_mode & 0o077 == 0
+
+
+def test_a_real_process_answers_a_pipe(tmp_path):
+    done = subprocess.run(
+        [*CHAT, "--model", checkpoint(tmp_path), "--drafter", "none", "--max-new-tokens", "4", "--kernels", "torch"],
+        input="ab\n",
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert done.stdout.strip()

@@ -1,0 +1,96 @@
+"""The doctor: what it finds, and what counts as broken."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from arbordraft.cli import doctor
+from arbordraft.cli.main import app
+from arbordraft.kernels import native
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _built():
+    """Builds the kernels where they are kept: the tests change that place."""
+    native.load()
+
+
+def examined(*options):
+    result = CliRunner().invoke(app, ["doctor", *options], env={"COLUMNS": "200"})
+    return result.exit_code, result.output
+
+
+def test_the_report_as_json(monkeypatch, tmp_path):
+    monkeypatch.setenv("ARBORDRAFT_CACHE", str(tmp_path))
+    (tmp_path / "costs").mkdir()
+    (tmp_path / "costs" / "a.json").write_text("12345")
+    monkeypatch.setattr(doctor, "_MOST_BYTES", 2**16)
+    status, shown = examined("--json")
+    report = json.loads(shown)
+    assert status == 0
+    assert report["broken"] == []
+    assert {"name": "costs", "files": 1, "bytes": 5} in report["cache"]["entries"]
+    assert report["machine"]["threads"] >= 1
+    assert report["memory"]["read"] > 0
+    assert report["memory"]["copy"] > 0
+    assert set(report["kernels"]["chosen"]) == {"bfloat16", "float32"}
+    assert {"onnx", "train", "gguf"} <= report["extras"].keys()
+
+
+def test_the_report_for_people():
+    status, shown = examined("--quick")
+    assert status == 0
+    for part in ("processor", "memory", "kernels, bfloat16", "cache", "extra onnx", "nothing is broken"):
+        assert part in shown
+    assert "bandwidth" not in shown
+
+
+@pytest.mark.parametrize(
+    ("lines", "extras", "broken"),
+    [
+        (["torch>=1"], {}, []),
+        (["nowhere-at-all>=1"], {}, ["nowhere-at-all is missing: pip install 'nowhere-at-all'"]),
+        (["torch>=999"], {}, [r"torch is "]),
+        (['nowhere-at-all>=1; extra == "x"'], {"x": ["nowhere-at-all"]}, []),
+        (['torch>=1; extra == "x"'], {"x": []}, []),
+        (
+            ['arbordraft[x]; extra == "y"', 'nowhere-at-all; extra == "x"'],
+            {"x": ["nowhere-at-all"], "y": ["nowhere-at-all"]},
+            [],
+        ),
+        (['nowhere-at-all; extra == "dev"'], {}, []),
+        (['nowhere-at-all; sys_platform == "amiga" and extra == "x"'], {"x": []}, []),
+    ],
+    ids=["fine", "missing", "too old", "extra missing", "extra there", "extra of an extra", "developers", "elsewhere"],
+)
+def test_requirements(monkeypatch, lines, extras, broken):
+    monkeypatch.setattr(doctor, "requires", lambda _: lines)
+    report = doctor.examine(measure=False)
+    assert {name: state["missing"] for name, state in report["extras"].items()} == extras
+    assert all(state["install"] == f"pip install 'arbordraft[{name}]'" for name, state in report["extras"].items())
+    assert len(report["broken"]) == len(broken)
+    assert all(found.startswith(expected) for found, expected in zip(report["broken"], broken, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "told"),
+    [
+        ("ARBORDRAFT_ISA", "mmx", "ARBORDRAFT_ISA must be one of"),
+        ("ARBORDRAFT_CACHE", "/dev/null/x", "no cache folder"),
+    ],
+    ids=["instruction set", "cache"],
+)
+def test_what_is_broken_is_told_by_the_exit_status(monkeypatch, variable, value, told):
+    monkeypatch.setenv(variable, value)
+    status, shown = examined("--quick")
+    assert status == 1
+    assert f"broken: {told}" in shown
+
+
+def test_kernels_that_are_turned_off_are_not_broken(monkeypatch):
+    monkeypatch.setenv("ARBORDRAFT_ISA", "off")
+    report = doctor.examine(measure=False)
+    assert report["broken"] == []
+    assert "turns them off" in report["kernels"]["problem"]
+    assert not report["kernels"]["chosen"]["float32"].startswith("native")
