@@ -28,8 +28,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Shows Sphinx roles of docstrings, such as :meth:`~a.B.c`, as their names."""
-    return re.sub(r":(?:attr|class|func|meth|mod):<code>(?:~[\w.]*\.)?([\w.]+)</code>", r"<code>\1</code>", html)
+    """Shows Sphinx roles of docstrings, such as :meth:`~a.B.c`, as names, and sources where they really lie."""
+    html = re.sub(r":(?:attr|class|func|meth|mod):<code>(?:~[\w.]*\.)?([\w.]+)</code>", r"<code>\1</code>", html)
+    return html.replace("build/documented/arbordraft/", "toolkit/")
 
 
 def every_command() -> str:
