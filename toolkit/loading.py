@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+from difflib import get_close_matches
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
@@ -136,7 +137,7 @@ def load(
             raise ValueError(f"{', '.join(clash)}: the model is in memory already; say so where it is made")
         target = model if isinstance(model, RaggedModel) else _wrapped(model, tokenizer, kernels, keep_weights)
     proposer = drafter_named(os.fspath(drafter), target) if isinstance(drafter, str | os.PathLike) else drafter
-    logging.getLogger("arbordraft").info("drafter: %s", proposer if drafter != "auto" else _why(proposer))
+    logging.getLogger("arbordraft").info("drafter: %s", _described(proposer, drafter))
     table = None if isinstance(costs, str) else costs
     if isinstance(costs, str) and not isinstance(proposer, NoDrafter):
         table = known_rows(target, renew=costs == "renew")
@@ -185,9 +186,12 @@ def _wrapped(model: Any, tokenizer: "PreTrainedTokenizerBase | None", kernels: s
     return RaggedModel(model, tokenizer, kernels=kernels, keep_weights=keep_weights)
 
 
-def _why(drafter: Drafter) -> str:
+def _described(drafter: Any, asked: Any) -> str:
+    name = type(drafter).__name__
+    if asked != "auto":
+        return name
     lookups = isinstance(drafter, NGramDrafter)
-    return "lookups, as no drafter trained for this model is known" if lookups else f"{drafter}, trained for this model"
+    return f"{name}, as no drafter trained for this model is known" if lookups else f"{name}, trained for this model"
 
 
 def _paying(drafter: Drafter, costs: CostTable) -> TreeTopology:
@@ -271,8 +275,10 @@ def drafter_named(name: str, target: RaggedModel) -> Drafter:
         if not layers.isdecimal():
             raise ValueError(f"drafter {name!r}: write early-exit:LAYERS, such as early-exit:4")
         return EarlyExitDrafter(target, int(layers))
-    if Path(name).is_dir():
+    if name and Path(name).is_dir():
         return load_drafter(name, target)
+    if close := get_close_matches(name, DRAFTERS[:3], 1, 0.75):  # before the hub is asked
+        raise ValueError(f"drafter {name!r} is none of {', '.join(DRAFTERS)}; did you mean {close[0]!r}?")
     try:
         return LanguageModelDrafter.from_pretrained(name, target)
     except ValueError as error:

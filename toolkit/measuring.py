@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from importlib.metadata import version
-from itertools import cycle, islice
+from itertools import accumulate, cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +73,8 @@ def measure_rows(
                 torch.cuda.synchronize(target.device)
             best[count] = min(best[count], time.perf_counter() - start)
             cache.drop([sample])
-    return CostTable(rows, tuple(best.values()))
+    # Noise only adds: fewer rows never take longer than more, however often they were unlucky.
+    return CostTable(rows, tuple(accumulate(reversed(best.values()), min))[::-1])
 
 
 def known_rows(target: RaggedModel, *, renew: bool = False) -> CostTable:
@@ -94,7 +95,7 @@ def known_rows(target: RaggedModel, *, renew: bool = False) -> CostTable:
             warnings.warn(f"{error}: measuring now", stacklevel=2)
     logging.getLogger("arbordraft").info("measuring what rows cost, once per machine and kind of model")
     rows = [count for count in _KEPT_ROWS if count <= (target.max_positions or count)]
-    costs = measure_rows(target, rows, repeats=3)
+    costs = measure_rows(target, rows)
     try:
         costs.save(path)
     except OSError as error:

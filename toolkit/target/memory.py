@@ -42,6 +42,21 @@ def copy_bytes(model: nn.Module, int8: bool = False) -> int:
     return sum(weight.numel() * (1 if int8 else weight.element_size()) for weight in weights if weight is not None)  # type: ignore[union-attr, operator, misc]
 
 
+def check_movable(model: nn.Module) -> None:
+    """Raises ValueError unless a model's weights are memory of this process alone, which :func:`move_to_file` frees."""
+    for weight in model.parameters():
+        if weight.is_inference():
+            raise ValueError(
+                "keep_weights=False cannot move weights that were loaded in inference mode: load the model outside "
+                "torch.inference_mode()"
+            )
+        if weight.is_shared() or not weight.is_cpu:
+            raise ValueError(
+                "keep_weights=False cannot free weights that lie in a file or on a device, or that other processes "
+                "share: leave it out, or give this process a model of its own"
+            )
+
+
 def move_to_file(tensors: Sequence[Tensor]) -> None:
     """Exchanges the memory of tensors for a private file that is mapped into it: the same numbers, read when needed.
 
@@ -49,23 +64,11 @@ def move_to_file(tensors: Sequence[Tensor]) -> None:
     for what is written; the file is never changed, has no name any more, and goes with the last of them.
 
     Args:
-        tensors: on the CPU, each named once.
+        tensors: on the CPU, each named once; see :func:`check_movable`.
 
     Raises:
-        ValueError: if the memory is not this process's own, or the tensor may not be changed.
         WriteError: if the cache folder has no room for them.
     """
-    for tensor in tensors:
-        if tensor.is_inference():
-            raise ValueError(
-                "keep_weights=False cannot move weights that were loaded in inference mode: load the model outside "
-                "torch.inference_mode()"
-            )
-        if tensor.is_shared() or not tensor.is_cpu:
-            raise ValueError(
-                "keep_weights=False cannot free weights that other processes or devices share: leave it out, or give "
-                "this process a model of its own"
-            )
     path = cache_folder() / f"weights-{os.getpid()}-{secrets.token_hex(4)}.bin"
     starts, end = [], 0
     with new_file(path) as partial, partial.open("wb") as stream:
@@ -88,4 +91,4 @@ def _field(path: Path, name: str) -> int:
     return int(next(line.split()[1] for line in path.read_text().splitlines() if line.split()[0] == name))
 
 
-__all__ = ["available_memory", "copy_bytes", "move_to_file"]
+__all__ = ["available_memory", "check_movable", "copy_bytes", "move_to_file"]

@@ -19,6 +19,7 @@ from arbordraft.kernels import native
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.hook import HOOK, REQUIREMENT, Forward, UnsupportedModel, register, run_layer, run_stack
+from arbordraft.target.memory import check_movable
 from arbordraft.target.observation import decoder_list, final_module, observe
 from arbordraft.target.stand_ins import PackedLayers, Packing, choose
 from arbordraft.target.view import ModelView
@@ -99,6 +100,8 @@ class RaggedModel(nn.Module):
         check_model(model)
         self._choice = choose(kernels, model, int8=int8)
         self.keep_weights = keep_weights
+        if not keep_weights and self.backend != "torch":
+            check_movable(model)
         if int8 and self.backend != "native":
             why = native.problem() or "use kernels='native'"
             raise ValueError(f"int8 weights need the native kernels: {why}")

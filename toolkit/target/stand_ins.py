@@ -184,7 +184,6 @@ class Packing:
         """Leaves the weights that were packed to a file, from which whoever reads them reads them; see `move_to_file`.
 
         Raises:
-            ValueError: if they are not this process's own.
             WriteError: if there is no room for the file.
         """
         large = {id(tensor): tensor for tensor in self._tensors if tensor.ndim > 1}

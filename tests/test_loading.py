@@ -1,0 +1,471 @@
+"""Loading by name: models, drafters, kernels, costs; what is wrong is named at once."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from models import PROMPTS, VOCAB, greedy_reference, left_padded, new_tokens, tiny, tiny_checkpoint, tiny_tokenizer
+
+import arbordraft as ad
+from arbordraft import CostTable, loading, measuring
+from arbordraft.heads.base import fingerprint
+from arbordraft.heads.medusa import MedusaConfig, MedusaHead
+from arbordraft.kernels import native
+from arbordraft.loading import drafter_named, trained_for
+from arbordraft.measuring import cost_file, known_rows
+from arbordraft.target import memory, stand_ins
+
+FREE = {"costs": None, "kernels": "torch"}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """A cache folder of its own, with the kernels that are built already."""
+    native.load()
+    monkeypatch.setenv("ARBORDRAFT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tiny_checkpoint(tmp_path / "models" / "target")
+
+
+def publish(folder: Path, model: torch.nn.Module, acceptance: float = 0.5, **changes: object) -> Path:
+    """A drafter on disk that says which model it was trained for."""
+    config = MedusaConfig(
+        vocab_size=VOCAB,
+        target_hidden_size=32,
+        hidden_layers=[2],
+        target_fingerprint=fingerprint(model),
+        draft_vocab_size=40,
+        acceptance=[acceptance, 0.1],
+        **changes,
+    )
+    MedusaHead(config).save_pretrained(folder)
+    return folder
+
+
+def text(decoder: ad.SpeculativeDecoder) -> str:
+    return decoder.complete("hello", max_new_tokens=12)
+
+
+# Models
+
+
+def test_every_way_to_name_a_model(folder):
+    model = tiny(max_position_embeddings=2048)
+    settings = {"dtype": "float32", **FREE}
+    named = ad.load(folder, **settings)
+    assert isinstance(named, ad.SpeculativeDecoder)
+    assert not named.training
+    assert named.target.chosen == "torch: the model's own modules (asked for)"
+    expected = text(named)
+    again = type(model).from_pretrained(folder).eval()
+    assert text(ad.load(str(folder), **settings)) == expected
+    assert text(ad.load(model, tokenizer=tiny_tokenizer(), **FREE)) == expected
+    assert text(ad.load(again, **FREE)) == expected  # its tokenizer lies in the folder that it came from
+    assert text(ad.load(named.target, costs=None)) == expected
+
+
+def test_the_small_model_has_a_name(monkeypatch):
+    monkeypatch.setattr(loading, "load_smollm2", lambda dtype: (tiny().to(dtype), tiny_tokenizer()))
+    decoder = ad.load(dtype="bfloat16", **FREE)
+    assert decoder.target.model.dtype == torch.bfloat16
+    assert len(text(decoder)) <= 12
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fast", "expected"),
+    [
+        (None, True, torch.bfloat16),
+        (None, False, torch.float32),
+        ("float32", True, torch.float32),
+        (torch.float16, True, torch.float16),
+        ("torch.bfloat16", False, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_dtypes(folder, monkeypatch, dtype, fast, expected):
+    monkeypatch.setattr(native, "fast_bfloat16", lambda: fast)
+    assert ad.load(folder, "none", dtype=dtype, device="cpu", kernels="torch").target.model.dtype == expected
+
+
+def test_a_gguf_file(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    file, letters = tmp_path / "tiny.gguf", [*"abcdefghijklmnopqrstuvwxyz", "ab"]
+    model = tiny(vocab_size=len(letters), num_key_value_heads=4, head_dim=8)
+    writer = gguf.GGUFWriter(file, "llama")
+    for add, value in {
+        "context_length": 128, "embedding_length": 32, "block_count": 2, "feed_forward_length": 48, "head_count": 4,
+        "head_count_kv": 4, "layer_norm_rms_eps": 1e-6, "rope_freq_base": 10000.0, "vocab_size": len(letters),
+        "tokenizer_model": "gpt2", "token_list": letters, "token_types": [1] * len(letters),
+        "token_merges": ["a b"], "bos_token_id": 1, "eos_token_id": 2,
+    }.items():  # fmt: skip
+        getattr(writer, f"add_{add}")(value)
+    names = {
+        "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "model.layers.": "blk.",
+        "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    }  # fmt: skip
+    for name, tensor in model.state_dict().items():
+        for ours, theirs in names.items():
+            name = name.replace(ours, theirs)
+        writer.add_tensor(name, tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    decoder = ad.load(file, dtype="float32", device="cpu", **FREE)
+    assert decoder.target.vocab_size == len(letters)
+    assert set(decoder.complete("hello", max_new_tokens=8)) <= set("".join(letters))
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "error", "match"),
+    [
+        ("no/such/folder", {}, ValueError, "no/such/folder cannot be loaded"),
+        ("no-such-file.gguf", {}, ValueError, r"no-such-file\.gguf is no file: name a GGUF file"),
+        ("", {}, ValueError, "cannot be loaded|holds no"),
+        (5, {}, TypeError, "model must be a causal LM of transformers"),
+        (None, {}, TypeError, "model must be a causal LM of transformers"),
+        (torch.nn.Linear(1, 1), {}, TypeError, "model must be a causal LM of transformers"),
+        ("smollm2", {"revision": "main"}, ValueError, "revision is for models on the hub"),
+        ("folder", {"dtype": "int8"}, ValueError, "dtype must be one of float32, bfloat16, float16, got 'int8'"),
+        ("folder", {"dtype": torch.int64}, ValueError, "dtype must be one of"),
+        ("folder", {"kernels": "fast"}, ValueError, "kernels must be one of auto, native, onednn, torch, got 'fast'"),
+        ("folder", {"costs": "cheap"}, ValueError, "costs must be auto, renew, a CostTable or None, got 'cheap'"),
+        ("folder", {"costs": 3}, TypeError, "costs must be a CostTable or a NodeBudget, got 3"),
+        ("folder", {"max_cache_tokens": 0}, ValueError, "max_cache_tokens must be a whole number of at least 1"),
+        ("folder", {"device": "nowhere"}, RuntimeError, "nowhere"),
+        ("model", {"dtype": "float32"}, ValueError, "dtype: the model is in memory already"),
+        ("model", {"revision": "a", "device": "cpu"}, ValueError, "device, revision: the model is in memory already"),
+        ("target", {"kernels": "native"}, ValueError, "kernels: the model is in memory already"),
+        ("target", {"keep_weights": False}, ValueError, "keep_weights: the model is in memory already"),
+        ("target", {"tokenizer": 1}, ValueError, "tokenizer: the model is in memory already"),
+    ],
+    ids=str,
+)
+def test_bad_models_and_options(folder, monkeypatch, model, options, error, match):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    made = {"folder": lambda: folder, "model": tiny, "target": lambda: ad.RaggedModel(tiny(), kernels="torch")}
+    named = made[model]() if isinstance(model, str) and model in made else model
+    with pytest.raises(error, match=match):
+        ad.load(named, **{"costs": None, **options})
+
+
+# Drafters
+
+
+@pytest.mark.parametrize(
+    ("drafter", "kind"),
+    [
+        ("auto", ad.NGramDrafter),
+        ("ngram", ad.NGramDrafter),
+        ("none", ad.NoDrafter),
+        ("early-exit:1", ad.EarlyExitDrafter),
+        ("folder", ad.LanguageModelDrafter),
+        ("trained", ad.MedusaDrafter),
+        (ad.NGramDrafter(3, 1), ad.NGramDrafter),
+        ("model", ad.LanguageModelDrafter),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("costs", [None, CostTable((1, 8), (1.0, 1.1))], ids=["free", "costly"])
+def test_every_way_to_name_a_drafter(folder, tmp_path, drafter, kind, costs):
+    target = ad.RaggedModel(tiny(max_position_embeddings=2048), tiny_tokenizer(), kernels="torch")
+    target.model.generation_config.eos_token_id = None
+    if drafter == "folder":
+        drafter = folder
+    elif drafter == "trained":
+        drafter = publish(tmp_path / "head", target.model)
+    elif drafter == "model":
+        drafter = ad.RaggedModel(tiny(seed=1), target.tokenizer, kernels="torch")
+    decoder = ad.load(target, drafter, costs=costs)
+    assert isinstance(decoder.drafter, kind)
+    assert decoder.costs is costs or kind is ad.NoDrafter
+    output = decoder.generate(**left_padded(PROMPTS), max_new_tokens=10, return_dict_in_generate=True)
+    assert new_tokens(output.sequences, PROMPTS, output.stats.emitted) == greedy_reference(
+        target.model, PROMPTS, max_new_tokens=10
+    )
+    sampled = [decoder.complete("hello", max_new_tokens=6, temperature=1, seed=4) for _ in range(2)]
+    assert sampled[0] == sampled[1]
+
+
+@pytest.mark.parametrize(
+    ("drafter", "error", "match"),
+    [
+        (
+            "ngrm",
+            ValueError,
+            "'ngrm' is none of auto, ngram, none, early-exit:LAYERS, a folder, a hub name; did you mean 'ngram'",
+        ),
+        ("early-exit:", ValueError, "write early-exit:LAYERS"),
+        ("early-exit:all", ValueError, "write early-exit:LAYERS"),
+        ("early-exit:9", ValueError, "9"),
+        ("", ValueError, "drafter '' is none of"),
+        ("no/such/drafter", ValueError, "is none of auto.* and as a model: no/such/drafter cannot be loaded"),
+        (7, TypeError, "drafter must be of type Drafter"),
+        (None, TypeError, "drafter must be of type Drafter"),
+    ],
+    ids=str,
+)
+def test_bad_drafters(monkeypatch, drafter, error, match):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(error, match=match):
+        ad.load(tiny(), drafter, **FREE)
+
+
+def test_a_drafter_for_another_target(tmp_path):
+    head = publish(tmp_path / "head", tiny(num_hidden_layers=3))
+    with pytest.raises(ValueError, match="trained for another target"):
+        ad.load(tiny(), head, **FREE)
+
+
+@pytest.mark.parametrize("place", ["inside the model's folder", "beside it", "in the cache", "elsewhere"])
+def test_auto_finds_the_drafter_of_this_target(folder, cache, tmp_path, place):
+    model = type(tiny()).from_pretrained(folder).eval()
+    home = {
+        "inside the model's folder": folder,
+        "beside it": folder.parent,
+        "in the cache": cache / "drafters",
+        "elsewhere": tmp_path / "elsewhere",
+    }[place]
+    for name, acceptance in {"a": 0.4, "b": 0.6, "c": 0.5}.items():
+        publish(home / name, model, acceptance)
+    publish(home / "of another", tiny(num_hidden_layers=3), 0.9)
+    (home / "damaged").mkdir()
+    (home / "damaged" / "config.json").write_text("{")
+    decoder = ad.load(model, **FREE)
+    assert trained_for(decoder.target) == (None if place == "elsewhere" else home / "b")
+    assert isinstance(decoder.drafter, ad.NGramDrafter if place == "elsewhere" else ad.MedusaDrafter)
+
+
+def test_auto_does_not_look_into_the_current_folder(tmp_path, monkeypatch):
+    publish(tmp_path / "here" / "head", tiny())
+    monkeypatch.chdir(tmp_path / "here")
+    assert isinstance(drafter_named("auto", ad.RaggedModel(tiny(), kernels="torch")), ad.NGramDrafter)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "nodes"), [((1.0, 1.001), 16), ((1.0, 64.0), 2)], ids=["rows cost nothing", "every row costs a forward"]
+)
+def test_trees_are_as_large_as_pays(tmp_path, seconds, nodes):
+    model = tiny()
+    decoder = ad.load(model, publish(tmp_path / "head", model), kernels="torch", costs=CostTable((1, 64), seconds))
+    assert decoder.topology.num_nodes == nodes
+
+
+# Costs
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """Counts measurements, each of which finds another price."""
+    done: list[CostTable] = []
+
+    def measure(target, rows, **_):
+        done.append(CostTable((1, 8), (1.0, 2.0 + len(done))))
+        return done[-1]
+
+    monkeypatch.setattr(measuring, "measure_rows", measure)
+    return done
+
+
+def target(**changes: object) -> ad.RaggedModel:
+    return ad.RaggedModel(tiny(**changes), kernels="torch")
+
+
+def test_costs_are_measured_once(timed):
+    first = ad.load(tiny(), kernels="torch").costs
+    assert ad.load(tiny(seed=1), kernels="torch").costs == first == timed[0]  # the weights do not count
+    assert len(timed) == 1
+    assert ad.load(tiny(), kernels="torch", costs="renew").costs == timed[1]
+    assert ad.load(tiny(), kernels="torch").costs == timed[1]
+    given = CostTable((1,), (3.0,))
+    assert ad.load(tiny(), kernels="torch", costs=given).costs is given
+    assert ad.load(tiny(), "none", kernels="torch").costs is None
+    assert ad.load(tiny(), **FREE).costs is None
+    assert len(timed) == 2
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: target(num_hidden_layers=3),
+        lambda: ad.RaggedModel(tiny().bfloat16(), kernels="torch"),
+        lambda: target(architecture="qwen2"),
+        lambda: ad.RaggedModel(tiny(), kernels="auto"),
+    ],
+    ids=["shapes", "dtype", "architecture", "kernels"],
+)
+def test_costs_of_another_kind_are_others(kernels, other):
+    assert cost_file(other()) != cost_file(target())
+
+
+def test_costs_of_other_threads_are_others():
+    before = cost_file(target())
+    torch.set_num_threads(2)  # the fixture of all tests puts it back
+    assert cost_file(target()) != before
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", '{"rows": [1, 2]}', '{"rows": [2, 1], "seconds": [1, 1]}', '{"rows": [1], "seconds": [-1]}'],
+)
+def test_damaged_costs_are_measured_again(timed, content):
+    path = cost_file(target())
+    path.parent.mkdir(parents=True)
+    path.write_text(content)
+    with pytest.warns(UserWarning, match=r"holds no cost table: .*measure them again: measuring now"):
+        assert known_rows(target()) == timed[0]
+    assert known_rows(target()) == timed[0]
+    assert len(timed) == 1
+
+
+def test_costs_that_cannot_be_kept(timed, cache):
+    cache.write_text("a file where the folder should be")
+    with pytest.warns(UserWarning, match="what rows cost is measured in every process: .*is a file, not a folder"):
+        assert known_rows(target()) == timed[0]
+
+
+def test_measured_costs_are_whole():
+    costs = known_rows(target())
+    assert costs.rows[0] == 1
+    assert json.loads(cost_file(target()).read_text())["rows"] == list(costs.rows)
+
+
+def test_one_slow_spell_does_not_spoil_a_table(monkeypatch):
+    """Time only ever gets lost: what a larger number of rows took bounds what a smaller one takes."""
+    clock = iter([0.0, 9.0, 0.0, 1.0, 0.0, 2.0])
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: next(clock))
+    assert measuring.measure_rows(target(), (1, 2, 4), context=4, repeats=1).seconds == (1.0, 1.0, 2.0)
+
+
+# Kernels
+
+
+@pytest.mark.parametrize(
+    ("free", "backend"), [(None, "native"), (2**30, "native"), (1000, "torch")], ids=["unknown", "plenty", "too little"]
+)
+def test_a_copy_must_fit_into_memory(kernels, monkeypatch, free, backend):
+    monkeypatch.setattr(stand_ins, "available_memory", lambda: free)
+    if backend == "native":
+        target = ad.RaggedModel(tiny(), kernels="auto")
+    else:
+        with pytest.warns(UserWarning, match="own linears: a packed copy of the weights takes"):
+            target = ad.RaggedModel(tiny(), kernels="auto")
+        assert "GiB are free" in target.chosen
+        assert ad.RaggedModel(tiny(), kernels="native").backend == "native"
+    assert target.backend == backend
+
+
+def test_what_was_chosen_is_said_once(kernels, caplog):
+    with caplog.at_level("INFO", logger="arbordraft"):
+        target = ad.RaggedModel(tiny(head_dim=16, intermediate_size=64))
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == f"kernels: {target.chosen}"
+    assert target.chosen == f"native: 2 of 2 layers fused, {native.isa()}"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"kernels": "torch"}, "torch: the model's own modules (asked for)"),
+        ({"kernels": "native"}, "native: 0 of 2 layers fused, 9 linears packed, "),
+        ({"int8": True}, ", int8"),
+        ({"keep_weights": False}, "originals in a file"),
+        ({"kernels": "torch", "keep_weights": False}, "torch: the model's own modules (asked for)"),
+    ],
+    ids=str,
+)
+def test_what_chosen_says(kernels, options, said):
+    assert said in ad.RaggedModel(tiny(), **options).chosen
+
+
+def test_memory_is_known_on_linux():
+    if not Path("/proc/meminfo").exists():
+        pytest.skip("needs /proc")
+    assert 2**20 < memory.available_memory() < 2**60
+
+
+def test_a_container_bounds_memory(tmp_path, monkeypatch):
+    limits = [tmp_path / name for name in ("max", "current", "stat")]
+    for file, text in zip(limits, ("5000", "4000", "anon 1\ninactive_file 500\n"), strict=True):
+        file.write_text(text)
+    monkeypatch.setattr(memory, "_GROUPS", [tuple(map(str, limits))])
+    assert memory.available_memory() == 1500
+    limits[0].write_text("max")
+    assert memory.available_memory() > 5000
+
+
+# Weights that are not kept
+
+
+def in_a_file(tensor: torch.Tensor) -> bool:
+    """Whether its memory is that of a file that has no name any more."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, _, last = line.split()[0].partition("-")
+        if int(first, 16) <= tensor.data_ptr() < int(last, 16):
+            return "weights-" in line and line.endswith("(deleted)")
+    return False
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_originals_wait_in_a_file(kernels, cache, dtype, tied):
+    kept = ad.RaggedModel(tiny(tie_word_embeddings=tied).to(dtype))
+    freed = ad.RaggedModel(tiny(tie_word_embeddings=tied).to(dtype), keep_weights=False)
+    model = freed.model
+    assert all(in_a_file(m.weight) for m in model.modules() if isinstance(m, torch.nn.Linear))
+    assert not any(in_a_file(weight) for weight in kept.model.parameters())
+    assert list(cache.glob("weights-*")) == []
+    for name, tensor in kept.model.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor)
+    settings = {**left_padded(PROMPTS), "max_new_tokens": 8, "do_sample": False}
+    assert torch.equal(model.generate(**settings), kept.model.generate(**settings))
+    ours = [ad.SpeculativeDecoder(each, ad.NGramDrafter()).generate(**settings) for each in (kept, freed)]
+    assert torch.equal(*ours)
+
+
+def test_changed_originals_are_packed_again(kernels):
+    """What LoRA's merge does."""
+    freed = ad.RaggedModel(tiny(), keep_weights=False)
+    with torch.no_grad():
+        for layer in freed.model.model.layers:
+            layer.mlp.down_proj.weight += 0.1
+    settings = {**left_padded(PROMPTS), "max_new_tokens": 8, "do_sample": False}
+    with pytest.warns(UserWarning, match="changed after they were packed"):
+        found = ad.SpeculativeDecoder(freed, ad.NGramDrafter()).generate(**settings)
+    assert torch.equal(found, freed.model.generate(**settings))
+    assert in_a_file(freed.model.model.layers[0].mlp.down_proj.weight)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "match"),
+    [
+        (
+            lambda model: model.share_memory(),
+            "cannot free weights that lie in a file or on a device",
+        ),
+        (None, "cannot move weights that were loaded in inference mode"),
+    ],
+    ids=["shared", "inference mode"],
+)
+def test_originals_that_cannot_be_freed(kernels, spoil, match):
+    if spoil is None:
+        with torch.inference_mode():
+            model = tiny()
+    else:
+        spoil(model := tiny())
+    with pytest.raises(ValueError, match=match):
+        ad.RaggedModel(model, keep_weights=False)
+
+
+def test_no_room_for_the_originals(kernels, cache):
+    cache.write_text("a file where the folder should be")
+    with pytest.raises(OSError, match=r"is a file, not a folder; .*name another path"):
+        ad.RaggedModel(tiny(), keep_weights=False)
