@@ -168,7 +168,7 @@ def _ranking(axes: "Axes", rows: Sequence[DecodeRow], batches: Sequence[int], ti
         bars = [row.spread for row in here] if any(row.spread for row in here) else None
         colour = COLOURS[index % len(COLOURS)]
         axes.errorbar(speeds, places, xerr=bars, fmt="o", ms=6, color=colour, capsize=2)
-        at = {"textcoords": "offset points", "ha": "center", "color": colour, "fontsize": 9}
+        at: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "color": colour, "fontsize": 9}
         axes.annotate(f"batch {batch}", (speeds[-1], places[-1]), (0, 9), **at)
     axes.axvline(1, color=GREY, ls="--", lw=1.2)
     axes.set_yticks(range(len(order)), [fill(name, _WIDTH) for name in order])

@@ -100,7 +100,7 @@ def generate(
         dtype=dtype,
         kernels=kernels,
     )
-    tokenizer = copy(decoder.target.tokenizer)
+    tokenizer: Any = copy(decoder.target.tokenizer)
     if raw:
         tokenizer.chat_template = None
     inputs = chat_batch(tokenizer, texts)

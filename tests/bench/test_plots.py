@@ -1,0 +1,124 @@
+"""Pictures of measurements: what is drawn, in which order, and what is refused."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from arbordraft import TreeTopology
+from arbordraft.bench.decoding import DecodeRow
+from arbordraft.bench.plots import MOST_LINES, picture, plot, read_rows, speed_picture
+from arbordraft.bench.verifiers import NodeRow, TreeRow
+from arbordraft.drawing import acceptance_picture, columns
+
+RESULTS = Path(__file__).parents[2] / "examples" / "results"
+
+
+def decode(decoder, batch=1, temperature=0.0, speed_up=1.0, tau=1.5, **more):
+    return DecodeRow("bfloat16", batch, temperature, decoder, "exact", 10.0, speed_up, tau=tau, **more)
+
+
+def node(law, k, acceptance):
+    return NodeRow("head", 1.0, k, law, "RRS", 10, [acceptance], acceptance, 0.01, 1.0)
+
+
+def tree(law, nodes):
+    return TreeRow("head", 1.0, "binary", nodes, law, "TopDown(RRS)", 10, 1.5, 0.1)
+
+
+PLAIN = [decode("plain", batch, tau=1.0) for batch in (1, 8)]
+CASES = {
+    "speed first, then its cause": (
+        [*PLAIN, *(decode("chain", batch, speed_up=1.2) for batch in (1, 8))],
+        ["speed against plain (bfloat16, greedy)", "tokens per target forward (greedy)"],
+    ),
+    "padding is the cause": (
+        [*PLAIN, *(decode("padded", batch, pad_rows=0.5) for batch in (1, 8))],
+        ["speed against plain (bfloat16, greedy)", "share of rows that are padding (greedy)"],
+    ),
+    "one batch size": (
+        [decode("plain", tau=1.0), decode("chain", acceptance=[0.5, 0.4])],
+        ["speed against plain (bfloat16, greedy)", "share accepted when tried (greedy)"],
+    ),
+    "no cause is no panel": ([decode("plain", tau=1.0), decode("a")], ["speed against plain (bfloat16, greedy)"]),
+    "too many for lines": (
+        [*PLAIN, *(decode(f"d{number}", batch) for batch in (1, 8) for number in range(MOST_LINES + 1))],
+        ["speed against plain (bfloat16, greedy)"],
+    ),
+    "without plain": ([decode("generate"), decode("chain")], ["speed against generate (bfloat16, greedy)"]),
+    "nodes": ([node("IID(2)", 2, 0.4), node("IID(3)", 3, 0.5)], ["head, temperature 1"]),
+    "trees": ([tree("IID(2)", 3), tree("IID(2)", 7)], ["head, temperature 1, binary trees"]),
+}
+
+
+@pytest.mark.parametrize(("rows", "titles"), CASES.values(), ids=CASES)
+def test_panels(rows, titles):
+    panels = picture(rows).axes
+    assert [panel.get_title() for panel in panels] == titles
+    assert all(panel.get_legend() is None for panel in panels)
+    assert all(panel.has_data() for panel in panels)
+
+
+def test_a_panel_has_six_lines_and_says_how_many_more_there_are():
+    (panel,) = picture([node(f"Law{number}({k})", k, number / 10) for number in range(9) for k in (2, 3)]).axes
+    names = [text.get_text() for text in panel.texts]
+    assert "3 lower ones are not shown" in names
+    assert [name for name in names if name.startswith("Law")] == [f"Law{number}, RRS" for number in range(3, 9)]
+
+
+def test_a_decoder_has_one_colour_in_all_panels():
+    rows = [
+        decode(name, batch, temperature) for name in ("plain", "a", "b") for batch in (1, 2) for temperature in (0, 1)
+    ]
+    colours = [{text.get_text(): text.get_color() for text in panel.texts} for panel in picture(rows).axes]
+    assert len({found["a"] for found in colours}) == len({found["b"] for found in colours}) == 1
+    assert colours[0]["a"] != colours[0]["b"]
+
+
+@pytest.mark.parametrize(("spread", "bars"), [(0.0, 0), (0.1, 1)])
+def test_rounds_that_differ_have_error_bars(spread, bars):
+    rows = [*PLAIN, *(decode("a", batch, spread=spread) for batch in (1, 8))]
+    drawn = [container for container in picture(rows).axes[0].containers if container.has_yerr]
+    assert len(drawn) == bars
+
+
+@pytest.mark.parametrize("name", ["product", "batching", "deciders", "verifiers", "verifiers-trees", "trained-batch8"])
+def test_what_was_measured_long_ago_can_be_drawn(name):
+    rows = read_rows(RESULTS / f"{name}.json")
+    assert len(rows) == len(json.loads((RESULTS / f"{name}.json").read_text())["measurements"])
+    assert picture(rows).axes
+
+
+def test_rows_survive_their_file(tmp_path):
+    rows = [decode("a", spread=0.1), node("IID(2)", 2, 0.5), tree("IID(2)", 3)]
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps({"measurements": [asdict(row) for row in rows]}))
+    assert read_rows(path) == rows
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"measurements": 3}', '{"measurements": [3]}', "\x00"], ids=repr)
+def test_other_files_are_refused(tmp_path, text):
+    path = tmp_path / "rows.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"rows\.json holds no measurements of 'arbordraft bench --json'"):
+        read_rows(path)
+
+
+def test_nothing_to_draw_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="these measurements have no picture"):
+        plot([], tmp_path / "a.png")
+    with pytest.raises(ValueError, match="needs decoding at two batch sizes"):
+        speed_picture([decode("a")])
+
+
+def test_nodes_stand_above_their_children():
+    assert columns(TreeTopology.from_parents([-1, 0, 0, 1, 1])) == [1.25, 0.5, 2.0, 0.0, 1.0]
+
+
+def test_a_tree_by_its_acceptance():
+    (axes,) = acceptance_picture(TreeTopology.k_ary(2, 2), (0.5, 0.25)).axes
+    assert [text.get_text() for text in axes.texts] == ["100%", "50%", "25%", "25%", "12%", "12%", "6%"]
+    assert "2.31 tokens per forward" in axes.get_title()
+    with pytest.raises(ValueError, match=r"by_rank must hold probabilities, got 1\.5"):
+        acceptance_picture(TreeTopology.chain(1), (1.5,))
