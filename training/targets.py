@@ -24,7 +24,7 @@ class Target:
     revision: str | None = None
     dtype: str = "bfloat16"
     device: str = "auto"
-    kernels: str = "packed"
+    kernels: str = "auto"
 
     def load(self, device: torch.device | str = "cpu") -> RaggedModel:
         """The model with its tokenizer.

@@ -14,11 +14,13 @@ from torch.optim import AdamW, Muon
 from torch.optim.lr_scheduler import LambdaLR
 
 from arbordraft import TreeTopology
+from arbordraft.loading import Kernels
 from arbordraft.training.batches import BatchLoader, Place
 from arbordraft.training.expected import chain_tau, tree_tau
 from arbordraft.training.features import Features
 from arbordraft.training.optimizers import MuonAdamW
 from arbordraft.training.shards import ANSWER, GIVEN, Conversation, Shard, pack
+from arbordraft.training.targets import Target
 
 BUDGET = 100
 
@@ -255,3 +257,8 @@ def test_muon_adamw_trains_what_has_only_one_kind_of_parameter():
         optimizer.step()
         assert len(optimizer.param_groups) == 1
         assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_the_default_target_names_kernels_that_exist():
+    assert Target().kernels in set(Kernels)
+    assert hasattr(torch, Target().dtype)
