@@ -126,7 +126,7 @@ def load(
     if isinstance(model, str | os.PathLike):
         target = _target_named(os.fspath(model), dtype, kernels, device, keep_weights, tokenizer, revision)
     else:
-        given = {"dtype": dtype, "device": device, "revision": revision}
+        given: dict[str, Any] = {"dtype": dtype, "device": device, "revision": revision}
         if isinstance(model, RaggedModel):
             given |= {
                 "kernels": None if kernels == "auto" else kernels,
@@ -305,7 +305,7 @@ def trained_for(target: RaggedModel) -> Path | None:
             rate = float((about.get("acceptance") or [0.0])[0])
         except (OSError, ValueError, KeyError, TypeError, AttributeError):  # that of something else
             continue
-        wanted = wanted or fingerprint(target.model)  # type: ignore[arg-type]
+        wanted = wanted or fingerprint(target.model)
         if trained == wanted:
             known.append((rate, str(config.parent)))
     return Path(max(known)[1]) if known else None

@@ -15,9 +15,7 @@ from arbordraft.prompts import left_padded
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from arbordraft.output import SpeculativeOutput
-
-    Generate = Callable[..., SpeculativeOutput]
+    Generate = Callable[..., Any]  # SpeculativeDecoder.generate, which stands above
 
 Messages = Sequence[Mapping[str, str]]
 
@@ -70,7 +68,7 @@ def encode(tokenizer: "PreTrainedTokenizerBase | None", messages: Messages, *, r
             "text needs a tokenizer: load the model with arbordraft.load(...), or build RaggedModel(model, tokenizer)"
         )
     if raw or (not tokenizer.chat_template and [message["role"] for message in messages] == ["user"]):
-        ids: list[int] = tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"]  # type: ignore[assignment]
+        ids: list[int] = tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"]
     elif not tokenizer.chat_template:
         raise ValueError(
             "the tokenizer has no chat template, which says how roles are written: set tokenizer.chat_template, or "
@@ -81,7 +79,7 @@ def encode(tokenizer: "PreTrainedTokenizerBase | None", messages: Messages, *, r
             rendered = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)  # type: ignore[arg-type]
         except Exception as error:  # templates raise whatever they like
             raise ValueError(f"the chat template refuses these messages: {error}") from error
-        ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]  # type: ignore[assignment, arg-type]
+        ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
     if not ids:
         raise ValueError("the text is empty: there is nothing to go on from")
     return list(ids)
@@ -180,7 +178,7 @@ class TextStream(Iterator[str]):
     Errors of the decoding are raised where the next piece is asked for.
     """
 
-    def __init__(self, generate: "Callable[[_Sink, Any], SpeculativeOutput]", pieces: Pieces) -> None:
+    def __init__(self, generate: "Generate", pieces: Pieces) -> None:
         self._stats: list[DecodeStats] = []
         self._pieces = _follow(generate, pieces, self._stats)  # knows nothing of self, which would keep it alive
 
@@ -197,9 +195,7 @@ class TextStream(Iterator[str]):
         self._pieces.close()
 
 
-def _follow(
-    generate: "Callable[[_Sink, Any], SpeculativeOutput]", pieces: Pieces, stats: list[DecodeStats]
-) -> Generator[str]:
+def _follow(generate: "Generate", pieces: Pieces, stats: list[DecodeStats]) -> Generator[str]:
     arrived: SimpleQueue[list[int] | BaseException | None] = SimpleQueue()
     closed = threading.Event()
 

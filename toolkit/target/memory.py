@@ -38,8 +38,9 @@ def available_memory() -> int | None:
 
 def copy_bytes(model: nn.Module, int8: bool = False) -> int:
     """Bytes of a packed copy of a model's linears."""
-    weights = {module.weight for module in model.modules() if hasattr(module, "in_features")}
-    return sum(weight.numel() * (1 if int8 else weight.element_size()) for weight in weights if weight is not None)  # type: ignore[union-attr, operator, misc]
+    held = {getattr(module, "weight", None) for module in model.modules() if hasattr(module, "in_features")}
+    weights = [weight for weight in held if isinstance(weight, Tensor)]
+    return sum(weight.numel() * (1 if int8 else weight.element_size()) for weight in weights)
 
 
 def check_movable(model: nn.Module) -> None:

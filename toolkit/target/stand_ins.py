@@ -321,7 +321,7 @@ def choose(kernels: str, model: nn.Module, *, int8: bool = False) -> Choice:
         unfit = f"weights must be float32 or bfloat16 on the CPU, not {weight.dtype} on {weight.device}"
     elif kernels == "auto":
         unfit = _too_large(model, int8)
-    problems = []
+    problems: list[str] = []
     for backend in ("native", "onednn") if kernels == "auto" else (kernels,):
         # In this order: asking for the kernels may build them.
         problem = unfit or (native.problem() if backend == "native" else onednn_problem(weight.dtype))
