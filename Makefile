@@ -14,7 +14,7 @@ TYPED  := build/typing
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types format bench clean docs
+.PHONY: help demo check test lint types format bench clean docs
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,8 +23,18 @@ demo: $(VENV)/.installed-demo ## Decode with several drafts per step and show wh
 	$(BIN)/python examples/demo.py $(ARGS)
 
 # One process per core with one thread each: twice as fast as the other way round, and steady on a busy machine.
-test: lint ## Lint, type-check and run all tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile $(ARGS)
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto
+
+# The quick tier: the proofs of losslessness with their negative controls, and the vocabulary that all else stands on.
+QUICK := $(addprefix tests/,test_losslessness.py test_generate_law.py test_generate.py test_laws.py verifiers \
+	test_sampling.py test_topology.py test_masks.py test_costs.py test_builders.py test_imports.py \
+	deciders/test_deciders.py target/test_target.py target/test_cache.py)
+
+check: lint ## Lint, type-check and run the quick tests: a minute or two
+	$(PYTEST) $(QUICK) $(ARGS)
+
+test: lint ## Lint, type-check and run all tests but those that soak: about ten minutes
+	$(PYTEST) --dist loadfile $(ARGS)
 
 lint: types ## Check style and types
 	$(BIN)/ruff check .

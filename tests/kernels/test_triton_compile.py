@@ -34,7 +34,7 @@ def test_kernels_fit(target):
         if target == "sm_100" and warps[name] == 8 and "fp32" not in name:
             assert needs["matrix"] == ["tcgen05.mma"], name
         if target != "gfx942":
-            # Two programs of few rows share a processor: while one waits for keys the other one reckons.
+            # Two programs of few rows share a processor: while one waits for keys the other one computes.
             programs = 2 if warps[name] == 4 else 1
             assert programs * needs["registers"] * warps[name] * 32 <= REGISTERS, name
             assert programs * needs["shared"] <= SHARED[target], name

@@ -1,11 +1,11 @@
 """Passes over rows of scores in Triton's interpreter, against the plain ones; and whole verifications with them."""
 
 import pytest
-import test_packed_verification as packed  # not its tests by name: they would be collected here
 import torch
 from torch import library
 from torch.testing import assert_close
 from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
+from verdicts import COUPLINGS, check_verdicts
 
 from arbordraft.kernels import choice
 from arbordraft.kernels.choice import INTERPRETER
@@ -78,9 +78,9 @@ def test_left_pick(monkeypatch, guarded, vocabulary):
 
 
 @pytest.mark.parametrize("lifted", [False, True], ids=["top-down", "lifted"])
-@pytest.mark.parametrize("coupling", packed.COUPLINGS.values(), ids=packed.COUPLINGS)
+@pytest.mark.parametrize("coupling", COUPLINGS.values(), ids=COUPLINGS)
 def test_verdicts(coupling, lifted):
-    packed.test_the_same_verdicts(coupling, lifted, 7, 20)
+    check_verdicts(coupling, lifted, 7, 8)
 
 
 PROCESSORS = [TopKLogitsWarper(1), TopKLogitsWarper(5), TopPLogitsWarper(0.3), TopPLogitsWarper(0.9)]
