@@ -29,6 +29,7 @@ from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.kernels.verify import row_max
 from arbordraft.masks import SlicedCausalMask, stack_words
 from arbordraft.metrics import DecodeStats
+from arbordraft.prompts import left_padded
 from arbordraft.sampling import Noise, SoftmaxRows, Warp
 from arbordraft.state import DecodeState
 from arbordraft.static.runner import StaticStepping
@@ -292,10 +293,9 @@ class SpeculativeDecoder(nn.Module):
         prompts = [texts.encode(tokenizer, messages, raw=raw) for messages in conversations]
         assert tokenizer is not None  # or encode() has raised
         self._check_positions(prompts, settings["max_new_tokens"])
-        generate: Any = self.generate
-        if streamed:
-            return texts.stream(generate, tokenizer, prompts[0], settings, ends)
-        return texts.write(generate, tokenizer, prompts, settings, ends)
+        inputs = {name: tensor.to(self.target.device) for name, tensor in left_padded(prompts).items()}
+        answer = texts.stream if streamed else texts.write
+        return answer(self.generate, tokenizer, inputs, settings, ends)
 
     @torch.no_grad()
     def generate(
@@ -572,7 +572,7 @@ class SpeculativeDecoder(nn.Module):
             seen[sample] = accepted(sample, path[:emitted])
             state.stats.record(sample, drafted, judged, emitted)
             levels = max(map(self.topology.depth_list.__getitem__, drafted.tokens))
-            self.decider.observe(state.memory[sample], Outcome(levels, len(judged.path)))
+            self.decider.learn(state.memory[sample], Outcome(levels, len(judged.path)))
             if state.budget[sample] > 0:
                 remaining[sample] = judged
                 kept[state.handles[sample]] = path

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from arbordraft.checks import real, whole
 from arbordraft.metrics import DecodeStats
-from arbordraft.prompts import left_padded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -252,32 +251,30 @@ def _until(closed: threading.Event) -> Any:
 def write(
     generate: "Generate",
     tokenizer: "PreTrainedTokenizerBase",
-    prompts: Sequence[Sequence[int]],
+    inputs: Mapping[str, Tensor],
     settings: Mapping[str, Any],
     stop: Sequence[str],
 ) -> list[str]:
     """What a decoder writes behind each of several prompts, decoded as one ragged batch."""
-    inputs = left_padded(prompts)
     output = generate(**inputs, **_with_stops(settings, tokenizer, stop), return_dict_in_generate=True)
-    columns, found = inputs["input_ids"].shape[1], []
+    columns, answers = inputs["input_ids"].shape[1], []
     for row, emitted in zip(output.sequences.tolist(), output.stats.emitted, strict=True):
         pieces = Pieces(tokenizer, stop)
-        found.append(pieces.add(row[columns : columns + emitted]) + pieces.end())
-    return found
+        answers.append(pieces.add(row[columns : columns + emitted]) + pieces.end())
+    return answers
 
 
 def stream(
     generate: "Generate",
     tokenizer: "PreTrainedTokenizerBase",
-    prompt: Sequence[int],
+    inputs: Mapping[str, Tensor],
     settings: Mapping[str, Any],
     stop: Sequence[str],
 ) -> TextStream:
     """The same for one prompt, in pieces."""
-    inputs = {**left_padded([prompt]), **_with_stops(settings, tokenizer, stop)}
+    given = {**inputs, **_with_stops(settings, tokenizer, stop), "return_dict_in_generate": True}
     return TextStream(
-        lambda sink, closed: generate(**inputs, streamer=sink, stopping_criteria=closed, return_dict_in_generate=True),
-        Pieces(tokenizer, stop),
+        lambda sink, closed: generate(**given, streamer=sink, stopping_criteria=closed), Pieces(tokenizer, stop)
     )
 
 
