@@ -35,7 +35,7 @@ class Work(NamedTuple):
         return self.flops / self.bytes
 
     def seconds(self, bandwidth: float, throughput: float) -> float:
-        """The least time on a device with so many bytes and flops per second."""
+        """The least time on a device of this bandwidth and throughput, in bytes and flops per second."""
         return max(self.bytes / bandwidth, self.flops / throughput)
 
     def plus(self, *others: "Work") -> "Work":

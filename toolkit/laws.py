@@ -123,7 +123,7 @@ class DraftLaw(nn.Module):
                 row[token] = 0
 
     def enumerate(self, draft: Tensor) -> Iterator[tuple[float, list[int]]]:
-        """All outcomes of :meth:`draw` with their probabilities, reckoned in float64; meant for small supports."""
+        """All outcomes of :meth:`draw` with their probabilities, computed in float64; meant for small supports."""
         tops, row = self._split(draft)
         row = row.double()  # as draws are
 

@@ -156,7 +156,7 @@ class Warp:
 
 
 def _counting_less(processor: Any, columns: int) -> Any:
-    """The processor for texts that begin so many columns later."""
+    """The processor for texts that begin this many columns later."""
     attribute = _COUNTING.get(type(processor).__name__)
     if not columns or attribute is None or getattr(processor, attribute) is None:
         return processor

@@ -198,7 +198,7 @@ class Origin:
     """What the children of a node were drawn from; siblings share it.
 
     Args:
-        read: gives the ``[V]`` draft row, which may have to be reckoned first; ``None`` where there was none.
+        read: gives the ``[V]`` draft row, which may have to be computed first; ``None`` where there was none.
         hidden: ``[H]`` what the drafter's head made the row from, if the drafter shows it.
     """
 
@@ -218,8 +218,8 @@ class Origin:
     @cached_property
     def top(self) -> list[float]:
         """The ``TOP`` highest probabilities of the row, descending; 0 for what it lacks."""
-        found = [] if self.row is None else self.row.topk(min(TOP, len(self.row))).values.tolist()
-        return [*found, *[0.0] * (TOP - len(found))]
+        top = [] if self.row is None else self.row.topk(min(TOP, len(self.row))).values.tolist()
+        return [*top, *[0.0] * (TOP - len(top))]
 
 
 class Draw(NamedTuple):

@@ -80,14 +80,14 @@ class LayerWeights:
 
     def tensors(self) -> list[Tensor | None]:
         """The tensors in the order in which the kernel takes them."""
-        found: list[Tensor | None] = []
+        tensors: list[Tensor | None] = []
         for name in (
             "pre_attention", "qkv", "query_norm", "key_norm", "sinks", "out", "post_attention", "pre_mlp", "gate_up",
             "down", "post_mlp",
         ):  # fmt: skip
             value = getattr(self, name)
-            found += [value.weight, value.scale, value.bias] if isinstance(value, Matrix) else [value]
-        return found
+            tensors += [value.weight, value.scale, value.bias] if isinstance(value, Matrix) else [value]
+        return tensors
 
     def integers(self) -> list[int]:
         """The whole numbers in the order in which the kernel takes them."""

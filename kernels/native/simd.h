@@ -240,14 +240,14 @@ inline void store(bf16* p, f32x16 x) {
 #endif
 }
 template <class T>
-inline void store(T* p, f32x16 x, int64_t lanes) {  // the first so many lanes
+inline void store(T* p, f32x16 x, int64_t lanes) {  // the first `lanes` of them
   if (lanes >= kLanes) return store(p, x);
   T all[kLanes];
   store(all, x);
   std::memcpy(p, all, lanes * sizeof(T));
 }
 template <class T>
-inline f32x16 load(const T* p, int64_t lanes) {  // zeros behind the first so many lanes
+inline f32x16 load(const T* p, int64_t lanes) {  // zeros behind the first `lanes` of them
   if (lanes >= kLanes) return load(p);
   T all[kLanes] = {};
   std::memcpy(all, p, lanes * sizeof(T));

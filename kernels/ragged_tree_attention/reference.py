@@ -28,12 +28,12 @@ def ragged_tree_attention_reference(
     query = query.unflatten(1, (heads, group))
     keys, values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
     fused = softcap is None and sinks is None
-    found: list[Tensor] = []
+    outputs: list[Tensor] = []
     for span in batch.spans(window, group if fused else 1, query.dtype, dense=not fused):
         q = query[span.row : span.row + span.rows]
         k, v = keys.narrow(2, span.start, span.length), values.narrow(2, span.start, span.length)
         if span.rows == 1 and fused:  # decoding without drafts: this loop's overhead counts, so no view too many
-            found.append(F.scaled_dot_product_attention(q, k, v, attn_mask=span.bias, scale=scale))
+            outputs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=span.bias, scale=scale))
             continue
         q = q.permute(1, 2, 0, 3)
         if not fused:
@@ -46,8 +46,8 @@ def ragged_tree_attention_reference(
             out = F.scaled_dot_product_attention(
                 q.reshape(1, heads, -1, q.shape[3]), k, v, attn_mask=span.bias, scale=scale
             )
-        found.append(out.view(heads, group, span.rows, -1).permute(2, 0, 1, 3))
-    return torch.cat(found).flatten(1, 2)
+        outputs.append(out.view(heads, group, span.rows, -1).permute(2, 0, 1, 3))
+    return torch.cat(outputs).flatten(1, 2)
 
 
 def _attend_explicitly(

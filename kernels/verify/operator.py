@@ -1,6 +1,6 @@
 """Passes over rows of scores as operators of torch, each with a plain implementation beside the Triton one.
 
-The kernels reckon in float32. Float64 scores are given to the plain implementations everywhere: what they find would
+The kernels compute in float32. Float64 scores are given to the plain implementations everywhere: what they find would
 else be compared with, or subtracted from, numbers that have another rounding.
 
 Shapes: R rows, N nodes, D draft rows, V vocabulary, C chunks of a row, K special tokens of a node.
@@ -118,8 +118,8 @@ def left_pick(
     place = torch.arange(part.shape[-1], device=scores.device)
     first = torch.where(reached, place, CHUNK).amin(dim=-1)
     last = torch.where(part > 0, place, -1).amax(dim=-1)
-    found = torch.where(first == CHUNK, last, first)
-    return torch.where(found < 0, found, found + chunk * CHUNK)
+    place = torch.where(first == CHUNK, last, first)
+    return torch.where(place < 0, place, place + chunk * CHUNK)
 
 
 def _left(

@@ -10,7 +10,7 @@ CHUNK = 4096  # tokens of a chunk
 
 
 def wide(scores: Tensor) -> torch.dtype:
-    """What scores are reckoned in: float32, or float64 if they are."""
+    """The precision of everything computed from scores: float32, or float64 if they are."""
     return torch.promote_types(scores.dtype, torch.float32)
 
 

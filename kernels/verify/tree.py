@@ -219,17 +219,17 @@ def _last_lifted(tree: PackedTree, law: _Laws, weight: Tensor, accept: Tensor) -
     hit = reached[:rows] & (accept < chance[:rows])
     order = torch.where(hit, tree.order, rows)
     best = torch.full_like(tree.roots, rows).scatter_reduce(0, tree.sample, order, "amin")
-    found = hit & (tree.order == best[tree.sample])
+    chosen = hit & (tree.order == best[tree.sample])
     end = torch.cat([tree.roots, tree.roots[:1]])
-    end.scatter_(0, torch.where(found, tree.sample, samples), torch.arange(rows, device=end.device))
+    end.scatter_(0, torch.where(chosen, tree.sample, samples), torch.arange(rows, device=end.device))
     return end[:samples]
 
 
 def _by_row(tree: PackedTree, values: Tensor, fill: int) -> Tensor:
     """``[T]`` what ``[N]`` inner nodes have, by row; ``fill`` for the others."""
     rows = len(tree.order)
-    found = values.new_full((rows + 1,), fill)
-    return found.scatter_(0, torch.where(tree.inner < 0, rows, tree.inner), values)[:rows]
+    filled = values.new_full((rows + 1,), fill)
+    return filled.scatter_(0, torch.where(tree.inner < 0, rows, tree.inner), values)[:rows]
 
 
 def _emitted(

@@ -80,7 +80,7 @@ def lengths(decider, accepted, deepest=30):
     memory, found = decider.start(), []
     for most in accepted:
         found.append(next((d for d in range(deepest) if not decider(view(d, memory=[memory]))[0]), deepest))
-        decider.observe(memory, Outcome(found[-1], min(found[-1], most)))
+        decider.learn(memory, Outcome(found[-1], min(found[-1], most)))
     return found
 
 
@@ -113,7 +113,7 @@ def test_adaedl_asks_for_more_while_too_little_is_accepted():
     memory, bounds, found = decider.start(), [], []
     for accepted in (0, 0, 4, 4, 4):
         found.append(decider(replace(step, memory=[memory]))[0])
-        decider.observe(memory, Outcome(4, accepted))
+        decider.learn(memory, Outcome(4, accepted))
         bounds.append(memory.threshold)
     # Averages .25, .125, .5625, .78125, ...: below one half twice. The row promises 0.628.
     assert bounds == pytest.approx([0.65, 0.7, 0.65, 0.6, 0.55])
@@ -138,7 +138,7 @@ def test_a_bandit_finds_the_better_decider(depth, best):
     memory = decider.start()
     for _ in range(200):
         drafted = 6 if decider(view(1, memory=[memory]))[0] else 1
-        decider.observe(memory, Outcome(drafted, min(drafted, depth)))
+        decider.learn(memory, Outcome(drafted, min(drafted, depth)))
     assert min(memory.pulls) > 0
     assert memory.pulls[best] > 0.7 * sum(memory.pulls)
     with pytest.raises(ValueError, match="at least two deciders"):
@@ -148,7 +148,7 @@ def test_a_bandit_finds_the_better_decider(depth, best):
 def test_a_bandit_asks_whom_each_sample_has_chosen_and_lets_all_learn():
     decider = Bandit([Backoff(patience=1), Heuristic(first=2)])
     one, other = decider.start(), decider.start()
-    decider.observe(one, Outcome(1, 0))
+    decider.learn(one, Outcome(1, 0))
     assert (one.arm, other.arm) == (1, 0)
     assert decider(view(0, ((1.0,), (1.0,)), memory=[one, other])) == [True, True]
     assert decider(view(2, ((1.0,), (1.0,)), memory=[one, other])) == [False, True]
@@ -196,10 +196,10 @@ def test_cost_aware_rests_and_tries_again():
     for _ in range(60):
         goes_on = decider(view(0, ((1.0,),), memory=[memory]))[0]
         drafted.append(int(goes_on))
-        decider.observe(memory, Outcome(int(goes_on), 0))
+        decider.learn(memory, Outcome(int(goes_on), 0))
     assert 0 < sum(drafted) < 20
     memory.acceptance = 0.95
-    decider.observe(memory, Outcome(4, 4))
+    decider.learn(memory, Outcome(4, 4))
     assert memory.acceptance == pytest.approx(1 - 0.05 / 16)
 
 

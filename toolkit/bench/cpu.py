@@ -194,7 +194,7 @@ def _decoding(decoder: Any, requests: Sequence[dict[str, Any]]) -> Callable[[], 
 
 
 def _reading(size: int) -> Callable[[], None]:
-    """Reads so many bytes once, with all threads."""
+    """Reads ``size`` bytes once, with all threads."""
     memory = torch.zeros(torch.get_num_threads(), size // 2 // torch.get_num_threads(), dtype=torch.bfloat16)
 
     def read() -> None:

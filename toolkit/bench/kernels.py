@@ -30,7 +30,7 @@ class Goal(NamedTuple):
 
     Args:
         figure: ``"of copy"``, a share of the bandwidth of a large copy, or ``"us"``.
-        bound: at least that share, or at most so many microseconds.
+        bound: at least that share, or at most this many microseconds.
     """
 
     figure: str
@@ -199,14 +199,14 @@ def _times(problem: Problem, watch: Stopwatch, tell: Callable[[str], object]) ->
     us = watch.seconds(problem.run) * 1e6
     throughput = watch.throughput if needed.matrix else math.inf  # of other operations nothing is known
     of_copy = needed.bytes / (us * 1e-6) / watch.bandwidth
-    found: dict[str, Any] = {
+    times: dict[str, Any] = {
         "us": us,
         "of_copy": of_copy,
         "of_roofline": needed.seconds(watch.bandwidth, throughput) / (us * 1e-6),
     }
     for name, make in problem.peers.items():
         try:
-            found[f"{name}_us"] = watch.seconds(make()) * 1e6
+            times[f"{name}_us"] = watch.seconds(make()) * 1e6
         except (
             RuntimeError,
             ImportError,
@@ -216,13 +216,13 @@ def _times(problem: Problem, watch: Stopwatch, tell: Callable[[str], object]) ->
     goal = problem.goal
     computes = needed.flops / throughput > needed.bytes / watch.bandwidth
     if goal is not None and not (computes and goal.figure == "of copy"):
-        found |= {"goal": str(goal), "reached": "reached" if goal.reached(us, of_copy) else "missed"}
-    return found
+        times |= {"goal": str(goal), "reached": "reached" if goal.reached(us, of_copy) else "missed"}
+    return times
 
 
-def largest_error(found: Tensor, exact: Tensor) -> float:
+def largest_error(result: Tensor, exact: Tensor) -> float:
     """The largest difference, as a share of the largest exact value."""
-    return float((found.double() - exact).abs().max() / exact.abs().max())
+    return float((result.double() - exact).abs().max() / exact.abs().max())
 
 
 __all__ = ["ATTENTION", "Goal", "KernelRow", "Problem", "Stopwatch", "captured", "device", "largest_error", "measured"]

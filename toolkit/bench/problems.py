@@ -193,8 +193,8 @@ def kv_compacted(stepped: Stepped, device: torch.device) -> Problem:
     return Problem("kv_compact", case, run, error, 0.0, needed, peers=peers)
 
 
-def _differing(found: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Tensor]]) -> float:
-    pairs = [pair for many in zip(found, expected, strict=True) for pair in zip(*many, strict=True)]
+def _differing(results: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Tensor]]) -> float:
+    pairs = [pair for many in zip(results, expected, strict=True) for pair in zip(*many, strict=True)]
     return max(float((one.double() - other.double()).abs().max()) for one, other in pairs)
 
 

@@ -116,10 +116,10 @@ class Stepped(NamedTuple):
     @property
     def levels(self) -> list[int]:
         """Nodes of a tree by depth."""
-        found = [1]
+        levels = [1]
         for children in self.tree:
-            found.append(found[-1] * children)
-        return found
+            levels.append(levels[-1] * children)
+        return levels
 
     @property
     def rows(self) -> int:
@@ -216,9 +216,9 @@ def predictions(shapes: Sequence[Shape], stepped: Stepped) -> Iterator[Predictio
     for shape in shapes:
         cuts = [shape.splits(device.processors, device.hip) for device in DEVICES]
         needed = shape.work()
-        found = _predicted(ATTENTION, str(shape), needed)
+        bound = _predicted(ATTENTION, str(shape), needed)
         partial = shape.work(cuts[0]).bytes / needed.bytes - 1
-        yield replace(found, splits="/".join(map(str, cuts)), partial=partial)
+        yield replace(bound, splits="/".join(map(str, cuts)), partial=partial)
     for kernel, case, needed in stepped.parts():
         yield _predicted(kernel, case, needed)
 
@@ -266,7 +266,7 @@ def product(
 
 
 def fitting(shapes: Sequence[Shape], memory: int, tell: Callable[[str], object]) -> list[Shape]:
-    """The shapes whose keys fit into so many bytes twice, once packed and once padded, with a fifth to spare.
+    """The shapes whose keys fit into ``memory`` bytes twice, once packed and once padded, with a fifth to spare.
 
     Args:
         shapes: all that are wanted.

@@ -61,15 +61,15 @@ def passes(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
         q = draft[row[nodes]].double()
         r = (p - taken[nodes, None] * q).clamp(min=0)
         parts = (x.scatter(1, special[nodes], 0.0) for x in (r, q))
-        found = [torch.nn.functional.pad(x, (0, -vocabulary % CHUNK)).unflatten(1, (-1, CHUNK)) for x in parts]
-        return found[0], found[1]
+        chunks = [torch.nn.functional.pad(x, (0, -vocabulary % CHUNK)).unflatten(1, (-1, CHUNK)) for x in parts]
+        return chunks[0], chunks[1]
 
     def sums() -> float:
-        found = left_mass(*arguments)
+        masses = left_mass(*arguments)
         errors = []
         for begin in range(0, inner, 32):  # in float64 a few rows at a time
             nodes = slice(begin, begin + 32)
-            errors += [largest_error(f[nodes], e.sum(dim=-1)) for f, e in zip(found, left(nodes), strict=True)]
+            errors += [largest_error(f[nodes], e.sum(dim=-1)) for f, e in zip(masses, left(nodes), strict=True)]
         return max(errors)
 
     case, needed = stepped.part("left_mass")
@@ -145,16 +145,16 @@ def verification(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
     tables, draft = moved(tables, device), draft.to(device)
     there = [x.to(device) for x in (scores, noise.accept.flatten(), noise.final.flatten())]
 
-    def missed(found: tuple[Tensor, Tensor], verifier: TopDown | Lifted) -> float:
+    def missed(verdicts: tuple[Tensor, Tensor], verifier: TopDown | Lifted) -> float:
         """How far the tokens are from what the noise says, infinitely if a path ends elsewhere."""
         wide = DraftTree(tuple(map(_double, trees)))
         misses = []
         for sample, (drafted, target) in enumerate(wide.split(scores.double().softmax(dim=-1))):
             assert drafted is not None
             node, weights = _walked(verifier, drafted, target, noise.accept[sample].tolist())
-            if node != int(found[0][sample]) - sample * topology.num_nodes:
+            if node != int(verdicts[0][sample]) - sample * topology.num_nodes:
                 return torch.inf
-            misses.append(_miss(weights, noise.final[sample, node] * weights.sum(), found[1][sample].cpu()))
+            misses.append(_miss(weights, noise.final[sample, node] * weights.sum(), verdicts[1][sample].cpu()))
         return max(misses)
 
     case, needed = stepped.part("verify_tree")

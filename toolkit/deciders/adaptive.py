@@ -34,7 +34,7 @@ class Backoff(Decider):
     def start(self) -> _Failures:
         return _Failures()
 
-    def observe(self, memory: _Failures, outcome: Outcome) -> None:
+    def learn(self, memory: _Failures, outcome: Outcome) -> None:
         if outcome.drafted:
             memory.idle = 0
             memory.failures = 0 if outcome.accepted else memory.failures + 1
@@ -74,7 +74,7 @@ class Heuristic(Decider):
     def start(self) -> _Length:
         return _Length(self.first)
 
-    def observe(self, memory: _Length, outcome: Outcome) -> None:
+    def learn(self, memory: _Length, outcome: Outcome) -> None:
         if outcome.drafted:
             change = 2 if outcome.accepted == outcome.drafted else -1
             memory.levels = min(self.longest, max(1, memory.levels + change))
@@ -106,7 +106,7 @@ class AcceptedAverage(Decider):
     def start(self) -> _Length:
         return _Length(self.first)
 
-    def observe(self, memory: _Length, outcome: Outcome) -> None:
+    def learn(self, memory: _Length, outcome: Outcome) -> None:
         if outcome.drafted:
             memory.levels = self.decay * memory.levels + (1 - self.decay) * outcome.accepted
 
@@ -149,7 +149,7 @@ class AdaEDL(EntropyBound):
     def start(self) -> _Bound:
         return _Bound(self.threshold, self.wanted)
 
-    def observe(self, memory: _Bound, outcome: Outcome) -> None:
+    def learn(self, memory: _Bound, outcome: Outcome) -> None:
         if outcome.drafted:
             memory.accepted += (outcome.accepted / outcome.drafted - memory.accepted) / 2
             aim = memory.threshold + (self.step if memory.accepted < self.wanted else -self.step)
@@ -205,9 +205,9 @@ class Bandit(Decider):
         count = len(self.deciders)
         return _Arms([decider.start() for decider in self.deciders], [0] * count, [0.0] * count)
 
-    def observe(self, memory: _Arms, outcome: Outcome) -> None:
+    def learn(self, memory: _Arms, outcome: Outcome) -> None:
         for decider, known in zip(self.deciders, memory.memories, strict=True):
-            decider.observe(known, outcome)
+            decider.learn(known, outcome)
         best = (1 + self.longest) / (1 + self.cost * self.longest)
         memory.pulls[memory.arm] += 1
         memory.rewards[memory.arm] += (1 + outcome.accepted) / (1 + self.cost * outcome.drafted) / best
@@ -222,7 +222,7 @@ class Bandit(Decider):
         memory.arm = max(range(len(memory.pulls)), key=bound)
 
     def forward(self, view: StepView) -> Sequence[bool]:
-        found = [False] * len(view.paths)
+        answers = [False] * len(view.paths)
         for arm, decider in enumerate(self.deciders):
             mine = [sample for sample, past in enumerate(view.memory) if past.arm == arm]
             if mine:
@@ -232,8 +232,8 @@ class Bandit(Decider):
                     memory=[view.memory[sample].memories[arm] for sample in mine],
                 )
                 for sample, goes_on in zip(mine, decider(part), strict=True):
-                    found[sample] = goes_on
-        return found
+                    answers[sample] = goes_on
+        return answers
 
     def extra_repr(self) -> str:
         return f"cost={self.cost}, longest={self.longest}, exploration={self.exploration}"

@@ -24,9 +24,9 @@ class Decider(nn.Module):
     anticipating = False
 
     def start(self) -> Any:
-        """What is remembered of a new sample; changed by :meth:`observe`, shown in ``view.memory``."""
+        """What is remembered of a new sample; changed by :meth:`learn`, shown in ``view.memory``."""
 
-    def observe(self, memory: Any, outcome: Outcome) -> None:
+    def learn(self, memory: Any, outcome: Outcome) -> None:
         """Learns what became of a sample's drafts, after every step."""
 
     def forward(self, view: StepView) -> Sequence[bool]:

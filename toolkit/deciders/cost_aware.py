@@ -48,7 +48,7 @@ class CostAware(Decider):
     def start(self) -> _Pace:
         return _Pace(acceptance=_PRIOR, emitted=1.0, drafted=0.0)
 
-    def observe(self, memory: _Pace, outcome: Outcome) -> None:
+    def learn(self, memory: _Pace, outcome: Outcome) -> None:
         new = 1 - self.decay
         memory.emitted += new * (1 + outcome.accepted - memory.emitted)
         memory.drafted += new * (outcome.drafted - memory.drafted)

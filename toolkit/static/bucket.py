@@ -206,7 +206,7 @@ def bucket_sizes(buckets: Sequence[int]) -> tuple[int, ...]:
 
 
 def fitting(buckets: Sequence[int], rows: int) -> int:
-    """The smallest bucket for so many rows; above the largest the next power of two."""
+    """The smallest bucket for this many rows; above the largest the next power of two."""
     return next((bucket for bucket in buckets if bucket >= rows), power_of_two(rows))
 
 

@@ -53,7 +53,7 @@ class StaticCache(RaggedKVCache):
         return power_of_two(max(slab.capacity for slab in self._slabs.values()))
 
     def layers(self, number: int) -> list[Tensor]:
-        """The pools of so many layers: keys and values of the first, of the second and so on."""
+        """The pools of this many layers: keys and values of the first, of the second and so on."""
         return [self.get_buffer(f"{kind}_{layer}") for layer in range(number) for kind in ("keys", "values")]
 
 
@@ -226,7 +226,7 @@ class StaticStepping:
             raise ValueError(f"trees are drawn both with and without replacement: {_INSTEAD}")
 
     def open(self, batch: int, max_tokens: int | None) -> StaticCache:
-        """A cache for so many samples; the last one again if it is idle, as graphs are recorded for its pools.
+        """A cache for this many samples; the last one again if it is idle, as graphs are recorded for its pools.
 
         Raises:
             CacheOverflow: if ``max_tokens`` does not even allow the dummy.
@@ -269,11 +269,11 @@ class StaticStepping:
         with self._lock:  # the buffers of a step serve one batch at a time
             runner = self._runner(tree, cache, noise, warp)
             result, hidden = runner(tree, batch, noise, cache)
-            found = result.tolist()
+            verdicts = result.tolist()
         samples: list[SampleVerdict | None] = []
         failed: list[int] = []
         first = 0
-        for index, (drafted, (row, token, broken)) in enumerate(zip(tree.samples, found, strict=False)):
+        for index, (drafted, (row, token, broken)) in enumerate(zip(tree.samples, verdicts, strict=False)):
             samples.append(None)
             if drafted is None:
                 continue

@@ -142,10 +142,10 @@ class StaticStep(nn.Module):
             self.kind.longest,
             hidden=dict.fromkeys(self.hidden_layers),
         )
-        found = self.network(
+        output = self.network(
             input_ids=part["tokens"][None], position_ids=part["positions"][None], use_cache=False, ragged=run
         )
-        logits: Tensor = found.logits[0]
+        logits: Tensor = output.logits[0]
         highest, best = row_max_reference(logits)
         broken = highest.new_zeros(self.bucket.samples + 1, dtype=torch.int64)
         broken = broken.index_add(0, part["sample"], (~highest.isfinite()).to(torch.int64))

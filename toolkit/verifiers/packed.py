@@ -25,13 +25,13 @@ def verify_packed(tree: DraftTree, scores: Tensor, noise: Noise, *, lifted: bool
     samples, nodes = map(list, zip(*places, strict=True))
     accept, final = (values[samples, nodes].to(scores.device) for values in (noise.accept, noise.final))
     end, token = verify_tree(scores, draft, packed, accept, final, lifted=lifted)
-    found = iter(zip(end.tolist(), token.tolist(), strict=True))
+    ends = iter(zip(end.tolist(), token.tolist(), strict=True))
     verdicts: list[tuple[int, int] | None] = []
     for sample in tree.samples:
         if sample is None:
             verdicts.append(None)
             continue
-        row, following = next(found)
+        row, following = next(ends)
         verdicts.append((places[row][1], following))
     return verdicts
 
@@ -73,7 +73,7 @@ def inner_nodes(tree: DraftTree) -> list[InnerNode]:
         for node in drafted.tokens
         if drafted.children(node)
     )
-    found: list[InnerNode] = []
+    inner: list[InnerNode] = []
     above: dict[int, tuple[int, int]] = {}  # by the row of a child
     laws: dict[tuple[DraftLaw, int], DraftLaw] = {}  # a law is a module, which takes long to make
     for depth, row, sample, node in places:
@@ -82,11 +82,11 @@ def inner_nodes(tree: DraftTree) -> list[InnerNode]:
         law = laws.get(kind) or laws.setdefault(kind, drafted.law_of(node))
         rows = [row_of[sample, child] for child in below]
         parent, place = above.get(row, (-1, -1))
-        above |= {child: (len(found), rank) for rank, child in enumerate(rows)}
+        above |= {child: (len(inner), rank) for rank, child in enumerate(rows)}
         draft = None if law.deterministic else drafted.draft_probs.get(node)
         tokens = [drafted.tokens[child] for child in below]
-        found.append(InnerNode(depth, row, rows, tokens, parent, place, law, draft))
-    return found
+        inner.append(InnerNode(depth, row, rows, tokens, parent, place, law, draft))
+    return inner
 
 
 def post_order(tree: DraftTree) -> list[int]:
@@ -152,9 +152,9 @@ def pack(tree: DraftTree, device: torch.device) -> tuple[PackedTree, Tensor]:
 
 
 def _of(tree: DraftTree, sample: int) -> SampleTree:
-    found = tree.samples[sample]
-    assert found is not None
-    return found
+    drafted = tree.samples[sample]
+    assert drafted is not None
+    return drafted
 
 
 __all__ = ["InnerNode", "inner_nodes", "pack", "post_order", "verify_packed"]

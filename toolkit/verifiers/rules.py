@@ -71,13 +71,13 @@ class Rule(nn.Module):
             >>> round(law.accept[0], 4), [round(mass, 4) for mass in law.stop.tolist()]
             (0.6667, [0.3333, 0.0])
         """
-        found = self.node_law(target, weight, draft, tokens, law)
-        accept = list(found.accept)
+        node = self.node_law(target, weight, draft, tokens, law)
+        accept = list(node.accept)
         for child, token in enumerate(tokens):
             # Emitting a token that is drafted anyway means continuing with it (with the first, if repeated).
-            accept[child] += found.stop[token].item()
-            found.stop[token] = 0
-        return NodeLaw(accept, found.stop, found.reject)
+            accept[child] += node.stop[token].item()
+            node.stop[token] = 0
+        return NodeLaw(accept, node.stop, node.reject)
 
 
 class Matching(Rule):
@@ -132,8 +132,8 @@ class TopTailRule(Rule):
         self, target: Tensor, weight: float, draft: Tensor | None, tokens: Sequence[int], law: DraftLaw
     ) -> NodeLaw:
         tails = [proposal for proposal in law.proposals(draft, tokens) if proposal is not None]
-        found = reject_in_turn(target, weight, tokens[: len(tails)], tails)
-        return NodeLaw(found.accept + [0.0] * (len(tokens) - len(tails)), found.stop, found.reject)
+        tail_law = reject_in_turn(target, weight, tokens[: len(tails)], tails)
+        return NodeLaw(tail_law.accept + [0.0] * (len(tokens) - len(tails)), tail_law.stop, tail_law.reject)
 
 
 class Remembered(Rule):

@@ -30,7 +30,7 @@ class OptimalTransport(Rule):
 
     The solver decides how often drafts are accepted, and never the law: what it proposes is cut down to a plan that
     serves no outcome and no token beyond its mass, and what that leaves is coupled as a product, which makes both
-    marginals exact whatever the plan. All of it is reckoned in float64, with rows normalised there. The laws of these
+    marginals exact whatever the plan. All of it is computed in float64, with rows normalised there. The laws of these
     rows are met to some 1e-15 therefore, those of float32 rows that miss the sum of 1 too.
 
     Args:
@@ -211,10 +211,10 @@ def _solve(worth: Array, rows: Indices, tokens: Indices, masses: Array, p: Array
     sums = csr_array(entries, shape=(len(masses) + len(p), len(rows)))  # by row, and below that by token
     tight: Any = {"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": 1e-10}
     limits: Any = {"A_ub": sums, "b_ub": np.append(masses, p)}  # Any: scipy's stubs do not know sparse constraints
-    found: Any = linprog(-worth, method="highs", options=tight, **limits)
-    if found.x is None:
-        raise RuntimeError(f"HiGHS did not solve the transport program: {found.message}")
-    return np.maximum(found.x, 0)
+    solution: Any = linprog(-worth, method="highs", options=tight, **limits)
+    if solution.x is None:
+        raise RuntimeError(f"HiGHS did not solve the transport program: {solution.message}")
+    return np.maximum(solution.x, 0)
 
 
 def _completed(rows: Indices, tokens: Indices, served: Array, masses: Array, p: Array, row: int) -> Array:

@@ -54,11 +54,11 @@ class TreeVerifier(nn.Module):
         if self.rejects_in_turn and isinstance(target_probs, SoftmaxRows):
             scores = target_probs.scores
             if choice.wants_triton("verify_tree", scores):
-                found = verify_packed(tree, scores, noise, lifted=self.lifted)
+                ends = verify_packed(tree, scores, noise, lifted=self.lifted)
                 return Verdict(
                     tuple(
                         None if sample is None or end is None else _verdict(sample, *end)
-                        for sample, end in zip(tree.samples, found, strict=True)
+                        for sample, end in zip(tree.samples, ends, strict=True)
                     )
                 )
         verdicts: list[SampleVerdict | None] = []
@@ -171,8 +171,8 @@ class Lifted(TreeVerifier):
         return self.rule.supports(law)
 
     def decide(self, tree: SampleTree, target: Mapping[int, Tensor]) -> Decision:
-        found = yield from self._visit(tree, target, 0, 1.0)
-        return found or (0, target[0])
+        end = yield from self._visit(tree, target, 0, 1.0)
+        return end or (0, target[0])
 
     def _visit(
         self, tree: SampleTree, target: Mapping[int, Tensor], node: int, weight: float
@@ -184,9 +184,9 @@ class Lifted(TreeVerifier):
         left = 1.0
         for child, accept in zip(children, law.accept, strict=True):
             if accept > 0:
-                found = yield from self._visit(tree, target, child, _share(accept, left))
-                if found:
-                    return found
+                end = yield from self._visit(tree, target, child, _share(accept, left))
+                if end:
+                    return end
             left -= accept
         stop = law.stop.sum(dtype=torch.float64).item()
         # At full weight nothing can be rejected: asking would only let rounding in.
