@@ -84,12 +84,12 @@ class RowSurvival(PathSurvival):
             return {}
         # Entropy and top cost more than the network: they are asked for only if they are read.
         known = [[origin.entropy, *origin.top[: self.top_k]] if self.top_k else [] for origin in places]
-        found = self.chances(
+        chances = self.chances(
             torch.tensor(list(places.values()), dtype=torch.float32),
             torch.tensor(known, dtype=torch.float32),
             torch.stack([self._shown(origin) for origin in places]) if self.hidden_size else None,
         )
-        return dict(zip(places, found.tolist(), strict=True))
+        return dict(zip(places, chances.tolist(), strict=True))
 
     def _shown(self, origin: Origin) -> Tensor:
         size = 0 if origin.hidden is None else len(origin.hidden)

@@ -1,0 +1,39 @@
+"""The one description of what is measured: its ranges, and what a file of results states of it."""
+
+import json
+
+import pytest
+from models import ragged
+
+from arbordraft.bench.measure import save
+from arbordraft.bench.workload import Workload
+
+WRONG = {
+    "no batch": ({"batch": 0}, ValueError, "batch must be a whole number of at least 1, got 0"),
+    "half a token": ({"new_tokens": 0.5}, TypeError, "new_tokens must be a whole number"),
+    "no round": ({"repeats": 0}, ValueError, "repeats must be a whole number of at least 1"),
+    "below zero": ({"temperature": -1.0}, ValueError, "temperature"),
+    "a negative seed": ({"seed": -1}, ValueError, "seed"),
+}
+
+
+@pytest.mark.parametrize(("options", "kind", "match"), WRONG.values(), ids=WRONG)
+def test_what_cannot_be_measured(options, kind, match):
+    with pytest.raises(kind, match=match):
+        Workload(**options)
+
+
+def test_prompts_need_a_tokenizer():
+    with pytest.raises(ValueError, match=r"RaggedModel\(model, tokenizer\)"):
+        Workload().batches(ragged())
+
+
+def test_results_state_it(tmp_path):
+    one, other = (Workload(prompts, temperature=1.0).stated() for prompts in (("a", "b"), ("a", "c")))
+    save(tmp_path / "x.json", [], workloads=[one])
+    (written,) = json.loads((tmp_path / "x.json").read_text())["settings"]["workloads"]
+    assert written["prompts"]["count"] == 2
+    assert {name: written[name] for name in ("batch", "new_tokens", "temperature", "repeats", "seed")} == {
+        "batch": 8, "new_tokens": 128, "temperature": 1.0, "repeats": 3, "seed": 0
+    }  # fmt: skip
+    assert one["prompts"] != other["prompts"]  # which they were can be told
