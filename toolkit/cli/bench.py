@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from arbordraft.cli.measurement import CASES, DECODING, BatchesOption, Run, app, console, measurement, whole
-from arbordraft.cli.options import numbers
+from arbordraft.cli.options import DRAFTERS, DrafterOption, numbers
 from arbordraft.loading import Dtype, Kernels, drafter_named
 
 if TYPE_CHECKING:
     from arbordraft.drafters import Drafter
     from arbordraft.target.model import RaggedModel
 
-DrafterHelp = "'ngram', 'early-exit:LAYERS', folder of a trained drafter, or a draft model's hub name."
-DrafterOption = Annotated[str, typer.Option(help=DrafterHelp)]
-DraftersOption = Annotated[list[str] | None, typer.Option("--drafter", help=f"{DrafterHelp} May be repeated.")]
+DraftersOption = Annotated[list[str] | None, typer.Option("--drafter", help=f"{DRAFTERS} May be repeated.")]
 
 
 def named(drafters: Sequence[str] | None) -> Sequence[str]:
