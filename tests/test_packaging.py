@@ -71,7 +71,7 @@ def test_wheel_contents(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert "arbordraft/py.typed" in names
     assert {name.split("/")[0].split("-")[0] for name in names} == {"arbordraft"}
-    assert [name for name in names if "test" in name or "examples" in name] == []
+    assert [name for name in names if {"tests", "examples", "docs"} & set(name.split("/"))] == []
     assert any(name.endswith("dist-info/licenses/LICENSE") for name in names)
 
 

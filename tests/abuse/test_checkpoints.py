@@ -153,7 +153,7 @@ def test_a_damaged_model_is_refused(copied, capfd, how):
 
 
 def reference(folder):
-    return TargetReference(folder, "float32", "plain", "").load()
+    return TargetReference(folder, "float32", "torch", "").load()
 
 
 PLACES = {

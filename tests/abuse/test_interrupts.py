@@ -197,7 +197,7 @@ def commands(world: Path) -> dict[str, list[str]]:
 @pytest.mark.parametrize(
     ("command", "moment", "number"),
     [
-        ("generate", "load_target", signal.SIGINT),
+        ("generate", "load_decoder", signal.SIGINT),
         ("generate", "decode_loop", signal.SIGTERM),
         ("tune", "measure_costs", signal.SIGINT),
         ("train", "prepare_data", signal.SIGTERM),
