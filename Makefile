@@ -14,7 +14,7 @@ TYPED  := build/typing
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo check test lint types format bench clean docs
+.PHONY: help demo check test lint types format bench clean dist docs
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -55,6 +55,11 @@ bench: $(VENV)/.installed-demo ## Measure what ARGS names, lookups by default
 
 docs: $(VENV)/.installed-docs ## Build the documentation into build/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+dist: $(VENV)/.installed-dev ## Build the wheel and the source archive, and check both
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
 
 clean: ## Remove everything that was built here, .venv included
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
