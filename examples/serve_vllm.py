@@ -114,7 +114,7 @@ def main() -> int:
     parser.add_argument("--method", default="eagle3", help="what vLLM calls the drafter: eagle3, medusa, draft_model")
     parser.add_argument("--levels", type=int, default=4, help="length of the chains")
     parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--prompts", type=int, default=len(PROMPTS), help="the first so many of 20")
+    parser.add_argument("--prompts", type=int, default=len(PROMPTS), help="use only the first ones of the 20")
     parser.add_argument("--check", action="store_true", help="only say which vLLM would serve")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args()

@@ -12,7 +12,7 @@ def keep_freed_memory() -> bool:
     """Lets glibc keep freed blocks of up to 1 GiB for the next tensor, instead of giving each back at once.
 
     By default every block above 32 MB is mapped and unmapped alone, so that the system has to clear and map all its
-    pages again whenever a row of tensors as large as a chunk of a vocabulary is reckoned with. Memory that the process
+    pages again whenever a row of tensors as large as a chunk of a vocabulary is computed. Memory that the process
     has had stays with it. It concerns the whole process: command lines call it, nothing below them does.
 
     Returns:

@@ -101,7 +101,7 @@ class Task:
 
     Args:
         batches: answer these,
-        new_tokens: in so many tokens at most,
+        new_tokens: tokens of an answer at most,
         ends: and stop behind the first of these.
         tell: called with what is being measured.
     """

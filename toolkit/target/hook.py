@@ -62,7 +62,7 @@ class Forward:
         layers: the layers that have attended so far; with what they asked for, where a layer did so by itself.
         hidden: the hidden states that are wanted, by index as in transformers' ``hidden_states``: the input of each
             decoder layer, and behind the last one the output of the final norm; filled in as the layers run.
-        depth: run only the first so many layers.
+        depth: run only the first layers, as many as this.
         behind: put this behind them; maps ``[1, T, H]`` to the same.
         last: what the last of these layers returned.
     """

@@ -186,7 +186,7 @@ class RaggedModel(nn.Module):
             batch: what ``cache.plan`` returned for these rows.
             cache: the KV cache to read and write.
             rows: ``[R]`` rows whose logits are wanted, all T by default.
-            layers: run only the first so many layers (early exit).
+            layers: run only the first layers, as many as this (early exit).
             behind: put this behind them, in front of the final norm; maps ``[1, T, H]`` to the same.
 
         Returns:
@@ -262,7 +262,7 @@ class RaggedModel(nn.Module):
             prompts: tokens to append to each sample of the cache; may be empty.
             cache: the KV cache.
             chunk: bound on the rows of one forward, and so on its memory.
-            layers: run only the first so many layers.
+            layers: run only the first layers, as many as this.
             hidden: hidden states that are wanted, see :meth:`run`.
 
         Returns:
