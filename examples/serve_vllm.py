@@ -119,9 +119,9 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args()
     console = Console(highlight=False)
-    found, line = find_vllm(arguments.vllm_python)
+    version, line = find_vllm(arguments.vllm_python)
     console.print(line, soft_wrap=True)
-    if arguments.check or found is None:
+    if arguments.check or version is None:
         return 0
 
     prompts = PROMPTS[: arguments.prompts]
@@ -153,7 +153,7 @@ def main() -> int:
             chains = counted["num_drafts"]
             rates = [count / chains for count in counted["num_accepted_tokens_per_pos"]]
             length = 1 + counted["num_accepted_tokens"] / chains
-            rows.append(Acceptance(f"vLLM {found}, {layout}", length, rates, chains, equal(answers), len(prompts)))
+            rows.append(Acceptance(f"vLLM {version}, {layout}", length, rates, chains, equal(answers), len(prompts)))
 
     table = Table("", "mean acceptance length", "by position", "chains", "answers equal to plain vLLM's")
     for row in rows:
@@ -167,7 +167,7 @@ def main() -> int:
     console.print(f"vLLM's mean acceptance length differs from ours by {shown}")
     console.print(f"its answers with the drafter are {'those without' if same else 'NOT those without'}")
     if arguments.json:
-        settings = {"vllm": found, "dtype": "float32", "levels": arguments.levels, "new_tokens": arguments.new_tokens}
+        settings = {"vllm": version, "dtype": "float32", "levels": arguments.levels, "new_tokens": arguments.new_tokens}
         save(arguments.json, rows, suite="serve vllm", model="smollm2", drafter=arguments.drafter.name, **settings)
     return 0 if agrees and same else 1
 

@@ -47,8 +47,8 @@ class Evaluation:
     def metrics(self) -> dict[str, float]:
         """The figures, by the names under which they are tracked."""
         names = ("tau", "tokens_per_second", "plain_tokens_per_second")
-        found = {f"eval/{name}": float(getattr(self, name)) for name in names}
-        return found | {"eval/parity": float(self.parity), "eval/equal": float(self.equal)}
+        metrics = {f"eval/{name}": float(getattr(self, name)) for name in names}
+        return metrics | {"eval/parity": float(self.parity), "eval/equal": float(self.equal)}
 
     def report(self) -> dict[str, Any]:
         """Everything, to be stored as JSON."""

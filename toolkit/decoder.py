@@ -156,15 +156,15 @@ class SpeculativeDecoder(nn.Module):
     def _static_step(self, static: StaticStepping, state: DecodeState, tree: DraftTree, noise: Noise | None) -> Verdict:
         """The same in fixed shapes; the target's forward, verification and compaction are one phase."""
         with state.stats.phase("target"):
-            found = static(tree, self._plan(state, tree), noise, state.cache, state.warp)
-            state.stats.count_padding(found.rows - sum(tree.lengths))
+            result = static(tree, self._plan(state, tree), noise, state.cache, state.warp)
+            state.stats.count_padding(result.rows - sum(tree.lengths))
         with state.stats.phase("commit"):
-            self._give_up(state, found.failed)
-            accepted = found.hidden  # of roots and paths already
+            self._give_up(state, result.failed)
+            accepted = result.hidden  # of roots and paths already
             self._commit(
-                state, tree, found.verdict, lambda sample, path: accepted[sample, : len(path)], state.cache.advance
+                state, tree, result.verdict, lambda sample, path: accepted[sample, : len(path)], state.cache.advance
             )
-        return found.verdict
+        return result.verdict
 
     def exactness_report(self) -> ExactnessReport:
         """How exactly this decoder's output equals plain decoding of its target, on this machine."""
@@ -340,14 +340,14 @@ class SpeculativeDecoder(nn.Module):
             check_prompts(input_ids, kwargs.get("attention_mask"), self.target.vocab_size)
             if kwargs.get("max_new_tokens") == 0:  # transformers takes 0 for a mistake; here it means what it says
                 return self._nothing(input_ids, streamer, kwargs)
-        found: Tensor | GenerateDecoderOnlyOutput = self.target.model.generate(  # type: ignore[operator]
+        output: Tensor | GenerateDecoderOnlyOutput = self.target.model.generate(  # type: ignore[operator]
             input_ids,
             custom_generate=self.decode_loop,
             spec_streamer=streamer,
             seeds=seeds,
             **kwargs,
         )
-        return found
+        return output
 
     @torch.no_grad()
     def decode_loop(

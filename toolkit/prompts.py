@@ -114,16 +114,16 @@ def read_prompts(path: Path) -> list[str]:
     Raises:
         ValueError: if a line is something else, or the file is not UTF-8.
     """
-    found = []
+    prompts = []
     for number, line in enumerate(read_text(path).splitlines(), 1):
         if not line.strip():
             continue
         try:
             messages = json.loads(line)["messages"]
-            found.append(next(message["content"] for message in messages if message["role"] == "user"))
+            prompts.append(next(message["content"] for message in messages if message["role"] == "user"))
         except (ValueError, KeyError, TypeError, StopIteration) as error:
             raise ValueError(f'{path}:{number} is not {{"messages": [{{"role": "user", "content": ...}}]}}') from error
-    return found
+    return prompts
 
 
 def left_padded(prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
@@ -151,8 +151,8 @@ def chat_batch(tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str]) -> 
         ]
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    found = tokenizer(list(prompts), return_tensors="pt", padding=True, padding_side="left")
-    return {"input_ids": found["input_ids"], "attention_mask": found["attention_mask"]}
+    encoding = tokenizer(list(prompts), return_tensors="pt", padding=True, padding_side="left")
+    return {"input_ids": encoding["input_ids"], "attention_mask": encoding["attention_mask"]}
 
 
 def chat_batches(tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str], batch: int) -> list[dict[str, Any]]:

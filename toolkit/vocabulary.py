@@ -21,10 +21,10 @@ def tokenizer_hashes(tokenizer: "PreTrainedTokenizerBase") -> dict[str, str]:
     Returns:
         ``tokenizer_sha256`` and, of a tokenizer that merges, ``merges_sha256``.
     """
-    found = {"tokenizer_sha256": _sha256(sorted(tokenizer.get_vocab().items()))}
+    hashes = {"tokenizer_sha256": _sha256(sorted(tokenizer.get_vocab().items()))}
     if merges := _merges(tokenizer):
-        found["merges_sha256"] = _sha256(merges)
-    return found
+        hashes["merges_sha256"] = _sha256(merges)
+    return hashes
 
 
 def check_tokenizers(drafter: "PreTrainedTokenizerBase", target: "PreTrainedTokenizerBase") -> None:
@@ -70,8 +70,8 @@ def _merges(tokenizer: "PreTrainedTokenizerBase") -> list[str]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return []
-    found = json.loads(backend.to_str())["model"].get("merges") or []
-    return [pair if isinstance(pair, str) else " ".join(pair) for pair in found]  # both ways are in use
+    merges = json.loads(backend.to_str())["model"].get("merges") or []
+    return [pair if isinstance(pair, str) else " ".join(pair) for pair in merges]  # both ways are in use
 
 
 def _name(tokenizer: "PreTrainedTokenizerBase") -> str:

@@ -40,17 +40,17 @@ def read_conversations(source: str | os.PathLike[str] | Iterable[Mapping[str, An
         ImportError: if ``hf:`` is asked for without the library ``datasets``.
         ValueError: if a row has another form, with its place, or if nothing is left.
     """
-    found: dict[str, list[dict[str, str]]] = {}
+    conversations: dict[str, list[dict[str, str]]] = {}
     for place, row in _rows(source):
         try:
             messages = _messages(row)
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from error
         if first := next((message["content"] for message in messages if message["role"] == "user"), None):
-            found.setdefault(first, messages)
-    if not found:
+            conversations.setdefault(first, messages)
+    if not conversations:
         raise ValueError(f"{_name(source)} holds no conversation in which a user says something")
-    return list(found.values())
+    return list(conversations.values())
 
 
 def _name(source: object) -> str:
@@ -92,12 +92,12 @@ def _dataset(name: str) -> Iterable[Mapping[str, Any]]:
         name, _, split = name.rpartition(":")
     if not Path(name).is_dir():
         return load_dataset(name, split=split)
-    found = load_from_disk(name)
-    if not isinstance(found, DatasetDict):
-        return found
-    if split not in found:
-        raise ValueError(f"{name} has no split {split!r}; name one of {', '.join(found)}: {_HUB}{name}:SPLIT")
-    return found[split]
+    dataset = load_from_disk(name)
+    if not isinstance(dataset, DatasetDict):
+        return dataset
+    if split not in dataset:
+        raise ValueError(f"{name} has no split {split!r}; name one of {', '.join(dataset)}: {_HUB}{name}:SPLIT")
+    return dataset[split]
 
 
 def _messages(row: object) -> list[dict[str, str]]:

@@ -36,12 +36,12 @@ class Demo:
         from arbordraft.training.fit import run
         from arbordraft.training.recording import RESULT
 
-        found = {kind: self.folder / kind / RESULT for kind in ("drafter", "decider")}
+        folders = {kind: self.folder / kind / RESULT for kind in ("drafter", "decider")}
         console.rule("drafter")
         run(DrafterModule, self._arguments("drafter", self.drafter))
         console.rule("decider")
-        run(DeciderModule, [*self._arguments("decider", self.decider), f"--model.drafter={found['drafter']}"])
-        return found
+        run(DeciderModule, [*self._arguments("decider", self.decider), f"--model.drafter={folders['drafter']}"])
+        return folders
 
     def _arguments(self, kind: str, config: str) -> list[str]:
         output = self.folder / kind

@@ -125,7 +125,7 @@ class CachedFeatures:
             ShardError: if they do not belong to its sequences.
         """
         lengths = shard.offsets.diff().tolist()
-        if [len(found.inputs) + 1 for found in features] != lengths:
+        if [len(sequence.inputs) + 1 for sequence in features] != lengths:
             raise ShardError(f"{len(features)} sequences of features do not fit the sequences of {shard.path}")
         # The row that the last token lacks is filled, so that one list of offsets serves both files.
         columns = [torch.cat([functional.pad(p, (0, 0, 0, 1)) for p in parts]) for parts in zip(*features, strict=True)]
@@ -162,12 +162,12 @@ class CachedFeatures:
         path = self.folder.hidden_path(shard)
         with safe_open(path, "pt") as file:
             layers = _layers(file)
-        found = [Features(*parts) for parts in zip(*read_rows(path, Features._fields, spans), strict=True)]
+        features = [Features(*parts) for parts in zip(*read_rows(path, Features._fields, spans), strict=True)]
         if layers == self.layers:
-            return found
+            return features
         wanted = [layers.index(layer) for layer in self.layers]
         return [
-            Features(inputs.unflatten(1, (len(layers), -1))[:, wanted].flatten(1), final) for inputs, final in found
+            Features(inputs.unflatten(1, (len(layers), -1))[:, wanted].flatten(1), final) for inputs, final in features
         ]
 
     @staticmethod
@@ -184,8 +184,8 @@ class CachedFeatures:
         """
         spans = [(int(shard.offsets[s]), int(shard.offsets[s + 1])) for s in sequences]
         expected = fresh([shard.tokens[start:end].tolist() for start, end in spans])
-        for sequence, found, wanted in zip(sequences, self.read(shard, sequences), expected, strict=True):
-            for name, ours, theirs in zip(Features._fields, found, wanted, strict=True):
+        for sequence, cached, wanted in zip(sequences, self.read(shard, sequences), expected, strict=True):
+            for name, ours, theirs in zip(Features._fields, cached, wanted, strict=True):
                 if not _close(ours, theirs.cpu()):
                     raise ShardError(
                         f"{self.folder.hidden_path(shard)}: cached {name} of sequence {sequence} differ from a fresh "
@@ -198,9 +198,9 @@ def _layers(file: Any) -> tuple[int, ...]:
     return tuple(int(layer) for layer in (file.metadata() or {}).get("layers", "").split(",") if layer)
 
 
-def _close(found: Tensor, expected: Tensor, half: float = 0.1) -> bool:
+def _close(actual: Tensor, expected: Tensor, half: float = 0.1) -> bool:
     """Whether two tensors are the same but for rounding, row by row."""
-    if found.shape != expected.shape:
+    if actual.shape != expected.shape:
         return False
-    error, size = (found.double() - expected.double()).norm(dim=-1), expected.double().norm(dim=-1)
+    error, size = (actual.double() - expected.double()).norm(dim=-1), expected.double().norm(dim=-1)
     return bool((error <= _ROUNDING.get(expected.dtype, half) * size).all())

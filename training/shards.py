@@ -66,10 +66,10 @@ class Shard:
     @property
     def digest(self) -> str:
         """SHA-256 of the contents."""
-        found = hashlib.sha256()
+        hasher = hashlib.sha256()
         for name, tensor in self.tensors().items():
-            found.update(name.encode() + str(tuple(tensor.shape)).encode() + tensor.numpy().tobytes())
-        return found.hexdigest()
+            hasher.update(name.encode() + str(tuple(tensor.shape)).encode() + tensor.numpy().tobytes())
+        return hasher.hexdigest()
 
     def tensors(self) -> dict[str, Tensor]:
         """By name, as they are stored."""
@@ -143,14 +143,14 @@ def read_rows(path: Path, names: Sequence[str], spans: Sequence[tuple[int, int]]
         for name in names:
             kind = known.get_slice(name)[:0]
             width = kind.shape[1:].numel()
-            begin, found = 8 + size + header[name]["data_offsets"][0], []
+            begin, chunks = 8 + size + header[name]["data_offsets"][0], []
             for start, end in spans:
                 rows = torch.empty(end - start, *kind.shape[1:], dtype=kind.dtype)
                 file.seek(begin + start * width * kind.itemsize)
                 if file.readinto(rows.view(torch.uint8).numpy().data) != rows.nbytes:
                     raise ShardError(f"{path} ended while it was read; {_AGAIN}")
-                found.append(rows)
-            yield found
+                chunks.append(rows)
+            yield chunks
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
@@ -181,11 +181,11 @@ class ShardFolder:
             if self._paths():
                 raise ShardError(f"{self.folder} holds shards but no {MANIFEST}; choose another folder")
             write_text(path, json.dumps(manifest, indent=2, sort_keys=True) + "\n")
-        wanted, found = (dict(_settings(made)) for made in (json.loads(json.dumps(manifest)), self.manifest()))
-        for name in sorted({*wanted, *found}):
-            if wanted.get(name) != found.get(name):
+        wanted, stored = (dict(_settings(made)) for made in (json.loads(json.dumps(manifest)), self.manifest()))
+        for name in sorted({*wanted, *stored}):
+            if wanted.get(name) != stored.get(name):
                 raise ShardError(
-                    f"{self.folder} was begun with another {name}: {found.get(name)!r:.200} instead of "
+                    f"{self.folder} was begun with another {name}: {stored.get(name)!r:.200} instead of "
                     f"{wanted.get(name)!r:.200}; choose another folder, or the old settings to resume"
                 )
 

@@ -71,14 +71,14 @@ def _machine(here: dict[str, Any]) -> dict[str, Any]:
 def _memory(measure: bool) -> dict[str, float | None]:
     """GiB in all and available, and GB/s of reading and of copying."""
     total, available = _memory_bytes()
-    found: dict[str, float | None] = {
+    memory: dict[str, float | None] = {
         "total": None if total is None else total / 2**30,
         "available": None if available is None else available / 2**30,
     }
     if measure:
         size = min(_MOST_BYTES, (available or _MOST_BYTES * 8) // 8)
-        found |= bandwidth(size)
-    return found
+        memory |= bandwidth(size)
+    return memory
 
 
 def _memory_bytes() -> tuple[int | None, int | None]:

@@ -54,8 +54,8 @@ class Companion(PreTrainedModel):
         Raises:
             ValueError: if the checkpoint is damaged, incomplete, or that of another kind of network.
         """
-        if Path(source).is_dir() and (found := read_config(source).get("model_type")) != cls.config_class.model_type:
-            raise ValueError(f"{source} holds a model of type {found!r}, not {cls.config_class.model_type!r}")
+        if Path(source).is_dir() and (kind := read_config(source).get("model_type")) != cls.config_class.model_type:
+            raise ValueError(f"{source} holds a model of type {kind!r}, not {cls.config_class.model_type!r}")
         network: Self = load_network(super().from_pretrained, source, **options)
         try:
             network.check()
@@ -83,10 +83,10 @@ class Companion(PreTrainedModel):
         if strange := [layer for layer in self.config.hidden_layers or () if not 0 <= layer <= last]:
             raise ValueError(f"the drafter reads hidden states {strange}, the target's are 0..{last}")
         known = self.config.target_fingerprint
-        if known is not None and known != (found := fingerprint(model)):
+        if known is not None and known != (digest := fingerprint(model)):
             raise ValueError(
                 f"the drafter was trained for another target ({self.config.target_name or 'unnamed'}, fingerprint "
-                f"{known}, this one has {found}). It would still be lossless but rarely right. Train one for this "
+                f"{known}, this one has {digest}). It would still be lossless but rarely right. Train one for this "
                 "target, or set config.target_fingerprint = None on the drafter to use it all the same"
             )
 
@@ -236,8 +236,8 @@ def fingerprint(model: PreTrainedModel) -> str:
     It is made of shapes and of the norms' weights in bfloat16, which quantisers leave as they are and training moves.
     """
     config: Any = model.config.get_text_config()
-    found = hashlib.sha256(f"{config.model_type} {config.num_hidden_layers} {config.hidden_size}".encode())
+    hasher = hashlib.sha256(f"{config.model_type} {config.num_hidden_layers} {config.hidden_size}".encode())
     for name, parameter in sorted(model.named_parameters()):
         if parameter.dim() == 1 and name.endswith(".weight"):
-            found.update(parameter.detach().to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
-    return found.hexdigest()[:16]
+            hasher.update(parameter.detach().to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
+    return hasher.hexdigest()[:16]

@@ -70,10 +70,10 @@ class Parts:
 
     def linears(self, owner: nn.Module, *names: str) -> list[nn.Linear]:
         """Several linears, all of them with a bias or all without."""
-        found = [self.linear(owner, name) for name in names]
-        if len({linear.bias is None for linear in found}) > 1:
+        linears = [self.linear(owner, name) for name in names]
+        if len({linear.bias is None for linear in linears}) > 1:
             raise Unrecognised(f"only some of {', '.join(names)} have a bias")
-        return found
+        return linears
 
     def norm(self, owner: nn.Module, name: str) -> tuple[Tensor, float]:
         """The factors ``[H]`` (float32) and the epsilon of an RMS norm, read off what it does to noise."""
@@ -107,8 +107,8 @@ class Parts:
             raise Unrecognised(f"{type(mlp).__name__} has parts of another kind")
         # Far out too: some activations are others with a bound.
         points = torch.cat([torch.linspace(-8, 8, 129), torch.tensor([-1e4, -100.0, -20.0, 20.0, 100.0, 1e4])])
-        found = _tried(function, points)
-        known = (n for n, f in ACTIVATIONS.items() if found is not None and torch.allclose(f(points), found, atol=1e-6))
+        curve = _tried(function, points)
+        known = (n for n, f in ACTIVATIONS.items() if curve is not None and torch.allclose(f(points), curve, atol=1e-6))
         if not (activation := next(known, "")):
             raise Unrecognised(f"the activation of {type(mlp).__name__} is unknown")
         weight = interleave(*torch.cat([linear.weight.detach() for linear in gates]).chunk(2))
@@ -215,8 +215,8 @@ def same_layer(index: int, call: LayerCall, attention: AttentionCall, batch: Rag
         kwargs["ragged"] = Forward(batch, fresh_cache(batch))
         expected = _tried(wide, x, *call.args[1:], **kwargs)
         pools = [fresh_cache(batch).pools(index, (attention.kv_heads, attention.dim), x)]
-        found, _ = run(x, pools, kwargs["position_embeddings"], batch)
-        if expected is None or not _distance(found - x, expected - x) < _TOLERANCE:
+        output, _ = run(x, pools, kwargs["position_embeddings"], batch)
+        if expected is None or not _distance(output - x, expected - x) < _TOLERANCE:
             return False
     return True
 
@@ -238,10 +238,10 @@ def _tried(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor | 
     """What a part of somebody's model returns; ``None`` if it does not take such arguments or returns no tensor."""
     try:
         with torch.no_grad():
-            found = function(*args, **kwargs)
+            output = function(*args, **kwargs)
     except Exception:  # it could be any, and only means that this part is of another kind
         return None
-    return found if isinstance(found, Tensor) else None
+    return output if isinstance(output, Tensor) else None
 
 
 def _widened(value: Any) -> Any:
@@ -252,6 +252,6 @@ def _widened(value: Any) -> Any:
     return type(value)(map(_widened, value)) if type(value) in (tuple, list) else value
 
 
-def _distance(found: Tensor, expected: Tensor) -> float:
+def _distance(actual: Tensor, expected: Tensor) -> float:
     """Relative, in the mean square."""
-    return ((found - expected).square().mean().sqrt() / expected.square().mean().sqrt()).item()
+    return ((actual - expected).square().mean().sqrt() / expected.square().mean().sqrt()).item()
