@@ -26,9 +26,9 @@ def main() -> None:
     arguments = options.parse_args()
 
     console = Console()
-    found = Demo(arguments.folder, arguments.conversations, options=arguments.options).run(console)
+    folders = Demo(arguments.folder, arguments.conversations, options=arguments.options).run(console)
     console.rule("what it gains")
-    gain(console, found["drafter"], arguments.new_tokens)
+    gain(console, folders["drafter"], arguments.new_tokens)
 
 
 if __name__ == "__main__":

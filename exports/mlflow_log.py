@@ -133,14 +133,14 @@ def _graphs(onnx: str | os.PathLike[str] | None) -> list[Path]:
     """ONNX graphs in a folder, and the parity reports beside them."""
     if onnx is None:
         return []
-    found = sorted(Path(onnx).rglob("*.onnx"))
-    if not found:
+    graphs = sorted(Path(onnx).rglob("*.onnx"))
+    if not graphs:
         raise ValueError(f"there is no ONNX graph in {onnx}; write some with: arbordraft export onnx")
     try:
         import onnx as library  # noqa: F401
     except ImportError as error:
         raise ImportError(f"ONNX cannot be imported ({error}); run: pip install 'arbordraft[onnx]'") from error
-    return found
+    return graphs
 
 
 def _pack(decoder: "SpeculativeDecoder", config: DecoderConfig, scratch: Path) -> Path:

@@ -115,7 +115,7 @@ class BatchLoader:
     def collate(self, places: Sequence[Place]) -> Batch:
         """One batch."""
         shard = self.shards[places[0].shard]
-        found = self.features(shard, [place.sequence for place in places])
+        batch_features = self.features(shard, [place.sequence for place in places])
         spans = [slice(int(shard.offsets[p.sequence]), int(shard.offsets[p.sequence + 1])) for p in places]
 
         def side_by_side(rows: Sequence[Tensor]) -> Tensor:
@@ -125,8 +125,8 @@ class BatchLoader:
             tokens=side_by_side([shard.tokens[span].long() for span in spans]),
             roles=side_by_side([shard.roles[span] for span in spans]),
             temperatures=shard.temperatures[[place.sequence for place in places]],
-            inputs=side_by_side([features.inputs for features in found]),
-            final=side_by_side([features.final for features in found]),
+            inputs=side_by_side([features.inputs for features in batch_features]),
+            final=side_by_side([features.final for features in batch_features]),
         )
 
     def _batches(self) -> list[list[Place]]:

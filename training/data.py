@@ -155,11 +155,11 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
 
     def held_out_prompts(self, count: int) -> list[list[int]]:
         """Held-out conversations up to the first answer, each once."""
-        found: dict[tuple[int, ...], None] = {}
+        prompts: dict[tuple[int, ...], None] = {}
         for place in self._held_out:
             tokens, roles = self.sequence(place)
-            found[tuple(tokens[: _first(roles == ANSWER)].tolist())] = None
-        return [list(prompt) for prompt in found][:count]
+            prompts[tuple(tokens[: _first(roles == ANSWER)].tolist())] = None
+        return [list(prompt) for prompt in prompts][:count]
 
     def profile(self) -> dict[str, Any]:
         """What the data are, for the record."""
@@ -196,7 +196,7 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
 
         def store(shard: Shard, states: list[Tensor]) -> None:
             if cached and fresh:
-                cached.write(shard, [fresh.split(found) for found in states])
+                cached.write(shard, [fresh.split(tensor) for tensor in states])
 
         messages = read_conversations(self.prompts) if self.prompts else None
         count = self.recipe.conversations if messages is None else min(self.recipe.conversations, len(messages))

@@ -206,8 +206,8 @@ class SelfDistillation:
         turns: dict[int, list[int]] = {}
         for limit in sorted({opening.limit for opening in openings}):
             group = [number for number, opening in enumerate(openings) if opening.limit == limit]
-            found = self._user_turns([begun[number] for number in group], limit, source, done)
-            turns |= dict(zip(group, found, strict=True))
+            group_turns = self._user_turns([begun[number] for number in group], limit, source, done)
+            turns |= dict(zip(group, group_turns, strict=True))
         seen: set[str] = set()  # of this shard alone, so that shards do not depend on each other
         for number, opening in enumerate(openings):
             text = opening.text + self.chat.text(turns[number])
@@ -225,8 +225,8 @@ class SelfDistillation:
         self, texts: Sequence[Sequence[int]], limit: int, source: random.Random, done: Callable[[int], object]
     ) -> list[list[int]]:
         """Lets the target write user turns of at most ``limit`` tokens."""
-        found = self.complete(texts, Sampling(_PROMPTING, limit), source.getrandbits(31), done)
-        return [self._turn(completion) for completion in found]
+        completions = self.complete(texts, Sampling(_PROMPTING, limit), source.getrandbits(31), done)
+        return [self._turn(completion) for completion in completions]
 
     def _turn(self, written: Completion) -> list[int]:
         """A user turn without its end, and cut behind a sentence if it came to none."""

@@ -22,11 +22,11 @@ def resolve_configs(arguments: list[str]) -> list[str]:
     Raises:
         ValueError: if a configuration is neither a file nor one of the package's.
     """
-    found: list[str] = []
+    resolved: list[str] = []
     for argument in arguments:
         flag, equals, name = argument.partition("=")
         behind = flag == "--config" and equals
-        if behind or (found and found[-1] in ("--config", "-c")):
+        if behind or (resolved and resolved[-1] in ("--config", "-c")):
             name = name if behind else argument
             if not Path(name).exists():
                 if name not in known_configs():
@@ -34,10 +34,10 @@ def resolve_configs(arguments: list[str]) -> list[str]:
                         f"there is no configuration {name!r}: name a YAML file, or one of {', '.join(known_configs())}"
                     )
                 name = str(CONFIGS / f"{name}.yaml")
-            found.append(f"--config={name}" if behind else name)
+            resolved.append(f"--config={name}" if behind else name)
         else:
-            found.append(argument)
-    return found
+            resolved.append(argument)
+    return resolved
 
 
 def checkpoint_folder(output: str) -> str:

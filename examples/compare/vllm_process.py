@@ -99,8 +99,8 @@ class Vllm:
         except BaseException:
             self.close()
             raise
-        found = re.search(r"core ids=(\[.*?\])", log.read_text(errors="replace"))
-        self.compute_cores: list[int] | None = json.loads(found[1]) if found else None
+        match = re.search(r"core ids=(\[.*?\])", log.read_text(errors="replace"))
+        self.compute_cores: list[int] | None = json.loads(match[1]) if match else None
 
     def generate(self, prompts: Tokens, new_tokens: int) -> tuple[float, Tokens]:
         """The seconds that vLLM took, and its answers."""

@@ -75,7 +75,7 @@ def onnx_graphs(
     except ValueError as error:
         raise typer.BadParameter(f"--hidden takes numbers as in 2,15,27, got {hidden!r}") from error
     with progress() as tell:
-        found = export(
+        artifacts = export(
             source,
             out,
             target=target,
@@ -87,7 +87,7 @@ def onnx_graphs(
             force=force,
             tell=tell,
         )
-    show(found)
+    show(artifacts)
 
 
 @app.command("ort-genai")
@@ -109,7 +109,7 @@ def ort_genai(
     from arbordraft.exports.onnx import export_ort_genai
 
     with progress() as tell:
-        found = export_ort_genai(
+        artifacts = export_ort_genai(
             draft,
             out,
             target=target,
@@ -121,7 +121,7 @@ def ort_genai(
             force=force,
             tell=tell,
         )
-    show(found)
+    show(artifacts)
 
 
 class Layout(StrEnum):
@@ -158,7 +158,7 @@ def vllm(
     from arbordraft.exports.engines import export_vllm
 
     with progress() as tell:
-        found = export_vllm(
+        artifacts = export_vllm(
             drafter,
             out,
             layout=layout,
@@ -168,7 +168,7 @@ def vllm(
             force=force,
             tell=tell,
         )
-    show(found)
+    show(artifacts)
     _show_card(out)
 
 
@@ -186,7 +186,7 @@ def sglang(
     from arbordraft.exports.engines import export_sglang
 
     with progress() as tell:
-        found = export_sglang(
+        artifacts = export_sglang(
             drafter,
             out,
             layout=layout,
@@ -196,7 +196,7 @@ def sglang(
             force=force,
             tell=tell,
         )
-    show(found)
+    show(artifacts)
     _show_card(out)
 
 

@@ -268,7 +268,7 @@ class Garden:
 
     def frontier(self, depth: int) -> dict[int, list[int]]:
         """The living nodes at ``depth`` that get children, for every sample that still goes on."""
-        found: dict[int, list[int]] = {}
+        parents: dict[int, list[int]] = {}
         for group in self._groups:
             living = self._living(group, depth)
             for sample, goes_on in zip(living, self._decide(group, living, depth), strict=True):
@@ -276,8 +276,8 @@ class Garden:
                 if not goes_on:
                     self._going.discard(sample)
                 elif fertile:
-                    found[sample] = fertile
-        return found
+                    parents[sample] = fertile
+        return parents
 
     def _living(self, group: list[int], depth: int) -> dict[int, list[int]]:
         """The nodes at ``depth`` that may get children, for every sample of a group that has some."""

@@ -187,13 +187,13 @@ class EagleHead(DraftHead):
         last = f".layers.{model.config.get_text_config().num_hidden_layers - 1}."
         given = {name.split(last)[1]: tensor for name, tensor in source.items() if last in name}
         for name, parameter in self.midlayer.named_parameters():
-            found = given.get("input_layernorm.weight" if name == "hidden_norm.weight" else name)
-            if name == "input_layernorm.weight" or found is None:
+            weight = given.get("input_layernorm.weight" if name == "hidden_norm.weight" else name)
+            if name == "input_layernorm.weight" or weight is None:
                 continue
-            if found.shape == parameter.shape:
-                parameter.copy_(found)
-            elif parameter.dim() == 2 and found.shape[1] * 2 == parameter.shape[1]:
-                parameter.copy_(torch.cat([found / 2, found], dim=1))  # embeddings, hidden states
+            if weight.shape == parameter.shape:
+                parameter.copy_(weight)
+            elif parameter.dim() == 2 and weight.shape[1] * 2 == parameter.shape[1]:
+                parameter.copy_(torch.cat([weight / 2, weight], dim=1))  # embeddings, hidden states
         norms = [t for n, t in source.items() if n.endswith("norm.weight") and ".layers." not in n and t.dim() == 1]
         if norms and norms[-1].shape == self.norm.weight.shape:
             self.norm.weight.copy_(norms[-1])

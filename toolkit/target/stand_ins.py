@@ -241,8 +241,8 @@ class Packing:
                 self._stand_ins[child] = stand_in
             if child not in self._stand_ins:
                 yield from self._replace_below(child, where)
-            elif found := self._stand_ins[child]:  # a module may have several places
-                yield module, name, found
+            elif replacement := self._stand_ins[child]:  # a module may have several places
+                yield module, name, replacement
 
     def _stand_in(self, owner: nn.Module, name: str, module: nn.Module, path: str) -> nn.Module | None:
         if module not in self._called:

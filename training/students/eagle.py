@@ -100,10 +100,10 @@ def attend_unrolled(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tens
     step, slots = len(keys) - 1, query.shape[1]
     groups = query.shape[2] // keys[0].shape[2]
     if step == 0:
-        found = functional.scaled_dot_product_attention(
+        output = functional.scaled_dot_product_attention(
             query.transpose(1, 2), keys[0].transpose(1, 2), values[0].transpose(1, 2), is_causal=True, enable_gqa=True
         )
-        return found.transpose(1, 2)
+        return output.transpose(1, 2)
     query = query.unflatten(2, (-1, groups)) * query.shape[-1] ** -0.5
     at = torch.arange(slots, device=query.device)
     seen = at[None, :] <= at[:, None] - step
@@ -114,11 +114,11 @@ def attend_unrolled(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tens
     ]
     # A slot before the first full draft would see nothing at all; its prediction is not used.
     shares = torch.cat([scores, *own], dim=-1).softmax(dim=-1).to(values[0].dtype)
-    found = torch.einsum("bkgij,bjkc->bikgc", shares[..., :slots], values[0])
+    output = torch.einsum("bkgij,bjkc->bikgc", shares[..., :slots], values[0])
     for t, value in enumerate(values[1:], 1):
         share = shares[..., slots + t - 1].permute(0, 3, 1, 2)[..., None]
-        found = found + share * _later(value, step - t)[:, :, :, None]
-    return found.flatten(2, 3)
+        output = output + share * _later(value, step - t)[:, :, :, None]
+    return output.flatten(2, 3)
 
 
 def _later(x: Tensor, by: int) -> Tensor:
