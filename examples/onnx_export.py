@@ -23,9 +23,9 @@ def answers(drafter: Drafter, decider: Decider) -> tuple[list[str], ad.DecodeSta
     """Greedy answers of a batch, drafted by chains that the decider may stop."""
     coupling = ad.Coupling.matching()
     decoder = ad.SpeculativeDecoder(target, drafter, ad.TreeTopology.chain(5), coupling, decider)
-    found = decoder.generate(**inputs, max_new_tokens=32, do_sample=False, return_dict_in_generate=True)
-    texts = tokenizer.batch_decode(found.sequences[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    return texts, found.stats
+    output = decoder.generate(**inputs, max_new_tokens=32, do_sample=False, return_dict_in_generate=True)
+    texts = tokenizer.batch_decode(output.sequences[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return texts, output.stats
 
 
 with tempfile.TemporaryDirectory() as folder:
@@ -34,11 +34,11 @@ with tempfile.TemporaryDirectory() as folder:
         for check, value in written.parity.items():
             print(f"  {check}: {value if value is True else f'{value:.1e}'}")
     exported = load_drafter(f"{folder}/head", target)
-    found = answers(exported, OnnxDecider.from_pretrained(f"{folder}/decider"))
+    actual = answers(exported, OnnxDecider.from_pretrained(f"{folder}/decider"))
     expected = answers(ad.EagleDrafter.from_pretrained(HEAD, target), LearnedDecider.from_pretrained(DECIDER))
 
-print(*found[0], sep="\n---\n")
-for name, (_, stats) in (("onnxruntime", found), ("torch", expected)):
+print(*actual[0], sep="\n---\n")
+for name, (_, stats) in (("onnxruntime", actual), ("torch", expected)):
     milliseconds = 1e3 * stats.seconds["draft"] / max(stats.forwards)
     print(f"{name}: {stats.tau:.2f} tokens per forward, {milliseconds:.1f} ms per draft step")
-print("same answers:", found[0] == expected[0])
+print("same answers:", actual[0] == expected[0])

@@ -81,12 +81,12 @@ def each(name: str, values: Any, check: Callable[[str, Any], Checked], most: int
     try:
         if isinstance(values, str | bytes | Mapping | Set):
             raise TypeError
-        found = list(islice(values, None if most is None else most + 1))
+        entries = list(islice(values, None if most is None else most + 1))
     except TypeError:
         raise TypeError(f"{name} must be a list of numbers, got {_shown(values)}") from None
-    if most is not None and len(found) > most:
+    if most is not None and len(entries) > most:
         raise ValueError(f"{name} must have at most {most} entries, got more")
-    return tuple(check(f"{name}[{index}]", value) for index, value in enumerate(found))
+    return tuple(check(f"{name}[{index}]", value) for index, value in enumerate(entries))
 
 
 def instance(name: str, value: Any, *kinds: type) -> None:

@@ -179,10 +179,10 @@ class Tuned:
             ValueError: if it is something else.
         """
         try:
-            found = json.loads(path.read_text())
-            found["costs"] = StepCosts.from_fields(found["costs"])
-            found["choices"] = [Choice(**row | {"setting": Setting(**row["setting"])}) for row in found["choices"]]
-            return cls(**found)
+            fields = json.loads(path.read_text())
+            fields["costs"] = StepCosts.from_fields(fields["costs"])
+            fields["choices"] = [Choice(**row | {"setting": Setting(**row["setting"])}) for row in fields["choices"]]
+            return cls(**fields)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not what tuning writes: {error}; run 'arbordraft tune' again") from error
 
@@ -235,14 +235,14 @@ def tune(
 
 def grid(drafter: Drafter, *, sampled: bool) -> list[Setting]:
     """All settings that tuning knows for a drafter."""
-    found = [Setting("plain"), Setting("lookup")]
+    settings = [Setting("plain"), Setting("lookup")]
     if isinstance(drafter, NGramDrafter):
-        return found + [Setting("chain", levels) for levels in _CHAINS]
-    found += [Setting("chain", levels, stop) for levels in _CHAINS for stop in (False, True)]
-    found += [Setting("tree", nodes) for nodes in _TREES]
+        return settings + [Setting("chain", levels) for levels in _CHAINS]
+    settings += [Setting("chain", levels, stop) for levels in _CHAINS for stop in (False, True)]
+    settings += [Setting("tree", nodes) for nodes in _TREES]
     if not sampled:
-        found += [Setting("lookup or tree", nodes) for nodes in _TREES]
-    return found
+        settings += [Setting("lookup or tree", nodes) for nodes in _TREES]
+    return settings
 
 
 def plausible(

@@ -102,12 +102,12 @@ class DecoderCompleter:
     def __call__(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int, done: Callable[[int], object]
     ) -> list[Completion]:
-        found: list[Completion] = []
+        completions: list[Completion] = []
         for start in range(0, len(prompts), self.batch):
             part = prompts[start : start + self.batch]
-            found += self._run(part, sampling, range(seed + start, seed + start + len(part)))
-            done(sum(len(completion.tokens) for completion in found[start:]))
-        return found
+            completions += self._run(part, sampling, range(seed + start, seed + start + len(part)))
+            done(sum(len(completion.tokens) for completion in completions[start:]))
+        return completions
 
     def _run(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Completion]:
         from transformers import (
@@ -132,11 +132,11 @@ class DecoderCompleter:
             seeds=seeds,
             attention_mask=inputs["attention_mask"],
         )
-        found = []
+        completions = []
         for sample, count in enumerate(output.stats.emitted):
             tokens = output.sequences[sample, longest : longest + count].tolist()
-            found.append(Completion(tokens, tokens[-1] in self._ends, self._recorder.take(sample)))
-        return found
+            completions.append(Completion(tokens, tokens[-1] in self._ends, self._recorder.take(sample)))
+        return completions
 
 
 class ServerCompleter:
@@ -182,7 +182,7 @@ class ServerCompleter:
         """
         import httpx
 
-        found = []
+        completions = []
         limits = httpx.Limits(max_connections=self.parallel)
         with httpx.Client(timeout=self.timeout, limits=limits) as client, ThreadPoolExecutor(self.parallel) as pool:
             requests = [
@@ -190,8 +190,8 @@ class ServerCompleter:
             ]
             try:
                 for request in requests:
-                    found.append(request.result())
-                    done(len(found[-1].tokens))
+                    completions.append(request.result())
+                    done(len(completions[-1].tokens))
             except (httpx.HTTPError, httpx.InvalidURL, ConnectionError, KeyError, TypeError, ValueError) as error:
                 raise ConnectionError(
                     f"{self.url} does not answer as an OpenAI-compatible server with the model {self.model!r} should "
@@ -200,7 +200,7 @@ class ServerCompleter:
                 ) from error
             finally:
                 pool.shutdown(cancel_futures=True)  # what is left after an error or an interrupt
-        return found
+        return completions
 
     def _ask(self, client: "httpx.Client", prompt: Sequence[int], sampling: Sampling, seed: int) -> Completion:
         response = self._post(

@@ -134,11 +134,11 @@ class _Delivery:
     def _run(self, record: Record) -> None:
         known = self.client.get_experiment_by_name(record["experiment"])
         experiment = known.experiment_id if known else self.client.create_experiment(record["experiment"])
-        found = self.client.search_runs([experiment], f"tags.`{RECORD}` = '{record['id']}'", max_results=1)
-        if not found:
+        runs = self.client.search_runs([experiment], f"tags.`{RECORD}` = '{record['id']}'", max_results=1)
+        if not runs:
             tags = {**record["tags"], RECORD: record["id"]}
-            found = [self.client.create_run(experiment, record["at"], tags, record["name"])]
-        self.progress.experiment, self.progress.run = experiment, found[0].info.run_id
+            runs = [self.client.create_run(experiment, record["at"], tags, record["name"])]
+        self.progress.experiment, self.progress.run = experiment, runs[0].info.run_id
 
     def _metrics(self, points: Sequence[Point], model_id: str | None = None) -> None:
         from mlflow.entities import Metric
@@ -150,9 +150,9 @@ class _Delivery:
         from mlflow.entities import LoggedModelOutput
 
         run, experiment = self.progress.run, self.progress.experiment
-        found = self.client.search_logged_models([experiment], f"tags.`{RECORD}` = '{record['id']}'", max_results=1)
+        models = self.client.search_logged_models([experiment], f"tags.`{RECORD}` = '{record['id']}'", max_results=1)
         tags, params = {RECORD: record["id"]}, {"step": str(record["step"])}
-        model = found[0] if found else self.client.create_logged_model(experiment, record["name"], run, tags, params)
+        model = models[0] if models else self.client.create_logged_model(experiment, record["name"], run, tags, params)
         self.client.log_model_artifacts(model.model_id, str(files))
         numbers = [point for point in record["points"] if not math.isnan(point[1])]  # MLflow would link NaN as 0
         self._metrics(numbers, model.model_id)
@@ -171,8 +171,8 @@ class _Delivery:
             self.client.create_registered_model(name)
         registered = self.client.get_registered_model(name)
         model = self.client.get_logged_model(self.progress.models[record["model"]])
-        found = self.client.search_model_versions(f"name = '{name}' and tags.`{RECORD}` = '{record['id']}'")
-        version = found[0] if found else self._create_version(record, model)
+        versions = self.client.search_model_versions(f"name = '{name}' and tags.`{RECORD}` = '{record['id']}'")
+        version = versions[0] if versions else self._create_version(record, model)
 
         # The server does this too, but MLflow does not when it works on a database itself.
         known = json.loads(model.tags.get("mlflow.modelVersions", "[]"))

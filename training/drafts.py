@@ -72,7 +72,7 @@ def follow(
     if student.steps_alike:
         predictions, by_token = predictions * steps, by_token.expand(steps, -1, -1, -1)
     by_token = functional.pad(by_token, (0, 0, 0, 0, 0, 0, 0, steps - len(by_token)))
-    rows = torch.stack([_earlier(found, step) for step, found in enumerate(by_token)])
+    rows = torch.stack([_earlier(step_rows, step) for step, step_rows in enumerate(by_token)])
     sequences, first = rows[0, ..., 0].nonzero(as_tuple=True)
     rows = rows[:, sequences, first]
     real, labels, passes, own = rows[..., :4].unbind(-1)
@@ -106,7 +106,7 @@ def _rows(
     the row's entropy and its highest probabilities.
     """
     count, length = batch.tokens.shape
-    found = torch.zeros(len(predictions), count * length, 5 + top_k, device=batch.tokens.device)
+    rows = torch.zeros(len(predictions), count * length, 5 + top_k, device=batch.tokens.device)
     for part in (batch.roles == ANSWER).flatten().nonzero()[:, 0].split(_ROWS):
         sequences, at = part // length, part % length
         text = batch.tokens[sequences, at]
@@ -127,8 +127,8 @@ def _rows(
             entropy = torch.special.entr(draft).sum(dim=-1)
             row = torch.stack([torch.ones_like(own), label, passes, own, entropy], dim=-1)
             row = torch.cat([row, draft.topk(min(top_k, draft.shape[-1])).values], dim=-1)
-            found[step, part, : row.shape[-1]] = row * (slots >= prediction.first)[:, None]
-    return found.unflatten(1, (count, length))
+            rows[step, part, : row.shape[-1]] = row * (slots >= prediction.first)[:, None]
+    return rows.unflatten(1, (count, length))
 
 
 def _earlier(x: Tensor, by: int) -> Tensor:

@@ -31,20 +31,20 @@ def check_resumable(path: str | os.PathLike[str], *, fit: bool) -> None:
         raise ValueError(f"--ckpt_path: there is no {file}; name a file such as checkpoints/last.ckpt, or leave it out")
     try:
         # Mapped, not read: what is looked at below is the greater part of it nevertheless.
-        found: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        checkpoint: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # the unpickler raises whatever the bytes lead it to
         raise ValueError(
             f"--ckpt_path: {file} is truncated, damaged or no checkpoint of a training ({type(error).__name__}): go on "
             "with an older one beside it, or leave --ckpt_path out to begin anew"
         ) from error
     wanted = ["state_dict", *(("optimizer_states", "loops") if fit else ())]
-    keys = found.keys() if isinstance(found, dict) else ()
+    keys = checkpoint.keys() if isinstance(checkpoint, dict) else ()
     if missing := [name for name in wanted if name not in keys]:
         raise ValueError(
             f"--ckpt_path: {file} is no checkpoint of a training, it lacks {few(missing)}; name one that Lightning "
             "wrote, such as checkpoints/last.ckpt"
         )
-    weights = found["state_dict"]
+    weights = checkpoint["state_dict"]
     if not isinstance(weights, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in weights.values()):
         raise ValueError(f"--ckpt_path: the state_dict of {file} holds something other than tensors")
     check_finite(weights, f"--ckpt_path: {file}")

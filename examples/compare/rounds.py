@@ -80,7 +80,7 @@ class Case:
     def same_answers(self, engine: str, reference: str) -> int:
         """How many answers of the first round are equal."""
         pair = zip(self.runs[engine][0].answers, self.runs[reference][0].answers, strict=True)
-        return sum(found == wanted for found, wanted in pair)
+        return sum(answer == wanted for answer, wanted in pair)
 
     def measurement(self, engine: str, reference: str) -> Measurement:
         """One pair as it is stored."""
@@ -164,8 +164,8 @@ class Task:
 
     def _check(self, runs: dict[str, list[Run]]) -> None:
         """Engines that stop elsewhere could not be compared."""
-        for name, found in runs.items():
-            for answer in chain.from_iterable(run.answers for run in found):
+        for name, rounds in runs.items():
+            for answer in chain.from_iterable(run.answers for run in rounds):
                 ended = len(answer) == self.new_tokens or answer[-1:] in [[end] for end in self.ends]
                 if not ended or answer != self._cut(answer):
                     raise RuntimeError(f"{name} gave {len(answer)} tokens that end with {answer[-1:]}")

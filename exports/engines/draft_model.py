@@ -51,10 +51,12 @@ def write_draft_model(source: Path, folder: Path, target: Target, card: str) -> 
             f"the draft model has {vocabulary} token ids, the target {target.name} {target.config.vocab_size}: both "
             "must share one tokenizer"
         )
-    found = {name: tuple(tensor.shape) for name, tensor in read_tensors(source).items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in read_tensors(source).items()}
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     tied = set(getattr(model, "_tied_weights_keys", None) or ()) if config.get("tie_word_embeddings") else set()
-    problems = differences({name: shape for name, shape in expected.items() if name not in tied - found.keys()}, found)
+    problems = differences(
+        {name: shape for name, shape in expected.items() if name not in tied - shapes.keys()}, shapes
+    )
     if problems:
         raise LayoutError(f"the weights in {source} do not fit its {CONFIG}: {'; '.join(problems)}")
     for file in [*weight_files(source), *(source / name for name in (*_COMPANY, INDEX))]:

@@ -87,14 +87,14 @@ def _int4(path: Path) -> Any:
 def _heads(graph: Any) -> set[str]:
     """The products that logits are made of without another one behind them."""
     makers = {output: node for node in graph.node for output in node.output}
-    found, behind = set(), ["logits"]
+    heads, behind = set(), ["logits"]
     while behind:
         node = makers.get(behind.pop())
         if node is not None and node.op_type == "MatMul":
-            found.add(node.name)
+            heads.add(node.name)
         elif node is not None:
             behind += node.input
-    return found
+    return heads
 
 
 @contextmanager

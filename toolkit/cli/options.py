@@ -74,12 +74,12 @@ def numbers(text: str, kind: type, least: float = 1) -> list[Any]:
         typer.BadParameter: if something else is among them.
     """
     try:
-        found = [kind(part) for part in text.split(",")]
+        values = [kind(part) for part in text.split(",")]
     except ValueError as error:
         raise typer.BadParameter(f"expected comma-separated numbers, got {text!r}") from error
-    if wrong := [number for number in found if not (math.isfinite(number) and number >= least)]:
+    if wrong := [number for number in values if not (math.isfinite(number) and number >= least)]:
         raise typer.BadParameter(f"expected finite numbers of at least {least}, got {wrong[0]} in {text!r}")
-    return found
+    return values
 
 
 def parse_topology(text: str) -> "TreeTopology":

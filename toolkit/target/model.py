@@ -242,10 +242,10 @@ class RaggedModel(nn.Module):
                 f"{type(self.model).__name__} called the attention interface in {len(run.layers)} of {expected} "
                 f"layers: {REQUIREMENT}"
             )
-        found = [run.hidden[index] for index in hidden]
-        if any(states is None for states in found):
+        features = [run.hidden[index] for index in hidden]
+        if any(states is None for states in features):
             raise UnsupportedModel(f"{type(self.model).__name__} does not show the hidden states {tuple(hidden)}")
-        return logits, torch.cat(found, dim=-1) if found else logits.new_empty(len(tokens), 0)  # type: ignore[arg-type]
+        return logits, torch.cat(features, dim=-1) if features else logits.new_empty(len(tokens), 0)  # type: ignore[arg-type]
 
     def prefill(
         self,
@@ -268,12 +268,12 @@ class RaggedModel(nn.Module):
         Returns:
             The ``[n, F]`` hidden states of every sample with tokens.
         """
-        found: dict[int, list[Tensor]] = {sample: [] for sample, tokens in prompts.items() if tokens}
+        features: dict[int, list[Tensor]] = {sample: [] for sample, tokens in prompts.items() if tokens}
         for part, packed, batch in cache.portions(prompts, chunk):
             _, states = self.run(packed, batch, cache, torch.zeros(1, dtype=torch.long), layers, hidden)
             for sample, share in zip(part, states.split(list(map(len, part.values()))), strict=True):
-                found[sample].append(share)
-        return {sample: torch.cat(parts) for sample, parts in found.items()}
+                features[sample].append(share)
+        return {sample: torch.cat(parts) for sample, parts in features.items()}
 
     def self_test(self) -> None:
         """Compares packed logits, of two prompts and a small tree, with the model's own single-path logits.
