@@ -64,9 +64,9 @@ class TargetReference:
         from arbordraft.loading import Dtype, Kernels, load_target
 
         target, tokenizer = load_target(self.name, Dtype(self.dtype), Kernels(self.kernels))
-        if (found := fingerprint(target.model)) != self.fingerprint:
+        if (actual := fingerprint(target.model)) != self.fingerprint:
             raise ValueError(
-                f"{self.name} is not the target that this decoder was made for: its fingerprint is {found} instead of "
+                f"{self.name} is not the target that this decoder was made for: its fingerprint is {actual} instead of "
                 f"{self.fingerprint}; bring back the old weights, or log the decoder again"
             )
         return target, tokenizer
@@ -242,8 +242,8 @@ def _drafter(description: Description, target: ad.RaggedModel, trained: "str | P
     if description.get("trained"):
         if trained is None:
             raise ValueError(f"the weights of the {kind.__name__} are not there")
-        found: Drafter = kind.from_pretrained(trained, target, **arguments)
-        return found
+        drafter: Drafter = kind.from_pretrained(trained, target, **arguments)
+        return drafter
     if kind is ad.EarlyExitDrafter:
         return _make(kind, {"model": target, **arguments})
     if kind is ad.HybridDrafter:

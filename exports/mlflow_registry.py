@@ -40,14 +40,14 @@ def fetch_drafter(version: str, folder: str | os.PathLike[str], uri: str | None 
     server = resolve_uri(uri)
     with limits(), at_server(mlflow, server):
         client = connect(server)
-        found = client.get_model_version_by_alias(model, alias) if alias else client.get_model_version(model, number)
-        return Path(mlflow.artifacts.download_artifacts(source_of(client, found), dst_path=str(folder))), found.run_id
+        entry = client.get_model_version_by_alias(model, alias) if alias else client.get_model_version(model, number)
+        return Path(mlflow.artifacts.download_artifacts(source_of(client, entry), dst_path=str(folder))), entry.run_id
 
 
-def source_of(client: "MlflowClient", found: Any) -> str:
+def source_of(client: "MlflowClient", entry: Any) -> str:
     """Where the files of a version lie; of ``models:/`` MLflow would ask the global server instead of ours."""
-    logged = found.tags.get(MODEL)
-    return str(client.get_logged_model(logged).artifact_location if logged else found.source)
+    logged = entry.tags.get(MODEL)
+    return str(client.get_logged_model(logged).artifact_location if logged else entry.source)
 
 
 def import_mlflow() -> Any:

@@ -83,12 +83,12 @@ def read_tensors(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
     Raises:
         ValueError: if a file is missing, truncated or damaged, or holds numbers that are none.
     """
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for file in weight_files(folder):
         with _damage_of(file):
-            found |= load_file(file)
-    check_finite(found, folder)
-    return found
+            tensors |= load_file(file)
+    check_finite(tensors, folder)
+    return tensors
 
 
 def load_network(read: Callable[..., Any], source: str | os.PathLike[str], **options: Any) -> Any:
@@ -113,7 +113,7 @@ def load_network(read: Callable[..., Any], source: str | os.PathLike[str], **opt
         stored = _stored_dtypes(place)
     try:
         with _without_reports():
-            network, found = read(
+            network, info = read(
                 os.fspath(source),
                 use_safetensors=True,
                 ignore_mismatched_sizes=True,  # or it raises, and does not say which
@@ -124,10 +124,8 @@ def load_network(read: Callable[..., Any], source: str | os.PathLike[str], **opt
         raise
     except Exception as error:  # from a dozen libraries, without a common base
         raise ValueError(f"{source} cannot be loaded ({_one_line(error)})") from error
-    problems = [f"{what} keys: {few(names)}" for what in ("missing", "unexpected") if (names := found[f"{what}_keys"])]
-    mismatched = [
-        f"{name} is {list(theirs)} instead of {list(ours)}" for name, theirs, ours in found["mismatched_keys"]
-    ]
+    problems = [f"{what} keys: {few(names)}" for what in ("missing", "unexpected") if (names := info[f"{what}_keys"])]
+    mismatched = [f"{name} is {list(theirs)} instead of {list(ours)}" for name, theirs, ours in info["mismatched_keys"]]
     if not getattr(network.config, "quantization_config", None):  # quantised weights are stored as what they are not
         mismatched += _other_numbers(network, stored)
     if mismatched:
@@ -175,7 +173,7 @@ def load_tokenizer(source: str | os.PathLike[str], **options: Any) -> "PreTraine
     if place.is_dir() and not _ELSEWHERE & options.keys() and not any(any(place.glob(name)) for name in _TOKENIZERS):
         return None
     try:
-        found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, padding_side="left", **options)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, padding_side="left", **options)
     except ImportError:
         raise
     except Exception as error:  # the tokenizers' own library raises plain ones
@@ -184,7 +182,7 @@ def load_tokenizer(source: str | os.PathLike[str], **options: Any) -> "PreTraine
         raise ValueError(
             f"the tokenizer in {source} cannot be read ({_one_line(error)}): copy the checkpoint again"
         ) from error
-    return found
+    return tokenizer
 
 
 def check_finite(tensors: Mapping[str, Tensor], source: str | os.PathLike[str]) -> None:
@@ -212,11 +210,11 @@ def _finite(tensor: Tensor) -> bool:
 
 def _stored_dtypes(folder: Path) -> dict[str, str]:
     """The dtype of every stored tensor, as safetensors calls it."""
-    found: dict[str, str] = {}
+    dtypes: dict[str, str] = {}
     for path in weight_files(folder):
         with _damage_of(path), safe_open(path, "pt") as file:
-            found |= {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118  # no mapping
-    return found
+            dtypes |= {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118  # no mapping
+    return dtypes
 
 
 def _other_numbers(network: nn.Module, stored: Mapping[str, str]) -> list[str]:

@@ -174,8 +174,8 @@ def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype
     name = str(dtype).removeprefix("torch.")
     if name not in list(Dtype):
         raise ValueError(f"dtype must be one of {', '.join(Dtype)}, got {dtype!r}")
-    found: torch.dtype = getattr(torch, name)
-    return found
+    resolved: torch.dtype = getattr(torch, name)
+    return resolved
 
 
 def _wrapped(model: Any, tokenizer: "PreTrainedTokenizerBase | None", kernels: str, keep_weights: bool) -> RaggedModel:
@@ -245,13 +245,13 @@ def load_target(
         ValueError: if the model is damaged, incomplete or no causal LM, or it has no tokenizer.
     """
     native.load_in_background()
-    found, tokenizer = load_model(model, getattr(torch, dtype))
+    network, tokenizer = load_model(model, getattr(torch, dtype))
     if tokenizer is None:
         raise ValueError(
             f"{model} has no tokenizer, and prompts are texts: save it beside the model, "
             "tokenizer.save_pretrained(folder)"
         )
-    return RaggedModel(found, tokenizer, kernels=kernels), tokenizer
+    return RaggedModel(network, tokenizer, kernels=kernels), tokenizer
 
 
 def drafter_named(name: str, target: RaggedModel) -> Drafter:

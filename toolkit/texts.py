@@ -112,12 +112,12 @@ def stops(stop: Any) -> tuple[str, ...]:
         TypeError: if ``stop`` is neither a text nor a list of them.
         ValueError: if one is empty.
     """
-    found = () if stop is None else (stop,) if isinstance(stop, str) else stop
-    if not isinstance(found, Sequence) or not all(isinstance(text, str) for text in found):
+    texts = () if stop is None else (stop,) if isinstance(stop, str) else stop
+    if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
         raise TypeError(f"stop must be a str or a list of them, got {stop!r}")
-    if "" in found:
+    if "" in texts:
         raise ValueError("stop must not hold an empty text, which stands everywhere")
-    return tuple(found)
+    return tuple(texts)
 
 
 class Pieces:

@@ -64,8 +64,8 @@ class ChatFormat:
         rest = str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
         pieces = []
         for mark in marks:
-            piece, found, rest = rest.partition(mark)
-            if not found:
+            piece, separator, rest = rest.partition(mark)
+            if not separator:
                 raise ValueError(f"the chat template does not repeat what was said word by word: {mark!r} is gone")
             pieces.append(piece)
         return [*pieces, rest]

@@ -129,8 +129,8 @@ class DeciderModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
             ValueError: if the drafter was trained for another one.
         """
         self.student.to(target.device)
-        found = {"_target": target, "_teacher": TeacherHead(target), "_drafter": self.student.drafter(target)}
-        for name, part in found.items():
+        parts = {"_target": target, "_teacher": TeacherHead(target), "_drafter": self.student.drafter(target)}
+        for name, part in parts.items():
             object.__setattr__(self, name, part)
 
     def configure_optimizers(self) -> Optimizer:
@@ -158,10 +158,10 @@ class DeciderModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
         """Collects logits along held-out text; every second sequence calibrates, the others judge."""
         drafts = self.drafts(batch)
         rows = (values.flatten(0, 1) for values in (drafts.places, drafts.statistics, drafts.hidden))
-        found = {name: getattr(drafts, name) for name in ("labels", "passes", "weights", "valid")}
-        found["logits"] = self.decider.logits(*rows).float().view_as(drafts.labels)
-        found["judges"] = ((self._sequences + drafts.sequences) % 2 == 1).expand_as(drafts.labels)
-        self._seen.append({name: values.cpu() for name, values in found.items()})
+        tensors = {name: getattr(drafts, name) for name in ("labels", "passes", "weights", "valid")}
+        tensors["logits"] = self.decider.logits(*rows).float().view_as(drafts.labels)
+        tensors["judges"] = ((self._sequences + drafts.sequences) % 2 == 1).expand_as(drafts.labels)
+        self._seen.append({name: values.cpu() for name, values in tensors.items()})
         self._sequences += len(batch.tokens)
 
     def on_validation_epoch_end(self) -> None:
@@ -239,7 +239,7 @@ class DeciderModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
             )
 
         by_threshold, by_depth = speeds(fit)
-        best, depth = (max(range(len(found)), key=found.__getitem__) for found in (by_threshold, by_depth))
+        best, depth = (max(range(len(rates)), key=rates.__getitem__) for rates in (by_threshold, by_depth))
         self.decider.threshold = self.thresholds[best]
         by_threshold, by_depth = speeds(judge)
         self.speeds = {

@@ -218,24 +218,24 @@ class DrafterModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
     def validation_step(self, batch: Batch, index: int) -> None:
         """Collects ranks and acceptances along held-out text."""
         predictions = self.student.unroll(batch, self.data.target, self.draft_steps)
-        found = [along(self.student, self._teacher, batch, prediction) for prediction in predictions]
+        rows = [along(self.student, self._teacher, batch, prediction) for prediction in predictions]
         if self.student.steps_alike:
-            found *= self.draft_steps
-        begins = batch.roles[:, -found[0]["ranks"].shape[1] :] == ANSWER
+            rows *= self.draft_steps
+        begins = batch.roles[:, -rows[0]["ranks"].shape[1] :] == ANSWER
         self._seen.append(
             {
                 "temperature": batch.temperatures,
                 "begins": begins,
-                **{name: torch.stack([row[name] for row in found]) for name in found[0]},
+                **{name: torch.stack([row[name] for row in rows]) for name in rows[0]},
             }
         )
 
     def on_validation_epoch_end(self) -> None:
         """Reports expected block efficiencies, acceptance by depth, and a real decode."""
-        found = expectations(self._seen, self.tree)
-        if found.acceptance:
-            self.student.network.config.acceptance = found.acceptance
-        metrics = found.metrics
+        expected = expectations(self._seen, self.tree)
+        if expected.acceptance:
+            self.student.network.config.acceptance = expected.acceptance
+        metrics = expected.metrics
         self._gather()
         if self.decoded and not self.trainer.sanity_checking:
             prompts = self.data.held_out_prompts(self.decoded)

@@ -101,8 +101,8 @@ from arbordraft import {kind}
 
 
 def _by_position(point: Mapping[str, float], prefix: str) -> list[float]:
-    found = {int(name.removeprefix(prefix)): value for name, value in point.items() if name.startswith(prefix)}
-    return [found[position] for position in sorted(found)]
+    values = {int(name.removeprefix(prefix)): value for name, value in point.items() if name.startswith(prefix)}
+    return [values[position] for position in sorted(values)]
 
 
 def _figure(x: str, y: str) -> tuple[Any, Any]:

@@ -22,9 +22,9 @@ def answers(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
     # After a second of rest vLLM's processes wait to be woken, and at times only notice a request five seconds later.
     llm.generate(prompts[:1], SamplingParams(temperature=0, max_tokens=1, detokenize=False), use_tqdm=False)
     start = time.perf_counter()
-    found = llm.generate(prompts, sampling, use_tqdm=False)
+    outputs = llm.generate(prompts, sampling, use_tqdm=False)
     seconds = time.perf_counter() - start
-    answer: dict[str, Any] = {"seconds": seconds, "tokens": [list(each.outputs[0].token_ids) for each in found]}
+    answer: dict[str, Any] = {"seconds": seconds, "tokens": [list(each.outputs[0].token_ids) for each in outputs]}
     if request.get("counters"):
         answer["counters"] = counters(llm)
     return answer
@@ -33,8 +33,8 @@ def answers(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
 def counters(llm: Any) -> dict[str, Any]:
     """What vLLM has counted of speculation: numbers, or a list by position in the draft."""
     prefix = "vllm:spec_decode_"
-    found = {each.name.removeprefix(prefix): each for each in llm.get_metrics() if each.name.startswith(prefix)}
-    return {name: list(each.values) if hasattr(each, "values") else each.value for name, each in found.items()}
+    metrics = {each.name.removeprefix(prefix): each for each in llm.get_metrics() if each.name.startswith(prefix)}
+    return {name: list(each.values) if hasattr(each, "values") else each.value for name, each in metrics.items()}
 
 
 def main() -> None:

@@ -247,8 +247,8 @@ def _compiler() -> tuple[list[str], str]:
             command = shlex.split(name)
             version = subprocess.run([*command, "--version"], capture_output=True, timeout=60, check=True).stdout
             return command, version.decode(errors="replace").splitlines()[0]
-    found = f"CXX={chosen!r} does not run" if chosen else f"there is no C++ compiler ({', '.join(names)}) on the PATH"
-    raise Unavailable(f"{found}; install g++ (Debian, Ubuntu: apt install g++) or name a compiler in CXX")
+    fault = f"CXX={chosen!r} does not run" if chosen else f"there is no C++ compiler ({', '.join(names)}) on the PATH"
+    raise Unavailable(f"{fault}; install g++ (Debian, Ubuntu: apt install g++) or name a compiler in CXX")
 
 
 @functools.cache
@@ -256,12 +256,12 @@ def cpu() -> dict[str, str]:
     """What the operating system says about the first core, without what changes from moment to moment."""
     lasting = {"vendor_id", "cpu family", "model", "model name", "flags", "Features"}
     lasting |= {"CPU implementer", "CPU part", "CPU variant"}
-    found = {"processor": platform.processor()}
+    fields = {"processor": platform.processor()}
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:
         for line in lines:
             name, _, value = line.partition(":")
             if name.strip() in lasting:
-                found[name.strip()] = value.strip()
+                fields[name.strip()] = value.strip()
             elif not line.strip():
                 break
-    return found
+    return fields

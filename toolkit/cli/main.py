@@ -144,7 +144,7 @@ def tune(
     with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console) as progress:
         task = progress.add_task("loading the model")
         target, tokenizer = load_target(model, dtype, Kernels.auto)
-        found = find(
+        tuned = find(
             target,
             tokenizer,
             drafter,
@@ -155,10 +155,10 @@ def tune(
             new_tokens=new_tokens,
             tell=lambda what: progress.update(task, description=what),
         )
-    found.save(output)
+    tuned.save(output)
     if costs is not None:
-        found.costs.save(costs)
-    for choice in found.choices:
+        tuned.costs.save(costs)
+    for choice in tuned.choices:
         gain = (
             f"{choice.tokens_per_second:.0f} tokens/s, {choice.tokens_per_second / choice.plain:.2f} x plain decoding"
         )

@@ -72,12 +72,12 @@ class HybridDrafter(Drafter):
                 part.observe(own, {s: h.unflatten(1, (count, -1))[:, wanted].flatten(1) for s, h in hidden.items()})
 
     def propose(self, state: _State, context: DraftContext) -> DraftTree:
-        found = self.first.propose(state.first, context)
-        idle = [tree is not None and len(tree.tokens) == 1 for tree in found.samples]
+        draft = self.first.propose(state.first, context)
+        idle = [tree is not None and len(tree.tokens) == 1 for tree in draft.samples]
         room = [limit if waits else None for limit, waits in zip(context.room, idle, strict=True)]
         # Asked even if nobody waits: it forgets what it fed in the step before.
         others = self.otherwise.propose(state.otherwise, replace(context, room=room))
-        return DraftTree(tuple(b or a for a, b in zip(found.samples, others.samples, strict=True)))
+        return DraftTree(tuple(b or a for a, b in zip(draft.samples, others.samples, strict=True)))
 
     def commit(self, state: _State, tree: DraftTree, verdict: Verdict) -> None:
         self.first.commit(state.first, tree, verdict)
