@@ -182,11 +182,11 @@ class Rounds:
         known = {handle: prompt[:-1] for handle, prompt in zip(self.handles, self.tokens, strict=True)}
         hidden = target.prefill(known, self.cache, hidden=drafter.hidden_layers)
         self.state = drafter.start(self.tokens, self.cache, self.handles)
-        self.observe({sample: hidden[handle] for sample, handle in enumerate(self.handles) if handle in hidden})
+        self.take_hidden({sample: hidden[handle] for sample, handle in enumerate(self.handles) if handle in hidden})
 
-    def observe(self, hidden: dict[int, Tensor]) -> None:
+    def take_hidden(self, hidden: dict[int, Tensor]) -> None:
         if self.drafter.hidden_layers:
-            self.drafter.observe(self.state, hidden)
+            self.drafter.take_hidden(self.state, hidden)
 
     def propose(self, topology: TreeTopology, law, **options) -> DraftTree:
         """The drafter's trees; finished samples get none."""
@@ -221,4 +221,4 @@ class Rounds:
             self.tokens[s] += [*(sample.tokens[node] for node in one.path), one.token]
         self.cache.commit(kept)
         self.drafter.commit(self.state, tree, Verdict(tuple(judged)))
-        self.observe(seen)
+        self.take_hidden(seen)

@@ -441,7 +441,7 @@ class SpeculativeDecoder(nn.Module):
             drafts = self.drafter.start(prompts, cache, handles)
             if self.drafter.hidden_layers:
                 seen = {sample: hidden[handle] for sample, handle in enumerate(handles) if handle in hidden}
-                self.drafter.observe(drafts, seen)
+                self.drafter.take_hidden(drafts, seen)
 
         state = DecodeState(
             tokens=prompts,
@@ -581,7 +581,7 @@ class SpeculativeDecoder(nn.Module):
         keep(kept)
         self.drafter.commit(state.drafts, tree, Verdict(tuple(remaining)))
         if self.drafter.hidden_layers and seen:
-            self.drafter.observe(state.drafts, seen)
+            self.drafter.take_hidden(state.drafts, seen)
 
     def _check_positions(self, prompts: Sequence[Sequence[int]], budget: int) -> None:
         longest = max(len(prompt) for prompt in prompts)

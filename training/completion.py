@@ -69,7 +69,7 @@ class _Recorder(NoDrafter):
     def start(self, tokens: Sequence[Sequence[int]], target_cache: RaggedKVCache, handles: Sequence[int]) -> None:
         self._seen = {sample: [] for sample in range(len(tokens))}
 
-    def observe(self, state: Any, hidden: Mapping[int, Tensor]) -> None:
+    def take_hidden(self, state: Any, hidden: Mapping[int, Tensor]) -> None:
         for sample, states in hidden.items():
             self._seen[sample].append(states.clone())  # not a view that would keep a whole batch
 

@@ -196,7 +196,7 @@ def test_an_eagle_drafter_shows_what_its_head_is_given():
     known = {handle: prompt[:-1] for handle, prompt in zip(handles, prompts, strict=True)}
     hidden = target.prefill(known, cache, hidden=drafter.hidden_layers)
     state = drafter.start(prompts, cache, handles)
-    drafter.observe(state, {sample: hidden[handle] for sample, handle in enumerate(handles)})
+    drafter.take_hidden(state, {sample: hidden[handle] for sample, handle in enumerate(handles)})
     tree = drafter.propose(state, context(prompts, TREE, WithoutReplacement(2), decide=decide))
     assert tree.lengths == [TREE.num_nodes] * 2
     assert [step.depth for step in views] == [0, 0, 1, 1, 2, 2]  # sampled: every sample is shown alone

@@ -165,8 +165,8 @@ def test_rows_stay_right_whatever_was_accepted(name):
 class Late(EagleDrafter):
     """Takes each token's states for those of the next."""
 
-    def observe(self, state, hidden):
-        super().observe(state, {sample: states.roll(1, 0) for sample, states in hidden.items()})
+    def take_hidden(self, state, hidden):
+        super().take_hidden(state, {sample: states.roll(1, 0) for sample, states in hidden.items()})
 
 
 class Hoarder(EagleDrafter):
@@ -181,7 +181,7 @@ class Hoarder(EagleDrafter):
 class Forward(MedusaDrafter):
     """Looks ahead from the first token that it was shown."""
 
-    def observe(self, state, hidden):
+    def take_hidden(self, state, hidden):
         state.seen |= {sample: states[0] for sample, states in hidden.items()}
 
 
@@ -373,7 +373,7 @@ class Sometimes(Drafter):
     def start(self, tokens, target_cache, handles):
         return {sample: [] for sample in range(len(tokens))}
 
-    def observe(self, state, hidden):
+    def take_hidden(self, state, hidden):
         for sample, shown in hidden.items():
             state[sample].append(shown)
 

@@ -107,7 +107,7 @@ class Watcher(NGramDrafter):
         self.seen = {sample: [] for sample in range(len(tokens))}
         return super().start(tokens, target_cache, handles)
 
-    def observe(self, state, hidden):
+    def take_hidden(self, state, hidden):
         for sample, states in hidden.items():
             self.seen[sample].append(states)
 

@@ -239,7 +239,7 @@ def forced_draft(drafter, target, text, start, steps, greedy, temperature):
     handle = cache.open(64)
     hidden = target.prefill({handle: text[: start - 1]}, cache, hidden=drafter.hidden_layers)
     state = drafter.start([text[:start]], cache, [handle])
-    drafter.observe(state, {0: hidden[handle]})
+    drafter.take_hidden(state, {0: hidden[handle]})
     step = context([text[:start]], TreeTopology.chain(steps), Fixed(1), greedy=greedy, decide=decide)
     object.__setattr__(step, "warp", warp)
     drafter.propose(state, step)

@@ -74,7 +74,7 @@ class Drafter(nn.Module):
     def commit(self, state: Any, tree: DraftTree, verdict: Verdict) -> None:
         """Learns what became of a tree; a sample without a verdict is finished."""
 
-    def observe(self, state: Any, hidden: Mapping[int, Tensor]) -> None:
+    def take_hidden(self, state: Any, hidden: Mapping[int, Tensor]) -> None:
         """Receives the target's hidden states of newly committed tokens, behind :meth:`start` and :meth:`commit`.
 
         Never called for drafters that want none.

@@ -80,7 +80,7 @@ class EagleDrafter(HeadDrafter):
         ours = [cache.open(target_cache.capacity(handle)) for handle in handles]
         return _State(cache, ours, {sample: [] for sample in range(len(tokens))})
 
-    def observe(self, state: _State, hidden: Mapping[int, Tensor]) -> None:
+    def take_hidden(self, state: _State, hidden: Mapping[int, Tensor]) -> None:
         for sample, states in hidden.items():
             if sample in state.pending:
                 state.pending[sample].append(states)

@@ -64,12 +64,12 @@ class HybridDrafter(Drafter):
     def start(self, tokens: Sequence[Sequence[int]], target_cache: RaggedKVCache, handles: Sequence[int]) -> _State:
         return _State(*(part.start(tokens, target_cache, handles) for part in (self.first, self.otherwise)))
 
-    def observe(self, state: _State, hidden: Mapping[int, Tensor]) -> None:
+    def take_hidden(self, state: _State, hidden: Mapping[int, Tensor]) -> None:
         count = len(self.hidden_layers)
         for part, own in ((self.first, state.first), (self.otherwise, state.otherwise)):
             if part.hidden_layers:
                 wanted = [self.hidden_layers.index(layer) for layer in part.hidden_layers]
-                part.observe(own, {s: h.unflatten(1, (count, -1))[:, wanted].flatten(1) for s, h in hidden.items()})
+                part.take_hidden(own, {s: h.unflatten(1, (count, -1))[:, wanted].flatten(1) for s, h in hidden.items()})
 
     def propose(self, state: _State, context: DraftContext) -> DraftTree:
         draft = self.first.propose(state.first, context)

@@ -70,7 +70,7 @@ class MedusaDrafter(HeadDrafter):
     def start(self, tokens: Sequence[Sequence[int]], target_cache: RaggedKVCache, handles: Sequence[int]) -> _State:
         return _State()
 
-    def observe(self, state: _State, hidden: Mapping[int, Tensor]) -> None:
+    def take_hidden(self, state: _State, hidden: Mapping[int, Tensor]) -> None:
         state.seen |= {sample: states[-1] for sample, states in hidden.items()}
 
     def propose(self, state: _State, context: DraftContext) -> DraftTree:
