@@ -12,8 +12,8 @@ from arbordraft import TreeTopology
 from arbordraft.kernels import native
 from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Matrix, decoder_layers_reference, rms_norm
 from arbordraft.kernels.decoder_layers.reference import rms_norm_reference
-from arbordraft.kernels.packed_linear import ACTIVATIONS, interleave, pack, packed_linear, quantize
-from arbordraft.kernels.packed_linear.reference import packed_linear_reference
+from arbordraft.kernels.prepacked_linear import ACTIVATIONS, interleave, prepack, prepacked_linear, quantize
+from arbordraft.kernels.prepacked_linear.reference import prepacked_linear_reference
 from arbordraft.kernels.ragged_tree_attention import ragged_tree_attention, ragged_tree_attention_reference
 from arbordraft.kernels.verify import row_max, row_max_reference
 from arbordraft.masks import stack_words
@@ -47,7 +47,7 @@ OPTIONS = {
 
 
 def linear_case(kind, outputs, inputs, rows=5, bias=True, activation=None, seed=0):
-    """Arguments of a packed linear, its value in float64 and a bound of the kernel's error.
+    """Arguments of a prepacked linear, its value in float64 and a bound of the kernel's error.
 
     Every product is exact or rounded once, and so is every sum; the result is rounded to its type.
     """
@@ -70,18 +70,18 @@ def linear_case(kind, outputs, inputs, rows=5, bias=True, activation=None, seed=
         # No activation here is steeper than 1.2; exp is good to 2 units, gelu suffers from cancellation below -4.
         error = 1.2 * gate_error * up.abs() + gate.abs() * up_error + 2.0**-20 * (1 + gate.abs()) * up.abs()
     error = error + HALF_STEP[dtype] * (exact.abs() + error)
-    return (x, pack(weight), scale, wide_bias), options, exact, error
+    return (x, prepack(weight), scale, wide_bias), options, exact, error
 
 
 def check_linear(*args, **kwargs):
     arguments, options, exact, error = linear_case(*args, **kwargs)
-    found = packed_linear(*arguments, **options)
+    found = prepacked_linear(*arguments, **options)
     assert found.dtype == arguments[0].dtype
     assert found.shape == exact.shape
     excess = (found.double() - exact).abs() - error
     assert (excess <= 0).all(), f"{excess.max()} above the bound for {args} {kwargs}"
     # The reference rounds as often, so it keeps the same bound: what is compared with it is compared with the truth.
-    reference = packed_linear_reference(*arguments, options["outputs"], options["activation"])
+    reference = prepacked_linear_reference(*arguments, options["outputs"], options["activation"])
     assert ((reference.double() - exact).abs() <= error).all()
 
 
@@ -129,7 +129,7 @@ def random_layer(dtype=torch.float32, int8=False, seed=0, **options):
         if gated:
             dense = interleave(*dense.chunk(2))
         dense, scale = quantize(dense) if int8 else (dense, None)
-        return Matrix(pack(dense), scale, 0.3 * noise(outputs) if chosen["bias"] else None)
+        return Matrix(prepack(dense), scale, 0.3 * noise(outputs) if chosen["bias"] else None)
 
     pre, post = "pre" in chosen["norms"], "post" in chosen["norms"]
     return LayerWeights(
@@ -314,7 +314,7 @@ def choices_of_rows(count, number, seed=0):
 def linear_rows(kind, outputs, inputs, activation=None, count=40):
     """A function of row indices, for :func:`differing`."""
     (x, *weights), options, _, _ = linear_case(kind, outputs, inputs, count, activation=activation)
-    return lambda rows: packed_linear(x[rows], *weights, **options)
+    return lambda rows: prepacked_linear(x[rows], *weights, **options)
 
 
 def check_tree_rows(case, samples=None, **options):

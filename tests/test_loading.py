@@ -356,7 +356,7 @@ def test_a_copy_must_fit_into_memory(kernels, monkeypatch, free, backend):
     if backend == "native":
         target = ad.RaggedModel(tiny(), kernels="auto")
     else:
-        with pytest.warns(UserWarning, match="own linears: a packed copy of the weights takes"):
+        with pytest.warns(UserWarning, match="own linears: a prepacked copy of the weights takes"):
             target = ad.RaggedModel(tiny(), kernels="auto")
         assert "GiB are free" in target.chosen
         assert ad.RaggedModel(tiny(), kernels="native").backend == "native"
@@ -375,7 +375,7 @@ def test_what_was_chosen_is_said_once(kernels, caplog):
     ("options", "said"),
     [
         ({"kernels": "torch"}, "torch: the model's own modules (asked for)"),
-        ({"kernels": "native"}, "native: 0 of 2 layers fused, 9 linears packed, "),
+        ({"kernels": "native"}, "native: 0 of 2 layers fused, 9 linears prepacked, "),
         ({"int8": True}, ", int8"),
         ({"keep_weights": False}, "originals in a file"),
         ({"kernels": "torch", "keep_weights": False}, "torch: the model's own modules (asked for)"),
@@ -438,7 +438,7 @@ def test_changed_originals_are_packed_again(kernels):
         for layer in freed.model.model.layers:
             layer.mlp.down_proj.weight += 0.1
     settings = {**left_padded(PROMPTS), "max_new_tokens": 8, "do_sample": False}
-    with pytest.warns(UserWarning, match="changed after they were packed"):
+    with pytest.warns(UserWarning, match="changed after they were prepacked"):
         found = ad.SpeculativeDecoder(freed, ad.NGramDrafter()).generate(**settings)
     assert torch.equal(found, freed.model.generate(**settings))
     assert in_a_file(freed.model.model.layers[0].mlp.down_proj.weight)

@@ -109,7 +109,7 @@ def cost_file(target: RaggedModel) -> Path:
     shapes = [(name, list(parameter.shape)) for name, parameter in model.named_parameters()]
     device = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else cpu()
     versions = [torch.__version__, *map(version, ("arbordraft", "transformers"))]
-    kernels = [str(model.dtype), target.backend, str(target.packing)]
+    kernels = [str(model.dtype), target.backend, str(target.prepacking)]
     parts = [device, torch.get_num_threads(), versions, type(model).__name__, shapes, kernels]
     return cache_folder() / "costs" / f"{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]}.json"
 

@@ -2,7 +2,7 @@
 // residual stays in float, and the team of threads is woken once for all layers.
 #pragma once
 
-#include "../packed_linear/cpu.h"
+#include "../prepacked_linear/cpu.h"
 #include "../ragged_tree_attention/cpu.h"
 
 namespace arbordraft {
@@ -28,11 +28,11 @@ inline void rotate(float* x, const float* cosine, const float* sine, int64_t rot
   }
 }
 
-// W: packed weights; X: what they multiply; T: keys and values.
+// W: prepacked weights; X: what they multiply; T: keys and values.
 template <class W, class X, class T>
 struct Layer {
   const float *pre_attention, *query_norm, *key_norm, *sinks, *post_attention, *pre_mlp, *post_mlp;  // or null
-  Packed<W> qkv, out, gate_up, down;
+  Prepacked<W> qkv, out, gate_up, down;
   int64_t query_heads, kv_heads, dim, inner, window;
   Activation activation;
   bool rotary;
@@ -64,7 +64,7 @@ inline void run_layers(
     meet(threads);
   };
   // x += y W^T, normed first if there is a norm behind the block.
-  const auto add_rows = [&](const Packed<W>& m, const X* y, const float* norm, float epsilon) {
+  const auto add_rows = [&](const Prepacked<W>& m, const X* y, const float* norm, float epsilon) {
     const Range blocks = share((m.outputs + kLanes - 1) / kLanes, 2, thread, threads);
     float* sums = norm ? space.sums : x;
     multiply(m, y, m.inputs, rows, blocks, [&](int64_t r, int64_t block, const f32x16* acc, int n) {

@@ -10,13 +10,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from arbordraft.kernels.packed_linear import ACTIVATION_CODES, packed_linear_reference
+from arbordraft.kernels.prepacked_linear import ACTIVATION_CODES, prepacked_linear_reference
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch, ragged_tree_attention_reference
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A packed matrix: see :mod:`arbordraft.kernels.packed_linear`."""
+    """A prepacked matrix: see :mod:`arbordraft.kernels.prepacked_linear`."""
 
     weight: Tensor
     scale: Tensor | None = None
@@ -148,7 +148,7 @@ def decoder_layers_reference(
 
 def _times(x: Tensor, matrix: Matrix, activation: str | None = None) -> Tensor:
     blocks = matrix.weight.shape[0] * matrix.weight.shape[2]
-    return packed_linear_reference(x, matrix.weight, matrix.scale, matrix.bias, blocks, activation)
+    return prepacked_linear_reference(x, matrix.weight, matrix.scale, matrix.bias, blocks, activation)
 
 
 def _rotated(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:

@@ -6,7 +6,7 @@
 #include <torch/library.h>
 
 #include "../decoder_layers/cpu.h"
-#include "../packed_linear/cpu.h"
+#include "../prepacked_linear/cpu.h"
 #include "../ragged_tree_attention/cpu.h"
 #include "../verify/cpu.h"
 
@@ -57,13 +57,13 @@ class Arena {
 };
 
 template <class W>
-Packed<W> packed(const Tensor& weight, const OptionalTensor& scale, const OptionalTensor& bias, int64_t outputs) {
+Prepacked<W> prepacked(const Tensor& weight, const OptionalTensor& scale, const OptionalTensor& bias, int64_t outputs) {
   constexpr int64_t lanes = std::is_same_v<W, float> ? 1 : 2;
   const int64_t blocks = (outputs + kLanes - 1) / kLanes;
   TORCH_CHECK(
       weight.dim() == (lanes == 1 ? 3 : 4) && weight.size(0) == blocks && weight.size(2) == kLanes &&
           (lanes == 1 || weight.size(3) == lanes),
-      "weights are not packed for ", outputs, " outputs: ", weight.sizes());
+      "weights are not prepacked for ", outputs, " outputs: ", weight.sizes());
   TORCH_CHECK(!scale || scale->numel() == outputs, "expected one scale per output");
   TORCH_CHECK(!bias || bias->numel() == outputs, "expected one bias per output");
   return {data<W>(weight), floats(scale), floats(bias), outputs, weight.size(1) * lanes};
@@ -89,7 +89,7 @@ Tensor linear(
     const Tensor& x, const Tensor& weight, const OptionalTensor& scale, const OptionalTensor& bias, int64_t outputs,
     int64_t activation) {
   using X = std::conditional_t<kDotBf16 && std::is_same_v<T, bf16>, bf16, float>;
-  const Packed<W> m = packed<W>(weight, scale, bias, outputs);
+  const Prepacked<W> m = prepacked<W>(weight, scale, bias, outputs);
   const int64_t size = x.size(-1), rows = x.numel() / std::max<int64_t>(1, size);
   const int64_t padding = weight.dim() == 4 ? 1 : 0;
   TORCH_CHECK(size <= m.inputs && size >= m.inputs - padding, "x has ", size, " channels, the weights ", m.inputs);
@@ -118,7 +118,7 @@ Tensor linear(
   return y;
 }
 
-Tensor packed_linear(
+Tensor prepacked_linear(
     const Tensor& x, const Tensor& weight, const OptionalTensor& scale, const OptionalTensor& bias, int64_t outputs,
     int64_t activation) {
   const bool half = x.scalar_type() == at::kBFloat16;
@@ -271,7 +271,7 @@ std::tuple<Tensor, Tensor> layers_of(
     const auto matrix = [&](int64_t i, int64_t outputs, int64_t inputs) {
       const OptionalTensor weight = tensor(i);
       TORCH_CHECK(weight, "a matrix is missing");
-      const Packed<W> m = packed<W>(*weight, tensor(i + 1), tensor(i + 2), outputs);
+      const Prepacked<W> m = prepacked<W>(*weight, tensor(i + 1), tensor(i + 2), outputs);
       TORCH_CHECK(m.inputs == inputs, "a matrix has ", m.inputs, " inputs instead of ", inputs);
       return m;
     };
@@ -387,7 +387,7 @@ TORCH_LIBRARY(arbordraft, m) {
   forked();  // notices forks from now on
   m.def("isa() -> str", &isa);
   m.def("work_alone() -> ()", &work_alone);
-  m.def("packed_linear(Tensor x, Tensor weight, Tensor? scale, Tensor? bias, int outputs, int activation) -> Tensor");
+  m.def("prepacked_linear(Tensor x, Tensor weight, Tensor? scale, Tensor? bias, int outputs, int activation) -> Tensor");
   m.def("rms_norm(Tensor x, Tensor weight, float epsilon) -> Tensor");
   m.def("ragged_tree_attention(Tensor query, Tensor keys, Tensor values, Tensor samples, Tensor positions, "
         "Tensor? words, Tensor? tree_positions, float scale, int window, float softcap, Tensor? sinks) -> Tensor");
@@ -398,7 +398,7 @@ TORCH_LIBRARY(arbordraft, m) {
 }
 
 TORCH_LIBRARY_IMPL(arbordraft, CPU, m) {
-  m.impl("packed_linear", &packed_linear);
+  m.impl("prepacked_linear", &prepacked_linear);
   m.impl("rms_norm", &rms_norm_op);
   m.impl("ragged_tree_attention", &ragged_tree_attention);
   m.impl("decoder_layers", &decoder_layers);

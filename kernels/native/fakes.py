@@ -7,11 +7,11 @@ from torch import Tensor, float32, int64, library
 
 def register() -> None:
     """Tells torch; once per process, after the library was loaded."""
-    for fake in (_packed_linear, _rms_norm, _ragged_tree_attention, _decoder_layers, _row_max):
+    for fake in (_prepacked_linear, _rms_norm, _ragged_tree_attention, _decoder_layers, _row_max):
         library.register_fake(f"arbordraft::{fake.__name__[1:]}", fake)
 
 
-def _packed_linear(
+def _prepacked_linear(
     x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, outputs: int, activation: int
 ) -> Tensor:
     return x.new_empty(*x.shape[:-1], outputs if activation < 0 else outputs // 2)

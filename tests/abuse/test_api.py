@@ -411,20 +411,20 @@ def in_inference_mode(weight):
 
 @pytest.mark.parametrize("change", [through_data, through_numpy, in_inference_mode])
 def test_hidden_changes_are_noticed(change, kernels):
-    from packed_models import logits, plain, small
+    from prepacked_models import logits, plain, small
 
     model = small()
     target = RaggedModel(model, kernels="native")
     before = logits(target)
     change(model.model.layers[1].mlp.down_proj.weight)
-    with pytest.warns(UserWarning, match="changed after they were packed"):
+    with pytest.warns(UserWarning, match="changed after they were prepacked"):
         found = logits(target)
     torch.testing.assert_close(found, logits(plain(model)), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(found, before, atol=1e-3)
 
 
 def test_one_hidden_element_calls_for_refresh(kernels):
-    from packed_models import logits, plain, small
+    from prepacked_models import logits, plain, small
 
     model = small()
     target = RaggedModel(model, kernels="native")
@@ -447,7 +447,7 @@ def test_attributes_that_change_are_noticed():
         def forward(self, x):
             return self.base(x) * (-2 if self.on else 1)
 
-    from packed_models import logits, small
+    from prepacked_models import logits, small
 
     model = small()
     model.model.layers[0].mlp = Switched(model.model.layers[0].mlp)

@@ -11,7 +11,7 @@ from textwrap import dedent
 import pytest
 import torch
 from models import PROMPTS, left_padded, tiny
-from packed_models import small
+from prepacked_models import small
 from transformers import LogitsProcessorList
 
 from arbordraft import (
@@ -130,7 +130,7 @@ def test_two_threads_on_one_model(kind, partner):
 
 
 def test_wrapping_a_model_while_it_decodes():
-    """Packing observes forwards of its own copy alone."""
+    """Prepacking observes forwards of its own copy alone."""
     decoder, model = built("packed, lookup")
     expected, plain = answers(decoder), own(model)
 
@@ -172,7 +172,7 @@ def test_weights_that_change_between_requests_of_two_threads():
         with torch.no_grad():
             for layer in model.model.layers:
                 layer.mlp.down_proj.weight.mul_(-1.5)
-        with pytest.warns(UserWarning, match="changed after they were packed"):
+        with pytest.warns(UserWarning, match="changed after they were prepacked"):
             after = decoder.generate(**inputs, **NEW, do_sample=False).tolist()
         go_on.set()
         assert running.result().tolist() == before
@@ -304,6 +304,6 @@ def test_copies_have_a_model_of_their_own():
     for twin in (copy.deepcopy(decoder), pickle.loads(pickle.dumps(decoder))):
         with torch.no_grad():
             twin.target.model.lm_head.weight.neg_()
-        with pytest.warns(UserWarning, match="changed after they were packed"):
+        with pytest.warns(UserWarning, match="changed after they were prepacked"):
             assert answers(twin) != expected
         assert (answers(decoder), own(model)) == (expected, plain)

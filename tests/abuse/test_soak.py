@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import PROMPTS, VOCAB, left_padded, ragged, tiny
-from packed_models import small
+from prepacked_models import small
 
 from arbordraft import (
     ConfidenceThreshold,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from companions import EXIT, LAYERS, ROWS, Rounds, check_rows, drafter, states, target, trained, with_norms
 from models import PROMPTS, greedy_reference, left_padded, new_tokens, tiny
-from packed_models import BACKENDS, small
+from prepacked_models import BACKENDS, small
 from test_generate_law import fit
 from test_generate_law import small as few
 

@@ -34,13 +34,13 @@ from torch.testing import assert_close
 from arbordraft import TreeTopology
 from arbordraft.kernels import native
 from arbordraft.kernels.decoder_layers import LayerRun
-from arbordraft.kernels.packed_linear import (
+from arbordraft.kernels.prepacked_linear import (
     ACTIVATIONS,
     interleave,
-    pack,
-    packed_linear,
+    prepack,
+    prepacked_linear,
     quantize,
-    unpack,
+    restore,
 )
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch, ragged_tree_attention
 from arbordraft.kernels.verify import row_max, row_max_reference
@@ -73,24 +73,24 @@ def test_gated_linears(kind, activation):
 @pytest.mark.parametrize("kind", KINDS)
 def test_inputs_of_any_shape_and_layout(kind):
     (x, *weights), options, _, _ = linear_case(kind, 48, 31, rows=24)
-    together = packed_linear(x, *weights, **options)
-    assert torch.equal(packed_linear(x[3], *weights, **options), together[3])
-    assert torch.equal(packed_linear(x.view(2, 3, 4, 31), *weights, **options), together.view(2, 3, 4, 48))
+    together = prepacked_linear(x, *weights, **options)
+    assert torch.equal(prepacked_linear(x[3], *weights, **options), together[3])
+    assert torch.equal(prepacked_linear(x.view(2, 3, 4, 31), *weights, **options), together.view(2, 3, 4, 48))
     apart = x.T.contiguous().T
     assert not apart.is_contiguous()
-    assert torch.equal(packed_linear(apart, *weights, **options), together)
-    assert torch.equal(packed_linear(x[::3], *weights, **options), together[::3])
-    assert packed_linear(x.view(4, 6, 31)[:, :0], *weights, **options).shape == (4, 0, 48)
+    assert torch.equal(prepacked_linear(apart, *weights, **options), together)
+    assert torch.equal(prepacked_linear(x[::3], *weights, **options), together[::3])
+    assert prepacked_linear(x.view(4, 6, 31)[:, :0], *weights, **options).shape == (4, 0, 48)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_number_that_is_none_stays_in_its_row(kind):
     for activation in (None, *ACTIVATIONS):
         (x, *weights), options, _, _ = linear_case(kind, 64, 33, rows=20, activation=activation)
-        sound = packed_linear(x, *weights, **options)
+        sound = prepacked_linear(x, *weights, **options)
         bad = x.clone()
         bad[7, 3], bad[12, 5] = float("nan"), float("inf")
-        found = packed_linear(bad, *weights, **options)
+        found = prepacked_linear(bad, *weights, **options)
         others = [row for row in range(20) if row not in (7, 12)]
         assert torch.equal(found[others], sound[others])
         assert found[7].isnan().all()
@@ -103,7 +103,7 @@ def test_activations_far_out(activation):
     gates = torch.tensor([-1e30, -200, -90, -30, -8, -1e-3, -0.0, 0.0, 1e-3, 8, 30, 90, 200, 1e30, 1.0, float("nan")])
     weight = interleave(torch.zeros(16, 1), torch.zeros(16, 1))
     bias = interleave(gates[:, None], torch.ones(16, 1)).flatten()
-    found = packed_linear(torch.zeros(1, 1), pack(weight), None, bias, outputs=32, activation=activation)[0]
+    found = prepacked_linear(torch.zeros(1, 1), prepack(weight), None, bias, outputs=32, activation=activation)[0]
     assert_close(found, ACTIVATIONS[activation](gates), rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
@@ -113,17 +113,17 @@ SIZES = st.integers(1, 40)
 @given(SIZES, SIZES, st.sampled_from([torch.float32, torch.bfloat16, torch.int8]))
 def test_packing_loses_nothing(outputs, inputs, dtype):
     weight = torch.randint(-127, 128, (outputs, inputs)).to(dtype)
-    packed = pack(weight)
+    prepacked = prepack(weight)
     pairs = dtype != torch.float32
-    assert packed.shape == (-(-outputs // 16), -(-inputs // 2) if pairs else inputs, 16, *([2] if pairs else []))
-    assert torch.equal(unpack(packed, outputs, inputs), weight)
-    assert packed.to(torch.float64).abs().sum() == weight.to(torch.float64).abs().sum()  # padding is zero
+    assert prepacked.shape == (-(-outputs // 16), -(-inputs // 2) if pairs else inputs, 16, *([2] if pairs else []))
+    assert torch.equal(restore(prepacked, outputs, inputs), weight)
+    assert prepacked.to(torch.float64).abs().sum() == weight.to(torch.float64).abs().sum()  # padding is zero
 
 
-def test_packing_and_unpacking_are_what_the_layout_says():
+def test_prepacking_and_restoring_are_what_the_layout_says():
     weight = torch.arange(32.0 * 6).view(32, 6)
-    assert torch.equal(pack(weight)[1, 4], weight[16:, 4])
-    assert torch.equal(pack(weight.bfloat16())[1, 2, :, 1], weight[16:, 5].bfloat16())
+    assert torch.equal(prepack(weight)[1, 4], weight[16:, 4])
+    assert torch.equal(prepack(weight.bfloat16())[1, 2, :, 1], weight[16:, 5].bfloat16())
 
 
 @given(st.integers(1, 3), st.integers(0, 3))
@@ -146,16 +146,16 @@ def test_quantized_weights_are_within_half_a_step(outputs, inputs, dtype):
 
 
 def test_wrong_arguments_are_refused():
-    x, packed = torch.randn(3, 32), pack(torch.randn(40, 32))
+    x, prepacked = torch.randn(3, 32), prepack(torch.randn(40, 32))
     attention = Case(TREES["trees"], dtype=torch.float32, size=16)
     for call, message in (
-        (lambda: packed_linear(x[:, :31], packed, outputs=40), "31 channels, the weights 32"),
-        (lambda: packed_linear(x, packed, outputs=50), "not packed for 50 outputs"),
-        (lambda: packed_linear(x.bfloat16(), packed, outputs=40), "expected"),
-        (lambda: packed_linear(x.double(), packed, outputs=40), "expected"),
-        (lambda: packed_linear(x, packed, None, torch.zeros(39), outputs=40), "one bias per output"),
-        (lambda: packed_linear(x, packed.to(torch.int8)[..., None], outputs=40), "not packed"),
-        (lambda: packed_linear(x, packed, outputs=40, activation="silu"), "halves of whole blocks"),
+        (lambda: prepacked_linear(x[:, :31], prepacked, outputs=40), "31 channels, the weights 32"),
+        (lambda: prepacked_linear(x, prepacked, outputs=50), "not prepacked for 50 outputs"),
+        (lambda: prepacked_linear(x.bfloat16(), prepacked, outputs=40), "expected"),
+        (lambda: prepacked_linear(x.double(), prepacked, outputs=40), "expected"),
+        (lambda: prepacked_linear(x, prepacked, None, torch.zeros(39), outputs=40), "one bias per output"),
+        (lambda: prepacked_linear(x, prepacked.to(torch.int8)[..., None], outputs=40), "not prepacked"),
+        (lambda: prepacked_linear(x, prepacked, outputs=40, activation="silu"), "halves of whole blocks"),
         (lambda: attention_with(attention, starts=[0, 9, 900]), "outside the pool"),
         (lambda: attention_with(attention, rows=[4, 7, 6]), "describes 17 rows, got 18"),
         (lambda: attention_with(attention, words=torch.zeros(18, 1, dtype=torch.int64)), "sees no key"),
@@ -297,8 +297,8 @@ def operator_calls():
     pools = [[torch.randn(len(case.keys), 2, 16) for _ in run.layers] for _ in range(2)]
     rotary = torch.randn(2, 1, 18, 16)
     return [
-        (ops.packed_linear.default, (x, *weights, options["outputs"], -1)),
-        (ops.packed_linear.default, (torch.randn(2, 3, 8), pack(torch.randn(64, 8)), None, None, 64, 2)),
+        (ops.prepacked_linear.default, (x, *weights, options["outputs"], -1)),
+        (ops.prepacked_linear.default, (torch.randn(2, 3, 8), prepack(torch.randn(64, 8)), None, None, 64, 2)),
         (ops.rms_norm.default, (torch.randn(2, 3, 32), torch.randn(32), 1e-5)),
         (ops.row_max.default, (torch.randn(5, 33).bfloat16(),)),
         (

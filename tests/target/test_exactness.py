@@ -42,8 +42,8 @@ def test_unknown_modules_are_no_promise():
 def test_a_broken_promise_is_found():
     """Negative control: a head that looks at the number of rows."""
     target = RaggedModel(tiny(**SIZES), kernels="native")
-    packing = target.packing
-    head = next(stand_in for _, name, stand_in in packing.places if name == "lm_head")
+    prepacking = target.prepacking
+    head = next(stand_in for _, name, stand_in in prepacking.places if name == "lm_head")
     head.register_forward_hook(lambda module, args, out: out + 1e-3 * args[0].shape[-2])
     report = exactness_report(target, EXACT.exactness)
     assert report.level == Level.tokens

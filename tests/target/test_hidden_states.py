@@ -3,7 +3,7 @@
 import pytest
 import torch
 from models import PROMPTS, tiny
-from packed_models import FUSED, OTHERS, logits, plain, small
+from prepacked_models import FUSED, OTHERS, logits, plain, small
 from torch.testing import assert_close
 
 from arbordraft import (

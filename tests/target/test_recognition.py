@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from packed_models import BACKENDS, ROUNDING, Lora, logits, plain, small, stand_ins
+from prepacked_models import BACKENDS, ROUNDING, Lora, logits, plain, small, stand_ins
 from torch import nn
 from torch.testing import assert_close
 from transformers.activations import ACT2FN
 
 from arbordraft import RaggedModel
-from arbordraft.target.stand_ins import PackedRMSNorm
+from arbordraft.target.stand_ins import PrepackedRMSNorm
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -41,11 +41,11 @@ def test_adapters(backend):
     model.model.layers[0].self_attn.q_proj = Lora(model.model.layers[0].self_attn.q_proj)
     model.model.layers[1].mlp.down_proj = Lora(model.model.layers[1].mlp.down_proj)
     target = RaggedModel(model, kernels=backend)
-    assert target.packing.fused == 0
+    assert target.prepacking.fused == 0
     assert_close(logits(target), logits(plain(model)), **ROUNDING)
     model.model.layers[1].mlp.down_proj = model.model.layers[1].mlp.down_proj.base
     target = RaggedModel(model, kernels=backend)
-    assert target.packing.fused == (backend == "native")
+    assert target.prepacking.fused == (backend == "native")
     assert not target.row_invariant
     for layers in (None, 1):
         assert_close(logits(target, layers), logits(plain(model), layers), **ROUNDING)
@@ -62,7 +62,7 @@ def test_other_kinds_of_linears_are_left_alone_and_named(backend, kind):
         target = RaggedModel(model, kernels=backend)
     assert len(caught) == 1
     assert kind.__name__ in str(caught[0].message)
-    assert target.packing.fused == 0
+    assert target.prepacking.fused == 0
     assert_close(logits(target), logits(plain(model)), **ROUNDING)
 
 
@@ -81,7 +81,7 @@ def places(model):
     }
 
 
-@pytest.mark.filterwarnings("ignore:not packed")
+@pytest.mark.filterwarnings("ignore:not prepacked")
 @pytest.mark.parametrize("later", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("place", places(small()))
 def test_whoever_listens_is_called(place, later):
@@ -96,7 +96,7 @@ def test_whoever_listens_is_called(place, later):
         calls.clear()
         found = logits(target)
     else:
-        with pytest.warns(UserWarning, match="changed after they were packed"):
+        with pytest.warns(UserWarning, match="changed after they were prepacked"):
             found = logits(target)
     assert len(calls) >= 2  # once per forward
     hook.remove()
@@ -107,7 +107,7 @@ def test_changing_what_a_part_is_given_is_heeded():
     model = small()
     model.model.layers[1].mlp.register_forward_pre_hook(lambda module, args: (2 * args[0],))
     target = RaggedModel(model, kernels="native")
-    assert target.packing.fused == 1
+    assert target.prepacking.fused == 1
     assert_close(logits(target), logits(plain(model)), **ROUNDING)
 
 
@@ -251,7 +251,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:not packed")
+@pytest.mark.filterwarnings("ignore:not prepacked")
 @pytest.mark.parametrize("count", [1, 2], ids=["last layer", "both layers"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_layer_that_only_looks_right_is_not_fused(fault, count):
@@ -264,7 +264,7 @@ def test_a_layer_that_only_looks_right_is_not_fused(fault, count):
         first.factors = [torch.tensor(1.0)]
         count = 1
     target = RaggedModel(model, kernels="native", self_test=False)
-    assert target.packing.fused == 3 - count
+    assert target.prepacking.fused == 3 - count
     assert not target.row_invariant
     assert_close(logits(target), logits(plain(model)), **ROUNDING)
 
@@ -274,9 +274,9 @@ def test_a_last_norm_that_only_looks_right(kind):
     model = small()
     model.model.norm = kind(model.model.norm)
     target = RaggedModel(model, kernels="native")
-    assert target.packing.fused == 2
+    assert target.prepacking.fused == 2
     assert not target.row_invariant
-    assert not any(isinstance(stand_in, PackedRMSNorm) for stand_in in stand_ins(target))
+    assert not any(isinstance(stand_in, PrepackedRMSNorm) for stand_in in stand_ins(target))
     assert_close(logits(target), logits(plain(model)), **ROUNDING)
 
 
@@ -284,7 +284,7 @@ def test_a_norm_that_cannot_be_tried():
     model = small()
     model.model.norm = Gated(model.model.norm)
     target = RaggedModel(model, kernels="native")
-    assert target.packing.fused == 2
+    assert target.prepacking.fused == 2
     assert not target.row_invariant
     assert_close(logits(target), logits(plain(model)), **ROUNDING)
 
@@ -297,7 +297,7 @@ def test_modules_that_mix_rows_take_the_promise_away():
     model = small()
     model.model.norm = nn.Sequential(model.model.norm, Mixer())
     target = RaggedModel(model, kernels="native", self_test=False)
-    assert target.packing.fused == 2
+    assert target.prepacking.fused == 2
     assert not target.row_invariant
 
 
@@ -307,6 +307,6 @@ def test_a_module_in_two_places():
     model.model.layers[1].mlp.down_proj = shared
     model.model.second = model.model.norm
     target = RaggedModel(model, kernels="native")
-    assert target.packing.fused == 2
-    assert sum(isinstance(stand_in, PackedRMSNorm) for stand_in in stand_ins(target)) == 2
+    assert target.prepacking.fused == 2
+    assert sum(isinstance(stand_in, PrepackedRMSNorm) for stand_in in stand_ins(target)) == 2
     assert_close(logits(target), logits(plain(model)), **ROUNDING)

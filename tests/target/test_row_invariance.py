@@ -19,7 +19,7 @@ from native_checks import (
     layers_of,
     linear_rows,
 )
-from packed_models import FUSED, plain, small
+from prepacked_models import FUSED, plain, small
 from ragged_case import Case
 
 from arbordraft import (
@@ -36,7 +36,7 @@ from arbordraft import (
     WithoutReplacement,
     builders,
 )
-from arbordraft.kernels.packed_linear import ACTIVATIONS
+from arbordraft.kernels.prepacked_linear import ACTIVATIONS
 from arbordraft.kernels.ragged_tree_attention import ragged_tree_attention
 from arbordraft.target.exactness import probe_rows
 

@@ -6,14 +6,14 @@ import warnings
 import pytest
 import torch
 from models import PROMPTS, VOCAB
-from packed_models import BACKENDS, FUSED, OTHERS, ROUNDING, TREES, Lora, logits, plain, small, stand_ins
+from prepacked_models import BACKENDS, FUSED, OTHERS, ROUNDING, TREES, Lora, logits, plain, small, stand_ins
 from torch import nn
 from torch.testing import assert_close
 
 from arbordraft import RaggedModel
 from arbordraft.kernels import native
-from arbordraft.kernels.packed_linear.module import PackedLinear, onednn_problem
-from arbordraft.target.stand_ins import PackedGatedMLP, PackedLayers, PackedRMSNorm, choose
+from arbordraft.kernels.prepacked_linear.module import PrepackedLinear, onednn_problem
+from arbordraft.target.stand_ins import PrepackedGatedMLP, PrepackedLayers, PrepackedRMSNorm, choose
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -33,15 +33,15 @@ def same_structure(model, before):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("architecture", FUSED + OTHERS)
-def test_packed_logits_equal_plain_ones(architecture, backend):
+def test_prepacked_logits_equal_plain_ones(architecture, backend):
     model = small(architecture)
     before, weights = structure(model), copy.deepcopy(model.state_dict())
     target = RaggedModel(model, kernels=backend)
     fused = architecture in FUSED and backend == "native"
     assert target.backend == backend
-    assert target.packing.fused == (2 if fused else 0)
+    assert target.prepacking.fused == (2 if fused else 0)
     assert target.row_invariant == fused
-    assert any(isinstance(stand_in, PackedLinear) for stand_in in stand_ins(target))
+    assert any(isinstance(stand_in, PrepackedLinear) for stand_in in stand_ins(target))
     for layers in (None, 1):
         if architecture != "gpt_oss" or layers is None or backend == "native":
             assert_close(logits(target, layers), logits(plain(model), layers), **ROUNDING)
@@ -52,7 +52,7 @@ def test_packed_logits_equal_plain_ones(architecture, backend):
 
 def test_what_is_not_fused_is_replaced_part_by_part():
     found = {type(stand_in) for stand_in in stand_ins(RaggedModel(small("olmo2"), kernels="native"))}
-    assert found == {PackedLinear, PackedRMSNorm, PackedGatedMLP}
+    assert found == {PrepackedLinear, PrepackedRMSNorm, PrepackedGatedMLP}
 
 
 @pytest.mark.parametrize("architecture", ["mistral", "gemma2", "gemma3_text"])
@@ -62,8 +62,8 @@ def test_layers_of_several_kinds(architecture):
     overrides = {} if architecture == "mistral" else {"layer_types": kinds}
     model = small(architecture, num_hidden_layers=3, **overrides)
     target = RaggedModel(model, kernels="native")
-    assert target.packing.fused == 3
-    calls = [part for stand_in in stand_ins(target) for part in stand_in.modules() if isinstance(part, PackedLayers)]
+    assert target.prepacking.fused == 3
+    calls = [part for stand_in in stand_ins(target) for part in stand_in.modules() if isinstance(part, PrepackedLayers)]
     assert len(calls) == (3 if architecture == "gemma3_text" else 1)
     for layers in (None, 1, 2):
         assert_close(logits(target, layers), logits(plain(model), layers), **ROUNDING)
@@ -97,9 +97,9 @@ def test_scaled_rotations(rope):
 def test_sizes_that_the_kernels_do_not_know():
     model = small(head_dim=8)
     target = RaggedModel(model, kernels="native")
-    assert target.packing.fused == 0
+    assert target.prepacking.fused == 0
     assert not target.row_invariant
-    assert {PackedLinear, PackedGatedMLP} <= {type(stand_in) for stand_in in stand_ins(target)}
+    assert {PrepackedLinear, PrepackedGatedMLP} <= {type(stand_in) for stand_in in stand_ins(target)}
     assert_close(logits(target), logits(plain(model)), **ROUNDING)
 
 
@@ -147,7 +147,7 @@ def test_used_in_inference_mode():
         assert torch.equal(logits(target), expected)
 
 
-# Changes after packing
+# Changes after prepacking
 
 
 def scaled(tensor):
@@ -254,12 +254,12 @@ def test_a_change_is_noticed_once(change, backend):
     expected = logits(plain(model))
     linears_alone = backend == "onednn" and change in (write_norm, replace_activation, replace_last_norm)
     if linears_alone:
-        assert target.packing.current() or change is not write_norm
+        assert target.prepacking.current() or change is not write_norm
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found = logits(target)
     else:
-        with pytest.warns(UserWarning, match="changed after they were packed") as caught:
+        with pytest.warns(UserWarning, match="changed after they were prepacked") as caught:
             found = logits(target)
         assert len(caught) == 1
     rounding = {"rtol": 0.05, "atol": 0.1} if change is to_bfloat16 else ROUNDING
@@ -269,7 +269,7 @@ def test_a_change_is_noticed_once(change, backend):
         warnings.simplefilter("error")
         assert torch.equal(logits(target), found)  # and then no more
     if backend == "native":
-        assert target.packing.fused == (1 if change is add_adapter else 2)
+        assert target.prepacking.fused == (1 if change is add_adapter else 2)
         assert target.row_invariant == (change not in (add_adapter, replace_last_norm))
 
 
@@ -277,7 +277,7 @@ def test_a_wrapper_that_does_not_look_would_be_seen():
     """Negative control: these changes do matter."""
     model = small()
     target = RaggedModel(model, kernels="native")
-    target.packing.current = lambda: True
+    target.prepacking.current = lambda: True
     load_state(model)
     assert not torch.allclose(logits(target), logits(plain(model)), atol=1e-2)
 
@@ -286,7 +286,7 @@ def test_a_wrapper_that_does_not_look_would_be_seen():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
-def test_dtypes_that_are_not_packed(dtype):
+def test_dtypes_that_are_not_prepacked(dtype):
     model = small().to(dtype)
     with pytest.warns(UserWarning, match=r"uses the model's own linears: .*not torch\.float") as caught:
         target = RaggedModel(model, kernels="auto")
@@ -361,29 +361,29 @@ def test_8_bit_weights_need_the_kernels(kernels):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_packed_linear_module(backend, bias, dtype):
+def test_prepacked_linear_module(backend, bias, dtype):
     if backend == "onednn" and onednn_problem(dtype):
         pytest.skip(onednn_problem(dtype))
     linear = nn.Linear(33, 21, bias).to(dtype)
-    packed = PackedLinear(linear, backend)
+    prepacked = PrepackedLinear(linear, backend)
     rounding = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
-    assert packed.state_dict().keys() == linear.state_dict().keys()
-    assert packed.weight is linear.weight
+    assert prepacked.state_dict().keys() == linear.state_dict().keys()
+    assert prepacked.weight is linear.weight
     with torch.no_grad():
         for shape in ((33,), (1, 33), (2, 3, 33), (0, 33), (40, 33)):
             x = torch.randn(shape).to(dtype)
-            assert_close(packed(x), linear(x), **rounding)
+            assert_close(prepacked(x), linear(x), **rounding)
         x = torch.randn(33, 7).to(dtype).T
-        assert_close(packed(x), linear(x), **rounding)
+        assert_close(prepacked(x), linear(x), **rounding)
         linear.weight.mul_(2)
-        assert_close(packed(x), linear(x), **rounding)
+        assert_close(prepacked(x), linear(x), **rounding)
         if bias:
             linear.bias.add_(1)
-            assert_close(packed(x), linear(x), **rounding)
-    assert repr(packed) == f"PackedLinear(in_features=33, out_features=21, backend={backend}, int8=False)"
+            assert_close(prepacked(x), linear(x), **rounding)
+    assert repr(prepacked) == f"PrepackedLinear(in_features=33, out_features=21, backend={backend}, int8=False)"
 
 
-def test_packed_linears_that_cannot_be(monkeypatch):
+def test_prepacked_linears_that_cannot_be(monkeypatch):
     linear = nn.Linear(4, 4)
     for arguments, message in (
         ({"backend": "fast"}, "must be one of native, onednn, got 'fast'"),
@@ -392,7 +392,7 @@ def test_packed_linears_that_cannot_be(monkeypatch):
         ({"linear": nn.Linear(4, 4, device="meta")}, "weights must be on the CPU, got meta"),
     ):
         with pytest.raises(ValueError, match=message):
-            PackedLinear(**{"linear": linear, **arguments})
+            PrepackedLinear(**{"linear": linear, **arguments})
     monkeypatch.setenv("ARBORDRAFT_ISA", "off")
-    with pytest.raises(ValueError, match="the native backend cannot pack this linear: ARBORDRAFT_ISA=off"):
-        PackedLinear(linear)
+    with pytest.raises(ValueError, match="the native backend cannot prepack this linear: ARBORDRAFT_ISA=off"):
+        PrepackedLinear(linear)

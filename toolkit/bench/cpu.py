@@ -20,7 +20,7 @@ from arbordraft.coupling import Coupling
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import EarlyExitDrafter, HybridDrafter, NGramDrafter
 from arbordraft.kernels import native
-from arbordraft.kernels.packed_linear.module import onednn_problem
+from arbordraft.kernels.prepacked_linear.module import onednn_problem
 from arbordraft.kernels.verify import row_max
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel

@@ -20,7 +20,7 @@ from arbordraft.onnx_networks import OnnxNetwork
 from arbordraft.sampling import SoftmaxRows
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
-from arbordraft.target.stand_ins import pack_linears
+from arbordraft.target.stand_ins import prepack_linears
 from arbordraft.topology import TreeTopology
 from arbordraft.types import Costs, DraftContext, DraftTree, Draw, Origin, SampleTree, StepView, Verdict
 
@@ -119,7 +119,7 @@ def adopt(network: Network, target: RaggedModel) -> Network:
     network.check_target(target.model)
     network.to(target.device, target.model.dtype).eval().requires_grad_(False)  # type: ignore[arg-type]
     if target.backend != "torch":
-        pack_linears(network, target.backend)
+        prepack_linears(network, target.backend)
     if target.backend == "native":
         from arbordraft.heads.base import RMSNorm
 

@@ -170,7 +170,7 @@ class StaticStepping:
         compiler: backend of ``torch.compile``, such as ``"inductor"``; by default the step runs as it is.
 
     Raises:
-        ValueError: if the target has packed linears, or a bucket is not positive.
+        ValueError: if the target has prepacked linears, or a bucket is not positive.
     """
 
     def __init__(

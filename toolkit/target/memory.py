@@ -37,7 +37,7 @@ def available_memory() -> int | None:
 
 
 def copy_bytes(model: nn.Module, int8: bool = False) -> int:
-    """Bytes of a packed copy of a model's linears."""
+    """Bytes of a prepacked copy of a model's linears."""
     held = {getattr(module, "weight", None) for module in model.modules() if hasattr(module, "in_features")}
     weights = [weight for weight in held if isinstance(weight, Tensor)]
     return sum(weight.numel() * (1 if int8 else weight.element_size()) for weight in weights)

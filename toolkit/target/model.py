@@ -21,7 +21,7 @@ from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.hook import HOOK, REQUIREMENT, Forward, UnsupportedModel, register, run_layer, run_stack
 from arbordraft.target.memory import check_movable
 from arbordraft.target.observation import decoder_list, final_module, observe
-from arbordraft.target.stand_ins import PackedLayers, Packing, choose
+from arbordraft.target.stand_ins import PrepackedLayers, Prepacking, choose
 from arbordraft.target.view import ModelView
 from arbordraft.topology import TreeTopology, ancestor_words
 
@@ -35,15 +35,15 @@ _TRAINING = "the model is in training mode, where dropout would change its outpu
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A view of the model whose layers attend and report to us, with packed layers in it if there are any."""
+    """A view of the model whose layers attend and report to us, with prepacked layers in it if there are any."""
 
     owner: "RaggedModel"
     view: ModelView
-    packing: Packing | None
+    prepacking: Prepacking | None
     layered: bool  # whether its layers stand in one list
 
     def current(self) -> bool:
-        return self.view.current() and (self.packing is None or self.packing.current())
+        return self.view.current() and (self.prepacking is None or self.prepacking.current())
 
 
 class RaggedModel(nn.Module):
@@ -57,17 +57,17 @@ class RaggedModel(nn.Module):
     Args:
         model: a causal LM of transformers whose attention follows the ``AttentionInterface``, in eval mode.
         tokenizer: its tokenizer; lets a decoder check that target and drafter agree.
-        kernels: how the model's weights are read on a CPU. ``"torch"``: by its own modules. ``"native"``: from a packed
-            copy by C++ kernels, built on first use, which fuse the decoder layers they recognise and give every row
-            the same bits whatever rows run beside it. ``"onednn"``: linears only, prepacked by PyTorch. ``"auto"``:
-            native ones where they work and a copy fits into memory, else the next best; :attr:`chosen` and a line in
-            the log named ``arbordraft`` (level INFO) say which and why. A copy takes as much memory as the weights; it
-            is renewed, with a warning, if they have changed.
+        kernels: how the model's weights are read on a CPU. ``"torch"``: by its own modules. ``"native"``: from a
+            prepacked copy by C++ kernels, built on first use, which fuse the decoder layers they recognise and give
+            every row the same bits whatever rows run beside it. ``"onednn"``: linears only, prepacked by PyTorch.
+            ``"auto"``: native ones where they work and a copy fits into memory, else the next best; :attr:`chosen` and
+            a line in the log named ``arbordraft`` (level INFO) say which and why. A copy takes as much memory as the
+            weights; it is renewed, with a warning, if they have changed.
         int8: keep 8-bit copies with one scale per output. Twice as fast to read, but another model: its output law is
             what decoding preserves.
-        keep_weights: keep the originals of what was packed in memory. Otherwise they are left to a file in the cache
+        keep_weights: keep the originals of what was prepacked in memory. Otherwise they are left to a file in the cache
             folder, as large as they are, which is read wherever somebody asks for them: ``state_dict``, LoRA and
-            ``model.generate`` give the same results, at first more slowly. Where nothing is packed nothing changes.
+            ``model.generate`` give the same results, at first more slowly. Where nothing is prepacked nothing changes.
         self_test: compare packed with single logits on a few random tokens now.
 
     Examples:
@@ -138,20 +138,20 @@ class RaggedModel(nn.Module):
     @property
     def chosen(self) -> str:
         """The backend, what of the model it computes, and why it is no faster one, for people."""
-        what = "the model's own modules" if self.packing is None else str(self.packing)
-        if self.packing is not None and not self.keep_weights:
+        what = "the model's own modules" if self.prepacking is None else str(self.prepacking)
+        if self.prepacking is not None and not self.keep_weights:
             what += ", originals in a file"
         return f"{self.backend}: {what}" + (f" ({self._choice.reason})" if self._choice.reason else "")
 
     @property
     def row_invariant(self) -> bool:
         """Whether every part of a forward promises each row the same bits, whatever rows run beside it."""
-        return self.packing is not None and self.packing.row_invariant
+        return self.prepacking is not None and self.prepacking.row_invariant
 
     @property
-    def packing(self) -> Packing | None:
+    def prepacking(self) -> Prepacking | None:
         """What stands in for the model's own layers and linears, as of the last forward."""
-        return self._prepared.packing
+        return self._prepared.prepacking
 
     @property
     def device(self) -> torch.device:
@@ -320,7 +320,7 @@ class RaggedModel(nn.Module):
     def refresh(self) -> None:
         """Takes the model's weights and modules anew before the next cache is begun.
 
-        Needed only after single elements of packed weights were written through ``.data``, through numpy or in
+        Needed only after single elements of prepacked weights were written through ``.data``, through numpy or in
         inference mode: torch does not count such changes, and few elements of each tensor are compared.
         """
         with self._lock:
@@ -352,9 +352,9 @@ class RaggedModel(nn.Module):
             )
         with self._lock:
             if not self._prepared.current():
-                if self._prepared.packing is not None:
+                if self._prepared.prepacking is not None:
                     warnings.warn(
-                        "the model's weights or modules changed after they were packed; packing them again",
+                        "the model's weights or modules changed after they were prepacked; prepacking them again",
                         stacklevel=5,
                     )
                 self._prepared = self._prepare()
@@ -363,21 +363,21 @@ class RaggedModel(nn.Module):
     def _prepare(self) -> _Prepared:
         view = ModelView(self.model, HOOK)
         place = decoder_list(view.model, self.num_layers)
-        packing = None
+        prepacking = None
         if self.backend != "torch":
-            packing = self._pack(view)
+            prepacking = self._prepack(view)
             if not self.keep_weights:
-                packing.move_originals()
-            for owner, name, stand_in in packing.places:
+                prepacking.move_originals()
+            for owner, name, stand_in in prepacking.places:
                 owner._modules[name] = stand_in
         if place is not None:
             for index, layer in enumerate(getattr(*place)):
-                if not isinstance(layer, PackedLayers):
+                if not isinstance(layer, PrepackedLayers):
                     vars(layer)["forward"] = partial(run_layer, index, layer.forward)
             vars(place[0])["forward"] = partial(run_stack, self.num_layers, place[0].forward)
-        return _Prepared(self, view, packing, place is not None)
+        return _Prepared(self, view, prepacking, place is not None)
 
-    def _pack(self, view: ModelView) -> Packing:
+    def _prepack(self, view: ModelView) -> Prepacking:
         """Observes a forward and packs what it saw."""
         try:
             seen = observe(view.model, self.num_layers, self.vocab_size)
@@ -385,10 +385,10 @@ class RaggedModel(nn.Module):
             raise
         except Exception as failure:
             raise self._unsupported(failure) from failure
-        packing = Packing(view.model, seen, self.backend, int8=self.int8)
-        if packing.left:
-            warnings.warn(f"not packed, as they are not plain linears: {'; '.join(packing.left)}", stacklevel=5)
-        return packing
+        prepacking = Prepacking(view.model, seen, self.backend, int8=self.int8)
+        if prepacking.left:
+            warnings.warn(f"not prepacked, as they are not plain linears: {'; '.join(prepacking.left)}", stacklevel=5)
+        return prepacking
 
     def _unsupported(self, failure: Exception) -> UnsupportedModel:
         return UnsupportedModel(f"{type(self.model).__name__} failed on packed tokens ({failure}): {REQUIREMENT}")

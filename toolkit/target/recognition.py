@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Matrix
-from arbordraft.kernels.packed_linear import ACTIVATIONS, LANES, interleave, pack, quantize
+from arbordraft.kernels.prepacked_linear import ACTIVATIONS, LANES, interleave, prepack, quantize
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.target.hook import AttentionCall, Forward
 from arbordraft.target.observation import LayerCall, fresh_cache
@@ -176,7 +176,7 @@ class Parts:
 def matrix(weight: Tensor, bias: Tensor | None, int8: bool) -> Matrix:
     """Packs ``[O, I]``."""
     dense, scale = quantize(weight) if int8 else (weight.detach(), None)
-    return Matrix(pack(dense), scale, None if bias is None else bias.detach().float().contiguous())
+    return Matrix(prepack(dense), scale, None if bias is None else bias.detach().float().contiguous())
 
 
 def hooked(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Stand-ins for a model's modules that read weights packed for this processor.
+"""Stand-ins for a model's modules that read weights prepacked for this processor.
 
 Decoder layers that are recognised become one kernel call for all of them together; of other layers the linears, RMS
 norms and gated MLPs are replaced one by one. They take these places in our view of the model; the model itself keeps
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from arbordraft.kernels import native
 from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Matrix, rms_norm
-from arbordraft.kernels.packed_linear import LANES, packed_linear
-from arbordraft.kernels.packed_linear.module import PackedLinear, onednn_problem
+from arbordraft.kernels.prepacked_linear import LANES, prepacked_linear
+from arbordraft.kernels.prepacked_linear.module import PrepackedLinear, onednn_problem
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.target.hook import AttentionCall, Forward
 from arbordraft.target.memory import available_memory, copy_bytes, move_to_file
@@ -26,7 +26,7 @@ from arbordraft.target.observation import LayerCall, Observation
 from arbordraft.target.recognition import Parts, Unrecognised, same_layer, same_mlp, settings
 
 KERNELS = ("auto", "native", "onednn", "torch")
-# Besides packed modules, the kinds that treat every row by itself.
+# Besides prepacked modules, the kinds that treat every row by itself.
 _ROWWISE = (nn.Embedding, nn.Dropout, nn.Identity)
 
 _VERSION = operator.attrgetter("_version")
@@ -36,7 +36,7 @@ _SAMPLED = 16  # elements of every tensor that are compared whenever a cache is 
 Place = tuple[nn.Module, str, nn.Module]  # owner, name, stand-in
 
 
-class PackedLayers(nn.Module):
+class PrepackedLayers(nn.Module):
     """Consecutive decoder layers of a model, in one kernel call.
 
     Args:
@@ -61,7 +61,7 @@ class PackedLayers(nn.Module):
     ) -> Tensor:
         """``[1, T, H]`` to ``[1, T, H]``, called as the model calls a layer of its own."""
         if attention_mask is not None:
-            raise ValueError("packed layers take their mask from the batch, but the model made one of its own")
+            raise ValueError("prepacked layers take their mask from the batch, but the model made one of its own")
         depth = self.indices.stop if ragged.depth is None else ragged.depth
         indices = self.indices[: max(0, depth - self.indices.start)]
         if not indices:
@@ -83,7 +83,7 @@ class PackedLayers(nn.Module):
         return out
 
 
-class PackedRMSNorm(nn.Module):
+class PrepackedRMSNorm(nn.Module):
     """An RMS norm, computed in float32.
 
     Args:
@@ -100,7 +100,7 @@ class PackedRMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.epsilon)
 
 
-class PackedGatedMLP(nn.Module):
+class PrepackedGatedMLP(nn.Module):
     """``down(activation(gate(x)) * up(x))`` in two kernel calls.
 
     Args:
@@ -116,11 +116,11 @@ class PackedGatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``[..., H]``."""
         for m, activation in ((self.gate_up, self.activation), (self.down, None)):
-            x = packed_linear(x, m.weight, m.scale, m.bias, outputs=len(m.weight) * LANES, activation=activation)
+            x = prepacked_linear(x, m.weight, m.scale, m.bias, outputs=len(m.weight) * LANES, activation=activation)
         return x
 
 
-class Packing:
+class Prepacking:
     """All stand-ins of one model, and the proof that they still match its weights.
 
     Args:
@@ -168,7 +168,7 @@ class Packing:
         self._fingerprint = self._read()
 
     def current(self) -> bool:
-        """Whether the model still has the weights that were packed.
+        """Whether the model still has the weights that were prepacked.
 
         What is written through ``.data``, through numpy or in inference mode counts no version. It is noticed if it
         reaches one of a few elements of each tensor, spread evenly.
@@ -181,7 +181,7 @@ class Packing:
         )
 
     def move_originals(self) -> None:
-        """Leaves the weights that were packed to a file, from which whoever reads them reads them; see `move_to_file`.
+        """Leaves the prepacked weights to a file, from which whoever reads them reads them; see `move_to_file`.
 
         Raises:
             WriteError: if there is no room for the file.
@@ -191,13 +191,13 @@ class Packing:
         self._watch()
 
     def __str__(self) -> str:
-        """What was packed, in a few words."""
-        linears = sum(isinstance(module, PackedLinear) for module in self._stand_ins.values())
-        packed = f"{linears} linears packed"
+        """What was prepacked, in a few words."""
+        linears = sum(isinstance(module, PrepackedLinear) for module in self._stand_ins.values())
+        prepacked = f"{linears} linears prepacked"
         if self.backend != "native":
-            return packed
+            return prepacked
         layers = f"{self.fused} of {len(self._layers)} layers fused"
-        others = f", {packed}" if self.fused < len(self._layers) else ""
+        others = f", {prepacked}" if self.fused < len(self._layers) else ""
         return f"{layers}{others}, {native.isa()}{', int8' if self.int8 else ''}"
 
     def _read(self) -> Tensor:
@@ -208,10 +208,10 @@ class Packing:
 
     def _stack(self) -> Iterator[nn.Module]:
         if self._together:
-            yield PackedLayers([layer for layer in self._layers if layer])
+            yield PrepackedLayers([layer for layer in self._layers if layer])
             return
         for index, (layer, original) in enumerate(zip(self._layers, self._originals, strict=True)):
-            yield PackedLayers([layer], index) if layer else original
+            yield PrepackedLayers([layer], index) if layer else original
 
     def _recognise(
         self, index: int, call: LayerCall, attention: AttentionCall | None, batch: RaggedBatch
@@ -251,12 +251,12 @@ class Packing:
         stand_in: nn.Module | None = None
         try:
             if isinstance(module, nn.Linear) or hasattr(module, "in_features"):
-                stand_in = PackedLinear(parts.linear(owner, name), self.backend, int8=self.int8)
+                stand_in = PrepackedLinear(parts.linear(owner, name), self.backend, int8=self.int8)
             elif self.backend == "native" and hasattr(module, "down_proj"):
                 gated = parts.gated_mlp(module, self.int8)
-                stand_in = PackedGatedMLP(*gated) if same_mlp(module, PackedGatedMLP) else None
+                stand_in = PrepackedGatedMLP(*gated) if same_mlp(module, PrepackedGatedMLP) else None
             elif self.backend == "native" and hasattr(module, "weight"):
-                stand_in = PackedRMSNorm(*parts.norm(owner, name))
+                stand_in = PrepackedRMSNorm(*parts.norm(owner, name))
         except Unrecognised as reason:
             if hasattr(module, "in_features"):
                 self.left.append(f"{path} ({reason})")
@@ -266,9 +266,9 @@ class Packing:
 
     def _odd(self, model: nn.Module) -> Iterator[nn.Module]:
         """Modules that ran, are still the model's own, and of which nobody says that they treat every row alike."""
-        packed = {part for module in self._stand_ins for part in module.modules()}
+        prepacked = {part for module in self._stand_ins for part in module.modules()}
         for module in model.modules():
-            inner = module in packed or any(module.children()) or isinstance(module, _ROWWISE)
+            inner = module in prepacked or any(module.children()) or isinstance(module, _ROWWISE)
             if module in self._called and not inner and "RotaryEmbedding" not in type(module).__name__:
                 yield module
 
@@ -279,8 +279,8 @@ def _sampled(tensor: Tensor) -> Tensor:
     return flat[:: max(1, len(flat) // _SAMPLED)]
 
 
-def pack_linears(module: nn.Module, backend: str) -> None:
-    """Replaces all linears inside a module for good, by packed ones.
+def prepack_linears(module: nn.Module, backend: str) -> None:
+    """Replaces all linears inside a module for good, by prepacked ones.
 
     Args:
         module: neither a linear itself nor a model that others use.
@@ -288,9 +288,9 @@ def pack_linears(module: nn.Module, backend: str) -> None:
     """
     for name, child in module.named_children():
         if isinstance(child, nn.Linear):
-            setattr(module, name, PackedLinear(child, backend))
+            setattr(module, name, PrepackedLinear(child, backend))
         else:
-            pack_linears(child, backend)
+            prepack_linears(child, backend)
 
 
 class Choice(NamedTuple):
@@ -336,12 +336,12 @@ def choose(kernels: str, model: nn.Module, *, int8: bool = False) -> Choice:
 
 
 def _too_large(model: nn.Module, int8: bool) -> str | None:
-    """Why no packed copy of a model's weights fits into memory, if it does not."""
+    """Why no prepacked copy of a model's weights fits into memory, if it does not."""
     needed, free = copy_bytes(model, int8), available_memory()
     if free is None or needed <= 0.9 * free:  # caches need some, too
         return None
     return (
-        f"a packed copy of the weights takes {needed / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free; "
+        f"a prepacked copy of the weights takes {needed / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free; "
         "kernels='native' takes them all the same"
     )
 
@@ -349,10 +349,10 @@ def _too_large(model: nn.Module, int8: bool) -> str | None:
 __all__ = [
     "KERNELS",
     "Choice",
-    "PackedGatedMLP",
-    "PackedLayers",
-    "PackedRMSNorm",
-    "Packing",
+    "PrepackedGatedMLP",
+    "PrepackedLayers",
+    "PrepackedRMSNorm",
+    "Prepacking",
     "choose",
-    "pack_linears",
+    "prepack_linears",
 ]

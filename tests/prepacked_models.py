@@ -6,7 +6,7 @@ from models import ARCHITECTURES, PROMPTS, VOCAB, tiny
 from torch import nn
 
 from arbordraft import RaggedModel, TreeTopology
-from arbordraft.kernels.packed_linear.module import onednn_problem
+from arbordraft.kernels.prepacked_linear.module import onednn_problem
 from arbordraft.masks import stack_words
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.topology import ancestor_words
@@ -48,7 +48,7 @@ def plain(model):
 
 
 def stand_ins(target):
-    return [stand_in for _, _, stand_in in target.packing.places]
+    return [stand_in for _, _, stand_in in target.prepacking.places]
 
 
 class Lora(nn.Module):

@@ -4,33 +4,33 @@ import torch
 from torch import Tensor
 
 from arbordraft.kernels import native
-from arbordraft.kernels.packed_linear.reference import (
+from arbordraft.kernels.prepacked_linear.reference import (
     ACTIVATIONS,
     LANES,
     interleave,
-    pack,
-    packed_linear_reference,
+    prepack,
+    prepacked_linear_reference,
     quantize,
-    unpack,
+    restore,
 )
 
 ACTIVATION_CODES = {name: code for code, name in enumerate(ACTIVATIONS)}
 
 
-def packed_linear(
+def prepacked_linear(
     x: Tensor,
-    packed: Tensor,
+    prepacked: Tensor,
     scale: Tensor | None = None,
     bias: Tensor | None = None,
     *,
     outputs: int,
     activation: str | None = None,
 ) -> Tensor:
-    """``x W^T + bias`` with packed weights; natively a row's bits do not depend on the rows beside it.
+    """``x W^T + bias`` with prepacked weights; natively a row's bits do not depend on the rows beside it.
 
     Args:
         x: ``[..., I]`` float32 or bfloat16.
-        packed: what :func:`pack` made of ``W``: of x's dtype, or int8.
+        prepacked: what :func:`prepack` made of ``W``: of x's dtype, or int8.
         scale: ``[O]`` float32 factors of int8 weights.
         bias: ``[O]`` float32.
         outputs: ``O``.
@@ -41,9 +41,9 @@ def packed_linear(
         ``[..., O]`` of x's dtype, or ``[..., O / 2]`` with an activation.
     """
     if not native.load():
-        return packed_linear_reference(x, packed, scale, bias, outputs, activation)
+        return prepacked_linear_reference(x, prepacked, scale, bias, outputs, activation)
     code = -1 if activation is None else ACTIVATION_CODES[activation]
-    return torch.ops.arbordraft.packed_linear(x.contiguous(), packed, scale, bias, outputs, code)
+    return torch.ops.arbordraft.prepacked_linear(x.contiguous(), prepacked, scale, bias, outputs, code)
 
 
 __all__ = [
@@ -51,9 +51,9 @@ __all__ = [
     "ACTIVATION_CODES",
     "LANES",
     "interleave",
-    "pack",
-    "packed_linear",
-    "packed_linear_reference",
+    "prepack",
+    "prepacked_linear",
+    "prepacked_linear_reference",
     "quantize",
-    "unpack",
+    "restore",
 ]

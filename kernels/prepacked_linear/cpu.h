@@ -1,4 +1,4 @@
-// y = x W^T with W packed for the vector unit. Row-invariant: a row's bits are the same whatever rows run beside it,
+// y = x W^T with W prepacked for the vector unit. Row-invariant: a row's bits are the same whatever rows run beside it,
 // because every element of y is one accumulator that visits its products in the same order in every tile shape.
 //
 // Layouts, for O outputs (padded to 16 with zeros) and I inputs (padded to 2):
@@ -10,7 +10,7 @@
 
 namespace arbordraft {
 
-// What a packed matrix multiplies: bf16 rows where the processor has a bf16 dot product, floats otherwise.
+// What a prepacked matrix multiplies: bf16 rows where the processor has a bf16 dot product, floats otherwise.
 #if defined(__AVX512BF16__)
 constexpr bool kDotBf16 = true;
 #else
@@ -95,9 +95,9 @@ struct Tile {
   }
 };
 
-// One packed matrix. `scale` is int8's factor per output, `bias` may be missing.
+// One prepacked matrix. `scale` is int8's factor per output, `bias` may be missing.
 template <class W>
-struct Packed {
+struct Prepacked {
   const W* weight;
   const float* scale;
   const float* bias;
@@ -113,7 +113,7 @@ struct Packed {
 
 template <int R, int NB, bool Alone, class W, class X, class Emit>
 inline void tile_rows(
-    const Packed<W>& m, const X* x, int64_t stride, int64_t row, int64_t block, const W* ahead, const Emit& emit) {
+    const Prepacked<W>& m, const X* x, int64_t stride, int64_t row, int64_t block, const W* ahead, const Emit& emit) {
   f32x16 acc[R][NB];
   const W* weight = m.weight + block * m.inputs * kLanes;
   Tile<W, X, R, NB, Alone>::run(weight, x + row * stride, stride, m.inputs, ahead, acc);
@@ -124,9 +124,9 @@ inline void tile_rows(
 }
 
 // Emits outputs of all rows for a range of blocks: emit(row, first block, accumulators, number of blocks). The number
-// is even wherever the range is: a gated activation finds its two halves, packed as neighbours, in one call.
+// is even wherever the range is: a gated activation finds its two halves, prepacked as neighbours, in one call.
 template <class W, class X, class Emit>
-inline void multiply(const Packed<W>& m, const X* x, int64_t stride, int64_t rows, Range blocks, const Emit& emit) {
+inline void multiply(const Prepacked<W>& m, const X* x, int64_t stride, int64_t rows, Range blocks, const Emit& emit) {
   const auto some_rows = [&](auto count, int64_t row, int64_t block, int64_t n) {  // too few for several passes
     constexpr int R = decltype(count)::value, NB = kTileBlocks(R);
     for (; n >= NB; n -= NB, block += NB) tile_rows<R, NB, true>(m, x, stride, row, block, m.weight, emit);

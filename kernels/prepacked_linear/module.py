@@ -1,4 +1,4 @@
-"""A stand-in for ``nn.Linear`` that reads packed weights.
+"""A stand-in for ``nn.Linear`` that reads prepacked weights.
 
 Shapes: O outputs, I inputs.
 """
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from arbordraft.kernels import native
-from arbordraft.kernels.packed_linear import pack, packed_linear, quantize
+from arbordraft.kernels.prepacked_linear import prepack, prepacked_linear, quantize
 
 BACKENDS = ("native", "onednn")
 
@@ -21,11 +21,11 @@ def onednn_problem(dtype: torch.dtype) -> str | None:
     return None if dtype in (torch.float32, torch.bfloat16) else f"oneDNN does not prepack {dtype}"
 
 
-class PackedLinear(nn.Module):
+class PrepackedLinear(nn.Module):
     """Computes what an ``nn.Linear`` does, from a second copy of its weights that is laid out for the processor.
 
     It holds the linear's own parameters under their own names, so a state dict does not change. When they are written
-    to afterwards, which their version counter tells, they are packed again. Writes through ``.data`` escape it.
+    to afterwards, which their version counter tells, they are prepacked again. Writes through ``.data`` escape it.
 
     Args:
         linear: the module it stands for, on the CPU, in float32 or bfloat16.
@@ -40,7 +40,7 @@ class PackedLinear(nn.Module):
     def __init__(self, linear: nn.Linear, backend: str = "native", *, int8: bool = False) -> None:
         super().__init__()
         if backend not in BACKENDS:
-            raise ValueError(f"the backend of a packed linear must be one of {', '.join(BACKENDS)}, got {backend!r}")
+            raise ValueError(f"the backend of a prepacked linear must be one of {', '.join(BACKENDS)}, got {backend!r}")
         if int8 and backend != "native":
             raise ValueError(f"int8 weights need the native backend, not {backend!r}")
         problem = native.problem() if backend == "native" else onednn_problem(linear.weight.dtype)
@@ -49,33 +49,33 @@ class PackedLinear(nn.Module):
         if problem is None and not linear.weight.is_cpu:
             problem = f"weights must be on the CPU, got {linear.weight.device}"
         if problem is not None:
-            raise ValueError(f"the {backend} backend cannot pack this linear: {problem}")
+            raise ValueError(f"the {backend} backend cannot prepack this linear: {problem}")
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.backend, self.int8 = backend, int8
         self.weight, self.bias = linear.weight, linear.bias
-        self._pack()
+        self._prepack()
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., I]`` to ``[..., O]``."""
         if self._state != self._current():
-            self._pack()
+            self._prepack()
         if self.backend == "native":
-            return packed_linear(x, self._packed, self._scale, self._wide_bias, outputs=self.out_features)
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+            return prepacked_linear(x, self._prepacked, self._scale, self._wide_bias, outputs=self.out_features)
+        return torch.ops.mkldnn._linear_pointwise(x, self._prepacked, self.bias, "none", [], "")
 
     def _current(self) -> tuple[int, ...]:
         return tuple(version_of(tensor) for tensor in (self.weight, self.bias) if tensor is not None)
 
-    def _pack(self) -> None:
+    def _prepack(self) -> None:
         self._state = self._current()
         self._scale = self._wide_bias = None
         weight = self.weight.detach()
         if self.backend == "onednn":
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
+            self._prepacked = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
             return
         if self.int8:
             weight, self._scale = quantize(weight)
-        self._packed = pack(weight)
+        self._prepacked = prepack(weight)
         self._wide_bias = None if self.bias is None else self.bias.detach().float()
 
     def extra_repr(self) -> str:

@@ -1,4 +1,4 @@
-"""Packed matrices in plain PyTorch: the layout, and the truth about what is multiplied.
+"""Prepacked matrices in plain PyTorch: the layout, and the truth about what is multiplied.
 
 Shapes: O outputs, I inputs, ... any leading dimensions.
 """
@@ -16,7 +16,7 @@ ACTIVATIONS = {
 }
 
 
-def pack(weight: Tensor) -> Tensor:
+def prepack(weight: Tensor) -> Tensor:
     """Lays ``[O, I]`` out as the kernels read it, padded with zeros to 16 outputs and 2 inputs.
 
     Returns:
@@ -30,9 +30,9 @@ def pack(weight: Tensor) -> Tensor:
     return padded.unflatten(0, (-1, LANES)).transpose(1, 2).contiguous()
 
 
-def unpack(packed: Tensor, outputs: int, inputs: int) -> Tensor:
-    """The ``[O, I]`` matrix that was packed."""
-    dense = packed.permute(0, 2, 1, 3).flatten(2) if packed.ndim == 4 else packed.transpose(1, 2)
+def restore(prepacked: Tensor, outputs: int, inputs: int) -> Tensor:
+    """The ``[O, I]`` matrix that was prepacked."""
+    dense = prepacked.permute(0, 2, 1, 3).flatten(2) if prepacked.ndim == 4 else prepacked.transpose(1, 2)
     return dense.flatten(0, 1)[:outputs, :inputs].contiguous()
 
 
@@ -48,12 +48,12 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (weight.detach().float() / scale[:, None]).round().to(torch.int8), scale
 
 
-def packed_linear_reference(
-    x: Tensor, packed: Tensor, scale: Tensor | None, bias: Tensor | None, outputs: int, activation: str | None = None
+def prepacked_linear_reference(
+    x: Tensor, prepacked: Tensor, scale: Tensor | None, bias: Tensor | None, outputs: int, activation: str | None = None
 ) -> Tensor:
-    """See :func:`arbordraft.kernels.packed_linear.packed_linear`."""
+    """See :func:`arbordraft.kernels.prepacked_linear.prepacked_linear`."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    y = x.to(wide) @ unpack(packed, outputs, x.shape[-1]).to(wide).T
+    y = x.to(wide) @ restore(prepacked, outputs, x.shape[-1]).to(wide).T
     if scale is not None:
         y = y * scale
     if bias is not None:
