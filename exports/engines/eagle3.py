@@ -25,13 +25,7 @@ SGLANG_STATES = 3  # hidden states that its fusing layer takes
 
 
 def eagle3(head: EagleHead, target: Target, engine: str, card: str) -> Layout:
-    """The layout of EAGLE-3 checkpoints, which both engines load.
-
-    Args:
-        head: the trained network.
-        target: what it was trained for.
-        engine: ``vllm`` or ``sglang``, which count hidden states differently.
-        card: contents of ``README.md``.
+    """The layout of EAGLE-3 checkpoints, which both engines load; they count hidden states differently.
 
     Raises:
         ValueError: if the engine does not compute such a network.
@@ -53,12 +47,6 @@ def eagle3(head: EagleHead, target: Target, engine: str, card: str) -> Layout:
 
 def speculators(head: EagleHead, target: Target, speculative_tokens: int, card: str) -> Layout:
     """The layout of the ``speculators`` library, which vLLM loads; it names the target, so that one path is enough.
-
-    Args:
-        head: the trained network.
-        target: what it was trained for.
-        speculative_tokens: length of the chains that vLLM drafts.
-        card: contents of ``README.md``.
 
     Raises:
         ValueError: if vLLM does not compute such a network.
@@ -92,12 +80,7 @@ def speculators(head: EagleHead, target: Target, speculative_tokens: int, card: 
 
 
 def eagle3_shapes(config: dict[str, Any], layer: str) -> Shapes:
-    """What an engine builds for a ``config.json``.
-
-    Args:
-        config: its contents.
-        layer: what the names of the layer's tensors begin with.
-    """
+    """What an engine builds for a ``config.json``; the names of the layer's tensors begin with ``layer``."""
     llama = config.get("transformer_layer_config", config)
     hidden, inner, vocabulary = llama["hidden_size"], llama["intermediate_size"], llama["vocab_size"]
     heads, kv_heads = (llama[name] * llama["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
@@ -154,9 +137,10 @@ def _check_states(states: list[int], target: Target, engine: str) -> None:
     if not states:
         raise ValueError("the head reads no hidden states of the target, and engines give it nothing else")
     first = 1 if engine == "sglang" else 0  # SGLang cannot give the embeddings themselves
-    if not first <= states[0] <= states[-1] < target.layers:
+    layers = target.config.num_hidden_layers
+    if not first <= states[0] <= states[-1] < layers:
         raise ValueError(
-            f"the head reads hidden states {states}, {engine} gives {first} to {target.layers - 1} of {target.name}: "
+            f"the head reads hidden states {states}, {engine} gives {first} to {layers - 1} of {target.name}: "
             "the last one has passed the final norm, which engines leave out. Train a head on other layers"
         )
     if engine == "sglang" and len(states) != SGLANG_STATES:

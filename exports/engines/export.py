@@ -1,18 +1,27 @@
 """``export_vllm`` and ``export_sglang``: a trained drafter as a folder that an engine loads."""
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 from arbordraft.checkpoints import read_config
-from arbordraft.exports.checkpoints import EAGLE, EXIT_ADAPTER, MEDUSA
+from arbordraft.exports.engines.draft_model import write_draft_model
+from arbordraft.exports.engines.eagle3 import eagle3, speculators
+from arbordraft.exports.engines.layout import Layout
+from arbordraft.exports.engines.medusa import medusa
+from arbordraft.exports.engines.target import Target, describe_target
 from arbordraft.exports.folder import Export, contents
 from arbordraft.files import new_folder
+from arbordraft.heads.eagle import EagleConfig, EagleHead
+from arbordraft.heads.exit_adapter import ExitAdapterConfig
+from arbordraft.heads.medusa import MedusaConfig, MedusaHead
+from arbordraft.loading import Dtype
 
 LAYOUTS = ("eagle3", "speculators")
+EAGLE, MEDUSA, EXIT_ADAPTER = EagleConfig.model_type, MedusaConfig.model_type, ExitAdapterConfig.model_type
 # Wherever one of these stands in the path, vLLM takes the drafter for what it says, whatever it is told.
 _MISLEADING = ("eagle-", "eagle3", "dflash", "dspark")
-_KINDS = {EAGLE: "EAGLE-3 head", MEDUSA: "Medusa heads"}
 
 
 def export_vllm(
@@ -34,7 +43,7 @@ def export_vllm(
         layout: of EAGLE heads: ``eagle3``, or ``speculators``, which names its target, so that ``vllm serve FOLDER`` is
             enough.
         target: hub name or folder of the target; by default the one that the drafter names.
-        speculative_tokens: length of the chains; written into the ``speculators`` layout, and into the card.
+        speculative_tokens: length of the chains, at least 1; written into the ``speculators`` layout and the card.
         dtype: of the weights, by default as they are stored.
         force: replace a folder that is there.
         tell: is told what is going on.
@@ -43,7 +52,7 @@ def export_vllm(
         What was written.
 
     Raises:
-        ValueError: if the drafter is damaged, or not one that vLLM serves.
+        ValueError: if the drafter is damaged, or not one that the engine serves.
         FileExistsError: if the folder exists and ``force`` is not given.
         WriteError: if the disk is full, or the folder cannot be written.
     """
@@ -61,25 +70,9 @@ def export_sglang(
     force: bool = False,
     tell: Callable[[str], object] = lambda what: None,
 ) -> Export:
-    """Writes a trained drafter for SGLang, which drafts chains or trees with it.
+    """The same as :func:`export_vllm` for SGLang, which drafts chains or trees.
 
-    Args:
-        drafter: folder of an EAGLE head or of a small causal LM.
-        folder: where it goes.
-        layout: of EAGLE heads; SGLang reads ``eagle3`` only.
-        target: hub name or folder of the target; by default the one that the drafter names.
-        speculative_tokens: length of the chains in the card.
-        dtype: of the weights, by default as they are stored.
-        force: replace a folder that is there.
-        tell: is told what is going on.
-
-    Returns:
-        What was written.
-
-    Raises:
-        ValueError: if the drafter is damaged, or not one that SGLang serves.
-        FileExistsError: if the folder exists and ``force`` is not given.
-        WriteError: if the disk is full, or the folder cannot be written.
+    It serves no Medusa heads, and reads EAGLE heads in the layout ``eagle3`` only.
     """
     return _export("sglang", drafter, folder, layout, target, speculative_tokens, dtype, force, tell)
 
@@ -95,47 +88,43 @@ def _export(
     force: bool,
     tell: Callable[[str], object],
 ) -> Export:
-    from arbordraft.exports.engines.cards import card
-
     config = read_config(drafter)
     kind = str(config.get("model_type", config.get("class")))
     _check_request(engine, kind, layout, speculative_tokens, dtype)
     _check_path(engine, kind, folder)
     with new_folder(folder, force=force) as staging:
-        from arbordraft.exports.engines.target import describe_target
-
         tell("reading the target's settings")
         name = target or config.get("target_name")
         if not name:
             raise ValueError(f"{drafter} does not say what it drafts for: name its target with --target")
         described = describe_target(name)
-        text = card(engine, kind, layout, described.name, speculative_tokens)
-        if kind not in _KINDS:
-            from arbordraft.exports.engines.draft_model import write_draft_model
-
-            tell("checking and copying the draft model")
-            write_draft_model(Path(drafter), staging, described, text)
+        card = _card(engine, kind, layout, described.name, speculative_tokens)
+        tell("reading, checking and writing the drafter")
+        if kind in (EAGLE, MEDUSA):
+            _head_layout(engine, kind, drafter, layout, described, speculative_tokens, dtype, card).write(staging)
         else:
-            import torch
-
-            from arbordraft.exports.checkpoints import read_head
-            from arbordraft.exports.engines.eagle3 import eagle3, speculators
-            from arbordraft.exports.engines.medusa import medusa
-
-            tell(f"reading the {_KINDS[kind]}")
-            head = read_head(drafter)
-            if dtype is not None:
-                head.to(getattr(torch, dtype))
-            tell("writing and checking")
-            if kind == MEDUSA:
-                files = medusa(head, described, text)  # type: ignore[arg-type]
-            elif layout == "speculators":
-                files = speculators(head, described, speculative_tokens, text)  # type: ignore[arg-type]
-            else:
-                files = eagle3(head, described, engine, text)  # type: ignore[arg-type]
-            files.write(staging)
+            write_draft_model(Path(drafter), staging, described, card)
         written = contents(staging)
     return Export(Path(folder), written)
+
+
+def _head_layout(
+    engine: str,
+    kind: str,
+    drafter: str | os.PathLike[str],
+    layout: str,
+    target: Target,
+    speculative_tokens: int,
+    dtype: str | None,
+    card: str,
+) -> Layout:
+    if kind == MEDUSA:
+        heads = MedusaHead.from_pretrained(drafter, dtype=dtype or "auto")
+        return medusa(heads, target, card)
+    head = EagleHead.from_pretrained(drafter, dtype=dtype or "auto")
+    if layout == "speculators":
+        return speculators(head, target, speculative_tokens, card)
+    return eagle3(head, target, engine, card)
 
 
 def _check_request(engine: str, kind: str, layout: str, speculative_tokens: int, dtype: str | None) -> None:
@@ -145,7 +134,7 @@ def _check_request(engine: str, kind: str, layout: str, speculative_tokens: int,
     if engine == "sglang" and layout != "eagle3":
         raise ValueError("SGLang reads EAGLE heads in the layout 'eagle3' only")
     if layout == "speculators" and kind != EAGLE:
-        raise ValueError(f"the layout 'speculators' is for EAGLE heads, and the drafter is {_KINDS.get(kind, kind)!r}")
+        raise ValueError(f"the layout 'speculators' is for EAGLE heads, and the drafter is of type {kind!r}")
     if kind == EXIT_ADAPTER:
         raise ValueError(
             f"{engine} has no drafter that runs the target's own first layers: early exits cannot be served there; "
@@ -155,9 +144,9 @@ def _check_request(engine: str, kind: str, layout: str, speculative_tokens: int,
         raise ValueError("SGLang serves no Medusa heads; vLLM does (arbordraft export vllm), or train an EAGLE head")
     if speculative_tokens < 1:
         raise ValueError(f"chains have at least one token, got {speculative_tokens}")
-    if dtype is not None and dtype not in ("float32", "bfloat16", "float16"):
-        raise ValueError(f"weights in {dtype} are not served; name float32, bfloat16 or float16")
-    if dtype is not None and kind not in _KINDS:
+    if dtype is not None and dtype not in list(Dtype):
+        raise ValueError(f"weights in {dtype} are not served; name one of {', '.join(Dtype)}")
+    if dtype is not None and kind not in (EAGLE, MEDUSA):
         raise ValueError("a draft model keeps its dtype: engines cast it to the target's")
 
 
@@ -168,3 +157,24 @@ def _check_path(engine: str, kind: str, folder: str | os.PathLike[str]) -> None:
             f"vLLM would take a drafter in {folder} for one of another kind, because of {misleading[0]!r} in its path: "
             "name another folder"
         )
+
+
+def _card(engine: str, kind: str, layout: str, target: str, speculative_tokens: int) -> str:
+    """Contents of ``README.md``: how the drafter is served."""
+    if engine == "sglang":
+        command = (
+            f"python -m sglang.launch_server --model-path {target} "
+            f"--speculative-algorithm {'EAGLE3' if kind == EAGLE else 'STANDALONE'} \\\n"
+            f"  --speculative-draft-model-path THIS_FOLDER --speculative-num-steps {speculative_tokens} \\\n"
+            f"  --speculative-eagle-topk 1 --speculative-num-draft-tokens {speculative_tokens + 1}"
+        )
+    elif layout == "speculators":
+        command = "vllm serve THIS_FOLDER"
+    else:
+        method = {EAGLE: "eagle3", MEDUSA: "medusa"}.get(kind, "draft_model")
+        settings = {"method": method, "model": "THIS_FOLDER", "num_speculative_tokens": speculative_tokens}
+        command = f"vllm serve {target} --speculative-config '{json.dumps(settings)}'"
+    text = f"# Drafter for {target}\n\nWritten by arbordraft for {engine}:\n\n```\n{command}\n```\n"
+    if engine == "vllm" and kind != EAGLE:
+        text += f"\nvLLM guesses what a drafter is: keep {', '.join(map(repr, _MISLEADING))} out of its path.\n"
+    return text

@@ -1,11 +1,10 @@
 """A drafter as files: what an engine's layout asks for, and the check that nothing is missing, extra or misshapen.
 
 Engines skip tensors that they do not know and leave what is missing as it happens to be, so it has to be noticed here.
-
-Shapes: D draft vocabulary, V vocabulary.
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from arbordraft.checkpoints import CONFIG, WEIGHTS
-from arbordraft.exports.checkpoints import differences
+from arbordraft.checkpoints import CONFIG, WEIGHTS, few
 from arbordraft.heads.base import vocabulary_problems
+from arbordraft.loading import Dtype
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 VOCABULARY = {"d2t": torch.int64, "t2d": torch.bool}  # all other tensors are weights
 
 Shapes = dict[str, tuple[int, ...]]
@@ -46,11 +44,7 @@ class Layout:
     card: str
 
     def write(self, folder: Path) -> None:
-        """Writes the three files and checks what can be read back.
-
-        Raises:
-            LayoutError: if it is not what the engine loads.
-        """
+        """Writes the three files and checks what can be read back; raises LayoutError as :meth:`check` does."""
         (folder / CONFIG).write_text(json.dumps(self.config, indent=2) + "\n")
         contiguous = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
         save_file(contiguous, folder / WEIGHTS, metadata={"format": "pt"})  # which transformers insists on
@@ -64,40 +58,43 @@ class Layout:
             tensors = load_file(folder / WEIGHTS)
         except (OSError, ValueError, SafetensorError) as error:
             raise LayoutError(f"{folder} cannot be read back: {error}") from error
-        problems = differences(self.config, config)
-        problems += tensor_problems(tensors, self.shapes, str(find(config, "dtype")))
+        weights = getattr(torch, self.config["dtype"])
+        problems = [
+            *_differences(self.config, config),
+            *_differences(self.shapes, {name: tuple(tensor.shape) for name, tensor in tensors.items()}),
+            *_differences(
+                {name: VOCABULARY.get(name, weights) for name in tensors},
+                {name: tensor.dtype for name, tensor in tensors.items()},
+            ),
+        ]
+        if not problems and "d2t" in tensors:
+            problems = vocabulary_problems(tensors["d2t"], tensors["t2d"])
         if problems:
             raise LayoutError(f"{folder} would not be loaded as it should: {'; '.join(problems)}")
 
 
-def tensor_problems(tensors: dict[str, Tensor], shapes: Shapes, dtype: str) -> list[str]:
-    """How tensors differ from those that an engine builds; empty if they do not.
+def dtype_name(dtype: torch.dtype) -> str:
+    """Its name in configurations; raises ValueError if engines do not serve it."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in list(Dtype):
+        raise ValueError(f"weights in {name} are not served; name one of {', '.join(Dtype)} with --dtype")
+    return name
 
-    Args:
-        tensors: what a file holds.
-        shapes: what the engine builds.
-        dtype: of the weights.
-    """
-    problems = differences(dict(shapes), {name: tuple(tensor.shape) for name, tensor in tensors.items()})
-    wanted = {name: VOCABULARY.get(name, DTYPES.get(dtype)) for name in tensors}
-    problems += differences(wanted, {name: tensor.dtype for name, tensor in tensors.items()})
-    if not problems and "d2t" in tensors:
-        problems += vocabulary_problems(tensors["d2t"], tensors["t2d"])
+
+def _differences(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> list[str]:
+    """What distinguishes two tables, in words; empty if nothing does."""
+    problems = []
+    if missing := expected.keys() - actual.keys():
+        problems.append(f"missing {few(missing)}")
+    if extra := actual.keys() - expected.keys():
+        problems.append(f"unexpected {few(extra)}")
+    problems += [
+        f"{name} is {_shown(actual[name])} instead of {_shown(value)}"
+        for name, value in expected.items()
+        if name in actual and actual[name] != value
+    ]
     return problems
 
 
-def find(config: dict[str, Any], name: str) -> Any:
-    """A setting, wherever a layout keeps the settings of the network itself."""
-    return config.get(name, config.get("transformer_layer_config", {}).get(name))
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Its name in configurations.
-
-    Raises:
-        ValueError: if engines do not serve it.
-    """
-    name = str(dtype).removeprefix("torch.")
-    if name not in DTYPES:
-        raise ValueError(f"weights in {name} are not served; name one of {', '.join(DTYPES)} with --dtype")
-    return name
+def _shown(value: Any) -> str:
+    return str(list(value)) if isinstance(value, tuple) else str(value)

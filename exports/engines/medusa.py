@@ -7,6 +7,8 @@ the mean of their logits.
 Shapes: D draft vocabulary, H hidden size, V vocabulary.
 """
 
+from typing import Any
+
 from torch import Tensor
 
 from arbordraft.exports.engines.layout import Layout, Shapes, dtype_name
@@ -15,16 +17,7 @@ from arbordraft.heads.medusa import MedusaHead
 
 
 def medusa(head: MedusaHead, target: Target, card: str) -> Layout:
-    """The layout of Medusa checkpoints.
-
-    Args:
-        head: the trained network.
-        target: what it was trained for.
-        card: contents of ``README.md``.
-
-    Raises:
-        ValueError: if it cannot draft for this target.
-    """
+    """The layout of Medusa checkpoints; raises ValueError if the heads cannot draft for this target."""
     settings = head.config
     check_fit(settings, target)
     config = {
@@ -39,19 +32,20 @@ def medusa(head: MedusaHead, target: Target, card: str) -> Layout:
         "dtype": dtype_name(head.dtype),
         "torch_dtype": dtype_name(head.dtype),
     }
-    tensors = {name: tensor for name, tensor in head.state_dict().items() if name not in ("d2t", "t2d")}
-    for name in tensors:
-        if name.startswith("lm_heads."):
-            tensors[name] = widened(tensors[name], head.tokens, settings.vocab_size)
+    tensors = {
+        name: widened(tensor, head.tokens, settings.vocab_size) if name.startswith("lm_heads.") else tensor
+        for name, tensor in head.state_dict().items()
+        if name not in ("d2t", "t2d")
+    }
     return Layout(config, tensors, medusa_shapes(config), card)
 
 
-def medusa_shapes(config: dict[str, object]) -> Shapes:
+def medusa_shapes(config: dict[str, Any]) -> Shapes:
     """What vLLM builds for a ``config.json``."""
-    hidden, heads, layers = (int(str(config[name])) for name in ("hidden_size", "num_heads", "num_hidden_layers"))
-    shapes: Shapes = {f"lm_heads.{head}.weight": (int(str(config["vocab_size"])), hidden) for head in range(heads)}
-    for head in range(heads):
-        for layer in range(layers):
+    hidden, shapes = config["hidden_size"], {}
+    for head in range(config["num_heads"]):
+        shapes[f"lm_heads.{head}.weight"] = (config["vocab_size"], hidden)
+        for layer in range(config["num_hidden_layers"]):
             shapes[f"blocks.{head}.layers.{layer}.weight"] = (hidden, hidden)
             shapes[f"blocks.{head}.layers.{layer}.bias"] = (hidden,)
     return shapes

@@ -3,7 +3,11 @@
 from dataclasses import dataclass
 from typing import Any
 
+from transformers import AutoConfig
+
 from arbordraft.heads.base import CompanionConfig
+from arbordraft.loading import SMALL
+from arbordraft.pretrained import HUB_REPO, fetch_smollm2
 
 
 @dataclass(frozen=True)
@@ -20,11 +24,6 @@ class Target:
     config: Any
     architectures: list[str]
 
-    @property
-    def layers(self) -> int:
-        """How many decoder layers it has."""
-        return int(self.config.num_hidden_layers)
-
 
 def describe_target(name: str) -> Target:
     """Reads a target's configuration.
@@ -35,13 +34,7 @@ def describe_target(name: str) -> Target:
     Raises:
         ValueError: if there is no such model.
     """
-    from transformers import AutoConfig
-
-    known, place = name, name
-    if name == "smollm2":
-        from arbordraft.pretrained import HUB_REPO, fetch_smollm2
-
-        known, place = HUB_REPO, str(fetch_smollm2())
+    known, place = (HUB_REPO, str(fetch_smollm2())) if name == SMALL else (name, name)
     try:
         config = AutoConfig.from_pretrained(place)
     except (OSError, ValueError, KeyError) as error:
