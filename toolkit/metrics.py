@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.types import SampleTree, SampleVerdict
@@ -53,6 +54,14 @@ class DecodeStats:
     def acceptance_by_depth(self) -> list[float]:
         """``[d - 1]``: share of the times that a child at depth ``d`` was accepted when there was one to accept."""
         return [self.accepted[depth] / self.tried[depth] for depth in sorted(self.tried)]
+
+    def __add__(self, other: "DecodeStats") -> "DecodeStats":
+        """Counts of two batches, the samples of the other behind these."""
+        names = ("emitted", "forwards", "drafted", "tried", "accepted", "accepted_rank", "rows", "pad_rows", "pad_keys")
+        counts: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in names}
+        phases = self.seconds | other.seconds
+        seconds = {phase: self.seconds.get(phase, 0.0) + other.seconds.get(phase, 0.0) for phase in phases}
+        return DecodeStats(self.exactness, **counts, seconds=seconds)
 
     def count_forward(self, batch: RaggedBatch, rows: int, keys: int) -> None:
         """Counts a target forward for which ``rows`` rows and ``keys`` cache columns were needed."""

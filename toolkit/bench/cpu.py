@@ -3,8 +3,7 @@
 Ratios are speed-ups: the reference's time over ours.
 """
 
-import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +11,8 @@ import torch
 from torch import Tensor
 
 from arbordraft import builders
-from arbordraft.bench.decoding import emitted
-from arbordraft.bench.measure import Measurement, milliseconds, paired, precision
+from arbordraft.bench.decoding import answers, in_turns, theirs
+from arbordraft.bench.measure import Measurement, paired, precision
 from arbordraft.bench.model import forward_pair
 from arbordraft.bench.workload import Tell, Workload, quiet
 from arbordraft.coupling import Coupling
@@ -61,24 +60,29 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def forward_speed(target: RaggedModel, workload: Workload, tell: Tell = quiet) -> Iterator[Measurement]:
     """Forwards with the kernels of the target against the model's own, and against reading the weights once."""
-    model, repeats = target.model, workload.repeats
+    model = target.model
     half = model.dtype == torch.bfloat16
     for new in (1, 8, 16) if half else (8,):
-        yield _against_own(target, new, _REACH[new] if half else ">= 3.0", repeats, tell)
+        yield _against_own(target, new, workload, tell, _REACH[new] if half else ">= 3.0")
     if target.backend != "onednn" and onednn_problem(model.dtype) is None:
-        yield _against_own(RaggedModel(model, kernels="onednn"), 8, "", repeats, tell)
+        yield _against_own(RaggedModel(model, kernels="onednn"), 8, workload, tell)
     if not half:
         return
     size = sum(weight.numel() for weight in set(model.parameters())) * 2
+    # Reads as many bytes once, with all threads.
+    memory = torch.zeros(torch.get_num_threads(), size // 2 // torch.get_num_threads(), dtype=torch.bfloat16)
     case = f"bfloat16, 1 token, against reading {size / 1e6:.0f} MB of weights"
-    ours, reference, ratio = paired(forward_pair(target, [200], 1)[0], _reading(size), repeats, tell, case)
-    yield Measurement("cpu forward", case, ours, reference, ratio, "<= 2.0", f"{size / reference / 1e6:.1f} GB/s")
+    forward, _ = forward_pair(target, [200], 1)
+    row = paired("cpu forward", case, forward, lambda: row_max(memory), workload, tell, reach="<= 2.0")
+    yield replace(row, detail=f"{size / row.reference / 1e6:.1f} GB/s")
 
 
-def _against_own(target: RaggedModel, new: int, reach: str, repeats: int, tell: Tell) -> Measurement:
-    case = f"{precision(target.model)}, {target.backend}, {new} tokens, context 200"
-    ours, reference, ratio = paired(*forward_pair(target, [200], new), repeats, tell, case)
-    return Measurement("cpu forward", case, ours, reference, 1 / ratio, reach)
+def _against_own(
+    target: RaggedModel, new: int, workload: Workload, tell: Tell, reach: str = "", shape: str = ""
+) -> Measurement:
+    case = f"{precision(target.model)}, {target.backend}, {shape}{new} tokens, context 200"
+    pair = forward_pair(target, [200], new)
+    return paired("cpu forward", case, *pair, workload, tell, reach=reach, speed_up=True)
 
 
 def int8_speed(target: RaggedModel, workload: Workload, tell: Tell = quiet) -> Iterator[Measurement]:
@@ -90,10 +94,10 @@ def int8_speed(target: RaggedModel, workload: Workload, tell: Tell = quiet) -> I
     divergence, agreement = _int8_loss(wide, narrow, [inputs["input_ids"][0, :256] for inputs in prompts])
     for new in (1, 8):
         case = f"int8 against {precision(target.model)} weights, {new} tokens"
-        pair = forward_pair(narrow, [200], new)[0], forward_pair(wide, [200], new)[0]
-        ours, reference, ratio = paired(*pair, workload.repeats, tell, case)
+        pair = (forward_pair(each, [200], new)[0] for each in (narrow, wide))
+        row = paired("cpu int8", case, *pair, workload, tell, speed_up=True)
         detail = f"KL {divergence:.4f} nats per token, {agreement:.1%} of the most probable tokens equal"
-        yield Measurement("cpu int8", case, ours, reference, 1 / ratio, "", detail)
+        yield replace(row, detail=detail)
 
 
 def other_architectures(workload: Workload, tell: Tell = quiet) -> Iterator[Measurement]:
@@ -104,19 +108,13 @@ def other_architectures(workload: Workload, tell: Tell = quiet) -> Iterator[Meas
         tell(f"making {name}'s shape", 0, workload.repeats)
         config = AutoConfig.for_model(family, **sizes)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-        target = RaggedModel(model, kernels="auto")
-        case = f"bfloat16, {target.backend}, {name}'s shape, 8 tokens"
-        ours, reference, ratio = paired(*forward_pair(target, [200], 8), workload.repeats, tell, case)
-        yield Measurement("cpu forward", case, ours, reference, 1 / ratio, ">= 2.0")
+        yield _against_own(RaggedModel(model, kernels="auto"), 8, workload, tell, ">= 2.0", f"{name}'s shape, ")
 
 
 def equality(target: RaggedModel, workloads: Sequence[Workload], tell: Tell = quiet) -> Iterator[Measurement]:
     """Share of the greedy tokens of speculative decoding that equal plain decoding's, prompt by prompt.
 
-    Args:
-        target: the target.
-        workloads: the same prompts in batches of several sizes.
-        tell: is told what is going on.
+    The workloads hold the same prompts in batches of several sizes.
     """
     wide = replace(workloads[0], batch=16)
     reference = _tokens(target, builders.plain(target), wide, tell, "plain decoding")
@@ -132,8 +130,8 @@ def equality(target: RaggedModel, workloads: Sequence[Workload], tell: Tell = qu
         decoder = SpeculativeDecoder(target, drafter, TreeTopology.from_k_config(shape), coupling)
         level = decoder.exactness_report().level
         for workload in workloads:
-            answers = _tokens(target, decoder, workload, tell, f"{name}, batch {workload.batch}")
-            pairs = list(zip(answers, reference, strict=True))
+            found = _tokens(target, decoder, workload, tell, f"{name}, batch {workload.batch}")
+            pairs = list(zip(found, reference, strict=True))
             total = sum(len(wanted) for _, wanted in pairs)
             equal = sum(_agreeing(tokens, wanted) for tokens, wanted in pairs)
             same = sum(tokens == wanted for tokens, wanted in pairs)
@@ -149,74 +147,41 @@ def equality(target: RaggedModel, workloads: Sequence[Workload], tell: Tell = qu
 
 
 def decode_speed(target: RaggedModel, workload: Workload, tell: Tell = quiet) -> Iterator[Measurement]:
-    """Greedy decoding, plain and with lookups where they pay, against ``generate``; prefill included.
+    """Greedy decoding, plain and with lookups where they pay, against ``generate``: milliseconds per token.
 
     At batch 1 the first four prompts are decoded one after the other, above it as many as fit into one batch.
     """
-    model: Any = target.model
-    decoders = {"plain": builders.plain(target), "n-gram where it pays": builders.lookup(target)}
+    decoders = {
+        "generate": theirs(target.model),
+        "plain": builders.plain(target),
+        "n-gram where it pays": builders.lookup(target),
+    }
     reach = {1: ">= 5.0", 4: ">= 4.0", 8: ">= 3.5", 16: ">= 2.5"}
     for batch in (size for size in reach if size <= len(workload.prompts)):
         part = replace(workload, prompts=workload.prompts[: max(batch, 4)], batch=batch)
-        inputs = part.batches(target)[: 4 if batch == 1 else 1]
-        requests: list[dict[str, Any]] = [{**each, **part.request()} for each in inputs]
-        rounds = []
-        for done in range(workload.repeats + 1):  # the first one warms up
-            tell(f"batch {batch}", done, workload.repeats + 1)
-            rounds.append([milliseconds(_decoding(each, requests)) for each in (model, *decoders.values())])
-        theirs = sum(
-            emitted(model.generate(**request)[:, request["input_ids"].shape[1] :], model) for request in requests
-        )
-        for index, (name, decoder) in enumerate(decoders.items(), 1):
-            outputs: list[Any] = [decoder.generate(**request, return_dict_in_generate=True) for request in requests]
-            tokens = sum(sum(output.stats.emitted) for output in outputs)
-            steps = sum(sum(output.stats.forwards) for output in outputs)
-            ours, reference = (statistics.median(times[i] for times in rounds[1:]) for i in (index, 0))
-            ratio = statistics.median(times[0] / times[index] for times in rounds[1:])
-            speeds = f"{tokens / ours * 1e3:.0f} against {theirs / reference * 1e3:.0f} tokens/s"
+        generate, *rows = in_turns(target, decoders, part, tell)
+        for row in rows:
             yield Measurement(
                 "cpu decode",
-                f"{precision(model)}, batch {batch}, {name}, {workload.new_tokens} new tokens",
-                ours,
-                reference,
-                ratio * tokens / theirs,
-                reach[batch] if index > 1 else "",
-                f"{speeds}, tau {tokens / steps:.2f}",
+                f"{row.dtype}, batch {batch}, {row.decoder}, {workload.new_tokens} new tokens",
+                1e3 / row.tokens_per_second,
+                1e3 / generate.tokens_per_second,
+                row.speed_up,
+                "" if row.decoder == "plain" else reach[batch],
+                f"{row.tokens_per_second:.0f} against {generate.tokens_per_second:.0f} tokens/s, tau {row.tau:.2f}",
             )
-
-
-def _decoding(decoder: Any, requests: Sequence[dict[str, Any]]) -> Callable[[], None]:
-    def run() -> None:
-        for request in requests:
-            decoder.generate(**request)
-
-    return run
-
-
-def _reading(size: int) -> Callable[[], None]:
-    """Reads ``size`` bytes once, with all threads."""
-    memory = torch.zeros(torch.get_num_threads(), size // 2 // torch.get_num_threads(), dtype=torch.bfloat16)
-
-    def read() -> None:
-        row_max(memory)
-
-    return read
 
 
 def _tokens(
     target: RaggedModel, decoder: SpeculativeDecoder, workload: Workload, tell: Tell, what: str
 ) -> list[list[int]]:
-    answers: list[list[int]] = []
+    tokens: list[list[int]] = []
     batches = workload.batches(target)
     for done, inputs in enumerate(batches):
         tell(what, done, len(batches))
-        output: Any = decoder.generate(**inputs, **workload.request(), return_dict_in_generate=True)
-        columns = inputs["input_ids"].shape[1]
-        answers += [
-            row[columns : columns + count].tolist()
-            for row, count in zip(output.sequences, output.stats.emitted, strict=True)
-        ]
-    return answers
+        output = decoder.generate(**inputs, **workload.request(), return_dict_in_generate=True)
+        tokens += answers(output, inputs)
+    return tokens
 
 
 def _agreeing(tokens: list[int], wanted: list[int]) -> int:

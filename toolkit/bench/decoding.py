@@ -5,9 +5,10 @@ Everything is measured in rounds in which each decoder has its turn: a slow spel
 
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import add
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,59 +65,8 @@ class DecodeRow:
     spread: float = 0.0
 
 
-@dataclass
-class Total:
-    """Counts of several decodes."""
-
-    emitted: int = 0
-    forwards: int = 0
-    drafted: int = 0
-    rows: int = 0
-    pad_rows: int = 0
-    pad_keys: int = 0
-    tried: Counter[int] = field(default_factory=Counter)
-    accepted: Counter[int] = field(default_factory=Counter)
-    ranks: Counter[int] = field(default_factory=Counter)
-    seconds: dict[str, float] = field(default_factory=dict)
-    exactness: str = "exact"
-
-    def add(self, stats: DecodeStats) -> None:
-        """Adds one decode."""
-        self.emitted += sum(stats.emitted)
-        self.forwards += sum(stats.forwards)
-        self.exactness = stats.exactness
-        for name in ("drafted", "rows", "pad_rows", "pad_keys"):
-            setattr(self, name, getattr(self, name) + getattr(stats, name))
-        self.tried += stats.tried
-        self.accepted += stats.accepted
-        self.ranks += stats.accepted_rank
-        for phase, seconds in stats.seconds.items():
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
-
-    def acceptance(self) -> list[float]:
-        """By depth, how often a child was accepted when there was one to accept."""
-        return [self.accepted[depth] / self.tried[depth] for depth in sorted(self.tried)]
-
-    def per_token(self) -> dict[str, Any]:
-        """The columns of a :class:`DecodeRow` that follow from the counts; none of them for somebody else's decoder."""
-        if not self.forwards:
-            return {}
-        accepted, spent = sum(self.ranks.values()), sum(self.seconds.values())
-        return {
-            "tau": self.emitted / self.forwards,
-            "acceptance": self.acceptance(),
-            "by_rank": [self.ranks[rank] / accepted for rank in sorted(self.ranks)],
-            "drafted": self.drafted / self.forwards,
-            "rows": self.rows / self.emitted,
-            "pad_rows": self.pad_rows / max(1, self.rows),
-            "pad_keys": self.pad_keys / self.emitted,
-            "seconds": {phase: seconds / spent for phase, seconds in self.seconds.items()},
-        }
-
-
-# Decodes one batch of a workload and returns what it emitted: a decoder's statistics, or, of somebody else's, how
-# many tokens.
-Decode = Callable[[dict[str, Any], Workload], "DecodeStats | int"]
+# Decodes one batch of a workload; of somebody else's decoder only the emitted tokens are counted.
+Decode = Callable[[dict[str, Any], Workload], DecodeStats]
 
 
 def ours(decoder: SpeculativeDecoder) -> Decode:
@@ -139,22 +89,23 @@ def theirs(model: "PreTrainedModel", **options: Any) -> Decode:
         **options: of its ``generate``, such as ``assistant_model`` or ``prompt_lookup_num_tokens``.
     """
 
-    def decode(inputs: dict[str, Any], workload: Workload) -> int:
+    def decode(inputs: dict[str, Any], workload: Workload) -> DecodeStats:
         torch.manual_seed(workload.seed)
-        request = workload.request()
-        if not options:
-            texts: Any = model.generate(**inputs, **request)  # type: ignore[operator]
-            return emitted(texts[:, inputs["input_ids"].shape[1] :], model)
-        total = 0
-        for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True):
-            prompt = ids[mask.bool()][None]
-            texts = model.generate(  # type: ignore[operator]
-                prompt, attention_mask=torch.ones_like(prompt), **request, **options
-            )
-            total += emitted(texts[:, prompt.shape[1] :], model)
-        return total
+        masks = inputs["attention_mask"].bool()
+        alone = [{name: rows[i][mask][None] for name, rows in inputs.items()} for i, mask in enumerate(masks)]
+        tokens = 0
+        for part in alone if options else [inputs]:
+            texts: Any = model.generate(**part, **workload.request(), **options)  # type: ignore[operator]
+            tokens += emitted(texts[:, part["input_ids"].shape[1] :], model)
+        return DecodeStats("exact", emitted=[tokens], forwards=[])
 
     return decode
+
+
+def answers(output: Any, inputs: dict[str, Any]) -> list[list[int]]:
+    """What a decoder emitted for every prompt, without padding."""
+    texts = output.sequences[:, inputs["input_ids"].shape[1] :].tolist()
+    return [text[:count] for text, count in zip(texts, output.stats.emitted, strict=True)]
 
 
 def emitted(answers: Tensor, model: "PreTrainedModel") -> int:
@@ -177,35 +128,24 @@ def in_turns(
     workload: Workload,
     tell: Tell = quiet,
 ) -> Iterator[DecodeRow]:
-    """Decodes all prompts with every decoder, in turns, after one that warms up; speed-ups are over the first decoder.
-
-    Args:
-        target: the target, whose tokenizer and dtype are used.
-        decoders: by name.
-        workload: what to decode.
-        tell: is told what is going on.
-    """
+    """Decodes all prompts with every decoder, in turns, after one that warms up; speed-ups are over the first."""
     decodes = {name: ours(each) if isinstance(each, SpeculativeDecoder) else each for name, each in decoders.items()}
     batches = workload.batches(target)
     warm_up(decodes, batches[0], workload)
     done, rounds = 0, workload.repeats * len(decoders) * len(batches)
     rates: dict[str, list[float]] = {name: [] for name in decoders}
-    totals: dict[str, Total] = {}
+    totals: dict[str, DecodeStats] = {}
     for _ in range(workload.repeats):
         for name, decode in decodes.items():
-            total, tokens = Total(), 0
+            counts = []
             start = time.perf_counter()
             for inputs in batches:
                 tell(f"batch {workload.batch}, temperature {workload.temperature:g}, {name}", done, rounds)
                 done += 1
-                gained = decode(inputs, workload)
-                if isinstance(gained, int):
-                    tokens += gained
-                else:
-                    total.add(gained)
+                counts.append(decode(inputs, workload))
             seconds = time.perf_counter() - start
-            rates[name].append((tokens + total.emitted) / seconds)
-            totals[name] = total
+            totals[name] = reduce(add, counts)
+            rates[name].append(sum(totals[name].emitted) / seconds)
     reference = next(iter(rates.values()))
     for name, own in rates.items():
         ratios = [mine / base for mine, base in zip(own, reference, strict=True)]
@@ -218,5 +158,23 @@ def in_turns(
             tokens_per_second=statistics.median(own),
             speed_up=statistics.median(ratios),
             spread=(max(ratios) - min(ratios)) / 2,
-            **totals[name].per_token(),
+            **_per_token(totals[name]),
         )
+
+
+def _per_token(stats: DecodeStats) -> dict[str, Any]:
+    """The columns of a :class:`DecodeRow` that follow from the counts; none of them for somebody else's decoder."""
+    if not stats.forwards:
+        return {}
+    tokens, forwards = sum(stats.emitted), sum(stats.forwards)
+    accepted, spent = sum(stats.accepted_rank.values()), sum(stats.seconds.values())
+    return {
+        "tau": stats.tau,
+        "acceptance": stats.acceptance_by_depth,
+        "by_rank": [stats.accepted_rank[rank] / accepted for rank in sorted(stats.accepted_rank)],
+        "drafted": stats.drafted / forwards,
+        "rows": stats.rows / tokens,
+        "pad_rows": stats.pad_rows / max(1, stats.rows),
+        "pad_keys": stats.pad_keys / tokens,
+        "seconds": {phase: seconds / spent for phase, seconds in stats.seconds.items()},
+    }

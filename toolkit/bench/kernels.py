@@ -106,9 +106,9 @@ class KernelRow:
     reached: str = ""
 
     @property
-    def table(self) -> bool:
-        """Which of two tables it belongs to: attention has peers of its own."""
-        return self.kernel == ATTENTION
+    def table(self) -> str:
+        """Title of the table that it belongs to: attention has peers of its own."""
+        return "attention" if self.kernel == ATTENTION else "other kernels"
 
 
 def device() -> torch.device:

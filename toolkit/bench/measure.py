@@ -8,14 +8,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from arbordraft.bench.workload import Tell, quiet
+from arbordraft.bench.workload import Tell, Workload, quiet
 from arbordraft.files import write_text
 
 if TYPE_CHECKING:
@@ -31,10 +31,13 @@ class Measurement:
         case: what was varied.
         ours: time of arbordraft.
         reference: time of what it is compared with.
-        ratio: ``ours / reference``, or for decoding the speed-up ``reference / ours``.
+        ratio: ``ours / reference``, or the speed-up ``reference / ours``.
         reach: the bound that the project set itself, if any: ``"<= 1.10"``.
         detail: further figures.
+        reached: whether the bound holds; ``None`` without one.
     """
+
+    table: ClassVar[str] = "times in milliseconds"
 
     group: str
     case: str
@@ -43,14 +46,13 @@ class Measurement:
     ratio: float
     reach: str = ""
     detail: str = ""
+    reached: bool | None = field(default=None, init=False)
 
-    @property
-    def reached(self) -> bool | None:
-        """Whether the bound holds; ``None`` without one."""
-        if not self.reach:
-            return None
-        relation, bound = self.reach.split()
-        return self.ratio <= float(bound) if relation == "<=" else self.ratio >= float(bound)
+    def __post_init__(self) -> None:
+        if self.reach:
+            relation, bound = self.reach.split()
+            reached = self.ratio <= float(bound) if relation == "<=" else self.ratio >= float(bound)
+            object.__setattr__(self, "reached", reached)
 
 
 def provenance() -> dict[str, Any]:
@@ -73,38 +75,51 @@ def provenance() -> dict[str, Any]:
 
 def save(path: Path, measurements: Sequence[Any], **settings: Any) -> None:
     """Writes measurements, which are dataclasses, and their provenance as JSON; it appears when it is complete."""
-    rows = []
-    for measurement in measurements:
-        row = asdict(measurement)
-        if isinstance(measurement, Measurement):
-            row["reached"] = measurement.reached
-        rows.append(row)
-    report = {"provenance": provenance(), "settings": settings, "measurements": rows}
+    report = {"provenance": provenance(), "settings": settings, "measurements": [asdict(row) for row in measurements]}
     write_text(path, json.dumps(report, indent=2) + "\n")
 
 
 def paired(
-    ours: Callable[[], None], reference: Callable[[], None], repeats: int, tell: Tell = quiet, what: str = ""
-) -> tuple[float, float, float]:
-    """Medians of both in milliseconds, and the median ratio of neighbours: a drifting machine slows both."""
+    group: str,
+    case: str,
+    ours: Callable[[], object],
+    reference: Callable[[], object],
+    workload: Workload,
+    tell: Tell = quiet,
+    *,
+    reach: str = "",
+    speed_up: bool = False,
+    calls: tuple[int, int] = (1, 1),
+) -> Measurement:
+    """Times both in turns, after a call of each that warms up: a drifting machine slows neighbours alike.
+
+    Args:
+        group: see :class:`Measurement`, as for ``case`` and ``reach``.
+        case: is told, too.
+        ours: what is measured.
+        reference: what it is compared with.
+        workload: says how many rounds there are.
+        tell: is told what is going on.
+        reach: the bound, if any.
+        speed_up: the ratio is ``reference / ours``.
+        calls: how many of either a timing holds, where one is too short.
+    """
     ours()
     reference()
     pairs = []
-    for done in range(repeats):
-        tell(what, done, repeats)
-        pairs.append((milliseconds(ours), milliseconds(reference)))
-    return (
-        statistics.median(pair[0] for pair in pairs),
-        statistics.median(pair[1] for pair in pairs),
-        statistics.median(pair[0] / pair[1] for pair in pairs),
-    )
+    for done in range(workload.repeats):
+        tell(case, done, workload.repeats)
+        pairs.append((_milliseconds(ours, calls[0]), _milliseconds(reference, calls[1])))
+    medians = [statistics.median(times) for times in zip(*pairs, strict=True)]
+    ratio = statistics.median(own / other for own, other in pairs)
+    return Measurement(group, case, *medians, 1 / ratio if speed_up else ratio, reach)
 
 
-def milliseconds(run: Callable[[], None]) -> float:
-    """Time of one call."""
+def _milliseconds(run: Callable[[], object], calls: int) -> float:
     start = time.perf_counter()
-    run()
-    return (time.perf_counter() - start) * 1e3
+    for _ in range(calls):
+        run()
+    return (time.perf_counter() - start) * 1e3 / calls
 
 
 def precision(model: "PreTrainedModel") -> str:

@@ -5,24 +5,28 @@ Shapes: B samples, V vocabulary.
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from itertools import cycle
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from arbordraft.bench.decoding import answers
 from arbordraft.bench.measure import Measurement, paired, precision
+from arbordraft.bench.verifiers import drafted_tree
 from arbordraft.bench.workload import Tell, Workload, quiet
 from arbordraft.coupling import Coupling
 from arbordraft.deciders import Backoff
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import NGramDrafter
 from arbordraft.laws import DraftLaw, TopTail, WithoutReplacement
-from arbordraft.prompts import REPEATING, VARIED
+from arbordraft.prompts import REPEATING, VARIED, left_padded
 from arbordraft.sampling import Noise
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
-from arbordraft.types import DraftTree, SampleTree
+from arbordraft.types import DraftTree
 from arbordraft.verifiers import (
     Lifted,
     OptimalTransport,
@@ -46,15 +50,15 @@ def forward_cost(target: RaggedModel, workload: Workload, tell: Tell = quiet) ->
         batch = len(contexts)
         context = f"context {contexts[0]}" if batch == 1 else f"contexts {min(contexts)}-{max(contexts)}"
         case = f"{precision(target.model)}, batch {batch}, {new} tokens each, {context}"
-        ours, reference, ratio = paired(*forward_pair(target, contexts, new), workload.repeats, tell, case)
-        yield Measurement("forward", case, ours, reference, ratio, "<= 1.10" if batch == 1 else "<= 0.80")
+        reach = "<= 1.10" if batch == 1 else "<= 0.80"
+        yield paired("forward", case, *forward_pair(target, contexts, new), workload, tell, reach=reach)
 
 
 def forward_pair(target: RaggedModel, contexts: list[int], new: int) -> tuple[Callable[[], None], Callable[[], None]]:
     """The packed and the padded forward of ``new`` random tokens per sample, each leaving its cache as it was."""
     from transformers import DynamicCache
 
-    model, batch, longest = target.model, len(contexts), max(contexts)
+    model, batch = target.model, len(contexts)
     prompts = [torch.randint(target.vocab_size, (length,)).tolist() for length in contexts]
     tokens = torch.randint(target.vocab_size, (batch, new))
 
@@ -66,8 +70,7 @@ def forward_pair(target: RaggedModel, contexts: list[int], new: int) -> tuple[Ca
         target(tokens.flatten(), cache.plan(handles, [range(new)] * batch), cache)
         cache.drop(handles)
 
-    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (longest - length) + [1] * length for length in contexts])
+    ids, mask = left_padded(prompts).values()
     past = DynamicCache(config=model.config)
     with torch.no_grad():
         positions = (mask.cumsum(1) - 1).clamp(min=0)
@@ -85,107 +88,62 @@ def forward_pair(target: RaggedModel, contexts: list[int], new: int) -> tuple[Ca
 
 
 def verify_cost(target: RaggedModel, workload: Workload, tell: Tell = quiet) -> Iterator[Measurement]:
-    """Verification of a 16-node tree against the target's forward of its rows, and SpecHub against one softmax."""
+    """Verification of a full 16-node tree against the target's forward of its rows."""
     topology = TreeTopology.from_k_config((3, 2, 1))
-    generator = torch.Generator().manual_seed(workload.seed)
+    generator, source = torch.Generator().manual_seed(workload.seed), Noise.source(0)
     forward, _ = forward_pair(target, [200], topology.num_nodes)
     for name, coupling in (
         ("recursive rejection, top-down", Coupling(WithoutReplacement(3), TopDown(RecursiveRejection()))),
         ("recursive rejection, lifted", Coupling(WithoutReplacement(3), Lifted(RecursiveRejection()))),
         ("tail and tops, lifted", Coupling(TopTail(1, 2), Lifted(RecursiveRejection()))),
     ):
-        verify = _verification(topology, coupling, target.vocab_size, generator)
-        ours, reference, ratio = paired(verify, forward, workload.repeats, tell, name)
+        logits = torch.randn(topology.num_nodes, target.vocab_size, generator=generator) * 3
+        tree = DraftTree((drafted_tree(topology, coupling.law, logits, generator),))
+
+        def verify(coupling: Coupling = coupling, logits: Tensor = logits, tree: DraftTree = tree) -> None:
+            coupling(tree, logits.softmax(dim=-1), Noise.draw([source], topology.num_nodes))
+
         size = f"{topology.num_nodes} nodes, V={target.vocab_size}"
         case = f"{precision(target.model)} forward, {size}, {name}, with softmax"
-        yield Measurement("verify", case, ours, reference, ratio, "<= 0.15")
-
-
-def spechub_cost(workload: Workload) -> Iterator[Measurement]:
-    """SpecHub at one node against one softmax of the same row, for growing vocabularies."""
-    generator = torch.Generator().manual_seed(workload.seed)
-    for vocab in (4096, 16384, 49152, 131072, 262144):
-        ours, reference, ratio = paired(*_nodes(SpecHub(), TopTail(1, 1), vocab, generator), workload.repeats)
-        ours, reference = ours / _CALLS, reference / _CALLS
-        # A row below this size fits the innermost caches: the rule's fixed cost shows.
-        reach = "<= 2.0" if vocab >= 49152 else ""
-        case = f"SpecHub at one node, V={vocab}, against one softmax"
-        yield Measurement("verify", case, ours, reference, ratio, reach, f"{ours / vocab * 1e6:.2f} ns per token")
+        yield paired("verify", case, verify, forward, workload, tell, reach="<= 0.15")
 
 
 def rule_cost(workload: Workload) -> Iterator[Measurement]:
-    """Tail and tops at one node for growing vocabularies and numbers of children, and against the linear program.
+    """SpecHub, and tail and tops, at one node against one softmax of the same row; SpecHub against its linear program.
 
     The program's variables are pairs of a drawn outcome and a token: beyond small vocabularies there is no solving it.
     """
     generator = torch.Generator().manual_seed(workload.seed)
-    for k in (2, 3, 4):
-        for vocab in (4096, 32768, 131072, 262144):
-            law = TopTail(k - 1, 1)
-            ours, reference, ratio = paired(*_nodes(TopTailRule(), law, vocab, generator), workload.repeats)
-            detail = f"{ours / _CALLS / vocab * 1e6:.2f} ns per token"
-            case = f"TopTail({k - 1}, 1) at one node, V={vocab}, against one softmax"
-            yield Measurement("verify", case, ours / _CALLS, reference / _CALLS, ratio, "", detail)
+    hub = TopTail(1, 1)
+    nodes: list[tuple[str, Rule, TopTail, int]] = [
+        *(("SpecHub", SpecHub(), hub, vocab) for vocab in (4096, 16384, 49152, 131072, 262144)),
+        *(
+            (f"TopTail({k - 1}, 1)", TopTailRule(), TopTail(k - 1, 1), vocab)
+            for k in (2, 3, 4)
+            for vocab in (4096, 32768, 131072, 262144)
+        ),
+    ]
+    for name, rule, law, vocab in nodes:
+        logits = torch.randn(2, vocab, generator=generator) * 3
+        case = f"{name} at one node, V={vocab}, against one softmax"
+        # A row below this size fits the innermost caches: the rule's fixed cost shows.
+        reach = "<= 2.0" if name == "SpecHub" and vocab >= 49152 else ""
+        node, softmax = _node(rule, law, logits, generator), partial(logits[0].softmax, dim=-1)
+        row = paired("verify", case, node, softmax, workload, reach=reach, calls=(_CALLS, _CALLS))
+        yield replace(row, detail=f"{row.ours / vocab * 1e6:.2f} ns per token")
     for vocab in (64, 256, 1024):
         logits = torch.randn(2, vocab, generator=generator) * 3
-        p, q = logits.softmax(dim=-1)
-        closed, solved = _hub(SpecHub(), p, q, _CALLS), _hub(OptimalTransport(), p, q, 1)
-        ours, reference, ratio = paired(closed, solved, workload.repeats)
+        closed, solved = (_node(rule, hub, logits, generator) for rule in (SpecHub(), OptimalTransport()))
         case = f"SpecHub at one node, V={vocab}, against its compact linear program"
-        yield Measurement("verify", case, ours / _CALLS, reference, ratio / _CALLS)
+        yield paired("verify", case, closed, solved, workload, calls=(_CALLS, 1))
 
 
-def _hub(rule: Rule, p: Tensor, q: Tensor, calls: int) -> Callable[[], None]:
-    law = TopTail(1, 1)
-    pair = law.draw(q, [0.5])
-
-    def node() -> None:
-        for _ in range(calls):
-            rule(p, 1.0, q, pair, law)
-
-    return node
-
-
-def _nodes(
-    rule: Rule, law: DraftLaw, vocab: int, generator: torch.Generator
-) -> tuple[Callable[[], None], Callable[[], None]]:
-    """A rule's law for many drawn children, and as many softmaxes."""
-    logits = torch.randn(2, vocab, generator=generator) * 3
+def _node(rule: Rule, law: DraftLaw, logits: Tensor, generator: torch.Generator) -> Callable[[], object]:
+    """A rule's law at one node, for other drawn children in every call; ``logits`` are the target's and the draft's."""
     p, q = logits.softmax(dim=-1)
-    drawn = [law.draw(q, uniforms) for uniforms in torch.rand(_CALLS, law.k, generator=generator).tolist()]
-
-    def nodes() -> None:
-        for tokens in drawn:
-            rule(p, 1.0, q, tokens, law)
-
-    def softmaxes() -> None:
-        for _ in drawn:
-            logits[0].softmax(dim=-1)
-
-    return nodes, softmaxes
-
-
-def _verification(
-    topology: TreeTopology, coupling: Coupling, vocab: int, generator: torch.Generator
-) -> Callable[[], None]:
-    """Verifies one full tree drawn from random draft rows that resemble the target's."""
-    logits = torch.randn(topology.num_nodes, vocab, generator=generator) * 3
-    draft = (logits + torch.randn(logits.shape, generator=generator)).softmax(dim=-1)
-    tokens, rows = {0: 0}, {}
-    for node, children in enumerate(topology.child_list):
-        if children:
-            uniforms = torch.rand(len(children), generator=generator).tolist()
-            drawn = coupling.law.narrow(len(children)).draw(draft[node], uniforms)
-            tokens |= dict(zip(children, drawn, strict=True))
-            rows[node] = draft[node]
-    tree = DraftTree((SampleTree(topology, coupling.law, dict(sorted(tokens.items())), rows),))
-
-    source = Noise.source(0)
-
-    def verify() -> None:
-        coupling(tree, logits.softmax(dim=-1), Noise.draw([source], topology.num_nodes))
-
-    return verify
+    uniforms = torch.rand(_CALLS, law.k, generator=generator).tolist()
+    drawn = cycle([law.draw(q, each) for each in uniforms])
+    return lambda: rule(p, 1.0, q, next(drawn), law)
 
 
 # Prompts whose answers repeat them and prompts whose answers do not, each with the speed-up to reach.
@@ -195,43 +153,21 @@ KINDS = {"repeating": (REPEATING, ">= 1.5"), "varied": (VARIED, ">= 0.9")}
 def lookup_speed(
     target: RaggedModel, workload: Workload, kind: str = "given", reach: str = "", tell: Tell = quiet
 ) -> Measurement:
-    """Greedy decoding with the n-gram tree against plain ``generate``, all prompts in one batch.
-
-    Args:
-        target: the target.
-        workload: what to decode.
-        kind: what the prompts have in common.
-        reach: the speed-up to reach, if any.
-        tell: is told what is going on.
-    """
-    model: Any = target.model
-    decoder = ngram_tree(target)
-    count = len(workload.prompts)
+    """Greedy decoding with the n-gram tree against plain ``generate``, all prompts of one ``kind`` in one batch."""
+    decoder, count = ngram_tree(target), len(workload.prompts)
     (inputs,) = replace(workload, batch=count).batches(target)
     request: dict[str, Any] = {**inputs, **workload.request()}
-
-    def plain() -> None:
-        model.generate(**request)
-
-    def speculative() -> None:
-        decoder.generate(**request)
-
-    ours, reference, ratio = paired(speculative, plain, workload.repeats, tell, f"{kind} prompts")
-    expected = model.generate(**request)
+    generate: Any = partial(target.model.generate, **request)  # type: ignore[operator]
+    case = f"{precision(target.model)}, batch {count}, {kind} prompts, {workload.new_tokens} new tokens"
+    speculate = partial(decoder.generate, **request)
+    row = paired("decode", case, speculate, generate, workload, tell, reach=reach, speed_up=True)
     output: Any = decoder.generate(**request, return_dict_in_generate=True)
-    stats, columns = output.stats, inputs["input_ids"].shape[1]
-    same = sum(
-        torch.equal(answer[:end], wanted[:end])
-        for answer, wanted, end in zip(
-            output.sequences, expected, [columns + emitted for emitted in stats.emitted], strict=True
-        )
-    )
-    detail = (
-        f"tau {stats.tau:.2f}, {sum(stats.emitted) / ours * 1e3:.0f} against "
-        f"{sum(stats.emitted) / reference * 1e3:.0f} tokens/s, {same} of {count} answers equal"
-    )
-    case = f"{precision(model)}, batch {count}, {kind} prompts, {workload.new_tokens} new tokens"
-    return Measurement("decode", case, ours, reference, 1 / ratio, reach, detail)
+    wanted = generate()[:, inputs["input_ids"].shape[1] :].tolist()
+    found = answers(output, inputs)
+    same = sum(answer == whole[: len(answer)] for answer, whole in zip(found, wanted, strict=True))
+    tokens = sum(map(len, found))
+    speeds = f"{tokens / row.ours * 1e3:.0f} against {tokens / row.reference * 1e3:.0f} tokens/s"
+    return replace(row, detail=f"tau {output.stats.tau:.2f}, {speeds}, {same} of {count} answers equal")
 
 
 def ngram_tree(target: RaggedModel) -> SpeculativeDecoder:

@@ -3,13 +3,15 @@
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import reduce
+from operator import add
 
-from arbordraft.bench.decoding import Total, ours, warm_up
+from arbordraft.bench.decoding import ours, warm_up
 from arbordraft.bench.workload import Tell, Workload, quiet
 from arbordraft.coupling import Coupling
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter
+from arbordraft.metrics import DecodeStats
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
 
@@ -44,11 +46,7 @@ def draft_steps(
 ) -> Iterator[DraftStepRow]:
     """Decodes all prompts greedily with every drafter, batch after batch in turns, and looks at the drafting alone.
 
-    Args:
-        drafters: by name, each with the target that it was built for; the first one is the reference.
-        workload: what to decode; rounds come after one that warms up on the first batch.
-        depth: levels of the chains.
-        tell: is told what is going on.
+    Drafters come by name, each with the target that it was built for; the first one is the reference.
     """
     coupling, chain = Coupling.matching(), TreeTopology.chain(depth)
     decoders = {
@@ -57,19 +55,19 @@ def draft_steps(
     batches = workload.batches(next(iter(drafters.values()))[0])
     warm_up(decoders, batches[0], workload)
     times: dict[str, list[float]] = {name: [] for name in decoders}
-    totals = {name: Total() for name in decoders}
+    counts: dict[str, list[DecodeStats]] = {name: [] for name in decoders}
     done, rounds = 0, workload.repeats * len(batches) * len(decoders)
     for _ in range(workload.repeats):
         for inputs in batches:
             for name, decode in decoders.items():
                 tell(f"batch {workload.batch}, {name}", done, rounds)
                 done += 1
-                stats: Any = decode(inputs, workload)
-                totals[name].add(stats)
+                stats = decode(inputs, workload)
+                counts[name].append(stats)
                 times[name].append(1e3 * stats.seconds["draft"] / max(stats.forwards))
     reference = next(iter(times.values()))
     for name, own in times.items():
-        total, step = totals[name], statistics.median(own)
+        total, step = reduce(add, counts[name]), statistics.median(own)
         yield DraftStepRow(
             drafter=name,
             batch=workload.batch,
@@ -77,6 +75,6 @@ def draft_steps(
             milliseconds=step,
             per_level=step / depth,
             ratio=statistics.median(mine / base for mine, base in zip(own, reference, strict=True)),
-            tau=total.emitted / total.forwards,
-            acceptance=total.acceptance(),
+            tau=total.tau,
+            acceptance=total.acceptance_by_depth,
         )

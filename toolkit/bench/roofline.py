@@ -206,9 +206,9 @@ class Prediction:
     partial: float | None = None
 
     @property
-    def table(self) -> bool:
-        """Which of two tables it belongs to: only attention has splits."""
-        return self.splits is not None
+    def table(self) -> str:
+        """Title of the table that it belongs to: only attention has splits."""
+        return "bounds of attention" if self.kernel == ATTENTION else "bounds of other kernels"
 
 
 def predictions(shapes: Sequence[Shape], stepped: Stepped) -> Iterator[Prediction]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from arbordraft.bench.kernels import Goal, Problem, largest_error
 from arbordraft.bench.roofline import Stepped
+from arbordraft.bench.verifiers import drafted_tree
 from arbordraft.kernels.tree_expand.operator import expand
 from arbordraft.kernels.verify.operator import left_mass, left_pick, lowest_kept, row_stats
 from arbordraft.kernels.verify.reference import CHUNK
@@ -137,7 +138,7 @@ def verification(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
     generator = torch.Generator().manual_seed(0)
     scores = (3 * torch.randn(stepped.rows, stepped.vocabulary, generator=generator)).bfloat16()
     trees = [
-        _drafted(topology, law, scores[begin : begin + topology.num_nodes], generator)
+        drafted_tree(topology, law, scores[begin : begin + topology.num_nodes], generator)
         for begin in range(0, stepped.rows, topology.num_nodes)
     ]
     noise = Noise.draw([Noise.source(0)] * stepped.samples, topology.num_nodes)
@@ -170,18 +171,6 @@ def moved(tables: PackedTree, device: torch.device) -> PackedTree:
     tensors: dict[str, Any]
     tensors = {name: value.to(device) for name, value in vars(tables).items() if isinstance(value, Tensor)}
     return replace(tables, **tensors)
-
-
-def _drafted(topology: TreeTopology, law: WithoutReplacement, scores: Tensor, generator: torch.Generator) -> SampleTree:
-    """A full tree whose draft rows resemble the target's."""
-    tokens, rows = {0: 0}, {}
-    for node, children in enumerate(topology.child_list):
-        if children:
-            row = (scores[node].float() + torch.randn(scores.shape[1], generator=generator)).softmax(dim=-1)
-            uniforms = torch.rand(len(children), generator=generator).tolist()
-            tokens |= dict(zip(children, law.narrow(len(children)).draw(row, uniforms), strict=True))
-            rows[node] = row
-    return SampleTree(topology, law, dict(sorted(tokens.items())), rows)
 
 
 def _double(tree: SampleTree) -> SampleTree:

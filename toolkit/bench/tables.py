@@ -6,37 +6,14 @@ from typing import Any
 
 from rich.table import Table
 
-from arbordraft.bench.measure import Measurement
-
-
-def measurement_table(measurements: Sequence[Measurement]) -> Table:
-    """Measurements as a table; a missed reach is printed like any other."""
-    table = Table()
-    for column in ("case", "ours, ms", "reference, ms", "ratio", "to reach", "", "detail"):
-        table.add_column(column, justify="right" if "ms" in column or column == "ratio" else "left")
-    for measurement in measurements:
-        mark = {True: "[green]yes", False: "[red]no", None: ""}[measurement.reached]
-        table.add_row(
-            measurement.case,
-            f"{measurement.ours:.2f}",
-            f"{measurement.reference:.2f}",
-            f"{measurement.ratio:.2f}",
-            measurement.reach,
-            mark,
-            measurement.detail,
-        )
-    return table
-
 
 def rows_table(rows: Sequence[Any]) -> Table:
     """Measurements of one kind as a table; what is the same in all rows stands below."""
-    if isinstance(rows[0], Measurement):
-        return measurement_table(rows)
     columns = {name: [getattr(row, name) for row in rows] for name in (field.name for field in fields(rows[0]))}
     varied = {name: values for name, values in columns.items() if len(rows) == 1 or any(v != values[0] for v in values)}
     alike = {name: values[0] for name, values in columns.items() if name not in varied and values[0] not in (None, "")}
     same = ", ".join(f"{name} {_short(value)}" for name, value in alike.items())
-    table = Table(caption=same, caption_justify="left")
+    table = Table(title=getattr(rows[0], "table", None), caption=same, caption_justify="left")
     for name, values in varied.items():
         table.add_column(name.replace("_", " "), justify="left" if isinstance(values[0], str) else "right")
     for row in zip(*varied.values(), strict=True):
@@ -48,6 +25,8 @@ def _short(value: Any) -> str:
     match value:
         case None:
             return "-"
+        case bool():
+            return "[green]yes[/]" if value else "[red]no[/]"
         case float():
             if 0 < abs(value) < 1e-3:
                 return f"{value:.1e}"

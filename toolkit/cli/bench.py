@@ -47,11 +47,10 @@ def forward(run: Run) -> None:
 @measurement(CASES, repeats=7)
 def verify(run: Run) -> None:
     """Verification of a tree against the target's forward; rules against the vocabulary and against the LP."""
-    from arbordraft.bench.model import rule_cost, spechub_cost, verify_cost
+    from arbordraft.bench.model import rule_cost, verify_cost
 
     for target in run.targets(Kernels.torch):
         run.take(verify_cost(target, run.workload, run.tell), run.workload)
-    run.take(spechub_cost(run.workload), run.workload)
     run.take(rule_cost(run.workload), run.workload)
 
 
