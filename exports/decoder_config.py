@@ -4,7 +4,6 @@ import dataclasses
 import inspect
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,9 @@ from arbordraft import costs, deciders, drafters, laws, verifiers
 from arbordraft.costs import NodeBudget, StepCosts
 from arbordraft.deciders import Decider, LearnedDecider
 from arbordraft.drafters import Drafter
+from arbordraft.heads.base import fingerprint
 from arbordraft.laws import DraftLaw
+from arbordraft.loading import Dtype, Kernels, load_target
 from arbordraft.onnx_networks import OnnxNetwork
 from arbordraft.verifiers import Rule, TreeVerifier
 
@@ -60,9 +61,6 @@ class TargetReference:
         Raises:
             ValueError: if it is another one than it was.
         """
-        from arbordraft.heads.base import fingerprint
-        from arbordraft.loading import Dtype, Kernels, load_target
-
         target, tokenizer = load_target(self.name, Dtype(self.dtype), Kernels(self.kernels))
         if (actual := fingerprint(target.model)) != self.fingerprint:
             raise ValueError(
@@ -112,26 +110,17 @@ class DecoderConfig:
         Raises:
             ValueError: if a part cannot be told in plain data, or a trained drafter comes from nowhere.
         """
-        from arbordraft.heads.base import fingerprint
-
         if type(decoder) is not ad.SpeculativeDecoder:
             raise ValueError(f"a {type(decoder).__name__} cannot be described: only SpeculativeDecoder itself can")
         if decoder.target.int8:
             raise ValueError("a target with 8-bit copies of its weights cannot be described: it is another model")
-        drafter = describe(decoder.drafter)
-        needed = any("trained" in part for part in _described(drafter))
+        needed = any(isinstance(part, Drafter) and _is_trained(part) for part in decoder.drafter.modules())
         if needed and trained is None:
             raise ValueError(f"name the folder or hub name that the {type(decoder.drafter).__name__} was loaded from")
-        model = decoder.target.model
-        reference = TargetReference(
-            target,
-            str(model.dtype).removeprefix("torch."),
-            "torch" if decoder.target.backend == "torch" else "auto",
-            fingerprint(model),
-        )
+        model, kernels = decoder.target.model, "torch" if decoder.target.backend == "torch" else "auto"
         return cls(
-            reference,
-            drafter,
+            TargetReference(target, str(model.dtype).removeprefix("torch."), kernels, fingerprint(model)),
+            describe(decoder.drafter),
             trained if needed else None,
             list(decoder.topology.parent_list),
             describe(decoder.coupling.law),
@@ -184,11 +173,6 @@ class DecoderConfig:
             raise ValueError(f"{path} describes no decoder: {error}") from error
 
 
-def trained_deciders(decoder: ad.SpeculativeDecoder) -> list[LearnedDecider]:
-    """Every decider of a decoder that has weights."""
-    return [module for module in decoder.decider.modules() if isinstance(module, LearnedDecider)]
-
-
 def describe(part: Any) -> Description:
     """A part, or a setting of one, as plain data.
 
@@ -206,7 +190,7 @@ def describe(part: Any) -> Description:
         return {"class": name, "folder": DECIDER}
     if isinstance(part, Drafter) and any(isinstance(module, OnnxNetwork) for module in part.modules()):
         raise ValueError("a drafter of graphs cannot be told in plain data; use the one that they were exported from")
-    if isinstance(part, _TRAINED) or getattr(part, "adapter", None) is not None:
+    if _is_trained(part):
         trusted = {"arguments": {"same_tokenizer": True}} if getattr(part, "same_tokenizer", False) else {}
         return {"class": name, "trained": True, **trusted}
     if isinstance(part, ad.EarlyExitDrafter):
@@ -251,6 +235,11 @@ def _drafter(description: Description, target: ad.RaggedModel, trained: "str | P
     return _make(kind, arguments)
 
 
+def _is_trained(part: Any) -> bool:
+    """Whether a drafter has weights of its own."""
+    return isinstance(part, _TRAINED) or getattr(part, "adapter", None) is not None
+
+
 def _make(kind: Any, arguments: dict[str, Any]) -> Any:
     if kind is ad.CostTable:
         arguments = {name: tuple(values) for name, values in arguments.items()}
@@ -267,11 +256,3 @@ def _kind(description: Description, bases: tuple[type, ...]) -> Any:
     if kind is None or not issubclass(kind, bases):
         raise ValueError(f"{name!r} is no {' or '.join(base.__name__ for base in bases)} of arbordraft")
     return kind
-
-
-def _described(description: Description) -> Iterator[dict[str, Any]]:
-    """All parts inside a description, itself included."""
-    if isinstance(description, dict):
-        yield description
-        for value in description.get("arguments", {}).values():
-            yield from _described(value)

@@ -4,9 +4,13 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import reduce
+from operator import add, eq
 from typing import TYPE_CHECKING, Any
 
 from arbordraft import SpeculativeDecoder, builders
+from arbordraft.bench.decoding import answers
+from arbordraft.metrics import DecodeStats
 from arbordraft.prompts import VARIED, chat_batches
 from arbordraft.types import Exactness
 
@@ -79,32 +83,30 @@ def evaluate(
     """
     if not prompts:
         raise ValueError("nothing can be said of a decoder without prompts")
-    plain = builders.plain(decoder.target)
+    decoders = (decoder, builders.plain(decoder.target))
     batches = chat_batches(tokenizer, prompts, batch)
-    seconds, counts, equal, forwards = [0.0, 0.0], [0, 0], 0, 0
-    for each in (decoder, plain):
+    for each in decoders:
         each.generate(**batches[0], max_new_tokens=_WARM_UP, do_sample=False)
+    seconds = [0.0, 0.0]
+    counts: tuple[list[DecodeStats], list[DecodeStats]] = ([], [])
+    texts: tuple[list[list[int]], list[list[int]]] = ([], [])
     for number, inputs in enumerate(batches, 1):
         tell(f"decoding held-out prompts, batch {number} of {len(batches)}")
-        answers = []
-        for index, each in enumerate((decoder, plain)):
+        for index, each in enumerate(decoders):
             start = time.perf_counter()
             output: Any = each.generate(
                 **inputs, max_new_tokens=new_tokens, do_sample=False, return_dict_in_generate=True
             )
             seconds[index] += time.perf_counter() - start
-            counts[index] += sum(output.stats.emitted)
-            columns = inputs["input_ids"].shape[1]
-            rows = zip(output.sequences, output.stats.emitted, strict=True)
-            answers.append([row[columns : columns + emitted].tolist() for row, emitted in rows])
-            forwards += sum(output.stats.forwards) if each is decoder else 0
-        equal += sum(ours == theirs for ours, theirs in zip(*answers, strict=True))
+            counts[index].append(output.stats)
+            texts[index].extend(answers(output, inputs))
+    ours, plain = (reduce(add, each) for each in counts)
     return Evaluation(
-        decoder.coupling.exactness.value,
-        len(prompts),
-        hashlib.sha256("\0".join(prompts).encode()).hexdigest(),
-        equal,
-        counts[0] / max(1, forwards),
-        counts[0] / seconds[0],
-        counts[1] / seconds[1],
+        exactness=decoder.coupling.exactness.value,
+        prompts=len(prompts),
+        prompts_sha256=hashlib.sha256("\0".join(prompts).encode()).hexdigest(),
+        equal=sum(map(eq, *texts)),
+        tau=ours.tau,
+        tokens_per_second=sum(ours.emitted) / seconds[0],
+        plain_tokens_per_second=sum(plain.emitted) / seconds[1],
     )

@@ -7,12 +7,15 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arbordraft.exports.decoder_config import DECIDER, FILE, DecoderConfig, TargetReference, trained_deciders
+from arbordraft.checkpoints import read_config, read_tensors
+from arbordraft.deciders import LearnedDecider
+from arbordraft.drawing import tree_picture
+from arbordraft.exports.decoder_config import DECIDER, FILE, DecoderConfig
 from arbordraft.exports.evaluation import HELD_OUT, Evaluation, evaluate
 from arbordraft.exports.mlflow_registry import (
     TRAINING,
@@ -145,10 +148,6 @@ def _graphs(onnx: str | os.PathLike[str] | None) -> list[Path]:
 
 def _pack(decoder: "SpeculativeDecoder", config: DecoderConfig, scratch: Path) -> Path:
     """Everything that the served model needs, in one folder."""
-    import dataclasses
-
-    from arbordraft.checkpoints import read_config, read_tensors
-
     folder = scratch / "decoder"
     folder.mkdir()
     if config.trained is not None and Path(config.trained).is_dir():
@@ -156,15 +155,14 @@ def _pack(decoder: "SpeculativeDecoder", config: DecoderConfig, scratch: Path) -
         read_tensors(config.trained)  # nothing damaged is handed on
         names = shutil.ignore_patterns("*.bin", "*.ckpt", "*.pickle", "*.pkl", "*.pt", "*.pth")
         shutil.copytree(config.trained, folder / DRAFTER, ignore=names)
-        config = dataclasses.replace(config, trained=DRAFTER)
-    deciders = trained_deciders(decoder)
+        config = replace(config, trained=DRAFTER)
+    deciders = [module for module in decoder.decider.modules() if isinstance(module, LearnedDecider)]
     if len(deciders) > 1:
         raise ValueError("a decoder with several trained deciders cannot be logged")
     for decider in deciders:
         decider.save_pretrained(folder / DECIDER)
     if Path(config.target.name).is_dir():  # wherever it is served from
-        reference = dataclasses.asdict(config.target) | {"name": str(Path(config.target.name).absolute())}
-        config = dataclasses.replace(config, target=TargetReference(**reference))
+        config = replace(config, target=replace(config.target, name=str(Path(config.target.name).absolute())))
     config.save(folder / FILE)
     return folder
 
@@ -200,8 +198,6 @@ def _describe_run(
     if inputs:
         client.log_inputs(run, models=[LoggedModelInput(model) for model in inputs])
     with contextlib.suppress(RuntimeError):  # the picture needs matplotlib, and nothing else does
-        from arbordraft.drawing import tree_picture
-
         mlflow.log_figure(tree_picture(decoder.topology), "tree.png")
 
 

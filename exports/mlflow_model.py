@@ -1,31 +1,32 @@
 """A decoder as MLflow serves it: prompts in, texts with their tau out."""
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-import mlflow.pyfunc
+import pandas
+from mlflow.models import ModelSignature
+from mlflow.pyfunc import PythonModel, PythonModelContext
+from mlflow.types import ColSpec, ParamSchema, ParamSpec, Schema
 
-if TYPE_CHECKING:
-    import pandas
-    from mlflow.pyfunc import PythonModelContext
+from arbordraft.bench.decoding import answers
+from arbordraft.exports.decoder_config import FILE, DecoderConfig
+from arbordraft.prompts import left_padded
+from arbordraft.texts import encode, settings_of, user_turn
 
 FILES = "decoder"  # name of the artifact
 PROMPT, TEXT, TAU, TOKENS = "prompt", "text", "tau", "tokens"
 DEFAULTS: dict[str, Any] = {"max_new_tokens": 128, "temperature": 0.0, "top_p": 1.0, "seed": 0, "raw": False}
 
 
-class DecoderModel(mlflow.pyfunc.PythonModel):  # type: ignore[misc]  # MLflow is not type-checked here
+class DecoderModel(PythonModel):  # type: ignore[misc]  # MLflow is not type-checked here
     """Builds the decoder that lies in its artifacts, and decodes every request as one ragged batch.
 
     ``params`` of a request: ``max_new_tokens``, ``temperature`` (0 decodes greedily), ``top_p``, ``seed`` (of the first
     prompt; the next one has the next seed), and ``raw``, which leaves out the chat template.
     """
 
-    def load_context(self, context: "PythonModelContext") -> None:
+    def load_context(self, context: PythonModelContext) -> None:
         """Builds the decoder."""
-        from pathlib import Path
-
-        from arbordraft.exports.decoder_config import FILE, DecoderConfig
-
         folder = Path(context.artifacts[FILES])
         self.decoder, self.tokenizer = DecoderConfig.load(folder / FILE).build(folder)
 
@@ -43,53 +44,37 @@ class DecoderModel(mlflow.pyfunc.PythonModel):  # type: ignore[misc]  # MLflow i
 
 def signature() -> Any:
     """What a request and its answer consist of, for MLflow to check."""
-    from mlflow.models import ModelSignature
-    from mlflow.types import ColSpec, ParamSchema, ParamSpec, Schema
-
     kinds = {int: "long", float: "double", bool: "boolean"}
     params = ParamSchema([ParamSpec(name, kinds[type(value)], value) for name, value in DEFAULTS.items()])
     outputs = [ColSpec("string", TEXT), ColSpec("double", TAU), ColSpec("long", TOKENS)]
     return ModelSignature(Schema([ColSpec("string", PROMPT)]), Schema(outputs), params)
 
 
-def example() -> "tuple[pandas.DataFrame, dict[str, Any]]":
+def example() -> tuple[pandas.DataFrame, dict[str, Any]]:
     """A request."""
-    import pandas
-
     return pandas.DataFrame({PROMPT: ["Why is the sky blue?"]}), {"max_new_tokens": 16}
 
 
-def answer(decoder: Any, tokenizer: Any, model_input: "pandas.DataFrame", params: dict[str, Any]) -> "pandas.DataFrame":
+def answer(decoder: Any, tokenizer: Any, model_input: pandas.DataFrame, params: dict[str, Any]) -> pandas.DataFrame:
     """Decodes the prompts of a data frame; see :class:`DecoderModel`.
 
     Raises:
         ValueError: if there are no prompts, or a parameter is out of range.
     """
-    import copy
-
-    import pandas
-
-    from arbordraft.prompts import chat_batch
-
     prompts = [str(prompt) for prompt in model_input[PROMPT]]
     if not prompts:
         return pandas.DataFrame({TEXT: [], TAU: [], TOKENS: []})
-    options = DEFAULTS | params
-    if options["raw"] and tokenizer.chat_template:
-        tokenizer = copy.copy(tokenizer)
-        tokenizer.chat_template = None
-    inputs = chat_batch(tokenizer, prompts)
-    settings: dict[str, Any] = {"max_new_tokens": int(options["max_new_tokens"]), "do_sample": False}
-    if options["temperature"] > 0:
-        seeds = [int(options["seed"]) + index for index in range(len(prompts))]
-        settings |= {"do_sample": True, "temperature": float(options["temperature"]), "seeds": seeds}
-        settings |= {"top_p": float(options["top_p"]), "top_k": 0}
+    asked = DEFAULTS | params
+    texts = [encode(tokenizer, user_turn(prompt, None), raw=asked["raw"]) for prompt in prompts]
+    settings = settings_of(
+        int(asked["max_new_tokens"]), asked["temperature"], asked["top_p"], None, int(asked["seed"]), len(prompts)
+    )
+    inputs = {name: tensor.to(decoder.target.device) for name, tensor in left_padded(texts).items()}
     output = decoder.generate(**inputs, **settings, return_dict_in_generate=True)
-    columns, stats = inputs["input_ids"].shape[1], output.stats
-    answers = [row[columns : columns + count] for row, count in zip(output.sequences, stats.emitted, strict=True)]
+    stats = output.stats
     return pandas.DataFrame(
         {
-            TEXT: tokenizer.batch_decode(answers, skip_special_tokens=True),
+            TEXT: tokenizer.batch_decode(answers(output, inputs), skip_special_tokens=True),
             TAU: [count / max(1, steps) for count, steps in zip(stats.emitted, stats.forwards, strict=True)],
             TOKENS: list(stats.emitted),
         }

@@ -57,21 +57,26 @@ def promote_decoder(
     server = resolve_uri(uri)
     with limits(), at_server(mlflow, server):
         client = connect(server)
-        aliases = client.get_registered_model(name).aliases
+        aliases = {alias: str(version) for alias, version in client.get_registered_model(name).aliases.items()}
         candidate, champion = aliases.get(CANDIDATE), aliases.get(CHAMPION)
         if candidate is None:
             return Promotion(False, f"{name} has no version with the alias candidate")
         if candidate == champion:
             return Promotion(False, f"version {champion} is the champion already")
-        measured = _measure(client, name, str(candidate), prompts, new_tokens, tell)
-        bar = None
-        if measured.parity and champion is not None:
-            bar = _measure(client, name, str(champion), prompts, new_tokens, tell)
-        verdict = judge(str(candidate), measured, None if champion is None else str(champion), bar, by, margin)
-        client.set_model_version_tag(name, str(candidate), "arbordraft.promotion", verdict.reason)
-        client.set_model_version_tag(name, str(candidate), "arbordraft.evaluation", json.dumps(measured.report()))
+
+        def measure(version: str) -> Evaluation:
+            decoder, tokenizer = load_decoder(client, name, version)
+            return evaluate(
+                decoder, tokenizer, prompts, new_tokens=new_tokens, tell=lambda what: tell(f"version {version}: {what}")
+            )
+
+        measured = measure(candidate)
+        bar = measure(champion) if measured.parity and champion is not None else None
+        verdict = judge(candidate, measured, champion, bar, by, margin)
+        client.set_model_version_tag(name, candidate, "arbordraft.promotion", verdict.reason)
+        client.set_model_version_tag(name, candidate, "arbordraft.evaluation", json.dumps(measured.report()))
         if verdict.promoted:
-            client.set_registered_model_alias(name, CHAMPION, str(candidate))
+            client.set_registered_model_alias(name, CHAMPION, candidate)
         return verdict
 
 
@@ -97,24 +102,8 @@ def judge(
     shown = [f"{metric} {getattr(measured, metric):.4g} against {getattr(bar, metric):.4g}" for metric in by]
     better = any(getattr(measured, metric) > getattr(bar, metric) * (1 + margin) for metric in by)
     told = f"{', '.join(shown)} of version {champion}"
-    if better:
-        return Promotion(True, f"version {candidate} is champion: {told}")
-    return Promotion(False, f"version {candidate} is no better by {margin:.0%}: {told}")
-
-
-def _measure(
-    client: "MlflowClient",
-    name: str,
-    version: str,
-    prompts: Sequence[str],
-    new_tokens: int,
-    tell: Callable[[str], object],
-) -> Evaluation:
-    """Builds the decoder of a version, and lets it decode."""
-    decoder, tokenizer = load_decoder(client, name, version)
-    return evaluate(
-        decoder, tokenizer, prompts, new_tokens=new_tokens, tell=lambda what: tell(f"version {version}: {what}")
-    )
+    verdict = "is champion" if better else f"is no better by {margin:.0%}"
+    return Promotion(better, f"version {candidate} {verdict}: {told}")
 
 
 def load_decoder(client: "MlflowClient", name: str, version: str) -> Any:
@@ -131,6 +120,3 @@ def load_decoder(client: "MlflowClient", name: str, version: str) -> Any:
     if not hasattr(served, "decoder"):
         raise ValueError(f"version {version} of {name} is no decoder that arbordraft logged")
     return served.decoder, served.tokenizer
-
-
-__all__ = ["METRICS", "judge", "load_decoder", "promote_decoder"]
