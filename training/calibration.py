@@ -87,7 +87,7 @@ def drafted_lengths(chances: Tensor, threshold: float) -> Tensor:
 def tokens_per_second(lengths: Tensor, passes: Tensor, seconds: Sequence[float]) -> float:
     """Speed of decoding one text with chains of drafts, expected along text that the target wrote.
 
-    How many tokens are accepted is exact, see :func:`~arbordraft.training.expected.chain_tau`. How long a draft that
+    How many tokens are accepted is exact, see :func:`~arbordraft.training.validation.chain_tau`. How long a draft that
     leaves the text goes on is not known from the text alone: it is taken to be as long as the one that keeps to it.
 
     Args:

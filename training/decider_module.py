@@ -139,7 +139,8 @@ class DeciderModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
 
     def drafts(self, batch: Batch) -> Drafts:
         """What the drafter does along a batch."""
-        return follow(self.student, batch, self._target, self._teacher, self.draft_steps, self.decider)
+        features = {"top_k": self.decider.top_k, "hidden_size": self.decider.hidden_size}
+        return follow(self.student, batch, self._target, self._teacher, self.draft_steps, **features)
 
     def training_step(self, batch: Batch, index: int) -> Tensor:
         """Cross entropy of the chances, weighted by survival."""

@@ -23,14 +23,14 @@ from torch.optim.lr_scheduler import LambdaLR
 from arbordraft import RaggedModel, TreeTopology
 from arbordraft.training.batches import Batch
 from arbordraft.training.data import SelfDistillationDataModule
+from arbordraft.training.drafts import follow
 from arbordraft.training.features import TeacherHead
 from arbordraft.training.losses import distillation_loss, position_decay
 from arbordraft.training.optimizers import MuonAdamW
 from arbordraft.training.reports import acceptance_figure, card, tau_figure, tree_figure
 from arbordraft.training.resuming import check_fit
-from arbordraft.training.shards import ANSWER
 from arbordraft.training.students import EagleStudent, Student
-from arbordraft.training.validation import along, decoded, expectations
+from arbordraft.training.validation import decoded, expectations
 
 _DIVERGED = (
     "the checkpoints written before are good. Lower model.lr or trainer.gradient_clip_val, or check the target's "
@@ -216,26 +216,18 @@ class DrafterModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
         self._seen = []
 
     def validation_step(self, batch: Batch, index: int) -> None:
-        """Collects ranks and acceptances along held-out text."""
-        predictions = self.student.unroll(batch, self.data.target, self.draft_steps)
-        rows = [along(self.student, self._teacher, batch, prediction) for prediction in predictions]
-        if self.student.steps_alike:
-            rows *= self.draft_steps
-        begins = batch.roles[:, -rows[0]["ranks"].shape[1] :] == ANSWER
-        self._seen.append(
-            {
-                "temperature": batch.temperatures,
-                "begins": begins,
-                **{name: torch.stack([row[name] for row in rows]) for name in rows[0]},
-            }
-        )
+        """Collects what would be accepted along held-out text."""
+        drafts = follow(self.student, batch, self.data.target, self._teacher, self.draft_steps)
+        tensors = {name: getattr(drafts, name) for name in ("labels", "passes", "ranks", "valid")}
+        tensors["temperatures"] = batch.temperatures[drafts.sequences]
+        self._seen.append({name: values.cpu() for name, values in tensors.items()})
 
     def on_validation_epoch_end(self) -> None:
         """Reports expected block efficiencies, acceptance by depth, and a real decode."""
-        expected = expectations(self._seen, self.tree)
-        if expected.acceptance:
-            self.student.network.config.acceptance = expected.acceptance
-        metrics = expected.metrics
+        seen = {name: torch.cat([part[name] for part in self._seen], dim=-1) for name in self._seen[0]}
+        metrics, acceptance = expectations(seen, self.tree)
+        if acceptance:
+            self.student.network.config.acceptance = acceptance
         self._gather()
         if self.decoded and not self.trainer.sanity_checking:
             prompts = self.data.held_out_prompts(self.decoded)

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from arbordraft import RaggedModel
-from arbordraft.deciders import LearnedDecider
 from arbordraft.deciders.learned import UNLIKELY
 from arbordraft.training.batches import Batch
 from arbordraft.training.features import TeacherHead
@@ -37,9 +36,10 @@ class Drafts:
         labels: ``[G, M]`` 1 - TV of target and draft row, both at the temperature of the text. Where that is 0 both are
             one-hot, and the target's token is the text's.
         passes: ``[G, M]`` chance that the text's token passes if those before it did, ``min(1, q(x) / p(x))``.
+        ranks: ``[G, M]`` int64: how many draft tokens are more probable than the text's.
         weights: ``[G, M]`` chance that the draft gets so far: the product of ``passes`` before.
-        valid: ``[G, M]`` bool: whether the answer goes so far. Where it does not, ``passes`` and ``weights`` are 0 and
-            all else means nothing.
+        valid: ``[G, M]`` bool: whether the answer goes so far. Where it does not, ``passes`` and ``weights`` are 0,
+            ``ranks`` that of no token, and all else means nothing.
         sequences: ``[M]`` the sequence of the batch.
     """
 
@@ -48,6 +48,7 @@ class Drafts:
     hidden: Tensor
     labels: Tensor
     passes: Tensor
+    ranks: Tensor
     weights: Tensor
     valid: Tensor
     sequences: Tensor
@@ -55,7 +56,13 @@ class Drafts:
 
 @torch.no_grad()
 def follow(
-    student: Student, batch: Batch, target: RaggedModel, teacher: TeacherHead, steps: int, decider: LearnedDecider
+    student: Student,
+    batch: Batch,
+    target: RaggedModel,
+    teacher: TeacherHead,
+    steps: int,
+    top_k: int = 0,
+    hidden_size: int = 0,
 ) -> Drafts:
     """Lets the student draft along a batch.
 
@@ -65,20 +72,21 @@ def follow(
         target: the target.
         teacher: its head.
         steps: G; what lies beyond the student's own depth is not valid.
-        decider: says which features are wanted.
+        top_k: K.
+        hidden_size: H, or 0 to leave hidden states out.
     """
     predictions = list(student.unroll(batch, target, min(steps, batch.tokens.shape[1] - 2)))
-    by_token = _rows(student, batch, teacher, predictions, decider.top_k)
+    by_token = _rows(student, batch, teacher, predictions, top_k)
     if student.steps_alike:
         predictions, by_token = predictions * steps, by_token.expand(steps, -1, -1, -1)
     by_token = functional.pad(by_token, (0, 0, 0, 0, 0, 0, 0, steps - len(by_token)))
     rows = torch.stack([_earlier(step_rows, step) for step, step_rows in enumerate(by_token)])
     sequences, first = rows[0, ..., 0].nonzero(as_tuple=True)
     rows = rows[:, sequences, first]
-    real, labels, passes, own = rows[..., :4].unbind(-1)
+    real, labels, passes, own, ranks = rows[..., :5].unbind(-1)
     valid = real.cumprod(dim=0)
-    hidden = rows.new_zeros(*valid.shape, decider.hidden_size)
-    if decider.hidden_size:
+    hidden = rows.new_zeros(*valid.shape, hidden_size)
+    if hidden_size:
         for step, prediction in enumerate(predictions):
             slots = (first + step - prediction.ahead).clamp(max=prediction.hidden.shape[1] - 1)
             hidden[step] = prediction.hidden[sequences, slots].float()
@@ -87,10 +95,11 @@ def follow(
     greedy = (batch.temperatures[sequences] == 0).expand_as(valid)
     return Drafts(
         places=torch.stack([depths, reach, greedy], dim=-1),
-        statistics=rows[..., 4:],
+        statistics=rows[..., 5:],
         hidden=hidden,
         labels=labels,
         passes=passes * valid,
+        ranks=ranks.where(valid > 0, len(teacher.weight)).long(),
         weights=_before(passes, 1.0).cumprod(dim=0) * valid,
         valid=valid.bool(),
         sequences=sequences,
@@ -100,13 +109,13 @@ def follow(
 def _rows(
     student: Student, batch: Batch, teacher: TeacherHead, predictions: Sequence[Prediction], top_k: int
 ) -> Tensor:
-    """``[G, B, L, 5 + K]`` of the rows that predict tokens of answers, by these tokens.
+    """``[G, B, L, 6 + K]`` of the rows that predict tokens of answers, by these tokens.
 
-    The last axis holds 1 if there is such a row, its label, how likely the token passes, the token's draft probability,
-    the row's entropy and its highest probabilities.
+    The last axis holds 1 if there is such a row, its label, how likely the token passes, the token's draft probability
+    and rank, the row's entropy and its highest probabilities.
     """
     count, length = batch.tokens.shape
-    rows = torch.zeros(len(predictions), count * length, 5 + top_k, device=batch.tokens.device)
+    rows = torch.zeros(len(predictions), count * length, 6 + top_k, device=batch.tokens.device)
     for part in (batch.roles == ANSWER).flatten().nonzero()[:, 0].split(_ROWS):
         sequences, at = part // length, part % length
         text = batch.tokens[sequences, at]
@@ -121,11 +130,12 @@ def _rows(
             logits = functional.linear(hidden, prediction.head, prediction.bias)
             draft = (student.widen(logits.float()) / heat).softmax(dim=-1)
             own = draft.gather(1, text[:, None])[:, 0]
+            rank = (draft > own[:, None]).sum(dim=-1)
             matches = (draft.argmax(dim=-1) == text).float()
             label = torch.where(greedy, matches, torch.minimum(target, draft).sum(dim=-1).clamp(max=1))
             passes = torch.where(greedy, matches, (own / likely).clamp(max=1))
             entropy = torch.special.entr(draft).sum(dim=-1)
-            row = torch.stack([torch.ones_like(own), label, passes, own, entropy], dim=-1)
+            row = torch.stack([torch.ones_like(own), label, passes, own, rank, entropy], dim=-1)
             row = torch.cat([row, draft.topk(min(top_k, draft.shape[-1])).values], dim=-1)
             rows[step, part, : row.shape[-1]] = row * (slots >= prediction.first)[:, None]
     return rows.unflatten(1, (count, length))

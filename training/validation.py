@@ -1,103 +1,84 @@
-"""What validation of a drafter looks at: its rows beside the target's along held-out text, and a real decode.
+"""What validation of a drafter looks at: what its drafts along held-out text would gain, and a real decode.
 
-Shapes: B sequences, S slots, G drafting steps, R rows, V vocabulary.
+The target's own text is a sample of what decoding would emit, so the chance that a draft passes can be read off along
+it, without the noise of drafting and verifying.
+
+Shapes: G drafting steps, M drafts, see :mod:`arbordraft.training.drafts`.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from arbordraft import Coupling, RaggedModel, SpeculativeDecoder, TreeTopology
 from arbordraft.prompts import left_padded
-from arbordraft.training.batches import Batch
-from arbordraft.training.expected import chain_tau, tree_tau
-from arbordraft.training.features import TeacherHead
-from arbordraft.training.shards import ANSWER
-from arbordraft.training.students import Prediction, Student
+from arbordraft.training.students import Student
 
 _RANKS = 8  # siblings that a tree may have
-_ROWS = 256  # rows of logits at a time
 
 
-class Expectations(NamedTuple):
-    """What decoding can expect of a drafter.
+def chain_tau(passes: Tensor) -> float:
+    """Block efficiency of chains of G drafts: accepted tokens and the recovered or bonus one, per target forward.
 
     Args:
-        metrics: block efficiencies and acceptance by drafting step, by name.
-        acceptance: how often the next greedy token was the drafter's most probable one, its second, and so on; empty
-            if no held-out text is greedy.
+        passes: ``[G, M]`` chance that the text's own token passes at that step, given that those before it did:
+            ``min(1, q(x) / p(x))`` for single-draft rejection sampling of text drawn from p, which makes the product
+            the exact acceptance; 0 or 1 for greedy decoding. Must be 0 where the text has ended.
     """
-
-    metrics: dict[str, float]
-    acceptance: list[float]
+    return 1 + float(passes.cumprod(dim=0).sum(dim=0).mean())
 
 
-def expectations(seen: Sequence[Mapping[str, Tensor]], tree: TreeTopology) -> Expectations:
-    """Sums up what was found along held-out text.
+def tree_tau(ranks: Tensor, topology: TreeTopology) -> float:
+    """Block efficiency of trees whose nodes have the drafter's most probable tokens as children, for greedy decoding.
 
     Args:
-        seen: by batch: ``temperature`` ``[B]``, ``begins`` ``[B, S]``; what :func:`along` finds, ``[G, B, S]`` each.
+        ranks: ``[G, M]`` int64: how many draft tokens are more probable than the text's own, a large number where
+            the text has ended.
+        topology: no deeper than G.
+    """
+    width = max(len(children) for children in topology.child_list)
+    # One row more: a dead end, which leads nowhere.
+    table = torch.full((topology.num_nodes + 1, width + 1), topology.num_nodes)
+    for node, children in enumerate(topology.child_list):
+        table[node, : len(children)] = torch.tensor(children)
+    at = torch.zeros_like(ranks[0])
+    total = torch.ones(len(at))
+    for step_ranks in ranks[: topology.max_depth]:
+        at = table[at, step_ranks.clamp(max=width)]
+        total += at < topology.num_nodes
+    return float(total.mean())
+
+
+def expectations(drafts: Mapping[str, Tensor], tree: TreeTopology) -> tuple[dict[str, float], list[float]]:
+    """What decoding can expect of a drafter that drafts like this along text.
+
+    Args:
+        drafts: ``labels``, ``passes``, ``ranks`` and ``valid`` of :class:`~arbordraft.training.drafts.Drafts`, and
+            ``temperatures`` ``[M]`` of the text.
         tree: the tree whose block efficiency is wanted.
+
+    Returns:
+        Block efficiencies and acceptance by drafting step, by name; and how often the next greedy token was the
+        drafter's most probable one, its second, and so on: empty if no text is greedy.
     """
     metrics: dict[str, float] = {}
     acceptance: list[float] = []
-    for label, keep in (("greedy", 0.0), ("sampled", 1.0)):
-        parts = [(part, part["temperature"] == keep) for part in seen]
-        parts = [(part, rows) for part, rows in parts if rows.any() and part["begins"][rows].any()]
-        if not parts:
+    for label, temperature in (("greedy", 0.0), ("sampled", 1.0)):
+        chosen = drafts["temperatures"] == temperature
+        if not chosen.any():
             continue
-        total = sum(int(part["begins"][rows].sum()) for part, rows in parts)
-        factor = "matches" if label == "greedy" else "passes"
-        steps = len(parts[0][0]["ranks"])  # fewer than were asked for if it drafts no further
-
-        def mean(value: Any, parts: Any = parts, total: int = total) -> float:
-            return sum(value(p, r) * int(p["begins"][r].sum()) for p, r in parts) / total
-
-        metrics[f"val/tau_{label}_chain"] = mean(
-            lambda p, r, factor=factor: chain_tau(p[factor][:, r].float(), p["begins"][r])
-        )
+        labels, passes, ranks, valid = (drafts[name][:, chosen] for name in ("labels", "passes", "ranks", "valid"))
+        steps = int(valid.any(dim=1).sum())  # fewer than were asked for if it drafts no further
+        metrics[f"val/tau_{label}_chain"] = chain_tau(passes)
         for step in range(steps):
-            metrics[f"val/acceptance_{label}_pos_{step + 1}"] = mean(
-                lambda p, r, step=step, name="matches" if label == "greedy" else "overlap": float(
-                    p[name][step][r][p["begins"][r]].float().mean()
-                )
-            )
+            metrics[f"val/acceptance_{label}_pos_{step + 1}"] = float(labels[step][valid[step]].mean())
         if label == "greedy":
-            first = torch.cat([part["ranks"][0, rows][part["begins"][rows]] for part, rows in parts])
-            shares = torch.bincount(first, minlength=_RANKS)[:_RANKS] / len(first)
-            acceptance = shares.tolist()
-        if label == "greedy" and tree.max_depth <= steps:
-            metrics["val/tau_greedy_tree"] = mean(lambda p, r: tree_tau(p["ranks"][:, r], p["begins"][r], tree))
-    return Expectations(metrics, acceptance)
-
-
-def along(student: Student, teacher: TeacherHead, batch: Batch, prediction: Prediction) -> dict[str, Tensor]:
-    """``[B, S]`` values of one drafting step along the text, 0 where it has ended or never began."""
-    ahead = prediction.ahead
-    wanted = batch.roles[:, ahead:] == ANSWER
-    wanted[:, : prediction.first] = False
-    rows = wanted.flatten().nonzero()[:, 0]
-    tokens = batch.tokens[:, ahead:].flatten()[rows]
-    hidden = prediction.hidden[:, : wanted.shape[1]].flatten(0, 1)[rows]
-    final = batch.final[:, ahead - 1 :].flatten(0, 1)[rows]
-    values = [torch.empty(0, 4, device=batch.tokens.device)]
-    for chunk in range(0, len(rows), _ROWS):
-        part = slice(chunk, chunk + _ROWS)
-        logits = torch.nn.functional.linear(hidden[part].to(prediction.head.dtype), prediction.head, prediction.bias)
-        draft = student.widen(logits.float()).softmax(dim=-1)
-        target = teacher(final[part]).float().softmax(dim=-1)
-        own = draft.gather(1, tokens[part, None])
-        passes = (own / target.gather(1, tokens[part, None])).clamp(max=1)
-        rank = (draft > own).sum(dim=1, keepdim=True)
-        overlap = torch.minimum(draft, target).sum(dim=1, keepdim=True)
-        values.append(torch.cat([(rank == 0) & (own > 0), passes, rank, overlap], dim=1))
-    filled = torch.zeros(wanted.numel(), 4, device=batch.tokens.device)
-    filled[:, 2] = len(teacher.weight)  # no rank at all
-    filled[rows] = torch.cat(values)
-    matches, passes, ranks, overlap = filled.unflatten(0, wanted.shape).unbind(-1)
-    return {"matches": matches, "passes": passes, "ranks": ranks.long(), "overlap": overlap}
+            acceptance = (torch.bincount(ranks[0], minlength=_RANKS)[:_RANKS] / len(ranks[0])).tolist()
+            if tree.max_depth <= steps:
+                metrics["val/tau_greedy_tree"] = tree_tau(ranks, tree)
+    return metrics, acceptance
 
 
 def decoded(
@@ -134,6 +115,3 @@ def decoded(
         "val/target_ms": 1e3 * stats.seconds["target"] / rounds,
     }
     return figures, samples
-
-
-__all__ = ["Expectations", "along", "decoded", "expectations"]

@@ -1,5 +1,6 @@
 """Students: what they predict along a text is what their drafters draft there, and so is the expected gain."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,11 +12,12 @@ from torch.testing import assert_close
 
 from arbordraft import Fixed, MedusaDrafter, RaggedModel, TreeTopology
 from arbordraft.training.drafter_module import DrafterModule, Phase
-from arbordraft.training.expected import chain_tau, tree_tau
+from arbordraft.training.drafts import follow
 from arbordraft.training.features import TeacherHead
 from arbordraft.training.optimizers import MuonAdamW
 from arbordraft.training.shards import ANSWER
 from arbordraft.training.students import EarlyExitStudent, LanguageModelStudent, MedusaStudent, attend_unrolled
+from arbordraft.training.validation import chain_tau, tree_tau
 
 STEPS = 4
 every_student = pytest.mark.parametrize("name", STUDENTS)
@@ -125,12 +127,18 @@ def module(monkeypatch):
     return make
 
 
-@torch.no_grad()
-def seen(module, name):
-    """What validation keeps of the texts."""
-    made = module(trained(name))
-    made.validation_step(batch_for(made.student), 0)
-    return made._seen[0], unrolled(name)[1]
+def drafts_of(name):
+    """What validation finds along the texts, and where each of these drafts begins: a sample and a place."""
+    student = trained(name)
+    batch = batch_for(student)
+    drafts, ahead = follow(student, batch, target(), TeacherHead(target()), STEPS), unrolled(name)[1]
+    begins = [
+        (sample, at)
+        for sample, (prompt, text) in enumerate(zip(PROMPTS, texts(), strict=True))
+        for at in range(max(len(prompt), ahead), len(text))
+    ]
+    assert drafts.sequences.tolist() == [sample for sample, _ in begins]
+    return drafts, begins
 
 
 def accepted(made, text, at, topology):
@@ -150,44 +158,43 @@ TREE = TreeTopology.from_k_config((3, 2, 1))
 
 
 @every_student
-def test_the_expected_gain_is_what_drafting_gains(module, name):
+def test_the_expected_gain_is_what_drafting_gains(name):
     """Place by place: the text at temperature 0 is what decoding would say, wherever a draft begins in it."""
-    made, (kept, ahead) = drafter(name), seen(module, name)
+    made, (drafts, begins) = drafter(name), drafts_of(name)
+    steps = int(drafts.valid.any(dim=1).sum())
     lengths = []
-    for sample, (prompt, text) in enumerate(zip(PROMPTS, texts(), strict=True)):
-        for at in range(max(len(prompt), ahead), len(text)):
-            only = torch.zeros_like(kept["begins"])
-            only[sample, at - ahead] = True
-            length = accepted(made, text, at, TreeTopology.chain(len(kept["ranks"])))
-            assert chain_tau(kept["matches"], only) == 1 + length
-            assert tree_tau(kept["ranks"], only, TREE) == 1 + accepted(made, text, at, TREE)
-            lengths.append(1 + length)
-    assert int(kept["begins"].sum()) == len(lengths)
-    assert chain_tau(kept["matches"], kept["begins"]) == pytest.approx(sum(lengths) / len(lengths), rel=1e-6)
+    for column, (sample, at) in enumerate(begins):
+        only = slice(column, column + 1)
+        length = accepted(made, texts()[sample], at, TreeTopology.chain(steps))
+        assert chain_tau(drafts.passes[:, only]) == 1 + length
+        assert tree_tau(drafts.ranks[:, only], TREE) == 1 + accepted(made, texts()[sample], at, TREE)
+        lengths.append(1 + length)
+    assert chain_tau(drafts.passes) == pytest.approx(sum(lengths) / len(lengths), rel=1e-6)
     assert len(set(lengths)) >= 3  # neither always right nor always wrong
 
 
 @pytest.mark.parametrize("name", ["eagle", "medusa"])
-def test_steps_counted_from_where_drafts_begin_would_be_seen(module, name):
-    """Negative control: every step at its draft's first slot instead of at its own."""
-    kept, _ = seen(module, name)
-    wrong = torch.stack([torch.nn.functional.pad(m[:, step:], (0, step)) for step, m in enumerate(kept["matches"])])
-    assert chain_tau(wrong, kept["begins"]) != chain_tau(kept["matches"], kept["begins"])
+def test_steps_counted_from_where_drafts_begin_would_be_seen(name):
+    """Negative control: every step as that of the draft before, one place too early."""
+    drafts, _ = drafts_of(name)
+    wrong = torch.stack([passes.roll(step) for step, passes in enumerate(drafts.passes)])
+    assert chain_tau(wrong) != chain_tau(drafts.passes)
 
 
-def test_random_drafts_are_expected_to_pass_as_often_as_they_do(module):
+def test_random_drafts_are_expected_to_pass_as_often_as_they_do():
     """The chance that validation gives to the text's own token is that of accepting a draft, weighted as drawn."""
-    kept, ahead = seen(module, "exit")
-    student, final = trained("exit"), batch_for(trained("exit")).final
-    (found,) = student.unroll(batch_for(student), target(), 1)
-    draft = functional.linear(found.hidden, found.head).softmax(dim=-1)
-    real = TeacherHead(target())(final).softmax(dim=-1)
-    slots = kept["begins"]
-    assert ahead == 1
-    tokens = batch_for(student).tokens[:, 1:]
+    student = trained("exit")
+    batch = replace(batch_for(student), temperatures=torch.ones(len(texts())))
+    drafts = follow(student, batch, target(), TeacherHead(target()), 1)
+    with torch.no_grad():
+        (found,) = student.unroll(batch, target(), 1)
+        draft = functional.linear(found.hidden, found.head).softmax(dim=-1)
+        real = TeacherHead(target())(batch.final).softmax(dim=-1)
+    slots = batch.roles[:, 1:] == ANSWER
+    tokens = batch.tokens[:, 1:]
     own = [rows.gather(2, tokens[..., None])[..., 0][slots] for rows in (draft, real)]
-    assert_close(kept["passes"][0][slots], (own[0] / own[1]).clamp(max=1), rtol=0, atol=1e-5)
-    assert_close(kept["overlap"][0][slots], torch.minimum(draft, real).sum(-1)[slots], rtol=0, atol=1e-5)
+    assert_close(drafts.passes[0], (own[0] / own[1]).clamp(max=1), rtol=0, atol=1e-5)
+    assert_close(drafts.labels[0], torch.minimum(draft, real).sum(-1)[slots], rtol=0, atol=1e-5)
 
 
 # Training

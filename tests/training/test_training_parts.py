@@ -16,11 +16,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from arbordraft import TreeTopology
 from arbordraft.loading import Kernels
 from arbordraft.training.batches import BatchLoader, Place
-from arbordraft.training.expected import chain_tau, tree_tau
 from arbordraft.training.features import Features
 from arbordraft.training.optimizers import MuonAdamW
 from arbordraft.training.shards import ANSWER, GIVEN, Conversation, Shard, pack
 from arbordraft.training.targets import Target
+from arbordraft.training.validation import chain_tau, expectations, tree_tau
 
 BUDGET = 100
 
@@ -130,66 +130,86 @@ def test_held_out_batches_always_come_from_the_beginning():
     assert numbers(batches) == first
 
 
-def chances(*rows: Sequence[float]) -> torch.Tensor:
-    return torch.tensor(rows, dtype=torch.float32)[:, None]
+@pytest.mark.parametrize(
+    ("passes", "tau"),
+    [
+        ([[0, 0], [0, 0]], 1),
+        ([[1, 1], [1, 0]], (3 + 2) / 2),
+        ([[0, 1], [1, 1]], (1 + 3) / 2),
+        ([[0.5], [0.5]], 1.75),
+    ],
+    ids=["never", "a text that ends", "a second step counts only behind a first one", "chances"],
+)
+def test_chain_tau_of_known_cases(passes, tau):
+    assert chain_tau(torch.tensor(passes, dtype=torch.float32)) == pytest.approx(tau)
 
 
-def test_chain_tau_of_known_cases():
-    begins = torch.tensor([[True, True, True, True]])
-    assert chain_tau(chances([0, 0, 0, 0], [0, 0, 0, 0]), begins) == 1
-    # Both steps always right, but drafts from the last slot see the text end behind their first token.
-    assert chain_tau(chances([1, 1, 1, 1], [0, 1, 1, 1]), begins) == pytest.approx((3 + 3 + 3 + 2) / 4)
-    # A second step counts only behind a first one, one slot earlier.
-    assert chain_tau(chances([0, 1, 0, 0], [1, 1, 1, 1]), begins) == pytest.approx((1 + 3 + 1 + 1) / 4)
-    assert chain_tau(chances([0.5, 0, 0, 0], [0, 0.5, 0, 0]), begins[:, :1].repeat(1, 4)) == pytest.approx(
-        (1.75 + 1 + 1 + 1) / 4
-    )
-    assert chain_tau(chances([0, 1, 0, 0], [0, 0, 1, 0]), torch.tensor([[False, True, False, False]])) == 3
+TWO_BY_ONE, LOPSIDED = TreeTopology.from_k_config((2, 1)), TreeTopology([-1, 0, 0, 1])  # only the first child has one
 
 
-def test_tree_tau_of_known_cases():
-    tree = TreeTopology.from_k_config((2, 1))  # two first tokens, one behind each
-    begins = torch.tensor([[True, False, False]])
-    ranks = torch.tensor([[[1, 9, 9]], [[9, 0, 9]]])
-    assert tree_tau(ranks, begins, tree) == 3
-    assert tree_tau(torch.tensor([[[2, 9, 9]], [[9, 0, 9]]]), begins, tree) == 1
-    assert tree_tau(torch.tensor([[[1, 9, 9]], [[9, 1, 9]]]), begins, tree) == 2
-    lopsided = TreeTopology([-1, 0, 0, 1])  # only the first child has a child
-    assert tree_tau(ranks, begins, lopsided) == 2
-    assert tree_tau(torch.tensor([[[0, 9, 9]], [[9, 0, 9]]]), begins, lopsided) == 3
+@pytest.mark.parametrize(
+    ("tree", "ranks", "tau"),
+    [
+        (TWO_BY_ONE, [1, 0], 3),
+        (TWO_BY_ONE, [2, 0], 1),
+        (TWO_BY_ONE, [1, 1], 2),
+        (LOPSIDED, [1, 0], 2),
+        (LOPSIDED, [0, 0], 3),
+        (LOPSIDED, [0, 99], 2),
+    ],
+)
+def test_tree_tau_of_known_cases(tree, ranks, tau):
+    assert tree_tau(torch.tensor(ranks)[:, None], tree) == tau
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_expected_tau_equals_walking_every_draft(seed):
     generator = torch.Generator().manual_seed(seed)
-    steps, samples, slots = 3, 2, 7
-    begins = torch.rand(samples, slots, generator=generator) < 0.7
-    ranks = torch.randint(0, 4, (steps, samples, slots), generator=generator)
-    factors = torch.rand(steps, samples, slots, generator=generator)
+    steps, count = 3, 9
+    ranks = torch.randint(0, 4, (steps, count), generator=generator)
+    chances = torch.rand(steps, count, generator=generator)
     tree = TreeTopology.from_k_config((3, 2, 1))
-
-    def at(values, step, sample, slot, beyond):
-        return values[step, sample, slot + step].item() if slot + step < slots else beyond
-
     walked, passed = [], []
-    for sample, slot in product(range(samples), range(slots)):
-        if not begins[sample, slot]:
-            continue
+    for draft in range(count):
         node, depth = 0, 0
-        while depth < steps and (rank := at(ranks, depth, sample, slot, 99)) < len(tree.child_list[node]):
+        while depth < steps and (rank := int(ranks[depth, draft])) < len(tree.child_list[node]):
             node, depth = tree.child_list[node][rank], depth + 1
         walked.append(depth + 1)
         # Every pattern of what might pass, with its chance and the tokens that it yields.
         expected = 0.0
         for passes in product((True, False), repeat=steps):
             chance = 1.0
-            for step, passing in enumerate(passes):
-                factor = at(factors, step, sample, slot, 0.0)
-                chance *= factor if passing else 1 - factor
+            for own, passing in zip(chances[:, draft].tolist(), passes, strict=True):
+                chance *= own if passing else 1 - own
             expected += chance * (1 + (*passes, False).index(False))
         passed.append(expected)
-    assert tree_tau(ranks, begins, tree) == pytest.approx(sum(walked) / len(walked))
-    assert chain_tau(factors, begins) == pytest.approx(sum(passed) / len(passed))
+    assert tree_tau(ranks, tree) == pytest.approx(sum(walked) / count)
+    assert chain_tau(chances) == pytest.approx(sum(passed) / count)
+
+
+def test_expectations_by_temperature_and_step():
+    """Greedy drafts of two passed tokens and of none, one at temperature 1, and one of a text that counts nowhere."""
+    drafts = {
+        "temperatures": torch.tensor([0.0, 0.0, 1.0, 0.7]),
+        "valid": torch.tensor([[1, 1, 1, 1], [1, 0, 1, 1], [0, 0, 0, 0]], dtype=torch.bool),
+        "passes": torch.tensor([[1.0, 0, 0.5, 1], [1, 0, 0.5, 1], [0, 0, 0, 0]]),
+        "labels": torch.tensor([[1.0, 0, 0.4, 1], [1, 9, 0.2, 1], [9, 9, 9, 9]]),
+        "ranks": torch.tensor([[0, 2, 0, 0], [0, 99, 0, 0], [99, 99, 99, 99]]),
+    }
+    metrics, acceptance = expectations(drafts, TreeTopology.chain(2))
+    assert acceptance == [0.5, 0, 0.5, 0, 0, 0, 0, 0]
+    assert metrics == pytest.approx(
+        {
+            "val/tau_greedy_chain": 2,
+            "val/acceptance_greedy_pos_1": 0.5,
+            "val/acceptance_greedy_pos_2": 1,
+            "val/tau_greedy_tree": 2,
+            "val/tau_sampled_chain": 1.75,
+            "val/acceptance_sampled_pos_1": 0.4,
+            "val/acceptance_sampled_pos_2": 0.2,
+        }
+    )
+    assert "val/tau_greedy_tree" not in expectations(drafts, TreeTopology.chain(3))[0]
 
 
 def network() -> nn.Module:
