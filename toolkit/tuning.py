@@ -8,25 +8,24 @@ Shapes: B samples.
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from arbordraft import builders
 from arbordraft.checks import each, real, whole
-from arbordraft.costs import CostTable, StepCosts
-from arbordraft.coupling import Coupling
+from arbordraft.costs import StepCosts
 from arbordraft.deciders import CostAware
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter, NGramDrafter
 from arbordraft.files import write_text
-from arbordraft.laws import IID
 from arbordraft.measuring import measure_costs
+from arbordraft.metrics import DecodeStats
 from arbordraft.prompts import chat_batches, check_texts, plain_request
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
-from arbordraft.verifiers import RecursiveRejection, TopDown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,7 +68,7 @@ class Setting:
             target: the target.
             drafter: the drafter.
             costs: of the steps.
-            sampled: whether requests will sample.
+            sampled: whether requests will sample; of interest to trees.
             batch: prompts that will be decoded at a time.
 
         Raises:
@@ -81,16 +80,18 @@ class Setting:
             case "lookup":
                 return builders.lookup(target, costs.target, expected_batch=batch)
             case "chain":
-                coupling = Coupling.matching()
-                if sampled and not isinstance(drafter, NGramDrafter):
-                    coupling = Coupling(IID(1), TopDown(RecursiveRejection()))
-                decider = CostAware(costs) if self.stop else None
-                topology = TreeTopology.chain(self.size)
-                return SpeculativeDecoder(target, drafter, topology, coupling, decider, expected_batch=batch)
+                chain = builders.ems_sd(target, drafter, self.size)
+                if not self.stop:
+                    return chain
+                parts = (target, drafter, chain.topology, chain.coupling, CostAware(costs))
+                return SpeculativeDecoder(*parts, expected_batch=batch)
             case "tree" | "lookup or tree":
                 lookup = self.kind != "tree"
                 return builders.fitted(target, drafter, self.size, sampled=sampled, lookup=lookup)
         raise ValueError(f"there is no way of speculating called {self.kind!r}")
+
+
+_PLAIN = Setting("plain")
 
 
 @dataclass(frozen=True)
@@ -220,22 +221,23 @@ def tune(
     if not batches:
         raise ValueError("batches must hold at least one batch size, got none")
     temperature, new_tokens = real("temperature", temperature, 0), whole("new_tokens", new_tokens, 1)
+    sampled = temperature > 0
     tell("measuring forwards and drafts")
     costs = measure_costs(target, drafter, tokenizer, prompts)
     tell("measuring acceptance")
     acceptance = measure_acceptance(target, drafter, tokenizer, prompts, temperature, new_tokens)
     choices = []
     for batch in sorted(set(batches)):
-        settings = plausible(costs, acceptance, drafter, batch, sampled=temperature > 0)
-        choices.append(
-            _compete(settings, target, drafter, costs, tokenizer, prompts, batch, temperature, new_tokens, tell)
-        )
+        settings = (_PLAIN, *plausible(costs, acceptance, drafter, batch, sampled=sampled))
+        decoders = {each: each.decoder(target, drafter, costs, sampled=sampled, batch=batch) for each in settings}
+        inputs = chat_batches(tokenizer, list(islice(cycle(prompts), max(batch, len(prompts)))), batch)
+        choices.append(_compete(batch, decoders, inputs, temperature, new_tokens, tell))
     return Tuned(name, temperature, costs, acceptance, choices)
 
 
 def grid(drafter: Drafter, *, sampled: bool) -> list[Setting]:
     """All settings that tuning knows for a drafter."""
-    settings = [Setting("plain"), Setting("lookup")]
+    settings = [_PLAIN, Setting("lookup")]
     if isinstance(drafter, NGramDrafter):
         return settings + [Setting("chain", levels) for levels in _CHAINS]
     settings += [Setting("chain", levels, stop) for levels in _CHAINS for stop in (False, True)]
@@ -249,16 +251,10 @@ def plausible(
     costs: StepCosts, acceptance: Sequence[float], drafter: Drafter, batch: int, *, sampled: bool
 ) -> list[Setting]:
     """The settings of the grid that may be the fastest; those that nothing is predicted of among them."""
-    predicted: dict[Setting, float] = {}
-    unknown = []
-    for setting in grid(drafter, sampled=sampled):
-        speed = predict(setting, costs, acceptance, drafter, batch)
-        if speed is None:
-            unknown.append(setting)
-        else:
-            predicted[setting] = speed
-    best = max(predicted.values(), default=0.0)
-    return [*unknown, *(setting for setting, speed in predicted.items() if speed >= _NEAR * best)]
+    settings = grid(drafter, sampled=sampled)
+    predicted = {setting: predict(setting, costs, acceptance, drafter, batch) for setting in settings}
+    best = max(filter(None, predicted.values()), default=0.0)
+    return [setting for setting, speed in predicted.items() if speed is None or speed >= _NEAR * best]
 
 
 def predict(
@@ -293,45 +289,30 @@ def measure_acceptance(
 ) -> list[float]:
     """How often a chain's drafts are accepted, by depth, when those before them were."""
     check_texts(prompts)
-    setting, size = Setting("chain", 4), 8
-    decoder = setting.decoder(target, drafter, _NO_COSTS, sampled=temperature > 0)
-    tried: dict[int, int] = {}
-    accepted: dict[int, int] = {}
-    for inputs in chat_batches(tokenizer, prompts, size):
+    decoder = builders.ems_sd(target, drafter, 4)
+    stats = DecodeStats(decoder.coupling.exactness, [], [])
+    for inputs in chat_batches(tokenizer, prompts, 8):
         output: Any = decoder.generate(**inputs, **plain_request(temperature, new_tokens), return_dict_in_generate=True)
-        for depth, count in output.stats.tried.items():
-            tried[depth] = tried.get(depth, 0) + count
-            accepted[depth] = accepted.get(depth, 0) + output.stats.accepted[depth]
-    return [accepted[depth] / tried[depth] for depth in sorted(tried)] or [0.0]
+        stats += output.stats
+    return stats.acceptance_by_depth or [0.0]
 
 
 def _compete(
-    settings: Sequence[Setting],
-    target: RaggedModel,
-    drafter: Drafter,
-    costs: StepCosts,
-    tokenizer: "PreTrainedTokenizerBase",
-    prompts: Sequence[str],
     batch: int,
+    decoders: Mapping[Setting, SpeculativeDecoder],
+    batches: Sequence[dict[str, Any]],
     temperature: float,
     new_tokens: int,
     tell: Callable[[str], None],
 ) -> Choice:
     """Successive halving; plain decoding stays to the end, for the choice to be told against it."""
-    plain = Setting("plain")
-    left = [plain, *(setting for setting in settings if setting != plain)]
-    sampled = temperature > 0
-    decoders = {setting: setting.decoder(target, drafter, costs, sampled=sampled, batch=batch) for setting in left}
-    batches = chat_batches(tokenizer, [prompts[i % len(prompts)] for i in range(max(batch, len(prompts)))], batch)
     for decoder in decoders.values():
         decoder.generate(**batches[0], **plain_request(temperature, 4))
-    speeds: dict[Setting, float] = {}
-    rounds, number = max(1, (len(left) - 1).bit_length()), 0
-    while True:
-        # Fewer prompts rather than shorter answers: lookups find something only when there is some text.
-        part = batches[: max(2, len(batches) >> max(0, rounds - 1 - number))]
+    left, speeds = list(decoders), dict[Setting, float]()
+    for more in reversed(range(max(1, (len(left) - 1).bit_length()))):
         counts, seconds = dict.fromkeys(left, 0), dict.fromkeys(left, 0.0)
-        for inputs in part:
+        # Fewer prompts rather than shorter answers: lookups find something only when there is some text.
+        for inputs in batches[: max(2, len(batches) >> more)]:
             for setting in left:
                 tell(f"batch {batch}: {len(left)} settings left, decoding with {setting}")
                 start = time.perf_counter()
@@ -344,16 +325,12 @@ def _compete(
                 seconds[setting] += time.perf_counter() - start
                 counts[setting] += sum(output.stats.emitted)
         speeds |= {setting: counts[setting] / seconds[setting] for setting in left}
-        number += 1
-        ranked = sorted(left, key=lambda setting: -speeds[setting])
-        if number >= rounds:
-            break
-        kept = ranked[: max(2, (len(ranked) + 1) // 2)]
-        left = kept if plain in kept else [*kept, plain]
-    rivals = {str(setting): speeds[setting] for setting in sorted(speeds, key=lambda setting: -speeds[setting])}
-    return Choice(batch, ranked[0], speeds[ranked[0]], speeds[plain], rivals)
+        left.sort(key=speeds.__getitem__, reverse=True)
+        best = left[0]
+        kept = left[: max(2, (len(left) + 1) // 2)]
+        left = kept if _PLAIN in kept else [*kept, _PLAIN]
+    rivals = {str(setting): speeds[setting] for setting in sorted(speeds, key=speeds.__getitem__, reverse=True)}
+    return Choice(batch, best, speeds[best], speeds[_PLAIN], rivals)
 
-
-_NO_COSTS = StepCosts(CostTable((1,), (1.0,)), CostTable((1,), (1.0,)))
 
 __all__ = ["Choice", "Setting", "Tuned", "grid", "measure_acceptance", "tune"]

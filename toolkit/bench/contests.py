@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import cycle, islice
 
 from arbordraft import builders
 from arbordraft.bench.decoding import Decode, theirs
@@ -25,30 +26,21 @@ from arbordraft.deciders import (
 )
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter, LanguageModelDrafter, NGramDrafter
-from arbordraft.laws import IID, TopTail
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
 from arbordraft.tuning import Tuned, grid
-from arbordraft.verifiers import RecursiveRejection, TopDown
 
 
 def drafter_gain(
     target: RaggedModel, drafters: Mapping[str, Drafter], workload: Workload
 ) -> dict[str, SpeculativeDecoder]:
-    """Plain decoding, lookup alone, and chains, trees and lookup-else-tree of every drafter.
-
-    Args:
-        target: the target.
-        drafters: by name.
-        workload: says whether tokens are sampled.
-    """
+    """Plain decoding, lookup alone, and chains, trees and lookup-else-tree of every drafter."""
     decoders: dict[str, SpeculativeDecoder] = {
         "plain": builders.plain(target),
-        "lookup alone": SpeculativeDecoder(target, NGramDrafter(), TreeTopology.chain(8), Coupling.matching()),
+        "lookup alone": builders.ems_sd(target, NGramDrafter(), 8),
     }
     for name, drafter in drafters.items():
-        chain = TreeTopology.chain(4)
-        decoders[f"{name}, chain of 4"] = SpeculativeDecoder(target, drafter, chain, _of_chains(workload))
+        decoders[f"{name}, chain of 4"] = builders.ems_sd(target, drafter, 4)
         decoders[f"{name}, tree of 16"] = builders.fitted(target, drafter, sampled=workload.sampled)
         if not workload.sampled:
             decoders[f"lookup, else {name}, tree of 16"] = builders.fitted(target, drafter, lookup=True)
@@ -58,10 +50,7 @@ def drafter_gain(
 def padding(target: RaggedModel, drafter: Drafter, length: int = 7) -> dict[str, SpeculativeDecoder]:
     """EMS-SD's comparison: the same greedy chains in a padded batch, half padded ones and an unpadded one.
 
-    Args:
-        target: the target.
-        drafter: in the paper's LLMA runs, lookups.
-        length: drafted tokens per step.
+    In the paper's LLMA runs the drafter is a lookup.
     """
     parts = (target, drafter, TreeTopology.chain(length), Coupling.matching())
     return {
@@ -77,28 +66,17 @@ def whole_batches(workload: Workload) -> Workload:
     """The same prompts without a last batch of fewer, repeated if they do not fill one."""
     prompts, batch = workload.prompts, workload.batch
     count = max(batch, len(prompts)) // batch * batch
-    return replace(workload, prompts=tuple(prompts[index % len(prompts)] for index in range(count)))
+    return replace(workload, prompts=tuple(islice(cycle(prompts), count)))
 
 
-def product(
-    target: RaggedModel, drafter: Drafter, workload: Workload, nodes: int = 16
-) -> dict[str, SpeculativeDecoder]:
-    """Chains and trees, static and of a depth by sample, lossless and not, of the same number of nodes.
-
-    Args:
-        target: the target.
-        drafter: drafts for all.
-        workload: says whether tokens are sampled.
-        nodes: most nodes of a tree, root included.
-    """
+def product(target: RaggedModel, drafter: Drafter, nodes: int = 16) -> dict[str, SpeculativeDecoder]:
+    """Chains and trees, static and of a depth by sample, lossless and not, all of at most ``nodes`` with the root."""
     binary = TreeTopology.sequoia(drafter.acceptance[:2], nodes, 6)
-    tree = Coupling.of(TopTail(1, 1)) if workload.sampled else Coupling.matching(2)
-    chain = TreeTopology.chain(min(6, nodes - 1))
     decoders: dict[str, SpeculativeDecoder] = {
         "plain": builders.plain(target),
-        "chain": SpeculativeDecoder(target, drafter, chain, _of_chains(workload)),
-        "static tree": SpeculativeDecoder(target, drafter, binary, tree),
-        "static tree, depth by sample": SpeculativeDecoder(target, drafter, binary, tree, ConfidenceThreshold(0.4)),
+        "chain": builders.ems_sd(target, drafter, min(6, nodes - 1)),
+        "static tree": SpeculativeDecoder(target, drafter, binary),
+        "static tree, depth by sample": SpeculativeDecoder(target, drafter, binary, decider=ConfidenceThreshold(0.4)),
     }
     if drafter.takes_candidates:
         decoders["dynasd fork, lossy"] = builders.dynasd(target, drafter, max(2, (nodes - 1) // 5), 4)
@@ -106,12 +84,9 @@ def product(
 
 
 def deciders(depth: int, costs: StepCosts | None = None, learned: LearnedDecider | None = None) -> dict[str, Decider]:
-    """Every kind of decider with the settings of its source.
+    """Every kind of decider with the settings of its source, for chains of ``depth``.
 
-    Args:
-        depth: of the topology.
-        costs: lets cost-aware ones take part.
-        learned: lets a trained one take part.
+    Step costs let cost-aware ones take part, a trained one joins as it is.
     """
     known: dict[str, Decider] = {f"fixed {levels}": FixedDepth(levels) for levels in range(1, depth + 1)}
     known |= {
@@ -139,17 +114,12 @@ def stops(
     """Plain decoding, and chains of up to ``depth`` drafts that deciders shorten.
 
     Deciders are scored by tokens per second: acceptance alone any early stop can raise.
-
-    Args:
-        target: the target.
-        drafter: drafts for all.
-        deciders: by name.
-        workload: says whether tokens are sampled, and how many samples to expect.
-        depth: longest chain.
     """
-    chain, coupling = TreeTopology.chain(depth), _of_chains(workload)
+    chain = builders.ems_sd(target, drafter, depth)
     return {"plain": builders.plain(target)} | {
-        name: SpeculativeDecoder(target, drafter, chain, coupling, decider, expected_batch=workload.batch)
+        name: SpeculativeDecoder(
+            target, drafter, chain.topology, chain.coupling, decider, expected_batch=workload.batch
+        )
         for name, decider in deciders.items()
     }
 
@@ -159,12 +129,7 @@ def against_transformers(
 ) -> dict[str, SpeculativeDecoder | Decode]:
     """``generate``, its prompt lookup and its assisted generation, and our decoders.
 
-    Its assisted modes know no batches, so they take the prompts of one one after the other.
-
-    Args:
-        target: the target; transformers runs its model as it is.
-        drafters: by name; a draft model also assists transformers.
-        workload: says whether tokens are sampled.
+    transformers runs the target's model as it is, and its assisted modes one prompt at a time; a draft model assists.
     """
     model = target.model
     decoders: dict[str, SpeculativeDecoder | Decode] = {
@@ -184,15 +149,9 @@ def against_transformers(
 
 
 def against_grid(target: RaggedModel, drafter: Drafter, tuned: Tuned, batch: int) -> dict[str, SpeculativeDecoder]:
-    """What tuning chose, and every other setting of its grid: no speed-up should be above 1.
+    """What tuning chose for a drafter and a batch size, and every other setting of its grid.
 
-    Give prompts that tuning did not see.
-
-    Args:
-        target: the target.
-        drafter: the drafter.
-        tuned: what tuning found, for this drafter.
-        batch: prompts at a time.
+    No speed-up should be above 1, on prompts that tuning did not see.
     """
     sampled = tuned.temperature > 0
     chosen = tuned.choice(batch).setting
@@ -201,7 +160,3 @@ def against_grid(target: RaggedModel, drafter: Drafter, tuned: Tuned, batch: int
         if setting != chosen:
             decoders[str(setting)] = setting.decoder(target, drafter, tuned.costs, sampled=sampled, batch=batch)
     return decoders
-
-
-def _of_chains(workload: Workload) -> Coupling:
-    return Coupling(IID(1), TopDown(RecursiveRejection())) if workload.sampled else Coupling.matching()

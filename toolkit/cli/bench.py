@@ -164,9 +164,9 @@ def product(
     from arbordraft.bench.contests import product
 
     target = run.target()
-    proposer = drafter_named(drafter, target)
+    decoders = product(target, drafter_named(drafter, target), nodes)
     for workload in run.workloads():
-        run.decode(target, product(target, proposer, workload, nodes), workload)
+        run.decode(target, decoders, workload)
 
 
 @measurement(DECODING, batches="1,8")
