@@ -191,17 +191,3 @@ def recursive_rejection(
     return row_stats(rows, vocabulary, itemsize).plus(
         passes, end, left_pick(samples, samples if drawn else 0, children, itemsize)
     )
-
-
-__all__ = [
-    "Work",
-    "append",
-    "attention",
-    "compact",
-    "left_mass",
-    "left_pick",
-    "lowest_kept",
-    "recursive_rejection",
-    "row_stats",
-    "tree_expand",
-]

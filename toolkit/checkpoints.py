@@ -261,19 +261,3 @@ def _without_reports() -> Iterator[None]:
     finally:
         for logger in loggers:
             logger.removeFilter(sober)
-
-
-__all__ = [
-    "CONFIG",
-    "INDEX",
-    "PICKLES",
-    "WEIGHTS",
-    "check_finite",
-    "few",
-    "load_causal_lm",
-    "load_network",
-    "load_tokenizer",
-    "read_config",
-    "read_tensors",
-    "weight_files",
-]

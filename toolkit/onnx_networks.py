@@ -204,6 +204,3 @@ class OnnxMedusa(OnnxNetwork):
     def logits(self, prepared: Tensor, head: int) -> Tensor:
         """``[R, D]`` logits of one head."""
         return prepared[:, head]
-
-
-__all__ = ["OnnxEagle", "OnnxMedusa", "OnnxModel", "OnnxNetwork"]

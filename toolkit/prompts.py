@@ -4,13 +4,14 @@ Shapes: B prompts, L columns.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from arbordraft.files import read_text
+from arbordraft.texts import encode, user_turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,57 +29,40 @@ _CLASS = (
 )
 
 
-def _copy(what: str, lines: list[str]) -> str:
-    return f"Repeat this {what} exactly as it is:\n\n" + "\n".join(lines)
+def _copy(what: str, lines: Iterable[str], tag: str = "") -> str:
+    passage = "\n".join(lines)
+    return f"Repeat this {what} exactly as it is:\n\n" + (f"<{tag}>\n{passage}\n</{tag}>" if tag else passage)
 
 
 _GALLERY = _copy(
-    "HTML gallery",
-    ["<div>", *(f'<img src="/photos/holiday{n}.jpg" alt="Holiday {n}" width="200">' for n in range(1, 8)), "</div>"],
+    "HTML gallery", (f'<img src="/photos/holiday{n}.jpg" alt="Holiday {n}" width="200">' for n in range(1, 8)), "div"
 )
-_REQUESTS = _copy("server log", [f"192.168.0.{n} - GET /index.html HTTP/1.1 - 200 OK - 512 bytes" for n in range(1, 9)])
+_REQUESTS = _copy("server log", (f"192.168.0.{n} - GET /index.html HTTP/1.1 - 200 OK - 512 bytes" for n in range(1, 9)))
+_TOWNS = ("Lisbon", "Porto", "Braga", "Coimbra", "Faro")
 
 # The answers copy from the prompt: lookups should pay.
 REPEATING = (
-    _copy(
-        "HTML list",
-        ["<ul>", *(f'<li class="entry"><a href="/page{n}.html">Page {n}</a></li>' for n in range(1, 8)), "</ul>"],
-    ),
+    _copy("HTML list", (f'<li class="entry"><a href="/page{n}.html">Page {n}</a></li>' for n in range(1, 8)), "ul"),
     _copy(
         "weather log",
-        [
+        (
             f"2031-05-0{day} station {name}: temperature {18 + day} C, wind {day} m/s, sky clear"
             for day in range(1, 4)
             for name in ("north", "south", "harbour")
-        ],
+        ),
     ),
     _copy(
         "HTML table",
-        [
-            "<table>",
-            *(
-                f'<tr><td class="name">sensor {n}</td><td class="unit">celsius</td><td>active</td></tr>'
-                for n in range(1, 7)
-            ),
-            "</table>",
-        ],
+        (f'<tr><td class="name">sensor {n}</td><td class="unit">celsius</td><td>active</td></tr>' for n in range(1, 7)),
+        "table",
     ),
     _copy(
         "XML document",
-        [
-            "<cities>",
-            *(
-                f"<city><id>{n}</id><name>{name}</name><country>Portugal</country></city>"
-                for n, name in enumerate(("Lisbon", "Porto", "Braga", "Coimbra", "Faro"), start=1)
-            ),
-            "</cities>",
-        ],
+        (f"<city><id>{n}</id><name>{_TOWNS[n - 1]}</name><country>Portugal</country></city>" for n in range(1, 6)),
+        "cities",
     ),
-    _copy(
-        "HTML menu",
-        ["<select>", *(f'<option value="size{n}">Size {n} of the shoe</option>' for n in range(30, 38)), "</select>"],
-    ),
-    _copy("style sheet", [f".column{n} {{ margin: 10px; padding: 5px; color: black; }}" for n in range(1, 8)]),
+    _copy("HTML menu", (f'<option value="size{n}">Size {n} of the shoe</option>' for n in range(30, 38)), "select"),
+    _copy("style sheet", (f".column{n} {{ margin: 10px; padding: 5px; color: black; }}" for n in range(1, 8))),
     _REQUESTS,
     _GALLERY,
 )
@@ -141,18 +125,16 @@ def chat_batch(tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str]) -> 
 
     Returns:
         ``input_ids`` and ``attention_mask``, both ``[B, L]``.
+
+    Raises:
+        ValueError: if a prompt has no tokens.
     """
-    if tokenizer.chat_template:
-        prompts = [
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
-            )  # type: ignore[misc]
-            for prompt in prompts
+    return left_padded(
+        [
+            encode(tokenizer, user_turn(prompt, None), raw=False, name=f"prompt {number}")
+            for number, prompt in enumerate(prompts, 1)
         ]
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    encoding = tokenizer(list(prompts), return_tensors="pt", padding=True, padding_side="left")
-    return {"input_ids": encoding["input_ids"], "attention_mask": encoding["attention_mask"]}
+    )
 
 
 def chat_batches(tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str], batch: int) -> list[dict[str, Any]]:

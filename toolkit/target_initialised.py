@@ -120,6 +120,3 @@ class TargetInitialisedDecoder(SpeculativeDecoder):
                 greedy = noise is None
                 state.following[sample] = target[last] if greedy else verifier.following(drafted, target, last)
         return verdict
-
-
-__all__ = ["TargetInitialisedDecoder"]

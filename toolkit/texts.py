@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -50,13 +51,16 @@ def check_messages(messages: Any) -> Messages:
     return messages
 
 
-def encode(tokenizer: "PreTrainedTokenizerBase | None", messages: Messages, *, raw: bool) -> list[int]:
+def encode(
+    tokenizer: "PreTrainedTokenizerBase | None", messages: Messages, *, raw: bool, name: str = "the text"
+) -> list[int]:
     """The token ids of a conversation that the model is to continue.
 
     Args:
         tokenizer: of the model. One without a chat template takes single user messages as they are.
         messages: the conversation.
         raw: as they are, a blank line between two, instead of by the chat template.
+        name: what errors call the text.
 
     Raises:
         ValueError: without a tokenizer; for messages that the chat template refuses, or that need one where there is
@@ -80,7 +84,7 @@ def encode(tokenizer: "PreTrainedTokenizerBase | None", messages: Messages, *, r
             raise ValueError(f"the chat template refuses these messages: {error}") from error
         ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
     if not ids:
-        raise ValueError("the text is empty: there is nothing to go on from")
+        raise ValueError(f"{name} is empty: there is nothing to go on from")
     return list(ids)
 
 
@@ -137,19 +141,20 @@ class Pieces:
     def add(self, tokens: Sequence[int]) -> str:
         """The text that these tokens make certain."""
         self._tokens += tokens
-        before, now = self._spelt(self._tokens[self._shown : self._read]), self._spelt(self._tokens[self._shown :])
-        if len(now) <= len(before) or now.endswith(_UNFINISHED):
+        news = self._news()
+        if not news or news.endswith(_UNFINISHED):
             return ""
         self._shown, self._read = self._read, len(self._tokens)
-        return self._certain(now[len(before) :])
+        return self._certain(news)
 
     def end(self) -> str:
         """What is left when no tokens follow."""
+        return self._certain(self._news()) + self._held
+
+    def _news(self) -> str:
+        """What the tokens behind the last piece are spelt as."""
         before, now = self._spelt(self._tokens[self._shown : self._read]), self._spelt(self._tokens[self._shown :])
-        self._read = self._shown = len(self._tokens)
-        certain, held = self._certain(now[len(before) :]), self._held
-        self._held = ""
-        return certain + held
+        return now[len(before) :]
 
     def _certain(self, text: str) -> str:
         """What of the text, behind what was held back, can belong to no stop."""
@@ -198,9 +203,12 @@ def _follow(generate: "Generate", pieces: Pieces, stats: list[DecodeStats]) -> G
     arrived: SimpleQueue[list[int] | BaseException | None] = SimpleQueue()
     closed = threading.Event()
 
+    def over(input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        return torch.full((len(input_ids),), closed.is_set() or not threading.main_thread().is_alive())
+
     def work() -> None:
         try:
-            stats.append(generate(_Sink(arrived), _until(closed)).stats)
+            stats.append(generate(streamer=_Sink(arrived), stopping_criteria=[over]).stats)
         except BaseException as error:  # belongs to whoever reads
             arrived.put(error)
         finally:
@@ -236,18 +244,6 @@ class _Sink:
         """Nothing: the thread says when it ends, also by an error."""
 
 
-def _until(closed: threading.Event) -> Any:
-    """A criterion of ``generate`` that stops once the event is set, or the program ends."""
-    from transformers import StoppingCriteria, StoppingCriteriaList
-
-    class Closed(StoppingCriteria):
-        def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Any:
-            over = closed.is_set() or not threading.main_thread().is_alive()
-            return torch.full((len(input_ids),), over)
-
-    return StoppingCriteriaList([Closed()])
-
-
 def write(
     generate: "Generate",
     tokenizer: "PreTrainedTokenizerBase",
@@ -256,7 +252,7 @@ def write(
     stop: Sequence[str],
 ) -> list[str]:
     """What a decoder writes behind each of several prompts, decoded as one ragged batch."""
-    output = generate(**inputs, **_with_stops(settings, tokenizer, stop), return_dict_in_generate=True)
+    output = generate(**_request(tokenizer, inputs, settings, stop))
     columns, answers = inputs["input_ids"].shape[1], []
     for row, emitted in zip(output.sequences.tolist(), output.stats.emitted, strict=True):
         pieces = Pieces(tokenizer, stop)
@@ -272,16 +268,11 @@ def stream(
     stop: Sequence[str],
 ) -> TextStream:
     """The same for one prompt, in pieces."""
-    given = {**inputs, **_with_stops(settings, tokenizer, stop), "return_dict_in_generate": True}
-    return TextStream(
-        lambda sink, closed: generate(**given, streamer=sink, stopping_criteria=closed), Pieces(tokenizer, stop)
-    )
+    return TextStream(partial(generate, **_request(tokenizer, inputs, settings, stop)), Pieces(tokenizer, stop))
 
 
-def _with_stops(
-    settings: Mapping[str, Any], tokenizer: "PreTrainedTokenizerBase", stop: Sequence[str]
+def _request(
+    tokenizer: "PreTrainedTokenizerBase", inputs: Mapping[str, Tensor], settings: Mapping[str, Any], stop: Sequence[str]
 ) -> dict[str, Any]:
-    return {**settings, **({"stop_strings": list(stop), "tokenizer": tokenizer} if stop else {})}
-
-
-__all__ = ["Pieces", "TextStream", "check_messages", "encode", "settings_of", "stops", "stream", "user_turn", "write"]
+    ends = {"stop_strings": list(stop), "tokenizer": tokenizer} if stop else {}
+    return {**inputs, **settings, **ends, "return_dict_in_generate": True}

@@ -40,6 +40,3 @@ def _(*_: object) -> None:
 @kv_compact.register_fake
 def _(*_: object) -> None:
     return None
-
-
-__all__ = ["kv_append", "kv_compact"]

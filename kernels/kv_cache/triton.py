@@ -92,6 +92,3 @@ def address_table(pools: list[Tensor]) -> Tensor:
 def _table(addresses: tuple[int, ...], sizes: tuple[int, ...], device: torch.device) -> Tensor:
     """Addresses and sizes on the device, so that one launch serves all layers and no step waits for a copy."""
     return torch.tensor([addresses, sizes], dtype=torch.int64, device=device)
-
-
-__all__ = ["address_table", "append_rows", "compact_rows", "launch_append", "launch_compact"]

@@ -24,6 +24,3 @@ def expand(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def _(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     shape = (scores.shape[0], k)
     return scores.new_empty(shape, dtype=torch.int64), scores.new_empty(shape, dtype=torch.float32)
-
-
-__all__ = ["expand"]

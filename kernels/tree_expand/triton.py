@@ -90,6 +90,3 @@ def launch(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
         WIDE=triton.next_power_of_2(chunks * wide), PARTS=triton.next_power_of_2(chunks), num_warps=4,
     )  # fmt: skip
     return tokens, log_probs
-
-
-__all__ = ["BLOCK", "launch", "merge_chunks", "top_of_chunk"]

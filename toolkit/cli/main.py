@@ -104,8 +104,6 @@ def generate(
     if raw:
         tokenizer.chat_template = None
     inputs = chat_batch(tokenizer, texts)
-    if empty := [number for number, mask in enumerate(inputs["attention_mask"], 1) if not mask.any()]:
-        raise typer.BadParameter(f"prompt {empty[0]} is empty, and without a chat template nothing is left to go on")
     settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     if temperature > 0:
         settings |= {"temperature": temperature, "top_p": top_p, "seeds": [seed + i for i in range(len(texts))]}

@@ -47,9 +47,6 @@ class Backoff(Decider):
             for past in view.memory
         ]
 
-    def extra_repr(self) -> str:
-        return f"patience={self.patience}, longest={self.longest}"
-
 
 @dataclass
 class _Length:
@@ -82,9 +79,6 @@ class Heuristic(Decider):
     def forward(self, view: StepView) -> Sequence[bool]:
         return [view.depth < past.levels for past in view.memory]
 
-    def extra_repr(self) -> str:
-        return f"first={self.first}, longest={self.longest}"
-
 
 class AcceptedAverage(Decider):
     """Drafts as deep as was accepted on average lately, and ``margin`` levels more.
@@ -112,9 +106,6 @@ class AcceptedAverage(Decider):
 
     def forward(self, view: StepView) -> Sequence[bool]:
         return [view.depth < past.levels + self.margin for past in view.memory]
-
-    def extra_repr(self) -> str:
-        return f"first={self.first}, margin={self.margin}, decay={self.decay}"
 
 
 @dataclass
@@ -158,9 +149,6 @@ class AdaEDL(EntropyBound):
     def forward(self, view: StepView) -> Sequence[bool]:
         return [promise >= past.threshold for promise, past in zip(self.promises(view), view.memory, strict=True)]
 
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, wanted={self.wanted}, step={self.step}, decay={self.decay}"
-
 
 @dataclass
 class _Arms:
@@ -194,8 +182,7 @@ class Bandit(Decider):
             instance(f"deciders[{index}]", decider, Decider)
         if len(deciders) < 2:
             raise ValueError(f"a bandit needs at least two deciders to choose from, got {len(deciders)}")
-        if any(decider.anticipating for decider in deciders):
-            self.anticipating = True
+        self.anticipating = any(decider.anticipating for decider in deciders)
         self.deciders: Sequence[Decider] = nn.ModuleList(deciders)  # type: ignore[assignment]
         self.cost = real("cost", cost, 0)
         self.longest = whole("longest", longest, 1)
@@ -224,8 +211,7 @@ class Bandit(Decider):
     def forward(self, view: StepView) -> Sequence[bool]:
         answers = [False] * len(view.paths)
         for arm, decider in enumerate(self.deciders):
-            mine = [sample for sample, past in enumerate(view.memory) if past.arm == arm]
-            if mine:
+            if mine := [sample for sample, past in enumerate(view.memory) if past.arm == arm]:
                 part = replace(
                     view,
                     paths=[view.paths[sample] for sample in mine],
@@ -234,6 +220,3 @@ class Bandit(Decider):
                 for sample, goes_on in zip(mine, decider(part), strict=True):
                     answers[sample] = goes_on
         return answers
-
-    def extra_repr(self) -> str:
-        return f"cost={self.cost}, longest={self.longest}, exploration={self.exploration}"

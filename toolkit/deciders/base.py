@@ -1,6 +1,7 @@
 """What every decider is."""
 
 from collections.abc import Sequence
+from inspect import signature
 from typing import Any
 
 from torch import nn
@@ -32,3 +33,11 @@ class Decider(nn.Module):
     def forward(self, view: StepView) -> Sequence[bool]:
         """``[B]``: whether each sample goes on."""
         raise NotImplementedError
+
+    def settings(self) -> dict[str, Any]:
+        """The plain values that it was made with, by the names of its arguments."""
+        own = {name: vars(self)[name] for name in signature(type(self)).parameters if name in vars(self)}
+        return {name: value for name, value in own.items() if isinstance(value, int | float | tuple | None)}
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self.settings().items())

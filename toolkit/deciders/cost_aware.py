@@ -75,6 +75,3 @@ class CostAware(Decider):
                 worth, count = surplus, admitted
         kept = set(order[:count])
         return [sample in kept for sample in range(len(gains))]
-
-    def extra_repr(self) -> str:
-        return f"decay={self.decay}"

@@ -92,10 +92,10 @@ class RowSurvival(PathSurvival):
         return dict(zip(places, chances.tolist(), strict=True))
 
     def _shown(self, origin: Origin) -> Tensor:
-        size = 0 if origin.hidden is None else len(origin.hidden)
-        if origin.hidden is None or size != self.hidden_size:
+        if origin.hidden is None or len(origin.hidden) != self.hidden_size:
+            size = "none" if origin.hidden is None else len(origin.hidden)
             raise ValueError(
-                f"this decider reads hidden states of size {self.hidden_size}, the drafter shows {size or 'none'}; use "
+                f"this decider reads hidden states of size {self.hidden_size}, the drafter shows {size}; use "
                 "it with the drafter that it was trained for, or train one with hidden_size=0"
             )
         return origin.hidden
@@ -167,9 +167,8 @@ class LearnedDecider(RowSurvival):
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Writes ``config.json`` and ``model.safetensors``."""
-        path = Path(folder)
-        config = json.dumps({"class": type(self).__name__, **self._config()}, indent=2) + "\n"
-        with new_file(path / CONFIG) as settings, new_file(path / WEIGHTS) as weights:
+        config = json.dumps({"class": type(self).__name__, **self.settings()}, indent=2) + "\n"
+        with new_file(Path(folder) / CONFIG) as settings, new_file(Path(folder) / WEIGHTS) as weights:
             settings.write_text(config)
             save_file({name: tensor.contiguous() for name, tensor in self.state_dict().items()}, weights)
 
@@ -184,23 +183,16 @@ class LearnedDecider(RowSurvival):
         Raises:
             ValueError: if the folder holds no decider of this class, or a damaged one.
         """
-        path = Path(folder)
         try:
-            config = read_config(path)
+            config = read_config(folder)
             if config.pop("class", None) != cls.__name__:
                 raise ValueError(f"its {CONFIG} is that of something else")
             decider = cls(**config | changes)
-            tensors = read_tensors(path)
+            tensors = read_tensors(folder)
             if strange := [name for name, tensor in tensors.items() if not tensor.is_floating_point()]:
                 raise ValueError(f"{few(strange)} must be stored as floating-point numbers")
             decider.load_state_dict(tensors)
         except (AttributeError, OSError, TypeError, ValueError, RuntimeError) as error:
             reason = " ".join(str(error).split())  # torch says it in several lines
-            raise ValueError(f"{path} cannot be read as a {cls.__name__}: {reason}") from error
+            raise ValueError(f"{folder} cannot be read as a {cls.__name__}: {reason}") from error
         return decider
-
-    def extra_repr(self) -> str:
-        return ", ".join(f"{name}={value}" for name, value in self._config().items())
-
-    def _config(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("hidden_size", "top_k", "widths", "threshold", "temperatures")}

@@ -55,6 +55,3 @@ class OnnxDecider(RowSurvival):
         if hidden is not None:
             inputs["hidden_states"] = hidden.float()
         return self.graph.run({name: inputs[name] for name in self.graph.inputs})["chances"]
-
-    def extra_repr(self) -> str:
-        return f"hidden_size={self.hidden_size}, top_k={self.top_k}, threshold={self.threshold}"

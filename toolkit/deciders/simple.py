@@ -18,9 +18,6 @@ class FixedDepth(Decider):
     def forward(self, view: StepView) -> Sequence[bool]:
         return [self.depth is None or view.depth < self.depth] * len(view.paths)
 
-    def extra_repr(self) -> str:
-        return f"depth={self.depth}"
-
 
 class ConfidenceThreshold(Decider):
     """Goes on while some token of the last level had a draft probability of at least ``threshold``, in [0, 1].
@@ -41,9 +38,6 @@ class ConfidenceThreshold(Decider):
 
     def forward(self, view: StepView) -> Sequence[bool]:
         return [max(nodes) >= self.threshold for nodes in view.confidence]
-
-    def extra_repr(self) -> str:
-        return f"threshold={self.threshold}"
 
 
 class EntropyBound(Decider):
@@ -66,9 +60,6 @@ class EntropyBound(Decider):
     def promises(self, view: StepView) -> list[float]:
         """Of each sample's surest row."""
         return [1 - math.sqrt(self.gamma * max(0.0, min(nodes))) for nodes in view.entropy]
-
-    def extra_repr(self) -> str:
-        return f"threshold={self.threshold}, gamma={self.gamma}"
 
 
 class PathSurvival(Decider):
@@ -97,6 +88,3 @@ class PathSurvival(Decider):
     def survival(self, view: StepView) -> list[list[float]]:
         """Chance of the path to each frontier node, sample by sample; 1 for a root."""
         return [[math.prod(draw.probability for draw in path) for path in nodes] for nodes in view.paths]
-
-    def extra_repr(self) -> str:
-        return f"threshold={self.threshold}"
