@@ -17,19 +17,10 @@ from arbordraft.deciders import LearnedDecider
 from arbordraft.drawing import tree_picture
 from arbordraft.exports.decoder_config import DECIDER, FILE, DecoderConfig
 from arbordraft.exports.evaluation import HELD_OUT, Evaluation, evaluate
-from arbordraft.exports.mlflow_registry import (
-    TRAINING,
-    all_or_nothing,
-    at_server,
-    check_names,
-    import_mlflow,
-    register,
-    training_models,
-)
-from arbordraft.mlflow_server import CANDIDATE, connect, limits, resolve_uri
+from arbordraft.exports.mlflow_registry import TRAINING, all_or_nothing, check_names, register, server, training_models
+from arbordraft.mlflow_server import CANDIDATE
 
 if TYPE_CHECKING:
-    from mlflow import MlflowClient
     from transformers import PreTrainedTokenizerBase
 
     from arbordraft import SpeculativeDecoder
@@ -103,13 +94,10 @@ def log_decoder(
         ValueError: if the decoder cannot be described, or names, folders or the training run are not what they should.
         Exception: whatever MLflow raises; then neither version nor model stay, and the run is marked as failed.
     """
-    mlflow = import_mlflow()
     check_names(registered_model, alias)
     graphs = _graphs(onnx)
-    server = resolve_uri(uri)
     config = DecoderConfig.of(decoder, target, None if drafter is None else os.fspath(drafter))
-    with limits(), at_server(mlflow, server), tempfile.TemporaryDirectory() as scratch:
-        client = connect(server)
+    with server(uri) as (mlflow, client), tempfile.TemporaryDirectory() as scratch:
         inputs = training_models(client, training_run)
         tell("measuring parity, tau and speed")
         evaluation = evaluate(decoder, tokenizer, prompts, new_tokens=new_tokens, tell=tell)
@@ -122,7 +110,9 @@ def log_decoder(
             all_or_nothing(client, place_id, run.info.run_id) as undo,
         ):
             tell("logging the decoder")
-            _describe_run(mlflow, client, run.info.run_id, config, decoder, evaluation, inputs)
+            _describe_run(mlflow, config, decoder, evaluation)
+            if inputs:
+                client.log_inputs(run.info.run_id, models=inputs)
             _log_graphs(mlflow, graphs, tags)
             info = _log_model(mlflow, files, tags, evaluation)
             number = None
@@ -167,18 +157,8 @@ def _pack(decoder: "SpeculativeDecoder", config: DecoderConfig, scratch: Path) -
     return folder
 
 
-def _describe_run(
-    mlflow: Any,
-    client: "MlflowClient",
-    run: str,
-    config: DecoderConfig,
-    decoder: "SpeculativeDecoder",
-    evaluation: Evaluation,
-    inputs: list[str],
-) -> None:
-    """What people look for beside a model: settings, figures, parity report, a picture, and where it comes from."""
-    from mlflow.entities import LoggedModelInput
-
+def _describe_run(mlflow: Any, config: DecoderConfig, decoder: "SpeculativeDecoder", evaluation: Evaluation) -> None:
+    """What people look for beside a model: settings, figures, parity report and a picture."""
     mlflow.log_params(
         {
             "target": config.target.name,
@@ -195,8 +175,6 @@ def _describe_run(
     )
     mlflow.log_metrics(evaluation.metrics())
     mlflow.log_dict(evaluation.report(), "parity.json")
-    if inputs:
-        client.log_inputs(run, models=[LoggedModelInput(model) for model in inputs])
     with contextlib.suppress(RuntimeError):  # the picture needs matplotlib, and nothing else does
         mlflow.log_figure(tree_picture(decoder.topology), "tree.png")
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from arbordraft.exports.evaluation import HELD_OUT, Evaluation, evaluate
-from arbordraft.exports.mlflow_registry import at_server, import_mlflow, source_of
-from arbordraft.mlflow_server import CANDIDATE, connect, limits, resolve_uri
+from arbordraft.exports.mlflow_registry import server, source_of
+from arbordraft.mlflow_server import CANDIDATE
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -53,10 +53,7 @@ def promote_decoder(
     """
     if not by or (unknown := set(by) - set(METRICS)):
         raise ValueError(f"decoders are promoted by {' or '.join(METRICS)}, not by {sorted(unknown) if by else 'none'}")
-    mlflow = import_mlflow()
-    server = resolve_uri(uri)
-    with limits(), at_server(mlflow, server):
-        client = connect(server)
+    with server(uri) as (_, client):
         aliases = {alias: str(version) for alias, version in client.get_registered_model(name).aliases.items()}
         candidate, champion = aliases.get(CANDIDATE), aliases.get(CHAMPION)
         if candidate is None:
@@ -83,20 +80,10 @@ def promote_decoder(
 def judge(
     candidate: str, measured: Evaluation, champion: str | None, bar: Evaluation | None, by: Sequence[str], margin: float
 ) -> Promotion:
-    """Whether a candidate becomes champion.
-
-    Args:
-        candidate: its version.
-        measured: what it does.
-        champion: version of the champion, if there is one.
-        bar: what the champion does, on the same prompts.
-        by: metrics of which one has to be higher.
-        margin: by which share.
-    """
+    """Whether a candidate becomes champion: what it does was ``measured``, and ``bar`` is what the champion does."""
     if not measured.parity:
-        answers = f"{measured.equal} of {measured.prompts} answers are the target's own"
-        said = f"{answers}, its output law is {measured.exactness}"
-        return Promotion(False, f"version {candidate} fails parity: {said}")
+        said = f"{measured.equal} of {measured.prompts} answers are the target's own"
+        return Promotion(False, f"version {candidate} fails parity: {said}, its output law is {measured.exactness}")
     if bar is None:
         return Promotion(True, f"version {candidate} is the first champion: tau {measured.tau:.2f}")
     shown = [f"{metric} {getattr(measured, metric):.4g} against {getattr(bar, metric):.4g}" for metric in by]

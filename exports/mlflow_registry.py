@@ -32,14 +32,11 @@ def fetch_drafter(version: str, folder: str | os.PathLike[str], uri: str | None 
         ValueError: if it names no version.
         Exception: whatever MLflow raises, if the server does not answer or knows no such version.
     """
-    mlflow = import_mlflow()
     match = re.fullmatch(r"models:/([^/@]+)(?:@([\w-]+)|/(\d+))", version)
     if match is None:
         raise ValueError(f"{version} names no version; write models:/NAME@ALIAS or models:/NAME/VERSION")
     model, alias, number = match.groups()
-    server = resolve_uri(uri)
-    with limits(), at_server(mlflow, server):
-        client = connect(server)
+    with server(uri) as (mlflow, client):
         entry = client.get_model_version_by_alias(model, alias) if alias else client.get_model_version(model, number)
         return Path(mlflow.artifacts.download_artifacts(source_of(client, entry), dst_path=str(folder))), entry.run_id
 
@@ -48,15 +45,6 @@ def source_of(client: "MlflowClient", entry: Any) -> str:
     """Where the files of a version lie; of ``models:/`` MLflow would ask the global server instead of ours."""
     logged = entry.tags.get(MODEL)
     return str(client.get_logged_model(logged).artifact_location if logged else entry.source)
-
-
-def import_mlflow() -> Any:
-    """MLflow, or an ImportError that says how to install it."""
-    try:
-        import mlflow
-    except ImportError as error:
-        raise ImportError(f"MLflow cannot be imported ({error}); run: pip install 'arbordraft[mlops]'") from error
-    return mlflow
 
 
 def check_names(registered_model: str | None, alias: str) -> None:
@@ -68,12 +56,21 @@ def check_names(registered_model: str | None, alias: str) -> None:
 
 
 @contextlib.contextmanager
-def at_server(mlflow: Any, uri: str) -> Iterator[None]:
-    """MLflow's own functions talk to this server inside the block, and to the user's again behind it."""
-    before = os.environ.get(_URI)  # which MLflow keeps in step with what it was told last
-    mlflow.set_tracking_uri(uri)
+def server(uri: str | None) -> Iterator["tuple[Any, MlflowClient]"]:
+    """MLflow, whose functions talk to this server inside the block and to the user's again behind it; and a client.
+
+    Raises:
+        ImportError: if MLflow is not installed.
+    """
     try:
-        yield
+        import mlflow
+    except ImportError as error:
+        raise ImportError(f"MLflow cannot be imported ({error}); run: pip install 'arbordraft[mlops]'") from error
+    place, before = resolve_uri(uri), os.environ.get(_URI)  # which MLflow keeps in step with what it was told last
+    mlflow.set_tracking_uri(place)
+    try:
+        with limits():
+            yield mlflow, connect(place)
     finally:
         mlflow.set_tracking_uri(None)  # its own getter would make the default a choice
         if before is not None:
@@ -96,9 +93,10 @@ def all_or_nothing(client: "MlflowClient", experiment: str, run: str) -> Iterato
         raise
 
 
-def training_models(client: "MlflowClient", run: str | None) -> list[str]:
-    """Ids of the models that a training logged; raises ValueError if there is no such run."""
+def training_models(client: "MlflowClient", run: str | None) -> list[Any]:
+    """The models that a training logged, as inputs of another run; raises ValueError if there is no such run."""
     from mlflow import MlflowException
+    from mlflow.entities import LoggedModelInput
 
     if run is None:
         return []
@@ -106,7 +104,7 @@ def training_models(client: "MlflowClient", run: str | None) -> list[str]:
         outputs = client.get_run(run).outputs
     except MlflowException as error:
         raise ValueError(f"the server knows no training run {run!r} ({error}); name it as MLflow shows it") from error
-    return [output.model_id for output in (outputs.model_outputs if outputs else [])]
+    return [LoggedModelInput(output.model_id) for output in (outputs.model_outputs if outputs else [])]
 
 
 def register(
