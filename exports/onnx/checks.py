@@ -4,27 +4,24 @@ Shapes: n rows, P keys behind them.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from arbordraft import UnsupportedModel
 from arbordraft.exports.onnx.cases import Shape, chain, past_of
 from arbordraft.exports.onnx.networks import CausalNetwork
 from arbordraft.onnx_graph import HIDDEN
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
-
-def cache_sizes(model: "PreTrainedModel") -> list[tuple[int, int, int]]:
+def cache_sizes(model: PreTrainedModel) -> list[tuple[int, int, int]]:
     """Heads, size of keys and size of values of every layer.
 
     Raises:
         UnsupportedModel: if the model keeps anything but all keys and values of all layers.
     """
-    from transformers.cache_utils import DynamicCache, DynamicLayer
-
     with torch.no_grad():
         outputs = model(torch.zeros(1, 2, dtype=torch.int64), use_cache=True)
     cache = getattr(outputs, "past_key_values", None)
@@ -39,7 +36,7 @@ def cache_sizes(model: "PreTrainedModel") -> list[tuple[int, int, int]]:
 
 
 @torch.no_grad()
-def check_against(network: CausalNetwork, model: "PreTrainedModel", sizes: Sequence[tuple[int, ...]]) -> None:
+def check_against(network: CausalNetwork, model: PreTrainedModel, sizes: Sequence[tuple[int, ...]]) -> None:
     """Compares a small tree behind a past with the model's own logits.
 
     Raises:

@@ -1,22 +1,18 @@
 """The graphs of whoever decides: learned deciders, and verification at one node."""
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from arbordraft import TopTail
+from arbordraft.deciders import LearnedDecider
 from arbordraft.exports.onnx import networks
 from arbordraft.exports.onnx.cases import Inputs, Shape
 from arbordraft.exports.onnx.plans import Plan
 from arbordraft.onnx_graph import MODEL
 
-if TYPE_CHECKING:
-    from arbordraft.deciders import LearnedDecider
-
 VERIFICATION = "verification.onnx"
 
 
-def decider(decider: "LearnedDecider") -> Plan:
+def decider(decider: LearnedDecider) -> Plan:
     """A learned decider."""
     size, top = decider.hidden_size, decider.top_k
 

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,25 +34,18 @@ def export_ort_genai(
 ) -> Export:
     """Writes a target and a draft model as onnxruntime-genai decodes with them.
 
+    Further arguments, and what is raised, are those of :func:`~arbordraft.exports.onnx.export`.
+
     Args:
         draft: folder or hub name of a causal LM with the target's tokenizer, ``early-exit:LAYERS``, or the folder of a
             trained early exit.
         out: the folder to be.
         target: folder or hub name of the target.
-        length: drafted tokens per step.
-        opset: 20, or 23 with attention as one operator.
+        length: drafted tokens per step, 1 to 16.
         quantization: of the draft model's matrices; the target, whose law is kept, stays in float32.
-        tolerance: greatest difference of a float32 graph's logits; more layers round more.
-        least_acceptance: of tokens drawn from a quantised draft model, by the float32 one.
-        force: replace a folder that is there.
-        tell: is told what is being done.
 
     Raises:
-        FileExistsError: if ``out`` exists and ``force`` is not given.
-        ImportError: if onnx, onnxscript or onnxruntime is missing.
-        ParityError: if a graph does not compute what the original does; nothing is written then.
-        UnsupportedModel: if a model cannot be a graph.
-        ValueError: if the draft is of another kind, a checkpoint is damaged, or the vocabularies differ.
+        ValueError: also if the draft is of another kind, or the vocabularies differ.
     """
     if not 1 <= length <= _LONGEST_CHAIN:
         raise ValueError(f"onnxruntime-genai drafts 1 to {_LONGEST_CHAIN} tokens, got {length}")
@@ -61,11 +55,11 @@ def export_ort_genai(
     def graphs() -> list[plans.Plan]:
         tell(f"loading {target} and {draft}")
         targets.append(origin(target))
-        drafting = of(str(draft), targets[0], causal=True, file=DRAFT)
-        if drafting[0].file != DRAFT:
+        drafting = of(str(draft), targets[0], causal=True)[-1]
+        if drafting.about["kind"] not in ("causal-lm", "early-exit"):
             raise ValueError(f"{draft} is no model that drafts by itself: onnxruntime-genai takes causal LMs")
-        verifying = plans.causal_lm(targets[0].target, targets[0], causal=True, file=TARGET, quantizable=False)
-        made.extend([verifying, *drafting])
+        verifying = plans.causal_lm(targets[0].target, targets[0], causal=True)
+        made.extend([replace(verifying, file=TARGET, quantizable=False), replace(drafting, file=DRAFT)])
         return made
 
     def beside(folder: Path) -> None:

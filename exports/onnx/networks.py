@@ -5,20 +5,17 @@ side by side, Hq/Hkv heads, C head size, R rows, k children, N draft heads.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import DynamicCache, PreTrainedModel
 
+from arbordraft.deciders import LearnedDecider
+from arbordraft.heads.eagle import EagleHead
+from arbordraft.heads.medusa import MedusaHead
 from arbordraft.onnx_graph import HIDDEN
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from arbordraft.deciders import LearnedDecider
-    from arbordraft.heads.eagle import EagleHead
-    from arbordraft.heads.medusa import MedusaHead
 
 
 class CausalNetwork(nn.Module):
@@ -30,7 +27,7 @@ class CausalNetwork(nn.Module):
         causal: take a mask of padding, as ``generate`` does, instead of one of who sees whom.
     """
 
-    def __init__(self, model: "PreTrainedModel", hidden_layers: Sequence[int] = (), *, causal: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel, hidden_layers: Sequence[int] = (), *, causal: bool = False) -> None:
         super().__init__()
         self.model, self.hidden_layers, self.causal = model, tuple(hidden_layers), causal
 
@@ -46,8 +43,6 @@ class CausalNetwork(nn.Module):
         Returns:
             ``[B, n, V]`` logits, ``[B, n, F]`` hidden states if there are any, and keys and values with the new ones.
         """
-        from transformers import DynamicCache
-
         cache = DynamicCache()
         for layer in range(len(past) // 2):
             cache.update(past[2 * layer], past[2 * layer + 1], layer)
@@ -76,7 +71,7 @@ class EagleNetwork(nn.Module):
         embeddings: the target's.
     """
 
-    def __init__(self, head: "EagleHead", embeddings: nn.Module) -> None:
+    def __init__(self, head: EagleHead, embeddings: nn.Module) -> None:
         super().__init__()
         self.head, self.embeddings = head, embeddings
         head.rotary(torch.zeros(1, dtype=torch.int64), torch.float32)  # its frequencies must be there before tracing
@@ -87,8 +82,7 @@ class EagleNetwork(nn.Module):
         hidden_states: Tensor,
         attention_mask: Tensor,
         position_ids: Tensor,
-        past_key: Tensor,
-        past_value: Tensor,
+        *past: Tensor,
     ) -> list[Tensor]:
         """Fills slots, each from a token and the states of the token before it.
 
@@ -97,8 +91,7 @@ class EagleNetwork(nn.Module):
             hidden_states: ``[B, n, H]`` what the fusing graph makes of the target's, or this graph's own output.
             attention_mask: ``[B, 1, n, P + n]`` to add to the scores.
             position_ids: ``[B, n]``.
-            past_key: ``[B, Hkv, P, C]``.
-            past_value: ``[B, Hkv, P, C]``.
+            *past: ``[B, Hkv, P, C]`` keys and values.
 
         Returns:
             ``[B, n, D]`` logits, ``[B, n, H]`` what they were made from, ``[B, n, H]`` the output that stands for the
@@ -107,8 +100,9 @@ class EagleNetwork(nn.Module):
         head = self.head
         rotary = head.rotary(position_ids, hidden_states.dtype)
         query, key, value = head.queries_keys_values(self.embeddings(input_ids), hidden_states, rotary)
-        keys = torch.cat([past_key, key.transpose(1, 2)], dim=2)
-        values = torch.cat([past_value, value.transpose(1, 2)], dim=2)
+        keys, values = (
+            torch.cat([before, new.transpose(1, 2)], dim=2) for before, new in zip(past, (key, value), strict=True)
+        )
         groups = query.shape[2] // key.shape[2]
         attended = functional.scaled_dot_product_attention(
             query.transpose(1, 2),
@@ -125,7 +119,7 @@ class EagleNetwork(nn.Module):
 class FuseNetwork(nn.Module):
     """What an EAGLE head makes of the target's hidden states."""
 
-    def __init__(self, head: "EagleHead") -> None:
+    def __init__(self, head: EagleHead) -> None:
         super().__init__()
         self.head = head
 
@@ -137,7 +131,7 @@ class FuseNetwork(nn.Module):
 class MedusaNetwork(nn.Module):
     """All Medusa heads at once."""
 
-    def __init__(self, head: "MedusaHead") -> None:
+    def __init__(self, head: MedusaHead) -> None:
         super().__init__()
         self.head = head
 
@@ -150,7 +144,7 @@ class MedusaNetwork(nn.Module):
 class DeciderNetwork(nn.Module):
     """What a learned decider predicts of draft rows."""
 
-    def __init__(self, decider: "LearnedDecider") -> None:
+    def __init__(self, decider: LearnedDecider) -> None:
         super().__init__()
         self.decider = decider
 

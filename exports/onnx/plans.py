@@ -6,9 +6,9 @@ Shapes: B samples, n rows of each, P keys behind them.
 import base64
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import torch
@@ -19,16 +19,14 @@ from arbordraft.drafters.language_model import shrink
 from arbordraft.exports.onnx import networks
 from arbordraft.exports.onnx.cases import Inputs, Shape, chain, padded, past_of, trees
 from arbordraft.exports.onnx.checks import cache_sizes, check_against
+from arbordraft.heads.base import DraftHead, fingerprint
+from arbordraft.heads.eagle import EagleHead
+from arbordraft.heads.exit_adapter import ExitAdapter
+from arbordraft.heads.medusa import MedusaHead
 from arbordraft.onnx_graph import FORMAT, FUSE, MODEL, PAST, PRESENT
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.observation import decoder_list
 from arbordraft.vocabulary import tokenizer_hashes
-
-if TYPE_CHECKING:
-    from arbordraft.heads.base import DraftHead
-    from arbordraft.heads.eagle import EagleHead
-    from arbordraft.heads.exit_adapter import ExitAdapter
-    from arbordraft.heads.medusa import MedusaHead
 
 _ROWS: Mapping[str, Mapping[int, str]] = {
     "input_ids": {0: "batch_size", 1: "sequence_length"},
@@ -79,8 +77,6 @@ class Origin:
 
     def about(self) -> dict[str, Any]:
         """What every file says about its target."""
-        from arbordraft.heads.base import fingerprint
-
         tokenizer = self.target.tokenizer
         return {
             "vocab_size": self.target.vocab_size,
@@ -98,26 +94,14 @@ def versions() -> dict[str, Any]:
     }
 
 
-def causal_lm(
-    model: RaggedModel,
-    origin: Origin,
-    hidden_layers: Sequence[int] = (),
-    *,
-    about: Mapping[str, Any] | None = None,
-    causal: bool = False,
-    file: str = MODEL,
-    quantizable: bool = True,
-) -> Plan:
+def causal_lm(model: RaggedModel, origin: Origin, hidden_layers: Sequence[int] = (), *, causal: bool = False) -> Plan:
     """A causal LM, to draft with or to verify trees with.
 
     Args:
         model: the model.
         origin: the target that it serves, or is.
         hidden_layers: hidden states to show, as transformers numbers them.
-        about: further entries of the file.
         causal: chains only, with the mask of padding that runtimes for chains give.
-        file: its name.
-        quantizable: whether its matrices may be quantised.
 
     Raises:
         UnsupportedModel: if its cache or its mask is of another kind.
@@ -125,8 +109,6 @@ def causal_lm(
     """
     if not all(0 <= layer <= model.num_layers for layer in hidden_layers):
         raise ValueError(f"hidden states are numbered 0..{model.num_layers}, got {list(hidden_layers)}")
-    from arbordraft.heads.base import fingerprint
-
     network = networks.CausalNetwork(model.model, hidden_layers, causal=causal)
     sizes = cache_sizes(model.model)
     check_against(network, model.model, sizes)
@@ -153,7 +135,7 @@ def causal_lm(
     if causal:
         axes["attention_mask"] = {0: "batch_size", 1: "total_sequence_length"}
     return Plan(
-        file=file,
+        file=MODEL,
         network=network,
         outputs=["logits", *["hidden_states"] * bool(hidden_layers), *_names(PRESENT, sizes)],
         axes=axes | dict.fromkeys(_names(PAST, sizes), _BEHIND),
@@ -167,21 +149,13 @@ def causal_lm(
             "vocab_size": model.vocab_size,
             "hidden_layers": list(hidden_layers),
             "max_positions": model.max_positions,
-            **(about or {}),
         },
         real=real,
-        quantizable=quantizable,
     )
 
 
-def early_exit(origin: Origin, layers: int, adapter: "ExitAdapter | None" = None, **options: Any) -> Plan:
-    """The target's first layers with its norm and head, and an adapter between if there is one.
-
-    Args:
-        origin: the target.
-        layers: how many.
-        adapter: the adapter.
-        **options: those of :func:`causal_lm`.
+def early_exit(origin: Origin, layers: int, adapter: ExitAdapter | None = None, *, causal: bool = False) -> Plan:
+    """The target's first layers with its norm and head, and an adapter between if there is one; see :func:`causal_lm`.
 
     Raises:
         UnsupportedModel: if the architecture does not let its depth be shortened.
@@ -194,8 +168,9 @@ def early_exit(origin: Origin, layers: int, adapter: "ExitAdapter | None" = None
     if adapter is not None and place is not None:
         getattr(*place)[-1].register_forward_hook(_through(adapter.float().eval()))
     model = RaggedModel(small, target.tokenizer, self_test=False, kernels="torch")
-    own = {"kind": "early-exit", "layers": layers, "target_fingerprint": origin.about()["target_fingerprint"]}
-    return causal_lm(model, origin, about=own, **options)
+    plan = causal_lm(model, origin, causal=causal)
+    own = {"kind": "early-exit", "layers": layers, "target_fingerprint": fingerprint(target.model)}
+    return replace(plan, about={**plan.about, **own})
 
 
 def _through(module: nn.Module) -> Callable[..., Any]:
@@ -207,7 +182,7 @@ def _through(module: nn.Module) -> Callable[..., Any]:
     return behind
 
 
-def eagle(head: "EagleHead", origin: Origin) -> list[Plan]:
+def eagle(head: EagleHead, origin: Origin) -> list[Plan]:
     """An EAGLE head: the graph that makes its input from the target's hidden states, and the one that drafts.
 
     Raises:
@@ -256,7 +231,7 @@ def eagle(head: "EagleHead", origin: Origin) -> list[Plan]:
     ]
 
 
-def medusa(head: "MedusaHead", origin: Origin) -> Plan:
+def medusa(head: MedusaHead, origin: Origin) -> Plan:
     """Medusa heads.
 
     Raises:
@@ -299,7 +274,7 @@ def _states(target: RaggedModel, text: Sequence[int], layers: Sequence[int]) -> 
     return target.prefill({handle: text}, cache, hidden=layers)[handle]
 
 
-def _of_head(head: "DraftHead") -> dict[str, Any]:
+def _of_head(head: DraftHead) -> dict[str, Any]:
     marks = numpy.packbits(head.t2d.numpy(), bitorder="little").tobytes()
     return {
         "hidden_layers": list(head.config.hidden_layers or ()),

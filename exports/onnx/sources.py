@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,6 +15,9 @@ from arbordraft.exports.onnx import decisions, plans
 from arbordraft.exports.onnx.parity import LEAST_ACCEPTANCE, TOLERANCE
 from arbordraft.exports.onnx.quantization import Quantization
 from arbordraft.exports.onnx.writing import write
+from arbordraft.heads.eagle import EagleConfig, EagleHead
+from arbordraft.heads.exit_adapter import ExitAdapter, ExitAdapterConfig
+from arbordraft.heads.medusa import MedusaConfig, MedusaHead
 from arbordraft.loading import load_model
 from arbordraft.prompts import MIXED, VARIED, chat_batch
 
@@ -81,15 +84,15 @@ def export(
 
 
 def of(
-    source: str, target: str | plans.Origin | None = None, hidden_layers: Sequence[int] = (), **options: Any
+    source: str, target: str | plans.Origin | None = None, hidden_layers: Sequence[int] = (), *, causal: bool = False
 ) -> list[plans.Plan]:
-    """The graphs of a source; see :func:`export`.
+    """The graphs of a source.
 
     Args:
-        source: as there.
+        source: see :func:`export`.
         target: as there, or loaded.
         hidden_layers: as there.
-        **options: of a graph with keys and values, see ``plans.causal_lm``.
+        causal: see ``plans.causal_lm``.
     """
     kind, _, value = source.partition(":")
     if kind == "verification":
@@ -97,37 +100,31 @@ def of(
         return [decisions.verification(tops, tails)]
     if kind == "early-exit":
         (layers,) = _numbers(source, value, 1)
-        return [plans.early_exit(origin(_named(target, source)), layers, **options)]
+        return [plans.early_exit(_origin_for(source, target), layers, causal=causal)]
     config = read_config(source) if Path(source).is_dir() else {}
     if config.get("class") == LearnedDecider.__name__:
         return [decisions.decider(LearnedDecider.from_pretrained(source))]
     target = target or config.get("target_name")
     match config.get("model_type"):
-        case "arbordraft_eagle":
-            from arbordraft.heads.eagle import EagleHead
-
-            return plans.eagle(EagleHead.from_pretrained(source, dtype=torch.float32), origin(_named(target, source)))
-        case "arbordraft_medusa":
-            from arbordraft.heads.medusa import MedusaHead
-
+        case EagleConfig.model_type:
+            eagle = EagleHead.from_pretrained(source, dtype=torch.float32)
+            return plans.eagle(eagle, _origin_for(source, target))
+        case MedusaConfig.model_type:
             heads = MedusaHead.from_pretrained(source, dtype=torch.float32)
-            return [plans.medusa(heads, origin(_named(target, source)))]
-        case "arbordraft_exit_adapter":
-            from arbordraft.heads.exit_adapter import ExitAdapter
-
+            return [plans.medusa(heads, _origin_for(source, target))]
+        case ExitAdapterConfig.model_type:
             adapter = ExitAdapter.from_pretrained(source, dtype=torch.float32)
-            return [plans.early_exit(origin(_named(target, source)), adapter.layers, adapter, **options)]
+            return [plans.early_exit(_origin_for(source, target), adapter.layers, adapter, causal=causal)]
     own = origin(source)
+    model, served = own.target, own if target is None else origin(target)
     if target is not None:
-        model, served = own.target, origin(target)
         LanguageModelDrafter(model).check(served.target, IID(1))
-        if options.get("causal") and model.vocab_size != served.target.vocab_size:
+        if causal and model.vocab_size != served.target.vocab_size:
             raise ValueError(
                 f"onnxruntime-genai takes no padding: the draft model has {model.vocab_size} token ids, the target "
                 f"{served.target.vocab_size}"
             )
-        return [plans.causal_lm(model, served, hidden_layers, **options)]
-    return [plans.causal_lm(own.target, own, hidden_layers, **options)]
+    return [plans.causal_lm(model, served, hidden_layers, causal=causal)]
 
 
 def origin(name: str | plans.Origin) -> plans.Origin:
@@ -155,10 +152,10 @@ def _texts(target: RaggedModel, tokenizer: "PreTrainedTokenizerBase | None") -> 
     return [ids[mask == 1].tolist()[:_LONGEST] for ids, mask in rows]
 
 
-def _named(target: str | plans.Origin | None, source: str) -> str | plans.Origin:
+def _origin_for(source: str, target: str | plans.Origin | None) -> plans.Origin:
     if target is None:
         raise ValueError(f"{source} does not say which model it drafts for: name it with --target (target=...)")
-    return target
+    return origin(target)
 
 
 def _numbers(source: str, value: str, count: int) -> list[int]:

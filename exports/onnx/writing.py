@@ -1,6 +1,5 @@
 """From plans to a folder of graphs: traced, compared, and only then put in place."""
 
-import inspect
 import json
 import logging
 import os
@@ -39,29 +38,15 @@ def write(
     tell: Callable[[str], object] = lambda what: None,
     beside: Callable[[Path], object] = lambda folder: None,
 ) -> Export:
-    """Writes the graphs, or nothing at all if one of them misses parity.
+    """Writes the graphs, or nothing at all if one of them misses parity; see :func:`arbordraft.exports.onnx.export`.
 
     Args:
         plans: makes the plans of the graphs; called when it is clear that they can be written.
-        out: the folder to be.
-        opset: 20, or 23.
-        quantization: of those graphs that have matrices worth it.
-        tolerance: greatest difference of a float32 graph's logits; more layers round more.
-        least_acceptance: of tokens drawn from a quantised graph, by the float32 one.
-        force: replace a folder that is there.
-        tell: is told what is being done.
         beside: writes further files into the folder.
-
-    Raises:
-        FileExistsError: if ``out`` exists and ``force`` is not given.
-        ImportError: if onnx, onnxscript or onnxruntime is missing.
-        ParityError: if a graph does not compute what its network does.
-        ValueError: if the opset is another one.
-        WriteError: if the disk is full, or ``out`` cannot be written.
     """
     if opset not in OPSETS:
         raise ValueError(f"opset must be one of {OPSETS}, got {opset}")
-    require()
+    _require_libraries()
     quantization = Quantization(quantization)
     parity: dict[str, float | bool] = {}
     with new_folder(out, force=force) as folder:
@@ -69,7 +54,7 @@ def write(
             path = folder / plan.file
             smaller = quantization if plan.quantizable else Quantization.none
             tell(f"tracing {plan.file}")
-            trace(plan, path, opset, smaller)
+            _write_float32(plan, path, {"opset": opset, "quantization": smaller.value})
             tell(f"comparing {plan.file}")
             parity |= check_exact(plan, path, tolerance)
             if smaller is not Quantization.none:
@@ -83,28 +68,22 @@ def write(
     return Export(Path(out), contents(out), parity)
 
 
-def trace(plan: Plan, path: Path, opset: int, quantization: Quantization) -> None:
-    """Writes one graph in float32; ``quantization`` is what the file will say of itself."""
+def _write_float32(plan: Plan, path: Path, about: dict[str, Any]) -> None:
+    """Writes one graph in float32, with further entries of what the file says about itself."""
     import onnx
 
-    example = plan.example(_TRACED, torch.Generator().manual_seed(0))
-    fixed = [name for name in example if not name.startswith("past_key_values") or "past_key" in _parameters(plan)]
-    axes = [dict(plan.axes[name]) for name in example]
-    shapes: tuple[Any, ...] = tuple(axes[: len(fixed)])
-    if len(fixed) < len(axes):
-        shapes = (*shapes, tuple(axes[len(fixed) :]))
-    program = _traced(plan, tuple(example.values()), list(example), shapes, opset)
+    program = _traced(plan, about["opset"])
     _simplify(program.model)
-    about = {**versions(), "opset": opset, "quantization": quantization.value, **plan.about}
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         # Through a file: only there are weights beyond 2 GB.
         program.save(str(Path(scratch, path.name)), external_data=True)
         model = onnx.load(Path(scratch, path.name))
-    onnx.helper.set_model_props(model, {PREFIX + name: json.dumps(value) for name, value in about.items()})
+    entries = {**versions(), **about, **plan.about}
+    onnx.helper.set_model_props(model, {PREFIX + name: json.dumps(value) for name, value in entries.items()})
     save(model, path)
 
 
-def require() -> None:
+def _require_libraries() -> None:
     """Raises ImportError, with what to do about it, if a library is missing."""
     try:
         import onnx  # noqa: F401
@@ -114,12 +93,11 @@ def require() -> None:
         raise ImportError(f"graphs are written with {error.name}: pip install 'arbordraft[onnx]'") from error
 
 
-def _parameters(plan: Plan) -> Sequence[str]:
-    return list(inspect.signature(plan.network.forward).parameters)
-
-
-def _traced(plan: Plan, args: tuple[Any, ...], names: list[str], shapes: tuple[Any, ...], opset: int) -> Any:
+def _traced(plan: Plan, opset: int) -> Any:
     """torch's exporter, without what it tells those who develop it."""
+    example = plan.example(_TRACED, torch.Generator().manual_seed(0))
+    fixed = [dict(plan.axes[name]) for name in example if not name.startswith("past_key_values")]
+    past = [dict(plan.axes[name]) for name in example if name.startswith("past_key_values")]
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -129,11 +107,11 @@ def _traced(plan: Plan, args: tuple[Any, ...], names: list[str], shapes: tuple[A
             warnings.simplefilter("ignore")
             return torch.onnx.export(
                 plan.network.eval(),
-                args,
-                input_names=names,
+                tuple(example.values()),
+                input_names=list(example),
                 output_names=list(plan.outputs),
                 opset_version=opset,
-                dynamic_shapes=shapes,
+                dynamic_shapes=(*fixed, tuple(past)) if past else tuple(fixed),  # of *past they are one tuple
                 dynamo=True,
                 verbose=False,
                 optimize=False,  # takes time that is quadratic in the number of layers
