@@ -21,11 +21,12 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.optim.lr_scheduler import LambdaLR
 
 from arbordraft import RaggedModel, TreeTopology
+from arbordraft.checks import whole
 from arbordraft.training.batches import Batch
 from arbordraft.training.data import SelfDistillationDataModule
 from arbordraft.training.drafts import follow
 from arbordraft.training.features import TeacherHead
-from arbordraft.training.losses import distillation_loss, position_decay
+from arbordraft.training.losses import distillation_loss, loss_named, position_decay
 from arbordraft.training.optimizers import MuonAdamW
 from arbordraft.training.reports import acceptance_figure, card, tau_figure, tree_figure
 from arbordraft.training.resuming import check_fit
@@ -76,6 +77,10 @@ class DrafterModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
         tree: children per level of the tree whose block efficiency validation reports.
         decoded: held-out prompts that validation decodes with the drafter.
         decoded_tokens: longest answer there.
+
+    Raises:
+        ValueError: if the phases do not end in ascending order at 1.0, name an unknown loss or have no steps, or
+            ``decay`` or ``chunk`` is out of range.
     """
 
     def __init__(
@@ -95,9 +100,12 @@ class DrafterModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
         super().__init__()
         if not phases or phases[-1].until < 1 or any(a.until >= b.until for a, b in pairwise(phases)):
             raise ValueError(f"the phases must end in ascending order, the last one at 1.0; got {list(phases)}")
+        for phase in phases:  # of which the last one would fail only after hours
+            loss_named(phase.loss)
+            position_decay(phase.steps, decay)
         self.student = student or EagleStudent()
         self.phases, self.decay = list(phases), decay
-        self.lr, self.warmup, self.flat, self.chunk = lr, warmup, flat, chunk
+        self.lr, self.warmup, self.flat, self.chunk = lr, warmup, flat, whole("chunk", chunk, least=1)
         self.draft_steps, self.decoded, self.decoded_tokens = draft_steps, decoded, decoded_tokens
         self.tree = TreeTopology.from_k_config(tree)
         self.samples: dict[str, list[Any]] = {}
@@ -193,14 +201,12 @@ class DrafterModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
             result = distillation_loss(
                 prediction.hidden[:, : wanted.shape[1]].flatten(0, 1)[rows],
                 prediction.head,
+                prediction.bias,
                 batch.final[:, prediction.ahead - 1 :].flatten(0, 1)[rows],
                 teacher,
-                None,
-                torch.ones(len(rows), device=self.device),
-                bias=prediction.bias,
-                loss=phase.loss,
-                chunk=self.chunk,
-                teacher_logits=finish,
+                finish,
+                loss_named(phase.loss),
+                self.chunk,
             )
             losses.append(result.loss * weights[step])
             self.log(f"train/acceptance_pos_{step + 1}", result.acceptance.mean(), batch_size=1)

@@ -11,7 +11,6 @@ to 1. Losses are ``[N]``, differentiable in log q only.
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -47,17 +46,9 @@ def reverse_kl(target_probs: Tensor, draft_log_probs: Tensor) -> Tensor:
     return (draft_log_probs.exp() * (draft_log_probs - target_probs.clamp_min(_FLOOR).log())).sum(dim=-1)
 
 
-def cross_entropy(target_probs: Tensor, draft_log_probs: Tensor, labels: Tensor | None = None) -> Tensor:
-    """``[N]`` -log q(label).
-
-    Args:
-        target_probs: gives the labels if there are none.
-        draft_log_probs: log q.
-        labels: ``[N]`` ids in the draft vocabulary, or -1 for a token outside of it, whose loss is 0. Default: the most
-            probable token of the teacher row.
-    """
-    labels = target_probs.argmax(dim=-1) if labels is None else labels
-    return F.nll_loss(draft_log_probs, labels, reduction="none", ignore_index=-1)
+def cross_entropy(target_probs: Tensor, draft_log_probs: Tensor) -> Tensor:
+    """``[N]`` -log q of the most probable token of the teacher row."""
+    return F.nll_loss(draft_log_probs, target_probs.argmax(dim=-1), reduction="none")
 
 
 def total_variation(target_probs: Tensor, draft_log_probs: Tensor) -> Tensor:
@@ -136,9 +127,9 @@ class DistillationResult(NamedTuple):
     """What :func:`distillation_loss` returns; only the loss carries a gradient.
 
     Attributes:
-        loss: scalar, the weighted mean.
-        acceptance: ``[N]`` see :func:`acceptance`; 0 where the weight is 0.
-        agreement: ``[N]`` bool, whether both find the same token most probable; False where the weight is 0.
+        loss: scalar, the mean.
+        acceptance: ``[N]`` see :func:`acceptance`.
+        agreement: ``[N]`` bool, whether both find the same token most probable.
     """
 
     loss: Tensor
@@ -149,83 +140,50 @@ class DistillationResult(NamedTuple):
 def distillation_loss(
     hidden: Tensor,
     head: Tensor,
+    bias: Tensor | None,
     teacher_hidden: Tensor,
     teacher_head: Tensor,
-    teacher_lse: Tensor | None,
-    weights: Tensor,
-    *,
-    bias: Tensor | None = None,
-    loss: str | LossFunction = "kl",
-    chunk: int = 128,
-    teacher_logits: Callable[[Tensor], Tensor] | None = None,
-    labels: Tensor | None = None,
+    teacher_logits: Callable[[Tensor], Tensor],
+    loss: LossFunction,
+    chunk: int,
 ) -> DistillationResult:
-    """Weighted mean of a loss over positions, without ever holding more than ``chunk`` rows of logits.
+    """Mean of a loss over positions, without ever holding more than ``chunk`` rows of logits.
 
     Gradients of ``hidden``, ``head`` and ``bias`` are computed in the forward pass, chunk by chunk, and only scaled in
     the backward pass, which saves computing all logits twice. Matmuls run in autocast's type where autocast is on, else
-    in the type of the head; all else in float32, or float64 if the drafter's head is. Positions of weight 0 are
-    skipped: they cost nothing, whatever they hold.
+    in the type of the head; all else in float32, or float64 if the drafter's head is. Teacher rows are normalised over
+    the draft vocabulary: the target given that it says such a token.
 
     Args:
-        hidden: ``[N, H]`` what the drafter puts into its head.
+        hidden: ``[N, H]`` what the drafter puts into its head. Without any, the loss and its gradients are 0.
         head: ``[D, H]`` weight of that head.
+        bias: ``[D]`` of that head.
         teacher_hidden: ``[N, T]`` what the target puts into its own.
         teacher_head: ``[D, T]`` weight of the target's head, the rows of the draft vocabulary.
-        teacher_lse: ``[N]`` log-sum-exp of the target's final logits over its full vocabulary, in float32. Without it
-            the teacher's rows are normalised over the draft vocabulary: the target given that it says such a token.
-        weights: ``[N]`` not negative. If all are 0, so are the loss and its gradients.
-        bias: ``[D]`` of the drafter's head.
+        teacher_logits: maps the float32 products with ``teacher_head`` to the target's final logits: bias, soft-cap.
         loss: one of :data:`LOSSES`, or a function of the same kind.
         chunk: positions per chunk. All losses hold 5 to 9 times ``chunk * D`` numbers, besides the gradients.
-        teacher_logits: maps the float32 logits of ``teacher_head`` to the target's final ones: a scale, a soft-cap.
-        labels: ``[N]`` the target's most probable token over its full vocabulary as an id of the draft vocabulary, -1
-            if it is not part of it; for the agreement and the loss ``"ce"``. Default: the most probable one that is
-            part of it, which overrates the agreement on a trimmed vocabulary.
-
-    Raises:
-        ValueError: for an unknown loss, one that is not ``[N]``, a chunk below 1, or shapes that do not fit.
     """
-    if chunk < 1:
-        raise ValueError(f"a chunk needs at least one position, got {chunk}")
-    _check_shapes(
-        ("hidden", "NH", hidden),
-        ("head", "DH", head),
-        ("teacher_hidden", "NT", teacher_hidden),
-        ("teacher_head", "DT", teacher_head),
-        ("teacher_lse", "N", teacher_lse),
-        ("weights", "N", weights),
-        ("bias", "D", bias),
-        ("labels", "N", labels),
-    )
-    function = loss_named(loss) if isinstance(loss, str) else loss
     teacher = teacher_head.detach().to(_matmul_type(teacher_head))
 
-    def evaluate(rows: Tensor, draft_logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def evaluate(rows: slice, draft_logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         with torch.no_grad():
-            target_logits = F.linear(teacher_hidden[rows].to(teacher.dtype), teacher).to(draft_logits.dtype)
-            target_logits = target_logits if teacher_logits is None else teacher_logits(target_logits)
-            best = target_logits.argmax(dim=-1) if labels is None else labels[rows]
-            lse = target_logits.logsumexp(dim=-1) if teacher_lse is None else teacher_lse[rows]
-            target_probs = target_logits.sub_(lse[:, None]).exp_()
+            products = F.linear(teacher_hidden[rows].to(teacher.dtype), teacher)
+            target_probs = teacher_logits(products.to(draft_logits.dtype)).softmax(dim=-1)
         draft_log_probs = draft_logits.log_softmax(dim=-1)
-        known = partial(cross_entropy, labels=best) if function is cross_entropy else function
-        losses = known(target_probs, draft_log_probs)
-        if losses.shape != rows.shape:
-            raise ValueError(f"{loss} should return one loss per position, {[len(rows)]}; got {list(losses.shape)}")
-        return losses, acceptance(target_probs, draft_log_probs.detach()), draft_logits.argmax(dim=-1) == best
+        agreement = draft_logits.argmax(dim=-1) == target_probs.argmax(dim=-1)
+        return loss(target_probs, draft_log_probs), acceptance(target_probs, draft_log_probs.detach()), agreement
 
     # Without a graph to belong to, the gradients would be computed in vain.
     inputs = [t if t is None or torch.is_grad_enabled() else t.detach() for t in (hidden, head, bias)]
-    weights = weights.detach()
-    total, accepted, agreement = _ChunkedSum.apply(*inputs, weights, chunk, evaluate)
-    return DistillationResult(total / weights.sum().clamp_min(_FLOOR), accepted, agreement)
+    total, accepted, agreement = _ChunkedSum.apply(*inputs, chunk, evaluate)
+    return DistillationResult(total / max(1, len(hidden)), accepted, agreement)
 
 
 class _ChunkedSum(torch.autograd.Function):
-    """Weighted sum of a function of ``hidden @ head.T + bias``, which also returns two detached values per row.
+    """Sum of a function of ``hidden @ head.T + bias``, which also returns two detached values per row.
 
-    Not the mean: gradients are stored before the division by the sum of the weights, lest they underflow in float16.
+    Not the mean: gradients are stored before the division, lest they underflow in float16.
     """
 
     @staticmethod
@@ -234,9 +192,8 @@ class _ChunkedSum(torch.autograd.Function):
         hidden: Tensor,
         head: Tensor,
         bias: Tensor | None,
-        weights: Tensor,
         chunk: int,
-        evaluate: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]],
+        evaluate: Callable[[slice, Tensor], tuple[Tensor, Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor, Tensor]:
         narrow, wide = _matmul_type(head), torch.promote_types(head.dtype, torch.float32)
         matrix, offset = head.to(narrow), None if bias is None else bias.to(narrow)
@@ -250,12 +207,12 @@ class _ChunkedSum(torch.autograd.Function):
         accepted = torch.zeros(len(hidden), dtype=wide, device=head.device)
         agreement = torch.zeros(len(hidden), dtype=torch.bool, device=head.device)
 
-        def add(rows: Tensor) -> None:  # a function, for its logits to be freed before those of the next chunk
+        def add(rows: slice) -> None:  # a function, for its logits to be freed before those of the next chunk
             features = hidden[rows].to(narrow)
             logits = F.linear(features, matrix, offset).to(wide).requires_grad_(any(needed))
             with torch.enable_grad():
                 losses, accepted[rows], agreement[rows] = evaluate(rows, logits)
-                part = (weights[rows] * losses).sum()
+                part = losses.sum()
             total.add_(part.detach())
             if not any(needed):
                 return
@@ -271,8 +228,8 @@ class _ChunkedSum(torch.autograd.Function):
                 grad_head.add_(slope.T @ features)
 
         with torch.autocast(head.device.type, enabled=False):
-            for rows in weights.nonzero().flatten().split(chunk):
-                add(rows)
+            for start in range(0, len(hidden), chunk):
+                add(slice(start, start + chunk))
         ctx.save_for_backward(grad_hidden, grad_head, grad_bias)
         ctx.mark_non_differentiable(accepted, agreement)
         return total, accepted, agreement
@@ -280,22 +237,10 @@ class _ChunkedSum(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, slope: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        return (*(None if grad is None else grad * slope for grad in ctx.saved_tensors), None, None, None)
+        return (*(None if grad is None else grad * slope for grad in ctx.saved_tensors), None, None)
 
 
 def _matmul_type(weight: Tensor) -> torch.dtype:
     """Type in which autocast, if it is on, would multiply with ``weight``."""
     device = weight.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-
-
-def _check_shapes(*expected: tuple[str, str, Tensor | None]) -> None:
-    """Raises ValueError for shapes that contradict each other; some of them would broadcast to something else."""
-    sizes: dict[str, int] = {}
-    for name, axes, tensor in expected:
-        if tensor is None:
-            continue
-        wanted = [sizes.setdefault(*axis) for axis in zip(axes, tensor.shape, strict=False)]
-        if len(axes) != tensor.dim() or wanted != list(tensor.shape):
-            known = ", ".join(f"{axis} = {size}" for axis, size in sizes.items())
-            raise ValueError(f"{name} should be [{', '.join(axes)}] with {known}; got {list(tensor.shape)}")

@@ -219,3 +219,20 @@ def test_phases_that_do_not_fill_the_training():
     for phases in ((), ((0.5, 1, "kl"),), ((1.0, 1, "kl"), (0.5, 1, "kl"))):
         with pytest.raises(ValueError, match=r"phases must end in ascending order, the last one at 1.0"):
             module(phases=tuple(drafter_module.Phase(*phase) for phase in phases))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"phases": ((0.5, 1, "kl"), (1.0, 1, "tvd"))}, "no loss 'tvd'; choose one of kl"),
+        ({"phases": ((0.5, 1, "kl"), (1.0, 0, "kl"))}, "at least one step"),
+        ({"decay": 1.5}, r"a decay in \(0, 1\]"),
+        ({"chunk": 0}, "chunk must be a whole number of at least 1, got 0"),
+    ],
+    ids=["loss", "steps", "decay", "chunk"],
+)
+def test_settings_that_would_fail_in_the_middle(settings, message):
+    if "phases" in settings:
+        settings = {"phases": tuple(drafter_module.Phase(*phase) for phase in settings["phases"])}
+    with pytest.raises(ValueError, match=message):
+        module(**settings)
