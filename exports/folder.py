@@ -1,9 +1,18 @@
-"""What an export wrote."""
+"""What an export wrote, and how; imports nothing, as the command line names these before it knows what to do."""
 
 import hashlib
 import os
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
+
+
+class Quantization(StrEnum):
+    """How a graph's matrices are kept."""
+
+    none = "none"
+    int8 = "int8"  # weights and, when it runs, inputs in 8 bits
+    int4 = "int4"  # blocks of weights in 4 bits, those of the head in 8
 
 
 @dataclass(frozen=True)

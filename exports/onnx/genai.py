@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from arbordraft import RaggedModel
-from arbordraft.exports.folder import Export
+from arbordraft.exports.folder import Export, Quantization
 from arbordraft.exports.onnx import plans
 from arbordraft.exports.onnx.parity import LEAST_ACCEPTANCE, TOLERANCE
-from arbordraft.exports.onnx.quantization import Quantization
 from arbordraft.exports.onnx.sources import of, origin
 from arbordraft.exports.onnx.writing import write
 

@@ -3,20 +3,13 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from arbordraft.exports.folder import Quantization
+
 _QUANTISED = ("MatMulInteger", "MatMulNBits")
 _BLOCK = 32  # weights that share a scale when they have four bits
-
-
-class Quantization(StrEnum):
-    """How a graph's matrices are kept."""
-
-    none = "none"
-    int8 = "int8"  # weights and, when it runs, inputs in 8 bits
-    int4 = "int4"  # blocks of weights in 4 bits, those of the head in 8
 
 
 def quantize(path: Path, how: Quantization) -> None:

@@ -10,10 +10,9 @@ import torch
 from arbordraft import IID, LanguageModelDrafter, RaggedModel
 from arbordraft.checkpoints import read_config
 from arbordraft.deciders import LearnedDecider
-from arbordraft.exports.folder import Export
+from arbordraft.exports.folder import Export, Quantization
 from arbordraft.exports.onnx import decisions, plans
 from arbordraft.exports.onnx.parity import LEAST_ACCEPTANCE, TOLERANCE
-from arbordraft.exports.onnx.quantization import Quantization
 from arbordraft.exports.onnx.writing import write
 from arbordraft.heads.eagle import EagleConfig, EagleHead
 from arbordraft.heads.exit_adapter import ExitAdapter, ExitAdapterConfig

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from arbordraft.exports.folder import Export, contents
+from arbordraft.exports.folder import Export, Quantization, contents
 from arbordraft.exports.onnx.cases import SHAPES, Shape
 from arbordraft.exports.onnx.parity import LEAST_ACCEPTANCE, TOLERANCE, check_exact, check_quantized
 from arbordraft.exports.onnx.plans import Plan, versions
-from arbordraft.exports.onnx.quantization import Quantization, quantize, save
+from arbordraft.exports.onnx.quantization import quantize, save
 from arbordraft.files import new_folder
 from arbordraft.onnx_graph import PREFIX
 

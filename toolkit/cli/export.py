@@ -1,27 +1,28 @@
 """``arbordraft export``: what was trained, in the formats that others serve."""
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from arbordraft.cli.decoders import Law, load_decoder
+from arbordraft.cli.display import progress
 from arbordraft.cli.options import DtypeOption, ModelOption, finite, parse_topology
-from arbordraft.exports.folder import Export
-from arbordraft.exports.onnx.quantization import Quantization
-from arbordraft.loading import Dtype, Kernels, load_target
-
-if TYPE_CHECKING:
-    from arbordraft.decoder import SpeculativeDecoder
-    from arbordraft.target.model import RaggedModel
-    from arbordraft.topology import TreeTopology
+from arbordraft.deciders import LearnedDecider
+from arbordraft.decoder import SpeculativeDecoder
+from arbordraft.exports import onnx
+from arbordraft.exports.evaluation import HELD_OUT
+from arbordraft.exports.folder import Export, Quantization
+from arbordraft.loading import Dtype, Kernels, drafter_named, load_target
+from arbordraft.prompts import read_prompts
+from arbordraft.target.model import RaggedModel
+from arbordraft.topology import TreeTopology
+from arbordraft.tuning import Tuned
 
 app = typer.Typer(no_args_is_help=True, help="Export drafters, deciders and targets for deployment.")
 console = Console()
@@ -68,26 +69,12 @@ def onnx_graphs(
     force: ForceOption = False,
 ) -> None:
     """Graphs for onnxruntime, of drafters, deciders, targets that verify trees, and verification."""
-    from arbordraft.exports.onnx import export
-
     try:
         layers = [int(layer) for layer in hidden.split(",") if layer]
     except ValueError as error:
         raise typer.BadParameter(f"--hidden takes numbers as in 2,15,27, got {hidden!r}") from error
-    with progress() as tell:
-        artifacts = export(
-            source,
-            out,
-            target=target,
-            hidden_layers=layers,
-            opset=opset,
-            quantization=quantize,
-            tolerance=tolerance,
-            least_acceptance=least_acceptance,
-            force=force,
-            tell=tell,
-        )
-    show(artifacts)
+    options = {"opset": opset, "quantization": quantize, "tolerance": tolerance, "least_acceptance": least_acceptance}
+    _write(onnx.export, source, out, target=target, hidden_layers=layers, force=force, **options)
 
 
 @app.command("ort-genai")
@@ -106,22 +93,8 @@ def ort_genai(
     force: ForceOption = False,
 ) -> None:
     """A folder for onnxruntime-genai, which decodes chains at batch 1: target, draft model and tokenizer."""
-    from arbordraft.exports.onnx import export_ort_genai
-
-    with progress() as tell:
-        artifacts = export_ort_genai(
-            draft,
-            out,
-            target=target,
-            length=length,
-            opset=opset,
-            quantization=quantize,
-            tolerance=tolerance,
-            least_acceptance=least_acceptance,
-            force=force,
-            tell=tell,
-        )
-    show(artifacts)
+    options = {"opset": opset, "quantization": quantize, "tolerance": tolerance, "least_acceptance": least_acceptance}
+    _write(onnx.export_ort_genai, draft, out, target=target, length=length, force=force, **options)
 
 
 class Layout(StrEnum):
@@ -144,8 +117,10 @@ PromptsOption = Annotated[
 UriOption = Annotated[str | None, typer.Option(help="Tracking server, by default $MLFLOW_TRACKING_URI or ./mlflow.db.")]
 
 
-@app.command("vllm")
-def vllm(
+@app.command("sglang", help="An EAGLE head or a small causal LM for SGLang.")
+@app.command("vllm", help="An EAGLE head, Medusa heads or a small causal LM for vLLM.")
+def engine(
+    context: typer.Context,
     drafter: DrafterArgument,
     out: OutArgument,
     layout: LayoutOption = Layout.eagle3,
@@ -154,50 +129,14 @@ def vllm(
     dtype: WeightsOption = None,
     force: ForceOption = False,
 ) -> None:
-    """An EAGLE head, Medusa heads or a small causal LM for vLLM."""
-    from arbordraft.exports.engines import export_vllm
+    """What was trained, in the layout of a serving engine."""
+    from arbordraft.exports.engines import export_sglang, export_vllm
 
-    with progress() as tell:
-        artifacts = export_vllm(
-            drafter,
-            out,
-            layout=layout,
-            target=target,
-            speculative_tokens=speculative_tokens,
-            dtype=dtype,
-            force=force,
-            tell=tell,
-        )
-    show(artifacts)
-    _show_card(out)
-
-
-@app.command("sglang")
-def sglang(
-    drafter: DrafterArgument,
-    out: OutArgument,
-    layout: LayoutOption = Layout.eagle3,
-    target: TargetOption = None,
-    speculative_tokens: TokensOption = 4,
-    dtype: WeightsOption = None,
-    force: ForceOption = False,
-) -> None:
-    """An EAGLE head or a small causal LM for SGLang."""
-    from arbordraft.exports.engines import export_sglang
-
-    with progress() as tell:
-        artifacts = export_sglang(
-            drafter,
-            out,
-            layout=layout,
-            target=target,
-            speculative_tokens=speculative_tokens,
-            dtype=dtype,
-            force=force,
-            tell=tell,
-        )
-    show(artifacts)
-    _show_card(out)
+    export = export_vllm if context.info_name == "vllm" else export_sglang
+    options = {"layout": layout, "speculative_tokens": speculative_tokens, "dtype": dtype}
+    _write(export, drafter, out, target=target, force=force, **options)
+    card = (out / "README.md").read_text()  # how to serve it
+    console.print(card.replace("THIS_FOLDER", str(out)), markup=False)
 
 
 @app.command("mlflow")
@@ -231,7 +170,7 @@ def mlflow(
     from arbordraft.exports.mlflow_registry import fetch_drafter
 
     topology = parse_topology(tree)
-    with progress() as tell, tempfile.TemporaryDirectory() as scratch:
+    with progress(console, transient=True) as tell, tempfile.TemporaryDirectory() as scratch:
         if drafter.startswith("models:/"):
             tell("fetching the drafter")
             fetched, run = fetch_drafter(drafter, scratch, uri)
@@ -271,7 +210,7 @@ def promote(
     """Make the candidate champion if it loses nothing and gains something; exits with 1 if it does not."""
     from arbordraft.exports.mlflow_promote import promote_decoder
 
-    with progress() as tell:
+    with progress(console, transient=True) as tell:
         verdict = promote_decoder(
             name,
             by=by.split(","),
@@ -286,41 +225,27 @@ def promote(
         raise typer.Exit(1)
 
 
-@contextmanager
-def progress() -> Iterator[Callable[[str], None]]:
-    """A line that says what is going on, for as long as the block runs; gives the function that sets it."""
-    with Progress(
-        SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console, transient=True
-    ) as bar:
-        task = bar.add_task("starting")
-        yield lambda what: bar.update(task, description=what)
-
-
-def show(export: Export) -> None:
-    """Prints what was written and how near it is to the original."""
-    table = Table(title=str(export.folder))
-    for column, justify in (("file", "left"), ("size", "right"), ("sha256", "left")):
-        table.add_column(column, justify=justify)  # type: ignore[arg-type]
-    for file in export.files:
+def _write(export: Callable[..., Export], source: str | Path, out: Path, **options: Any) -> None:
+    """Exports, and prints what was written and how near it is to the original."""
+    with progress(console, transient=True) as tell:
+        written = export(source, out, tell=tell, **options)
+    table = Table("file", Column("size", justify="right"), "sha256", title=str(written.folder))
+    for file in written.files:
         table.add_row(file.name, f"{file.size / 2**20:.2f} MiB", file.sha256[:16])
     console.print(table)
-    for check, value in export.parity.items():
+    for check, value in written.parity.items():
         console.print(f"{check}: {value if isinstance(value, bool) else f'{value:.3g}'}")
 
 
 def _decoder(
-    target: "RaggedModel",
+    target: RaggedModel,
     drafter: str,
-    topology: "TreeTopology",
+    topology: TreeTopology,
     sampled: bool,
     decider: Path | None,
     tuned: Path | None,
     batch: int,
-) -> "SpeculativeDecoder":
-    from arbordraft.deciders import LearnedDecider
-    from arbordraft.loading import drafter_named
-    from arbordraft.tuning import Tuned
-
+) -> SpeculativeDecoder:
     if tuned is not None:
         return Tuned.load(tuned).decoder(target, batch, drafter_named(drafter, target))
     stop = None if decider is None else LearnedDecider.from_pretrained(decider)
@@ -329,14 +254,6 @@ def _decoder(
     return load_decoder(target, drafter, law=law, topology=topology, decider=stop, costs=None)
 
 
-def _show_card(folder: Path) -> None:
-    """Prints how to serve what was written."""
-    console.print((folder / "README.md").read_text().replace("THIS_FOLDER", str(folder)), markup=False)
-
-
 def _held_out(path: Path | None) -> Sequence[str]:
     """Prompts of a file; by default those of the package."""
-    from arbordraft.exports.evaluation import HELD_OUT
-    from arbordraft.prompts import read_prompts
-
     return HELD_OUT if path is None else read_prompts(path)
