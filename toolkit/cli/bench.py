@@ -4,66 +4,66 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import torch
 import typer
 
+from arbordraft.bench import contests, model, problems, roofline
+from arbordraft.bench import cpu as cpu_bench
+from arbordraft.bench import kernels as kernel_bench
+from arbordraft.bench import verifiers as acceptance
+from arbordraft.bench.onnx import draft_steps
 from arbordraft.cli.measurement import CASES, DECODING, BatchesOption, Run, app, console, measurement, whole
 from arbordraft.cli.options import DRAFTERS, DrafterOption, numbers
+from arbordraft.costs import StepCosts
+from arbordraft.deciders import LearnedDecider
+from arbordraft.drafters import Drafter
 from arbordraft.loading import Dtype, Kernels, drafter_named
-
-if TYPE_CHECKING:
-    from arbordraft.drafters import Drafter
-    from arbordraft.target.model import RaggedModel
-
-DraftersOption = Annotated[list[str] | None, typer.Option("--drafter", help=f"{DRAFTERS} May be repeated.")]
+from arbordraft.target.model import RaggedModel
+from arbordraft.tuning import Tuned
 
 
-def named(drafters: Sequence[str] | None) -> Sequence[str]:
-    """Refuses to measure nothing, before a model is loaded.
-
-    Raises:
-        typer.BadParameter: if no drafter is named.
-    """
+def named(drafters: list[str] | None) -> list[str]:
+    """Refuses to measure nothing, before a model is loaded."""
     if not drafters:
         raise typer.BadParameter("name at least one --drafter")
     return drafters
 
 
-def drafters_of(names: Sequence[str], target: "RaggedModel") -> "dict[str, Drafter]":
+DraftersOption = Annotated[
+    list[str] | None, typer.Option("--drafter", callback=named, help=f"{DRAFTERS} May be repeated.")
+]
+
+
+def drafters_of(names: Sequence[str] | None, target: RaggedModel) -> dict[str, Drafter]:
     """Drafters by the names that tables give them."""
-    return {Path(name).name if Path(name).is_dir() else name: drafter_named(name, target) for name in names}
+    return {Path(name).name if Path(name).is_dir() else name: drafter_named(name, target) for name in names or ()}
 
 
 @measurement(CASES, repeats=7)
 def forward(run: Run) -> None:
     """One packed forward of the model's own modules against its own forward."""
-    from arbordraft.bench.model import forward_cost
-
     for target in run.targets(Kernels.torch):
-        run.take(forward_cost(target, run.workload, run.tell), run.workload)
+        run.take(model.forward_cost(target, run.workload, run.tell), run.workload)
 
 
 @measurement(CASES, repeats=7)
 def verify(run: Run) -> None:
     """Verification of a tree against the target's forward; rules against the vocabulary and against the LP."""
-    from arbordraft.bench.model import rule_cost, verify_cost
-
     for target in run.targets(Kernels.torch):
-        run.take(verify_cost(target, run.workload, run.tell), run.workload)
-    run.take(rule_cost(run.workload), run.workload)
+        run.take(model.verify_cost(target, run.workload, run.tell), run.workload)
+    run.take(model.rule_cost(run.workload), run.workload)
 
 
 @measurement(CASES | {"prompts", "limit", "new_tokens"})
 def lookup(run: Run) -> None:
     """The n-gram tree on the model's own modules against ``generate``, token for token, where it pays and where not."""
-    from arbordraft.bench.model import KINDS, lookup_speed
-
-    kinds = {"given": (run.workload.prompts, "")} if run.shared["prompts"] else KINDS
+    kinds = {"given": (run.workload.prompts, "")} if run.shared["prompts"] else model.KINDS
     for target in run.targets(Kernels.torch):
         for kind, (prompts, reach) in kinds.items():
             workload = replace(run.workload, prompts=prompts[: run.shared["limit"]])
-            run.take([lookup_speed(target, workload, kind, reach, run.tell)], workload)
+            run.take([model.lookup_speed(target, workload, kind, reach, run.tell)], workload)
 
 
 @measurement(CASES | {"prompts", "limit", "new_tokens"}, repeats=7)
@@ -72,39 +72,30 @@ def cpu(
     others: Annotated[bool, typer.Option(help="Also random models of other families, which need 5 GB.")] = True,
 ) -> None:
     """The native CPU kernels against transformers."""
-    import torch
-
-    from arbordraft.bench.cpu import decode_speed, forward_speed, int8_speed, other_architectures
-
     for target in run.targets():
-        run.take(forward_speed(target, run.workload, run.tell), run.workload)
+        run.take(cpu_bench.forward_speed(target, run.workload, run.tell), run.workload)
         if target.model.dtype == torch.bfloat16:
-            run.take(int8_speed(target, run.workload, run.tell), run.workload)
+            run.take(cpu_bench.int8_speed(target, run.workload, run.tell), run.workload)
             longer = replace(run.workload, repeats=max(3, run.workload.repeats // 2))
-            run.take(decode_speed(target, longer, run.tell), longer)
+            run.take(cpu_bench.decode_speed(target, longer, run.tell), longer)
     if others:
-        run.take(other_architectures(run.workload, run.tell), run.workload)
+        run.take(cpu_bench.other_architectures(run.workload, run.tell), run.workload)
 
 
 @measurement({"model", "dtypes", "new_tokens", "prompts", "limit", "batches", "seed", "json"}, batches="1,8")
 def equality(run: Run) -> None:
     """Speculative against plain greedy tokens on the native CPU kernels."""
-    from arbordraft.bench.cpu import equality
-
     for target in run.targets():
-        run.take(equality(target, list(run.workloads()), run.tell), run.workload)
+        run.take(cpu_bench.equality(target, list(run.workloads()), run.tell), run.workload)
 
 
 @measurement(DECODING, temperatures="0,1", repeats=1)
 def decode(run: Run, drafter: DraftersOption = None) -> None:
     """What drafters gain over plain decoding: lookups, chains, trees, and lookups with trees behind them."""
-    from arbordraft.bench.contests import drafter_gain
-
-    names = named(drafter)
     target = run.target()
-    drafters = drafters_of(names, target)
+    drafters = drafters_of(drafter, target)
     for workload in run.workloads():
-        run.decode(target, drafter_gain(target, drafters, workload), workload)
+        run.decode(target, contests.drafter_gain(target, drafters, workload), workload)
 
 
 @measurement(DECODING - {"repeats"}, dtype=Dtype.float32, new_tokens=24, temperatures="0.3,0.6,1")
@@ -125,18 +116,15 @@ def verifiers(
     ] = 100,
 ) -> None:
     """What draft laws and verifiers accept on the model's own rows, as expectations with standard errors."""
-    from arbordraft.bench.verifiers import node_acceptance, tree_tau
-
-    names = named(drafter)
     target = run.target()
-    drafters = drafters_of(names, target)
+    drafters = drafters_of(drafter, target)
     counts = numbers(children, int)
     sizes: dict[str, Any] = {"depths": numbers(depths, int), "nodes": numbers(nodes, int)}
     for workload in run.workloads():
-        single = node_acceptance(target, drafters, workload, children=counts, optima=optima, tell=run.tell)
+        single = acceptance.node_acceptance(target, drafters, workload, children=counts, optima=optima, tell=run.tell)
         ranks = {(row.drafter, row.law): row.by_rank for row in run.take(single, workload) if row.k == 2}
         if trees:
-            run.take(tree_tau(target, drafters, workload, ranks=ranks, tell=run.tell, **sizes), workload)
+            run.take(acceptance.tree_tau(target, drafters, workload, ranks=ranks, tell=run.tell, **sizes), workload)
 
 
 @measurement(DECODING - {"temperatures"}, batches="1,2,4,8,12,16,24")
@@ -146,11 +134,9 @@ def batching(
     length: Annotated[int, typer.Option(min=1, help="Drafted tokens per step.")] = 7,
 ) -> None:
     """EMS-SD's comparison: the same chains in a padded batch, half padded ones and an unpadded one."""
-    from arbordraft.bench.contests import padding, whole_batches
-
     target = run.target()
-    decoders = padding(target, drafter_named(drafter, target), length)
-    for workload in map(whole_batches, run.workloads()):
+    decoders = contests.padding(target, drafter_named(drafter, target), length)
+    for workload in map(contests.whole_batches, run.workloads()):
         run.decode(target, decoders, workload)
 
 
@@ -161,10 +147,8 @@ def product(
     nodes: Annotated[int, typer.Option(min=3, help="Most nodes of a tree, root included.")] = 16,
 ) -> None:
     """Ragged batches of chains, static trees and trees of dynamic depth; and the lossy fork of improved MCSD."""
-    from arbordraft.bench.contests import product
-
     target = run.target()
-    decoders = product(target, drafter_named(drafter, target), nodes)
+    decoders = contests.product(target, drafter_named(drafter, target), nodes)
     for workload in run.workloads():
         run.decode(target, decoders, workload)
 
@@ -178,27 +162,25 @@ def deciders(
     learned: Annotated[Path | None, typer.Option(help="Folder of a trained decider for the drafter.")] = None,
 ) -> None:
     """When to stop drafting: every decider on the same chains, by tokens per second."""
-    from arbordraft.bench.contests import deciders, stops
-    from arbordraft.costs import StepCosts
-    from arbordraft.deciders import LearnedDecider
-
     target = run.target()
     proposer = drafter_named(drafter, target)
     table = StepCosts.load(costs) if costs else None
     trained = LearnedDecider.from_pretrained(learned) if learned else None
     for workload in run.workloads():
-        run.decode(target, stops(target, proposer, deciders(depth, table, trained), workload, depth), workload)
+        stopping = contests.deciders(depth, table, trained)
+        run.decode(target, contests.stops(target, proposer, stopping, workload, depth), workload)
 
 
 @measurement(DECODING, batches="1")
-def compare(run: Run, drafter: DraftersOption = None) -> None:
+def compare(
+    run: Run,
+    drafter: Annotated[list[str] | None, typer.Option(help=f"{DRAFTERS} May be repeated.")] = None,
+) -> None:
     """arbordraft against transformers: ``generate``, prompt lookup and, with a draft model, assisted generation."""
-    from arbordraft.bench.contests import against_transformers
-
     target = run.target()
-    drafters = drafters_of(drafter or [], target)
+    drafters = drafters_of(drafter, target)
     for workload in run.workloads():
-        run.decode(target, against_transformers(target, drafters, workload), workload)
+        run.decode(target, contests.against_transformers(target, drafters, workload), workload)
 
 
 @measurement(DECODING - {"temperatures"}, new_tokens=96, batches="1,8")
@@ -208,15 +190,12 @@ def tuned(
     drafter: Annotated[str | None, typer.Option(help="By default the one it was tuned for.")] = None,
 ) -> None:
     """The choice of ``arbordraft tune`` against its whole grid; give it prompts that were not tuned on."""
-    from arbordraft.bench.contests import against_grid
-    from arbordraft.tuning import Tuned
-
     choice = Tuned.load(file)
     target = run.target()
     proposer = drafter_named(drafter or choice.drafter, target)
     run.temperatures = [choice.temperature]
     for workload in run.workloads():
-        run.decode(target, against_grid(target, proposer, choice, workload.batch), workload)
+        run.decode(target, contests.against_grid(target, proposer, choice, workload.batch), workload)
 
 
 @measurement({"seed", "json"})
@@ -239,25 +218,18 @@ def kernels(
     All contexts, batches and trees are taken with the first group and head size, the other ones with the last tree but
     one. FlexAttention is timed with that tree, the first group and the first head size.
     """
-    import torch
-
-    from arbordraft.bench.kernels import device
-
-    here = device()  # before anything imports Triton
-    from arbordraft.bench.kernels import Stopwatch, measured
-    from arbordraft.bench.problems import chosen
-    from arbordraft.bench.roofline import STEPPED, fitting, predictions, product
+    here = kernel_bench.device()  # before anything imports Triton
 
     run.settings |= {"dtype": "bfloat16", "device": here.type, "triton": version("triton")}
     lists = [numbers(each, int) for each in (contexts, batches, trees, groups, head_sizes)]
-    shapes = product(*lists)
-    stepped = STEPPED._replace(vocabulary=vocabulary, layers=layers)
-    run.take(predictions(shapes, stepped), run.workload)
+    shapes = roofline.product(*lists)
+    stepped = roofline.STEPPED._replace(vocabulary=vocabulary, layers=layers)
+    run.take(roofline.predictions(shapes, stepped), run.workload)
     watch = None
     if here.type == "cuda":
-        watch = Stopwatch(milliseconds)
+        watch = kernel_bench.Stopwatch(milliseconds)
         run.settings |= watch.settings()
-        shapes = fitting(shapes, torch.cuda.get_device_properties(here).total_memory, console.print)
+        shapes = roofline.fitting(shapes, torch.cuda.get_device_properties(here).total_memory, console.print)
     else:
         console.print(
             "[bold]There is no GPU: the kernels run in Triton's interpreter, on tiny problems. That shows whether "
@@ -265,7 +237,8 @@ def kernels(
         )
     base = (lists[2][-2:][0], lists[3][0], lists[4][0])
     alike = [shape for shape in shapes if (shape.tree, shape.group, shape.size) == base]
-    rows = run.take(measured(chosen(here, shapes, stepped, alike if flex else []), watch, console.print), run.workload)
+    chosen = problems.chosen(here, shapes, stepped, alike if flex else [])
+    rows = run.take(kernel_bench.measured(chosen, watch, console.print), run.workload)
     if wrong := [row for row in rows if not row.correct]:
         console.print(f"[red]{len(wrong)} of {len(rows)} results differ from float64 by more than rounding explains")
         raise typer.Exit(1)
@@ -280,9 +253,6 @@ def onnx_steps(
     depth: Annotated[int, typer.Option(min=1, help="Levels of the drafted chains.")] = 4,
 ) -> None:
     """Milliseconds per draft step, in float32: torch's modules, the native kernels, and exported graphs."""
-    from arbordraft.bench.onnx import draft_steps
-    from arbordraft.target.model import RaggedModel
-
     own = run.target(Kernels.torch, Dtype.float32)
     native = RaggedModel(own.model, own.tokenizer, kernels="auto", self_test=False)
     drafters = {

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
@@ -18,6 +19,15 @@ from arbordraft.types import SampleTree, SampleVerdict
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from transformers.generation.streamers import BaseStreamer
+
+
+@contextmanager
+def progress(console: Console, *, transient: bool = False) -> Iterator[Callable[[str], None]]:
+    """A line that says what is going on, for as long as the block runs; gives the function that sets it."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=transient) as bar:
+        task = bar.add_task("starting")
+        yield lambda what: bar.update(task, description=what)
 
 
 @contextmanager

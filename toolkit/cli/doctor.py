@@ -2,7 +2,8 @@
 
 import json as json_format
 import os
-import time
+import re
+import timeit
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -16,7 +17,7 @@ from rich.text import Text
 
 _DEVELOPERS = ("dev", "docs")  # extras that whoever only uses the package does not miss
 _MOST_BYTES = 2**28  # read to measure the memory: several times the last cache of most machines
-_ROUNDS = 5
+_ROUNDS = 6
 
 
 def doctor(
@@ -50,7 +51,7 @@ def examine(*, measure: bool = True) -> dict[str, Any]:
         "memory": _memory(measure),
         "kernels": kernels,
         "cache": cache,
-        "extras": {extra: {"missing": _missing(parts), "install": _pip(extra)} for extra, parts in packages.items()},
+        "extras": {extra: _extra(extra, parts) for extra, parts in packages.items()},
         "broken": [*broken, *obstacle],
     }
 
@@ -102,16 +103,10 @@ def bandwidth(size: int) -> dict[str, float | None]:
     copy = torch.empty_like(source)
     moved = source.numel() * source.element_size()
 
-    def best(run: Any) -> float:
-        run()
-        times = []
-        for _ in range(_ROUNDS):
-            start = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - start)
-        return min(times)
-
-    return {"read": moved / best(source.sum) / 1e9, "copy": 2 * moved / best(lambda: copy.copy_(source)) / 1e9}
+    read, copied = (
+        min(timeit.repeat(run, number=1, repeat=_ROUNDS)) for run in (source.sum, lambda: copy.copy_(source))
+    )
+    return {"read": moved / read / 1e9, "copy": 2 * moved / copied / 1e9}
 
 
 def _kernels() -> tuple[dict[str, Any], list[str]]:
@@ -175,7 +170,7 @@ def _requirements() -> dict[str, dict[str, str | None]]:
         lines = [Requirement(line) for line in requires("arbordraft") or ()]
     except PackageNotFoundError:
         return {"": {}}
-    extras = sorted({extra for line in lines for extra in _extras_of(str(line.marker or ""))})
+    extras = sorted({extra for line in lines for extra in re.findall(r'extra == "([^"]+)"', str(line.marker))})
 
     def parts(extra: str, seen: frozenset[str] = frozenset()) -> Iterator[tuple[str, str | None]]:
         for line in lines:
@@ -192,11 +187,6 @@ def _requirements() -> dict[str, dict[str, str | None]]:
     return {extra: dict(parts(extra)) for extra in ("", *extras) if extra not in _DEVELOPERS}
 
 
-def _extras_of(marker: str) -> Iterator[str]:
-    for part in marker.split("extra == ")[1:]:
-        yield part.strip("\"' )").split('"')[0]
-
-
 def _problem(name: str, wanted: Any) -> str | None:
     try:
         there = version(name)
@@ -205,12 +195,9 @@ def _problem(name: str, wanted: Any) -> str | None:
     return None if wanted.contains(there, prereleases=True) else f"{there}, not {wanted}"
 
 
-def _missing(parts: dict[str, str | None]) -> list[str]:
-    return [name if problem == "missing" else f"{name} ({problem})" for name, problem in parts.items() if problem]
-
-
-def _pip(extra: str) -> str:
-    return f"pip install 'arbordraft[{extra}]'"
+def _extra(extra: str, parts: dict[str, str | None]) -> dict[str, Any]:
+    missing = [name if problem == "missing" else f"{name} ({problem})" for name, problem in parts.items() if problem]
+    return {"missing": missing, "install": f"pip install 'arbordraft[{extra}]'"}
 
 
 def _show(report: dict[str, Any]) -> None:

@@ -1,22 +1,25 @@
 """The command line: chat, generate, tune, tree, plot, doctor, bench, train, export."""
 
 import sys
+import time
 from copy import copy
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from arbordraft import tuning
 from arbordraft.allocator import keep_freed_memory
+from arbordraft.bench.plots import plot, read_rows
 from arbordraft.cli.bench import app as bench
 from arbordraft.cli.chat import chat
 from arbordraft.cli.decoders import Law, Verifier, load_decoder
-from arbordraft.cli.display import stats_table, stream_panels, tree_text
+from arbordraft.cli.display import progress, stats_table, stream_panels, tree_text
 from arbordraft.cli.doctor import doctor
 from arbordraft.cli.export import app as export
 from arbordraft.cli.failures import ending
+from arbordraft.cli.measurement import texts
 from arbordraft.cli.options import (
     SHAPES,
     AutoDtypeOption,
@@ -34,9 +37,11 @@ from arbordraft.cli.options import (
     parse_topology,
 )
 from arbordraft.cli.train import app as train
+from arbordraft.deciders import ConfidenceThreshold
 from arbordraft.drawing import draw_png
 from arbordraft.files import read_text
-from arbordraft.loading import Dtype, Kernels, load_target
+from arbordraft.loading import Dtype, Kernels, drafter_named, load_target
+from arbordraft.prompts import chat_batch
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -80,16 +85,10 @@ def generate(
     kernels: KernelsOption = Kernels.auto,
 ) -> None:
     """Decode one or many prompts as a ragged batch, streaming, and report what speculation gained."""
-    import time
-
-    texts = [*(prompts or []), *_lines(file)]
-    if not texts:
+    questions = [*(prompts or []), *_lines(file)]
+    if not questions:
         raise typer.BadParameter("give at least one prompt, or --file")
     topology = None if tree is None else parse_topology(tree)
-
-    from arbordraft.deciders import ConfidenceThreshold
-    from arbordraft.prompts import chat_batch
-
     decoder = load_decoder(
         model,
         drafter,
@@ -103,13 +102,13 @@ def generate(
     tokenizer: Any = copy(decoder.target.tokenizer)
     if raw:
         tokenizer.chat_template = None
-    inputs = chat_batch(tokenizer, texts)
+    inputs = chat_batch(tokenizer, questions)
     settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     if temperature > 0:
-        settings |= {"temperature": temperature, "top_p": top_p, "seeds": [seed + i for i in range(len(texts))]}
+        settings |= {"temperature": temperature, "top_p": top_p, "seeds": [seed + i for i in range(len(questions))]}
     if max_new_tokens == 0:
         return
-    with stream_panels(console, tokenizer, texts) as streamers:
+    with stream_panels(console, tokenizer, questions) as streamers:
         start = time.perf_counter()
         output: Any = decoder.generate(**inputs, **settings, streamer=streamers, return_dict_in_generate=True)
         seconds = time.perf_counter() - start
@@ -134,15 +133,11 @@ def tune(
     ] = None,
 ) -> None:
     """Find the fastest way to speculate on this machine, for a drafter and your own prompts, by batch size."""
-    from arbordraft.cli.measurement import texts
-    from arbordraft.loading import drafter_named
-    from arbordraft.tuning import tune as find
-
     sizes = numbers(batches, int)
-    with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console) as progress:
-        task = progress.add_task("loading the model")
+    with progress(console) as tell:
+        tell("loading the model")
         target, tokenizer = load_target(model, dtype, Kernels.auto)
-        tuned = find(
+        tuned = tuning.tune(
             target,
             tokenizer,
             drafter,
@@ -151,7 +146,7 @@ def tune(
             batches=sizes,
             temperature=temperature,
             new_tokens=new_tokens,
-            tell=lambda what: progress.update(task, description=what),
+            tell=tell,
         )
     tuned.save(output)
     if costs is not None:
@@ -171,8 +166,6 @@ def redraw(
     png: Annotated[Path, typer.Argument(callback=output_file, help="Picture to write (needs matplotlib).")],
 ) -> None:
     """Draw a picture of measurements that 'arbordraft bench --json' wrote."""
-    from arbordraft.bench.plots import plot, read_rows
-
     plot(read_rows(results), png)
     console.print(f"wrote {png}")
 
