@@ -4,7 +4,8 @@ Bytes count every input that is read once and every output once, whatever caches
 addition as two. What a kernel moves besides is named: the partial results of split prefixes. The READMEs beside the
 kernels derive the formulas; in Triton's interpreter a test counts the addresses that the kernels really touch.
 
-Shapes: T packed rows, P pool rows, V vocabulary, D/Dv head sizes.
+Everywhere ``rows`` are those of all samples, ``vocabulary`` is V, ``itemsize`` the bytes of a number, ``row_size`` the
+numbers of a row of all heads, ``special`` the special tokens of a node and ``drawn`` the nodes that have a draft row.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,9 @@ from typing import NamedTuple
 from arbordraft.kernels.verify.reference import CHUNK
 
 _INDEX = 8  # bytes of an int64
-_FLOAT = 4  # bytes of a float32
+_FLOAT = 4  # bytes of a float32, draft probabilities among them
+_SCORES = 4096  # that a program of tree_expand reads
+_COMPARISONS = 8 * 16  # passes over a row in search of a threshold, and pivots of each
 
 
 class Work(NamedTuple):
@@ -69,8 +72,8 @@ def attention(
         tree: keys of the tree region of every sample.
         heads: of the queries.
         kv_heads: of the keys.
-        size: D.
-        value_size: Dv.
+        size: of a head.
+        value_size: of a head's values.
         itemsize: bytes of a number.
         causal: every row sees the rows before it; there are no ancestor words.
         splits: parts of the prefix. More than one write partial results and read them again.
@@ -88,27 +91,12 @@ def attention(
 
 
 def append(rows: int, row_size: int, itemsize: int, layers: int = 1) -> Work:
-    """Writing new rows to the pools of some layers.
-
-    Args:
-        rows: T.
-        row_size: numbers of a row's key and value, of all heads.
-        itemsize: bytes of a number.
-        layers: one launch each.
-    """
+    """Writing new rows, ``row_size`` for key and value together, to the pools of some layers, in a launch each."""
     return Work(layers * rows * (2 * row_size * itemsize + _INDEX), 0)
 
 
 def compact(moves: int, samples: int, row_size: int, itemsize: int, pools: int) -> Work:
-    """Moving rows within all pools, in one launch.
-
-    Args:
-        moves: rows that move.
-        samples: that they belong to.
-        row_size: numbers of a row of one pool.
-        itemsize: bytes of a number.
-        pools: keys and values of every layer.
-    """
+    """Moving rows of some samples within all pools, keys and values of every layer, in one launch."""
     return Work(2 * pools * moves * row_size * itemsize + (2 * moves + samples + 1 + 2 * pools) * _INDEX, 0)
 
 
@@ -118,76 +106,44 @@ def row_stats(rows: int, vocabulary: int, itemsize: int) -> Work:
     return Work(rows * (vocabulary * itemsize + chunks * (2 * _FLOAT + _INDEX)), 4 * rows * vocabulary)
 
 
-def left_mass(nodes: int, drawn: int, vocabulary: int, special: int, itemsize: int, draft_itemsize: int = 4) -> Work:
-    """Sums of ``R = max(w p - t q, 0)`` and of q, by chunk: eight operations per token.
-
-    Args:
-        nodes: inner nodes, each with a row of scores.
-        drawn: how many of them have a draft row.
-        vocabulary: V.
-        special: special tokens of a node.
-        itemsize: bytes of a score.
-        draft_itemsize: bytes of a draft probability.
-    """
+def left_mass(nodes: int, drawn: int, vocabulary: int, special: int, itemsize: int) -> Work:
+    """Sums of ``R = max(w p - t q, 0)`` and of q at inner nodes, by chunk: eight operations per token."""
     chunks = -(-vocabulary // CHUNK)
-    rows = vocabulary * (nodes * itemsize + drawn * draft_itemsize)
+    rows = vocabulary * (nodes * itemsize + drawn * _FLOAT)
     scalars = nodes * (2 * _INDEX + 3 * _FLOAT + special * _INDEX)  # rows, lse, weight, taken, special
     return Work(rows + scalars + nodes * chunks * 2 * _FLOAT, 8 * nodes * vocabulary)
 
 
-def left_pick(nodes: int, drawn: int, special: int, itemsize: int, draft_itemsize: int = 4) -> Work:
+def left_pick(nodes: int, drawn: int, special: int, itemsize: int) -> Work:
     """A draw from one full chunk of R: what :func:`left_mass` reads of it, where and how far to go, and a token."""
     scalars = nodes * (5 * _INDEX + 3 * _FLOAT + special * _INDEX)  # the level is float64
-    return Work(CHUNK * (nodes * itemsize + drawn * draft_itemsize) + scalars, 8 * nodes * CHUNK)
+    return Work(CHUNK * (nodes * itemsize + drawn * _FLOAT) + scalars, 8 * nodes * CHUNK)
 
 
-def lowest_kept(rows: int, vocabulary: int, itemsize: int, passes: int = 8, pivots: int = 16) -> Work:
+def lowest_kept(rows: int, vocabulary: int, itemsize: int) -> Work:
     """Thresholds of top-k or top-p: a comparison, a choice and two sums per token, pivot and pass."""
-    return Work(rows * (vocabulary * itemsize + 2 * _FLOAT), 4 * passes * pivots * rows * vocabulary)
+    return Work(rows * (vocabulary * itemsize + 2 * _FLOAT), 4 * _COMPARISONS * rows * vocabulary)
 
 
-def tree_expand(rows: int, vocabulary: int, children: int, itemsize: int, *, chunk: int = 4096) -> Work:
-    """Children of the nodes of a level: four operations per score, and those of sorting are comparisons.
-
-    Args:
-        rows: nodes of the level.
-        vocabulary: V.
-        children: of every node.
-        itemsize: bytes of a score.
-        chunk: scores that one program reads.
-    """
-    chunks, wide = -(-vocabulary // chunk), max(2, 1 << (children - 1).bit_length())
+def tree_expand(rows: int, vocabulary: int, children: int, itemsize: int) -> Work:
+    """Children of the nodes of a level: four operations per score, and those of sorting are comparisons."""
+    chunks, wide = -(-vocabulary // _SCORES), max(2, 1 << (children - 1).bit_length())
     between = 2 * chunks * (wide * _INDEX + 2 * _FLOAT)  # keys, maxima and sums of chunks, written and read
     made = children * (_INDEX + _FLOAT)
     return Work(rows * (vocabulary * itemsize + between + made), 4 * rows * vocabulary)
 
 
-def recursive_rejection(
-    rows: int,
-    inner: int,
-    children: int,
-    samples: int,
-    vocabulary: int,
-    itemsize: int,
-    *,
-    drawn: int | None = None,
-    replacement: bool = False,
-) -> Work:
+def recursive_rejection(rows: int, inner: int, children: int, samples: int, vocabulary: int, itemsize: int) -> Work:
     """A batch of trees verified by recursive rejection: one pass over all rows, then over those of the inner nodes.
 
     Args:
-        rows: T, nodes of all trees.
-        inner: those with children.
+        rows: nodes of all trees.
+        inner: those with children, which were drawn without replacement.
         children: most children of a node.
         samples: trees.
         vocabulary: V.
         itemsize: bytes of a score.
-        drawn: inner nodes whose children were drawn from a row; all of them if ``None``.
-        replacement: whether draws may repeat a token, which takes one more pass.
     """
-    drawn = inner if drawn is None else drawn
-    passes = left_mass(inner, drawn, vocabulary, children, itemsize).times(children + 1 + replacement)
-    end = left_mass(samples, samples if drawn else 0, vocabulary, children, itemsize)
-    return row_stats(rows, vocabulary, itemsize).plus(
-        passes, end, left_pick(samples, samples if drawn else 0, children, itemsize)
-    )
+    passes = left_mass(inner, inner, vocabulary, children, itemsize).times(children + 1)
+    end = left_mass(samples, samples, vocabulary, children, itemsize)
+    return row_stats(rows, vocabulary, itemsize).plus(passes, end, left_pick(samples, samples, children, itemsize))

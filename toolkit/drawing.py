@@ -1,9 +1,9 @@
 """Pictures of trees and of steps, and what all pictures have in common."""
 
-from collections.abc import Callable, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from arbordraft.files import new_file
 from arbordraft.topology import TreeTopology
@@ -12,12 +12,12 @@ from arbordraft.types import SampleTree, SampleVerdict
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.patches import Rectangle
 
 # Told apart by every kind of eye (Okabe and Ito), the first ones best.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 GREY = "#8c8c8c"
 _ACCEPTED, _REJECTED, _OWN = "#009E73", "#d9d9d9", "#0072B2"
+_Spell = Callable[[int], str]
 
 
 def new_figure(width: float, height: float) -> "Figure":
@@ -112,35 +112,17 @@ def acceptance_picture(topology: TreeTopology, by_rank: Sequence[float]) -> "Fig
         for rank, child in enumerate(children):
             chance[child] = chance[parent] * (by_rank[rank] if rank < len(by_rank) else 0.0)
     place = columns(topology)
-    leaves = round(max(place)) + 1
-    figure = new_figure(max(5.0, 0.8 * leaves), 1.2 + 1.0 * topology.max_depth)
+    figure = new_figure(max(5.0, 0.8 * (round(max(place)) + 1)), 1.2 + 1.0 * topology.max_depth)
     axes = figure.subplots()
-    _edges(axes, topology, place, width=lambda node: 0.5 + 5 * chance[node])
+    _edges(axes, topology, place, lambda node: {"lw": 0.5 + 5 * chance[node]})
     depths = [-depth for depth in topology.depth_list]
-    axes.scatter(
-        place,
-        depths,
-        s=[60 + 1500 * each for each in chance],
-        c=[each**0.5 for each in chance],  # the eye tells small ones apart
-        cmap="YlGn",
-        vmin=-0.2,
-        vmax=1.1,
-        edgecolors=_ACCEPTED,
-        zorder=2,
-    )
-    for node, (x, y) in enumerate(zip(place, depths, strict=True)):
-        inside = chance[node] > 0.2
-        axes.annotate(
-            f"{chance[node]:.0%}",
-            (x, y),
-            (0 if inside else 10, 0),
-            textcoords="offset points",
-            ha="center" if inside else "left",
-            va="center",
-            color="white" if chance[node] > 0.5 else "black",
-            fontsize=9,
-            zorder=3,
-        )
+    sizes, shades = [60 + 1500 * each for each in chance], [each**0.5 for each in chance]  # small ones stay apart
+    axes.scatter(place, depths, s=sizes, c=shades, cmap="YlGn", vmin=-0.2, vmax=1.1, edgecolors=_ACCEPTED, zorder=2)
+    for each, x, y in zip(chance, place, depths, strict=True):
+        where: dict[str, Any] = {"xytext": (0, 0), "ha": "center"} if each > 0.2 else {"xytext": (10, 0), "ha": "left"}
+        colour = "white" if each > 0.5 else "black"
+        where |= {"textcoords": "offset points", "va": "center", "color": colour, "fontsize": 9, "zorder": 3}
+        axes.annotate(f"{each:.0%}", (x, y), **where)
     axes.set_axis_off()
     axes.margins(0.08, 0.14)
     axes.set_title(f"chance that a node is accepted: {sum(chance):.2f} tokens per forward are expected", fontsize=11)
@@ -148,10 +130,7 @@ def acceptance_picture(topology: TreeTopology, by_rank: Sequence[float]) -> "Fig
 
 
 def step_picture(
-    trees: Sequence[SampleTree],
-    verdicts: Sequence[SampleVerdict],
-    lengths: Sequence[int],
-    spell: Callable[[int], str],
+    trees: Sequence[SampleTree], verdicts: Sequence[SampleVerdict], lengths: Sequence[int], spell: _Spell
 ) -> "Figure":
     """One step as data: ragged trees, the packed rows with their mask, and what was decided.
 
@@ -169,105 +148,81 @@ def step_picture(
         raise ValueError(f"got {len(trees)} trees, {len(verdicts)} verdicts and {len(lengths)} lengths")
     figure = new_figure(12.5, 1.5 * len(trees) + 0.6)
     grid = figure.add_gridspec(len(trees), 3, width_ratios=[4.2, 4.2, 3.6])
+    drafts, outcomes = ([figure.add_subplot(grid[sample, column]) for sample in range(len(trees))] for column in (0, 2))
     for sample, (tree, verdict) in enumerate(zip(trees, verdicts, strict=True)):
-        _drafts(figure.add_subplot(grid[sample, 0]), sample, tree, verdict, spell)
-        _outcome(figure.add_subplot(grid[sample, 2]), sample, tree, verdict, lengths[sample], spell)
-    _packed_rows(figure.add_subplot(grid[:, 1]), trees, lengths, spell)
+        _drafts(drafts[sample], tree, verdict, spell)
+        _outcome(outcomes[sample], tree, verdict, lengths[sample], spell)
+    packed = figure.add_subplot(grid[:, 1])
+    _packed_rows(packed, trees, lengths, spell)
+    rows = sum(len(tree.tokens) for tree in trees)
+    drafts[0].set_title("1  a draft tree per sample, each of its own size", fontsize=11, loc="left")
+    packed.set_title(f"2  one forward over all {rows} rows, none is padding", fontsize=11, loc="left")
+    outcomes[0].set_title("3  a verdict per sample", fontsize=11, loc="left")
     return figure
 
 
-def _drafts(axes: "Axes", sample: int, tree: SampleTree, verdict: SampleVerdict, spell: Callable[[int], str]) -> None:
+def _drafts(axes: "Axes", tree: SampleTree, verdict: SampleVerdict, spell: _Spell) -> None:
     place, accepted = columns(tree.topology), {0, *verdict.path}
+    chosen, others = {"color": _ACCEPTED, "lw": 2.5}, {"color": GREY, "lw": 1}
+    _edges(axes, tree.topology, place, lambda node: chosen if node in accepted else others, tree.tokens)
     for node, token in tree.tokens.items():
-        x, y, parent = place[node], -tree.topology.depth_list[node], tree.topology.parent_list[node]
-        if parent >= 0:
-            colour, width = (_ACCEPTED, 2.5) if node in accepted else (GREY, 1)
-            axes.plot([x, place[parent]], [y, y + 1], color=colour, lw=width, zorder=1)
         colour = _OWN if node == 0 else _ACCEPTED if node in accepted else _REJECTED
-        axes.annotate(
-            spell(token),
-            (x, y),
-            ha="center",
-            va="center",
-            fontsize=10,
-            color="black" if colour == _REJECTED else "white",
-            bbox={"boxstyle": "round,pad=0.3", "facecolor": colour, "edgecolor": "none"},
-        )
+        _word(axes, spell(token), place[node], -tree.topology.depth_list[node], colour)
     axes.set_axis_off()
     axes.set_xlim(min(place) - 0.7, max(place) + 0.7)
     axes.set_ylim(-max(tree.topology.depth_list[node] for node in tree.tokens) - 0.5, 0.5)
-    if sample == 0:
-        axes.set_title("1  a draft tree per sample, each of its own size", fontsize=11, loc="left")
 
 
-def _packed_rows(
-    axes: "Axes", trees: Sequence[SampleTree], lengths: Sequence[int], spell: Callable[[int], str]
-) -> None:
-    sizes = [len(tree.tokens) for tree in trees]
-    starts = [0, *accumulate(sizes)]
-    for sample, (tree, start) in enumerate(zip(trees, starts, strict=False)):
+def _packed_rows(axes: "Axes", trees: Sequence[SampleTree], lengths: Sequence[int], spell: _Spell) -> None:
+    from matplotlib.patches import Rectangle
+
+    starts = [0, *accumulate(len(tree.tokens) for tree in trees)]
+    for sample, (tree, (start, end)) in enumerate(zip(trees, pairwise(starts), strict=True)):
         nodes, colour = list(tree.tokens), COLOURS[(sample + 3) % len(COLOURS)]  # the first three mean something
-        seen = tree.topology.visible[nodes][:, nodes].tolist()
-        for row, sees in enumerate(seen):
-            depth = tree.topology.depth_list[nodes[row]]
-            axes.text(-0.7, start + row, f"{lengths[sample] - 1 + depth}", ha="right", va="center", fontsize=8)
-            axes.text(-1.8, start + row, spell(tree.tokens[nodes[row]]), ha="right", va="center", fontsize=8)
-            for column, visible in enumerate(sees):
+        for row, sees in enumerate(tree.topology.visible[nodes][:, nodes].tolist(), start):
+            node = nodes[row - start]
+            position = lengths[sample] - 1 + tree.topology.depth_list[node]
+            axes.text(-0.7, row, str(position), ha="right", va="center", fontsize=8)
+            axes.text(-1.8, row, spell(tree.tokens[node]), ha="right", va="center", fontsize=8)
+            for column, visible in enumerate(sees, start):
                 face = colour if visible else "#f3f3f3"
-                axes.add_patch(_cell(start + column, start + row, face))
-        right = start + sizes[sample] + 3 < starts[-1]
-        axes.text(
-            start + sizes[sample] - 0.2 if right else start - 0.8,
-            start + (sizes[sample] - 1) / 2,
-            f"sample {sample}",
-            ha="left" if right else "right",
-            va="center",
-            fontsize=9,
-            color=colour,
-        )
+                axes.add_patch(Rectangle((column - 0.45, row - 0.45), 0.9, 0.9, facecolor=face, edgecolor="none"))
+        x, side = (end - 0.2, "left") if end + 3 < starts[-1] else (start - 0.8, "right")
+        axes.text(x, (start + end - 1) / 2, f"sample {sample}", ha=side, va="center", fontsize=9, color=colour)
     axes.set_xlim(-4.2, starts[-1] - 0.4)
     axes.set_ylim(starts[-1] - 0.3, -1.4)
     axes.set_aspect("equal", anchor="N")
     axes.set_axis_off()
     axes.text(-0.55, -1, "token, position", ha="right", va="center", fontsize=8)
-    axes.set_title(f"2  one forward over all {starts[-1]} rows, none is padding", fontsize=11, loc="left")
 
 
-def _cell(x: float, y: float, colour: str) -> "Rectangle":
-    from matplotlib.patches import Rectangle
-
-    return Rectangle((x - 0.45, y - 0.45), 0.9, 0.9, facecolor=colour, edgecolor="none")
-
-
-def _outcome(
-    axes: "Axes", sample: int, tree: SampleTree, verdict: SampleVerdict, length: int, spell: Callable[[int], str]
-) -> None:
-    words = [(spell(tree.tokens[node]), _ACCEPTED) for node in verdict.path]
-    words.append((spell(verdict.token), COLOURS[1] if verdict.recovered else COLOURS[0]))
-    for index, (word, colour) in enumerate(words):
-        axes.annotate(
-            word,
-            (index, 0.25),
-            ha="center",
-            va="center",
-            fontsize=10,
-            color="white",
-            bbox={"boxstyle": "round,pad=0.3", "facecolor": colour, "edgecolor": "none"},
-        )
-    kind = "recovered" if verdict.recovered else "bonus"
-    told = f"{len(verdict.path)} accepted + 1 {kind}: {length} → {length + len(words)} tokens"
+def _outcome(axes: "Axes", tree: SampleTree, verdict: SampleVerdict, length: int, spell: _Spell) -> None:
+    for index, node in enumerate(verdict.path):
+        _word(axes, spell(tree.tokens[node]), index, 0.25, _ACCEPTED)
+    accepted, kind = len(verdict.path), "recovered" if verdict.recovered else "bonus"
+    _word(axes, spell(verdict.token), accepted, 0.25, COLOURS[1] if verdict.recovered else COLOURS[0])
+    told = f"{accepted} accepted + 1 {kind}: {length} → {length + accepted + 1} tokens"
     axes.text(-0.4, -0.35, told, fontsize=9, va="center")
     axes.set_xlim(-0.6, 4.0)
     axes.set_ylim(-1, 1)
     axes.set_axis_off()
-    if sample == 0:
-        axes.set_title("3  a verdict per sample", fontsize=11, loc="left")
+
+
+def _word(axes: "Axes", word: str, x: float, y: float, colour: str) -> None:
+    box = {"boxstyle": "round,pad=0.3", "facecolor": colour, "edgecolor": "none"}
+    text = "black" if colour == _REJECTED else "white"
+    axes.annotate(word, (x, y), ha="center", va="center", fontsize=10, color=text, bbox=box)
 
 
 def _edges(
-    axes: "Axes", topology: TreeTopology, place: Sequence[float], width: Callable[[int], float] = lambda _: 1.5
+    axes: "Axes",
+    topology: TreeTopology,
+    place: Sequence[float],
+    look: Callable[[int], dict[str, Any]] = lambda _: {},
+    nodes: Iterable[int] | None = None,
 ) -> None:
-    for node, parent in enumerate(topology.parent_list):
-        depth = topology.depth_list[node]
+    for node in range(topology.num_nodes) if nodes is None else nodes:
+        parent, depth = topology.parent_list[node], topology.depth_list[node]
         if parent >= 0:
-            axes.plot([place[node], place[parent]], [-depth, 1 - depth], color="0.7", lw=width(node), zorder=1)
+            line = {"color": "0.7", "lw": 1.5, "zorder": 1, **look(node)}
+            axes.plot([place[node], place[parent]], [-depth, 1 - depth], **line)

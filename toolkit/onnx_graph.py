@@ -36,7 +36,10 @@ class Graph:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        runtime = _runtime()
+        try:
+            import onnxruntime as runtime
+        except ImportError as error:
+            raise ImportError("exported graphs are run by onnxruntime: pip install 'arbordraft[onnx]'") from error
         options = runtime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
         options.log_severity_level = 3
@@ -47,15 +50,12 @@ class Graph:
             self._session = runtime.InferenceSession(str(self.path), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # onnxruntime has a class of its own for every cause
             raise ValueError(f"{self.path} cannot be read as a graph: {str(error).splitlines()[0]}") from error
-        metadata = self._session.get_modelmeta().custom_metadata_map
+        entries = self._session.get_modelmeta().custom_metadata_map.items()
         try:
-            self.about: dict[str, Any] = {
-                name.removeprefix(PREFIX): json.loads(value)
-                for name, value in metadata.items()
-                if name.startswith(PREFIX)
-            }
+            ours = {name: json.loads(value) for name, value in entries if name.startswith(PREFIX)}
         except ValueError as error:
             raise ValueError(f"{self.path} has damaged settings ({error}): export it again") from error
+        self.about: dict[str, Any] = {name.removeprefix(PREFIX): value for name, value in ours.items()}
         if self.about.get("format") != FORMAT:
             raise ValueError(
                 f"{self.path} is of format {self.about.get('format', 'unknown')}, not {FORMAT}: write it with "
@@ -69,12 +69,8 @@ class Graph:
         """What it computes."""
         return str(self.about.get("kind"))
 
-    def __call__(self, **inputs: Tensor) -> dict[str, Tensor]:
-        """Its outputs by name."""
-        return self.run(inputs)
-
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The same, for names that are none in Python."""
+        """Its outputs by name."""
         feed = {name: tensor.detach().cpu().contiguous().numpy() for name, tensor in inputs.items()}
         arrays = self._session.run(None, feed)
         return {name: torch.from_numpy(array) for name, array in zip(self.outputs, arrays, strict=True)}
@@ -139,12 +135,13 @@ class RaggedGraph:
         feed = {}
         for layer in range(self._layers):
             names = [PAST.format(layer, part) for part in ("key", "value")]
-            # The first run makes the pools: it knows how large keys and values are.
-            pools = cache.pools(layer, (), torch.empty(0)) if len(columns) else (None, None)
-            for name, pool in zip(names, pools, strict=True):
-                _, heads, _, size = self.graph.inputs[name]
-                empty = torch.empty(len(behind), heads, 0, size)
-                feed[name] = empty if pool is None else pool[slots].transpose(1, 2)
+            if len(columns):
+                pools = cache.pools(layer, (), torch.empty(0))
+                feed |= {name: pool[slots].transpose(1, 2) for name, pool in zip(names, pools, strict=True)}
+            else:  # the first run makes the pools: it knows how large keys and values are
+                sizes = (self.graph.inputs[name] for name in names)
+                empty = (torch.empty(len(behind), heads, 0, size) for _, heads, _, size in sizes)
+                feed |= dict(zip(names, empty, strict=True))
         return feed
 
 
@@ -159,11 +156,3 @@ def _mask(batch: RaggedBatch, behind: Sequence[int], most: int) -> Tensor:
         mask[sample, 0, :rows, :before] = seen[:, :before]
         mask[sample, 0, :rows, past : past + rows] = seen[:, before:]
     return mask
-
-
-def _runtime() -> Any:
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise ImportError("exported graphs are run by onnxruntime: pip install 'arbordraft[onnx]'") from error
-    return onnxruntime

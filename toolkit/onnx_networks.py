@@ -8,6 +8,7 @@ vocabulary, V vocabulary, N draft heads.
 """
 
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
@@ -45,11 +46,6 @@ class OnnxNetwork(nn.Module):
                 raise ValueError(f"{graph.path}: its draft vocabulary is damaged; export it again")
 
     @property
-    def draft_vocab_size(self) -> int:
-        """D."""
-        return self._size if self._tokens is None else len(self._tokens)
-
-    @property
     def acceptance(self) -> list[float] | None:
         """How often the next token was the most probable one, the second, and so on, if the file says so.
 
@@ -60,7 +56,7 @@ class OnnxNetwork(nn.Module):
 
         table: list[float] | None = self.graph.about.get("acceptance")
         if table is not None:
-            check_acceptance(table, self.draft_vocab_size)
+            check_acceptance(table, self._size if self._tokens is None else len(self._tokens))
         return table
 
     def widen(self, logits: Tensor) -> Tensor:
@@ -148,12 +144,8 @@ class OnnxEagle(OnnxNetwork):
     """
 
     def __init__(self, graph: Graph, fuse: Graph, target: RaggedModel) -> None:
-        from arbordraft.heads.eagle import EagleConfig
-
         super().__init__(graph, target)
-        self.config = EagleConfig(
-            vocab_size=target.vocab_size,
-            draft_vocab_size=self.draft_vocab_size,
+        self.config = SimpleNamespace(
             hidden_layers=graph.about["hidden_layers"],
             acceptance=self.acceptance,
             max_position_embeddings=graph.about["max_positions"],
@@ -162,7 +154,7 @@ class OnnxEagle(OnnxNetwork):
 
     def fuse(self, states: Tensor) -> Tensor:
         """``[T, F]`` of the target to ``[T, H]``."""
-        return self._fuse(hidden_states=states[None].float())["fused"][0]
+        return self._fuse.run({"hidden_states": states[None].float()})["fused"][0]
 
     def forward(
         self, tokens: Tensor, hidden: Tensor, batch: RaggedBatch, cache: RaggedKVCache, rows: Tensor | None = None
@@ -185,21 +177,13 @@ class OnnxMedusa(OnnxNetwork):
     """
 
     def __init__(self, graph: Graph, target: RaggedModel) -> None:
-        from arbordraft.heads.medusa import MedusaConfig
-
         super().__init__(graph, target)
-        self.config = MedusaConfig(
-            vocab_size=target.vocab_size,
-            draft_vocab_size=self.draft_vocab_size,
-            acceptance=self.acceptance,
-            num_heads=int(graph.about["num_heads"]),
-        )
-        size = target.model.config.get_text_config().hidden_size
-        self.check_logits(graph(hidden_states=torch.ones(1, size))["logits"])
+        self.config = SimpleNamespace(acceptance=self.acceptance, num_heads=int(graph.about["num_heads"]))
+        self.check_logits(self.prepare(torch.ones(1, target.model.config.get_text_config().hidden_size)))
 
     def prepare(self, hidden: Tensor) -> Tensor:
         """``[R, N, D]``: the graph runs all heads at once."""
-        return self.graph(hidden_states=hidden.float())["logits"]
+        return self.graph.run({"hidden_states": hidden.float()})["logits"]
 
     def logits(self, prepared: Tensor, head: int) -> Tensor:
         """``[R, D]`` logits of one head."""

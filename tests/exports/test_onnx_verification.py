@@ -65,7 +65,8 @@ def test_one_top_and_one_tail_are_spechub(graphs):
     given = cases(1, 1, seed=1)
     logits, draft, tokens, uniforms = given
     graph = Graph(graphs("verification").folder / "verification.onnx")
-    found = graph(logits=logits, draft_probs=draft, draft_tokens=torch.tensor(tokens), uniforms=uniforms)
+    inputs = {"logits": logits, "draft_probs": draft, "draft_tokens": torch.tensor(tokens), "uniforms": uniforms}
+    found = graph.run(inputs)
     assert (found["accepted"].tolist(), found["token"].tolist()) == by_rule(SpecHub(), TopTail(1, 1), *given)
 
 
@@ -78,7 +79,7 @@ def test_another_vocabulary_and_a_single_node(graphs):
         draft = logits.softmax(-1)
         tokens = torch.tensor([[1, int(draft.argmax())]] if draft.argmax() != 1 else [[0, 1]])
         inputs = {"draft_probs": draft, "draft_tokens": tokens, "uniforms": torch.tensor([[0.9, 0.9, 0.5]]).double()}
-        assert 0 <= graph(logits=logits, **inputs)["token"].item() < vocabulary
+        assert 0 <= graph.run({"logits": logits, **inputs})["token"].item() < vocabulary
 
 
 def test_rows_with_few_tokens_have_fewer_children():
