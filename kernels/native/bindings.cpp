@@ -6,6 +6,7 @@
 #include <torch/library.h>
 
 #include "../decoder_layers/cpu.h"
+#include "../gumbel/cpu.h"
 #include "../prepacked_linear/cpu.h"
 #include "../ragged_tree_attention/cpu.h"
 #include "../verify/cpu.h"
@@ -376,6 +377,52 @@ std::tuple<Tensor, Tensor> row_max(const Tensor& x) {
   return {values, tokens};
 }
 
+NoiseKey noise_key(const Tensor& seeds, const Tensor& positions, int64_t row) {
+  const uint64_t seed = uint64_t(integers(seeds)[row]);
+  return {uint32_t(seed), uint32_t(seed >> 32), uint32_t(integers(positions)[row])};
+}
+
+Tensor gumbel(const Tensor& seeds, const Tensor& positions, int64_t vocabulary) {
+  const int64_t rows = seeds.numel();
+  TORCH_CHECK(positions.numel() == rows && vocabulary > 0, "expected a seed and a position for every row");
+  Tensor out = at::empty({rows, vocabulary}, seeds.options().dtype(at::kDouble));
+  double* to = out.mutable_data_ptr<double>();
+  team(rows * vocabulary >= kWorthATeam / 4, [&](int thread, int threads) {
+    const Range range = share(vocabulary, kGroup, thread, threads);
+    for (int64_t r = 0; r < rows; ++r) gumbel_row(noise_key(seeds, positions, r), range, vocabulary, to + r * vocabulary);
+  });
+  return out;
+}
+
+Tensor gumbel_argmax(const Tensor& scores, const Tensor& seeds, const Tensor& positions, double temperature) {
+  TORCH_CHECK(scores.dim() == 2 && scores.size(1) > 0, "expected rows of scores");
+  const int64_t rows = scores.size(0), size = scores.size(1);
+  TORCH_CHECK(seeds.numel() == rows && positions.numel() == rows, "expected a seed and a position for every row");
+  TORCH_CHECK(temperature > 0, "the temperature must be positive, got ", temperature);
+  Tensor tokens = at::empty({rows}, scores.options().dtype(at::kLong));
+  int64_t* token = tokens.mutable_data_ptr<int64_t>();
+  const int most = at::get_num_threads();
+  std::vector<std::pair<double, int64_t>> found(rows * most, {-std::numeric_limits<double>::infinity(), -1});
+  const auto search = [&](const auto* from) {
+    team(rows * size >= kWorthATeam / 4, [&](int thread, int threads) {
+      const Range range = share(size, kGroup, thread, threads);
+      for (int64_t r = 0; r < rows; ++r) {
+        auto& [best, place] = found[r * most + thread];
+        gumbel_maximum(
+            from + r * size, float(temperature), noise_key(seeds, positions, r), {range.begin, range.end}, size, best, place);
+      }
+    });
+  };
+  scores.scalar_type() == at::kBFloat16 ? search(data<bf16>(scores)) : search(data<float>(scores));
+  for (int64_t r = 0; r < rows; ++r) {
+    std::pair<double, int64_t> best = found[r * most];  // shares are in the order of tokens: the first one wins
+    for (int64_t t = 1; t < most; ++t)
+      if (found[r * most + t].first > best.first) best = found[r * most + t];
+    token[r] = best.second;
+  }
+  return tokens;
+}
+
 std::string isa() { return kIsa; }
 
 // For a process that was forked before it loaded this library.
@@ -395,6 +442,8 @@ TORCH_LIBRARY(arbordraft, m) {
         "Tensor(b!)[] values, Tensor cosine, Tensor sine, Tensor samples, Tensor positions, Tensor slots, "
         "Tensor? words, Tensor? tree_positions, int[] taps) -> (Tensor, Tensor)");
   m.def("row_max(Tensor x) -> (Tensor, Tensor)");
+  m.def("gumbel(Tensor seeds, Tensor positions, int vocabulary) -> Tensor");
+  m.def("gumbel_argmax(Tensor scores, Tensor seeds, Tensor positions, float temperature) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(arbordraft, CPU, m) {
@@ -403,6 +452,8 @@ TORCH_LIBRARY_IMPL(arbordraft, CPU, m) {
   m.impl("ragged_tree_attention", &ragged_tree_attention);
   m.impl("decoder_layers", &decoder_layers);
   m.impl("row_max", &row_max);
+  m.impl("gumbel", &gumbel);
+  m.impl("gumbel_argmax", &gumbel_argmax);
 }
 
 }  // namespace arbordraft

@@ -2,12 +2,20 @@
 
 from typing import Any
 
-from torch import Tensor, float32, int64, library
+from torch import Tensor, float32, float64, int64, library
 
 
 def register() -> None:
     """Tells torch; once per process, after the library was loaded."""
-    for fake in (_prepacked_linear, _rms_norm, _ragged_tree_attention, _decoder_layers, _row_max):
+    for fake in (
+        _prepacked_linear,
+        _rms_norm,
+        _ragged_tree_attention,
+        _decoder_layers,
+        _row_max,
+        _gumbel,
+        _gumbel_argmax,
+    ):
         library.register_fake(f"arbordraft::{fake.__name__[1:]}", fake)
 
 
@@ -32,3 +40,11 @@ def _decoder_layers(hidden: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
 
 def _row_max(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape[0], dtype=float32), x.new_empty(x.shape[0], dtype=int64)
+
+
+def _gumbel(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
+    return seeds.new_empty(seeds.shape[0], vocabulary, dtype=float64)
+
+
+def _gumbel_argmax(scores: Tensor, seeds: Tensor, positions: Tensor, temperature: float) -> Tensor:
+    return scores.new_empty(scores.shape[0], dtype=int64)

@@ -1,0 +1,62 @@
+"""Gumbel noise that target and drafter share: a pure function of a seed, a position and a token.
+
+Sampling from a row is taking the highest of ``log p + g``: who knows the seed and the position can repeat it.
+
+Shapes: R rows, V vocabulary.
+"""
+
+import torch
+from torch import Tensor
+
+from arbordraft.kernels import choice, native
+from arbordraft.kernels.gumbel.reference import gumbel_argmax_reference, gumbel_reference
+
+
+def gumbel(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
+    """Standard Gumbel noise, with the same bits from every implementation.
+
+    Args:
+        seeds: ``[R]`` int64, of which all 64 bits count.
+        positions: ``[R]`` int64, 0 to 2**32 - 1.
+        vocabulary: V.
+
+    Returns:
+        ``[R, V]`` float64, from -3.7 to 45.1: 64 bits decide about the upper tail.
+    """
+    if choice.wants_triton("gumbel", seeds):
+        from arbordraft.kernels.gumbel.operator import noise
+
+        return noise(seeds, positions, vocabulary)
+    if seeds.is_cpu and choice.wants_native() and native.load():
+        return torch.ops.arbordraft.gumbel(seeds.contiguous(), positions.contiguous(), vocabulary)
+    return gumbel_reference(seeds, positions, vocabulary)
+
+
+def gumbel_argmax(
+    scores: Tensor, seeds: Tensor, positions: Tensor, temperature: float = 1.0, lowest: Tensor | None = None
+) -> Tensor:
+    """Draws a token from every row: the highest of ``scores / temperature + g``, the first of several.
+
+    Args:
+        scores: ``[R, V]`` logits, without NaN.
+        seeds: as for :func:`gumbel`.
+        positions: as for :func:`gumbel`, of the tokens to draw.
+        temperature: above 0; scores are divided by it in float32 (float64 stays float64), the noise is not.
+        lowest: ``[R]`` divided scores below which no token is drawn.
+
+    Returns:
+        ``[R]`` int64; -1 where no score is above -inf.
+    """
+    if choice.wants_triton("gumbel_argmax", scores):
+        from arbordraft.kernels.gumbel.operator import argmax
+
+        return argmax(scores, seeds, positions, temperature, lowest)
+    known = scores.is_cpu and scores.dtype in (torch.float32, torch.bfloat16) and lowest is None
+    if known and choice.wants_native() and native.load():
+        return torch.ops.arbordraft.gumbel_argmax(
+            scores.contiguous(), seeds.contiguous(), positions.contiguous(), temperature
+        )
+    return gumbel_argmax_reference(scores, seeds, positions, temperature, lowest)
+
+
+__all__ = ["gumbel", "gumbel_argmax", "gumbel_argmax_reference", "gumbel_reference"]

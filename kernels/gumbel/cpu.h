@@ -1,0 +1,144 @@
+// Gumbel noise by the definition in reference.py, and the highest of scores with noise. Rounding is part of the definition:
+// compile without contraction.
+#pragma once
+
+#include <bit>
+
+#include "../native/simd.h"
+
+namespace arbordraft {
+
+constexpr int64_t kGroup = 4 * kLanes;  // tokens of 16 neighbouring counters
+
+struct NoiseKey {
+  uint32_t low, high, position;
+};
+
+// The upper and the lower words of sixteen products.
+inline void product(const uint32_t* x, uint32_t by, uint32_t* high, uint32_t* low) {
+#if defined(__AVX512F__)
+  const __m512i even = _mm512_loadu_si512(x), m = _mm512_set1_epi32(int(by));
+  const __m512i p = _mm512_mul_epu32(even, m), q = _mm512_mul_epu32(_mm512_srli_epi64(even, 32), m);
+  _mm512_storeu_si512(high, _mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(p, 32), q));
+  _mm512_storeu_si512(low, _mm512_mask_blend_epi32(0xaaaa, p, _mm512_slli_epi64(q, 32)));
+#else
+  for (int i = 0; i < kLanes; ++i) {
+    const uint64_t p = uint64_t(x[i]) * by;
+    high[i] = uint32_t(p >> 32);
+    low[i] = uint32_t(p);
+  }
+#endif
+}
+
+// Words `half` of the group of tokens that begins at `first`.
+inline void philox(NoiseKey key, int64_t first, uint32_t half, uint32_t* words) {
+  uint32_t *a = words, *b = words + kLanes, *c = words + 2 * kLanes, *d = words + 3 * kLanes;
+  for (int i = 0; i < kLanes; ++i) {
+    a[i] = uint32_t(first / kGroup * kLanes + i);
+    b[i] = key.position;
+    c[i] = half;
+    d[i] = 0;
+  }
+#pragma GCC unroll 10
+  for (int round = 0; round < 10; ++round) {
+    uint32_t above_a[kLanes], below_a[kLanes], above_c[kLanes], below_c[kLanes];
+    product(a, 0xD2511F53u, above_a, below_a);
+    product(c, 0xCD9E8D57u, above_c, below_c);
+    for (int i = 0; i < kLanes; ++i) {
+      a[i] = above_c[i] ^ b[i] ^ key.low;
+      b[i] = below_c[i];
+      c[i] = above_a[i] ^ d[i] ^ key.high;
+      d[i] = below_a[i];
+    }
+    key.low += 0x9E3779B9u;
+    key.high += 0xBB67AE85u;
+  }
+}
+
+inline double logarithm(double x) {
+  constexpr double kRootHalf = 0.7071067811865476;
+  const uint64_t bits = std::bit_cast<uint64_t>(x);
+  const double m = std::bit_cast<double>((bits & 0xfffffffffffffull) | 0x3fe0000000000000ull);  // 1/2 to 1
+  const bool small = m < kRootHalf;
+  const int32_t e = int32_t(bits >> 52) - 1022 - small;
+  const double near = small ? m + m : m, s = (near - 1) / (near + 1), square = s * s;
+  double series = 1.0 / 21;
+  series = series * square + 1.0 / 19;
+  series = series * square + 1.0 / 17;
+  series = series * square + 1.0 / 15;
+  series = series * square + 1.0 / 13;
+  series = series * square + 1.0 / 11;
+  series = series * square + 1.0 / 9;
+  series = series * square + 1.0 / 7;
+  series = series * square + 1.0 / 5;
+  series = series * square + 1.0 / 3;
+  series = series * square + 1.0;
+  return double(e) * 0.6931471805599453 + (s + s) * series;
+}
+
+inline double gumbel_of(uint32_t upper, uint32_t lower) {
+  const double y = std::min(((lower + 0.5) * 0x1p-32 + upper) * 0x1p-32, 1 - 0x1p-53);
+  const double rest = 1 - y;
+  const bool lost = rest == 1;
+  const double exact = -logarithm(rest) * (y / (lost ? y : 1 - rest));
+  return -logarithm(lost ? y : exact);
+}
+
+// The noise of tokens `range` (whole groups; `size` of them are real) of one row.
+inline void gumbel_row(NoiseKey key, Range range, int64_t size, double* out) {
+  uint32_t upper[kGroup], lower[kGroup];
+  for (int64_t first = range.begin; first < range.end; first += kGroup) {
+    philox(key, first, 0, upper);
+    philox(key, first, 1, lower);
+    double values[kGroup];
+    for (int i = 0; i < kGroup; ++i) values[i] = gumbel_of(upper[i], lower[i]);
+    std::memcpy(out + first, values, std::min(kGroup, size - first) * sizeof(double));
+  }
+}
+
+// log2 within 0.01, by a parabola through 1 and 2.
+inline float rough_log2(float x) {
+  const uint32_t bits = std::bit_cast<uint32_t>(x);
+  const float m = std::bit_cast<float>((bits & 0x7fffffu) | 0x3f800000u);
+  return float(int32_t(bits >> 23) - 127) + ((-1.f / 3 * m + 2.f) * m - 5.f / 3);
+}
+
+// What the noise does not exceed, given its upper word: infinity if that is 0.
+inline float gumbel_bound(uint32_t upper) {
+  const float y = float(upper >> 8) * 0x1p-24f;  // cut off, so that it is no greater
+  const float least = std::max(y, -0.6931472f * (rough_log2(std::max(1.f - y, 0x1p-24f)) + 0.0101f));  // of -ln(1 - y)
+  return y > 0 ? -0.6931472f * (rough_log2(least) - 0.0101f) : std::numeric_limits<float>::infinity();
+}
+
+// The first of the highest `scores / temperature + noise` among the tokens of a range. Words are costly and logarithms more
+// so: half of the words and a bound of the noise tell nearly all tokens from possible winners.
+template <class T>
+inline void gumbel_maximum(
+    const T* scores, float temperature, NoiseKey key, Range range, int64_t size, double& best, int64_t& token) {
+  best = -std::numeric_limits<double>::infinity();
+  token = -1;
+  uint32_t upper[kGroup], lower[kGroup];
+  float x[kGroup], bound[kGroup];
+  for (int64_t first = range.begin; first < range.end; first += kGroup) {
+    const int64_t real = std::min(kGroup, size - first);
+    for (int64_t i = 0; i < kGroup; i += kLanes)
+      if (i < real) store(x + i, load(scores + first + i, real - i) / splat(temperature));
+    for (int64_t i = real; i < kGroup; ++i) x[i] = -std::numeric_limits<float>::infinity();
+    philox(key, first, 0, upper);
+    float highest = -std::numeric_limits<float>::infinity();
+    for (int i = 0; i < kGroup; ++i) {
+      bound[i] = x[i] + gumbel_bound(upper[i]) + std::abs(x[i]) * 1e-6f + 1e-3f;
+      bound[i] = x[i] > -std::numeric_limits<float>::infinity() ? bound[i] : x[i];
+    }
+    for (int i = 0; i < kGroup; ++i) highest = bound[i] > highest ? bound[i] : highest;
+    if (!(highest > best)) continue;
+    philox(key, first, 1, lower);
+    for (int64_t i = 0; i < real; ++i) {
+      if (!(bound[i] > best)) continue;
+      const double value = x[i] + gumbel_of(upper[i], lower[i]);
+      if (value > best) best = value, token = first + i;
+    }
+  }
+}
+
+}  // namespace arbordraft
