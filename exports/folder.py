@@ -1,4 +1,4 @@
-"""What an export wrote, and how; imports nothing, as the command line names these before it knows what to do."""
+"""What an export wrote, and how its weights are kept."""
 
 import hashlib
 import os
