@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -135,9 +135,16 @@ def load(
             }
         if clash := [name for name, value in given.items() if value is not None]:
             raise ValueError(f"{', '.join(clash)}: the model is in memory already; say so where it is made")
-        target = model if isinstance(model, RaggedModel) else _wrapped(model, tokenizer, kernels, keep_weights)
+        if isinstance(model, RaggedModel):
+            target = model
+        else:
+            if tokenizer is None and (home := getattr(model, "name_or_path", "")):
+                tokenizer = load_tokenizer(home, local_files_only=True)
+            target = RaggedModel(model, tokenizer, kernels=kernels, keep_weights=keep_weights)
     proposer = drafter_named(os.fspath(drafter), target) if isinstance(drafter, str | os.PathLike) else drafter
-    logging.getLogger("arbordraft").info("drafter: %s", _described(proposer, drafter))
+    lookups = isinstance(proposer, NGramDrafter)
+    why = ", as no drafter trained for this model is known" if lookups else ", trained for this model"
+    logging.getLogger("arbordraft").info("drafter: %s%s", type(proposer).__name__, why if drafter == "auto" else "")
     table = None if isinstance(costs, str) else costs
     if isinstance(costs, str) and not isinstance(proposer, NoDrafter):
         table = known_rows(target, renew=costs == "renew")
@@ -155,9 +162,9 @@ def _target_named(
     dtype: str | torch.dtype | None,
     kernels: str,
     device: str | torch.device | None,
-    keep_weights: bool,
-    tokenizer: "PreTrainedTokenizerBase | None",
-    revision: str | None,
+    keep_weights: bool = True,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
+    revision: str | None = None,
 ) -> RaggedModel:
     place = torch.device("cuda" if torch.cuda.is_available() else "cpu") if device is None else torch.device(device)
     if place.type == "cpu" and kernels in ("auto", "native"):
@@ -171,27 +178,9 @@ def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype
     if dtype is None:
         fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else native.fast_bfloat16()
         return torch.bfloat16 if fast else torch.float32
-    name = str(dtype).removeprefix("torch.")
-    if name not in list(Dtype):
+    if (name := str(dtype).removeprefix("torch.")) not in list(Dtype):
         raise ValueError(f"dtype must be one of {', '.join(Dtype)}, got {dtype!r}")
-    resolved: torch.dtype = getattr(torch, name)
-    return resolved
-
-
-def _wrapped(model: Any, tokenizer: "PreTrainedTokenizerBase | None", kernels: str, keep_weights: bool) -> RaggedModel:
-    """A model in memory, with the tokenizer that lies where it came from."""
-    home = getattr(model, "name_or_path", "")
-    if tokenizer is None and home:
-        tokenizer = load_tokenizer(home, local_files_only=True)
-    return RaggedModel(model, tokenizer, kernels=kernels, keep_weights=keep_weights)
-
-
-def _described(drafter: Any, asked: Any) -> str:
-    name = type(drafter).__name__
-    if asked != "auto":
-        return name
-    lookups = isinstance(drafter, NGramDrafter)
-    return f"{name}, as no drafter trained for this model is known" if lookups else f"{name}, trained for this model"
+    return cast(torch.dtype, getattr(torch, name))
 
 
 def _paying(drafter: Drafter, costs: CostTable) -> TreeTopology:
@@ -244,14 +233,13 @@ def load_target(
     Raises:
         ValueError: if the model is damaged, incomplete or no causal LM, or it has no tokenizer.
     """
-    native.load_in_background()
-    network, tokenizer = load_model(model, getattr(torch, dtype))
-    if tokenizer is None:
+    target = _target_named(model, dtype, kernels, "cpu")
+    if target.tokenizer is None:
         raise ValueError(
             f"{model} has no tokenizer, and prompts are texts: save it beside the model, "
             "tokenizer.save_pretrained(folder)"
         )
-    return RaggedModel(network, tokenizer, kernels=kernels), tokenizer
+    return target, target.tokenizer
 
 
 def drafter_named(name: str, target: RaggedModel) -> Drafter:

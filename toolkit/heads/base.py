@@ -35,6 +35,18 @@ class CompanionConfig(PreTrainedConfig):
     target_fingerprint: str | None = None
     target_name: str | None = None
 
+    @classmethod
+    def for_target(cls, model: PreTrainedModel, name: str | None, **own: Any) -> Self:
+        """Those of a companion of this model, which people call ``name``; ``own`` are what it has besides."""
+        config: Any = model.config.get_text_config()
+        return cls(
+            vocab_size=model.get_output_embeddings().weight.shape[0],
+            target_hidden_size=config.hidden_size,
+            target_fingerprint=fingerprint(model),
+            target_name=name,
+            **own,
+        )
+
 
 class Companion(PreTrainedModel):
     """A trained network that works beside one target."""
@@ -200,6 +212,12 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``[..., H]``."""
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def mlp_settings(config: Any, intermediate_size: int | None) -> dict[str, Any]:
+    """Size and norm of an MLP like those of a target with this configuration, or of another size."""
+    size = intermediate_size or getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return {"intermediate_size": size, "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-5)}
 
 
 def vocabulary_problems(d2t: Tensor, t2d: Tensor) -> list[str]:

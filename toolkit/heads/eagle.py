@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from arbordraft.heads.base import DraftHead, GatedMLP, HeadConfig, RMSNorm, fingerprint
+from arbordraft.heads.base import DraftHead, GatedMLP, HeadConfig, RMSNorm, mlp_settings
 
 
 class EagleConfig(HeadConfig):
@@ -108,28 +108,22 @@ class EagleHead(DraftHead):
         """
         config = model.config.get_text_config()
         layers = config.num_hidden_layers
-        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        heads = config.num_attention_heads
         rope = getattr(config, "rope_parameters", None) or {}
-        head = cls(
-            EagleConfig(
-                vocab_size=model.get_output_embeddings().weight.shape[0],
-                draft_vocab_size=len(set(tokens)),
-                target_hidden_size=config.hidden_size,
-                hidden_layers=list(hidden_layers or (min(2, layers), layers // 2, max(layers - 3, 0))),
-                target_fingerprint=fingerprint(model),
-                target_name=name,
-                hidden_size=config.hidden_size,
-                intermediate_size=intermediate_size
-                or getattr(config, "intermediate_size", None)
-                or 4 * config.hidden_size,
-                num_attention_heads=config.num_attention_heads,
-                num_key_value_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-                head_dim=dim,
-                rms_norm_eps=getattr(config, "rms_norm_eps", 1e-5),
-                rope_theta=rope.get("rope_theta", 10000.0),
-                max_position_embeddings=config.max_position_embeddings,
-            )
+        settings = EagleConfig.for_target(
+            model,
+            name,
+            draft_vocab_size=len(set(tokens)),
+            hidden_layers=list(hidden_layers or (min(2, layers), layers // 2, max(layers - 3, 0))),
+            hidden_size=config.hidden_size,
+            num_attention_heads=heads,
+            num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            rope_theta=rope.get("rope_theta", 10000.0),
+            max_position_embeddings=config.max_position_embeddings,
+            **mlp_settings(config, intermediate_size),
         )
+        head = cls(settings)
         head.set_vocabulary(tokens)
         head._begin(model)
         return head
@@ -151,13 +145,10 @@ class EagleHead(DraftHead):
         Returns:
             ``[..., Hq, C]``, ``[..., Hkv, C]`` and ``[..., Hkv, C]``.
         """
-        layer, dim = self.midlayer, self.config.head_dim
+        layer, attention = self.midlayer, self.midlayer.self_attn
         x = torch.cat([layer.input_layernorm(embeddings), layer.hidden_norm(hidden)], dim=-1)
-        attention = layer.self_attn
-        query, key, value = (
-            projection(x).unflatten(-1, (-1, dim))
-            for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
-        )
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        query, key, value = (project(x).unflatten(-1, (-1, self.config.head_dim)) for project in projections)
         turned = rotate(torch.cat([query, key], dim=-2), rotary)
         return *turned.split([query.shape[-2], key.shape[-2]], dim=-2), value
 

@@ -6,7 +6,7 @@ Shapes: ... any leading sizes, H hidden size.
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from arbordraft.heads.base import Companion, CompanionConfig, GatedMLP, RMSNorm, fingerprint
+from arbordraft.heads.base import Companion, CompanionConfig, GatedMLP, RMSNorm, mlp_settings
 
 
 class ExitAdapterConfig(CompanionConfig):
@@ -56,20 +56,8 @@ class ExitAdapter(Companion):
             intermediate_size: of the MLP, by default the target's.
             name: of the target.
         """
-        config = model.config.get_text_config()
-        adapter = cls(
-            ExitAdapterConfig(
-                vocab_size=model.get_output_embeddings().weight.shape[0],
-                target_hidden_size=config.hidden_size,
-                hidden_layers=[layers],
-                target_fingerprint=fingerprint(model),
-                target_name=name,
-                intermediate_size=intermediate_size
-                or getattr(config, "intermediate_size", None)
-                or 4 * config.hidden_size,
-                rms_norm_eps=getattr(config, "rms_norm_eps", 1e-5),
-            )
-        )
+        mlp = mlp_settings(model.config.get_text_config(), intermediate_size)
+        adapter = cls(ExitAdapterConfig.for_target(model, name, hidden_layers=[layers], **mlp))
         nn.init.zeros_(adapter.mlp.down_proj.weight)
         return adapter
 

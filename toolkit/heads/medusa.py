@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from arbordraft.heads.base import DraftHead, HeadConfig, fingerprint
+from arbordraft.heads.base import DraftHead, HeadConfig
 
 
 class MedusaConfig(HeadConfig):
@@ -79,19 +79,15 @@ class MedusaHead(DraftHead):
             num_hidden_layers: residual layers of each head.
             name: of the target.
         """
-        config = model.config.get_text_config()
-        head = cls(
-            MedusaConfig(
-                vocab_size=model.get_output_embeddings().weight.shape[0],
-                draft_vocab_size=len(set(tokens)),
-                target_hidden_size=config.hidden_size,
-                hidden_layers=[config.num_hidden_layers],
-                target_fingerprint=fingerprint(model),
-                target_name=name,
-                num_heads=num_heads,
-                num_hidden_layers=num_hidden_layers,
-            )
+        settings = MedusaConfig.for_target(
+            model,
+            name,
+            draft_vocab_size=len(set(tokens)),
+            hidden_layers=[model.config.get_text_config().num_hidden_layers],
+            num_heads=num_heads,
+            num_hidden_layers=num_hidden_layers,
         )
+        head = cls(settings)
         head.set_vocabulary(tokens)
         with torch.no_grad():
             for parameter in head.blocks.parameters():
