@@ -12,7 +12,7 @@ from arbordraft.costs import StepCosts
 from arbordraft.deciders import LearnedDecider
 from arbordraft.drawing import draw_png
 from arbordraft.files import new_folder, write_text
-from arbordraft.training.recording import WholeCheckpoints, publish
+from arbordraft.training.recording import WholeCheckpoints
 from arbordraft.training.shards import ANSWER, Conversation, ShardFolder, pack, write_shard
 from arbordraft.training.spool import Journal, Progress
 from arbordraft.tuning import Choice, Setting, Tuned
@@ -31,6 +31,11 @@ def decider(folder: Path) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         LearnedDecider(0, 2, [4]).save_pretrained(folder)
+
+
+def published(folder: Path) -> None:
+    with new_folder(folder, force=True) as new:
+        (new / "a").write_text("x" * 500)
 
 
 def several(folder: Path) -> None:
@@ -52,7 +57,7 @@ FILES = {
     "text": lambda path: write_text(path, "x" * 500),
 }
 FOLDERS = {
-    "published": lambda folder: publish(folder, lambda new: (new / "a").write_text("x" * 500)),
+    "published": published,
     "exported": several,
     "decider": decider,
     "shards": lambda folder: ShardFolder(folder).claim({"recipe": {"seed": 1}, "target": "a name"}),

@@ -37,7 +37,6 @@ class Batch:
     final: Tensor
 
     def to(self, device: torch.device) -> "Batch":
-        """The same on a device."""
         return Batch(*(getattr(self, name).to(device) for name in self.__dataclass_fields__))
 
     def learned(self, roles: Sequence[int]) -> Tensor:
@@ -105,15 +104,12 @@ class BatchLoader:
             yield self.collate(batches[index * self.of + self.part])
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it stands."""
         return {"epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where :meth:`state_dict` was asked for."""
         self.epoch, self.position = state["epoch"], state["position"]
 
     def collate(self, places: Sequence[Place]) -> Batch:
-        """One batch."""
         shard = self.shards[places[0].shard]
         batch_features = self.features(shard, [place.sequence for place in places])
         spans = [slice(int(shard.offsets[p.sequence]), int(shard.offsets[p.sequence + 1])) for p in places]

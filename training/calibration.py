@@ -103,6 +103,3 @@ def tokens_per_second(lengths: Tensor, passes: Tensor, seconds: Sequence[float])
 def _double(values: Tensor, labels: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     weights = torch.ones_like(labels) if weights is None else weights
     return values.detach().cpu().double(), labels.detach().cpu().double(), weights.detach().cpu().double()
-
-
-__all__ = ["auc", "drafted_lengths", "ece", "fit_temperature", "tokens_per_second"]

@@ -51,11 +51,9 @@ class ChatFormat:
         return _ids(self.tokenizer, text)
 
     def ids_behind(self, text: str) -> list[int]:
-        """Tokens of a text that goes on behind another."""
         return ids_behind(self.tokenizer, text)
 
     def text(self, tokens: Sequence[int]) -> str:
-        """What tokens say."""
         return str(self.tokenizer.decode(list(tokens)))
 
     def _pieces(self, *roles: str) -> list[str]:

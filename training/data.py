@@ -115,7 +115,6 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
             cached.check(self.shards[0], range(min(_CHECKED, len(self.shards[0]))), self._fresh)
 
     def train_dataloader(self) -> BatchLoader:
-        """Batches of this process."""
         rank, world = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
         self._batches = self._loader(self._train, self.seed, rank, world)
         if self._resumed:
@@ -148,7 +147,6 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
         return counts.argsort(descending=True, stable=True)[:count].tolist()
 
     def sequence(self, place: Place) -> tuple[Tensor, Tensor]:
-        """Tokens and roles of a conversation."""
         shard = self.shards[place.shard]
         span = slice(int(shard.offsets[place.sequence]), int(shard.offsets[place.sequence + 1]))
         return shard.tokens[span].long(), shard.roles[span]
@@ -173,7 +171,6 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
         }
 
     def description(self) -> dict[str, Any]:
-        """The target, for the record."""
         return {
             "model": self.spec.model,
             "revision": self.spec.revision,
@@ -286,6 +283,3 @@ def _progress(title: str) -> Progress:
     return Progress(
         TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}")
     )
-
-
-__all__ = ["SelfDistillationDataModule"]

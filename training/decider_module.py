@@ -20,6 +20,7 @@ from arbordraft.checkpoints import read_config
 from arbordraft.costs import StepCosts
 from arbordraft.deciders import LearnedDecider
 from arbordraft.drafters import Drafter
+from arbordraft.heads.eagle import EagleConfig, EagleHead
 from arbordraft.measuring import measure_steps
 from arbordraft.training.batches import Batch
 from arbordraft.training.calibration import auc, drafted_lengths, ece, fit_temperature, tokens_per_second
@@ -93,11 +94,9 @@ class DeciderModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
         self._sequences = 0
 
     def save(self, folder: Path) -> None:
-        """Writes the decider."""
         self.decider.save_pretrained(folder)
 
     def card(self, metrics: Mapping[str, float]) -> str:
-        """The model card."""
         fingerprint = self.data.description()["fingerprint"]
         return card("LearnedDecider", self.data.spec.model, fingerprint, self.data.profile(), metrics)
 
@@ -106,20 +105,16 @@ class DeciderModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
         return {"speeds": self.speeds} if self.speeds else {}
 
     def figures(self, curve: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-        """The same as a picture."""
         return {"speeds": speed_figure(self.speeds)} if self.speeds else {}
 
     def hidden_layers(self, target: RaggedModel) -> tuple[int, ...]:
-        """The target's hidden states that the drafter reads."""
         return self.student.hidden_layers(target)
 
     @property
     def data(self) -> SelfDistillationDataModule:
-        """The data module that trains it."""
         return self.trainer.datamodule
 
     def setup(self, stage: str) -> None:
-        """Brings the drafter to its target."""
         self.attach(self.data.target)
 
     def attach(self, target: RaggedModel) -> None:
@@ -134,11 +129,9 @@ class DeciderModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
             object.__setattr__(self, name, part)
 
     def configure_optimizers(self) -> Optimizer:
-        """AdamW."""
         return AdamW(self.decider.parameters(), lr=self.lr)
 
     def drafts(self, batch: Batch) -> Drafts:
-        """What the drafter does along a batch."""
         features = {"top_k": self.decider.top_k, "hidden_size": self.decider.hidden_size}
         return follow(self.student, batch, self._target, self._teacher, self.draft_steps, **features)
 
@@ -152,7 +145,6 @@ class DeciderModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
         return loss
 
     def on_validation_epoch_start(self) -> None:
-        """Forgets the last validation."""
         self._seen, self._sequences = [], 0
 
     def validation_step(self, batch: Batch, index: int) -> None:
@@ -189,7 +181,6 @@ class DeciderModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
         self.log_dict({f"val/{name}": value for name, value in metrics.items()}, rank_zero_only=False, sync_dist=False)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds what calibration found."""
         checkpoint["calibration"] = self.decider.temperatures, self.decider.threshold
 
     def on_load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
@@ -270,8 +261,6 @@ class DeciderModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
 
 
 def _load(folder: str) -> Student:
-    from arbordraft.heads.eagle import EagleConfig, EagleHead
-
     config = read_config(folder)
     if (kind := config.get("model_type", config.get("class"))) != EagleConfig.model_type:
         raise ValueError(
@@ -287,6 +276,3 @@ def _cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
     """Weighted mean; 0 if there is nothing."""
     losses = functional.binary_cross_entropy_with_logits(logits.float(), labels, reduction="none")
     return (losses * weights).sum() / weights.sum().clamp(min=torch.finfo(torch.float32).tiny)
-
-
-__all__ = ["DeciderModule"]

@@ -14,7 +14,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 RECORD = "arbordraft.record"  # tag with the id of the record that made a run, a model or a version
 REGISTERED = "arbordraft.registered"  # tag of a version with the time of its record, in ms
-BATCH = 100  # MLflow takes as many parameters or tags per request
 
 Point = tuple[str, float, int, int]  # name, value, time in ms, step
 
@@ -109,11 +108,9 @@ class _Delivery:
             case {"kind": "run"}:
                 self._run(record)
             case {"kind": "params", "values": values}:
-                for batch in _batches([entities.Param(*item) for item in values.items()]):
-                    self.client.log_batch(run, params=batch)
+                self.client.log_batch(run, params=[entities.Param(*item) for item in values.items()])
             case {"kind": "tags", "values": values}:
-                for batch in _batches([entities.RunTag(*item) for item in values.items()]):
-                    self.client.log_batch(run, tags=batch)
+                self.client.log_batch(run, tags=[entities.RunTag(*item) for item in values.items()])
             case {"kind": "metrics", "points": points}:
                 self._metrics(points)
             case {"kind": "artifact", "name": name}:
@@ -143,8 +140,7 @@ class _Delivery:
     def _metrics(self, points: Sequence[Point], model_id: str | None = None) -> None:
         from mlflow.entities import Metric
 
-        for batch in _batches([Metric(*point, model_id=model_id) for point in points]):
-            self.client.log_batch(self.progress.run, metrics=batch)
+        self.client.log_batch(self.progress.run, [Metric(*point, model_id=model_id) for point in points])
 
     def _model(self, record: Record, files: Path) -> None:
         from mlflow.entities import LoggedModelOutput
@@ -195,7 +191,3 @@ class _Delivery:
             await_creation_for=0,
             model_id=model.model_id,
         )
-
-
-def _batches(items: list[Any]) -> Iterator[list[Any]]:
-    return (items[start : start + BATCH] for start in range(0, len(items), BATCH))

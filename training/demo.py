@@ -72,6 +72,3 @@ def gain(console: Console, drafter: Path, new_tokens: int = 128) -> None:
         workload = Workload(new_tokens=new_tokens, temperature=temperature, repeats=1)
         rows += in_turns(target, drafter_gain(target, drafters, workload), workload)
     console.print(rows_table(rows))
-
-
-__all__ = ["Demo", "gain"]

@@ -73,7 +73,6 @@ class Recipe:
 
     @property
     def shards(self) -> int:
-        """Number of shards."""
         return -(-self.conversations // self.per_shard)
 
     def of_prompt(self, number: int) -> list[float]:

@@ -22,13 +22,14 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from arbordraft import RaggedModel, TreeTopology
 from arbordraft.checks import whole
+from arbordraft.drawing import tree_picture
 from arbordraft.training.batches import Batch
 from arbordraft.training.data import SelfDistillationDataModule
 from arbordraft.training.drafts import follow
 from arbordraft.training.features import TeacherHead
 from arbordraft.training.losses import distillation_loss, loss_named, position_decay
 from arbordraft.training.optimizers import MuonAdamW
-from arbordraft.training.reports import acceptance_figure, card, tau_figure, tree_figure
+from arbordraft.training.reports import acceptance_figure, card, tau_figure
 from arbordraft.training.resuming import check_fit
 from arbordraft.training.students import EagleStudent, Student
 from arbordraft.training.validation import decoded, expectations
@@ -116,30 +117,25 @@ class DrafterModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
         self._whole.save(folder)
 
     def card(self, metrics: Mapping[str, float]) -> str:
-        """The model card."""
         spec, known = self.data.description(), self.data.profile()
         kind = type(self.student).__name__.removesuffix("Student") + "Drafter"
         return card(kind, spec["model"], spec["fingerprint"], known, metrics)
 
     def tables(self) -> dict[str, dict[str, list[Any]]]:
-        """Samples of what was decoded last."""
         return {"samples": self.samples} if self.samples else {}
 
     def figures(self, curve: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-        """Pictures of the course of training and of the draft tree."""
         return {
             "acceptance": acceptance_figure(curve),
             "tau": tau_figure(curve),
-            "tree": tree_figure(self.tree),
+            "tree": tree_picture(self.tree),
         }
 
     def hidden_layers(self, target: RaggedModel) -> tuple[int, ...]:
-        """The target's hidden states that the student reads."""
         return self.student.hidden_layers(target)
 
     @property
     def data(self) -> SelfDistillationDataModule:
-        """The data module that trains it."""
         return self.trainer.datamodule
 
     def setup(self, stage: str) -> None:
@@ -218,7 +214,6 @@ class DrafterModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
         return loss
 
     def on_validation_epoch_start(self) -> None:
-        """Forgets the last validation."""
         self._seen = []
 
     def validation_step(self, batch: Batch, index: int) -> None:
@@ -294,6 +289,3 @@ class DrafterModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
         total = max(1, self.trainer.estimated_stepping_batches)
         left = min(1.0, max(0.0, (step / total - self.flat) / max(1e-9, 1 - self.flat)))
         return warm * (0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * left)))
-
-
-__all__ = ["DrafterModule", "Phase", "TrainingDiverged", "TrainingOutOfMemory"]

@@ -19,7 +19,7 @@ from arbordraft.deciders.learned import UNLIKELY
 from arbordraft.training.batches import Batch
 from arbordraft.training.features import TeacherHead
 from arbordraft.training.shards import ANSWER
-from arbordraft.training.students import Prediction, Student
+from arbordraft.training.students.base import Prediction, Student
 
 _ROWS = 256  # rows of logits at a time
 _TINY = torch.finfo(torch.float32).tiny
@@ -149,6 +149,3 @@ def _earlier(x: Tensor, by: int) -> Tensor:
 def _before(x: Tensor, start: float) -> Tensor:
     """``[G, M]``: step s holds what s - 1 had."""
     return torch.cat([torch.full_like(x[:1], start), x[:-1]])
-
-
-__all__ = ["Drafts", "follow"]

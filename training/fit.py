@@ -111,6 +111,3 @@ def run(module: Any, arguments: list[str], *, go: bool = True) -> Any:
         seed_everything_default=0,
         trainer_defaults={"logger": False, "enable_checkpointing": True},
     )
-
-
-__all__ = ["checkpoint_folder", "data_of", "known_configs", "resolve_configs", "run"]

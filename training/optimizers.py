@@ -1,6 +1,6 @@
 """Muon for the matrices inside a drafter, AdamW for everything else, as one optimizer."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,37 +12,31 @@ class MuonAdamW(Optimizer):
     """Steps Muon on inner matrices, and AdamW on embeddings, output matrices, norms and biases.
 
     Args:
-        network: what is trained.
+        network: what is trained; the matrices of its ``lm_head`` or ``lm_heads`` map to tokens.
         lr: of AdamW, and of Muon scaled to the same size of update.
-        outputs: names of modules whose matrices belong to AdamW: they map to tokens, where Muon is not meant for.
-        weight_decay: of both.
 
     Source: Muon (Jordan et al., 2024), with the scale of Liu et al., 2025.
     """
 
-    def __init__(
-        self, network: nn.Module, lr: float = 1e-3, outputs: Iterable[str] = ("lm_head",), weight_decay: float = 0.0
-    ) -> None:
+    def __init__(self, network: nn.Module, lr: float = 1e-3) -> None:
         tables = {id(module.weight) for module in network.modules() if isinstance(module, nn.Embedding)}
         inner: list[Tensor] = []
         others: list[Tensor] = []
-        outputs = tuple(outputs)
         for name, parameter in network.named_parameters():
             if parameter.requires_grad:
-                by_token = id(parameter) in tables or any(part.startswith(outputs) for part in name.split("."))
+                by_token = id(parameter) in tables or any(part.startswith("lm_head") for part in name.split("."))
                 (others if parameter.dim() != 2 or by_token else inner).append(parameter)
         self.parts: list[Optimizer] = []
         if inner:
-            muon = Muon(inner, lr=2 * lr, weight_decay=weight_decay, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+            muon = Muon(inner, lr=2 * lr, weight_decay=0.0, momentum=0.95, adjust_lr_fn="match_rms_adamw")
             self.parts.append(muon)
         if others:
-            self.parts.append(AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay))
+            self.parts.append(AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0))
         super().__init__([group for part in self.parts for group in part.param_groups], {})
         self._share()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of both."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -52,7 +46,6 @@ class MuonAdamW(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Of both, as every optimizer's."""
         super().load_state_dict(state_dict)
         self._share()
 

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,6 @@ from arbordraft.files import check_writable, new_file, new_folder, write_text
 RESULT = "best"
 RECIPE = "training.yaml"
 _KEPT = "what was saved before is kept, and --ckpt_path goes on from the last checkpoint"
-
-
-def publish(folder: Path, write: Callable[[Path], None]) -> None:
-    """Writes a folder aside and puts it in place at once; an older one goes only when the new one is complete."""
-    with new_folder(folder, force=True, kept=_KEPT) as new:
-        write(new)
 
 
 class WholeCheckpoints(TorchCheckpointIO):  # type: ignore[misc]  # Lightning is not type-checked here
@@ -68,15 +62,12 @@ class Recorder(Callback):  # type: ignore[misc]  # Lightning is not type-checked
 
     @property
     def result(self) -> Path:
-        """The published network."""
         return self.output / RESULT
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed training goes on with."""
         return {"curve": self.curve}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes it back."""
         self.curve, self._resumed = state_dict["curve"], True
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -86,7 +77,6 @@ class Recorder(Callback):  # type: ignore[misc]  # Lightning is not type-checked
 
     @rank_zero_only  # type: ignore[untyped-decorator, unused-ignore]
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Records what the training depends on."""
         data = trainer.datamodule
         profile = data.profile()
         for tracker in _trackers(trainer):
@@ -134,14 +124,12 @@ class Recorder(Callback):  # type: ignore[misc]  # Lightning is not type-checked
         return self.output / "curve.json"
 
     def _publish(self, trainer: Trainer, pl_module: LightningModule, metrics: Mapping[str, float]) -> None:
-        def write(folder: Path) -> None:
+        with new_folder(self.result, force=True, kept=_KEPT) as folder:
             pl_module.save(folder)
             (folder / "README.md").write_text(pl_module.card(metrics))
             (folder / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
             if self.config:
                 (folder / RECIPE).write_text(self.config)
-
-        publish(self.result, write)
         for tracker in _trackers(trainer):
             tracker.log_checkpoint(self.result, trainer.global_step, metrics)
 
@@ -150,6 +138,3 @@ def _trackers(trainer: Trainer) -> list[Any]:
     from arbordraft.training.tracking import MLflowTracker
 
     return [logger for logger in trainer.loggers if isinstance(logger, MLflowTracker)]
-
-
-__all__ = ["RESULT", "Recorder", "publish"]

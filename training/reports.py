@@ -46,13 +46,6 @@ def speed_figure(speeds: Mapping[str, Sequence[Any]]) -> Any:
     return figure
 
 
-def tree_figure(topology: Any) -> Any:
-    """A draft tree."""
-    from arbordraft.drawing import tree_picture
-
-    return tree_picture(topology)
-
-
 def card(
     kind: str, target: str, fingerprint: str | None, profile: Mapping[str, Any], metrics: Mapping[str, float]
 ) -> str:
@@ -114,6 +107,3 @@ def _figure(x: str, y: str) -> tuple[Any, Any]:
     axes.set_ylabel(y)
     axes.grid(alpha=0.3)
     return figure, axes
-
-
-__all__ = ["acceptance_figure", "card", "speed_figure", "tau_figure", "tree_figure"]

@@ -65,6 +65,3 @@ def check_fit(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
             f"the checkpoint is that of another training: {few(strange)} are missing, unexpected or of another shape; "
             "go on with the configuration that it was written with, or leave --ckpt_path out to begin anew"
         )
-
-
-__all__ = ["check_fit", "check_resumable"]

@@ -65,7 +65,6 @@ class Shard:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the contents."""
         hasher = hashlib.sha256()
         for name, tensor in self.tensors().items():
             hasher.update(name.encode() + str(tuple(tensor.shape)).encode() + tensor.numpy().tobytes())
@@ -204,11 +203,9 @@ class ShardFolder:
             ) from error
 
     def path(self, index: int) -> Path:
-        """Where a shard belongs."""
         return self.folder / f"tokens-{index:05d}.safetensors"
 
     def hidden_path(self, shard: Shard) -> Path:
-        """Where the hidden states of a shard belong."""
         return shard.path.with_name(shard.path.name.replace("tokens-", "hidden-"))
 
     def shards(self) -> Iterator[Shard]:
@@ -223,7 +220,6 @@ class ShardFolder:
         return map(read_shard, paths)
 
     def digest(self) -> str:
-        """Of all shards together."""
         return hashlib.sha256("".join(shard.digest for shard in self.shards()).encode()).hexdigest()
 
     def _paths(self) -> list[Path]:

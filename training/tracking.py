@@ -134,7 +134,6 @@ class MLflowTracker(Logger):  # type: ignore[misc]  # Lightning is not type-chec
 
     @property
     def name(self) -> str:
-        """The experiment."""
         return self._experiment
 
     @functools.cached_property  # folders are named after it, so it must not change when somebody else delivers
@@ -228,7 +227,6 @@ class MLflowTracker(Logger):  # type: ignore[misc]  # Lightning is not type-chec
 
     @_harmless
     def log_text(self, text: str, name: str) -> None:
-        """Log a text as an artifact."""
         self._artifact(name, lambda path: path.write_text(text, encoding="utf-8"))
 
     @_harmless
@@ -268,7 +266,6 @@ class MLflowTracker(Logger):  # type: ignore[misc]  # Lightning is not type-chec
         self._record("version", name=self._registered_model, model=model, alias=alias)
 
     def _begin(self) -> None:
-        """Start the run, unless it has begun."""
         if self._begun:
             return
         tags = {"mlflow.source.name": Path(sys.argv[0]).name, "mlflow.source.type": "LOCAL", **self._tags}

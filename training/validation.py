@@ -85,19 +85,10 @@ def decoded(
     target: RaggedModel, student: Student, prompts: Sequence[list[int]], steps: int, new_tokens: int
 ) -> tuple[dict[str, float], dict[str, list[Any]]]:
     """Decodes prompts greedily with chains of the drafter as it is: figures, and the texts for people to read."""
-    decoder = SpeculativeDecoder(
-        target,
-        student.drafter(target),
-        TreeTopology.chain(steps),
-        Coupling.matching(),
-    )
+    decoder = SpeculativeDecoder(target, student.drafter(target), TreeTopology.chain(steps), Coupling.matching())
     inputs = left_padded(prompts)
     output: Any = decoder.generate(
-        **inputs,
-        max_new_tokens=new_tokens,
-        do_sample=False,
-        pad_token_id=0,
-        return_dict_in_generate=True,
+        **inputs, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0, return_dict_in_generate=True
     )
     stats, tokenizer = output.stats, target.tokenizer
     assert tokenizer is not None

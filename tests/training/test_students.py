@@ -16,7 +16,8 @@ from arbordraft.training.drafts import follow
 from arbordraft.training.features import TeacherHead
 from arbordraft.training.optimizers import MuonAdamW
 from arbordraft.training.shards import ANSWER
-from arbordraft.training.students import EarlyExitStudent, LanguageModelStudent, MedusaStudent, attend_unrolled
+from arbordraft.training.students import EarlyExitStudent, LanguageModelStudent, MedusaStudent
+from arbordraft.training.students.eagle import attend_unrolled
 from arbordraft.training.validation import chain_tau, tree_tau
 
 STEPS = 4

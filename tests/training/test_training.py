@@ -23,7 +23,7 @@ from arbordraft import Coupling, EagleDrafter, Fixed, Matching, SpeculativeDecod
 from arbordraft.cli.train import app
 from arbordraft.training.drafter_module import DrafterModule
 from arbordraft.training.fit import known_configs, resolve_configs, run
-from arbordraft.training.recording import Recorder, publish
+from arbordraft.training.recording import Recorder
 from arbordraft.training.shards import ANSWER
 
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory")  # trainings that go on find theirs
@@ -325,19 +325,3 @@ def test_validating_alone_publishes_nothing(world, whole, tmp_path):
     (metrics,) = trainer.validate(module(), data(world), verbose=False)
     assert metrics.keys() == NAMES
     assert not recorder.result.exists()
-
-
-def test_publishing_replaces_whole_folders_only(tmp_path):
-    folder = tmp_path / "results" / "best"
-    publish(folder, lambda path: (path / "a").write_text("1") and (path / "b").write_text("1"))
-
-    def fail(path):
-        (path / "a").write_text("2")
-        raise OSError("disk full")
-
-    with pytest.raises(OSError, match="disk full"):
-        publish(folder, fail)
-    assert [path.read_text() for path in sorted(folder.iterdir())] == ["1", "1"]
-    publish(folder, lambda path: (path / "a").write_text("3"))
-    assert [path.name for path in folder.iterdir()] == ["a"]
-    assert [path.name for path in folder.parent.iterdir()] == ["best"], "what a failure left behind is gone"

@@ -238,11 +238,11 @@ def falling(optimizer):
 
 def test_muon_adamw_equals_both_run_apart():
     ours, theirs = network(), network()
-    optimizer = MuonAdamW(ours, 1e-2, weight_decay=0.1)
+    optimizer = MuonAdamW(ours, 1e-2)
     matrices = [theirs["up"].weight, theirs["down"].weight]
     others = [p for p in theirs.parameters() if all(p is not matrix for matrix in matrices)]
-    muon = Muon(matrices, lr=2e-2, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
-    adamw = AdamW(others, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    muon = Muon(matrices, lr=2e-2, weight_decay=0.0, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    adamw = AdamW(others, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
     train(ours, [optimizer], [falling(optimizer)], 5)
     train(theirs, [muon, adamw], [falling(muon), falling(adamw)], 5)
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))

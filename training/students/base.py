@@ -7,20 +7,17 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import PreTrainedModel
 
 from arbordraft import RaggedModel
 from arbordraft.drafters import Drafter
+from arbordraft.heads.base import DraftHead
 from arbordraft.training.batches import Batch
 from arbordraft.training.features import TeacherHead
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from arbordraft.heads.base import DraftHead
 
 
 class Prediction(NamedTuple):
@@ -48,7 +45,7 @@ class Student(nn.Module):
     ``network`` holds what is trained; it is there once :meth:`build` was called.
     """
 
-    network: "PreTrainedModel"
+    network: PreTrainedModel
     steps_alike = False  # whether all drafting steps predict the same along a text; unroll then yields one for all
 
     @property
@@ -93,7 +90,7 @@ class Student(nn.Module):
 class HeadStudent(Student):
     """A drafter in training that has a vocabulary of its own."""
 
-    network: "DraftHead"
+    network: DraftHead
 
     @property
     def tokens(self) -> Tensor:
@@ -112,6 +109,3 @@ def check_plain_head(target: RaggedModel) -> None:
     """Raises ValueError if a student with a head like the target's would need more than a matrix for it."""
     if TeacherHead(target).softcap is not None:
         raise ValueError(f"{type(target.model).__name__} caps its logits; of a student's logits no loss knows that")
-
-
-__all__ = ["HeadStudent", "Prediction", "Student", "check_plain_head", "shift"]

@@ -5,7 +5,6 @@ Shapes: B sequences, L tokens, S slots, F hidden states side by side, H hidden s
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,11 +12,9 @@ from torch.nn import functional
 
 from arbordraft import EagleDrafter, RaggedModel
 from arbordraft.drafters import Drafter
+from arbordraft.heads.eagle import EagleHead
 from arbordraft.training.batches import Batch
 from arbordraft.training.students.base import HeadStudent, Prediction, shift
-
-if TYPE_CHECKING:
-    from arbordraft.heads.eagle import EagleHead
 
 
 class EagleStudent(HeadStudent):
@@ -32,7 +29,7 @@ class EagleStudent(HeadStudent):
         noise: standard deviation of noise on the target's states, relative to theirs.
     """
 
-    network: "EagleHead"
+    network: EagleHead
 
     def __init__(
         self,
@@ -50,8 +47,6 @@ class EagleStudent(HeadStudent):
         return tuple(self.layers or (min(2, count), count // 2, max(count - 3, 0)))
 
     def build(self, target: RaggedModel, frequent: Callable[[int], list[int]], name: str | None = None) -> None:
-        from arbordraft.heads.eagle import EagleHead
-
         self.network = EagleHead.for_target(
             target.model,
             frequent(self.vocabulary or target.vocab_size),
@@ -124,6 +119,3 @@ def attend_unrolled(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tens
 def _later(x: Tensor, by: int) -> Tensor:
     """``[B, S, Hkv, C]`` moved ``by`` slots up: row j holds what slot j - by had."""
     return functional.pad(x[:, : x.shape[1] - by], (0, 0, 0, 0, by, 0)) if by else x
-
-
-__all__ = ["EagleStudent", "attend_unrolled"]

@@ -5,15 +5,12 @@ Shapes: B sequences, S slots, H hidden size.
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from typing import TYPE_CHECKING
 
 from arbordraft import EarlyExitDrafter, RaggedModel
 from arbordraft.drafters import Drafter
+from arbordraft.heads.exit_adapter import ExitAdapter
 from arbordraft.training.batches import Batch
 from arbordraft.training.students.base import Prediction, Student, check_plain_head
-
-if TYPE_CHECKING:
-    from arbordraft.heads.exit_adapter import ExitAdapter
 
 
 class EarlyExitStudent(Student):
@@ -24,7 +21,7 @@ class EarlyExitStudent(Student):
         intermediate_size: of the adapter's MLP, by default the target's.
     """
 
-    network: "ExitAdapter"
+    network: ExitAdapter
     steps_alike = True
 
     def __init__(self, layers: int, intermediate_size: int | None = None) -> None:
@@ -35,8 +32,6 @@ class EarlyExitStudent(Student):
         return (self.layers,)
 
     def build(self, target: RaggedModel, frequent: Callable[[int], list[int]], name: str | None = None) -> None:
-        from arbordraft.heads.exit_adapter import ExitAdapter
-
         check_plain_head(target)
         EarlyExitDrafter(target, self.layers)  # refuses what would only fail after training
         self.network = ExitAdapter.for_target(
@@ -50,6 +45,3 @@ class EarlyExitStudent(Student):
 
     def drafter(self, target: RaggedModel) -> Drafter:
         return EarlyExitDrafter(target, self.layers, deepcopy(self.network))
-
-
-__all__ = ["EarlyExitStudent"]

@@ -49,6 +49,3 @@ class LanguageModelStudent(Student):
         super().save(folder)
         if self._tokenizer is not None:
             self._tokenizer.save_pretrained(folder)
-
-
-__all__ = ["LanguageModelStudent"]

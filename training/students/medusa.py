@@ -5,15 +5,12 @@ Shapes: B sequences, S slots, H hidden size.
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from typing import TYPE_CHECKING
 
 from arbordraft import MedusaDrafter, RaggedModel
 from arbordraft.drafters import Drafter
+from arbordraft.heads.medusa import MedusaHead
 from arbordraft.training.batches import Batch
 from arbordraft.training.students.base import HeadStudent, Prediction, shift
-
-if TYPE_CHECKING:
-    from arbordraft.heads.medusa import MedusaHead
 
 
 class MedusaStudent(HeadStudent):
@@ -25,7 +22,7 @@ class MedusaStudent(HeadStudent):
         vocabulary: size of the draft vocabulary, ``None`` for the target's whole.
     """
 
-    network: "MedusaHead"
+    network: MedusaHead
 
     def __init__(self, num_heads: int = 4, num_hidden_layers: int = 1, vocabulary: int | None = 8192) -> None:
         super().__init__()
@@ -35,8 +32,6 @@ class MedusaStudent(HeadStudent):
         return ()
 
     def build(self, target: RaggedModel, frequent: Callable[[int], list[int]], name: str | None = None) -> None:
-        from arbordraft.heads.medusa import MedusaHead
-
         self.network = MedusaHead.for_target(
             target.model,
             frequent(self.vocabulary or target.vocab_size),
@@ -55,6 +50,3 @@ class MedusaStudent(HeadStudent):
 
     def drafter(self, target: RaggedModel) -> Drafter:
         return MedusaDrafter(deepcopy(self.network), target)
-
-
-__all__ = ["MedusaStudent"]
