@@ -5,7 +5,6 @@ Ratios are speed-ups: the reference's time over ours.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,36 +25,6 @@ from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
 
 _REACH = {1: ">= 3.5", 8: ">= 3.0", 16: ">= 2.3"}
-# Two architectures that nothing was tuned for, with random weights.
-_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "Qwen3-0.6B": (
-        "qwen3",
-        {
-            "vocab_size": 151936,
-            "hidden_size": 1024,
-            "intermediate_size": 3072,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "Gemma-3-1B": (
-        "gemma3_text",
-        {
-            "vocab_size": 262144,
-            "hidden_size": 1152,
-            "intermediate_size": 6912,
-            "num_hidden_layers": 26,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 1,
-            "head_dim": 256,
-            "sliding_window": 512,
-            "tie_word_embeddings": True,
-        },
-    ),
-}
 
 
 def forward_speed(target: RaggedModel, workload: Workload, tell: Tell = quiet) -> Iterator[Measurement]:
@@ -101,12 +70,29 @@ def int8_speed(target: RaggedModel, workload: Workload, tell: Tell = quiet) -> I
 
 
 def other_architectures(workload: Workload, tell: Tell = quiet) -> Iterator[Measurement]:
-    """Models of other families with random weights: nothing was tuned for them."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    """Models of two other families with random weights: nothing was tuned for them."""
+    from transformers import AutoModelForCausalLM, Gemma3TextConfig, Qwen3Config
 
-    for name, (family, sizes) in _SHAPES.items():
+    shapes = {
+        "Qwen3-0.6B": Qwen3Config(
+            hidden_size=1024,
+            intermediate_size=3072,
+            num_hidden_layers=28,
+            num_attention_heads=16,
+            num_key_value_heads=8,
+            tie_word_embeddings=True,
+        ),
+        "Gemma-3-1B": Gemma3TextConfig(
+            vocab_size=262144,
+            hidden_size=1152,
+            intermediate_size=6912,
+            num_attention_heads=4,
+            num_key_value_heads=1,
+            sliding_window=512,
+        ),
+    }
+    for name, config in shapes.items():
         tell(f"making {name}'s shape", 0, workload.repeats)
-        config = AutoConfig.for_model(family, **sizes)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
         yield _against_own(RaggedModel(model, kernels="auto"), 8, workload, tell, ">= 2.0", f"{name}'s shape, ")
 

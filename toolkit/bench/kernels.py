@@ -26,12 +26,7 @@ MULTIPLIED = 8192  # rows of the matrices that measure the throughput
 
 
 class Goal(NamedTuple):
-    """What the project wants of a kernel.
-
-    Args:
-        figure: ``"of copy"``, a share of the bandwidth of a large copy, or ``"us"``.
-        bound: at least that share, or at most this many microseconds.
-    """
+    """What the project wants of a kernel: a share ``of copy`` at least, or microseconds (``us``) at most."""
 
     figure: str
     bound: float
@@ -48,16 +43,9 @@ class Goal(NamedTuple):
 class Problem:
     """A call of a kernel that is checked and timed.
 
-    Args:
-        kernel: its name.
-        case: what is special about it.
-        run: the call.
-        error: the largest error of such a call against float64, as a share of the largest value.
-        allowed: the error that rounding explains.
-        work: what the call has to move and compute.
-        goal: what is wanted.
-        peers: what else could do it, by name: makers of calls, as they need memory of their own.
-        timed: whether it is large enough to be.
+    ``error`` gives the largest error of such a call against float64, as a share of the largest value; rounding explains
+    what is ``allowed``. ``peers`` could do the same: they are made when they are timed, as they need memory of their
+    own. What is not large enough is not ``timed``.
     """
 
     kernel: str
@@ -76,19 +64,15 @@ class KernelRow:
     """What became of a problem; no times where there is no GPU.
 
     Args:
-        kernel: its name.
-        case: the problem.
-        error: largest error against float64, as a share of the largest value.
-        correct: whether rounding explains it.
-        us: median microseconds.
+        error: largest error against float64, as a share of the largest value; ``correct`` if rounding explains it.
+        us: median microseconds, those of peers beside it.
         of_copy: bytes that have to be moved per second, as a share of a large copy's.
         of_roofline: least time by this device's own copy and matrix product, as a share of the time.
         sdpa_us: PyTorch's attention with a dense mask, padded.
         flash_us: flash-attention for packed samples, causal: it knows no trees.
         flex_us: FlexAttention with a mask of ancestors.
         torch_us: PyTorch's own operators, for kernels other than attention.
-        goal: what the project wants.
-        reached: ``"reached"`` or ``"missed"``; of bandwidth only where memory is what bounds the kernel.
+        reached: ``"reached"`` or ``"missed"``; a goal of bandwidth only where memory is what bounds the kernel.
     """
 
     kernel: str
@@ -130,11 +114,7 @@ def device() -> torch.device:
 
 
 class Stopwatch:
-    """Times calls on a GPU, and knows what it can do at best.
-
-    Args:
-        milliseconds: spent on the timings of one call.
-    """
+    """Times calls on a GPU, spending ``milliseconds`` on each, and knows what it can do at best."""
 
     def __init__(self, milliseconds: float = 50) -> None:
         self.milliseconds = milliseconds
@@ -177,13 +157,7 @@ def captured(run: Callable[[], object]) -> Callable[[], object]:
 def measured(
     problems: Iterable[Problem], watch: Stopwatch | None, tell: Callable[[str], object] = print
 ) -> Iterator[KernelRow]:
-    """Checks every problem and, with a stopwatch, times it and its peers.
-
-    Args:
-        problems: made one by one: they may be large.
-        watch: to time with.
-        tell: is told why a peer has no time.
-    """
+    """Checks every problem, made one by one as they may be large; with a stopwatch, times it and its peers."""
     for problem in problems:
         error = problem.error()
         times = _times(problem, watch, tell) if watch and problem.timed else {}
@@ -207,10 +181,7 @@ def _times(problem: Problem, watch: Stopwatch, tell: Callable[[str], object]) ->
     for name, make in problem.peers.items():
         try:
             times[f"{name}_us"] = watch.seconds(make()) * 1e6
-        except (
-            RuntimeError,
-            ImportError,
-        ) as failure:  # somebody else's, and it may not know the case or want the memory
+        except (RuntimeError, ImportError) as failure:  # it may not know the case, or want too much memory
             tell(f"{name} has no time for {problem.case}: {str(failure).splitlines()[0]}")
             torch.cuda.empty_cache()
     goal = problem.goal
@@ -223,6 +194,3 @@ def _times(problem: Problem, watch: Stopwatch, tell: Callable[[str], object]) ->
 def largest_error(result: Tensor, exact: Tensor) -> float:
     """The largest difference, as a share of the largest exact value."""
     return float((result.double() - exact).abs().max() / exact.abs().max())
-
-
-__all__ = ["ATTENTION", "Goal", "KernelRow", "Problem", "Stopwatch", "captured", "device", "largest_error", "measured"]

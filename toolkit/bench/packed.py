@@ -21,20 +21,14 @@ _WIDE = 64  # masks as wide as a multiple of this are read as they are
 
 @dataclass
 class Packed:
-    """The last rows of some trees, and their keys in slabs side by side.
+    """The rows of some trees, and their keys in slabs side by side.
 
-    Args:
-        query: ``[T, Hq, D]``.
-        keys: ``[P, Hkv, D]``.
-        values: ``[P, Hkv, D]``.
-        batch: rows, slabs and ancestor words.
-        trees: one per sample.
-        causal: the trees are prompts instead: every row sees the rows before it.
+    If ``causal``, the trees are prompts instead: every row sees the rows before it.
     """
 
-    query: Tensor
-    keys: Tensor
-    values: Tensor
+    query: Tensor  # [T, Hq, D]
+    keys: Tensor  # [P, Hkv, D]
+    values: Tensor  # [P, Hkv, D]
     batch: RaggedBatch
     trees: Sequence[TreeTopology]
     causal: bool
@@ -52,24 +46,11 @@ class Packed:
         causal: bool = False,
     ) -> "Packed":
         """Normal numbers in bfloat16."""
-        rows = [tree.num_nodes for tree in trees]
-        starts = [0, *accumulate(p + n for p, n in zip(past, rows, strict=True))]
-        offsets = [range(tree.num_nodes) if causal else tree.depth_list for tree in trees]
-        positions = [[p + offset for offset in below] for p, below in zip(past, offsets, strict=True)]
-        slots = [start + p + n for start, p, tree in zip(starts, past, rows, strict=False) for n in range(tree)]
-        words = None if causal else stack_words([ancestor_words(tree.visible) for tree in trees]).to(device)
-        batch = RaggedBatch(
-            rows=rows,
-            starts=starts[:-1],
-            past=list(past),
-            tree_positions=positions,
-            positions=torch.tensor([position for below in positions for position in below]).to(device),
-            slots=torch.tensor(slots).to(device),
-            words=words,
-        )
+        batch = _layout(past, trees, causal, device)
+        pool = sum(past) + sum(batch.rows)
         query, keys, values = (
             torch.randn(count, among, size, dtype=torch.bfloat16, device=device)
-            for count, among in ((sum(rows), heads), (starts[-1], heads // group), (starts[-1], heads // group))
+            for count, among in ((sum(batch.rows), heads), (pool, heads // group), (pool, heads // group))
         )
         return cls(query, keys, values, batch, trees, causal)
 
@@ -84,18 +65,9 @@ class Packed:
 
     def exact(self, sample: int, **options: Any) -> Tensor:
         """``[n_b, Hq, D]`` of one sample in float64."""
-        first, rows = sum(self.batch.rows[:sample]), self.batch.rows[sample]
-        start, words = self.batch.starts[sample], self.batch.words
+        first, rows, start = sum(self.batch.rows[:sample]), self.batch.rows[sample], self.batch.starts[sample]
         slab = slice(start, start + self.lengths()[sample])
-        batch = RaggedBatch(
-            rows=[rows],
-            starts=[0],
-            past=[self.batch.past[sample]],
-            tree_positions=[self.batch.tree_positions[sample]],
-            positions=self.batch.positions[first : first + rows],
-            slots=self.batch.slots[:0],
-            words=None if words is None else words[first : first + rows],
-        )
+        batch = _layout([self.batch.past[sample]], [self.trees[sample]], self.causal, self.query.device)
         query, keys, values = (
             x.double() for x in (self.query[first : first + rows], self.keys[slab], self.values[slab])
         )
@@ -125,12 +97,25 @@ class Packed:
         return torch.ones_like(visible).tril() if self.causal else visible
 
 
-def sdpa(packed: Packed) -> Callable[[], Tensor]:
-    """PyTorch's attention: one padded batch, a dense mask, the heads of a group stacked as rows.
+def _layout(past: Sequence[int], trees: Sequence[TreeTopology], causal: bool, device: torch.device) -> RaggedBatch:
+    rows = [tree.num_nodes for tree in trees]
+    starts = [0, *accumulate(p + n for p, n in zip(past, rows, strict=True))]
+    offsets = [range(tree.num_nodes) if causal else tree.depth_list for tree in trees]
+    positions = [[p + offset for offset in below] for p, below in zip(past, offsets, strict=True)]
+    slots = [end - n + row for end, n in zip(starts[1:], rows, strict=True) for row in range(n)]
+    return RaggedBatch(
+        rows=rows,
+        starts=starts[:-1],
+        past=list(past),
+        tree_positions=positions,
+        positions=torch.tensor([position for below in positions for position in below]).to(device),
+        slots=torch.tensor(slots).to(device),
+        words=None if causal else stack_words([ancestor_words(tree.visible) for tree in trees]).to(device),
+    )
 
-    Returns:
-        a call that gives ``[B, Hkv, G * n, D]``.
-    """
+
+def sdpa(packed: Packed) -> Callable[[], Tensor]:
+    """PyTorch's attention, ``[B, Hkv, G * n, D]``: a padded batch, a dense mask, a group's heads stacked as rows."""
     query, keys, values, sees = packed.padded()
     group = query.shape[1] // keys.shape[1]
     stacked = query.unflatten(1, (-1, group)).flatten(2, 3)
@@ -143,10 +128,7 @@ def sdpa(packed: Packed) -> Callable[[], Tensor]:
 def flash(packed: Packed) -> Callable[[], object]:
     """flash-attention for packed samples, without padding; causal, as it knows no trees.
 
-    It is the package's, if that is installed, or else PyTorch's own build.
-
-    Returns:
-        a call that gives ``[T, Hq, D]``.
+    It is the package's, if that is installed, or else PyTorch's own build; it gives ``[T, Hq, D]``.
     """
     device, batch = packed.query.device, packed.batch
     rows, keys = (
@@ -165,11 +147,7 @@ def flash(packed: Packed) -> Callable[[], object]:
 
 
 def flex(packed: Packed, *, compiled: bool = True) -> Callable[[], Tensor]:
-    """FlexAttention in a padded batch with a block mask made of ancestors.
-
-    Returns:
-        a call that gives ``[B, Hq, n, D]``.
-    """
+    """FlexAttention in a padded batch, ``[B, Hq, n, D]``, with a block mask made of ancestors."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     query, keys, values, _ = packed.padded()
@@ -190,6 +168,3 @@ def flex(packed: Packed, *, compiled: bool = True) -> Callable[[], Tensor]:
         torch.compiler.reset()  # every shape is compiled for itself, and there is a limit to how many are kept
         attend = torch.compile(flex_attention, dynamic=False)
     return lambda: attend(query, keys, values, block_mask=mask, scale=packed.scale, enable_gqa=True)
-
-
-__all__ = ["Packed", "flash", "flex", "sdpa"]

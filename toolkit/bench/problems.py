@@ -23,18 +23,7 @@ from arbordraft.topology import TreeTopology
 
 ROUNDING = 2.0**-7  # a step of bfloat16: the interpreter cuts off, a GPU rounds but rounds the weights too
 TINY_SHAPES = [Shape(70, 2, 5, 2, 16, 4), Shape(300, 1, 3, 4, 16, 4)]
-TINY_STEPPED = Stepped(
-    samples=2,
-    tree=(2, 1),
-    vocabulary=CHUNK + 130,
-    layers=2,
-    context=12,
-    kv_heads=2,
-    size=8,
-    moves=2,
-    level=1,
-    children=3,
-)
+TINY_STEPPED = Stepped(2, (2, 1), CHUNK + 130, layers=2, context=12, kv_heads=2, size=8, level=1)
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"window": 33},
@@ -51,11 +40,7 @@ def chosen(
 ) -> Iterator[Problem]:
     """The problems that are asked for on a GPU, and tiny ones in the interpreter; one by one, as they may be large.
 
-    Args:
-        device: where.
-        shapes: of attention to time.
-        stepped: what comes behind it.
-        compiled: shapes to time FlexAttention with, which compiles for each.
+    FlexAttention, which compiles for every shape, takes part for those in ``compiled``.
     """
     heads, ragged = [(32, 4, 128), (14, 7, 80)], [2085, 0, 700, 1, 130, 64]
     if device.type == "cpu":
@@ -196,6 +181,3 @@ def kv_compacted(stepped: Stepped, device: torch.device) -> Problem:
 def _differing(results: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Tensor]]) -> float:
     pairs = [pair for many in zip(results, expected, strict=True) for pair in zip(*many, strict=True)]
     return max(float((one.double() - other.double()).abs().max()) for one, other in pairs)
-
-
-__all__ = ["TINY_SHAPES", "TINY_STEPPED", "attention", "attention_options", "chosen"]

@@ -19,7 +19,6 @@ class Device(NamedTuple):
     """What a data sheet says.
 
     Args:
-        name: of the device.
         bandwidth: of its memory, bytes per second.
         throughput: of its matrix units in bfloat16, dense, operations per second.
         vector: of all else, one operation per lane and clock: half of the float32 flops of a data sheet.
@@ -42,15 +41,9 @@ DEVICES = (H100, A100, MI300X)
 
 
 class Shape(NamedTuple):
-    """One attention problem: as many trees of one size as there are samples.
+    """One attention problem: ``batch`` trees of one size behind ``context`` committed keys, heads of one ``size``.
 
-    Args:
-        context: committed keys of every sample.
-        batch: samples.
-        tree: rows of every sample.
-        group: query heads per key head.
-        size: of a head.
-        heads: of the queries.
+    ``group`` query heads share a key head.
     """
 
     context: int
@@ -90,28 +83,22 @@ class Stepped(NamedTuple):
     """What comes beside attention: a batch of equal trees, which are grown, verified and compacted.
 
     Args:
-        samples: trees.
         tree: children of every node of each level, as for ``TreeTopology.from_k_config``.
-        vocabulary: V.
-        layers: of the model.
         context: pool rows of a sample.
-        kv_heads: of a layer.
-        size: of a head.
         moves: rows of a sample that move.
-        level: nodes of a sample whose children are found at a time.
-        children: of each.
+        level: nodes of a sample whose ``children`` are found at a time.
     """
 
-    samples: int
-    tree: tuple[int, ...]
-    vocabulary: int
-    layers: int
-    context: int
-    kv_heads: int
-    size: int
-    moves: int
-    level: int
-    children: int
+    samples: int = 32
+    tree: tuple[int, ...] = (3, 2, 1)
+    vocabulary: int = 128256
+    layers: int = 32
+    context: int = 128
+    kv_heads: int = 8
+    size: int = 128
+    moves: int = 3
+    level: int = 4
+    children: int = 8
 
     @property
     def levels(self) -> list[int]:
@@ -126,23 +113,15 @@ class Stepped(NamedTuple):
         """Nodes of all trees."""
         return self.samples * sum(self.levels)
 
-    @property
-    def row_size(self) -> int:
-        """Numbers of a row of keys or of values."""
-        return self.kv_heads * self.size
-
     def parts(self) -> Iterator[tuple[str, str, Work]]:
         """``(kernel, case, work)`` of every kernel, and of a whole verification."""
-        inner, children = self.samples * sum(self.levels[:-1]), max(self.tree)
+        inner, children, row_size = self.samples * sum(self.levels[:-1]), max(self.tree), self.kv_heads * self.size
         cache = f"{self.layers} layers of {self.kv_heads} heads of {self.size}"
         rows = f"V={self.vocabulary}"
         scores = (self.vocabulary, ITEMSIZE)
-        yield (
-            "kv_append",
-            f"{self.rows} rows, {cache}",
-            work.append(self.rows, 2 * self.row_size, ITEMSIZE, self.layers),
-        )
-        moved = work.compact(self.samples * self.moves, self.samples, self.row_size, ITEMSIZE, 2 * self.layers)
+        added = work.append(self.rows, 2 * row_size, ITEMSIZE, self.layers)
+        yield "kv_append", f"{self.rows} rows, {cache}", added
+        moved = work.compact(self.samples * self.moves, self.samples, row_size, ITEMSIZE, 2 * self.layers)
         yield "kv_compact", f"{self.samples * self.moves} rows, {cache}", moved
         yield "row_stats", f"{self.rows} rows, {rows}", work.row_stats(self.rows, *scores)
         one = work.left_mass(inner, inner, self.vocabulary, children, ITEMSIZE)
@@ -160,33 +139,15 @@ class Stepped(NamedTuple):
         return next((case, needed) for name, case, needed in self.parts() if name == kernel)
 
 
-STEPPED = Stepped(
-    samples=32,
-    tree=(3, 2, 1),
-    vocabulary=128256,
-    layers=32,
-    context=128,
-    kv_heads=8,
-    size=128,
-    moves=3,
-    level=4,
-    children=8,
-)
+STEPPED = Stepped()
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The least time of one kernel.
+    """The least microseconds of one kernel on an H100 SXM, an A100 SXM 80GB and an MI300X.
 
     Args:
-        kernel: its name.
-        case: the problem.
-        megabytes: to move.
-        gigaflops: to compute.
         intensity: flops per byte.
-        h100_us: least microseconds on an H100 SXM.
-        a100_us: on an A100 SXM 80GB.
-        mi300x_us: on an MI300X.
         bound: what holds it back on them, memory or compute.
         splits: parts of the prefixes on the three, for attention.
         partial: partial results that the first of them writes and reads, which the L2 cache may hold, as a share of the
@@ -266,17 +227,8 @@ def product(
 
 
 def fitting(shapes: Sequence[Shape], memory: int, tell: Callable[[str], object]) -> list[Shape]:
-    """The shapes whose keys fit into ``memory`` bytes twice, once packed and once padded, with a fifth to spare.
-
-    Args:
-        shapes: all that are wanted.
-        memory: bytes of the device.
-        tell: is told what is left out.
-    """
+    """The shapes whose keys fit into ``memory`` bytes twice, once packed and once padded, with a fifth to spare."""
     small = [shape for shape in shapes if 2.5 * shape.work().bytes < memory]
     for shape in set(shapes) - set(small):
         tell(f"left out, as it does not fit into {memory / 1e9:.0f} GB: {shape}")
     return small
-
-
-__all__ = ["DEVICES", "STEPPED", "Device", "Prediction", "Shape", "Stepped", "fitting", "predictions", "product"]

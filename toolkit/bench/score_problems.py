@@ -196,6 +196,3 @@ def _miss(weights: Tensor, level: Tensor, token: Tensor) -> float:
         return torch.inf
     above = weights[: int(token) + 1].sum()
     return float(torch.maximum(above - weights[token] - level, level - above).clamp(min=0) / weights.sum())
-
-
-__all__ = ["expansion", "passes", "truncation", "verification"]

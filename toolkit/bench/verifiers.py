@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,12 +47,6 @@ class NodeRow:
     """Acceptance at one node with k children, on average over positions.
 
     Args:
-        drafter: its name.
-        temperature: of both models.
-        k: children.
-        law: how they were drawn.
-        rule: who decided.
-        positions: how many.
         by_rank: chance that the child drawn first, second, ... is the accepted one.
         acceptance: that one is.
         error: standard error of that, prompts being independent.
@@ -75,13 +70,7 @@ class TreeRow:
     """Tokens per target forward with one kind of tree, on average over positions.
 
     Args:
-        drafter: its name.
-        temperature: of both models.
-        topology: which kind of tree.
         nodes: root included.
-        law: how children were drawn.
-        verifier: who decided.
-        positions: how many.
         tau: 1 + expected accepted tokens.
         error: standard error of that, prompts being independent.
     """
@@ -112,11 +101,7 @@ def laws_of(k: int) -> "dict[str, tuple[DraftLaw, dict[str, Rule]]]":
 
 
 class Witness(TreeVerifier):
-    """Emits one token of the target's law per step, whatever was drafted, and shows trees and rows to somebody.
-
-    Args:
-        look: is given the sample, its tree and its target rows.
-    """
+    """Emits one token of the target's law per step, whatever was drafted; ``look`` sees sample, tree and rows."""
 
     def __init__(self, look: Callable[[int, SampleTree, Mapping[int, Tensor]], None]) -> None:
         super().__init__()
@@ -148,13 +133,8 @@ def watch(
     """Shows every position of text that the target samples, with a tree drafted there.
 
     Args:
-        target: the target.
-        drafter: the drafter.
-        topology: shape of the trees.
-        law: how children are drawn.
         workload: the prompts; ``new_tokens`` are the positions of each.
         look: is given the number of the prompt, the tree and the ``[V]`` target rows by node.
-        tell: is told what is going on.
     """
     first = 0
 
@@ -186,13 +166,9 @@ def node_acceptance(
     are those of the other prompts.
 
     Args:
-        target: the target.
-        drafters: by name.
         workload: two prompts or more, at a temperature above 0; ``new_tokens`` are the positions of each.
-        children: numbers of children.
         optima: positions for which the optima of three or more draws without replacement are solved, which takes
             longer than all else; the others are solved for all.
-        tell: is told what is going on.
 
     Raises:
         ValueError: if there is one prompt only.
@@ -267,51 +243,39 @@ def tree_tau(
     """Tokens per forward on complete binary trees, and on Sequoia trees fitted to each law.
 
     Args:
-        target: the target.
-        drafters: by name.
         workload: the prompts; ``new_tokens`` are the positions of each.
         depths: of binary trees.
         nodes: of Sequoia trees, root included.
-        ranks: by drafter and law of two children: acceptance by rank, to fit Sequoia trees to; without it there are
-            none.
-        tell: is told what is going on.
+        ranks: by drafter and law of two children, acceptance by rank to fit Sequoia trees to; none without it.
     """
     for name, drafter in drafters.items():
         for law_name, (law, rules) in laws_of(2).items():
-            shapes = {"binary": [TreeTopology.k_ary(2, depth) for depth in depths]}
+            trees = [("binary", TreeTopology.k_ary(2, depth)) for depth in depths]
             if ranks and (name, law_name) in ranks:
                 rates = [max(rate, 1e-3) for rate in ranks[name, law_name]]
-                shapes["sequoia"] = [TreeTopology.sequoia(rates, count) for count in nodes]
-            for shape, topologies in shapes.items():
-                for topology in topologies:
-                    accepted = _accepted(target, drafter, topology, law, rules, workload, tell)
-                    for verifier, values in accepted.items():
-                        mean, error = clustered(values)
-                        size = topology.num_nodes
-                        at = workload.temperature
-                        yield TreeRow(name, at, shape, size, law_name, verifier, len(values), 1 + mean, error)
+                trees += [("sequoia", TreeTopology.sequoia(rates, count)) for count in nodes]
+            for shape, topology in trees:
+                accepted: dict[str, list[tuple[int, float]]] = defaultdict(list)
+                weigh = partial(_weigh, accepted, rules)
+                watch(target, drafter, topology, law, workload, weigh, tell)
+                for verifier, values in accepted.items():
+                    mean, error = clustered(values)
+                    size, at = topology.num_nodes, workload.temperature
+                    yield TreeRow(name, at, shape, size, law_name, verifier, len(values), 1 + mean, error)
 
 
-def _accepted(
-    target: RaggedModel,
-    drafter: Drafter,
-    topology: TreeTopology,
-    law: DraftLaw,
+def _weigh(
+    accepted: dict[str, list[tuple[int, float]]],
     rules: Mapping[str, Rule],
-    workload: Workload,
-    tell: Tell,
-) -> dict[str, list[tuple[int, float]]]:
-    """By verifier, the number of the prompt and the expected accepted tokens at every position."""
-    accepted: dict[str, list[tuple[int, float]]] = defaultdict(list)
-
-    def weigh(prompt: int, tree: SampleTree, rows: Mapping[int, Tensor]) -> None:
-        for name, rule in rules.items():
-            for kind in (TopDown, Lifted):
-                verifier = kind(Remembered(rule))  # for this tree: it keeps the rows
-                accepted[f"{kind.__name__}({name})"].append((prompt, expected_accepted(verifier, tree, rows)))
-
-    watch(target, drafter, topology, law, workload, weigh, tell)
-    return accepted
+    prompt: int,
+    tree: SampleTree,
+    rows: Mapping[int, Tensor],
+) -> None:
+    """Adds, by verifier, the number of the prompt and the expected accepted tokens at one position."""
+    for name, rule in rules.items():
+        for kind in (TopDown, Lifted):
+            verifier = kind(Remembered(rule))  # for this tree: it keeps the rows
+            accepted[f"{kind.__name__}({name})"].append((prompt, expected_accepted(verifier, tree, rows)))
 
 
 def expected_accepted(verifier: TreeVerifier, tree: SampleTree, target: Mapping[int, Tensor]) -> float:
