@@ -44,7 +44,6 @@ def test_binary_tree_in_full():
         [1, 0, 1, 0, 0, 0, 1],
     ]
     assert list(topology.path(6)) == [0, 2, 6]
-    assert [topology.level_end(depth) for depth in range(4)] == [1, 3, 7, 7]
 
 
 @pytest.mark.parametrize(

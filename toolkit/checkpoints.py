@@ -92,12 +92,9 @@ def read_tensors(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 
 def load_network(read: Callable[..., Any], source: str | os.PathLike[str], **options: Any) -> Any:
-    """A network in eval mode, all of whose weights come from its files, and all of whose files' weights it took.
+    """A network of a folder or a hub, in eval mode: its weights are those of its files, all of them and no others.
 
-    Args:
-        read: a ``from_pretrained`` of transformers.
-        source: a folder or a hub name.
-        **options: for ``read``.
+    ``read`` is a ``from_pretrained`` of transformers, for which the options are.
 
     Raises:
         ImportError: if transformers lacks a library that this checkpoint needs.
@@ -140,16 +137,7 @@ def load_network(read: Callable[..., Any], source: str | os.PathLike[str], **opt
 
 
 def load_causal_lm(source: str | os.PathLike[str], dtype: torch.dtype, **options: Any) -> "PreTrainedModel":
-    """A causal LM in eval mode, read as :func:`load_network` does.
-
-    Args:
-        source: a folder or a hub name.
-        dtype: of its weights.
-        **options: for ``AutoModelForCausalLM.from_pretrained``.
-
-    Raises:
-        ValueError: as there, or if it is no causal LM.
-    """
+    """A causal LM in eval mode, with weights of a dtype; read as :func:`load_network` does, for errors see there."""
     from transformers import AutoModelForCausalLM
 
     model: PreTrainedModel = load_network(AutoModelForCausalLM.from_pretrained, source, dtype=dtype, **options)
@@ -157,14 +145,9 @@ def load_causal_lm(source: str | os.PathLike[str], dtype: torch.dtype, **options
 
 
 def load_tokenizer(source: str | os.PathLike[str], **options: Any) -> "PreTrainedTokenizerBase | None":
-    """The tokenizer of a checkpoint, which pads on the left; ``None`` if it has none.
+    """The tokenizer of a folder or a hub, which pads on the left; ``None`` if it has none.
 
-    Args:
-        source: a folder or a hub name.
-        **options: for ``AutoTokenizer.from_pretrained``.
-
-    Raises:
-        ValueError: if it is damaged.
+    The options are for ``AutoTokenizer.from_pretrained``. A damaged one raises ValueError.
     """
     from transformers import AutoTokenizer
 
@@ -187,8 +170,7 @@ def load_tokenizer(source: str | os.PathLike[str], **options: Any) -> "PreTraine
 
 def check_finite(tensors: Mapping[str, Tensor], source: str | os.PathLike[str]) -> None:
     """Raises ValueError if there is a NaN or an infinity among them."""
-    broken = [name for name, tensor in tensors.items() if not _finite(tensor)]
-    if broken:
+    if broken := [name for name, tensor in tensors.items() if not _finite(tensor)]:
         dtype = tensors[broken[0]].dtype
         raise ValueError(
             f"{source} holds NaN or infinite weights ({few(broken)}): its training failed, they changed, or they are "

@@ -35,17 +35,13 @@ def new_figure(width: float, height: float) -> "Figure":
 
 
 def save_png(figure: "Figure", path: Path) -> None:
-    """Writes a PNG file, which appears when it is complete.
-
-    Raises:
-        WriteError: if it cannot be written.
-    """
+    """Writes a PNG file, which appears when it is complete; raises WriteError if it cannot be written."""
     with new_file(path) as partial:
         figure.savefig(partial, format="png", dpi=110)
 
 
 def draw_png(topology: TreeTopology, path: Path) -> None:
-    """A topology and its causal mask as a PNG file; for errors see :func:`tree_picture`."""
+    """A topology and its causal mask as a PNG file; for errors see :func:`new_figure` and :func:`save_png`."""
     save_png(tree_picture(topology), path)
 
 
@@ -73,11 +69,7 @@ def columns(topology: TreeTopology) -> list[float]:
 
 
 def tree_picture(topology: TreeTopology) -> "Figure":
-    """A topology and its causal mask.
-
-    Raises:
-        RuntimeError: if matplotlib is not installed.
-    """
+    """A topology and its causal mask; for errors see :func:`new_figure`."""
     place = columns(topology)
     leaves = round(max(place)) + 1
     figure = new_figure(4 + 0.5 * leaves, 1 + 0.9 * (topology.max_depth + 1))

@@ -47,11 +47,7 @@ class OnnxNetwork(nn.Module):
 
     @property
     def acceptance(self) -> list[float] | None:
-        """How often the next token was the most probable one, the second, and so on, if the file says so.
-
-        Raises:
-            ValueError: if these are no such probabilities.
-        """
+        """How often the next token was the most probable one, the second, and so on, if the file says so."""
         from arbordraft.heads.base import check_acceptance
 
         table: list[float] | None = self.graph.about.get("acceptance")
@@ -107,12 +103,7 @@ class OnnxNetwork(nn.Module):
 
 
 class OnnxModel(OnnxNetwork):
-    """A causal LM, or the target's first layers, where a drafter runs a :class:`RaggedModel`.
-
-    Args:
-        graph: of the kind ``causal-lm`` or ``early-exit``.
-        target: see :class:`OnnxNetwork`.
-    """
+    """A causal LM, or the target's first layers, where a drafter runs a :class:`RaggedModel`."""
 
     def __init__(self, graph: Graph, target: RaggedModel) -> None:
         super().__init__(graph, target)
@@ -137,10 +128,7 @@ class OnnxModel(OnnxNetwork):
 class OnnxEagle(OnnxNetwork):
     """An EAGLE head, where a drafter runs an :class:`~arbordraft.heads.eagle.EagleHead`.
 
-    Args:
-        graph: of the kind ``eagle``.
-        fuse: the graph that makes its input from the target's hidden states.
-        target: see :class:`OnnxNetwork`.
+    A second graph, ``fuse``, makes its input from the target's hidden states.
     """
 
     def __init__(self, graph: Graph, fuse: Graph, target: RaggedModel) -> None:
@@ -169,12 +157,7 @@ class OnnxEagle(OnnxNetwork):
 
 
 class OnnxMedusa(OnnxNetwork):
-    """Medusa heads, where a drafter runs a :class:`~arbordraft.heads.medusa.MedusaHead`.
-
-    Args:
-        graph: of the kind ``medusa``.
-        target: see :class:`OnnxNetwork`.
-    """
+    """Medusa heads, where a drafter runs a :class:`~arbordraft.heads.medusa.MedusaHead`."""
 
     def __init__(self, graph: Graph, target: RaggedModel) -> None:
         super().__init__(graph, target)

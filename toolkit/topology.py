@@ -4,8 +4,10 @@ Shapes: N nodes (node 0 is the root), W = ceil(N / 64) ancestor words.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Self
 
 import numpy as np
@@ -52,23 +54,17 @@ class TreeTopology(nn.Module):
         super().__init__()
         parents = list(each("parents", parents, whole, MOST_NODES))
         depths = _checked_depths(parents)
-        levels: list[list[int]] = [[] for _ in range(depths[-1] + 1)]
         children: list[list[int]] = [[] for _ in parents]
-        for node, parent in enumerate(parents):
-            levels[depths[node]].append(node)
-            if parent >= 0:
-                children[parent].append(node)
+        visible = torch.eye(len(parents), dtype=torch.bool)
+        for node, parent in enumerate(parents[1:], start=1):
+            children[parent].append(node)
+            visible[node] |= visible[parent]
         # Plain-Python twins of the buffers: control flow reads these without a device round trip.
         self.parent_list = tuple(parents)
         self.depth_list = tuple(depths)
         self.child_list = tuple(tuple(nodes) for nodes in children)  # `children` is a method of every nn.Module
-        self.levels = tuple(range(nodes[0], nodes[-1] + 1) for nodes in levels)
-
-        visible = torch.zeros(len(parents), len(parents), dtype=torch.bool)
-        for node, parent in enumerate(parents):
-            if parent >= 0:
-                visible[node] = visible[parent]
-            visible[node, node] = True
+        sizes = Counter(depths).values()  # in order, as depths do not decrease
+        self.levels = tuple(range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True))
         self.register_buffer("parents", torch.tensor(parents), persistent=False)
         self.register_buffer("depths", torch.tensor(depths), persistent=False)
         self.register_buffer("visible", visible, persistent=False)
@@ -91,18 +87,14 @@ class TreeTopology(nn.Module):
             (range(0, 1), range(1, 5), range(5, 13), range(13, 29))
         """
         counts = each("k_config", k_config, partial(whole, least=1), MOST_DEPTH)
-        nodes = width = 1
+        parents, level = [-1], range(1)
         for depth, k in enumerate(counts, start=1):
-            width *= k
-            nodes += width
-            if nodes > MOST_NODES:
+            if (nodes := len(parents) + len(level) * k) > MOST_NODES:
                 raise ValueError(
                     f"a tree has at most {MOST_NODES} nodes; down to depth {depth} this one would have {nodes}"
                 )
-        parents, level = [-1], range(1)
-        for k in counts:
             parents += [parent for parent in level for _ in range(k)]
-            level = range(level.stop, len(parents))
+            level = range(level.stop, nodes)
         return cls(parents)
 
     @classmethod
@@ -164,10 +156,6 @@ class TreeTopology(nn.Module):
         """Most children of a node; 1 for a tree that is only a root, since a law draws at least one."""
         return max(1, *map(len, self.child_list))
 
-    def level_end(self, depth: int) -> int:
-        """Number of nodes of depth at most ``depth``."""
-        return self.levels[min(depth, self.max_depth)].stop
-
     def path(self, node: int) -> list[int]:
         """The nodes from the root down to ``node``, both included."""
         path = [node]
@@ -223,12 +211,13 @@ def _sequoia_parents(acceptance: tuple[float, ...], nodes: int, max_depth: int) 
     # trees[h][n]: greatest expected number of accepted nodes (its root counts as one) of a tree with n nodes
     # and height at most h. forests[h][j][n]: the same for the children of rank j and later of such a tree's
     # root, n nodes in all; a rank is used only after the lower ones, so an empty rank ends the forest.
-    trees = [_alone(nodes)]
-    forests: list[list[Values]] = [[_nothing(nodes)]]
+    nothing = np.full(nodes + 1, -math.inf)  # values by size, here of a forest without trees
+    nothing[0] = 0.0
+    trees, forests = [np.roll(nothing + 1, 1)], [[nothing]]  # of a tree that is only a root
     while len(trees) <= max_depth:
-        ranks = [_nothing(nodes)]
+        ranks = [nothing]
         for rate in reversed(acceptance):
-            ranks.insert(0, _forest(rate, trees[-1], ranks[0]))
+            ranks.insert(0, _forest(rate, trees[-1], ranks[0], nothing))
         deeper = np.concatenate([[-math.inf], 1 + ranks[0][:-1]])
         if np.array_equal(deeper, trees[-1]):
             break  # more height no longer helps a tree of any size
@@ -257,23 +246,9 @@ def _sequoia_parents(acceptance: tuple[float, ...], nodes: int, max_depth: int) 
     return parents
 
 
-def _alone(nodes: int) -> Values:
-    """Value by size of a tree that is only a root."""
-    value = np.full(nodes + 1, -math.inf)
-    value[1] = 1.0
-    return value
-
-
-def _nothing(nodes: int) -> Values:
-    """Value by size of a forest without trees."""
-    value = np.full(nodes + 1, -math.inf)
-    value[0] = 0.0
-    return value
-
-
-def _forest(rate: float, trees: Values, later: Values) -> Values:
+def _forest(rate: float, trees: Values, later: Values, nothing: Values) -> Values:
     """Value by size of a forest whose first tree is entered at ``rate``, the others worth ``later``."""
-    value = _nothing(len(trees) - 1)
+    value = nothing.copy()
     for size in range(1, len(trees)):
         if trees[size] > -math.inf:
             np.maximum(value[size:], rate * trees[size] + later[: len(later) - size], out=value[size:])

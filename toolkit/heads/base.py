@@ -168,12 +168,7 @@ class DraftHead(Companion):
 
 
 class RMSNorm(nn.Module):
-    """A norm as Llama's, under its name of the weight.
-
-    Args:
-        size: H.
-        epsilon: added to the mean square.
-    """
+    """A norm as Llama's of hidden size H, under its name of the weight."""
 
     native = False  # use the C++ kernel, which has no gradient
 
@@ -195,12 +190,7 @@ class RMSNorm(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """A gated MLP as Llama's.
-
-    Args:
-        size: H.
-        inner: its inner size.
-    """
+    """A gated MLP as Llama's, of hidden size H and an inner size."""
 
     def __init__(self, size: int, inner: int) -> None:
         super().__init__()
@@ -235,12 +225,7 @@ def vocabulary_problems(d2t: Tensor, t2d: Tensor) -> list[str]:
 
 
 def check_acceptance(table: Sequence[float], most: int) -> None:
-    """Raises ValueError unless this is a drafter's acceptance by rank: probabilities that sum to at most 1.
-
-    Args:
-        table: what was measured.
-        most: tokens that can be drafted, and so ranks.
-    """
+    """Raises ValueError unless this is a drafter's acceptance of at most so many ranks: it sums to at most 1."""
     if not 1 <= len(table) <= most:
         raise ValueError(f"its acceptance table must have 1 to {most} entries, one per rank, got {len(table)}")
     rates = [real(f"its acceptance of rank {rank}", rate, 0, 1) for rank, rate in enumerate(table)]

@@ -68,9 +68,6 @@ class EagleHead(DraftHead):
 
     It has no attention of its own: callers hand :meth:`queries_keys_values` to the attention that suits them and its
     output to :meth:`finish`. Token embeddings are the target's.
-
-    Args:
-        config: its settings.
     """
 
     config: EagleConfig

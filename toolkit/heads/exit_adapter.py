@@ -29,9 +29,6 @@ class ExitAdapter(Companion):
     """A residual gated MLP between the first layers of a target and its final norm.
 
     It works on every row by itself and predicts through the target's own head.
-
-    Args:
-        config: its settings.
     """
 
     config: ExitAdapterConfig

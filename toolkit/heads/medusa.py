@@ -43,11 +43,7 @@ class _Block(nn.Module):
 
 
 class MedusaHead(DraftHead):
-    """The heads, under the tensor names that serving engines read.
-
-    Args:
-        config: their settings.
-    """
+    """The heads, under the tensor names that serving engines read."""
 
     config: MedusaConfig
     config_class = MedusaConfig
