@@ -6,6 +6,7 @@ Shapes: B sequences, L longest of them, F hidden states side by side, H hidden s
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -111,19 +112,10 @@ class BatchLoader:
 
     def collate(self, places: Sequence[Place]) -> Batch:
         shard = self.shards[places[0].shard]
-        batch_features = self.features(shard, [place.sequence for place in places])
-        spans = [slice(int(shard.offsets[p.sequence]), int(shard.offsets[p.sequence + 1])) for p in places]
-
-        def side_by_side(rows: Sequence[Tensor]) -> Tensor:
-            return pad_sequence(list(rows), batch_first=True)
-
-        return Batch(
-            tokens=side_by_side([shard.tokens[span].long() for span in spans]),
-            roles=side_by_side([shard.roles[span] for span in spans]),
-            temperatures=shard.temperatures[[place.sequence for place in places]],
-            inputs=side_by_side([features.inputs for features in batch_features]),
-            final=side_by_side([features.final for features in batch_features]),
-        )
+        numbers = [place.sequence for place in places]
+        rows = zip(*map(shard.sequence, numbers), strict=True), zip(*self.features(shard, numbers), strict=True)
+        tokens, roles, inputs, final = (pad_sequence(list(column), batch_first=True) for column in chain(*rows))
+        return Batch(tokens, roles, shard.temperatures[numbers], inputs, final)
 
     def _batches(self) -> list[list[Place]]:
         """Of this epoch, in ascending order of shards and lengths."""

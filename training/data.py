@@ -108,11 +108,10 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
         self.shards = list(self.folder.shards())
         self._train, self._held_out = self._split()
         if self.cache:
-            cached = CachedFeatures(self.folder, self.layers)
-            missing = [shard.path.name for shard in self.shards if not cached.complete(shard)]
+            missing = [shard.path.name for shard in self.shards if not self._cached.complete(shard)]
             if missing:
                 raise ShardError(f"hidden states of {', '.join(missing)} are missing; run prepare_data() first")
-            cached.check(self.shards[0], range(min(_CHECKED, len(self.shards[0]))), self._fresh)
+            self._cached.check(self.shards[0], range(min(_CHECKED, len(self.shards[0]))), self._fresh)
 
     def train_dataloader(self) -> BatchLoader:
         rank, world = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
@@ -141,21 +140,16 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
         """The most frequent tokens that are learned, ties by id; unseen ones fill up what is left."""
         counts = torch.zeros(self.target.vocab_size, dtype=torch.int64)
         for place in self._train:
-            tokens, roles = self.sequence(place)
+            tokens, roles = self.shards[place.shard].sequence(place.sequence)
             learned = torch.isin(roles, torch.tensor(self.learned, dtype=torch.uint8))
             counts += torch.bincount(tokens[learned], minlength=len(counts))
         return counts.argsort(descending=True, stable=True)[:count].tolist()
-
-    def sequence(self, place: Place) -> tuple[Tensor, Tensor]:
-        shard = self.shards[place.shard]
-        span = slice(int(shard.offsets[place.sequence]), int(shard.offsets[place.sequence + 1]))
-        return shard.tokens[span].long(), shard.roles[span]
 
     def held_out_prompts(self, count: int) -> list[list[int]]:
         """Held-out conversations up to the first answer, each once."""
         prompts: dict[tuple[int, ...], None] = {}
         for place in self._held_out:
-            tokens, roles = self.sequence(place)
+            tokens, roles = self.shards[place.shard].sequence(place.sequence)
             prompts[tuple(tokens[: _first(roles == ANSWER)].tolist())] = None
         return [list(prompt) for prompt in prompts][:count]
 
@@ -183,7 +177,6 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
         tokenizer = self.target.tokenizer
         assert tokenizer is not None
         keep = self.cache and self.server is None  # what is computed anyway
-        cached, fresh = (CachedFeatures(self.folder, self.layers), self._fresh) if keep else (None, None)
         complete: Completer
         if self.server is not None:
             complete = ServerCompleter(self.server, self.server_model, tokenizer)
@@ -192,8 +185,7 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
             complete = DecoderCompleter(self.target, self.generation_batch, hidden)
 
         def store(shard: Shard, states: list[Tensor]) -> None:
-            if cached and fresh:
-                cached.write(shard, [fresh.split(tensor) for tensor in states])
+            self._cached.write(shard, [self._fresh.split(tensor) for tensor in states])
 
         messages = read_conversations(self.prompts) if self.prompts else None
         count = self.recipe.conversations if messages is None else min(self.recipe.conversations, len(messages))
@@ -209,7 +201,7 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
                 "prompts": self.prompts,
             },
             messages=messages,
-            store=store,
+            store=store if keep else None,
         )
         with _progress("Generating") as bar:
             total = 0
@@ -226,25 +218,27 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
     def _fresh(self) -> FreshFeatures:
         return FreshFeatures(self.target, self.layers)
 
+    @cached_property
+    def _cached(self) -> CachedFeatures:
+        return CachedFeatures(self.folder, self.layers)
+
     def _fill_cache(self) -> None:
         """Computes the hidden states that generation did not leave behind."""
-        cached = CachedFeatures(self.folder, self.layers)
-        missing = [shard for shard in self.folder.shards() if not cached.complete(shard)]
+        missing = [shard for shard in self.folder.shards() if not self._cached.complete(shard)]
         if not missing:
             return
-        size = cached.bytes_per_token(self.target, self.layers) * sum(len(shard.tokens) for shard in missing)
+        size = self._cached.bytes_per_token(self.target, self.layers) * sum(len(shard.tokens) for shard in missing)
         with _progress(f"Caching hidden states, {size / 1e9:.1f} GB; cache: false computes them each time") as bar:
             for shard in bar.track(missing, description=""):
-                cached.write(shard, list(self._computed(shard, range(len(shard)))))
+                self._cached.write(shard, list(self._computed(shard, range(len(shard)))))
 
     def _computed(self, shard: Shard, sequences: Sequence[int]) -> Iterator[Features]:
         for start in range(0, len(sequences), 16):
-            spans = [(int(shard.offsets[s]), int(shard.offsets[s + 1])) for s in sequences[start : start + 16]]
-            yield from self._fresh([shard.tokens[begin:end].tolist() for begin, end in spans])
+            yield from self._fresh([shard.sequence(s)[0].tolist() for s in sequences[start : start + 16]])
 
     def _features(self, shard: Shard, sequences: Sequence[int]) -> list[Features]:
         if self.cache:
-            return CachedFeatures(self.folder, self.layers).read(shard, sequences)
+            return self._cached.read(shard, sequences)
         return list(self._computed(shard, sequences))
 
     def _loader(self, places: list[Place], seed: int | None, part: int, of: int) -> BatchLoader:
@@ -258,8 +252,8 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
         groups: dict[bytes, list[Place]] = {}
         for index, shard in enumerate(self.shards):
             for sequence in range(len(shard)):
-                place = Place(index, sequence, int(shard.offsets[sequence + 1] - shard.offsets[sequence]))
-                tokens, roles = self.sequence(place)
+                tokens, roles = shard.sequence(sequence)
+                place = Place(index, sequence, len(tokens))
                 prompt = tokens[: _first(roles == ANSWER)].numpy().tobytes()
                 group = groups.setdefault(hashlib.sha256(prompt).digest(), [])
                 if not group or group[0].shard == index:

@@ -97,8 +97,7 @@ class DeciderModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
         self.decider.save_pretrained(folder)
 
     def card(self, metrics: Mapping[str, float]) -> str:
-        fingerprint = self.data.description()["fingerprint"]
-        return card("LearnedDecider", self.data.spec.model, fingerprint, self.data.profile(), metrics)
+        return card("LearnedDecider", self.data, metrics)
 
     def tables(self) -> dict[str, dict[str, list[Any]]]:
         """Speed by threshold and by fixed depth, from the last validation."""
@@ -132,8 +131,8 @@ class DeciderModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
         return AdamW(self.decider.parameters(), lr=self.lr)
 
     def drafts(self, batch: Batch) -> Drafts:
-        features = {"top_k": self.decider.top_k, "hidden_size": self.decider.hidden_size}
-        return follow(self.student, batch, self._target, self._teacher, self.draft_steps, **features)
+        top_k, hidden_size = self.decider.top_k, self.decider.hidden_size
+        return follow(self.student, batch, self._target, self._teacher, self.draft_steps, top_k, hidden_size)
 
     def training_step(self, batch: Batch, index: int) -> Tensor:
         """Cross entropy of the chances, weighted by survival."""

@@ -117,19 +117,13 @@ class DrafterModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
         self._whole.save(folder)
 
     def card(self, metrics: Mapping[str, float]) -> str:
-        spec, known = self.data.description(), self.data.profile()
-        kind = type(self.student).__name__.removesuffix("Student") + "Drafter"
-        return card(kind, spec["model"], spec["fingerprint"], known, metrics)
+        return card(type(self.student).__name__.removesuffix("Student") + "Drafter", self.data, metrics)
 
     def tables(self) -> dict[str, dict[str, list[Any]]]:
         return {"samples": self.samples} if self.samples else {}
 
     def figures(self, curve: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-        return {
-            "acceptance": acceptance_figure(curve),
-            "tau": tau_figure(curve),
-            "tree": tree_picture(self.tree),
-        }
+        return {"acceptance": acceptance_figure(curve), "tau": tau_figure(curve), "tree": tree_picture(self.tree)}
 
     def hidden_layers(self, target: RaggedModel) -> tuple[int, ...]:
         return self.student.hidden_layers(target)

@@ -40,11 +40,6 @@ def resolve_configs(arguments: list[str]) -> list[str]:
     return resolved
 
 
-def checkpoint_folder(output: str) -> str:
-    """Where a training whose results go to ``output`` keeps its checkpoints."""
-    return str(Path(output) / "checkpoints")
-
-
 def data_of(arguments: list[str]) -> "SelfDistillationDataModule":
     """The data that arguments of 'drafter fit' ask for, ready to be generated."""
     from arbordraft.training.drafter_module import DrafterModule
@@ -80,7 +75,7 @@ def run(module: Any, arguments: list[str], *, go: bool = True) -> Any:
             parser.add_lightning_class_args(ModelCheckpoint, "checkpoints")
             parser.set_defaults({"results.output": "arbordraft-results"})
             parser.set_defaults({"checkpoints.save_last": True, "checkpoints.every_n_train_steps": 100})
-            parser.link_arguments("results.output", "checkpoints.dirpath", compute_fn=checkpoint_folder)
+            parser.link_arguments("results.output", "checkpoints.dirpath", lambda output: f"{output}/checkpoints")
 
         def parse_arguments(self, parser: Any, args: Any) -> None:
             self.config = parser.parse_args(args)  # without the warning that the process has arguments, too

@@ -16,6 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 
 from arbordraft.files import check_writable, new_file, new_folder, write_text
+from arbordraft.training.tracking import MLflowTracker
 
 RESULT = "best"
 RECIPE = "training.yaml"
@@ -134,7 +135,5 @@ class Recorder(Callback):  # type: ignore[misc]  # Lightning is not type-checked
             tracker.log_checkpoint(self.result, trainer.global_step, metrics)
 
 
-def _trackers(trainer: Trainer) -> list[Any]:
-    from arbordraft.training.tracking import MLflowTracker
-
+def _trackers(trainer: Trainer) -> list[MLflowTracker]:
     return [logger for logger in trainer.loggers if isinstance(logger, MLflowTracker)]

@@ -1,7 +1,10 @@
 """Pictures and model cards of what was trained."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from arbordraft.training.data import SelfDistillationDataModule
 
 
 def acceptance_figure(curve: Sequence[Mapping[str, float]]) -> Any:
@@ -46,24 +49,19 @@ def speed_figure(speeds: Mapping[str, Sequence[Any]]) -> Any:
     return figure
 
 
-def card(
-    kind: str, target: str, fingerprint: str | None, profile: Mapping[str, Any], metrics: Mapping[str, float]
-) -> str:
+def card(kind: str, data: "SelfDistillationDataModule", metrics: Mapping[str, float]) -> str:
     """A model card: what it is, how it was made, what it reached, how to use it.
 
     Args:
         kind: name of the drafter's or decider's class.
-        target: the model it belongs to.
-        fingerprint: of that model's weights.
-        profile: of the data.
+        data: what it learned from.
         metrics: of the last validation.
     """
+    target, profile = data.spec.model, data.profile()
     rows = "\n".join(f"| {name.removeprefix('val/')} | {value:.4g} |" for name, value in sorted(metrics.items()))
     manifest = profile.get("manifest", {})
     command = "decider" if kind.endswith("Decider") else "drafter"
-    use = f'drafter = {kind}.from_pretrained("this folder", target)'
-    if command == "decider":
-        use = f'decider = {kind}.from_pretrained("this folder")'
+    arguments = '"this folder"' if command == "decider" else '"this folder", target'
     return f"""---
 library_name: arbordraft
 tags: [speculative-decoding, {kind.lower()}]
@@ -73,7 +71,7 @@ base_model: {target}
 
 Trained with arbordraft by self-distillation: the target wrote all text that it learned from.
 
-- target: {target}, fingerprint {fingerprint}
+- target: {target}, fingerprint {data.description()["fingerprint"]}
 - data: {profile.get("conversations")} conversations, {profile.get("answer_tokens")} answer tokens
 - digest of the data: {profile.get("digest")}
 - recipe: {manifest.get("recipe")}
@@ -88,7 +86,7 @@ Output is lossless whatever this network drafts; the figures say how often it is
 ```python
 from arbordraft import {kind}
 
-{use}
+{command} = {kind}.from_pretrained({arguments})
 ```
 """
 

@@ -63,6 +63,11 @@ class Shard:
     def __len__(self) -> int:
         return len(self.temperatures)
 
+    def sequence(self, index: int) -> tuple[Tensor, Tensor]:
+        """Tokens, as int64, and roles of one sequence."""
+        span = slice(*self.offsets[index : index + 2].tolist())
+        return self.tokens[span].long(), self.roles[span]
+
     @property
     def digest(self) -> str:
         hasher = hashlib.sha256()

@@ -52,10 +52,10 @@ def demo(
     """Train a drafter and a decider for SmolLM2-135M-Instruct from nothing, in about three hours on two cores."""
     from rich.console import Console
 
-    from arbordraft.training.demo import Demo, gain
+    from arbordraft.training.demo import gain, train_demo
 
     console = Console()
-    gain(console, Demo(folder, conversations).run(console)["drafter"])
+    gain(console, train_demo(console, folder, conversations))
 
 
 @app.command("sync")
