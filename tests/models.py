@@ -11,9 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 
 from arbordraft import RaggedModel, TreeTopology
 from arbordraft.deciders import Decider, FixedDepth
-from arbordraft.laws import DraftLaw
+from arbordraft.laws import DraftLaw, Fixed
 from arbordraft.masks import SlicedCausalMask
-from arbordraft.sampling import Noise, Warp
+from arbordraft.sampling import GumbelNoise, Noise, SharedSource, Warp
 from arbordraft.types import DraftContext
 
 VOCAB = 61
@@ -202,6 +202,10 @@ def context(
     warp = Warp(processors, len(tokens))
     generators = [Noise.source(seed + sample) for sample in range(len(tokens))]
 
+    noise: Noise | GumbelNoise | None = None if greedy else Noise.draw(generators, topology.num_nodes)
+    if law.shared and not greedy:
+        noise = SharedSource([seed + sample for sample in range(len(tokens))]).at([len(text) for text in tokens])
+
     def path(sample: int, drafted: Sequence[int]) -> list[int]:
         return [*tokens[sample], *drafted]
 
@@ -210,10 +214,10 @@ def context(
         room=[topology.max_depth] * len(tokens) if room is None else room,
         topology=topology,
         mask=SlicedCausalMask(topology),
-        law=law,
-        greedy=greedy,
+        law=Fixed(law.k) if greedy else law,
+        pathwise=greedy or law.shared,
         warp=lambda logits, place_of: warp(logits, lambda row: path(*place_of(row))),
         decide=decide or FixedDepth(),
         memory=[decide.start() if isinstance(decide, Decider) else None for _ in tokens],
-        noise=None if greedy else Noise.draw(generators, topology.num_nodes),
+        noise=noise,
     )

@@ -52,7 +52,7 @@ def ems_sd(target: "Model", draft: "Model | Drafter | None" = None, length: int 
     """
     drafter = NGramDrafter() if draft is None else _drafter(draft)
     lookup = isinstance(drafter, NGramDrafter)
-    coupling = Coupling.matching() if lookup else Coupling(IID(1), TopDown(RecursiveRejection()))
+    coupling = Coupling.shared() if lookup else Coupling(IID(1), TopDown(RecursiveRejection()))
     return SpeculativeDecoder(_ragged(target), drafter, TreeTopology.chain(length), coupling)
 
 
@@ -151,23 +151,21 @@ def fitted(
     draft: "Model | Drafter",
     nodes: int = 16,
     *,
-    sampled: bool = False,
     lookup: bool = False,
     max_depth: int = 6,
     topology: TreeTopology | None = None,
 ) -> SpeculativeDecoder:
-    """Any drafter with trees for its own acceptance.
+    """Any drafter with trees for its own acceptance, of the shape that suits each step best.
+
+    Sampling shares noise between target and drafter, see :meth:`Coupling.shared <arbordraft.Coupling.shared>`.
 
     Args:
         target: the target.
         draft: a draft model or drafter.
         nodes: rows per sample that the target verifies, root included; 1 to 2,048.
-        sampled: whether requests will sample. A sampled tree has a fixed shape, its children are the most probable
-            token and some drawn from the others; a greedy one takes the shape that suits each step best. Either
-            decodes any request losslessly.
         lookup: copy from the sample's own text where its last tokens occurred before, and draft elsewhere.
-        max_depth: bound on the trees' depth; what greedy lookups copy may go on below, as long as ``nodes`` last.
-        topology: the sampled tree, or the largest greedy one; by default fitted to the drafter's acceptance.
+        max_depth: bound on the trees' depth; what lookups copy may go on below, as long as ``nodes`` last.
+        topology: the largest tree; by default fitted to the drafter's acceptance.
     """
     nodes = whole("nodes", nodes, 1, MOST_NODES)
     if topology is not None:
@@ -175,14 +173,11 @@ def fitted(
     drafter = _drafter(draft)
     acceptance = drafter.acceptance
     proposer = HybridDrafter(NGramDrafter(longest=5, shortest=3), drafter) if lookup else drafter
-    if sampled:
-        topology = topology or TreeTopology.sequoia(acceptance[:4], nodes, max_depth)
-        return SpeculativeDecoder(_ragged(target), proposer, topology)
     if topology is None:
         topology = TreeTopology.sequoia(acceptance, min(4 * nodes, MOST_NODES), max_depth)
         if lookup:  # what is copied may go on for as long as the budget lasts
             topology = _with_trunk(topology, nodes - 1)
-    coupling = Coupling.matching(topology.width)
+    coupling = Coupling.shared(topology.width)
     return SpeculativeDecoder(_ragged(target), proposer, topology, coupling, costs=NodeBudget(nodes))
 
 

@@ -5,11 +5,11 @@ from typing import Self
 from torch import Tensor, nn
 
 from arbordraft.checks import instance
-from arbordraft.laws import DraftLaw, Fixed
-from arbordraft.sampling import Noise
+from arbordraft.laws import DraftLaw, Fixed, SharedNoise
+from arbordraft.sampling import GumbelNoise, Noise
 from arbordraft.topology import TreeTopology
 from arbordraft.types import DraftTree, Exactness, Rows, Verdict
-from arbordraft.verifiers import Lifted, Matching, RecursiveRejection, TopDown, TreeVerifier
+from arbordraft.verifiers import Lifted, Matching, RecursiveRejection, SharedMatching, TopDown, TreeVerifier
 
 
 class Coupling(nn.Module):
@@ -43,6 +43,16 @@ class Coupling(nn.Module):
                 f"verifier must be a TreeVerifier, got {type(verifier).__name__}; "
                 "wrap a rule as TopDown(rule) or Lifted(rule)"
             )
+        if law.shared and not verifier.shared:
+            raise ValueError(
+                f"{verifier} is not valid for children drawn by {law}, which know of the target's noise: the output "
+                "law would change. Only SharedMatching() is valid for them: Coupling.shared(k)"
+            )
+        if verifier.shared and not law.deterministic:
+            raise ValueError(
+                f"{verifier} keeps what is the target's own token; children drawn by {law}, with noise of their own, "
+                "would seldom be it: take SharedNoise(k) or Fixed(k)"
+            )
         if not verifier.supports(law):
             raise ValueError(
                 f"{verifier} is not valid for children drawn by {law}: the output law would change. "
@@ -52,10 +62,25 @@ class Coupling(nn.Module):
         self.verifier = verifier
 
     @classmethod
-    def matching(cls, width: int = 1) -> Self:
-        """The most probable children, kept where the target says the same: the pair for greedy decoding and lookups.
+    def shared(cls, width: int = 1) -> Self:
+        """Noise that target and drafter share: the text of a seed is that of plain decoding, whatever is drafted.
 
-        Sampling with it is lossless too, but random drafts (:meth:`of`) are accepted more often.
+        The pair for trees and lookups. Greedy requests are decoded as with any other pair.
+
+        Examples:
+            >>> Coupling.shared(2).exactness.value
+            'pathwise'
+
+        Args:
+            width: most children of a node, 1 or more.
+        """
+        return cls(SharedNoise(width), SharedMatching())
+
+    @classmethod
+    def matching(cls, width: int = 1) -> Self:
+        """The most probable children, kept where a token drawn with other noise is the same.
+
+        Sampling with it is lossless; with shared noise (:meth:`shared`) drafts are accepted more often.
 
         Examples:
             >>> Coupling.matching(2).law
@@ -68,13 +93,13 @@ class Coupling(nn.Module):
 
     @classmethod
     def of(cls, law: DraftLaw) -> Self:
-        """A draft law with the verifier that suits it: matching for certain drafts, else lifted recursive rejection.
+        """A draft law with the verifier that suits it: for random drafts lifted recursive rejection, else shared noise.
 
         Args:
             law: how children are drawn.
         """
         instance("law", law, DraftLaw)
-        return cls(law, TopDown(Matching()) if law.deterministic else Lifted(RecursiveRejection()))
+        return cls(law, SharedMatching() if law.deterministic else Lifted(RecursiveRejection()))
 
     @property
     def exactness(self) -> Exactness:
@@ -87,7 +112,7 @@ class Coupling(nn.Module):
         if widest > self.law.k:
             raise ValueError(f"the topology has nodes with {widest} children, but {self.law} draws only {self.law.k}")
 
-    def forward(self, tree: DraftTree, target_probs: Rows[Tensor], noise: Noise) -> Verdict:
+    def forward(self, tree: DraftTree, target_probs: Rows[Tensor], noise: Noise | GumbelNoise) -> Verdict:
         """Verifies a batch; see :meth:`TreeVerifier.forward`."""
         verdict: Verdict = self.verifier(tree, target_probs, noise)
         return verdict

@@ -27,10 +27,11 @@ from arbordraft.huggingface import (
 )
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.kernels.verify import row_max
+from arbordraft.laws import Fixed
 from arbordraft.masks import SlicedCausalMask, stack_words
 from arbordraft.metrics import DecodeStats
 from arbordraft.prompts import left_padded
-from arbordraft.sampling import Noise, SoftmaxRows, Warp
+from arbordraft.sampling import GumbelNoise, Noise, SharedSource, SoftmaxRows, Warp
 from arbordraft.state import DecodeState
 from arbordraft.static.runner import StaticStepping
 from arbordraft.target.cache import RaggedKVCache
@@ -38,7 +39,7 @@ from arbordraft.target.exactness import ExactnessReport, exactness_report
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
 from arbordraft.types import Costs, DraftContext, DraftTree, Outcome, SampleVerdict, Verdict
-from arbordraft.verifiers import greedy_verdict
+from arbordraft.verifiers import matching_verdict
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
@@ -56,14 +57,16 @@ class SpeculativeDecoder(nn.Module):
         drafter: proposes tokens; a model of transformers, or a wrapped one, is taken for a draft model.
         topology: the largest tree to draft; by default what suits the drafter
             (:meth:`~arbordraft.drafters.Drafter.default_topology`).
-        coupling: how children are drawn and how trees are judged. By default what suits the drafter: lookups, which
-            are certain, are matched with the target's own tokens; models draw one child at random and list the most
-            probable ones, and recursive rejection judges whole trees. Either decodes greedily and samples, losslessly.
+        coupling: how children are drawn and how trees are judged. By default what suits the drafter: trees and lookups
+            are drafted with the target's own noise and kept where they are the target's own tokens
+            (:meth:`Coupling.shared <arbordraft.Coupling.shared>`), chains are drawn at random and judged as a block.
+            Either decodes greedily and samples, losslessly.
         decider: stops drafting early, per sample; by default every tree is drafted to its leaves.
         costs: what rows cost on this machine (:class:`~arbordraft.CostTable`), or how many are wanted
             (:class:`~arbordraft.costs.NodeBudget`). Drafts that are not drawn at random are then verified only where
-            they pay or fit. Greedy samples, whose text is the same at any price, share what pays in their batch.
-        expected_batch: samples that a sampled request takes its batch to have, all of them like itself, where what pays
+            they pay or fit. Samples whose text is the same whatever is drafted, greedy ones and those with shared
+            noise, share what pays in their batch.
+        expected_batch: samples that any other request takes its batch to have, all of them like itself, where what pays
             depends on it (:class:`~arbordraft.CostTable`, :class:`~arbordraft.CostAware`). Its text depends on what is
             verified, and must not depend on what happens to share its batch.
         max_cache_tokens: bound on the rows of each KV cache; unlimited by default.
@@ -114,8 +117,11 @@ class SpeculativeDecoder(nn.Module):
         for law in drafter.laws(coupling.law):
             if not coupling.verifier.supports(law):
                 raise ValueError(f"{drafter} also proposes by {law}, for which {coupling.verifier} is not valid")
-        if decider.anticipating:
-            raise ValueError(f"{decider} looks at tokens that are still to be verified, which would bias the output")
+        if decider.anticipating and not coupling.verifier.shared:
+            raise ValueError(
+                f"{decider} looks at tokens that are still to be verified, which would bias the output unless target "
+                "and drafter share their noise: Coupling.shared(k)"
+            )
         self.target: RaggedModel = target
         self.drafter: Drafter = drafter
         self.topology = topology
@@ -138,7 +144,7 @@ class SpeculativeDecoder(nn.Module):
         Args:
             state: advanced in place; every active sample gains at least one token.
         """
-        noise = None if state.greedy else Noise.draw(state.generators, self.topology.num_nodes)
+        noise = self._noise(state)
         with state.stats.phase("draft"):
             tree = self.drafter.propose(state.drafts, self._context(state, noise))
         if self.static is not None:
@@ -153,7 +159,16 @@ class SpeculativeDecoder(nn.Module):
             self._commit(state, tree, verdict, lambda sample, path: shares[sample][path], state.cache.commit)
         return verdict
 
-    def _static_step(self, static: StaticStepping, state: DecodeState, tree: DraftTree, noise: Noise | None) -> Verdict:
+    def _noise(self, state: DecodeState) -> Noise | GumbelNoise | None:
+        if state.greedy:
+            return None
+        if self.coupling.verifier.shared:
+            return state.shared.at([len(tokens) for tokens in state.tokens])
+        return Noise.draw(state.generators, self.topology.num_nodes)
+
+    def _static_step(
+        self, static: StaticStepping, state: DecodeState, tree: DraftTree, noise: Noise | GumbelNoise | None
+    ) -> Verdict:
         """The same in fixed shapes; the target's forward, verification and compaction are one phase."""
         with state.stats.phase("target"):
             result = static(tree, self._plan(state, tree), noise, state.cache, state.warp)
@@ -450,6 +465,7 @@ class SpeculativeDecoder(nn.Module):
             cache=cache,
             drafts=drafts,
             generators=generators,
+            shared=SharedSource(seeds),
             warp=warp,
             greedy=not config.do_sample,
             stopping=stopping,
@@ -462,15 +478,15 @@ class SpeculativeDecoder(nn.Module):
             state.stream(sample, prompt)
         return state
 
-    def _context(self, state: DecodeState, noise: Noise | None) -> DraftContext:
+    def _context(self, state: DecodeState, noise: Noise | GumbelNoise | None) -> DraftContext:
         return DraftContext(
             tokens=state.tokens,
             # The last token of a verdict is not drafted, so a tree need not be deeper than the budget less one.
             room=[budget - 1 if budget > 0 else None for budget in state.budget],
             topology=self.topology,
             mask=self.mask,
-            law=self.coupling.law,
-            greedy=state.greedy,
+            law=Fixed(self.coupling.law.k) if state.greedy else self.coupling.law,
+            pathwise=state.greedy or self.coupling.verifier.shared,
             warp=lambda logits, place_of: state.warp(
                 logits, lambda row: state.path(*place_of(row)), lambda row: place_of(row)[0]
             ),
@@ -523,22 +539,31 @@ class SpeculativeDecoder(nn.Module):
             state.budget[sample] = 0
             state.cache.close(state.handles[sample])
 
-    def _judge(self, state: DecodeState, tree: DraftTree, logits: Tensor, best: Tensor, noise: Noise | None) -> Verdict:
+    def _judge(
+        self, state: DecodeState, tree: DraftTree, logits: Tensor, best: Tensor, noise: Noise | GumbelNoise | None
+    ) -> Verdict:
+        target = self._target_rows(state, tree, logits)
         if noise is not None:
-            return self.coupling(tree, SoftmaxRows(self._scores(state, tree, logits)), noise)
+            return self.coupling(tree, target, noise)
         if state.warp.processors:
-            _, best = row_max(self._scores(state, tree, logits))
-        return greedy_verdict(tree, best.tolist())
+            return matching_verdict(tree, lambda rows, _: row_max(target.scores_of(rows))[1].tolist())
+        tokens = best.tolist()
+        return matching_verdict(tree, lambda rows, _: [tokens[row] for row in rows])
 
-    def _scores(self, state: DecodeState, tree: DraftTree, logits: Tensor) -> Tensor:
-        """``[T, V]`` logits after the request's processors, each row along its own path."""
-        places = list(tree.rows()) if state.warp.processors else []
+    def _target_rows(self, state: DecodeState, tree: DraftTree, logits: Tensor) -> SoftmaxRows:
+        """The target's rows, put through the request's processors where they are read, each along its own path."""
+        if (temperature := state.warp.temperature) is not None:
+            return SoftmaxRows(logits, temperature=temperature)
+        places = list(tree.rows())
 
-        def path_of(row: int) -> list[int]:
-            sample, node, _ = places[row]
-            return state.path(sample, tree.samples[sample].path(node))  # type: ignore[union-attr]
+        def process(logits: Tensor, rows: Sequence[int]) -> Tensor:
+            def path_of(index: int) -> list[int]:
+                sample, node, _ = places[rows[index]]
+                return state.path(sample, tree.samples[sample].path(node))  # type: ignore[union-attr]
 
-        return state.warp(logits, path_of, lambda row: places[row][0])
+            return state.warp(logits, path_of, lambda index: places[rows[index]][0])
+
+        return SoftmaxRows(logits, process)
 
     def _commit(
         self,

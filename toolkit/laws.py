@@ -18,7 +18,7 @@ class DraftLaw(nn.Module):
     """Draws ``tails`` tokens from a draft row without its tops, then lists the ``tops`` most probable tokens.
 
     Users pick one of the named laws: :class:`IID`, :class:`WithoutReplacement`, :class:`TopTail`,
-    :class:`AdaptiveTopTail`, :class:`Fixed`.
+    :class:`AdaptiveTopTail`, :class:`Fixed`, :class:`SharedNoise`.
 
     Tokens of draft probability 0 are never drafted: a row with too small a support yields fewer children. How
     many depends on the draft row alone, which keeps every verifier lossless.
@@ -34,6 +34,7 @@ class DraftLaw(nn.Module):
     """
 
     threshold = 0.0  # of the draft probability; what is below it is no top
+    shared = False  # whether the target's own noise is in the rows that children are taken from
 
     def __init__(self, tops: int, tails: int, replacement: bool) -> None:
         super().__init__()
@@ -248,6 +249,29 @@ class Fixed(DraftLaw):
 
     def __init__(self, k: int) -> None:
         super().__init__(tops=whole("k", k, 1), tails=0, replacement=False)
+
+
+class SharedNoise(DraftLaw):
+    """The ``k`` tokens, at least 1, for which ``log q + g`` is highest, g being the target's own noise.
+
+    A drafter that is right about the target's row is then right about the token it draws. Valid only if a child is kept
+    where it *is* that token: what the target draws tells of the same noise as the child, so its probability given the
+    child is not p.
+
+    Source: Daliri, Musco and Suresh (2024, arXiv 2408.07978) for one draft, here for the k best under one noise.
+    """
+
+    shared = True
+
+    def __init__(self, k: int) -> None:
+        super().__init__(tops=whole("k", k, 1), tails=0, replacement=False)
+
+    def narrow(self, children: int) -> "DraftLaw":
+        super().narrow(children)  # checks
+        return SharedNoise(children)
+
+    def extra_repr(self) -> str:
+        return f"k={self.k}"
 
 
 def given(draft: Tensor | None) -> Tensor:

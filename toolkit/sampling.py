@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from arbordraft.checks import whole
 from arbordraft.kernels import choice
+from arbordraft.kernels.gumbel import gumbel, gumbel_argmax
 from arbordraft.kernels.verify import lowest_kept
 
 if TYPE_CHECKING:
@@ -119,6 +121,14 @@ class Warp:
         return type(processor).__name__ in _STATIC
 
     @property
+    def temperature(self) -> float | None:
+        """What scores are divided by if nothing else is done to them; ``None`` if something is."""
+        if not self.processors:
+            return 1.0
+        only = len(self.processors) == 1 and type(self.processors[0]).__name__ == "TemperatureLogitsWarper"
+        return float(self.processors[0].temperature) if only else None  # type: ignore[attr-defined]
+
+    @property
     def constants(self) -> tuple[tuple[str, tuple[tuple[str, float], ...]], ...]:
         """What tells lists of static processors apart: their names and numbers."""
         return tuple((type(one).__name__, tuple(sorted(vars(one).items()))) for one in self.processors)
@@ -136,7 +146,7 @@ class Warp:
             path_of: token ids that precede the prediction of a row, prompt included; called only if needed.
             sample_of: the sample that a row belongs to, by default that of the same number.
         """
-        scores = logits if logits.dtype == torch.float64 else logits.float()
+        scores = widened(logits)
         paths: list[Tensor] = []
         columns: list[int] = []
         for place, processor in enumerate(self.processors):
@@ -191,19 +201,57 @@ class SoftmaxRows:
     """The softmax of ``[T, V]`` scores, row by row, as far as somebody reads them.
 
     A verifier that stops at the first rejection leaves most rows of a tree alone.
+
+    Args:
+        scores: the scores, or logits that ``process`` makes scores of.
+        process: given ``[R, V]`` of the logits and the numbers of these rows, returns their scores; row by row.
+        temperature: of logits that are divided by it and not processed otherwise; in place of ``process``.
     """
 
-    def __init__(self, scores: Tensor) -> None:
-        self.scores = scores
+    def __init__(
+        self,
+        scores: Tensor,
+        process: Callable[[Tensor, Sequence[int]], Tensor] | None = None,
+        temperature: float | None = None,
+    ) -> None:
+        self._logits, self._process, self._temperature = scores, process, temperature
         self._found: dict[int, Tensor] = {}
 
     def __len__(self) -> int:
-        return len(self.scores)
+        return len(self._logits)
 
     def __getitem__(self, row: int) -> Tensor:
         if row not in self._found:
-            self._found[row] = self.scores[row].softmax(dim=-1)
+            self._found[row] = self.scores_of([row])[0].softmax(dim=-1)
         return self._found[row]
+
+    @cached_property
+    def scores(self) -> Tensor:
+        """``[T, V]``, all of them."""
+        return self.scores_of(range(len(self)))
+
+    def scores_of(self, rows: Sequence[int]) -> Tensor:
+        """``[R, V]`` scores of some rows."""
+        logits = self._taken(rows)
+        if self._process is not None:
+            return self._process(logits, rows)
+        return logits if self._temperature is None else widened(logits) / self._temperature
+
+    def draw(self, rows: Sequence[int], noise: "GumbelNoise", places: Sequence[tuple[int, int]]) -> list[int]:
+        """Draws behind some rows, in which the noise is that of ``places``: see :meth:`GumbelNoise.draw`."""
+        if self._process is None:
+            return noise.draw(self._taken(rows), places, self._temperature or 1.0)
+        return noise.draw(self.scores_of(rows), places)
+
+    def _taken(self, rows: Sequence[int]) -> Tensor:
+        if len(rows) == len(self):
+            return self._logits
+        return self._logits[rows[0] : rows[0] + 1] if len(rows) == 1 else self._logits[list(rows)]
+
+
+def widened(logits: Tensor) -> Tensor:
+    """In float32; float64 stays float64."""
+    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 @dataclass(frozen=True)
@@ -241,6 +289,91 @@ class Noise:
         for sample, source in enumerate(generators):
             uniforms[:, sample] = torch.from_numpy(source.random((3, nodes)))
         return cls(*uniforms)
+
+
+class SharedSource:
+    """Where the noise comes from that target and drafter share: of every sample, a function of its seed alone.
+
+    Args:
+        seeds: one per sample, 0 to 2**64 - 1.
+
+    Raises:
+        TypeError: if a seed is no whole number.
+        ValueError: if one is out of range.
+    """
+
+    def __init__(self, seeds: Sequence[int]) -> None:
+        checked = [whole("seed", seed, 0, 2**64 - 1) for seed in seeds]
+        self.seeds = torch.tensor([seed - 2**64 if seed >= 2**63 else seed for seed in checked], dtype=torch.int64)
+        self._rows: dict[tuple[int, int], Tensor] = {}
+
+    def at(self, lengths: Sequence[int]) -> "GumbelNoise":
+        """The noise of a step.
+
+        Args:
+            lengths: committed tokens of every sample, prompt included.
+        """
+        self._rows = {place: row for place, row in self._rows.items() if place[1] >= lengths[place[0]]}
+        return GumbelNoise(self, tuple(lengths))
+
+    def rows(self, places: Sequence[tuple[int, int]], vocabulary: int) -> list[Tensor]:
+        """``[V]`` float32 noise at some positions, which steps that overlap share."""
+        if missing := [place for place in dict.fromkeys(places) if place not in self._rows]:
+            samples, positions = (torch.tensor(column) for column in zip(*missing, strict=True))
+            self._rows |= zip(missing, gumbel(self.seeds[samples], positions, vocabulary).float(), strict=True)
+        return [self._rows[place] for place in places]
+
+
+@dataclass(frozen=True)
+class GumbelNoise:
+    """The noise of one step that target and drafter share, by sample, position in its text and token.
+
+    Positions count from the beginning of a sample's own text, so the noise behind a node follows from its depth: no
+    matter in which step, at which node or beside which samples it is asked for, it is the same.
+
+    Args:
+        source: of all steps.
+        lengths: committed tokens of every sample, prompt included: the position of what follows their roots.
+    """
+
+    source: SharedSource
+    lengths: tuple[int, ...]
+
+    def perturb(self, scores: Tensor, places: Sequence[tuple[int, int]]) -> Tensor:
+        """Adds to draft scores the noise with which the target will draw.
+
+        Args:
+            scores: ``[R, V]``.
+            places: per row the sample, and the depth of the node whose children it predicts.
+
+        Returns:
+            ``[R, V]`` of the same dtype: the noise is rounded, as drafts are but guesses.
+        """
+        if not scores.is_cpu or choice.wants_triton("perturb", scores):
+            return scores + gumbel(*self._keys(places, scores.device), scores.shape[1]).to(scores.dtype)
+        rows = self.source.rows([(sample, self.lengths[sample] + depth) for sample, depth in places], scores.shape[1])
+        return torch.stack([score + row for score, row in zip(scores, rows, strict=True)])
+
+    def draw(self, scores: Tensor, places: Sequence[tuple[int, int]], temperature: float = 1.0) -> list[int]:
+        """Draws the target's tokens: the highest of ``scores / temperature + g``.
+
+        Args:
+            scores: ``[R, V]``.
+            places: per row the sample, and the depth of the node behind which the token stands.
+            temperature: above 0.
+
+        Raises:
+            ValueError: if no score of a row is above -inf.
+        """
+        tokens: list[int] = gumbel_argmax(scores, *self._keys(places, scores.device), temperature).tolist()
+        if min(tokens) < 0:
+            raise ValueError("cannot draw from a row in which no token has any probability; check the processors")
+        return tokens
+
+    def _keys(self, places: Sequence[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
+        seeds = self.source.seeds[[sample for sample, _ in places]]
+        positions = torch.tensor([self.lengths[sample] + depth for sample, depth in places])
+        return seeds.to(device), positions.to(device)
 
 
 def residual(target: Tensor, draft: Tensor) -> Tensor:

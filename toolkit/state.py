@@ -12,7 +12,7 @@ import torch
 
 from arbordraft.huggingface import Stopping
 from arbordraft.metrics import DecodeStats
-from arbordraft.sampling import Warp
+from arbordraft.sampling import SharedSource, Warp
 from arbordraft.target.cache import RaggedKVCache
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ class DecodeState:
         cache: the target's cache; it holds all committed tokens but the last.
         drafts: the drafter's own state.
         generators: sources of noise.
+        shared: source of the noise that target and drafter share.
         warp: the request's logits processors.
         greedy: whether the target decodes at temperature 0.
         stopping: the request's stopping criteria.
@@ -48,6 +49,7 @@ class DecodeState:
     cache: RaggedKVCache
     drafts: Any
     generators: Sequence[np.random.Generator]
+    shared: SharedSource
     warp: Warp
     greedy: bool
     stopping: Stopping

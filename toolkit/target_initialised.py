@@ -16,7 +16,7 @@ from arbordraft.deciders import Decider
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter
 from arbordraft.laws import WithoutReplacement
-from arbordraft.sampling import Noise
+from arbordraft.sampling import GumbelNoise, Noise
 from arbordraft.state import DecodeState
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
@@ -87,14 +87,14 @@ class TargetInitialisedDecoder(SpeculativeDecoder):
         state.following = dict(enumerate(rows))
         return state
 
-    def _context(self, state: DecodeState, noise: Noise | None) -> DraftContext:
+    def _context(self, state: DecodeState, noise: Noise | GumbelNoise | None) -> DraftContext:
         law, children = WithoutReplacement(self.width), list(self.topology.child_list[0])
         candidates: list[tuple[list[int], Tensor] | None] = []
         for sample, budget in enumerate(state.budget):
             row = state.following[sample] if budget > 0 else None
             if row is None:
                 candidates.append(None)
-            elif noise is None:
+            elif not isinstance(noise, Noise):
                 best = row.topk(min(self.width, len(row)))
                 candidates.append((best.indices[best.values > 0].tolist(), row))
             else:
@@ -104,8 +104,10 @@ class TargetInitialisedDecoder(SpeculativeDecoder):
         room = [budget if budget > 0 else None for budget in state.budget]
         return replace(context, room=room, candidates=candidates)
 
-    def _judge(self, state: DecodeState, tree: DraftTree, logits: Tensor, best: Tensor, noise: Noise | None) -> Verdict:
-        rows = self._scores(state, tree, logits).softmax(dim=-1)
+    def _judge(
+        self, state: DecodeState, tree: DraftTree, logits: Tensor, best: Tensor, noise: Noise | GumbelNoise | None
+    ) -> Verdict:
+        rows = self._target_rows(state, tree, logits).scores.softmax(dim=-1)
         if noise is None:  # tests are then about certainties
             certain = functional.one_hot(rows.argmax(dim=-1), rows.shape[-1]).to(rows.dtype)
             nothing = torch.zeros(len(tree.samples), self.topology.num_nodes, dtype=torch.float64)

@@ -59,16 +59,13 @@ class Setting:
                 return f"{self.kind} of {self.size}"
         return self.kind
 
-    def decoder(
-        self, target: RaggedModel, drafter: Drafter, costs: StepCosts, *, sampled: bool, batch: int = 1
-    ) -> SpeculativeDecoder:
+    def decoder(self, target: RaggedModel, drafter: Drafter, costs: StepCosts, batch: int = 1) -> SpeculativeDecoder:
         """What it stands for.
 
         Args:
             target: the target.
             drafter: the drafter.
             costs: of the steps.
-            sampled: whether requests will sample; of interest to trees.
             batch: prompts that will be decoded at a time.
 
         Raises:
@@ -87,7 +84,7 @@ class Setting:
                 return SpeculativeDecoder(*parts, expected_batch=batch)
             case "tree" | "lookup or tree":
                 lookup = self.kind != "tree"
-                return builders.fitted(target, drafter, self.size, sampled=sampled, lookup=lookup)
+                return builders.fitted(target, drafter, self.size, lookup=lookup)
         raise ValueError(f"there is no way of speculating called {self.kind!r}")
 
 
@@ -166,7 +163,7 @@ class Tuned:
 
         drafter = drafter or drafter_named(self.drafter, target)
         setting = self.choice(batch).setting
-        return setting.decoder(target, drafter, self.costs, sampled=self.temperature > 0, batch=batch)
+        return setting.decoder(target, drafter, self.costs, batch)
 
     def save(self, path: Path) -> None:
         """Writes JSON; the file appears only when it is complete."""
@@ -221,37 +218,31 @@ def tune(
     if not batches:
         raise ValueError("batches must hold at least one batch size, got none")
     temperature, new_tokens = real("temperature", temperature, 0), whole("new_tokens", new_tokens, 1)
-    sampled = temperature > 0
     tell("measuring forwards and drafts")
     costs = measure_costs(target, drafter, tokenizer, prompts)
     tell("measuring acceptance")
     acceptance = measure_acceptance(target, drafter, tokenizer, prompts, temperature, new_tokens)
     choices = []
     for batch in sorted(set(batches)):
-        settings = (_PLAIN, *plausible(costs, acceptance, drafter, batch, sampled=sampled))
-        decoders = {each: each.decoder(target, drafter, costs, sampled=sampled, batch=batch) for each in settings}
+        settings = (_PLAIN, *plausible(costs, acceptance, drafter, batch))
+        decoders = {each: each.decoder(target, drafter, costs, batch) for each in settings}
         inputs = chat_batches(tokenizer, list(islice(cycle(prompts), max(batch, len(prompts)))), batch)
         choices.append(_compete(batch, decoders, inputs, temperature, new_tokens, tell))
     return Tuned(name, temperature, costs, acceptance, choices)
 
 
-def grid(drafter: Drafter, *, sampled: bool) -> list[Setting]:
+def grid(drafter: Drafter) -> list[Setting]:
     """All settings that tuning knows for a drafter."""
     settings = [_PLAIN, Setting("lookup")]
     if isinstance(drafter, NGramDrafter):
         return settings + [Setting("chain", levels) for levels in _CHAINS]
     settings += [Setting("chain", levels, stop) for levels in _CHAINS for stop in (False, True)]
-    settings += [Setting("tree", nodes) for nodes in _TREES]
-    if not sampled:
-        settings += [Setting("lookup or tree", nodes) for nodes in _TREES]
-    return settings
+    return settings + [Setting(kind, nodes) for kind in ("tree", "lookup or tree") for nodes in _TREES]
 
 
-def plausible(
-    costs: StepCosts, acceptance: Sequence[float], drafter: Drafter, batch: int, *, sampled: bool
-) -> list[Setting]:
+def plausible(costs: StepCosts, acceptance: Sequence[float], drafter: Drafter, batch: int) -> list[Setting]:
     """The settings of the grid that may be the fastest; those that nothing is predicted of among them."""
-    settings = grid(drafter, sampled=sampled)
+    settings = grid(drafter)
     predicted = {setting: predict(setting, costs, acceptance, drafter, batch) for setting in settings}
     best = max(filter(None, predicted.values()), default=0.0)
     return [setting for setting, speed in predicted.items() if speed is None or speed >= _NEAR * best]

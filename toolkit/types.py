@@ -15,7 +15,7 @@ from torch import Tensor
 
 from arbordraft.laws import DraftLaw
 from arbordraft.masks import SlicedCausalMask
-from arbordraft.sampling import Noise
+from arbordraft.sampling import GumbelNoise, Noise
 from arbordraft.topology import TreeTopology
 
 Row = TypeVar("Row")
@@ -25,8 +25,12 @@ TOP = 10  # highest probabilities of a draft row that deciders are told
 
 
 class Exactness(StrEnum):
-    """What a verifier promises about the output law."""
+    """What a verifier promises about the output law.
 
+    ``pathwise``: more than the law, the very tokens that plain decoding with the same seed draws.
+    """
+
+    PATHWISE = "pathwise"
     EXACT = "exact"
     EPSILON = "epsilon"
     LOSSY = "lossy"
@@ -244,18 +248,18 @@ class StepView:
         depth: depth of the frontier, 0 for the roots.
         paths: the draws that led from the root to each frontier node; none for a root.
         memory: what the decider remembers of each sample, see :meth:`~arbordraft.deciders.Decider.start`.
-        greedy: whether the target decodes at temperature 0.
+        pathwise: whether the text is the same whatever is drafted, see :class:`DraftContext`.
         batch: samples that the target's forward will serve, those that stopped drafting included.
         planned: rows of that forward so far, all samples, roots included.
-        alike: samples of the batch that each one shown stands for. A greedy view shows all that go on, each for itself.
-            A sampled one shows a single sample, which stands for a whole batch of its like: it decides by itself alone,
-            so that its text does not depend on what shares its batch.
+        alike: samples of the batch that each one shown stands for. A pathwise view shows all that go on, each for
+            itself. Any other shows a single sample, which stands for a whole batch of its like: it decides by itself
+            alone, so that its text does not depend on what shares its batch.
     """
 
     depth: int
     paths: Sequence[Sequence[Sequence[Draw]]]
     memory: Sequence[Any]
-    greedy: bool = False
+    pathwise: bool = False
     batch: int = 1
     planned: int = 1
     alike: int = 1
@@ -296,14 +300,15 @@ class DraftContext:
         room: greatest useful depth of each sample's tree; ``None`` for a sample that is finished.
         topology: the planned shape.
         mask: the topology's sliced mask.
-        law: how children are drawn.
-        greedy: the target decodes at temperature 0. The verdict then depends on the tokens alone, so drafters
-            propose their most probable ones instead of drawing.
+        law: how children are drawn. At temperature 0, where the verdict depends on the tokens alone, the most probable
+            ones, whatever the coupling says.
+        pathwise: the text is the same whatever is drafted: at temperature 0, or with noise that target and drafter
+            share. What is drafted may then depend on anything.
         warp: the request's logits processors. Given ``[R, V]`` logits and, per row, the sample and the drafted tokens
             before the prediction, it returns ``[R, V]`` scores.
         decide: says before every level which samples go on.
         memory: what the decider remembers of each sample.
-        noise: uniforms of this step; ``None`` if ``greedy``.
+        noise: of this step: uniforms, or the shared one, which drafters add to their scores; ``None`` at temperature 0.
         costs: what rows cost; drafts that are not drawn at random are then given up where they do not pay.
         expected_batch: samples that a sampled one takes its batch to have, all of them like itself.
         candidates: children that each root has already, with the ``[V]`` row that they were drawn from; ``None`` if the
@@ -316,11 +321,11 @@ class DraftContext:
     topology: TreeTopology
     mask: SlicedCausalMask
     law: DraftLaw
-    greedy: bool
+    pathwise: bool
     warp: Callable[[Tensor, Callable[[int], tuple[int, Sequence[int]]]], Tensor]
     decide: Callable[[StepView], Sequence[bool]]
     memory: Sequence[Any]
-    noise: Noise | None
+    noise: Noise | GumbelNoise | None
     costs: Costs | None = None
     expected_batch: int = 1
     candidates: "Sequence[tuple[Sequence[int], Tensor] | None] | None" = None

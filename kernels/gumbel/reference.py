@@ -1,8 +1,8 @@
 """Gumbel noise as a function of a seed, a position and a token: the definition, in operations that any library has.
 
 Integers are held in 64 bits and stay below 2**63, so signed ones will do. Real numbers are float64, and every operation
-on them is one that IEEE 754 rounds correctly, in a fixed order: whoever carries them out finds the same bits. That is why
-there is a logarithm of our own here: those of libraries differ in the last place.
+on them is one that IEEE 754 rounds correctly, in a fixed order: whoever carries them out finds the same bits. That is
+why there is a logarithm of our own here: those of libraries differ in the last place.
 
 Shapes: R rows, V vocabulary.
 """
@@ -93,14 +93,14 @@ def words_of(seeds: Any, positions: Any, counters: Any, xp: ModuleType) -> tuple
     halves = []
     for half in (0, 1):
         words = xp.stack(philox((counters, positions[:, None] + nothing, nothing + half, nothing), key))
-        by_group = words.reshape(4, len(seeds), len(counters) // LANES, LANES)
-        halves.append(xp.moveaxis(by_group, 0, 2).reshape(len(seeds), -1))
+        by_group = words.reshape(4, seeds.shape[0], counters.shape[0] // LANES, LANES)  # not len, which fixes sizes
+        halves.append(xp.moveaxis(by_group, 0, 2).reshape(seeds.shape[0], -1))
     return halves[0], halves[1]
 
 
 def counters_for(vocabulary: int) -> int:
     """How many counters that many tokens take."""
-    return -(-vocabulary // GROUP) * LANES
+    return (vocabulary + GROUP - 1) // GROUP * LANES
 
 
 def gumbel_reference(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:

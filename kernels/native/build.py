@@ -88,7 +88,7 @@ class Build:
         self.source = source
         self.compiler, version = _compiler()
         # Without contraction: whether a product and a sum are fused must not depend on the code around them.
-        # Nobody reads floating point exceptions; keeping them would forbid to compute both sides of a choice in vectors.
+        # Nobody reads floating point exceptions, which forbid to compute both sides of a choice in vectors.
         quiet = ["-fno-math-errno", "-fno-trapping-math"]
         self.flags = ["-O3", "-std=c++20", "-fPIC", *quiet, "-ffp-contract=off", "-w"]
         self.flags += ["-Xclang", "-fopenmp"] if _MAC else ["-fopenmp"]

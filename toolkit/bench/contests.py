@@ -41,9 +41,8 @@ def drafter_gain(
     }
     for name, drafter in drafters.items():
         decoders[f"{name}, chain of 4"] = builders.ems_sd(target, drafter, 4)
-        decoders[f"{name}, tree of 16"] = builders.fitted(target, drafter, sampled=workload.sampled)
-        if not workload.sampled:
-            decoders[f"lookup, else {name}, tree of 16"] = builders.fitted(target, drafter, lookup=True)
+        decoders[f"{name}, tree of 16"] = builders.fitted(target, drafter)
+        decoders[f"lookup, else {name}, tree of 16"] = builders.fitted(target, drafter, lookup=True)
     return decoders
 
 
@@ -142,9 +141,8 @@ def against_transformers(
     decoders["arbordraft plain"] = builders.plain(target)
     decoders["arbordraft lookup"] = builders.lookup(target)
     for name, drafter in drafters.items():
-        decoders[f"arbordraft, {name}"] = builders.fitted(target, drafter, sampled=workload.sampled)
-        if not workload.sampled:
-            decoders[f"arbordraft, lookup, else {name}"] = builders.fitted(target, drafter, lookup=True)
+        decoders[f"arbordraft, {name}"] = builders.fitted(target, drafter)
+        decoders[f"arbordraft, lookup, else {name}"] = builders.fitted(target, drafter, lookup=True)
     return decoders
 
 
@@ -153,10 +151,9 @@ def against_grid(target: RaggedModel, drafter: Drafter, tuned: Tuned, batch: int
 
     No speed-up should be above 1, on prompts that tuning did not see.
     """
-    sampled = tuned.temperature > 0
     chosen = tuned.choice(batch).setting
     decoders = {f"chosen: {chosen}": tuned.decoder(target, batch, drafter)}
-    for setting in grid(drafter, sampled=sampled):
+    for setting in grid(drafter):
         if setting != chosen:
-            decoders[str(setting)] = setting.decoder(target, drafter, tuned.costs, sampled=sampled, batch=batch)
+            decoders[str(setting)] = setting.decoder(target, drafter, tuned.costs, batch)
     return decoders

@@ -1,11 +1,10 @@
 """The one place where the command line makes a decoder out of options."""
 
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from arbordraft.decoder import SpeculativeDecoder
-    from arbordraft.laws import DraftLaw
+import arbordraft as ad
+from arbordraft.laws import SharedNoise
 
 
 class Law(StrEnum):
@@ -15,6 +14,7 @@ class Law(StrEnum):
     without_replacement = "without-replacement"
     top_tail = "top-tail"
     fixed = "fixed"
+    shared = "shared"
 
 
 class Verifier(StrEnum):
@@ -31,7 +31,7 @@ def load_decoder(
     law: Law | None = None,
     verifier: Verifier | None = None,
     **options: Any,
-) -> "SpeculativeDecoder":
+) -> ad.SpeculativeDecoder:
     """What :func:`arbordraft.load` gives, which has a tokenizer and draws and verifies as asked.
 
     Args:
@@ -44,8 +44,6 @@ def load_decoder(
     Raises:
         ValueError: if there is no tokenizer, or something is wrong with the names or their combination.
     """
-    import arbordraft as ad
-
     decoder = ad.load(model, drafter, **options)
     if decoder.target.tokenizer is None:
         raise ValueError(
@@ -55,23 +53,18 @@ def load_decoder(
     if law is None and verifier is None:
         return decoder
     width = decoder.topology.width
-    drawn = decoder.drafter.default_law(width) if law is None else _law(law, width)
+    laws = {
+        None: decoder.drafter.default_law,
+        Law.iid: ad.IID,
+        Law.without_replacement: ad.WithoutReplacement,
+        Law.top_tail: lambda width: ad.TopTail(1, max(1, width - 1)),
+        Law.fixed: ad.Fixed,
+        Law.shared: SharedNoise,
+    }
+    drawn = laws[law](width)
     coupling = ad.Coupling.of(drawn)
     if verifier is not None:
         part = ad.Lifted if verifier == Verifier.lifted else ad.TopDown
         coupling = ad.Coupling(drawn, part(ad.RecursiveRejection()))
     parts = (decoder.target, decoder.drafter, decoder.topology, coupling, decoder.decider)
     return ad.SpeculativeDecoder(*parts, costs=decoder.costs)
-
-
-def _law(law: Law, width: int) -> "DraftLaw":
-    import arbordraft as ad
-
-    match law:
-        case Law.iid:
-            return ad.IID(width)
-        case Law.without_replacement:
-            return ad.WithoutReplacement(width)
-        case Law.fixed:
-            return ad.Fixed(width)
-    return ad.TopTail(1, max(1, width - 1))

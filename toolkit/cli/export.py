@@ -14,14 +14,11 @@ from arbordraft.cli.decoders import Law, load_decoder
 from arbordraft.cli.display import progress
 from arbordraft.cli.options import DtypeOption, ModelOption, finite, parse_topology
 from arbordraft.deciders import LearnedDecider
-from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.exports import onnx
 from arbordraft.exports.evaluation import HELD_OUT
 from arbordraft.exports.folder import Export, Quantization
 from arbordraft.loading import Dtype, Kernels, drafter_named, load_target
 from arbordraft.prompts import read_prompts
-from arbordraft.target.model import RaggedModel
-from arbordraft.topology import TreeTopology
 from arbordraft.tuning import Tuned
 
 app = typer.Typer(no_args_is_help=True, help="Export drafters, deciders and targets for deployment.")
@@ -150,7 +147,7 @@ def mlflow(
     ],
     target: ModelOption = "smollm2",
     tree: Annotated[str, typer.Option(help="Shape of the draft tree, as for 'arbordraft generate'.")] = "chain:4",
-    sampled: Annotated[bool, typer.Option(help="Draw drafts for sampling; greedy requests work either way.")] = True,
+    law: Annotated[Law | None, typer.Option(help="Draft law, as for 'arbordraft generate'.")] = None,
     decider: Annotated[Path | None, typer.Option(help="Folder of a trained decider.")] = None,
     tuned: Annotated[Path | None, typer.Option(help="What 'arbordraft tune' wrote, instead of these.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Prompts at a time, for which tuning chose.")] = 1,
@@ -177,8 +174,14 @@ def mlflow(
             drafter, training_run = str(fetched), training_run or run
         tell("loading the target and the drafter")
         model, tokenizer = load_target(target, dtype, kernels)
+        if tuned is not None:
+            decoder = Tuned.load(tuned).decoder(model, batch, drafter_named(drafter, model))
+        else:
+            stop = None if decider is None else LearnedDecider.from_pretrained(decider)
+            # Without costs: those of this machine mean nothing where the model is served.
+            decoder = load_decoder(model, drafter, law=law, topology=topology, decider=stop, costs=None)
         logged = log_decoder(
-            _decoder(model, drafter, topology, sampled, decider, tuned, batch),
+            decoder,
             tokenizer,
             target=target,
             drafter=drafter,
@@ -235,23 +238,6 @@ def _write(export: Callable[..., Export], source: str | Path, out: Path, **optio
     console.print(table)
     for check, value in written.parity.items():
         console.print(f"{check}: {value if isinstance(value, bool) else f'{value:.3g}'}")
-
-
-def _decoder(
-    target: RaggedModel,
-    drafter: str,
-    topology: TreeTopology,
-    sampled: bool,
-    decider: Path | None,
-    tuned: Path | None,
-    batch: int,
-) -> SpeculativeDecoder:
-    if tuned is not None:
-        return Tuned.load(tuned).decoder(target, batch, drafter_named(drafter, target))
-    stop = None if decider is None else LearnedDecider.from_pretrained(decider)
-    law = None if sampled else Law.fixed
-    # Without costs: those of this machine mean nothing where the model is served.
-    return load_decoder(target, drafter, law=law, topology=topology, decider=stop, costs=None)
 
 
 def _held_out(path: Path | None) -> Sequence[str]:

@@ -78,7 +78,7 @@ class RowSurvival(PathSurvival):
             reach = 0.0
             for depth, draw in enumerate(path):
                 if draw.origin.read is not None:
-                    places.setdefault(draw.origin, (depth, reach, view.greedy))
+                    places.setdefault(draw.origin, (depth, reach, view.pathwise))
                 reach += math.log(max(draw.probability, UNLIKELY))
         if not places:
             return {}

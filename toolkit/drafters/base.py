@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.kernels.tree_expand import tree_expand
-from arbordraft.laws import IID, DraftLaw, Fixed, TopTail
+from arbordraft.laws import IID, DraftLaw, SharedNoise
 from arbordraft.masks import stack_words
 from arbordraft.onnx_networks import OnnxNetwork
-from arbordraft.sampling import SoftmaxRows
+from arbordraft.sampling import GumbelNoise, SoftmaxRows
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.stand_ins import prepack_linears
@@ -52,8 +52,12 @@ class Drafter(nn.Module):
         return TreeTopology.sequoia(self.acceptance[:4], 16, 6)
 
     def default_law(self, width: int) -> DraftLaw:
-        """How it draws up to ``width`` children unless decoders are told otherwise: one at random, the rest certain."""
-        return TopTail(1, width - 1) if width > 1 else IID(1)
+        """How it draws up to ``width`` children unless decoders are told otherwise.
+
+        Trees with the noise of the target, which is accepted most often there; chains at random, for block verification
+        is the best that a single draft can do.
+        """
+        return SharedNoise(width) if width > 1 else IID(1)
 
     def check(self, target: RaggedModel, law: DraftLaw) -> None:
         """Raises ValueError if the drafter cannot propose to this target, or cannot draw by this law."""
@@ -164,7 +168,8 @@ def grow(context: DraftContext, run: "Callable[[Garden, dict[int, list[int]]], T
         run: given the trees so far and the frontier nodes of every sample that goes on, the ``[R, V]`` draft logits
             of these nodes, sample by sample.
     """
-    garden = Garden(context, Fixed(context.law.k) if context.greedy else context.law)
+    garden = Garden(context, context.law)
+    certain = context.law.deterministic
     for depth in range(context.topology.max_depth):
         frontier = garden.frontier(depth)
         if not frontier:
@@ -176,9 +181,11 @@ def grow(context: DraftContext, run: "Callable[[Garden, dict[int, list[int]]], T
             return sample, garden.trees[sample].path(node)
 
         scores = context.warp(run(garden, frontier), place_of)
+        if isinstance(context.noise, GumbelNoise):
+            scores = context.noise.perturb(scores, [(sample, depth) for sample, _ in places])
         rows = SoftmaxRows(scores)
-        likeliest, chances = tree_expand(scores, min(garden.law.k if context.greedy else 1, scores.shape[1]))
-        certain, odds = likeliest.tolist(), chances.exp().tolist()
+        likeliest, chances = tree_expand(scores, min(garden.law.k if certain else 1, scores.shape[1]))
+        tops, odds = likeliest.tolist(), chances.exp().tolist()
         sound = [math.isfinite(values[0]) for values in odds]
         if not all(sound):
             warnings.warn("the drafter produced NaN or infinite logits; nothing is drafted there", stacklevel=2)
@@ -186,9 +193,9 @@ def grow(context: DraftContext, run: "Callable[[Garden, dict[int, list[int]]], T
             if not sound[row] or (node == 0 and context.candidates is not None):
                 continue
             children = context.topology.child_list[node]
-            if context.greedy:
+            if certain:
                 possible = sum(chance > 0 for chance in odds[row])
-                tokens, confidence = certain[row][:possible][: len(children)], odds[row]
+                tokens, confidence = tops[row][:possible][: len(children)], odds[row]
             else:
                 draft = rows[row]
                 uniforms = context.noise.draft[sample, list(children)].tolist()  # type: ignore[union-attr]
@@ -254,10 +261,10 @@ class Garden:
         # What deciders may see: how every node's path came about, and what drafters that have it put into `hidden`.
         self.hidden: dict[tuple[int, int], Tensor] = {}
         self._paths: dict[int, dict[int, tuple[Draw, ...]]] = {sample: {0: ()} for sample in self.trees}
-        # What is drafted never changes greedy text: a batch decides together and spends its rows where it gains most.
-        # Sampled text depends on what is verified: there every sample decides alone, for a batch of its like.
-        self._groups = [alive] if context.greedy else [[sample] for sample in alive]
-        self._alike = 1 if context.greedy else context.expected_batch
+        # What is drafted never changes a pathwise text: a batch decides together and spends its rows where it gains
+        # most. Any other depends on what is verified: there every sample decides alone, for a batch of its like.
+        self._groups = [alive] if context.pathwise else [[sample] for sample in alive]
+        self._alike = 1 if context.pathwise else context.expected_batch
         # Nodes may be given up for their token only if no token was drawn at random.
         self._costs = context.costs if law.deterministic and alive else None
         self._reach = {sample: {0: 1.0} for sample in alive}  # probability that a node's path is accepted
@@ -298,7 +305,7 @@ class Garden:
             depth,
             paths=[[self._paths[sample][node] for node in nodes] for sample, nodes in living.items()],
             memory=[self.context.memory[sample] for sample in living],
-            greedy=self.context.greedy,
+            pathwise=self.context.pathwise,
             batch=len(group) * self._alike,
             planned=sum(len(self.tokens[sample]) for sample in group) * self._alike,
             alike=self._alike,

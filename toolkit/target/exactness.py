@@ -17,6 +17,7 @@ from arbordraft.types import Exactness
 class Level(StrEnum):
     """What holds, from strong to weak."""
 
+    pathwise = "pathwise"
     bitwise = "bitwise"
     tokens = "fp32 tokens"
     law = "law only"
@@ -28,10 +29,12 @@ class ExactnessReport:
     """What a decoder promises about its output.
 
     Args:
-        level: ``bitwise``: a row of a tree has the bits that plain decoding of the same model gives it, so greedy
-            output is identical in any precision. ``fp32 tokens``: greedy tokens equal plain ones unless two logits are
-            closer than float32 rounding. ``law only``: sampled output has the law of the rows the verifier saw;
-            half-precision rounding of these rows depends on the batch. ``lossy``: the verifier changes the law by
+        level: ``pathwise``: a row of a tree has the bits that plain decoding of the same model gives it, and target and
+            drafter share their noise: the same seed gives the same tokens as plain decoding at every temperature, in
+            any precision. ``bitwise``: rows have those bits, but the noise is not shared, so greedy output alone is
+            identical. ``fp32 tokens``: greedy tokens, and sampled ones with shared noise, equal plain ones unless two
+            scores are closer than float32 rounding. ``law only``: sampled output has the law of the rows the verifier
+            saw; half-precision rounding of these rows depends on the batch. ``lossy``: the verifier changes the law by
             design.
         reason: why not a stronger one.
         rows: rows that were computed both in trees of a batch and one by one.
@@ -50,10 +53,11 @@ class ExactnessReport:
 def exactness_report(target: RaggedModel, promise: Exactness) -> ExactnessReport:
     """Combines what a verifier promises with a probe of random trees on this machine."""
     rows, equal = probe_rows(target)
-    if promise is not Exactness.EXACT:
+    if promise not in (Exactness.EXACT, Exactness.PATHWISE):
         level, reason = Level.lossy, f"the verifier is {promise.value}"
     elif target.row_invariant and equal == rows:
-        level, reason = Level.bitwise, "every part of the forward treats a row alike whatever runs beside it"
+        level = Level.pathwise if promise is Exactness.PATHWISE else Level.bitwise
+        reason = "every part of the forward treats a row alike whatever runs beside it"
     else:
         if target.row_invariant:
             reason = "all parts promise row invariance, yet the probe found different bits: please report it"

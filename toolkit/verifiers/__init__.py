@@ -5,7 +5,14 @@ from arbordraft.verifiers.longest_branch import LongestBranch
 from arbordraft.verifiers.rules import Matching, NodeLaw, RecursiveRejection, Remembered, Rule, TopTailRule
 from arbordraft.verifiers.spechub import SpecHub
 from arbordraft.verifiers.transport import OptimalTransport, optimal_acceptance
-from arbordraft.verifiers.trees import Lifted, TopDown, TreeVerifier, TypicalAcceptance, greedy_verdict
+from arbordraft.verifiers.trees import (
+    Lifted,
+    SharedMatching,
+    TopDown,
+    TreeVerifier,
+    TypicalAcceptance,
+    matching_verdict,
+)
 
 __all__ = [
     "KSeq",
@@ -17,11 +24,12 @@ __all__ = [
     "RecursiveRejection",
     "Remembered",
     "Rule",
+    "SharedMatching",
     "SpecHub",
     "TopDown",
     "TopTailRule",
     "TreeVerifier",
     "TypicalAcceptance",
-    "greedy_verdict",
+    "matching_verdict",
     "optimal_acceptance",
 ]

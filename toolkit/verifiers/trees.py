@@ -7,7 +7,7 @@ enumerated.
 Shapes: n nodes of a sample, T rows of the batch, V vocabulary.
 """
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from arbordraft.checks import instance, positive, real
 from arbordraft.kernels import choice
 from arbordraft.laws import DraftLaw
-from arbordraft.sampling import Noise, SoftmaxRows, draw
+from arbordraft.sampling import GumbelNoise, Noise, SoftmaxRows, draw
 from arbordraft.types import DraftTree, Exactness, Rows, SampleTree, SampleVerdict, Verdict
 from arbordraft.verifiers.packed import verify_packed
 from arbordraft.verifiers.rules import NodeLaw, Rule
@@ -31,6 +31,7 @@ class TreeVerifier(nn.Module):
     exactness = Exactness.EXACT
     rejects_in_turn = False  # see Rule
     lifted = False
+    shared = False  # whether it takes the noise that target and drafter share
 
     def supports(self, law: DraftLaw) -> bool:
         """Whether the verifier is valid for trees whose children were drawn by ``law``."""
@@ -40,21 +41,23 @@ class TreeVerifier(nn.Module):
         """The decision process for one sample; ``target[node]`` is the ``[V]`` target row of a node."""
         raise NotImplementedError
 
-    def forward(self, tree: DraftTree, target_probs: Rows[Tensor], noise: Noise) -> Verdict:
+    def forward(self, tree: DraftTree, target_probs: Rows[Tensor], noise: Noise | GumbelNoise) -> Verdict:
         """Verifies a batch.
 
         Args:
             tree: the drafts.
             target_probs: ``[T, V]`` target probabilities, rows in the order of ``tree.rows()``.
-            noise: the uniforms of this step, ``[B, N]``.
+            noise: the uniforms of this step, ``[B, N]``; the shared noise for :class:`SharedMatching` alone.
 
         Raises:
+            TypeError: if the noise is of the other kind.
             ValueError: if there are not exactly T target rows, or the rows cannot be probabilities.
         """
+        instance("noise", noise, Noise)
         if self.rejects_in_turn and isinstance(target_probs, SoftmaxRows):
             scores = target_probs.scores
             if choice.wants_triton("verify_tree", scores):
-                ends = verify_packed(tree, scores, noise, lifted=self.lifted)
+                ends = verify_packed(tree, scores, noise, lifted=self.lifted)  # type: ignore[arg-type]
                 return Verdict(
                     tuple(
                         None if sample is None or end is None else _verdict(sample, *end)
@@ -241,31 +244,77 @@ class TypicalAcceptance(TreeVerifier):
         return f"epsilon={self.epsilon}, delta={self.delta}"
 
 
-def greedy_verdict(tree: DraftTree, best: Sequence[int]) -> Verdict:
-    """The verdict at temperature 0, where every exact verifier accepts just the target's own choices.
+def matching_verdict(
+    tree: DraftTree, tokens_of: Callable[[Sequence[int], Sequence[tuple[int, int]]], Sequence[int]]
+) -> Verdict:
+    """The verdict where the target's own tokens are kept as far as they were drafted.
 
     Args:
         tree: the drafts.
-        best: the target's most probable token for each of the T rows of ``tree.rows()``.
+        tokens_of: the target's own token behind each of some of the T rows of ``tree.rows()``, given their numbers, and
+            sample and depth of each; asked only along the paths.
 
     Examples:
         >>> from arbordraft.laws import Fixed
         >>> from arbordraft.topology import TreeTopology
-        >>> tree = SampleTree(TreeTopology.fork(2, 1), Fixed(2), {0: 7, 1: 3, 2: 5})
-        >>> greedy_verdict(DraftTree((tree,)), best=[5, 0, 9]).samples
+        >>> tree, best = SampleTree(TreeTopology.fork(2, 1), Fixed(2), {0: 7, 1: 3, 2: 5}), [5, 0, 9]
+        >>> matching_verdict(DraftTree((tree,)), lambda rows, places: [best[row] for row in rows]).samples
         (SampleVerdict(path=(2,), token=9, recovered=False),)
     """
-    verdicts: list[SampleVerdict | None] = []
-    for sample, tokens in tree.split(best):
-        if sample is None:
-            verdicts.append(None)
-            continue
-        node: int | None = 0
-        while node is not None:
-            end = node
-            node = next((child for child in sample.children(end) if sample.tokens[child] == tokens[end]), None)
-        verdicts.append(_verdict(sample, end, int(tokens[end])))
+    rows = {(sample, node): row for row, (sample, node, _) in enumerate(tree.rows())}
+    verdicts: list[SampleVerdict | None] = [None] * len(tree.samples)
+    ends = {sample: 0 for sample, drafted in enumerate(tree.samples) if drafted}
+    depth = 0
+    while ends:
+        tokens = tokens_of([rows[place] for place in ends.items()], [(sample, depth) for sample in ends])
+        going: dict[int, int] = {}
+        for (sample, end), token in zip(ends.items(), tokens, strict=True):
+            drafted: SampleTree = tree.samples[sample]  # type: ignore[assignment]
+            child = next((child for child in drafted.children(end) if drafted.tokens[child] == token), None)
+            if child is None:
+                verdicts[sample] = _verdict(drafted, end, int(token))
+            else:
+                going[sample] = child
+        ends, depth = going, depth + 1
     return Verdict(tuple(verdicts))
+
+
+class SharedMatching(TreeVerifier):
+    """Draws the target's token with noise that the drafter shares, and goes on where it was drafted.
+
+    The token behind a node is the first highest of ``log p + g``, g being Gumbel noise of the sample's seed and the
+    position: of law p, whatever was drafted. So the text is that of plain decoding with the same seed, token for token,
+    and drafts may depend on anything: on the noise (:class:`~arbordraft.laws.SharedNoise`), on tokens that are still to
+    be verified, on the other samples, on what rows cost.
+
+    Source: Daliri, Musco and Suresh (2024, arXiv 2408.07978) for one draft.
+    """
+
+    exactness = Exactness.PATHWISE
+    shared = True
+
+    def supports(self, law: DraftLaw) -> bool:
+        return law.deterministic  # others draw with noise of their own, for nothing
+
+    def forward(self, tree: DraftTree, target_probs: Rows[Tensor], noise: Noise | GumbelNoise) -> Verdict:
+        """Verifies a batch; see :meth:`TreeVerifier.forward`.
+
+        Raises:
+            TypeError: if the noise is none that target and drafter share.
+        """
+        instance("noise", noise, GumbelNoise)
+        if len(target_probs) != sum(tree.lengths):
+            raise ValueError(f"the batch has {sum(tree.lengths)} nodes, but {len(target_probs)} rows were given")
+        scores = target_probs if isinstance(target_probs, SoftmaxRows) else _logarithms(target_probs)
+        return matching_verdict(tree, lambda rows, places: scores.draw(rows, noise, places))  # type: ignore[arg-type]
+
+    def decide(self, tree: SampleTree, target: Mapping[int, Tensor]) -> Decision:
+        """Raises TypeError: given the drafts, which know of its noise, the verdict has no law of its own."""
+        raise TypeError(f"{self} has no law given the drafts: they share its noise; draw with a GumbelNoise instead")
+
+
+def _logarithms(target_probs: Rows[Tensor]) -> SoftmaxRows:
+    return SoftmaxRows(torch.stack([target_probs[row] for row in range(len(target_probs))]).log())
 
 
 def _node_law(rule: Rule, tree: SampleTree, node: int, children: list[int], target: Tensor, weight: float) -> NodeLaw:
