@@ -29,11 +29,7 @@ class DecodeRow:
     """What decoding some prompts with one decoder took and gave.
 
     Args:
-        dtype: of the target.
-        batch: prompts at a time.
-        temperature: 0 for greedy.
-        decoder: its name.
-        exactness: what it promises about the output law.
+        exactness: what the decoder promises about the output law.
         tokens_per_second: median of the rounds, prompts included.
         speed_up: over the reference, the first decoder: median of the rounds' ratios.
         spread: half the distance between the least and the greatest of these ratios.
@@ -82,12 +78,7 @@ def ours(decoder: SpeculativeDecoder) -> Decode:
 
 
 def theirs(model: "PreTrainedModel", **options: Any) -> Decode:
-    """Decoding with transformers, one prompt at a time if it assists, which supports no batches.
-
-    Args:
-        model: the target.
-        **options: of its ``generate``, such as ``assistant_model`` or ``prompt_lookup_num_tokens``.
-    """
+    """Decoding with transformers, one prompt at a time if options make it assist, which supports no batches."""
 
     def decode(inputs: dict[str, Any], workload: Workload) -> DecodeStats:
         torch.manual_seed(workload.seed)

@@ -18,12 +18,9 @@ from arbordraft.topology import TreeTopology
 
 @dataclass(frozen=True)
 class DraftStepRow:
-    """What drafting a chain took, with one drafter.
+    """What drafting a chain of ``depth`` levels took, with one drafter.
 
     Args:
-        drafter: its name.
-        batch: prompts at a time.
-        depth: drafted levels per step.
         milliseconds: of a step, all levels and samples: median of the batches and rounds.
         per_level: the same for one level.
         ratio: to the first drafter's step: median of the batches' and rounds' ratios.

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import MISSING, fields
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 from textwrap import fill
@@ -25,12 +25,7 @@ _KINDS: tuple[Any, ...] = (DecodeRow, NodeRow, TreeRow)
 
 
 class Line(NamedTuple):
-    """One line of a panel.
-
-    Args:
-        name: told at its end.
-        points: x, y and half the length of the error bar, 0 for none; by x.
-    """
+    """One line of a panel: x, y and half the length of the error bar, 0 for none, of every point, by x."""
 
     name: str
     points: list[tuple[float, float, float]]
@@ -40,11 +35,7 @@ Panel = Callable[["Axes", dict[str, str]], None]
 
 
 def plot(rows: Sequence[Any], path: Path) -> None:
-    """Draws what there is to draw of some measurements.
-
-    Args:
-        rows: of any kind; kinds without a picture are left out.
-        path: PNG file.
+    """Draws what there is to draw of some measurements as a PNG file; kinds without a picture are left out.
 
     Raises:
         RuntimeError: if matplotlib is not installed.
@@ -61,15 +52,17 @@ def read_rows(path: Path) -> list[Any]:
     """
     try:
         written = json.loads(read_text(path))["measurements"]
-        return [kind(**row) for row in written for kind in _KINDS if _fits(kind, row)]
+        return [known for row in written if (known := _row(dict(row))) is not None]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} holds no measurements of 'arbordraft bench --json'") from error
 
 
-def _fits(kind: Any, row: dict[str, Any]) -> bool:
-    """Whether a row of JSON has the figures of one kind; what older files lack has a default."""
-    needed = {field.name: field.default is MISSING and field.default_factory is MISSING for field in fields(kind)}
-    return row.keys() <= needed.keys() and all(name in row for name, is_needed in needed.items() if is_needed)
+def _row(written: dict[str, Any]) -> Any | None:
+    """A row of the kind whose figures it has; what older files lack has a default."""
+    for kind in _KINDS:
+        with suppress(TypeError):
+            return kind(**written)
+    return None
 
 
 def speed_picture(rows: Sequence[Any]) -> "Figure":
@@ -242,13 +235,9 @@ def _measured(title: str, x: str, y: str, lines: list[Line]) -> Panel:
 
 
 def _draw(axes: "Axes", lines: Sequence[Line], colours: dict[str, str], reference: str = "") -> None:
-    """Lines with error bars, each with its name at its end.
+    """Lines with error bars, at most ``MOST_LINES``, each with its name at its end; axes have their final scales.
 
-    Args:
-        axes: of final scales.
-        lines: at most ``MOST_LINES``.
-        colours: by name; other lines get theirs in order.
-        reference: name of the horizontal line at 1, if there is one.
+    Lines without a colour of their own get theirs in order; ``reference`` names the horizontal line at 1.
     """
     ends = []
     for index, line in enumerate(lines):

@@ -150,8 +150,7 @@ def kv_append(stepped: Stepped, device: torch.device) -> Problem:
         run()
         return _differing(pools, expected)
 
-    case, needed = stepped.part("kv_append")
-    return Problem("kv_append", case, run, error, 0.0, needed, peers={"torch": lambda: partial(run, "reference")})
+    return stepped.problem("kv_append", run, error, 0.0, peer=partial(run, "reference"))
 
 
 def kv_compacted(stepped: Stepped, device: torch.device) -> Problem:
@@ -173,9 +172,8 @@ def kv_compacted(stepped: Stepped, device: torch.device) -> Problem:
         run()
         return _differing([pools], [expected])
 
-    case, needed = stepped.part("kv_compact")
-    peers = {"torch": lambda: partial(compact_reference, pools, source, destination)}
-    return Problem("kv_compact", case, run, error, 0.0, needed, peers=peers)
+    by_torch = partial(compact_reference, pools, source, destination)
+    return stepped.problem("kv_compact", run, error, 0.0, peer=by_torch)
 
 
 def _differing(results: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Tensor]]) -> float:

@@ -5,14 +5,15 @@ Shapes: V vocabulary.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from arbordraft.bench.kernels import ATTENTION
+from arbordraft.bench.kernels import ATTENTION, Goal, Problem
 from arbordraft.kernels import work
 from arbordraft.kernels.work import Work
 
 QUERY_HEADS = 32
 ITEMSIZE = 2  # bfloat16
+FAST = Goal("us", 100)
 
 
 class Device(NamedTuple):
@@ -134,9 +135,12 @@ class Stepped(NamedTuple):
         whole = work.recursive_rejection(self.rows, inner, children, self.samples, *scores)
         yield "verify_tree", f"{self.samples} trees of {sum(self.levels)}, {children} children, {rows}", whole
 
-    def part(self, kernel: str) -> tuple[str, Work]:
-        """Case and work of one of them."""
-        return next((case, needed) for name, case, needed in self.parts() if name == kernel)
+    def problem(self, kernel: str, *parts: Any, note: str = "", peer: Callable[[], object] | None = None) -> Problem:
+        """One of them with the call, its error and the error allowed; ``peer`` is what PyTorch would do."""
+        case, needed = next((case, needed) for name, case, needed in self.parts() if name == kernel)
+        goal = FAST if kernel in ("row_stats", "verify_tree") else None
+        peers = {} if peer is None else {"torch": lambda: peer}
+        return Problem(kernel, note + case, *parts, needed, goal, peers)
 
 
 STEPPED = Stepped()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arbordraft.bench.kernels import Goal, Problem, largest_error
+from arbordraft.bench.kernels import Problem, largest_error
 from arbordraft.bench.roofline import Stepped
 from arbordraft.bench.verifiers import drafted_tree
 from arbordraft.kernels.tree_expand.operator import expand
@@ -26,7 +26,6 @@ from arbordraft.verifiers import Lifted, RecursiveRejection, TopDown
 from arbordraft.verifiers.packed import pack
 
 SUMS = 1e-4  # of float32 sums over a vocabulary
-FAST = Goal("us", 100)
 
 
 def passes(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
@@ -45,9 +44,8 @@ def passes(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
             return torch.inf
         return largest_error((highest + mass.log()).logsumexp(dim=-1), lse)
 
-    softmax = {"torch": lambda: partial(torch.softmax, scores, -1, torch.float32)}
-    case, needed = stepped.part("row_stats")
-    yield Problem("row_stats", case, lambda: row_stats(scores), stats, 1e-6, needed, FAST, softmax)
+    softmax = partial(torch.softmax, scores, -1, torch.float32)
+    yield stepped.problem("row_stats", lambda: row_stats(scores), stats, 1e-6, peer=softmax)
 
     near = scores[:inner].float() + torch.randn(inner, vocabulary, generator=generator).to(device)
     draft = near.softmax(dim=-1)
@@ -73,8 +71,7 @@ def passes(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
             errors += [largest_error(f[nodes], e.sum(dim=-1)) for f, e in zip(masses, left(nodes), strict=True)]
         return max(errors)
 
-    case, needed = stepped.part("left_mass")
-    yield Problem("left_mass", case, lambda: left_mass(*arguments), sums, SUMS, needed)
+    yield stepped.problem("left_mass", lambda: left_mass(*arguments), sums, SUMS)
 
     few = slice(stepped.samples)
     chunk = torch.randint(-(-vocabulary // CHUNK), (stepped.samples,), generator=generator).to(device)
@@ -85,15 +82,13 @@ def passes(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
     def draws() -> float:
         return max(map(_miss, mass, level, left_pick(*several) - chunk * CHUNK))
 
-    case, needed = stepped.part("left_pick")
-    yield Problem("left_pick", case, lambda: left_pick(*several), draws, SUMS, needed)
+    yield stepped.problem("left_pick", lambda: left_pick(*several), draws, SUMS)
 
 
 def truncation(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
     """Thresholds of top-k and of top-p."""
     generator = torch.Generator().manual_seed(0)
     scores = (3 * torch.randn(stepped.rows, stepped.vocabulary, generator=generator)).bfloat16().to(device)
-    case, needed = stepped.part("lowest_kept")
 
     def error(count: int, mass: float, find: Callable[[], Tensor]) -> float:
         """What is above a threshold must be too little, and with the scores that equal it, enough."""
@@ -108,17 +103,15 @@ def truncation(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
     lse = scores.double().logsumexp(dim=-1).float()
     for name, count, mass in (("top-k 50", 50, 0.0), ("top-p 0.9", 0, 0.9)):
         run = partial(lowest_kept, scores, lse, count, mass)
-        peers = {"torch": lambda: partial(torch.sort, scores, dim=-1, descending=True)}
-        yield Problem(
-            "lowest_kept", f"{name}, {case}", run, partial(error, count, mass, run), SUMS, needed, peers=peers
-        )
+        ranked = partial(torch.sort, scores, dim=-1, descending=True)
+        parts = run, partial(error, count, mass, run), SUMS
+        yield stepped.problem("lowest_kept", *parts, note=f"{name}, ", peer=ranked)
 
 
 def expansion(stepped: Stepped, device: torch.device) -> Problem:
     """The most probable children of a level."""
     generator, rows, k = torch.Generator().manual_seed(0), stepped.samples * stepped.level, stepped.children
     scores = (3 * torch.randn(rows, stepped.vocabulary, generator=generator)).bfloat16().to(device)
-    case, needed = stepped.part("tree_expand")
     run = partial(expand, scores, k)
 
     def error() -> float:
@@ -128,8 +121,7 @@ def expansion(stepped: Stepped, device: torch.device) -> Problem:
         chosen, best = exact.gather(1, tokens), exact.topk(k, dim=-1).values
         return max(largest_error(chosen, best), largest_error(log_probs, exact.log_softmax(dim=-1).gather(1, tokens)))
 
-    peers = {"torch": lambda: partial(torch.topk, scores, k)}
-    return Problem("tree_expand", case, run, error, SUMS, needed, peers=peers)
+    return stepped.problem("tree_expand", run, error, SUMS, peer=partial(torch.topk, scores, k))
 
 
 def verification(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
@@ -158,12 +150,11 @@ def verification(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
             misses.append(_miss(weights, noise.final[sample, node] * weights.sum(), verdicts[1][sample].cpu()))
         return max(misses)
 
-    case, needed = stepped.part("verify_tree")
     for name, verifier in (("top-down", TopDown), ("lifted", Lifted)):
         lifted = verifier is Lifted
         run = partial(verify_tree, there[0], draft, tables, *there[1:], lifted=lifted)
         error = partial(lambda run, verifier: missed(run(), verifier(RecursiveRejection())), run, verifier)
-        yield Problem("verify_tree", f"{name}, {case}", run, error, SUMS, needed, FAST)
+        yield stepped.problem("verify_tree", run, error, SUMS, note=f"{name}, ")
 
 
 def moved(tables: PackedTree, device: torch.device) -> PackedTree:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -22,13 +22,12 @@ from arbordraft.cli.options import (
     TemperatureOption,
     TopPOption,
 )
+from arbordraft.decoder import SpeculativeDecoder
+from arbordraft.kernels.native.build import cache_folder
 from arbordraft.loading import Kernels
-
-if TYPE_CHECKING:
-    from arbordraft.decoder import SpeculativeDecoder
-    from arbordraft.metrics import DecodeStats
-    from arbordraft.state import DecodeState
-    from arbordraft.types import DraftTree, SampleTree, SampleVerdict, Verdict
+from arbordraft.metrics import DecodeStats
+from arbordraft.state import DecodeState
+from arbordraft.types import DraftTree, SampleTree, SampleVerdict, Verdict
 
 HELP = """\
 /tree    the draft tree of the last step, accepted nodes marked
@@ -71,22 +70,19 @@ class Session:
     """A conversation and what its last step did.
 
     Args:
-        decoder: answers.
         settings: of every answer, as ``decoder.chat`` takes them.
-        console: shows the answers.
-        system: system prompt.
         messages: what was said so far, without the system prompt.
         failed: whether any message could not be answered.
     """
 
-    decoder: "SpeculativeDecoder"
+    decoder: SpeculativeDecoder
     settings: dict[str, Any]
     console: Console
     system: str | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
     failed: bool = False
-    _stats: "DecodeStats | None" = None
-    _last: "tuple[SampleTree, SampleVerdict] | None" = None
+    _stats: DecodeStats | None = None
+    _last: tuple[SampleTree, SampleVerdict] | None = None
     _seconds: float = 0.0
 
     def __post_init__(self) -> None:
@@ -142,7 +138,7 @@ class Session:
         speed = tokens / self._seconds if self._seconds else 0.0
         return f"tau {self._stats.tau:.2f}   {speed:.0f} tokens/s   {tokens} tokens   {self._stats.exactness}"
 
-    def _watch(self, state: "DecodeState", tree: "DraftTree", verdict: "Verdict") -> None:
+    def _watch(self, state: DecodeState, tree: DraftTree, verdict: Verdict) -> None:
         self._stats = state.stats
         for drafted, judged in zip(tree.samples, verdict.samples, strict=True):
             if drafted is not None and judged is not None:
@@ -189,8 +185,6 @@ def _typed(session: Session) -> Iterator[str]:
 
 def _history_file() -> Path:
     """Where earlier messages are kept; for their writer's eyes only."""
-    from arbordraft.kernels.native.build import cache_folder
-
     file = cache_folder() / "chat-history"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.touch(mode=0o600)

@@ -10,10 +10,17 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
+from packaging.requirements import Requirement
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from arbordraft.bench.measure import provenance
+from arbordraft.kernels import native
+from arbordraft.kernels.native.build import cache_folder
+from arbordraft.target.model import RaggedModel
 
 _DEVELOPERS = ("dev", "docs")  # extras that whoever only uses the package does not miss
 _MOST_BYTES = 2**28  # read to measure the memory: several times the last cache of most machines
@@ -36,8 +43,6 @@ def doctor(
 
 def examine(*, measure: bool = True) -> dict[str, Any]:
     """All findings by section, ready for JSON; ``broken`` lists what keeps the package from working."""
-    from arbordraft.bench.measure import provenance
-
     here = provenance()
     kernels, broken = _kernels()
     packages = _requirements()
@@ -57,8 +62,6 @@ def examine(*, measure: bool = True) -> dict[str, Any]:
 
 
 def _machine(here: dict[str, Any]) -> dict[str, Any]:
-    import torch
-
     affinity = getattr(os, "sched_getaffinity", None)
     return {
         "cpu": here["cpu"] or here["machine"],
@@ -97,8 +100,6 @@ def bandwidth(size: int) -> dict[str, float | None]:
 
     The best of a few rounds with torch's threads: what a forward, which reads all weights once, can reach at most.
     """
-    import torch
-
     source = torch.ones(max(1, size // 4))
     copy = torch.empty_like(source)
     moved = source.numel() * source.element_size()
@@ -111,11 +112,7 @@ def bandwidth(size: int) -> dict[str, float | None]:
 
 def _kernels() -> tuple[dict[str, Any], list[str]]:
     """What a small model gets here and why, by precision; it is compared with the model itself on the way."""
-    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
-
-    from arbordraft.kernels import native
-    from arbordraft.target.model import RaggedModel
 
     broken: list[str] = []
     chosen: dict[str, str] = {}
@@ -145,8 +142,6 @@ def _kernels() -> tuple[dict[str, Any], list[str]]:
 
 def _cache() -> tuple[dict[str, Any], list[str]]:
     """What the cache folder holds: one entry for each thing in it and for each build; and why it cannot be used."""
-    from arbordraft.kernels.native.build import cache_folder
-
     try:
         folder = cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
@@ -164,8 +159,6 @@ def _cache() -> tuple[dict[str, Any], list[str]]:
 
 def _requirements() -> dict[str, dict[str, str | None]]:
     """By extra, "" for the package itself: required distributions, and what is wrong with each, if anything."""
-    from packaging.requirements import Requirement
-
     try:
         lines = [Requirement(line) for line in requires("arbordraft") or ()]
     except PackageNotFoundError:

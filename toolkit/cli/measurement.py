@@ -5,20 +5,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from arbordraft.bench.decoding import Decode, in_turns
+from arbordraft.bench.measure import save
+from arbordraft.bench.plots import plot
+from arbordraft.bench.tables import rows_table
 from arbordraft.bench.workload import Workload
 from arbordraft.cli.options import LimitOption, ModelOption, PromptsOption, numbers, output_file
+from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.loading import Dtype, Kernels, load_target
-
-if TYPE_CHECKING:
-    from arbordraft.bench.decoding import Decode
-    from arbordraft.decoder import SpeculativeDecoder
-    from arbordraft.target.model import RaggedModel
+from arbordraft.prompts import MIXED, VARIED, read_prompts
+from arbordraft.target.model import RaggedModel
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -33,8 +36,7 @@ def whole(text: str) -> str:
     return text
 
 
-def temperatures_of(text: str) -> str:
-    """Refuses at once what is no list of temperatures."""
+def _temperatures(text: str) -> str:
     numbers(text, float, 0)
     return text
 
@@ -56,7 +58,7 @@ SHARED: dict[str, tuple[Any, Any]] = {
     "limit": (LimitOption, None),
     "batches": (BatchesOption, "8"),
     "temperatures": (
-        Annotated[str, typer.Option(callback=temperatures_of, help="Temperatures, as in 0,1; 0 is greedy.")],
+        Annotated[str, typer.Option(callback=_temperatures, help="Temperatures, as in 0,1; 0 is greedy.")],
         "0",
     ),
     "repeats": (Annotated[int, typer.Option(min=1, help="Timings per case; medians are reported.")], 3),
@@ -83,11 +85,8 @@ DECODING = {"model", "dtype", *WORKLOAD, "json", "png"}  # of commands that time
 class Run:
     """One command's measurements: loads what is measured, shows progress and tables, and writes the figures.
 
-    They are saved row by row, so that an interrupted run loses little.
-
-    Args:
-        shared: the values of the options that commands share; those it does not have are missing.
-        own: the values of the command's own options, to write beside the figures.
+    They are saved row by row, so that an interrupted run loses little. Values of the options that commands share come
+    apart from those of the command's own, which are only written beside the figures.
     """
 
     def __init__(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
@@ -101,25 +100,23 @@ class Run:
         counts = {name: shared[name] for name in ("new_tokens", "repeats", "seed") if name in shared}
         self.workload = Workload(tuple(texts(shared.get("prompts"), shared.get("limit"))), **counts)
 
-    def workloads(self, **changes: Any) -> Iterator[Workload]:
+    def workloads(self) -> Iterator[Workload]:
         """The workload at every temperature and in batches of every size."""
         for temperature in self.temperatures:
             for batch in self.batches:
-                yield replace(self.workload, temperature=temperature, batch=batch, **changes)
+                yield replace(self.workload, temperature=temperature, batch=batch)
 
-    def target(self, kernels: Kernels = Kernels.auto, dtype: Dtype | None = None) -> "RaggedModel":
+    def target(self, kernels: Kernels = Kernels.auto, dtype: Dtype | None = None) -> RaggedModel:
         """The model to measure."""
         return load_target(self.shared["model"], dtype or self.shared["dtype"], kernels)[0]
 
-    def targets(self, kernels: Kernels = Kernels.auto) -> "Iterator[RaggedModel]":
+    def targets(self, kernels: Kernels = Kernels.auto) -> Iterator[RaggedModel]:
         """The model to measure in every precision."""
         for dtype in self.shared["dtypes"] or [Dtype.bfloat16, Dtype.float32]:
             yield self.target(kernels, dtype)
 
     def take(self, rows: Iterable[Any], workload: Workload) -> list[Any]:
         """Collects what was measured with a workload as it comes, and returns it."""
-        from arbordraft.bench.measure import save
-
         axes = {"batches": "batch", "temperatures": "temperature"}
         known = {axes.get(name, name) for name in WORKLOAD if name in self.shared}
         stated = {name: value for name, value in workload.stated().items() if name in known}
@@ -135,11 +132,9 @@ class Run:
         return new
 
     def decode(
-        self, target: "RaggedModel", decoders: "Mapping[str, SpeculativeDecoder | Decode]", workload: Workload
+        self, target: RaggedModel, decoders: Mapping[str, SpeculativeDecoder | Decode], workload: Workload
     ) -> None:
         """Decodes with every decoder in turns."""
-        from arbordraft.bench.decoding import in_turns
-
         self.take(in_turns(target, decoders, workload, self.tell), workload)
 
     def tell(self, what: str, done: int, of: int) -> None:
@@ -150,11 +145,6 @@ class Run:
     @contextmanager
     def progress(self) -> Iterator[None]:
         """Shows what is going on with a bar, and the results at the end."""
-        import torch
-
-        from arbordraft.bench.plots import plot
-        from arbordraft.bench.tables import rows_table
-
         torch.manual_seed(self.workload.seed)
         columns = (SpinnerColumn(), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
         with Progress(*columns, console=console) as self._progress:
@@ -209,13 +199,7 @@ def measurement(
 
 
 def texts(prompts: Path | None, limit: int | None) -> list[str]:
-    """The prompts to decode.
-
-    Raises:
-        ValueError: if a file holds none.
-    """
-    from arbordraft.prompts import MIXED, VARIED, read_prompts
-
+    """The prompts to decode."""
     known = read_prompts(prompts) if prompts else [*MIXED, *VARIED]
     if not known:
         raise ValueError(f"{prompts} holds no prompts")

@@ -2,25 +2,19 @@
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from arbordraft.files import check_writable
 from arbordraft.loading import Dtype, Kernels
-
-if TYPE_CHECKING:
-    from arbordraft.topology import TreeTopology
+from arbordraft.topology import TreeTopology
 
 SHAPES = "chain:5 | k:4,2,2 | fork:3x4 | parents:-1,0,0,1 | sequoia:0.6,0.2,0.1@16"
 
 
 def finite(value: float | None) -> float | None:
-    """Refuses what passes every bound: NaN, and infinity.
-
-    Raises:
-        typer.BadParameter: if the number is one of them.
-    """
+    """Refuses what passes every bound: NaN, and infinity."""
     if value is not None and not math.isfinite(value):
         raise typer.BadParameter(f"{value} is not a finite number")
     return value
@@ -33,9 +27,7 @@ DRAFTERS = (
 
 ModelOption = Annotated[
     str,
-    typer.Option(
-        help="Hub name, folder or GGUF file of a causal LM; 'smollm2' fetches SmolLM2-135M-Instruct.",
-    ),
+    typer.Option(help="Hub name, folder or GGUF file of a causal LM; 'smollm2' fetches SmolLM2-135M-Instruct."),
 ]
 DrafterOption = Annotated[str, typer.Option(help=DRAFTERS)]
 DtypeOption = Annotated[Dtype, typer.Option(help="Precision of the weights.")]
@@ -57,22 +49,14 @@ LimitOption = Annotated[int | None, typer.Option(min=1, help="Use only this many
 
 
 def output_file(path: Path | None) -> Path | None:
-    """Finds out at once whether a file can be written.
-
-    Raises:
-        WriteError: if it cannot.
-    """
+    """Finds out at once whether a file can be written."""
     if path is not None:
         check_writable(path)
     return path
 
 
 def numbers(text: str, kind: type, least: float = 1) -> list[Any]:
-    """Comma-separated numbers, none below ``least``.
-
-    Raises:
-        typer.BadParameter: if something else is among them.
-    """
+    """Comma-separated numbers, none below ``least``; anything else is a ``typer.BadParameter``."""
     try:
         values = [kind(part) for part in text.split(",")]
     except ValueError as error:
@@ -82,14 +66,8 @@ def numbers(text: str, kind: type, least: float = 1) -> list[Any]:
     return values
 
 
-def parse_topology(text: str) -> "TreeTopology":
-    """A topology from its description on the command line.
-
-    Raises:
-        typer.BadParameter: if the description is not one of ``SHAPES``, or describes no tree.
-    """
-    from arbordraft.topology import TreeTopology
-
+def parse_topology(text: str) -> TreeTopology:
+    """A topology from a description like those of ``SHAPES``; any other is a ``typer.BadParameter``."""
     kind, _, values = text.partition(":")
     try:
         match kind:
