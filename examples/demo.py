@@ -35,6 +35,7 @@ from arbordraft import (
     TreeTopology,
     builders,
 )
+from arbordraft.bench.decoding import answers
 from arbordraft.cli.display import step_tree
 from arbordraft.costs import StepCosts
 from arbordraft.drafters import Drafter
@@ -43,6 +44,7 @@ from arbordraft.pretrained import load_smollm2
 from arbordraft.prompts import MIXED, VARIED, chat_batch
 
 Inputs = dict[str, Tensor]
+Decoded = tuple[list[list[int]], float | None]  # new tokens of every prompt, up to its end, and tau of ours
 TRAINED = Path(__file__).parent / "checkpoints" / "smollm2-135m-instruct-eagle"
 SHOWN, WARM, ROUNDS = 3, 4, 3  # steps to draw; tokens to decode before the clock starts; timings of ours
 CHECKED, CHECKED_TOKENS = 2, 24  # prompts and tokens of the run in float32
@@ -63,47 +65,33 @@ class Run:
         return sum(map(len, self.answers)) / self.seconds
 
 
-def theirs(model: PreTrainedModel, inputs: Inputs, new_tokens: int) -> list[list[int]]:
-    """transformers' generate on the padded batch; finished and padded rows are computed all the same."""
-    return cut(model, inputs, model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False))
+def theirs(model: PreTrainedModel, inputs: Inputs, new_tokens: int, **options: Any) -> Decoded:
+    """transformers' generate on the padded batch, or with options, such as those of prompt lookup, on every prompt."""
+    end, texts = model.generation_config.eos_token_id, []
+    rows = zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
+    alone = [{"input_ids": ids[mask == 1][None], "attention_mask": mask[mask == 1][None]} for ids, mask in rows]
+    for part in alone if options else [inputs]:
+        ids = model.generate(**part, max_new_tokens=new_tokens, do_sample=False, **options)
+        texts += ids[:, part["input_ids"].shape[1] :].tolist()
+    return [text[: text.index(end) + 1] if end in text else text for text in texts], None
 
 
-def prompt_lookup(model: PreTrainedModel, inputs: Inputs, new_tokens: int) -> list[list[int]]:
-    """transformers' prompt lookup, which decodes one prompt at a time."""
-    answers = []
-    for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True):
-        alone = {"input_ids": ids[mask == 1][None], "attention_mask": mask[mask == 1][None]}
-        ids = model.generate(**alone, max_new_tokens=new_tokens, do_sample=False, prompt_lookup_num_tokens=4)
-        answers += cut(model, alone, ids)
-    return answers
-
-
-def ours(decoder: SpeculativeDecoder, inputs: Inputs, new_tokens: int) -> tuple[list[list[int]], float]:
-    """Answers of one of our decoders to the ragged batch, and tau."""
+def ours(decoder: SpeculativeDecoder, inputs: Inputs, new_tokens: int) -> Decoded:
+    """Answers of one of our decoders to the ragged batch."""
     output: Any = decoder.generate(**inputs, max_new_tokens=new_tokens, do_sample=False, return_dict_in_generate=True)
-    return cut(decoder.target.model, inputs, output.sequences), output.stats.tau
+    return answers(output, inputs), output.stats.tau
 
 
-def cut(model: PreTrainedModel, inputs: Inputs, ids: Tensor) -> list[list[int]]:
-    """New tokens of every prompt up to the end of its answer."""
-    end = model.generation_config.eos_token_id
-    answers = ids[:, inputs["input_ids"].shape[1] :].tolist()
-    return [answer[: answer.index(end) + 1] if end in answer else answer for answer in answers]
-
-
-def timed(decoders: dict[str, Callable[[int], Any]], new_tokens: int, rounds: int = 1) -> list[Run]:
+def timed(decoders: dict[str, Callable[[int], Decoded]], new_tokens: int, rounds: int = 1) -> list[Run]:
     """Decodes in short, and then on the clock, in turns: a slow spell of the machine hits all. Medians count."""
     seconds: dict[str, list[float]] = {name: [] for name in decoders}
-    results: dict[str, Any] = {name: decode(WARM) for name, decode in decoders.items()}
+    results = {name: decode(WARM) for name, decode in decoders.items()}
     for _ in range(rounds):
         for name, decode in decoders.items():
             start = time.perf_counter()
             results[name] = decode(new_tokens)
             seconds[name].append(time.perf_counter() - start)
-    return [
-        Run(name, *(result if isinstance(result, tuple) else (result, None)), statistics.median(seconds[name]))
-        for name, result in results.items()
-    ]
+    return [Run(name, *result, statistics.median(seconds[name])) for name, result in results.items()]
 
 
 def where_it_pays(target: RaggedModel, drafter: Drafter, costs: StepCosts) -> SpeculativeDecoder:
@@ -140,16 +128,12 @@ def compare(model: PreTrainedModel, target: RaggedModel, inputs: Inputs, new_tok
         "arbordraft, trained head": where_it_pays(target, head, costs),
         "arbordraft, lookups else head": where_it_pays(target, lookups_else_head, costs),
     }
-    runs = timed(
-        {
-            "transformers, generate": lambda tokens: theirs(model, inputs, tokens),
-            "transformers, prompt lookup, batch 1": lambda tokens: prompt_lookup(model, inputs, tokens),
-        },
-        new_tokens,
-    )
-    return runs + timed(
-        {name: partial(ours, decoder, inputs) for name, decoder in decoders.items()}, new_tokens, ROUNDS
-    )
+    references = {
+        "transformers, generate": partial(theirs, model, inputs),
+        "transformers, prompt lookup, batch 1": partial(theirs, model, inputs, prompt_lookup_num_tokens=4),
+    }
+    turns = {name: partial(ours, decoder, inputs) for name, decoder in decoders.items()}
+    return timed(references, new_tokens) + timed(turns, new_tokens, ROUNDS)
 
 
 def show_table(console: Console, runs: list[Run]) -> None:
@@ -177,7 +161,7 @@ def same_in_float32(prompts: list[str], new_tokens: int) -> bool:
     inputs = chat_batch(tokenizer, prompts[:CHECKED])
     tokens = min(CHECKED_TOKENS, new_tokens)
     decoder = builders.eagle(RaggedModel(model, tokenizer, kernels="torch"), TRAINED, lookup=True)
-    return ours(decoder, inputs, tokens)[0] == theirs(model, inputs, tokens)
+    return ours(decoder, inputs, tokens)[0] == theirs(model, inputs, tokens)[0]
 
 
 def main() -> int:

@@ -11,7 +11,8 @@ import argparse
 import sys
 import tempfile
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
+from operator import eq
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from arbordraft import Coupling, RaggedModel, SpeculativeDecoder, TreeTopology
+from arbordraft.bench.decoding import answers
 from arbordraft.bench.measure import save
 from arbordraft.exports.engines import export_vllm
 from arbordraft.loading import load_drafter
@@ -27,35 +29,10 @@ from arbordraft.prompts import MIXED, REPEATING, VARIED, chat_batch
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "compare"))
-from vllm_process import Tokens, Vllm, find_vllm  # noqa: E402
+from vllm_process import Tokens, Vllm, VllmConfig, find_vllm  # noqa: E402
 
 PROMPTS = [*VARIED, *MIXED, *REPEATING[:4]]  # 20
 TOLERANCE = 0.05  # relative difference of mean acceptance lengths
-
-
-@dataclass(frozen=True)
-class ServeConfig:
-    """vLLM on all cores, with or without an exported drafter."""
-
-    name: str
-    speculative_config: dict[str, Any] | None = None
-
-    environment = {  # noqa: RUF012
-        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "2",  # gigabytes
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-
-    def __str__(self) -> str:
-        return self.name
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Arguments of ``vllm.LLM`` besides the model."""
-        common = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 32, "enable_prefix_caching": False}
-        common |= {"enforce_eager": True, "disable_log_stats": False}
-        return common | ({"speculative_config": self.speculative_config} if self.speculative_config else {})
 
 
 @dataclass(frozen=True)
@@ -83,25 +60,20 @@ def ours(drafter: Path, prompts: list[str], levels: int, new_tokens: int) -> tup
     """The prompts' tokens, our answers, and how much of the drafts was accepted."""
     model, tokenizer = load_smollm2()
     target = RaggedModel(model, tokenizer)
-    coupling = Coupling.matching()
-    decoder = SpeculativeDecoder(target, load_drafter(drafter, target), TreeTopology.chain(levels), coupling)
+    decoder = SpeculativeDecoder(target, load_drafter(drafter, target), TreeTopology.chain(levels), Coupling.matching())
     inputs = chat_batch(tokenizer, prompts)
     output: Any = decoder.generate(**inputs, max_new_tokens=new_tokens, do_sample=False, return_dict_in_generate=True)
-    stats, columns = output.stats, inputs["input_ids"].shape[1]
-    answers = [
-        row[columns : columns + count].tolist() for row, count in zip(output.sequences, stats.emitted, strict=True)
-    ]
     tokens = [ids[mask == 1].tolist() for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)]
-    chains = sum(stats.forwards)
-    rates = [stats.accepted[depth] / chains for depth in range(1, levels + 1)]
-    return tokens, answers, Acceptance("arbordraft", 1 + sum(rates), rates, chains, 0, len(prompts))
+    chains = sum(output.stats.forwards)
+    rates = [output.stats.accepted[depth] / chains for depth in range(1, levels + 1)]
+    return tokens, answers(output, inputs), Acceptance("arbordraft", 1 + sum(rates), rates, chains, 0, len(prompts))
 
 
 def served(
-    python: Path, config: ServeConfig, model: Path, prompts: Tokens, new_tokens: int, log: Path
+    python: Path, config: VllmConfig, model: Path, prompts: Tokens, new_tokens: int, logs: Path
 ) -> tuple[Tokens, dict[str, Any]]:
     """vLLM's answers, and what it counted."""
-    with closing(Vllm(python, config, model, log)) as vllm:  # type: ignore[arg-type]
+    with closing(Vllm(python, config, model, logs / f"{config.name}.log")) as vllm:
         return vllm.generate_counted(prompts, new_tokens)
 
 
@@ -131,13 +103,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         console.print("vLLM without drafts: starting")
-        log = folder / "plain.log"
-        plain, _ = served(arguments.vllm_python, ServeConfig("plain"), model, tokens, arguments.new_tokens, log)
+        alone = VllmConfig("plain", "float32", counted=True)
+        plain, _ = served(arguments.vllm_python, alone, model, tokens, arguments.new_tokens, folder)
 
-        def equal(answers: Tokens) -> int:
-            return sum(answer == wanted for answer, wanted in zip(answers, plain, strict=True))
+        def equal(texts: Tokens) -> int:
+            return sum(map(eq, texts, plain))
 
-        rows = [Acceptance(**asdict(accepted) | {"equal": equal(own)})]
+        rows = [replace(accepted, equal=equal(own))]
         for layout in arguments.layouts:
             drafter = folder / f"drafter{len(rows)}"  # vLLM guesses what a drafter is from its path
             export_vllm(
@@ -146,14 +118,13 @@ def main() -> int:
             console.print(f"vLLM with the drafter in the layout {layout}: starting")
             settings = {"method": arguments.method, "model": str(drafter), "num_speculative_tokens": arguments.levels}
             # The speculators layout names its target itself: that folder alone is served.
-            config = ServeConfig(layout, None if layout == "speculators" else settings)
+            config = VllmConfig(layout, "float32", None if layout == "speculators" else settings, counted=True)
             place = drafter if layout == "speculators" else model
-            log = folder / f"{layout}.log"
-            answers, counted = served(arguments.vllm_python, config, place, tokens, arguments.new_tokens, log)
+            texts, counted = served(arguments.vllm_python, config, place, tokens, arguments.new_tokens, folder)
             chains = counted["num_drafts"]
             rates = [count / chains for count in counted["num_accepted_tokens_per_pos"]]
             length = 1 + counted["num_accepted_tokens"] / chains
-            rows.append(Acceptance(f"vLLM {version}, {layout}", length, rates, chains, equal(answers), len(prompts)))
+            rows.append(Acceptance(f"vLLM {version}, {layout}", length, rates, chains, equal(texts), len(prompts)))
 
     table = Table("", "mean acceptance length", "by position", "chains", "answers equal to plain vLLM's")
     for row in rows:

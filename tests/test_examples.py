@@ -6,9 +6,11 @@ import subprocess
 import sys
 import time
 import venv
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 ROOT = Path(__file__).resolve().parents[1]
 COMPARE = ROOT / "examples" / "compare"
@@ -41,9 +43,10 @@ def test_example(example, arguments, expected):
     assert expected in run(str(ROOT / "examples" / example), *arguments)
 
 
-def test_training_from_nothing(tmp_path):
-    """The whole of it, small: generation, drafter, decider, gain; and again, where nothing is left to do."""
-    small = ["--conversations", "6", "--folder", str(tmp_path), "--new-tokens", "1", "--"]
+def test_training_from_nothing(tmp_path, monkeypatch):
+    """`arbordraft train demo`, small: generation, drafter, decider, gain; and again, where nothing is left to do."""
+    from arbordraft.training import demo
+
     options = {
         "data.recipe.per_shard": 6,
         "data.recipe.max_new_tokens": 12,
@@ -54,11 +57,16 @@ def test_training_from_nothing(tmp_path):
         "trainer.val_check_interval": 1,
         "trainer.logger": "false",
     }
-    script = str(ROOT / "examples" / "train_smollm2.py")
+    fit, workload = demo.run, demo.Workload
+    small = [f"--{name}={value}" for name, value in options.items()]
+    monkeypatch.setattr(demo, "run", lambda module, arguments: fit(module, [*arguments, *small]))
+    monkeypatch.setattr(demo, "Workload", lambda **given: workload(**given | {"new_tokens": 1}))
     for _ in range(2):
-        shown = run(script, *small, *(f"--{name}={value}" for name, value in options.items()))
-        assert "trained" in shown
-        assert "tau" in shown
+        shown = StringIO()
+        console = Console(file=shown, width=160)
+        demo.gain(console, demo.train_demo(console, tmp_path, 6))
+        assert "trained" in shown.getvalue()
+        assert "tau" in shown.getvalue()
     assert {path.name for path in (tmp_path / "data").glob("*.safetensors")} == {
         "tokens-00000.safetensors",
         "hidden-00000.safetensors",
@@ -123,7 +131,7 @@ def test_comparison_freezes_vllm_between_requests(tmp_path, monkeypatch):
 
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     tmp_path.joinpath("vllm.py").write_text(FAKE_VLLM)
-    vllm = Vllm(Path(sys.executable), VllmConfig(0, "4:3:5"), tmp_path, tmp_path / "log")
+    vllm = Vllm(Path(sys.executable), VllmConfig("n-gram", "bfloat16", {"method": "ngram"}), tmp_path, tmp_path / "log")
     try:
         for _ in range(2):
             assert vllm.generate([[7, 8], [9]], 3)[1] == [[7, 7, 7], [9, 9, 9]]
@@ -137,7 +145,7 @@ def test_comparison_freezes_vllm_between_requests(tmp_path, monkeypatch):
 
     tmp_path.joinpath("vllm.py").write_text("raise RuntimeError('broken')")
     with pytest.raises(VllmError, match="broken"):
-        Vllm(Path(sys.executable), VllmConfig(0), tmp_path, tmp_path / "log")
+        Vllm(Path(sys.executable), VllmConfig("plain", "bfloat16"), tmp_path, tmp_path / "log")
 
 
 def test_readme_shows_the_quickstart():

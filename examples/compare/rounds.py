@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import chain
+from operator import eq
 from pathlib import Path
 
 from torch import Tensor
@@ -45,14 +46,9 @@ class Run:
     other_cores: float
 
     @property
-    def tokens(self) -> int:
-        """How many tokens were emitted."""
-        return sum(map(len, self.answers))
-
-    @property
     def speed(self) -> float:
         """Emitted tokens per second."""
-        return self.tokens / self.seconds
+        return sum(map(len, self.answers)) / self.seconds
 
 
 @dataclass(frozen=True)
@@ -79,16 +75,16 @@ class Case:
 
     def same_answers(self, engine: str, reference: str) -> int:
         """How many answers of the first round are equal."""
-        pair = zip(self.runs[engine][0].answers, self.runs[reference][0].answers, strict=True)
-        return sum(answer == wanted for answer, wanted in pair)
+        return sum(map(eq, self.runs[engine][0].answers, self.runs[reference][0].answers))
 
     def measurement(self, engine: str, reference: str) -> Measurement:
         """One pair as it is stored."""
         ours, other = (statistics.median(run.seconds for run in self.runs[name]) * 1e3 for name in (engine, reference))
-        same = self.same_answers(engine, reference)
-        speeds = f"{self.speed(engine):.1f} against {self.speed(reference):.1f} tokens/s"
         case = f"{self.vllm}, batch {self.batch}, {engine} against {reference}"
-        detail = f"{speeds}, {same} of {self.batch} answers equal"
+        detail = (
+            f"{self.speed(engine):.1f} against {self.speed(reference):.1f} tokens/s, "
+            f"{self.same_answers(engine, reference)} of {self.batch} answers equal"
+        )
         return Measurement("compare", case, ours, other, self.ratio(engine, reference), detail=detail)
 
 
@@ -124,7 +120,7 @@ class Task:
 
     def cases(self, engines: dict[str, Engine], repeats: int, vllm: Vllm | None) -> list[Case]:
         """Measures every batch."""
-        beside = "no vLLM" if vllm is None else f"vLLM {vllm.config}"
+        beside = "no vLLM" if vllm is None else f"vLLM {vllm.config.name}"
         if vllm is not None:
             engines = {**engines, "vLLM": lambda batch: vllm.generate(batch.prompts, self.new_tokens)}
         cases = []
@@ -149,13 +145,12 @@ class Task:
             for config in configs:
                 vllm = stack.enter_context(closing(start(config)))
                 cases = self.cases({}, TRIALS, vllm)
-                speed = statistics.geometric_mean(case.speed("vLLM") for case in cases)
                 alone += cases
-                slower = fastest if speed > highest else vllm
+                speed = statistics.geometric_mean(case.speed("vLLM") for case in cases)
                 if speed > highest:
-                    fastest, highest = vllm, speed
-                if slower:
-                    slower.close()
+                    vllm, fastest, highest = fastest, vllm, speed
+                if vllm is not None:
+                    vllm.close()
             return alone, self.cases(engines, repeats, fastest)
 
     def _cut(self, answer: list[int]) -> list[int]:

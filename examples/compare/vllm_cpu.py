@@ -42,6 +42,16 @@ def decoders(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict
     return {"plain": builders.plain(target), "n-gram": builders.lookup(target)}
 
 
+def vllm_config(reserved: int, ngram: str | None, preload: str = "") -> VllmConfig:
+    """vLLM decoding plainly, or with its lookup: ``drafted tokens:shortest:longest suffix to look up``."""
+    lookup = None
+    if ngram is not None:
+        names = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
+        lookup = {"method": "ngram", **dict(zip(names, map(int, ngram.split(":")), strict=True))}
+    name = f"{f'n-gram {ngram}' if ngram else 'plain'}, {reserved} reserved"
+    return VllmConfig(name, "bfloat16", lookup, reserved, preload)
+
+
 @dataclass
 class Findings:
     """All that was measured."""
@@ -57,20 +67,20 @@ def compare(task: Task, engines: dict[str, Engine], model: Path, arguments: argp
     findings = Findings()
 
     def start(config: VllmConfig) -> Vllm:
-        task.tell(f"vLLM {config}: starting, which takes a minute or two")
+        task.tell(f"vLLM {config.name}: starting, which takes a minute or two")
         vllm = Vllm(arguments.vllm_python, config, model, logs / f"{len(findings.vllms)}.log")
-        console.print(f"vLLM {config}: up after {vllm.start_seconds:.0f} s, computes on cores {vllm.compute_cores}")
+        console.print(f"vLLM {config.name}: up after {vllm.start_seconds:.0f} s on cores {vllm.compute_cores}")
         set_by_all = {
             name: value for name, value in os.environ.items() if re.match("VLLM_|OMP_|KMP_|GOMP_|LD_PRE", name)
         }
         environment = {name: _without_folders(value) for name, value in (set_by_all | config.environment).items()}
-        about = {"name": str(config), "environment": environment, "arguments": config.arguments}
+        about = {"name": config.name, "environment": environment, "arguments": config.arguments}
         findings.vllms.append(about | {"start_seconds": vllm.start_seconds, "compute_cores": vllm.compute_cores})
         return vllm
 
     for reserved in arguments.reserved:
         for ngrams in ([None], arguments.ngrams):
-            configs = [VllmConfig(reserved, ngram, arguments.vllm_preload) for ngram in ngrams]
+            configs = [vllm_config(reserved, ngram, arguments.vllm_preload) for ngram in ngrams]
             try:
                 alone, cases = task.beside(configs, start, engines, arguments.repeats)
             except VllmError as error:
@@ -127,7 +137,7 @@ def show_disturbance(cases: Sequence[Case]) -> None:
 def store(path: Path, findings: Findings, **settings: Any) -> None:
     """Writes the medians as measurements, and the rest as their settings."""
     rounds = [
-        {"case": case.vllm, "batch": case.batch, "engine": name, "tokens": run.tokens}
+        {"case": case.vllm, "batch": case.batch, "engine": name, "tokens": sum(map(len, run.answers))}
         | {key: round(value, 4) for key, value in vars(run).items() if key != "answers"}
         for case in findings.cases
         for name, runs in case.runs.items()
@@ -190,16 +200,9 @@ def main() -> int:
             findings = compare(task, engines, folder, arguments, Path(logs))
     show(findings)
     if arguments.json is not None:
-        store(
-            arguments.json,
-            findings,
-            model=NAME,
-            dtype="bfloat16",
-            prompts=arguments.prompts.name if arguments.prompts else "built in",
-            max_new_tokens=arguments.max_new_tokens,
-            repeats=arguments.repeats,
-            vllm_version=version,
-        )
+        settings = {"model": NAME, "dtype": "bfloat16", "max_new_tokens": arguments.max_new_tokens}
+        settings |= {"prompts": arguments.prompts.name if arguments.prompts else "built in"}
+        store(arguments.json, findings, **settings, repeats=arguments.repeats, vllm_version=version)
         console.print(f"wrote {arguments.json}")
     return len(findings.errors) > 0
 

@@ -18,17 +18,20 @@ class VllmConfig:
     """One way to run vLLM.
 
     Args:
+        name: for people.
+        dtype: of the weights and of what is computed.
+        speculative: ``speculative_config`` of ``vllm.LLM``, or ``None`` to decode plainly.
         reserved: cores that vLLM leaves to its scheduler, ``VLLM_CPU_NUM_OF_RESERVED_CPU``; 1 is its default.
-        ngram: ``drafted tokens:shortest:longest suffix to look up``, or ``None`` to decode plainly.
         preload: libraries for ``LD_PRELOAD``; without an OpenMP library in it vLLM adds PyTorch's.
+        counted: whether vLLM counts what became of drafts.
     """
 
-    reserved: int
-    ngram: str | None = None
+    name: str
+    dtype: str
+    speculative: dict[str, Any] | None = None
+    reserved: int = 0
     preload: str = ""
-
-    def __str__(self) -> str:
-        return f"{f'n-gram {self.ngram}' if self.ngram else 'plain'}, {self.reserved} reserved"
+    counted: bool = False
 
     @property
     def environment(self) -> dict[str, str]:
@@ -44,21 +47,14 @@ class VllmConfig:
     @property
     def arguments(self) -> dict[str, Any]:
         """Arguments of ``vllm.LLM`` besides the model."""
-        arguments: dict[str, Any] = {
-            "dtype": "bfloat16",
+        return {
+            "dtype": self.dtype,
             "max_model_len": 2048,
             "max_num_seqs": 32,
             "enable_prefix_caching": False,  # the other engines read every prompt anew
+            **({"speculative_config": self.speculative} if self.speculative else {}),
+            **({"enforce_eager": True, "disable_log_stats": False} if self.counted else {}),
         }
-        if self.ngram is not None:
-            drafted, shortest, longest = map(int, self.ngram.split(":"))
-            arguments["speculative_config"] = {
-                "method": "ngram",
-                "num_speculative_tokens": drafted,
-                "prompt_lookup_min": shortest,
-                "prompt_lookup_max": longest,
-            }
-        return arguments
 
 
 class VllmError(RuntimeError):
@@ -141,7 +137,7 @@ class Vllm:
         answer = self.process.stdout.readline()
         if not answer:
             end = self.log.read_text(errors="replace").splitlines()[-12:]
-            raise VllmError(f"vLLM ({self.config}) gave up; the last it said:\n" + "\n".join(end))
+            raise VllmError(f"vLLM ({self.config.name}) gave up; the last it said:\n" + "\n".join(end))
         self._signal(signal.SIGSTOP)
         return json.loads(answer)
 
