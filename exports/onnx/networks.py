@@ -64,12 +64,7 @@ class CausalNetwork(nn.Module):
 
 
 class EagleNetwork(nn.Module):
-    """An EAGLE head with the embeddings and the attention that it borrows.
-
-    Args:
-        head: the head.
-        embeddings: the target's.
-    """
+    """An EAGLE head with the target's embeddings and the attention that it borrows."""
 
     def __init__(self, head: EagleHead, embeddings: nn.Module) -> None:
         super().__init__()
@@ -77,12 +72,7 @@ class EagleNetwork(nn.Module):
         head.rotary(torch.zeros(1, dtype=torch.int64), torch.float32)  # its frequencies must be there before tracing
 
     def forward(
-        self,
-        input_ids: Tensor,
-        hidden_states: Tensor,
-        attention_mask: Tensor,
-        position_ids: Tensor,
-        *past: Tensor,
+        self, input_ids: Tensor, hidden_states: Tensor, attention_mask: Tensor, position_ids: Tensor, *past: Tensor
     ) -> list[Tensor]:
         """Fills slots, each from a token and the states of the token before it.
 

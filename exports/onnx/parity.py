@@ -3,13 +3,13 @@
 Shapes: V vocabulary.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from arbordraft.exports.onnx.cases import SHAPES, Inputs, Shape
+from arbordraft.exports.onnx.cases import SHAPES, Inputs
 from arbordraft.exports.onnx.plans import Plan
 from arbordraft.onnx_graph import Graph
 
@@ -31,16 +31,15 @@ def check_exact(plan: Plan, path: Path, tolerance: float = TOLERANCE) -> dict[st
         ParityError: if an output differs by more than ``tolerance`` (hidden states, keys and values: by more than that
             share of the greatest of them), a most probable token or a verdict differs, or a shape cannot be run.
     """
-    graph, worst = Graph(path), 0.0
-    for shape, (outputs, wanted) in zip(SHAPES, _pairs(plan, graph, SHAPES), strict=True):
+    worst = 0.0
+    for shape, (outputs, wanted) in zip(SHAPES, _compared(plan, Graph(path), _examples(plan)), strict=True):
         for name, ours, theirs in zip(plan.outputs, outputs, wanted, strict=True):
             if ours.shape != theirs.shape or not _equal(name, ours, theirs):
                 raise ParityError(f"{plan.file}: {name} differ from the network's own for {shape}; nothing was written")
-            if not theirs.is_floating_point():
+            if not theirs.is_floating_point() or not theirs.numel():
                 continue
-            difference = (ours - theirs).abs().max().item() if ours.numel() else 0.0
-            if name != "logits" and ours.numel():
-                difference /= max(1.0, theirs.abs().max().item())
+            scale = 1.0 if name == "logits" else max(1.0, theirs.abs().max().item())
+            difference = (ours - theirs).abs().max().item() / scale
             if not difference <= tolerance:
                 raise ParityError(
                     f"{plan.file}: {name} differ from the network's own by {difference:.2e} for {shape}, allowed are "
@@ -64,7 +63,7 @@ def check_quantized(plan: Plan, path: Path, least: float = LEAST_ACCEPTANCE) -> 
         ParityError: if fewer than ``least`` of them would be, or the graph cannot be run.
     """
     graph, place = Graph(path), plan.outputs.index("logits")
-    pairs = [(outputs[place], wanted[place]) for outputs, wanted in _pairs(plan, graph, SHAPES)]
+    pairs = [(outputs[place], wanted[place]) for outputs, wanted in _compared(plan, graph, _examples(plan))]
     worst = max((ours - theirs).abs().max().item() for ours, theirs in pairs)
     rows = [] if plan.real is None else list(_compared(plan, graph, plan.real()))
     if not rows:
@@ -76,19 +75,17 @@ def check_quantized(plan: Plan, path: Path, least: float = LEAST_ACCEPTANCE) -> 
             f"{plan.file}: tokens of the quantised graph would be accepted with {accepted:.3f} by the float32 one, "
             f"less than {least}; nothing was written. Leave it in float32, or lower the bound"
         )
+    same = (ours.argmax(-1) == theirs.argmax(-1)).double().mean().item()
     return {
         f"{plan.file}: greatest difference of logits, quantised": worst,
-        f"{plan.file}: same most probable token, quantised": (ours.argmax(-1) == theirs.argmax(-1))
-        .double()
-        .mean()
-        .item(),
+        f"{plan.file}: same most probable token, quantised": same,
         f"{plan.file}: acceptance by float32, quantised": accepted,
     }
 
 
-def _pairs(plan: Plan, graph: Graph, shapes: Sequence[Shape]) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
+def _examples(plan: Plan) -> Iterable[Inputs]:
     generator = torch.Generator().manual_seed(0)
-    return _compared(plan, graph, (plan.example(shape, generator) for shape in shapes))
+    return (plan.example(shape, generator) for shape in SHAPES)
 
 
 @torch.no_grad()

@@ -7,7 +7,6 @@ import base64
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from typing import Any
 
 import numpy
@@ -23,7 +22,7 @@ from arbordraft.heads.base import DraftHead, fingerprint
 from arbordraft.heads.eagle import EagleHead
 from arbordraft.heads.exit_adapter import ExitAdapter
 from arbordraft.heads.medusa import MedusaHead
-from arbordraft.onnx_graph import FORMAT, FUSE, MODEL, PAST, PRESENT
+from arbordraft.onnx_graph import FUSE, MODEL, PAST, PRESENT
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.observation import decoder_list
 from arbordraft.vocabulary import tokenizer_hashes
@@ -63,13 +62,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Origin:
-    """The target that an export belongs to.
-
-    Args:
-        target: in float32.
-        name: its name.
-        texts: token ids to measure quantised graphs on.
-    """
+    """The target that an export belongs to, in float32, and token ids to measure quantised graphs on."""
 
     target: RaggedModel
     name: str | None = None
@@ -87,15 +80,8 @@ class Origin:
         }
 
 
-def versions() -> dict[str, Any]:
-    """What every file says about who wrote it."""
-    return {"format": FORMAT} | {
-        f"version.{name}": version(name) for name in ("arbordraft", "torch", "transformers", "onnx", "onnxruntime")
-    }
-
-
 def causal_lm(model: RaggedModel, origin: Origin, hidden_layers: Sequence[int] = (), *, causal: bool = False) -> Plan:
-    """A causal LM, to draft with or to verify trees with.
+    """A causal LM that drafts for a target, or is the target and verifies trees.
 
     Args:
         model: the model.

@@ -21,7 +21,7 @@ def quantize(path: Path, how: Quantization) -> None:
     import onnx
 
     known = {entry.key: entry.value for entry in onnx.load(path, load_external_data=False).metadata_props}
-    with _quiet():
+    with quiet():
         model = _int8(path) if how is Quantization.int8 else _int4(path)
     if not any(node.op_type in _QUANTISED for node in model.graph.node):
         raise ValueError(f"{path.name} has no matrices that can be quantised; export it without")
@@ -91,8 +91,8 @@ def _heads(graph: Any) -> set[str]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """onnxruntime reports every node, and recommends a preparation that exported graphs have behind them."""
+def quiet() -> Iterator[None]:
+    """Without what libraries tell their developers: onnxruntime reports every node it quantises."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -1,12 +1,12 @@
 """From plans to a folder of graphs: traced, compared, and only then put in place."""
 
 import json
-import logging
 import os
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
+from importlib.metadata import version
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,10 @@ import torch
 from arbordraft.exports.folder import Export, Quantization, contents
 from arbordraft.exports.onnx.cases import SHAPES, Shape
 from arbordraft.exports.onnx.parity import LEAST_ACCEPTANCE, TOLERANCE, check_exact, check_quantized
-from arbordraft.exports.onnx.plans import Plan, versions
-from arbordraft.exports.onnx.quantization import quantize, save
+from arbordraft.exports.onnx.plans import Plan
+from arbordraft.exports.onnx.quantization import quantize, quiet, save
 from arbordraft.files import new_folder
-from arbordraft.onnx_graph import PREFIX
+from arbordraft.onnx_graph import FORMAT, PREFIX
 
 OPSETS = (20, 23)  # 23 has attention, norms and rotary embeddings as operators
 PARITY = "parity.json"
@@ -78,7 +78,8 @@ def _write_float32(plan: Plan, path: Path, about: dict[str, Any]) -> None:
         # Through a file: only there are weights beyond 2 GB.
         program.save(str(Path(scratch, path.name)), external_data=True)
         model = onnx.load(Path(scratch, path.name))
-    entries = {**versions(), **about, **plan.about}
+    libraries = ("arbordraft", "torch", "transformers", "onnx", "onnxruntime")
+    entries = {"format": FORMAT, **{f"version.{name}": version(name) for name in libraries}, **about, **plan.about}
     onnx.helper.set_model_props(model, {PREFIX + name: json.dumps(value) for name, value in entries.items()})
     save(model, path)
 
@@ -98,26 +99,20 @@ def _traced(plan: Plan, opset: int) -> Any:
     example = plan.example(_TRACED, torch.Generator().manual_seed(0))
     fixed = [dict(plan.axes[name]) for name in example if not name.startswith("past_key_values")]
     past = [dict(plan.axes[name]) for name in example if name.startswith("past_key_values")]
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
     said = StringIO()
-    try:
-        with torch.no_grad(), warnings.catch_warnings(), redirect_stdout(said), redirect_stderr(said):
-            warnings.simplefilter("ignore")
-            return torch.onnx.export(
-                plan.network.eval(),
-                tuple(example.values()),
-                input_names=list(example),
-                output_names=list(plan.outputs),
-                opset_version=opset,
-                dynamic_shapes=(*fixed, tuple(past)) if past else tuple(fixed),  # of *past they are one tuple
-                dynamo=True,
-                verbose=False,
-                optimize=False,  # takes time that is quadratic in the number of layers
-            )
-    finally:
-        logger.setLevel(level)
+    with torch.no_grad(), quiet(), warnings.catch_warnings(), redirect_stdout(said), redirect_stderr(said):
+        warnings.simplefilter("ignore")
+        return torch.onnx.export(
+            plan.network.eval(),
+            tuple(example.values()),
+            input_names=list(example),
+            output_names=list(plan.outputs),
+            opset_version=opset,
+            dynamic_shapes=(*fixed, tuple(past)) if past else tuple(fixed),  # of *past they are one tuple
+            dynamo=True,
+            verbose=False,
+            optimize=False,  # takes time that is quadratic in the number of layers
+        )
 
 
 def _simplify(model: Any) -> None:
