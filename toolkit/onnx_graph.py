@@ -132,7 +132,7 @@ class RaggedGraph:
         columns = torch.arange(max(behind))
         starts, lengths = torch.tensor(list(batch.starts)), torch.tensor(behind)
         slots = starts[:, None] + torch.where(columns < lengths[:, None], columns, 0)
-        feed = {}
+        feed: dict[str, Tensor] = {}
         for layer in range(self._layers):
             names = [PAST.format(layer, part) for part in ("key", "value")]
             if len(columns):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from arbordraft.files import read_text
-from arbordraft.texts import encode, user_turn
+from arbordraft.texts import encode, settings_of, user_turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -144,9 +144,7 @@ def chat_batches(tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str], b
 
 def plain_request(temperature: float, new_tokens: int) -> dict[str, Any]:
     """Arguments of ``generate`` for sampling from the whole vocabulary, or greedy decoding at temperature 0."""
-    if temperature == 0:
-        return {"do_sample": False, "max_new_tokens": new_tokens}
-    return {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0, "max_new_tokens": new_tokens}
+    return settings_of(new_tokens, temperature, None, None, None, 1)
 
 
 def check_texts(prompts: Sequence[str]) -> None:

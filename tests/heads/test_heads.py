@@ -21,6 +21,8 @@ from arbordraft.heads.base import fingerprint
 from arbordraft.heads.eagle import EagleHead
 from arbordraft.heads.exit_adapter import ExitAdapter
 from arbordraft.heads.medusa import MedusaHead
+from arbordraft.kernels import native
+from arbordraft.target.stand_ins import prepack_linears
 
 TOKENS = [1, 3, 4, 50, 60]
 MADE = {
@@ -136,6 +138,19 @@ def test_an_eagle_layer_that_sees_no_tokens_is_the_targets_last():
     with torch.no_grad():
         head.midlayer.hidden_norm.weight.mul_(torch.linspace(0.5, 1.5, 32))
     assert (eagle_row(head, model, [*PROMPTS[0], 0], []) - next_logits(model, PROMPTS[0])).abs().max() > 1e-2
+
+
+# Native kernels
+
+
+@pytest.mark.skipif(not native.load(), reason="needs the C++ kernels")
+@every_network
+def test_native_kernels_stand_in_for_norms_and_linears(name):
+    """The same numbers but for rounding, and nothing is left to torch's own modules."""
+    plain, fast = scrambled(name), scrambled(name)
+    prepack_linears(fast, "native")
+    assert not any(isinstance(module, torch.nn.Linear | torch.nn.RMSNorm) for module in fast.modules())
+    assert_close(outputs(name, fast), outputs(name, plain), rtol=1e-4, atol=1e-4)
 
 
 # Vocabulary

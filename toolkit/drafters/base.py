@@ -124,12 +124,6 @@ def adopt(network: Network, target: RaggedModel) -> Network:
     network.to(target.device, target.model.dtype).eval().requires_grad_(False)  # type: ignore[arg-type]
     if target.backend != "torch":
         prepack_linears(network, target.backend)
-    if target.backend == "native":
-        from arbordraft.heads.base import RMSNorm
-
-        for module in network.modules():
-            if isinstance(module, RMSNorm):
-                module.run_natively()
     return network
 
 

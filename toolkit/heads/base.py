@@ -15,7 +15,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from arbordraft.checkpoints import load_network, read_config
 from arbordraft.checks import real
-from arbordraft.kernels.decoder_layers import rms_norm
 
 
 class CompanionConfig(PreTrainedConfig):
@@ -165,28 +164,6 @@ class DraftHead(Companion):
             return logits
         wide = logits.new_full((*logits.shape[:-1], len(self.t2d)), -torch.inf)
         return wide.index_copy_(-1, self.tokens, logits)
-
-
-class RMSNorm(nn.Module):
-    """A norm as Llama's of hidden size H, under its name of the weight."""
-
-    native = False  # use the C++ kernel, which has no gradient
-
-    def __init__(self, size: int, epsilon: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.epsilon = epsilon
-
-    def run_natively(self) -> None:
-        """From now on uses the C++ kernel, with a weight in float32."""
-        self.float()
-        self.native = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[..., H]``, computed in float32."""
-        if self.native:
-            return rms_norm(x, self.weight, self.epsilon)
-        return nn.functional.rms_norm(x.float(), x.shape[-1:], self.weight.float(), self.epsilon).to(x.dtype)
 
 
 class GatedMLP(nn.Module):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from arbordraft.heads.base import DraftHead, GatedMLP, HeadConfig, RMSNorm, mlp_settings
+from arbordraft.heads.base import DraftHead, GatedMLP, HeadConfig, mlp_settings
 
 
 class EagleConfig(HeadConfig):
@@ -56,10 +56,10 @@ class _Attention(nn.Module):
 class _Layer(nn.Module):
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.target_hidden_size, config.rms_norm_eps)
-        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = nn.RMSNorm(config.target_hidden_size, config.rms_norm_eps)
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = _Attention(config)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
 
 
@@ -79,7 +79,7 @@ class EagleHead(DraftHead):
         fused = len(config.hidden_layers or ()) * config.target_hidden_size
         self.fc = nn.Linear(fused, config.hidden_size, bias=False)
         self.midlayer = _Layer(config)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self._frequencies: Tensor | None = None  # of the rotary embedding, as soon as they are needed
         self.post_init()

@@ -6,7 +6,7 @@ Shapes: ... any leading sizes, H hidden size.
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from arbordraft.heads.base import Companion, CompanionConfig, GatedMLP, RMSNorm, mlp_settings
+from arbordraft.heads.base import Companion, CompanionConfig, GatedMLP, mlp_settings
 
 
 class ExitAdapterConfig(CompanionConfig):
@@ -37,7 +37,7 @@ class ExitAdapter(Companion):
 
     def __init__(self, config: ExitAdapterConfig) -> None:
         super().__init__(config)
-        self.norm = RMSNorm(config.target_hidden_size, config.rms_norm_eps)
+        self.norm = nn.RMSNorm(config.target_hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(config.target_hidden_size, config.intermediate_size)
         self.post_init()
 

@@ -280,15 +280,17 @@ def _sampled(tensor: Tensor) -> Tensor:
 
 
 def prepack_linears(module: nn.Module, backend: str) -> None:
-    """Replaces all linears inside a module for good, by prepacked ones.
+    """Replaces all linears inside a module for good, by prepacked ones, and with native kernels also its RMS norms.
 
     Args:
-        module: neither a linear itself nor a model that others use.
+        module: neither a linear or norm itself nor a model that others use.
         backend: ``"native"`` or ``"onednn"``.
     """
     for name, child in module.named_children():
         if isinstance(child, nn.Linear):
             setattr(module, name, PrepackedLinear(child, backend))
+        elif isinstance(child, nn.RMSNorm) and backend == "native" and child.eps is not None:
+            setattr(module, name, PrepackedRMSNorm(child.weight.detach().float(), child.eps))
         else:
             prepack_linears(child, backend)
 
