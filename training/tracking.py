@@ -198,7 +198,6 @@ class MLflowTracker(Logger):  # type: ignore[misc]  # Lightning is not type-chec
         rows: int,
         source: str,
         profile: Mapping[str, Any] | None = None,
-        context: str = "train",
     ) -> None:
         """Log a data set as an input of the run.
 
@@ -208,7 +207,6 @@ class MLflowTracker(Logger):  # type: ignore[misc]  # Lightning is not type-chec
             rows: number of examples.
             source: path or URL.
             profile: further facts, such as the chat template.
-            context: what it is used for.
         """
         kind, key = ("http", "url") if re.match("https?://", source) else ("local", "uri")
         dataset = {
@@ -218,7 +216,7 @@ class MLflowTracker(Logger):  # type: ignore[misc]  # Lightning is not type-chec
             "source": json.dumps({key: source}),
             "profile": json.dumps({"num_rows": rows, "digest": digest, **(profile or {})}, default=str),
         }
-        self._record("dataset", dataset=dataset, context=context)
+        self._record("dataset", dataset=dataset, context="train")
 
     @_harmless
     def log_figure(self, figure: Any, name: str) -> None:

@@ -10,7 +10,7 @@ from models import PROMPTS, VOCAB, tiny
 from torch.nn import functional
 from torch.testing import assert_close
 
-from arbordraft import Fixed, MedusaDrafter, RaggedModel, TreeTopology
+from arbordraft import IID, Fixed, MedusaDrafter, RaggedModel, TreeTopology
 from arbordraft.training.drafter_module import DrafterModule, Phase
 from arbordraft.training.drafts import follow
 from arbordraft.training.features import TeacherHead
@@ -24,7 +24,7 @@ STEPS = 4
 every_student = pytest.mark.parametrize("name", STUDENTS)
 
 
-class Dictated(Fixed):
+class Dictated(IID):
     """Draws what it is told to, whatever the row."""
 
     def __init__(self, tokens):

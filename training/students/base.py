@@ -9,8 +9,8 @@ from copy import deepcopy
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import PreTrainedModel
 
 from arbordraft import RaggedModel
@@ -51,11 +51,11 @@ class Student(nn.Module):
     @property
     def tokens(self) -> Tensor | None:
         """``[D]`` target ids that it can draft, ``None`` for all."""
-        return None
+        return self.network.tokens if isinstance(self.network, DraftHead) else None
 
     def widen(self, logits: Tensor) -> Tensor:
         """``[R, D]`` draft logits as ``[R, V]``."""
-        return logits
+        return self.network.widen(logits) if isinstance(self.network, DraftHead) else logits
 
     @abstractmethod
     def hidden_layers(self, target: RaggedModel) -> tuple[int, ...]:
@@ -87,22 +87,9 @@ class Student(nn.Module):
         deepcopy(self.network).half().save_pretrained(folder)
 
 
-class HeadStudent(Student):
-    """A drafter in training that has a vocabulary of its own."""
-
-    network: DraftHead
-
-    @property
-    def tokens(self) -> Tensor:
-        return self.network.tokens
-
-    def widen(self, logits: Tensor) -> Tensor:
-        return self.network.widen(logits)
-
-
-def shift(x: Tensor) -> Tensor:
-    """``[B, S, H]`` moved one slot up: row j holds what slot j - 1 had, the first one zeros."""
-    return functional.pad(x[:, :-1], (0, 0, 1, 0))
+def shift(x: Tensor, by: int = 1) -> Tensor:
+    """``[B, S, ...]`` moved up: row j holds what slot j - by had, the first ones zeros."""
+    return torch.cat([torch.zeros_like(x[:, :by]), x[:, : x.shape[1] - by]], dim=1)
 
 
 def check_plain_head(target: RaggedModel) -> None:

@@ -14,10 +14,10 @@ from arbordraft import EagleDrafter, RaggedModel
 from arbordraft.drafters import Drafter
 from arbordraft.heads.eagle import EagleHead
 from arbordraft.training.batches import Batch
-from arbordraft.training.students.base import HeadStudent, Prediction, shift
+from arbordraft.training.students.base import Prediction, Student, shift
 
 
-class EagleStudent(HeadStudent):
+class EagleStudent(Student):
     """One EAGLE-3 layer, unrolled as it will be used: its own output stands for what the target has not seen yet.
 
     Tokens are the text's own at all steps ("training-time test" of EAGLE-3).
@@ -104,7 +104,7 @@ def attend_unrolled(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tens
     seen = at[None, :] <= at[:, None] - step
     scores = torch.einsum("bikgc,bjkc->bkgij", query, keys[0]).float().masked_fill(~seen, -torch.inf)
     own = [
-        torch.einsum("bikgc,bikc->bkgi", query, _later(key, step - t)).float()[..., None]
+        torch.einsum("bikgc,bikc->bkgi", query, shift(key, step - t)).float()[..., None]
         for t, key in enumerate(keys[1:], 1)
     ]
     # A slot before the first full draft would see nothing at all; its prediction is not used.
@@ -112,10 +112,5 @@ def attend_unrolled(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tens
     output = torch.einsum("bkgij,bjkc->bikgc", shares[..., :slots], values[0])
     for t, value in enumerate(values[1:], 1):
         share = shares[..., slots + t - 1].permute(0, 3, 1, 2)[..., None]
-        output = output + share * _later(value, step - t)[:, :, :, None]
+        output = output + share * shift(value, step - t)[:, :, :, None]
     return output.flatten(2, 3)
-
-
-def _later(x: Tensor, by: int) -> Tensor:
-    """``[B, S, Hkv, C]`` moved ``by`` slots up: row j holds what slot j - by had."""
-    return functional.pad(x[:, : x.shape[1] - by], (0, 0, 0, 0, by, 0)) if by else x

@@ -10,10 +10,10 @@ from arbordraft import MedusaDrafter, RaggedModel
 from arbordraft.drafters import Drafter
 from arbordraft.heads.medusa import MedusaHead
 from arbordraft.training.batches import Batch
-from arbordraft.training.students.base import HeadStudent, Prediction, shift
+from arbordraft.training.students.base import Prediction, Student, shift
 
 
-class MedusaStudent(HeadStudent):
+class MedusaStudent(Student):
     """Medusa heads: each learns its own distance from what the target's final norm gives, which every batch holds.
 
     Args:
