@@ -42,7 +42,8 @@ def medusa(head: MedusaHead, target: Target, card: str) -> Layout:
 
 def medusa_shapes(config: dict[str, Any]) -> Shapes:
     """What vLLM builds for a ``config.json``."""
-    hidden, shapes = config["hidden_size"], {}
+    hidden = config["hidden_size"]
+    shapes: Shapes = {}
     for head in range(config["num_heads"]):
         shapes[f"lm_heads.{head}.weight"] = (config["vocab_size"], hidden)
         for layer in range(config["num_hidden_layers"]):

@@ -440,7 +440,7 @@ def test_heads_keep_the_dtype_that_they_were_written_in(folders, tmp_path):
     assert torch.equal(before["fc.weight"], after["fc.weight"])
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float16"
     EagleHead.from_pretrained(folders["eagle"], dtype=torch.float64).save_pretrained(tmp_path / "double")
-    with pytest.raises(ValueError, match="weights in float64 are not served.*--dtype"):
+    with pytest.raises(ValueError, match=r"weights in float64 are not served.*--dtype"):
         export_vllm(tmp_path / "double", tmp_path / "other", target=str(folders["target"]))
 
 
