@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import rotate_half
 
 from arbordraft.heads.base import DraftHead, GatedMLP, HeadConfig, mlp_settings
 
@@ -146,7 +147,8 @@ class EagleHead(DraftHead):
         x = torch.cat([layer.input_layernorm(embeddings), layer.hidden_norm(hidden)], dim=-1)
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         query, key, value = (project(x).unflatten(-1, (-1, self.config.head_dim)) for project in projections)
-        turned = rotate(torch.cat([query, key], dim=-2), rotary)
+        both, (cosine, sine) = torch.cat([query, key], dim=-2), rotary
+        turned = both * cosine + rotate_half(both) * sine
         return *turned.split([query.shape[-2], key.shape[-2]], dim=-2), value
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
@@ -185,10 +187,3 @@ class EagleHead(DraftHead):
         norms = [t for n, t in source.items() if n.endswith("norm.weight") and ".layers." not in n and t.dim() == 1]
         if norms and norms[-1].shape == self.norm.weight.shape:
             self.norm.weight.copy_(norms[-1])
-
-
-def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotates ``[..., heads, C]``; channel i and i + C / 2 belong together."""
-    cosine, sine = rotary
-    first, second = x.chunk(2, dim=-1)
-    return x * cosine + torch.cat([-second, first], dim=-1) * sine
