@@ -4,6 +4,7 @@ import random
 import sys
 
 import torch
+from gumbel_checks import DRAWS, check_draws, check_noise
 from ragged_case import Case
 from torch import Tensor
 from torch.testing import assert_close
@@ -396,6 +397,8 @@ def check_build():
     for dtype in (torch.float32, torch.bfloat16):
         check_row_max(dtype)
         check_rms_norm(dtype)
+        for draws in DRAWS:
+            check_draws(draws, dtype, vocabularies=[70])
         for size, value_size, options in (
             (16, 48, {"window": 9, "softcap": 2.0, "sinks": torch.linspace(-1, 1, 6)}),
             (64, 64, {}),
@@ -404,6 +407,7 @@ def check_build():
             case = Case(trees, group=3, dtype=dtype, size=size, value_size=value_size)
             check_attention(case, **options)
             check_tree_rows(case, samples=[0], **options)
+    check_noise(1000)
     for kind, (dtype, _) in KINDS.items():
         for outputs, inputs in ((33, 19), (80, 64), (160, 96)):
             check_linear(kind, outputs, inputs, rows=11)

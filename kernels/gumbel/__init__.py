@@ -22,7 +22,11 @@ def gumbel(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
 
     Returns:
         ``[R, V]`` float64, from -3.7 to 45.1: 64 bits decide about the upper tail.
+
+    Raises:
+        ValueError: if some seed has no position of its own.
     """
+    _check_rows(len(seeds), positions=positions)
     if choice.wants_triton("gumbel", seeds):
         from arbordraft.kernels.gumbel.operator import noise
 
@@ -46,7 +50,13 @@ def gumbel_argmax(
 
     Returns:
         ``[R]`` int64; -1 where no score is above -inf.
+
+    Raises:
+        ValueError: if the temperature is not positive, or some row has no seed, position or lowest score of its own.
     """
+    if not temperature > 0:
+        raise ValueError(f"the temperature must be positive, got {temperature}; without one, take the highest score")
+    _check_rows(len(scores), seeds=seeds, positions=positions, lowest=lowest)
     if choice.wants_triton("gumbel_argmax", scores):
         from arbordraft.kernels.gumbel.operator import argmax
 
@@ -57,6 +67,12 @@ def gumbel_argmax(
             scores.contiguous(), seeds.contiguous(), positions.contiguous(), temperature
         )
     return gumbel_argmax_reference(scores, seeds, positions, temperature, lowest)
+
+
+def _check_rows(rows: int, **tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.shape != (rows,):
+            raise ValueError(f"{name} must be one number for each of the {rows} rows, got shape {list(tensor.shape)}")
 
 
 __all__ = ["gumbel", "gumbel_argmax", "gumbel_argmax_reference", "gumbel_reference"]

@@ -94,7 +94,7 @@ def words_of(seeds: Any, positions: Any, counters: Any, xp: ModuleType) -> tuple
     for half in (0, 1):
         words = xp.stack(philox((counters, positions[:, None] + nothing, nothing + half, nothing), key))
         by_group = words.reshape(4, seeds.shape[0], counters.shape[0] // LANES, LANES)  # not len, which fixes sizes
-        halves.append(xp.moveaxis(by_group, 0, 2).reshape(seeds.shape[0], -1))
+        halves.append(xp.moveaxis(by_group, 0, 2).reshape(seeds.shape[0], 4 * counters.shape[0]))
     return halves[0], halves[1]
 
 
@@ -114,11 +114,10 @@ def gumbel_argmax_reference(
     scores: Tensor, seeds: Tensor, positions: Tensor, temperature: float, lowest: Tensor | None
 ) -> Tensor:
     """See :func:`arbordraft.kernels.gumbel.gumbel_argmax`."""
-    wide = scores.to(torch.promote_types(scores.dtype, torch.float32)) / temperature
+    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    wide = wide / wide.new_full((), temperature)  # by a number, a GPU would multiply with its rounded inverse
     if lowest is not None:
         wide = wide.masked_fill(wide < lowest[:, None], -torch.inf)
     values = wide.double() + gumbel_reference(seeds, positions, scores.shape[1])
-    # Not argmax, which may return any of several equal ones.
-    highest = values.amax(dim=-1, keepdim=True)
-    first = (values == highest).int().argmax(dim=-1)
-    return torch.where(highest[:, 0] == -torch.inf, -1, first)
+    highest, first = values.max(dim=-1)
+    return torch.where(highest == -torch.inf, -1, first)
