@@ -170,7 +170,8 @@ class DrafterModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
             TrainingDiverged: if the loss is no number.
             TrainingOutOfMemory: if the step did not fit into memory; it names the settings that help.
         """
-        phase = next(phase for phase in self.phases if self._progress() < phase.until or phase is self.phases[-1])
+        progress = self.global_step / max(1, self.trainer.estimated_stepping_batches)
+        phase = next(phase for phase in self.phases if progress < phase.until or phase is self.phases[-1])
         with self._explained():
             return self._loss(batch, phase)
 
@@ -274,9 +275,6 @@ class DrafterModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
                 f"{error}. Lower data.batch_tokens (now {self.data.batch_tokens}), model.chunk (now {self.chunk}), "
                 "the draft vocabulary or the drafting steps of the last phase"
             ) from error
-
-    def _progress(self) -> float:
-        return self.global_step / max(1, self.trainer.estimated_stepping_batches)
 
     def _rate(self, step: int) -> float:
         warm = min(1.0, (step + 1) / max(1, self.warmup))

@@ -56,14 +56,11 @@ class Recorder(Callback):  # type: ignore[misc]  # Lightning is not type-checked
 
     def __init__(self, output: str, monitor: str = "val/tau", alias: str | None = "candidate") -> None:
         self.output, self.monitor, self.alias = Path(output), monitor, alias
+        self.result, self._curve_path = self.output / RESULT, self.output / "curve.json"
         self.config = ""
         self.curve: list[dict[str, float]] = []
         self._resumed = False
         check_writable(self.output, folder=True)
-
-    @property
-    def result(self) -> Path:
-        return self.output / RESULT
 
     def state_dict(self) -> dict[str, Any]:
         return {"curve": self.curve}
@@ -119,10 +116,6 @@ class Recorder(Callback):  # type: ignore[misc]  # Lightning is not type-checked
                 tracker.log_text((self.result / "README.md").read_text(), "model-card.md")
                 if self.alias is not None and tracker.registers:
                     tracker.register(self.result, self.alias)
-
-    @property
-    def _curve_path(self) -> Path:
-        return self.output / "curve.json"
 
     def _publish(self, trainer: Trainer, pl_module: LightningModule, metrics: Mapping[str, float]) -> None:
         with new_folder(self.result, force=True, kept=_KEPT) as folder:
