@@ -229,17 +229,17 @@ def test_wrong_answers_fail_parity(parts, questions, monkeypatch):
     """The control: a verdict that keeps a draft too many."""
     from arbordraft import decoder as module
 
-    real = module.greedy_verdict
+    real = module.matching_verdict
 
     def careless(tree, best):
-        return real(tree, [token if row % 2 else 7 for row, token in enumerate(best)])
+        return real(tree, lambda rows, at: [t if row % 2 else 7 for row, t in zip(rows, best(rows, at), strict=True)])
 
     broken = lookup(parts[0])
     generate = broken.generate
 
     def wrong(*args, **kwargs):
         with monkeypatch.context() as patch:
-            patch.setattr(module, "greedy_verdict", careless)
+            patch.setattr(module, "matching_verdict", careless)
             return generate(*args, **kwargs)
 
     broken.generate = wrong
