@@ -8,7 +8,7 @@ from companions import EXIT, target, texts, trained
 from arbordraft import RaggedModel
 from arbordraft.deciders import LearnedDecider
 from arbordraft.exports.folder import Export
-from arbordraft.exports.onnx import decisions, plans
+from arbordraft.exports.onnx import decisions, noise, plans
 from arbordraft.exports.onnx.writing import write
 
 
@@ -39,6 +39,7 @@ PLANS: dict[str, Callable[[], list[plans.Plan]]] = {
     "exit": lambda: [plans.early_exit(origin(), EXIT, trained("exit").network)],
     "model": lambda: [plans.causal_lm(small(), origin(), (1, 2))],
     "decider": lambda: [decisions.decider(decider())],
+    "draw": lambda: [noise.draw()],
     "verification": lambda: [decisions.verification(1, 1)],
     "verification-2-2": lambda: [decisions.verification(2, 2)],
 }

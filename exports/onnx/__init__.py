@@ -1,4 +1,4 @@
-"""Drafters, deciders, targets and verification as graphs, compared with the originals as they are written.
+"""Drafters, deciders, targets, verification and draws as graphs, compared with the originals as they are written.
 
 Importing this loads none of the libraries that write and run graphs: ``pip install 'arbordraft[onnx]'`` brings them.
 """

@@ -29,14 +29,15 @@ def check_exact(plan: Plan, path: Path, tolerance: float = TOLERANCE) -> dict[st
 
     Raises:
         ParityError: if an output differs by more than ``tolerance`` (hidden states, keys and values: by more than that
-            share of the greatest of them), a most probable token or a verdict differs, or a shape cannot be run.
+            share of the greatest of them), a most probable token, a verdict or a score with noise differs, or a shape
+            cannot be run.
     """
     worst = 0.0
     for shape, (outputs, wanted) in zip(SHAPES, _compared(plan, Graph(path), _examples(plan)), strict=True):
         for name, ours, theirs in zip(plan.outputs, outputs, wanted, strict=True):
             if ours.shape != theirs.shape or not _equal(name, ours, theirs):
                 raise ParityError(f"{plan.file}: {name} differ from the network's own for {shape}; nothing was written")
-            if not theirs.is_floating_point() or not theirs.numel():
+            if _has_no_tolerance(theirs) or not theirs.numel():
                 continue
             scale = 1.0 if name == "logits" else max(1.0, theirs.abs().max().item())
             difference = (ours - theirs).abs().max().item() / scale
@@ -102,8 +103,13 @@ def _compared(plan: Plan, graph: Graph, inputs: Iterable[Inputs]) -> Iterable[tu
         yield [outputs[name] for name in plan.outputs], wanted
 
 
+def _has_no_tolerance(values: Tensor) -> bool:
+    """Whether every bit counts: of integers, and of float64, in which nothing but shared noise is given."""
+    return not values.is_floating_point() or values.dtype == torch.float64
+
+
 def _equal(name: str, ours: Tensor, theirs: Tensor) -> bool:
-    """Whether verdicts, or most probable tokens, are the same."""
-    if not theirs.is_floating_point():
+    """Whether verdicts, scores with noise, or most probable tokens, are the same."""
+    if _has_no_tolerance(theirs):
         return torch.equal(ours, theirs)
     return name != "logits" or torch.equal(ours.argmax(-1), theirs.argmax(-1))

@@ -48,6 +48,7 @@ class Plan:
         about: what the file says about itself.
         real: inputs as they will come, to say what a quantised graph accepts; none if it predicts no tokens.
         quantizable: whether it has matrices worth it.
+        build: makes the ``onnx.ModelProto`` for an opset where torch's exporter would not trace the network faithfully.
     """
 
     file: str
@@ -58,6 +59,7 @@ class Plan:
     about: Mapping[str, Any]
     real: Callable[[], Iterable[Inputs]] | None = None
     quantizable: bool = True
+    build: Callable[[int], Any] | None = None
 
 
 @dataclass(frozen=True)

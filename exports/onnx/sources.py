@@ -11,7 +11,7 @@ from arbordraft import IID, LanguageModelDrafter, RaggedModel
 from arbordraft.checkpoints import read_config
 from arbordraft.deciders import LearnedDecider
 from arbordraft.exports.folder import Export, Quantization
-from arbordraft.exports.onnx import decisions, plans
+from arbordraft.exports.onnx import decisions, noise, plans
 from arbordraft.exports.onnx.parity import LEAST_ACCEPTANCE, TOLERANCE
 from arbordraft.exports.onnx.writing import write
 from arbordraft.heads.eagle import EagleConfig, EagleHead
@@ -39,11 +39,12 @@ def export(
     force: bool = False,
     tell: Callable[[str], object] = lambda what: None,
 ) -> Export:
-    """Writes a drafter, a decider, a model or verification as graphs.
+    """Writes a drafter, a decider, a model, verification or sampling as graphs.
 
     Args:
         source: folder of a trained drafter or decider; folder or hub name of a causal LM, which drafts, or is the
-            target whose trees are to be verified; ``early-exit:LAYERS``; ``verification:TOPS,TAILS``.
+            target whose trees are to be verified; ``early-exit:LAYERS``; ``verification:TOPS,TAILS``; ``draw``, which
+            samples with shared noise.
         out: the folder to be.
         target: folder or hub name of the model that the drafter belongs to; by default the one that it was trained
             for.
@@ -93,6 +94,8 @@ def of(
         hidden_layers: as there.
         causal: see ``plans.causal_lm``.
     """
+    if source == "draw":
+        return [noise.draw()]
     kind, _, value = source.partition(":")
     if kind == "verification":
         tops, tails = _numbers(source, value, 2)

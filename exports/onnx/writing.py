@@ -72,12 +72,15 @@ def _write_float32(plan: Plan, path: Path, about: dict[str, Any]) -> None:
     """Writes one graph in float32, with further entries of what the file says about itself."""
     import onnx
 
-    program = _traced(plan, about["opset"])
-    _simplify(program.model)
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        # Through a file: only there are weights beyond 2 GB.
-        program.save(str(Path(scratch, path.name)), external_data=True)
-        model = onnx.load(Path(scratch, path.name))
+    if plan.build is not None:
+        model = plan.build(about["opset"])
+    else:
+        program = _traced(plan, about["opset"])
+        _simplify(program.model)
+        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+            # Through a file: only there are weights beyond 2 GB.
+            program.save(str(Path(scratch, path.name)), external_data=True)
+            model = onnx.load(Path(scratch, path.name))
     libraries = ("arbordraft", "torch", "transformers", "onnx", "onnxruntime")
     entries = {"format": FORMAT, **{f"version.{name}": version(name) for name in libraries}, **about, **plan.about}
     onnx.helper.set_model_props(model, {PREFIX + name: json.dumps(value) for name, value in entries.items()})

@@ -1,0 +1,82 @@
+"""The graph that draws tokens with the noise that target and drafter share.
+
+Shapes: R rows, V vocabulary.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from arbordraft.exports.onnx import arrays
+from arbordraft.exports.onnx.cases import Inputs, Shape
+from arbordraft.exports.onnx.plans import Plan
+from arbordraft.kernels.gumbel import reference
+
+DRAW = "draw.onnx"
+
+
+class Draw(nn.Module):
+    """Samples rows by a seed and a position: what the graph is compared with."""
+
+    def forward(self, logits: Tensor, seed: Tensor, position: Tensor, temperature: Tensor) -> list[Tensor]:
+        """Draws a token from every row.
+
+        Args:
+            logits: ``[R, V]`` float32, processed, without NaN.
+            seed: ``[R]`` int64, of which all 64 bits count.
+            position: ``[R]`` int64 of the tokens to draw, 0 to 2**32 - 1.
+            temperature: float32, above 0.
+
+        Returns:
+            ``[R]`` int64, the first token with the highest score, -1 where no logit is above -inf; and ``[R, V]``
+            float64 scores: divided logits and noise. A drafter's highest are the children to draft.
+        """
+        token = reference.gumbel_argmax_reference(logits, seed, position, temperature.item(), None)
+        noise = reference.gumbel_reference(seed, position, logits.shape[1])
+        return [token, (logits / temperature).double() + noise]
+
+
+def draw_graph(opset: int) -> Any:
+    """An ``onnx.ModelProto`` of :class:`Draw`: the definition of the noise, carried out on tensors of a graph."""
+    graph = arrays.GraphBuilder()
+    logits = graph.input("logits", np.float32, ["rows", "vocab_size"])
+    seed, position = (graph.input(name, np.int64, ["rows"]).astype(np.uint64) for name in ("seed", "position"))
+    temperature = graph.input("temperature", np.float32, [])
+    vocabulary = logits.shape[1]
+    counters = arrays.arange(reference.counters_for(vocabulary), np.uint64)
+    words = reference.words_of(seed, position, counters, arrays)
+    upper, lower = (arrays.columns(part, vocabulary).astype(np.float64) for part in words)
+    scores = (logits / temperature).astype(np.float64) + reference.gumbel_of(upper, lower, arrays)
+    token, highest = arrays.first_maximum(scores)
+    outputs = {
+        "token": (arrays.where(highest == -np.inf, -1, token), ["rows"]),
+        "scores": (scores, ["rows", "vocab_size"]),
+    }
+    return graph.model(outputs, opset)
+
+
+def draw() -> Plan:
+    """Sampling with shared noise."""
+
+    def rows(shape: Shape, generator: torch.Generator) -> Inputs:
+        count, vocabulary = shape.batch * shape.rows, 64 * shape.past + shape.rows  # whole groups of words, and a part
+        logits = 3 * torch.randn(count, vocabulary, generator=generator)
+        logits[torch.rand(logits.shape, generator=generator) < 0.3] = -torch.inf
+        logits[count // 2] = -torch.inf if count > 1 else 1e30  # nothing to draw; equal scores
+        seed = torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator)
+        position = torch.randint(2**32, (count,), generator=generator)
+        seed[0], position[0] = -1, 2**32 - 1
+        return {"logits": logits, "seed": seed, "position": position, "temperature": torch.tensor(0.7)}
+
+    return Plan(
+        file=DRAW,
+        network=Draw(),
+        outputs=["token", "scores"],
+        axes={"logits": {0: "rows", 1: "vocab_size"}, "seed": {0: "rows"}, "position": {0: "rows"}, "temperature": {}},
+        example=rows,
+        about={"kind": "draw"},
+        quantizable=False,
+        build=draw_graph,
+    )
