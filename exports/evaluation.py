@@ -46,7 +46,7 @@ class Evaluation:
     @property
     def parity(self) -> bool:
         """Whether nothing is lost: every answer is the target's own, and the coupling promises as much for sampling."""
-        return self.equal == self.prompts and self.exactness == Exactness.EXACT
+        return self.equal == self.prompts and Exactness(self.exactness).lossless
 
     def metrics(self) -> dict[str, float]:
         """The figures, by the names under which they are tracked."""

@@ -35,6 +35,11 @@ class Exactness(StrEnum):
     EPSILON = "epsilon"
     LOSSY = "lossy"
 
+    @property
+    def lossless(self) -> bool:
+        """Whether the output has the law of the target."""
+        return self in (Exactness.PATHWISE, Exactness.EXACT)
+
 
 @dataclass(frozen=True)
 class SampleTree:

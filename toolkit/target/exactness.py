@@ -53,7 +53,7 @@ class ExactnessReport:
 def exactness_report(target: RaggedModel, promise: Exactness) -> ExactnessReport:
     """Combines what a verifier promises with a probe of random trees on this machine."""
     rows, equal = probe_rows(target)
-    if promise not in (Exactness.EXACT, Exactness.PATHWISE):
+    if not promise.lossless:
         level, reason = Level.lossy, f"the verifier is {promise.value}"
     elif target.row_invariant and equal == rows:
         level = Level.pathwise if promise is Exactness.PATHWISE else Level.bitwise
