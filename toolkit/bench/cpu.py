@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from arbordraft import builders
-from arbordraft.bench.decoding import answers, in_turns, theirs
+from arbordraft.bench.decoding import Decode, answers, in_turns, theirs
 from arbordraft.bench.measure import Measurement, paired, precision
 from arbordraft.bench.model import forward_pair
 from arbordraft.bench.workload import Tell, Workload, quiet
@@ -63,8 +63,8 @@ def int8_speed(target: RaggedModel, workload: Workload, tell: Tell = quiet) -> I
     divergence, agreement = _int8_loss(wide, narrow, [inputs["input_ids"][0, :256] for inputs in prompts])
     for new in (1, 8):
         case = f"int8 against {precision(target.model)} weights, {new} tokens"
-        pair = (forward_pair(each, [200], new)[0] for each in (narrow, wide))
-        row = paired("cpu int8", case, *pair, workload, tell, speed_up=True)
+        ours, reference = (forward_pair(each, [200], new)[0] for each in (narrow, wide))
+        row = paired("cpu int8", case, ours, reference, workload, tell, speed_up=True)
         detail = f"KL {divergence:.4f} nats per token, {agreement:.1%} of the most probable tokens equal"
         yield replace(row, detail=detail)
 
@@ -137,7 +137,7 @@ def decode_speed(target: RaggedModel, workload: Workload, tell: Tell = quiet) ->
 
     At batch 1 the first four prompts are decoded one after the other, above it as many as fit into one batch.
     """
-    decoders = {
+    decoders: dict[str, SpeculativeDecoder | Decode] = {
         "generate": theirs(target.model),
         "plain": builders.plain(target),
         "n-gram where it pays": builders.lookup(target),

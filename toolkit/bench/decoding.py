@@ -107,25 +107,18 @@ def emitted(answers: Tensor, model: "PreTrainedModel") -> int:
     return int((over.cumsum(dim=1) - over.long() == 0).sum())
 
 
-def warm_up(decoders: Mapping[str, Decode], inputs: dict[str, Any], workload: Workload) -> None:
-    """Decodes a few tokens of one batch with everybody, so that nobody's first time is measured."""
-    for decode in decoders.values():
-        decode(inputs, replace(workload, new_tokens=min(workload.new_tokens, 8)))
+def turns(
+    target: RaggedModel, decoders: Mapping[str, SpeculativeDecoder | Decode], workload: Workload, tell: Tell
+) -> Iterator[tuple[str, float, list[DecodeStats]]]:
+    """Decodes all prompts with every decoder, round after round, after a few tokens that warm all of them up.
 
-
-def in_turns(
-    target: RaggedModel,
-    decoders: Mapping[str, SpeculativeDecoder | Decode],
-    workload: Workload,
-    tell: Tell = quiet,
-) -> Iterator[DecodeRow]:
-    """Decodes all prompts with every decoder, in turns, after one that warms up; speed-ups are over the first."""
+    Gives a decoder's name, the seconds of its turn and the counts of its batches.
+    """
     decodes = {name: ours(each) if isinstance(each, SpeculativeDecoder) else each for name, each in decoders.items()}
     batches = workload.batches(target)
-    warm_up(decodes, batches[0], workload)
+    for decode in decodes.values():
+        decode(batches[0], replace(workload, new_tokens=min(workload.new_tokens, 8)))
     done, rounds = 0, workload.repeats * len(decoders) * len(batches)
-    rates: dict[str, list[float]] = {name: [] for name in decoders}
-    totals: dict[str, DecodeStats] = {}
     for _ in range(workload.repeats):
         for name, decode in decodes.items():
             counts = []
@@ -134,9 +127,21 @@ def in_turns(
                 tell(f"batch {workload.batch}, temperature {workload.temperature:g}, {name}", done, rounds)
                 done += 1
                 counts.append(decode(inputs, workload))
-            seconds = time.perf_counter() - start
-            totals[name] = reduce(add, counts)
-            rates[name].append(sum(totals[name].emitted) / seconds)
+            yield name, time.perf_counter() - start, counts
+
+
+def in_turns(
+    target: RaggedModel,
+    decoders: Mapping[str, SpeculativeDecoder | Decode],
+    workload: Workload,
+    tell: Tell = quiet,
+) -> Iterator[DecodeRow]:
+    """Decodes all prompts with every decoder, in turns; speed-ups are over the first."""
+    rates: dict[str, list[float]] = {name: [] for name in decoders}
+    totals: dict[str, DecodeStats] = {}
+    for name, seconds, counts in turns(target, decoders, workload, tell):
+        totals[name] = reduce(add, counts)
+        rates[name].append(sum(totals[name].emitted) / seconds)
     reference = next(iter(rates.values()))
     for name, own in rates.items():
         ratios = [mine / base for mine, base in zip(own, reference, strict=True)]

@@ -45,7 +45,7 @@ class Problem:
 
     ``error`` gives the largest error of such a call against float64, as a share of the largest value; rounding explains
     what is ``allowed``. ``peers`` could do the same: they are made when they are timed, as they need memory of their
-    own. What is not large enough is not ``timed``.
+    own. What has no ``work`` is too small to be timed.
     """
 
     kernel: str
@@ -53,10 +53,9 @@ class Problem:
     run: Callable[[], object]
     error: Callable[[], float]
     allowed: float
-    work: Work
+    work: Work | None = None
     goal: Goal | None = None
     peers: Mapping[str, Callable[[], Callable[[], object]]] = field(default_factory=dict)
-    timed: bool = True
 
 
 @dataclass(frozen=True)
@@ -160,7 +159,7 @@ def measured(
     """Checks every problem, made one by one as they may be large; with a stopwatch, times it and its peers."""
     for problem in problems:
         error = problem.error()
-        times = _times(problem, watch, tell) if watch and problem.timed else {}
+        times = _times(problem, problem.work, watch, tell) if watch and problem.work else {}
         yield KernelRow(problem.kernel, problem.case, error, error <= problem.allowed, **times)
         del problem
         if watch:
@@ -168,8 +167,7 @@ def measured(
             torch.cuda.empty_cache()
 
 
-def _times(problem: Problem, watch: Stopwatch, tell: Callable[[str], object]) -> dict[str, Any]:
-    needed = problem.work
+def _times(problem: Problem, needed: Work, watch: Stopwatch, tell: Callable[[str], object]) -> dict[str, Any]:
     us = watch.seconds(problem.run) * 1e6
     throughput = watch.throughput if needed.matrix else math.inf  # of other operations nothing is known
     of_copy = needed.bytes / (us * 1e-6) / watch.bandwidth

@@ -11,12 +11,14 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from timeit import timeit
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from arbordraft.bench.workload import Tell, Workload, quiet
 from arbordraft.files import write_text
+from arbordraft.kernels.native.build import cpu
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -60,13 +62,14 @@ def provenance() -> dict[str, Any]:
     commit = None
     with suppress(OSError, subprocess.CalledProcessError):
         commit = _git("describe", "--always") + ("-dirty" if _git("status", "--porcelain", "-uno") else "")
+    processor = cpu()
     return {
         "argv": [Path(argument).name for argument in sys.argv],  # folders are nobody's business
         "commit": commit,
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "python": platform.python_version(),
         "machine": platform.machine(),
-        "cpu": _cpu_name(),
+        "cpu": processor.get("model name", processor["processor"]),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "versions": {name: version(name) for name in ("arbordraft", "torch", "transformers", "scipy")},
@@ -109,17 +112,11 @@ def paired(
     pairs = []
     for done in range(workload.repeats):
         tell(case, done, workload.repeats)
-        pairs.append((_milliseconds(ours, calls[0]), _milliseconds(reference, calls[1])))
-    medians = [statistics.median(times) for times in zip(*pairs, strict=True)]
-    ratio = statistics.median(own / other for own, other in pairs)
-    return Measurement(group, case, *medians, 1 / ratio if speed_up else ratio, reach)
-
-
-def _milliseconds(run: Callable[[], object], calls: int) -> float:
-    start = time.perf_counter()
-    for _ in range(calls):
-        run()
-    return (time.perf_counter() - start) * 1e3 / calls
+        runs = zip((ours, reference), calls, strict=True)
+        pairs.append([timeit(run, number=number) * 1e3 / number for run, number in runs])
+    own, other = (statistics.median(times) for times in zip(*pairs, strict=True))
+    ratio = statistics.median(mine / theirs for mine, theirs in pairs)
+    return Measurement(group, case, own, other, 1 / ratio if speed_up else ratio, reach)
 
 
 def precision(model: "PreTrainedModel") -> str:
@@ -131,11 +128,3 @@ def _git(*arguments: str) -> str:
     """What git says about this checkout; ``describe --dirty`` would lock its index."""
     command = ["git", "--no-optional-locks", *arguments]
     return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout.strip()
-
-
-def _cpu_name() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor()

@@ -154,11 +154,16 @@ def lookup_speed(
     target: RaggedModel, workload: Workload, kind: str = "given", reach: str = "", tell: Tell = quiet
 ) -> Measurement:
     """Greedy decoding with the n-gram tree against plain ``generate``, all prompts of one ``kind`` in one batch."""
-    decoder, count = ngram_tree(target), len(workload.prompts)
+    tree, count = TreeTopology.from_k_config((2, 1, 1, 1)), len(workload.prompts)
+    # It rests while lookups fail.
+    decoder = SpeculativeDecoder(
+        target, NGramDrafter(longest=5, shortest=3), tree, Coupling.matching(2), Backoff(patience=1)
+    )
     (inputs,) = replace(workload, batch=count).batches(target)
     request: dict[str, Any] = {**inputs, **workload.request()}
-    generate: Any = partial(target.model.generate, **request)  # type: ignore[operator]
-    case = f"{precision(target.model)}, batch {count}, {kind} prompts, {workload.new_tokens} new tokens"
+    model: Any = target.model
+    generate = partial(model.generate, **request)
+    case = f"{precision(model)}, batch {count}, {kind} prompts, {workload.new_tokens} new tokens"
     speculate = partial(decoder.generate, **request)
     row = paired("decode", case, speculate, generate, workload, tell, reach=reach, speed_up=True)
     output: Any = decoder.generate(**request, return_dict_in_generate=True)
@@ -168,14 +173,3 @@ def lookup_speed(
     tokens = sum(map(len, found))
     speeds = f"{tokens / row.ours * 1e3:.0f} against {tokens / row.reference * 1e3:.0f} tokens/s"
     return replace(row, detail=f"tau {output.stats.tau:.2f}, {speeds}, {same} of {count} answers equal")
-
-
-def ngram_tree(target: RaggedModel) -> SpeculativeDecoder:
-    """The decoder of the demo: a lookup tree that rests while lookups fail."""
-    return SpeculativeDecoder(
-        target,
-        NGramDrafter(longest=5, shortest=3),
-        TreeTopology.from_k_config((2, 1, 1, 1)),
-        Coupling.matching(2),
-        Backoff(patience=1),
-    )

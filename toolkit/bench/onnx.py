@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import reduce
 from operator import add
 
-from arbordraft.bench.decoding import ours, warm_up
+from arbordraft.bench.decoding import turns
 from arbordraft.bench.workload import Tell, Workload, quiet
 from arbordraft.coupling import Coupling
 from arbordraft.decoder import SpeculativeDecoder
@@ -41,30 +41,23 @@ class DraftStepRow:
 def draft_steps(
     drafters: Mapping[str, tuple[RaggedModel, Drafter]], workload: Workload, depth: int = 4, tell: Tell = quiet
 ) -> Iterator[DraftStepRow]:
-    """Decodes all prompts greedily with every drafter, batch after batch in turns, and looks at the drafting alone.
+    """Decodes all prompts greedily with every drafter, in turns, and looks at the drafting alone.
 
     Drafters come by name, each with the target that it was built for; the first one is the reference.
     """
     coupling, chain = Coupling.matching(), TreeTopology.chain(depth)
     decoders = {
-        name: ours(SpeculativeDecoder(target, drafter, chain, coupling)) for name, (target, drafter) in drafters.items()
+        name: SpeculativeDecoder(target, drafter, chain, coupling) for name, (target, drafter) in drafters.items()
     }
-    batches = workload.batches(next(iter(drafters.values()))[0])
-    warm_up(decoders, batches[0], workload)
     times: dict[str, list[float]] = {name: [] for name in decoders}
-    counts: dict[str, list[DecodeStats]] = {name: [] for name in decoders}
-    done, rounds = 0, workload.repeats * len(batches) * len(decoders)
-    for _ in range(workload.repeats):
-        for inputs in batches:
-            for name, decode in decoders.items():
-                tell(f"batch {workload.batch}, {name}", done, rounds)
-                done += 1
-                stats = decode(inputs, workload)
-                counts[name].append(stats)
-                times[name].append(1e3 * stats.seconds["draft"] / max(stats.forwards))
+    totals: dict[str, DecodeStats] = {}
+    first, _ = next(iter(drafters.values()))
+    for name, _, counts in turns(first, decoders, workload, tell):
+        totals[name] = reduce(add, counts)
+        times[name] += [1e3 * stats.seconds["draft"] / max(stats.forwards) for stats in counts]
     reference = next(iter(times.values()))
     for name, own in times.items():
-        total, step = reduce(add, counts[name]), statistics.median(own)
+        total, step = totals[name], statistics.median(own)
         yield DraftStepRow(
             drafter=name,
             batch=workload.batch,

@@ -10,7 +10,9 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch, ragged_tree_attention_reference
 from arbordraft.masks import stack_words
@@ -75,20 +77,16 @@ class Packed:
 
     def padded(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """``[B, Hq, n, D]`` queries, ``[B, Hkv, L, D]`` keys and values, and the ``[B, n, L]`` mask of what is seen."""
-        batch, rows, width = self.batch, max(self.batch.rows), -(-max(self.lengths()) // _WIDE) * _WIDE
-        heads, kv_heads, size = self.query.shape[1], self.keys.shape[1], self.query.shape[2]
-        query = self.query.new_zeros(len(batch.rows), heads, rows, size)
-        keys, values = (pool.new_zeros(len(batch.rows), kv_heads, width, size) for pool in (self.keys, self.values))
-        sees = torch.zeros(len(batch.rows), rows, width, dtype=torch.bool, device=query.device)
+        batch, lengths = self.batch, self.lengths()
+        query = pad_sequence(self.query.split(list(batch.rows)), batch_first=True).transpose(1, 2).contiguous()
+        more = -max(lengths) % _WIDE
+        pools = (pad_sequence(pool.split(lengths), batch_first=True) for pool in (self.keys, self.values))
+        keys, values = (F.pad(pool, (0, 0, 0, 0, 0, more)).transpose(1, 2).contiguous() for pool in pools)
+        sees = query.new_zeros(len(lengths), query.shape[2], keys.shape[2], dtype=torch.bool)
         sees[:, :, 0].fill_(True)  # rows that are padding see something, lest they be NaN
-        first = 0
-        for sample, (n, past, start) in enumerate(zip(batch.rows, batch.past, batch.starts, strict=True)):
-            query[sample, :, :n].copy_(self.query[first : first + n].transpose(0, 1))
-            for padded, pool in ((keys, self.keys), (values, self.values)):
-                padded[sample, :, : past + n].copy_(pool[start : start + past + n].transpose(0, 1))
+        for sample, (n, past) in enumerate(zip(batch.rows, batch.past, strict=True)):
             sees[sample, :n, :past].fill_(True)
             sees[sample, :n, past : past + n].copy_(self.visible(sample))
-            first += n
         return query, keys, values, sees
 
     def visible(self, sample: int) -> Tensor:
@@ -120,9 +118,7 @@ def sdpa(packed: Packed) -> Callable[[], Tensor]:
     group = query.shape[1] // keys.shape[1]
     stacked = query.unflatten(1, (-1, group)).flatten(2, 3)
     mask = sees[:, None].repeat(1, 1, group, 1)
-    return lambda: torch.nn.functional.scaled_dot_product_attention(
-        stacked, keys, values, attn_mask=mask, scale=packed.scale
-    )
+    return lambda: F.scaled_dot_product_attention(stacked, keys, values, attn_mask=mask, scale=packed.scale)
 
 
 def flash(packed: Packed) -> Callable[[], object]:

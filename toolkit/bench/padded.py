@@ -23,12 +23,11 @@ class PaddedDecoder(SpeculativeDecoder):
     Drafter, kernels and verification are those of the unpadded decoder, and so is the output.
 
     Args:
-        *parts: those of a :class:`~arbordraft.SpeculativeDecoder`.
         pad_input: every sample, finished ones too, has as many rows in the target's forward as the longest draft.
         pad_cache: keys of all samples lie in the same columns. A prompt shorter than the longest leaves columns that
             belong to no token, and so does every step in which another sample accepted more; they are masked, but
             read.
-        **options: as well.
+        *parts: those of a :class:`~arbordraft.SpeculativeDecoder`, as are ``options``.
 
     Raises:
         ValueError: if the topology is no chain.

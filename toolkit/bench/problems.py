@@ -14,7 +14,7 @@ from arbordraft.bench.kernels import ATTENTION, Goal, Problem, largest_error
 from arbordraft.bench.packed import Packed, flash, flex, sdpa
 from arbordraft.bench.roofline import Shape, Stepped
 from arbordraft.bench.score_problems import expansion, passes, truncation, verification
-from arbordraft.kernels import choice, work
+from arbordraft.kernels import choice
 from arbordraft.kernels.kv_cache import append, append_reference, compact_reference
 from arbordraft.kernels.kv_cache.operator import kv_compact
 from arbordraft.kernels.ragged_tree_attention import ragged_tree_attention
@@ -112,8 +112,6 @@ def attention_options(
         run,
         lambda: largest_error(run(), torch.cat([packed.exact(sample, **options) for sample in range(len(past))])),
         ROUNDING,
-        work.Work(0, 0),
-        timed=False,
     )
 
 

@@ -5,7 +5,7 @@ Shapes: V vocabulary.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from arbordraft.bench.kernels import ATTENTION, Goal, Problem
 from arbordraft.kernels import work
@@ -135,12 +135,21 @@ class Stepped(NamedTuple):
         whole = work.recursive_rejection(self.rows, inner, children, self.samples, *scores)
         yield "verify_tree", f"{self.samples} trees of {sum(self.levels)}, {children} children, {rows}", whole
 
-    def problem(self, kernel: str, *parts: Any, note: str = "", peer: Callable[[], object] | None = None) -> Problem:
-        """One of them with the call, its error and the error allowed; ``peer`` is what PyTorch would do."""
+    def problem(
+        self,
+        kernel: str,
+        run: Callable[[], object],
+        error: Callable[[], float],
+        allowed: float,
+        *,
+        note: str = "",
+        peer: Callable[[], object] | None = None,
+    ) -> Problem:
+        """One of them as a problem; ``peer`` is what PyTorch would do."""
         case, needed = next((case, needed) for name, case, needed in self.parts() if name == kernel)
         goal = FAST if kernel in ("row_stats", "verify_tree") else None
-        peers = {} if peer is None else {"torch": lambda: peer}
-        return Problem(kernel, note + case, *parts, needed, goal, peers)
+        peers = {"torch": lambda: peer} if peer is not None else {}
+        return Problem(kernel, note + case, run, error, allowed, needed, goal, peers)
 
 
 STEPPED = Stepped()

@@ -40,6 +40,8 @@ from arbordraft.verifiers import (
 
 DRAWS = 3  # of children at every position
 THRESHOLDS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6)
+# Is shown a sample or prompt by its number, its tree and its ``[V]`` target rows by node.
+Look = Callable[[int, SampleTree, Mapping[int, Tensor]], None]
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def laws_of(k: int) -> "dict[str, tuple[DraftLaw, dict[str, Rule]]]":
 class Witness(TreeVerifier):
     """Emits one token of the target's law per step, whatever was drafted; ``look`` sees sample, tree and rows."""
 
-    def __init__(self, look: Callable[[int, SampleTree, Mapping[int, Tensor]], None]) -> None:
+    def __init__(self, look: Look) -> None:
         super().__init__()
         self.look = look
 
@@ -127,14 +129,12 @@ def watch(
     topology: TreeTopology,
     law: DraftLaw,
     workload: Workload,
-    look: Callable[[int, SampleTree, Mapping[int, Tensor]], None],
+    look: Look,
     tell: Tell = quiet,
 ) -> None:
     """Shows every position of text that the target samples, with a tree drafted there.
 
-    Args:
-        workload: the prompts; ``new_tokens`` are the positions of each.
-        look: is given the number of the prompt, the tree and the ``[V]`` target rows by node.
+    The workload's ``new_tokens`` are the positions of each prompt.
     """
     first = 0
 

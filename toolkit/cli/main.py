@@ -69,9 +69,7 @@ def generate(
     tree: Annotated[
         str | None, typer.Option(help=f"Shape of the draft tree, by default what pays here: {SHAPES}.")
     ] = None,
-    law: Annotated[
-        Law | None, typer.Option(help="Draft law; by default what suits drafter and tree.")
-    ] = None,
+    law: Annotated[Law | None, typer.Option(help="Draft law; by default what suits drafter and tree.")] = None,
     verifier: Annotated[
         Verifier | None, typer.Option(help="How recursive rejection is applied; all choices are exact.")
     ] = None,
