@@ -43,7 +43,6 @@ def measure_rows(
     """Times forwards of a chain behind ``context`` tokens: the best of ``repeats``, which noise disturbs least.
 
     Args:
-        target: the target.
         rows: numbers of rows to time, ascending from 1 to at most 16384.
         context: tokens before them, at most 2^20, and less where the target has not so many positions.
         repeats: measurements of each, 1 or more.
@@ -84,7 +83,6 @@ def known_rows(target: RaggedModel, *, renew: bool = False) -> CostTable:
     kernels. A file that is damaged is measured anew, with a warning.
 
     Args:
-        target: the target.
         renew: measure anew all the same.
     """
     path = cost_file(target)
@@ -120,9 +118,6 @@ def measure_costs(
     """Times forwards of the target, levels of drafting by their rows, and what a step takes besides.
 
     Args:
-        target: the target.
-        drafter: the drafter.
-        tokenizer: of the target.
         prompts: first user turns.
 
     Raises:
@@ -148,8 +143,6 @@ def measure_steps(
     """The same for tokenized prompts, a learned decider and other sizes; decodes greedily, chain after chain.
 
     Args:
-        target: the target.
-        drafter: the drafter.
         texts: tokens to begin with.
         decider: asked before every level, though nothing stops here; none costs nothing.
         batches: numbers of samples to decode at a time.
@@ -186,11 +179,7 @@ def measure_steps(
 
 
 class _Stopwatch(Decider):
-    """Never stops; times another decider, and what happens between two questions: a level of drafting.
-
-    Args:
-        decider: the other decider.
-    """
+    """Never stops; times another decider, and what happens between two questions: a level of drafting."""
 
     def __init__(self, decider: Decider | None) -> None:
         super().__init__()

@@ -63,9 +63,6 @@ class Setting:
         """What it stands for.
 
         Args:
-            target: the target.
-            drafter: the drafter.
-            costs: of the steps.
             batch: prompts that will be decoded at a time.
 
         Raises:
@@ -122,7 +119,6 @@ class Tuned:
     Args:
         drafter: name of the drafter, as for :func:`~arbordraft.loading.drafter_named`.
         temperature: 0 for greedy.
-        costs: of the steps.
         acceptance: of a chain's drafts by depth.
         choices: by batch size, ascending.
 
@@ -155,7 +151,6 @@ class Tuned:
         """The decoder chosen for a batch size.
 
         Args:
-            target: the target.
             batch: prompts at a time.
             drafter: by default loaded by its name.
         """
@@ -200,15 +195,11 @@ def tune(
     """Measures, predicts and lets settings compete.
 
     Args:
-        target: the target.
-        tokenizer: its tokenizer.
         name: of the drafter.
-        drafter: the drafter.
         prompts: first user turns, such as will be decoded; at least one.
         batches: batch sizes to choose for, 1 to 4096.
         temperature: 0 for greedy.
         new_tokens: longest answer, 1 or more.
-        tell: is told what is going on.
 
     Raises:
         TypeError: if an argument is no number of its kind, or ``prompts`` no list of texts.
