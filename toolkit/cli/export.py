@@ -49,7 +49,8 @@ def onnx_graphs(
         typer.Argument(
             metavar="DRAFTER_OR_MODEL",
             help="Folder of a trained drafter or decider; folder or hub name of a causal LM ('smollm2' fetches "
-            "SmolLM2-135M-Instruct); 'early-exit:LAYERS'; 'verification:TOPS,TAILS'.",
+            "SmolLM2-135M-Instruct); 'early-exit:LAYERS'; 'verification:TOPS,TAILS'; 'draw', which samples with "
+            "shared noise.",
         ),
     ],
     out: OutArgument,
@@ -65,7 +66,7 @@ def onnx_graphs(
     opset: OpsetOption = 20,
     force: ForceOption = False,
 ) -> None:
-    """Graphs for onnxruntime, of drafters, deciders, targets that verify trees, and verification."""
+    """Graphs for onnxruntime, of drafters, deciders, targets that verify trees, verification, and draws."""
     try:
         layers = [int(layer) for layer in hidden.split(",") if layer]
     except ValueError as error:
@@ -101,13 +102,6 @@ class Layout(StrEnum):
     speculators = "speculators"
 
 
-DrafterArgument = Annotated[Path, typer.Argument(help="Folder of a trained drafter, or of a small causal LM.")]
-LayoutOption = Annotated[Layout, typer.Option(help="Of EAGLE heads; 'speculators' names its target (vLLM only).")]
-TargetOption = Annotated[
-    str | None, typer.Option(help="Hub name or folder of the target; by default the one that the drafter names.")
-]
-TokensOption = Annotated[int, typer.Option(min=1, help="Length of the chains that the engine drafts.")]
-WeightsOption = Annotated[Dtype | None, typer.Option(help="Of the weights, by default as they are stored.")]
 PromptsOption = Annotated[
     Path | None, typer.Option(exists=True, dir_okay=False, help="JSON lines with 'messages': held-out prompts.")
 ]
@@ -118,12 +112,16 @@ UriOption = Annotated[str | None, typer.Option(help="Tracking server, by default
 @app.command("vllm", help="An EAGLE head, Medusa heads or a small causal LM for vLLM.")
 def engine(
     context: typer.Context,
-    drafter: DrafterArgument,
+    drafter: Annotated[Path, typer.Argument(help="Folder of a trained drafter, or of a small causal LM.")],
     out: OutArgument,
-    layout: LayoutOption = Layout.eagle3,
-    target: TargetOption = None,
-    speculative_tokens: TokensOption = 4,
-    dtype: WeightsOption = None,
+    layout: Annotated[
+        Layout, typer.Option(help="Of EAGLE heads; 'speculators' names its target (vLLM only).")
+    ] = Layout.eagle3,
+    target: Annotated[
+        str | None, typer.Option(help="Hub name or folder of the target; by default the one that the drafter names.")
+    ] = None,
+    speculative_tokens: Annotated[int, typer.Option(min=1, help="Length of the chains that the engine drafts.")] = 4,
+    dtype: Annotated[Dtype | None, typer.Option(help="Of the weights, by default as they are stored.")] = None,
     force: ForceOption = False,
 ) -> None:
     """What was trained, in the layout of a serving engine."""
