@@ -1,7 +1,8 @@
 """What draft laws and verifiers accept on a real model's rows, as expectations instead of counts.
 
 At every position of text that the target samples, each draft law drafts a tree, and the chance of every verdict follows
-from the verifier's own law. Only the text and the drafts are random. All laws see the same positions.
+from the verifier's own law. Only the text and the drafts are random. All laws see the same positions. With noise that
+target and drafter share a verdict has no law of its own given the drafts: it is drawn, several times at every position.
 
 Shapes: V vocabulary.
 """
@@ -20,8 +21,9 @@ from arbordraft.bench.workload import Tell, Workload, quiet
 from arbordraft.coupling import Coupling
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter
-from arbordraft.laws import IID, AdaptiveTopTail, DraftLaw, TopTail, WithoutReplacement
-from arbordraft.sampling import Noise, draw
+from arbordraft.kernels.gumbel import gumbel
+from arbordraft.laws import IID, AdaptiveTopTail, DraftLaw, SharedNoise, TopTail, WithoutReplacement
+from arbordraft.sampling import GumbelNoise, Noise, draw
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
 from arbordraft.types import DraftTree, Rows, SampleTree, SampleVerdict, Verdict
@@ -31,6 +33,7 @@ from arbordraft.verifiers import (
     RecursiveRejection,
     Remembered,
     Rule,
+    SharedMatching,
     SpecHub,
     TopDown,
     TopTailRule,
@@ -39,9 +42,11 @@ from arbordraft.verifiers import (
 )
 
 DRAWS = 3  # of children at every position
+SHARED_DRAWS = 32  # of shared noise at a node, and for whole trees:
+SHARED_TREES = 4
 THRESHOLDS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6)
-# Is shown a sample or prompt by its number, its tree and its ``[V]`` target rows by node.
-Look = Callable[[int, SampleTree, Mapping[int, Tensor]], None]
+# Is shown a sample or prompt by its number, its tree, its ``[V]`` target rows by node, and accepted tokens.
+Look = Callable[[int, SampleTree, Mapping[int, Tensor], int], None]
 
 
 @dataclass(frozen=True)
@@ -89,11 +94,12 @@ class TreeRow:
 
 
 def laws_of(k: int) -> "dict[str, tuple[DraftLaw, dict[str, Rule]]]":
-    """The draft laws for k children, and the rules that are valid for each."""
+    """The draft laws for k children, and the rules that are valid for each; none for shared noise."""
     rejection = RecursiveRejection()
     laws: dict[str, tuple[DraftLaw, dict[str, Rule]]] = {
         f"IID({k})": (IID(k), {"RRS": rejection, "K-SEQ": KSeq()}),
         f"WithoutReplacement({k})": (WithoutReplacement(k), {"RRS": rejection}),
+        f"SharedNoise({k})": (SharedNoise(k), {}),
     }
     if k == 2:
         laws["TopTail(1,1)"] = TopTail(1, 1), {"SpecHub, paper's order": SpecHub("paper"), "SpecHub": SpecHub()}
@@ -103,23 +109,34 @@ def laws_of(k: int) -> "dict[str, tuple[DraftLaw, dict[str, Rule]]]":
 
 
 class Witness(TreeVerifier):
-    """Emits one token of the target's law per step, whatever was drafted; ``look`` sees sample, tree and rows."""
+    """Emits one token of the target's law per step, whatever was drafted, and whatever noise it was drafted with.
 
-    def __init__(self, look: Look) -> None:
+    Args:
+        look: sees sample, tree, rows, and how many tokens shared noise would have accepted.
+        shared: whether it did share its noise.
+    """
+
+    def __init__(self, look: Look, shared: bool) -> None:
         super().__init__()
-        self.look = look
+        self.look, self.shared = look, shared
 
     def supports(self, law: DraftLaw) -> bool:
         return True
 
-    def forward(self, tree: DraftTree, target_probs: Rows[Tensor], noise: Noise) -> Verdict:
+    def start(self, seeds: Sequence[int]) -> None:
+        """Begins a batch of texts that follow from these seeds alone."""
+        self.sources = [Noise.source(seed) for seed in seeds]
+
+    def forward(self, tree: DraftTree, target_probs: Rows[Tensor], noise: Noise | GumbelNoise) -> Verdict:
+        accepted = SharedMatching()(tree, target_probs, noise).samples if self.shared else [None] * len(tree.samples)
         verdicts: list[SampleVerdict | None] = []
         for sample, (drafted, target) in enumerate(tree.split(target_probs)):
             if drafted is None:
                 verdicts.append(None)
                 continue
-            self.look(sample, drafted, target)
-            verdicts.append(SampleVerdict((), draw(target[0], noise.final[sample, 0].item()), recovered=False))
+            found = accepted[sample]
+            self.look(sample, drafted, target, len(found.path) if found else 0)
+            verdicts.append(SampleVerdict((), draw(target[0], self.sources[sample].random()), recovered=False))
         return Verdict(tuple(verdicts))
 
 
@@ -131,23 +148,27 @@ def watch(
     workload: Workload,
     look: Look,
     tell: Tell = quiet,
+    other: int = 0,
 ) -> None:
     """Shows every position of text that the target samples, with a tree drafted there.
 
-    The workload's ``new_tokens`` are the positions of each prompt.
+    The workload's ``new_tokens`` are the positions of each prompt. Other drafts of the same text have another number.
     """
     first = 0
 
-    def show(sample: int, tree: SampleTree, rows: Mapping[int, Tensor]) -> None:
+    def show(sample: int, tree: SampleTree, rows: Mapping[int, Tensor], accepted: int) -> None:
         if len(tree.tokens) > 1:  # the last positions have no room for drafts
-            look(first + sample, tree, rows)
+            look(first + sample, tree, rows, accepted)
 
-    decoder = SpeculativeDecoder(target, drafter, topology, Coupling(law, Witness(show)))
+    witness = Witness(show, law.shared)
+    decoder = SpeculativeDecoder(target, drafter, topology, Coupling(law, witness))
     batches = workload.batches(target)
     for done, inputs in enumerate(batches):
         tell(f"{topology.num_nodes} nodes, temperature {workload.temperature:g}, {law}", done, len(batches))
         size = len(inputs["input_ids"])
-        decoder.generate(**inputs, **workload.request(), seeds=workload.seeds(size, first))
+        seeds = workload.seeds(size, first)
+        witness.start(seeds)
+        decoder.generate(**inputs, **workload.request(), seeds=[seed + 2**32 * other for seed in seeds])
         first += size
 
 
@@ -178,9 +199,9 @@ def node_acceptance(
     for name, drafter in drafters.items():
         rows: list[tuple[int, Tensor, Tensor]] = []
 
-        def keep(prompt: int, tree: SampleTree, target_rows: Mapping[int, Tensor], rows: list[Any] = rows) -> None:
+        def keep(prompt: int, tree: SampleTree, target: Mapping[int, Tensor], _: int, rows: list[Any] = rows) -> None:
             if 0 in tree.draft_probs:
-                rows.append((prompt, target_rows[0].clone(), tree.draft_probs[0].clone()))
+                rows.append((prompt, target[0].clone(), tree.draft_probs[0].clone()))
 
         watch(target, drafter, TreeTopology.chain(1), IID(1), workload, keep, tell)
         for done, k in enumerate(children):
@@ -195,25 +216,28 @@ def _node_rows(rows: Sequence[tuple[int, Tensor, Tensor]], k: int, optima: int) 
     judged = [index for index, (prompt, _, _) in enumerate(rows) if prompt % 2]
     chosen = [index for index, (prompt, _, _) in enumerate(rows) if not prompt % 2]
 
-    def ranks(law: DraftLaw, rule: Rule, index: int) -> list[float]:
+    def ranks(law: DraftLaw, rule: Rule | None, index: int) -> list[float]:
         """Acceptance by rank, as the mean of a few draws."""
         _, p, q = rows[index]
+        if rule is None:
+            return _shared_ranks(p, q, k, index)
         total = [0.0] * k
         for noise in uniforms[index]:
             for rank, accept in enumerate(rule(p, 1.0, q, law.draw(q, noise), law).accept):
                 total[rank] += accept / DRAWS
         return total
 
-    def total(law: DraftLaw, rule: Rule, indices: Sequence[int]) -> float:
+    def total(law: DraftLaw, rule: Rule | None, indices: Sequence[int]) -> float:
         return sum(sum(ranks(law, rule, index)) for index in indices) / max(1, len(indices))
 
     laws = laws_of(k)
     best = max(THRESHOLDS, key=lambda at: total(AdaptiveTopTail(k, at), TopTailRule(), chosen))
     laws[f"AdaptiveTopTail({k}, {best:g})"] = AdaptiveTopTail(k, best), {"TopTail": TopTailRule()}
     for law_name, (law, rules) in laws.items():
-        every = 1 if law.replacement or law.tails < 3 else max(1, len(judged) // optima)
-        solved = [optimal_acceptance(law, rows[i][1], rows[i][2]) for i in judged[::every]]
-        for rule_name, rule in rules.items():
+        drawn = WithoutReplacement(k) if law.shared else law  # what the highest perturbed tokens are, one by one
+        every = 1 if drawn.replacement or drawn.tails < 3 else max(1, len(judged) // optima)
+        solved = [optimal_acceptance(drawn, rows[i][1], rows[i][2]) for i in judged[::every]]
+        for rule_name, rule in (rules or {"SharedMatching": None}).items():
             accepts = [ranks(law, rule, index) for index in judged]
             # Positions that were not solved count with what the rule reaches there, above or below those that were.
             reached = sum(map(sum, accepts[::every])) / max(1, len(solved))
@@ -228,6 +252,14 @@ def _node_rows(rows: Sequence[tuple[int, Tensor, Tensor]], k: int, optima: int) 
                 "error": error,
                 "optimum": sum(solved) / max(1, len(solved)) + mean - reached,
             }
+
+
+def _shared_ranks(p: Tensor, q: Tensor, k: int, index: int) -> list[float]:
+    """How often the target's own token is the drafter's first, second, ... under the same noise."""
+    seeds = torch.full((SHARED_DRAWS,), index)
+    noise = gumbel(seeds, torch.arange(SHARED_DRAWS), len(p))
+    token = (p.double().log() + noise).argmax(dim=1, keepdim=True)
+    return ((q.double().log() + noise).topk(k, dim=1).indices == token).double().mean(dim=0).tolist()
 
 
 def tree_tau(
@@ -257,7 +289,8 @@ def tree_tau(
             for shape, topology in trees:
                 accepted: dict[str, list[tuple[int, float]]] = defaultdict(list)
                 weigh = partial(_weigh, accepted, rules)
-                watch(target, drafter, topology, law, workload, weigh, tell)
+                for other in range(SHARED_TREES if law.shared else 1):
+                    watch(target, drafter, topology, law, workload, weigh, tell, other)
                 for verifier, values in accepted.items():
                     mean, error = clustered(values)
                     size, at = topology.num_nodes, workload.temperature
@@ -270,8 +303,11 @@ def _weigh(
     prompt: int,
     tree: SampleTree,
     rows: Mapping[int, Tensor],
+    matched: int,
 ) -> None:
     """Adds, by verifier, the number of the prompt and the expected accepted tokens at one position."""
+    if tree.law.shared:
+        accepted["SharedMatching"].append((prompt, matched))
     for name, rule in rules.items():
         for kind in (TopDown, Lifted):
             verifier = kind(Remembered(rule))  # for this tree: it keeps the rows
