@@ -7,7 +7,6 @@ from arbordraft.kernels.gumbel import gumbel, gumbel_argmax, gumbel_argmax_refer
 SEEDS = torch.tensor([0, 7, -1, -(2**63), 2**63 - 1])
 POSITIONS = torch.tensor([0, 1, 2**32 - 1, 5, 2**31])
 VOCABULARIES = [1, 2, 16, 17, 63, 64, 65, 200, 1000]
-ROWS = 40
 
 
 def check_noise(vocabulary):
@@ -16,52 +15,57 @@ def check_noise(vocabulary):
     assert (found.shape, found.dtype) == ((5, vocabulary), torch.float64)
 
 
-def _ordinary(vocabulary):
-    return 3 * torch.randn(ROWS, vocabulary)
+def _keys(rows):
+    return torch.arange(rows) - 2, torch.arange(rows) + 9
 
 
-def _flat(vocabulary):
-    return torch.zeros(ROWS, vocabulary)
+def _ordinary(rows, vocabulary):
+    return 3 * torch.randn(rows, vocabulary)
 
 
-def _huge(vocabulary):
-    return 1e4 * torch.randn(ROWS, vocabulary)
+def _flat(rows, vocabulary):
+    return torch.zeros(rows, vocabulary)
 
 
-def _sparse(vocabulary):
-    return _ordinary(vocabulary).masked_fill(torch.rand(ROWS, vocabulary) < 0.9, -torch.inf)
+def _huge(rows, vocabulary):
+    return 1e4 * torch.randn(rows, vocabulary)
 
 
-def _single(vocabulary):
-    scores = torch.full((ROWS, vocabulary), -torch.inf)
-    return scores.scatter(1, torch.randint(vocabulary, (ROWS, 1)), -50.0)
+def _sparse(rows, vocabulary):
+    return _ordinary(rows, vocabulary).masked_fill(torch.rand(rows, vocabulary) < 0.9, -torch.inf)
 
 
-def _without_any(vocabulary):
-    return torch.full((ROWS, vocabulary), -torch.inf)
+def _single(rows, vocabulary):
+    scores = torch.full((rows, vocabulary), -torch.inf)
+    return scores.scatter(1, torch.randint(vocabulary, (rows, 1)), -50.0)
 
 
-def _equal(vocabulary):
+def _without_any(rows, vocabulary):
+    return torch.full((rows, vocabulary), -torch.inf)
+
+
+def _equal(rows, vocabulary):
     """Of several that are so high that the noise is lost in rounding, the first one wins."""
-    return torch.where(torch.rand(ROWS, vocabulary) < 0.3, 2.0**100, -(2.0**100))
+    scores = torch.where(torch.rand(rows, vocabulary) < 0.3, 2.0**100, -(2.0**100))
+    scores[:, -1] = 2.0**100
+    return scores
 
 
-def _close(vocabulary):
+def _close(rows, vocabulary):
     """All tokens within rounding of one another: whoever leaves one out because of a bound leaves out the best."""
-    rows = torch.arange(ROWS)
-    return -gumbel_reference(rows - 20, rows + 9, vocabulary).float()
+    return -gumbel_reference(*_keys(rows), vocabulary).float()
 
 
 DRAWS = {make.__name__[1:]: make for make in (_ordinary, _flat, _huge, _sparse, _single, _without_any, _equal, _close)}
 
 
-def check_draws(case, dtype, vocabularies=VOCABULARIES, temperatures=(1.0, 0.01, 0.7, 100.0)):
-    rows = torch.arange(ROWS)
+def check_draws(case, dtype, rows=40, vocabularies=VOCABULARIES, temperatures=(1.0, 0.01, 0.7, 100.0)):
+    keys = _keys(rows)
     for vocabulary in vocabularies:
-        scores = DRAWS[case](vocabulary).to(dtype)
+        scores = DRAWS[case](rows, vocabulary).to(dtype)
         for temperature in temperatures:
-            found = gumbel_argmax(scores, rows - 20, rows + 9, temperature)
-            assert torch.equal(found, gumbel_argmax_reference(scores, rows - 20, rows + 9, temperature, None))
+            found = gumbel_argmax(scores, *keys, temperature)
+            assert torch.equal(found, gumbel_argmax_reference(scores, *keys, temperature, None))
             if case == "equal":
                 assert torch.equal(found, scores.max(dim=-1).indices)
             if case == "single":

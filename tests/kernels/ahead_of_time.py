@@ -13,6 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from arbordraft.kernels.gumbel import triton as gumbel
 from arbordraft.kernels.kv_cache import triton as kv_cache
 from arbordraft.kernels.ragged_tree_attention import triton as attention
 from arbordraft.kernels.tree_expand import triton as tree_expand
@@ -27,19 +28,19 @@ TARGETS = {
 }
 SHARED = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}  # bytes a program may have
 POINTERS = {
-    "LEVEL": "*fp64",
+    **dict.fromkeys(("LEVEL", "NOISE", "BEST"), "*fp64"),
     "PART": "*fp32",
     "PART_LSE": "*fp32",
     "SINKS": "*fp32",
     **dict.fromkeys(("LAYOUT", "REGION", "POSITIONS", "WORDS"), "*i64"),
     **dict.fromkeys(("HIGHEST", "MASS", "LSE", "WEIGHT", "TAKEN", "LEFT", "DRAWN", "LOWEST", "LOG_PROBS"), "*fp32"),
     **dict.fromkeys(("PLACE", "ROW", "DRAFT_ROW", "SPECIAL", "WHERE", "TOKEN", "TOKENS", "ORDERED"), "*i64"),
-    **dict.fromkeys(("SLOTS", "POOLS", "SIZES", "SOURCE", "DESTINATION", "FIRST"), "*i64"),
+    **dict.fromkeys(("SLOTS", "POOLS", "SIZES", "SOURCE", "DESTINATION", "FIRST", "SEEDS"), "*i64"),
 }
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
-def compiled(kernel, target, dtype, constants, *, warps, stages=2):
+def compiled(kernel, target, dtype, constants, *, warps, stages=2, fusion=True):
     """A kernel for a target, with the alignments that real calls have.
 
     Args:
@@ -49,6 +50,7 @@ def compiled(kernel, target, dtype, constants, *, warps, stages=2):
         constants: its compile-time constants; all other arguments whose name is in lower case are numbers.
         warps: of a program.
         stages: of its loops.
+        fusion: whether products and sums may be contracted.
     """
     signature = {
         name: "constexpr"
@@ -56,7 +58,7 @@ def compiled(kernel, target, dtype, constants, *, warps, stages=2):
         else POINTERS.get(name, f"*{dtype}")
         if name.isupper()
         else "fp32"
-        if name in ("scale", "softcap", "mass")
+        if name in ("scale", "softcap", "mass", "temperature")
         else "i32"
         for name in kernel.arg_names
     }
@@ -66,7 +68,7 @@ def compiled(kernel, target, dtype, constants, *, warps, stages=2):
         if kind.startswith("*") or name.startswith("stride") or name == "vocabulary"
     ]
     source = ASTSource(kernel, signature, constants, {index: [["tt.divisibility", 16]] for index in aligned})
-    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": fusion}
     return triton.compile(source, target=TARGETS[target], options=options)
 
 
@@ -146,6 +148,10 @@ def cases(target):
     yield "top_of_chunk", (tree_expand.top_of_chunk, target, "bf16", top), {"warps": 8}
     merged = {"K": 8, "CHUNKS": 32, "WIDE": 256, "PARTS": 32}
     yield "merge_chunks", (tree_expand.merge_chunks, target, "bf16", merged), {"warps": 4}
+    exact = {"warps": gumbel.EXACT["num_warps"], "fusion": gumbel.EXACT["enable_fp_fusion"]}
+    yield "gumbel_noise", (gumbel.gumbel_noise, target, "fp64", {"BLOCK": gumbel.BLOCK}), exact
+    drawn = {"TRUNCATED": True, "CHUNKS": 32, "BLOCK": gumbel.BLOCK}
+    yield "gumbel_draw", (gumbel.gumbel_draw, target, "bf16", drawn), exact
     yield "compact_rows", (kv_cache.compact_rows, target, "bf16", {"ALIGNED": True, "BLOCK": 1024}), {"warps": 2}
 
 

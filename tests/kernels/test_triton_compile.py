@@ -4,11 +4,15 @@
 """
 
 import json
+import re
+import struct
 
 import pytest
 
 triton = pytest.importorskip("triton", reason="Triton is made for Linux only")
 from ahead_of_time import GOLDEN, SHARED, TARGETS, cases, compiled, resources, table  # noqa: E402
+
+from arbordraft.kernels.gumbel.reference import LN2, ROOT_HALF, TERMS  # noqa: E402
 
 REGISTERS = 65536  # of a processor
 
@@ -22,8 +26,9 @@ def test_kernels_fit(target):
     for name, needs in found.items():
         assert needs["spilled"] == 0, name
         assert needs["shared"] <= SHARED[target], name
-        # The first three read a few numbers each, and the last one compares for much longer than it reads.
-        assert needs["wide loads"] or name in ("combine", "left_pick", "merge_chunks", "lowest_kept"), name
+        # The first three read a few numbers each, and the others compute for much longer than they read.
+        narrow = "combine", "left_pick", "merge_chunks", "lowest_kept", "gumbel_noise", "gumbel_draw"
+        assert needs["wide loads"] or name in narrow, name
     warps = {name: how["warps"] for name, _, how in cases(target)}
     for name, needs in found.items():
         if not name.startswith("attend"):
@@ -58,3 +63,26 @@ def test_threads_that_move_rows_do_not_exchange_them(target):
             exchanges[name.split()[0]] = compiled(*what, **how).asm["ttgir"].count("convert_layout")
     assert exchanges["compact_rows"] == 0
     assert exchanges["attend"] > 0  # negative control
+
+
+def contracted(assembly):
+    """Products and sums of float64 in one, those apart that divisions on gfx942 are made of: five each."""
+    divisions = len(re.findall("v_div_fmas_f64", assembly))
+    return len(re.findall(r"fma\.rn\.f64|v_fmac?_f64", assembly)) - 5 * divisions
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("kernel", ["gumbel_noise", "gumbel_draw"])
+def test_the_noise_is_rounded_as_it_is_defined(kernel, target):
+    """No product is contracted with a sum, quotients are correctly rounded, constants have all of their digits."""
+    what, how = next((what, how) for name, what, how in cases(target) if name == kernel)
+    kind = "amdgcn" if target == "gfx942" else "ptx"
+    exact, fused = (compiled(*what, **how | {"fusion": fusion}).asm for fusion in (False, True))
+    assert contracted(exact[kind]) == 0
+    assert contracted(fused[kind]) > 0  # negative control
+    if kind == "ptx":
+        # What has no rounding of its own the assembler may contract.
+        assert set(re.findall(r"(?:mul|add|sub|div)\.(\w+\.)?f64", exact[kind])) == {"rn."}
+        assert set(re.findall(r"div\.(\w+)\.f32", exact[kind])) <= {"rn"}
+        for constant in (LN2, ROOT_HALF, *(1 / odd for odd in range(3, 2 * TERMS, 2))):
+            assert f"0d{struct.pack('>d', constant).hex().upper()}" in exact[kind]
