@@ -1,11 +1,14 @@
-"""Speculative sampling in onnxruntime and numpy alone: target, drafter and verdict are graphs, torch is not imported.
+"""Speculative sampling in onnxruntime and numpy alone: target, drafter and draw are graphs, torch is not imported.
 
 The graphs come from three commands, for instance:
 
     arbordraft export onnx smollm2 graphs/target
     arbordraft export onnx early-exit:8 graphs/draft --target smollm2
-    arbordraft export onnx verification:1,1 graphs/verdict
-    python examples/onnx_only.py graphs "The capital of France is" --tokenizer tokenizer.json
+    arbordraft export onnx draw graphs/draw
+    python examples/onnx_only.py graphs "The capital of France is" --tokenizer tokenizer.json --temperature 0.7 --seed 1
+
+The text of a seed is that of the toolkit's plain decoding, whatever the drafter and the tree. With
+``verification:1,1 graphs/verdict`` in place of the draw, SpecHub judges drafts that have noise of their own.
 
 Shapes: n nodes of a step, P committed tokens in a cache, V vocabulary, k children of a node.
 """
@@ -54,38 +57,92 @@ class Model:
         self.past = {name: values[:, :, list(rows)] for name, values in self.past.items()}
 
 
+class SharedNoise:
+    """Target and drafter add the same noise to their rows, a function of seed and position: the tree changes no text.
+
+    Args:
+        path: the graph that adds it.
+        width: children of a node.
+    """
+
+    def __init__(self, path: Path, width: int) -> None:
+        self.session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        self.width = width
+
+    def begin(self, temperature: float, seed: int) -> None:
+        """Another text."""
+        self.temperature, self.seed = temperature, np.array(seed, np.uint64).astype(np.int64)
+
+    def children(self, logits: np.ndarray, position: int) -> np.ndarray:
+        """``[n, k]`` the highest scores' tokens behind ``[n, V]`` draft rows, -1 where there are fewer."""
+        scores = self.perturbed(logits, position)
+        tokens = np.argsort(-scores, axis=-1, kind="stable")[:, : self.width]  # of equal ones, the lowest first
+        return np.where(np.take_along_axis(scores, tokens, axis=-1) > -np.inf, tokens, -1)
+
+    def decide(
+        self, logits: np.ndarray, position: int, draft_logits: np.ndarray, drawn: Sequence[int]
+    ) -> tuple[int, int]:
+        """The accepted one of a node's drawn children, -1 for none, and the token that is emitted: the target's own."""
+        token = int(self.perturbed(logits[None], position)[0].argmax())
+        return list(drawn).index(token) if token in drawn else -1, token
+
+    def perturbed(self, logits: np.ndarray, position: int) -> np.ndarray:
+        """``[n, V]`` scores of rows that predict the token at a position."""
+        if self.temperature == 0:
+            return logits
+        feed = {
+            "logits": logits,
+            "seed": np.array([self.seed]),
+            "position": np.array([position]),
+            "temperature": np.array(self.temperature, np.float32),
+        }
+        return self.session.run(["scores"], feed)[0]
+
+
 class Verdict:
-    """What becomes of every node's children, which were drawn by ``TopTail(tops, tails)``."""
+    """Children drawn by ``TopTail(tops, tails)``, and what becomes of them: the tree changes the text, not its law."""
 
     def __init__(self, path: Path) -> None:
         self.session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
         about = self.session.get_modelmeta().custom_metadata_map
         self.tops, self.tails = (json.loads(about[f"arbordraft.{name}"]) for name in ("tops", "tails"))
 
-    def draw(self, probs: np.ndarray, random: np.random.Generator) -> list[int]:
-        """``k`` different children of a row, tails first; -1 where no token is left to draw."""
+    def begin(self, temperature: float, seed: int) -> None:
+        """Another text."""
+        self.temperature, self.random = temperature, np.random.default_rng(seed)
+
+    def children(self, logits: np.ndarray, position: int) -> np.ndarray:
+        """``[n, k]`` different children behind ``[n, V]`` draft rows, tails first; -1 where none is left to draw."""
+        return np.array([self.draw(row) for row in self.draft_probs(logits)])
+
+    def draw(self, probs: np.ndarray) -> list[int]:
+        """``k`` children of one row."""
         tops = np.argsort(-probs, kind="stable")[: self.tops]
         rest, tails = probs.astype(np.float64), []
         rest[tops] = 0
         for _ in range(self.tails):
             total = rest.cumsum()
-            token = int(np.searchsorted(total, random.random() * total[-1], side="right")) if total[-1] > 0 else -1
-            tails.append(token)
-            rest[token] = 0  # of a row without tokens this changes nothing
+            found = np.searchsorted(total, self.random.random() * total[-1], side="right") if total[-1] > 0 else -1
+            tails.append(int(found))
+            rest[found] = 0  # of a row without tokens this changes nothing
         return [*tails, *(int(token) if probs[token] > 0 else -1 for token in tops)]
 
-    def __call__(
-        self, logits: np.ndarray, draft_probs: np.ndarray, draft_tokens: np.ndarray, random: np.random.Generator
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """``[n]`` the accepted child of every node, -1 for none, and ``[n]`` the token that is emitted there."""
+    def draft_probs(self, logits: np.ndarray) -> np.ndarray:
+        """``[n, V]`` what children are drawn from."""
+        return softmax(logits / np.float32(self.temperature or 1))
+
+    def decide(
+        self, logits: np.ndarray, position: int, draft_logits: np.ndarray, drawn: Sequence[int]
+    ) -> tuple[int, int]:
+        """The accepted one of a node's drawn children, -1 for none, and the token that is emitted there."""
         feed = {
-            "logits": logits,
-            "draft_probs": draft_probs,
-            "draft_tokens": draft_tokens,
-            "uniforms": random.random((len(logits), self.tops + self.tails + 1)),
+            "logits": warp(logits[None], self.temperature),
+            "draft_probs": self.draft_probs(draft_logits[None]),
+            "draft_tokens": np.array([drawn if len(drawn) else [-1] * (self.tops + self.tails)], np.int64),
+            "uniforms": self.random.random((1, self.tops + self.tails + 1)),
         }
         accepted, token = self.session.run(["accepted", "token"], feed)
-        return accepted, token
+        return int(accepted[0]), int(token[0])
 
 
 class Tree:
@@ -94,6 +151,7 @@ class Tree:
     def __init__(self, root: int) -> None:
         self.tokens, self.depths, self.ancestors = [root], [0], [[0]]
         self.children: list[dict[int, int]] = [{}]  # place among the drawn tokens: node
+        self.drafts: dict[int, tuple[np.ndarray, Sequence[int]]] = {}  # of inner nodes: draft row, drawn tokens
 
     def add(self, parent: int, place: int, token: int) -> int:
         """A child; returns its number."""
@@ -125,42 +183,48 @@ def softmax(logits: np.ndarray) -> np.ndarray:
     return powers / powers.sum(-1, keepdims=True)
 
 
-def grow(
-    draft: Model, verdict: Verdict, text: Sequence[int], depth: int, temperature: float, random: np.random.Generator
-) -> tuple[Tree, np.ndarray, np.ndarray]:
-    """Drafts a tree behind a text, level by level; its ``[n, V]`` draft rows and ``[n, k]`` drawn tokens as well."""
-    tree, rows, drawn = Tree(text[-1]), {}, {}
+def grow(draft: Model, coupling: SharedNoise | Verdict, text: Sequence[int], depth: int) -> Tree:
+    """Drafts a tree behind a text, level by level."""
+    tree = Tree(text[-1])
     logits = draft.read(text[len(draft) :])[-1:]  # all that was committed since the last step
     fed, frontier = [], [0]
-    for _ in range(depth):
+    for level in range(depth):
         fresh = []
-        for node, probs in zip(frontier, softmax(logits / np.float32(temperature or 1)), strict=True):
-            rows[node], drawn[node] = probs, verdict.draw(probs, random)
-            fresh += [tree.add(node, place, token) for place, token in enumerate(drawn[node]) if token >= 0]
+        for node, row, drawn in zip(frontier, logits, coupling.children(logits, len(text) + level), strict=True):
+            tree.drafts[node] = row, drawn
+            fresh += [tree.add(node, place, int(token)) for place, token in enumerate(drawn) if token >= 0]
         frontier = fresh
-        if tree.depths[frontier[0]] < depth:  # leaves draft nothing
+        if level + 1 < depth:  # leaves draft nothing
             fed += frontier
-            positions = [len(text) - 1 + tree.depths[node] for node in frontier]
             tokens = [tree.tokens[node] for node in frontier]
-            logits = draft.run(tokens, positions, tree.seen(len(text), frontier, fed))
+            logits = draft.run(tokens, [len(text) + level] * len(tokens), tree.seen(len(text), frontier, fed))
     draft.keep(range(len(text)))
-    width = verdict.tops + verdict.tails
-    nothing = np.zeros_like(rows[0]), [-1] * width
-    nodes = range(len(tree.tokens))
-    probs = np.stack([rows.get(node, nothing[0]) for node in nodes])
-    return tree, probs, np.array([drawn.get(node, nothing[1]) for node in nodes], np.int64)
+    return tree
 
 
-def load(folder: Path) -> tuple[Model, Model, Verdict]:
-    """Target, drafter and verdict of a folder."""
+def walk(coupling: SharedNoise | Verdict, tree: Tree, logits: np.ndarray, position: int) -> tuple[list[int], int]:
+    """The path of accepted nodes and the token behind it, by ``[n, V]`` target rows; the root predicts ``position``."""
+    path = [0]
+    while True:
+        row = logits[path[-1]]
+        place, token = coupling.decide(row, position + len(path) - 1, *tree.drafts.get(path[-1], (row, [])))
+        if place < 0:
+            return path, token
+        path.append(tree.children[path[-1]][place])
+
+
+def load(folder: Path, width: int = 2) -> tuple[Model, Model, SharedNoise | Verdict]:
+    """Target, drafter and coupling of a folder."""
     target, draft = (Model(folder / name / "model.onnx") for name in ("target", "draft"))
-    return target, draft, Verdict(folder / "verdict" / "verification.onnx")
+    if (folder / "verdict").exists():
+        return target, draft, Verdict(folder / "verdict" / "verification.onnx")
+    return target, draft, SharedNoise(folder / "draw" / "draw.onnx", width)
 
 
 def decode(
     target: Model,
     draft: Model,
-    verdict: Verdict,
+    coupling: SharedNoise | Verdict,
     prompt: Sequence[int],
     new_tokens: int,
     *,
@@ -170,21 +234,19 @@ def decode(
     ends: Sequence[int] = (),
 ) -> tuple[list[int], int]:
     """Continues a prompt; returns the new tokens and how many forwards of the target they took."""
-    text, forwards, random = list(prompt), 0, np.random.default_rng(seed)
+    text, forwards = list(prompt), 0
+    coupling.begin(temperature, seed)
     target.keep([])
     draft.keep([])
     if len(text) > 1:
         target.read(text[:-1])
     while len(text) < len(prompt) + new_tokens and not set(text[len(prompt) :]) & set(ends):
-        tree, rows, drawn = grow(draft, verdict, text, depth, temperature, random)
+        tree = grow(draft, coupling, text, depth)
         nodes, past = range(len(tree.tokens)), len(target)
         logits = target.run(tree.tokens, [past + d for d in tree.depths], tree.seen(past, nodes, nodes))
-        accepted, emitted = verdict(warp(logits, temperature), rows, drawn, random)
-        path = [0]
-        while (place := int(accepted[path[-1]])) >= 0:
-            path.append(tree.children[path[-1]][place])
+        path, token = walk(coupling, tree, logits, len(text))
         target.keep([*range(past), *(past + node for node in path)])
-        text += [*(tree.tokens[node] for node in path[1:]), int(emitted[path[-1]])]
+        text += [*(tree.tokens[node] for node in path[1:]), token]
         forwards += 1
     new = text[len(prompt) : len(prompt) + new_tokens]
     stop = next((place + 1 for place, token in enumerate(new) if token in ends), len(new))
@@ -194,13 +256,14 @@ def decode(
 def main() -> None:
     """Reads the command line, decodes and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="holds the folders target, draft and verdict")
+    parser.add_argument("folder", type=Path, help="holds the folders target, draft and draw, or verdict instead")
     parser.add_argument("prompt", help="text; token ids as in 1,2,3 where there is no tokenizer")
     parser.add_argument("--tokenizer", type=Path, help="the target's tokenizer.json")
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--depth", type=int, default=3, help="of the trees, at least 1")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--width", type=int, default=2, help="children of a node; a verdict has its own")
+    parser.add_argument("--seed", type=int, default=0, help="0 to 2**64 - 1")
     parser.add_argument("--ends", default="", help="ids of the tokens that end a text, as in 0,2")
     given = parser.parse_args()
     tokenizer = None
@@ -212,7 +275,7 @@ def main() -> None:
         [int(token) for token in given.prompt.split(",")] if tokenizer is None else tokenizer.encode(given.prompt).ids
     )
     tokens, forwards = decode(
-        *load(given.folder),
+        *load(given.folder, given.width),
         prompt,
         given.new_tokens,
         temperature=given.temperature,

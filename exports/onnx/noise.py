@@ -15,6 +15,7 @@ from arbordraft.exports.onnx.plans import Plan
 from arbordraft.kernels.gumbel import reference
 
 DRAW = "draw.onnx"
+_PLACES = "rows or 1"
 
 
 class Draw(nn.Module):
@@ -25,8 +26,9 @@ class Draw(nn.Module):
 
         Args:
             logits: ``[R, V]`` float32, processed, without NaN.
-            seed: ``[R]`` int64, of which all 64 bits count.
-            position: ``[R]`` int64 of the tokens to draw, 0 to 2**32 - 1.
+            seed: ``[R]`` int64, of which all 64 bits count; or ``[1]`` for all rows.
+            position: ``[R]`` int64 of the tokens to draw, 0 to 2**32 - 1; or ``[1]`` for all rows, as of the nodes of
+                one depth, whose noise is then made once.
             temperature: float32, above 0.
 
         Returns:
@@ -42,8 +44,8 @@ def draw_graph(opset: int) -> Any:
     """An ``onnx.ModelProto`` of :class:`Draw`: the definition of the noise, carried out on tensors of a graph."""
     graph = arrays.GraphBuilder()
     logits = graph.input("logits", np.float32, ["rows", "vocab_size"])
-    seed, position = (graph.input(name, np.int64, ["rows"]).astype(np.uint64) for name in ("seed", "position"))
-    temperature = graph.input("temperature", np.float32, [])
+    seed, position = (graph.input(name, np.int64, [_PLACES]).astype(np.uint64) for name in ("seed", "position"))
+    temperature = graph.input("temperature", np.float32, []).reshape(1)  # runtimes would take one for every column
     vocabulary = logits.shape[1]
     counters = arrays.arange(reference.counters_for(vocabulary), np.uint64)
     words = reference.words_of(seed, position, counters, arrays)
@@ -65,8 +67,9 @@ def draw() -> Plan:
         logits = 3 * torch.randn(count, vocabulary, generator=generator)
         logits[torch.rand(logits.shape, generator=generator) < 0.3] = -torch.inf
         logits[count // 2] = -torch.inf if count > 1 else 1e30  # nothing to draw; equal scores
-        seed = torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator)
-        position = torch.randint(2**32, (count,), generator=generator)
+        places = 1 if shape.rows == 1 else count
+        seed = torch.randint(-(2**63), 2**63 - 1, (places,), generator=generator)
+        position = torch.randint(2**32, (places,), generator=generator)
         seed[0], position[0] = -1, 2**32 - 1
         return {"logits": logits, "seed": seed, "position": position, "temperature": torch.tensor(0.7)}
 
@@ -74,7 +77,12 @@ def draw() -> Plan:
         file=DRAW,
         network=Draw(),
         outputs=["token", "scores"],
-        axes={"logits": {0: "rows", 1: "vocab_size"}, "seed": {0: "rows"}, "position": {0: "rows"}, "temperature": {}},
+        axes={
+            "logits": {0: "rows", 1: "vocab_size"},
+            "seed": {0: _PLACES},
+            "position": {0: _PLACES},
+            "temperature": {},
+        },
         example=rows,
         about={"kind": "draw"},
         quantizable=False,

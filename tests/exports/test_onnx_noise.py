@@ -8,7 +8,9 @@ import onnxruntime
 import pytest
 import torch
 from onnx_graphs import PLANS
+from typer.testing import CliRunner
 
+from arbordraft.cli import main as cli
 from arbordraft.exports.onnx import ParityError, arrays, noise
 from arbordraft.exports.onnx.writing import write
 from arbordraft.kernels.gumbel import gumbel_argmax, gumbel_reference, reference
@@ -95,6 +97,13 @@ def test_what_noise_does_not_decide(graph, row, token):
     assert torch.equal(found["scores"] == -INF, torch.tensor([row] * 5) == -INF)
 
 
+def test_rows_of_one_place_share_its_noise(graph):
+    logits, once, often = torch.randn(7, 70), torch.tensor([5]), torch.full((7,), 5)
+    shared, own = (graph.run(feed(logits, places, places)) for places in (once, often))
+    assert torch.equal(shared["scores"], own["scores"])
+    assert torch.equal(shared["token"], own["token"])
+
+
 def test_temperature_divides_logits_and_not_the_noise(graph):
     logits, rows = torch.randn(3, 70), torch.arange(3)
     scores = graph.run(feed(logits, rows, rows, 0.7))["scores"]
@@ -107,12 +116,47 @@ def test_what_the_file_says(graphs):
     assert (found.kind, found.about["opset"], found.outputs) == ("draw", 20, ["token", "scores"])
     assert found.inputs == {
         "logits": ["rows", "vocab_size"],
-        "seed": ["rows"],
-        "position": ["rows"],
+        "seed": ["rows or 1"],
+        "position": ["rows or 1"],
         "temperature": [],
     }
     assert graphs("draw").parity == {"draw.onnx: greatest difference": 0.0}
     onnx.checker.check_model(onnx.load(path), full_check=True)
+
+
+def test_the_command_writes_it(tmp_path):
+    result = CliRunner().invoke(cli.app, ["export", "onnx", "draw", str(tmp_path / "out"), "--quantize", "int8"])
+    assert result.exit_code == 0, result.output
+    assert "draw.onnx: greatest difference: 0" in result.output
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["draw.onnx", "parity.json"]
+    assert Graph(tmp_path / "out" / noise.DRAW).about["quantization"] == "none"  # it has no matrices
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"logits": torch.zeros(2, 5, dtype=torch.float64)}, "Unexpected input data type"),
+        ({"seed": torch.zeros(2)}, "Unexpected input data type"),
+        ({"position": torch.zeros(2, 1, dtype=torch.int64)}, "Invalid rank for input: position"),
+        ({"temperature": torch.ones(2)}, "cannot be reshaped"),
+        ({"temperature": torch.ones(5)}, "cannot be reshaped"),
+        (
+            {"seed": torch.zeros(3, dtype=torch.int64)},
+            "Attempting to broadcast|Shape mismatch|cannot be reshaped",
+        ),
+    ],
+    ids=[
+        "float64",
+        "real seeds",
+        "rank of positions",
+        "temperatures",
+        "temperatures of columns",
+        "another number of seeds",
+    ],
+)
+def test_a_runtime_refuses_what_does_not_fit(graph, change, message):
+    with pytest.raises(Exception, match=message):
+        graph.run(feed(torch.zeros(2, 5), torch.arange(2), torch.arange(2)) | change)
 
 
 # What is not the definition is not written

@@ -1,4 +1,7 @@
-"""The example without torch: a whole decode loop on graphs says what the torch model says, and samples by its law."""
+"""The example without torch: a whole decode loop on graphs says what the torch model says, and samples by its law.
+
+With shared noise it says token for token what plain decoding with the same seed says.
+"""
 
 import runpy
 import shutil
@@ -7,14 +10,17 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from companions import target, texts
-from models import PROMPTS
+from models import PROMPTS, left_padded
 from onnx_graphs import origin
 
+from arbordraft import builders
 from arbordraft.exports.onnx import decisions, plans
 from arbordraft.exports.onnx.writing import write
+from arbordraft.kernels.gumbel.numpy import gumbel
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "onnx_only.py"
 
@@ -38,14 +44,24 @@ def folders(graphs, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def shared(folders, graphs):
+    """A folder with the draw in place of a verdict."""
+    folder = folders(1, 1).with_name("shared")
+    shutil.copytree(graphs("draw").folder, folder / "draw")
+    for part in ("target", "draft"):
+        (folder / part).symlink_to(folders(1, 1) / part)
+    return folder
+
+
+@pytest.fixture(scope="module")
 def decode():
     example = runpy.run_path(str(SCRIPT))
     loaded = {}
 
-    def run(folder, prompt, new_tokens, **options):
-        if folder not in loaded:
-            loaded[folder] = example["load"](folder)
-        return example["decode"](*loaded[folder], prompt, new_tokens, **options)
+    def run(folder, prompt, new_tokens, width=2, **options):
+        if (folder, width) not in loaded:
+            loaded[folder, width] = example["load"](folder, width)
+        return example["decode"](*loaded[folder, width], prompt, new_tokens, **options)
 
     return run
 
@@ -67,10 +83,61 @@ def test_an_end_of_text_ends_it(folders, decode):
     assert tokens == answer[: answer.index(answer[5]) + 1]
 
 
-def test_samples_follow_the_targets_law(folders, decode):
+def plain(temperature, seed, new_tokens=20):
+    """What the toolkit says to the prompts without drafts."""
+    output = builders.plain(target()).generate(
+        **left_padded(PROMPTS),
+        do_sample=True,
+        temperature=temperature,
+        top_k=0,
+        max_new_tokens=new_tokens,
+        eos_token_id=None,
+        seeds=[seed] * len(PROMPTS),
+    )
+    return output[:, -new_tokens:].tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.3, 0.7, 1.0, 1.5])
+@pytest.mark.parametrize("seed", [0, 1, 2**63, 2**64 - 1])
+def test_the_text_of_a_seed_is_that_of_plain_decoding(shared, decode, temperature, seed):
+    found = [decode(shared, prompt, 20, temperature=temperature, seed=seed) for prompt in PROMPTS]
+    assert [tokens for tokens, _ in found] == plain(temperature, seed)
+    assert found[0][0] != decode(shared, PROMPTS[0], 20, temperature=temperature, seed=seed ^ 2**40)[0]
+
+
+@pytest.mark.parametrize(("width", "depth"), [(1, 1), (1, 6), (2, 2), (3, 3), (5, 1), (100, 1)])
+def test_no_tree_changes_the_text(shared, decode, width, depth):
+    texts_of_seed, forwards = plain(0.7, 3), 0
+    for prompt, expected in zip(PROMPTS, texts_of_seed, strict=True):
+        tokens, steps = decode(shared, prompt, 20, width, temperature=0.7, depth=depth, seed=3)
+        assert tokens == expected
+        forwards += steps
+    assert forwards < 20 * len(PROMPTS), "nothing was ever accepted"
+
+
+def test_the_text_is_the_definitions(shared, decode):
+    """Without the toolkit's decoder: the highest of logits and the noise of the position, token by token."""
+    text, seed, temperature = list(PROMPTS[1]), 11, 0.9
+    tokens, _ = decode(shared, text, 12, temperature=temperature, seed=seed)
+    for token in tokens:
+        with torch.no_grad():
+            logits = target().model(torch.tensor([text])).logits[0, -1].numpy()
+        scores = (logits / np.float32(temperature)).astype(np.float64) + gumbel([seed], [len(text)], len(logits))[0]
+        assert token == scores.argmax()
+        text.append(token)
+
+
+def test_greedy_decoding_has_no_noise(shared, decode):
+    for prompt, text in zip(PROMPTS, texts(), strict=True):
+        assert decode(shared, prompt, 20, seed=5)[0] == text[len(prompt) :]
+
+
+@pytest.mark.parametrize("coupling", ["SpecHub", "shared noise"])
+def test_samples_follow_the_targets_law(folders, shared, decode, coupling):
     """First and second tokens of seeded texts against the exact probabilities; what was wrong would add up."""
     draws, temperature = 600, 0.7
-    found = [decode(folders(1, 1), PROMPTS[0], 2, temperature=temperature, depth=1, seed=s)[0] for s in range(draws)]
+    folder = shared if coupling == "shared noise" else folders(1, 1)
+    found = [decode(folder, PROMPTS[0], 2, temperature=temperature, depth=1, seed=s)[0] for s in range(draws)]
     with torch.no_grad():
         model = target().model
         first = (model(torch.tensor([PROMPTS[0]])).logits[0, -1] / temperature).softmax(-1)
@@ -84,15 +151,18 @@ def test_samples_follow_the_targets_law(folders, decode):
         assert ((seen - law.roll(1)) ** 2).sum() > 3 * (1 - (law**2).sum()) / draws, "it would not see another law"
 
 
-def test_it_runs_as_a_command_without_torch(folders):
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_it_runs_as_a_command_without_torch(shared, temperature):
     script = (
         "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__'); "
         "print('torch' in sys.modules or 'arbordraft' in sys.modules)"
     )
     code = script.replace("sys.argv[1]", repr(str(SCRIPT)))
-    arguments = [str(folders(1, 1)), ",".join(map(str, PROMPTS[0])), "--new-tokens", "6"]
+    arguments = [str(shared), ",".join(map(str, PROMPTS[0])), "--new-tokens", "6", "--width", "3"]
+    arguments += ["--temperature", str(temperature), "--seed", str(2**64 - 1)]
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
     tokens, told, torch_was_there = done.stdout.splitlines()
-    assert tokens == ",".join(map(str, texts()[0][len(PROMPTS[0]) :][:6]))
+    greedy = texts()[0][len(PROMPTS[0]) :]
+    assert tokens == ",".join(map(str, (plain(temperature, 2**64 - 1)[0] if temperature else greedy)[:6]))
     assert told.endswith("tokens per forward of the target")
     assert torch_was_there == "False"
