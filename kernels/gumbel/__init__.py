@@ -5,10 +5,10 @@ Sampling from a row is taking the highest of ``log p + g``: who knows the seed a
 Shapes: R rows, V vocabulary.
 """
 
-import torch
 from torch import Tensor
 
-from arbordraft.kernels import choice, native
+from arbordraft.kernels import choice
+from arbordraft.kernels.gumbel import cpu, operator
 from arbordraft.kernels.gumbel.reference import gumbel_argmax_reference, gumbel_reference
 
 
@@ -28,12 +28,8 @@ def gumbel(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
     """
     _check_rows(len(seeds), positions=positions)
     if choice.wants_triton("gumbel", seeds):
-        from arbordraft.kernels.gumbel.operator import noise
-
-        return noise(seeds, positions, vocabulary)
-    if seeds.is_cpu and choice.wants_native() and native.load():
-        return torch.ops.arbordraft.gumbel(seeds.contiguous(), positions.contiguous(), vocabulary)
-    return gumbel_reference(seeds, positions, vocabulary)
+        return operator.noise(seeds, positions, vocabulary)
+    return cpu.noise(seeds, positions, vocabulary)
 
 
 def gumbel_argmax(
@@ -58,15 +54,8 @@ def gumbel_argmax(
         raise ValueError(f"the temperature must be positive, got {temperature}; without one, take the highest score")
     _check_rows(len(scores), seeds=seeds, positions=positions, lowest=lowest)
     if choice.wants_triton("gumbel_argmax", scores):
-        from arbordraft.kernels.gumbel.operator import argmax
-
-        return argmax(scores, seeds, positions, temperature, lowest)
-    known = scores.is_cpu and scores.dtype in (torch.float32, torch.bfloat16) and lowest is None
-    if known and choice.wants_native() and native.load():
-        return torch.ops.arbordraft.gumbel_argmax(
-            scores.contiguous(), seeds.contiguous(), positions.contiguous(), temperature
-        )
-    return gumbel_argmax_reference(scores, seeds, positions, temperature, lowest)
+        return operator.argmax(scores, seeds, positions, temperature, lowest)
+    return cpu.argmax(scores, seeds, positions, temperature, lowest)
 
 
 def _check_rows(rows: int, **tensors: Tensor | None) -> None:

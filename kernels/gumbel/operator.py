@@ -1,4 +1,4 @@
-"""The shared noise and draws with it as operators of torch, by the definition where no Triton kernel runs.
+"""The shared noise and draws with it as operators of torch, which can be traced.
 
 Shapes: R rows, V vocabulary.
 """
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from arbordraft.kernels.choice import interpreted
-from arbordraft.kernels.gumbel.reference import gumbel_argmax_reference, gumbel_reference
+from arbordraft.kernels.gumbel import cpu
 
 
 @torch.library.custom_op("arbordraft::gumbel_noise", mutates_args=())
@@ -17,18 +17,18 @@ def noise(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
         from arbordraft.kernels.gumbel.triton import launch_noise
 
         return launch_noise(seeds, positions, vocabulary)
-    return gumbel_reference(seeds, positions, vocabulary)
+    return cpu.noise(seeds, positions, vocabulary)
 
 
 @torch.library.custom_op("arbordraft::gumbel_draw", mutates_args=())
 def argmax(scores: Tensor, seeds: Tensor, positions: Tensor, temperature: float, lowest: Tensor | None) -> Tensor:
-    """See :func:`arbordraft.kernels.gumbel.gumbel_argmax`; float64 scores would lose digits in the kernel."""
+    """See :func:`arbordraft.kernels.gumbel.gumbel_argmax`; of float64 scores the kernel would lose digits."""
     if (scores.is_cuda or interpreted()) and scores.dtype != torch.float64:
         from arbordraft.kernels.gumbel.triton import launch_draw
 
         highest, tokens = launch_draw(scores, seeds, positions, temperature, lowest)
         return tokens.gather(1, highest.max(dim=-1, keepdim=True).indices)[:, 0]
-    return gumbel_argmax_reference(scores, seeds, positions, temperature, lowest)
+    return cpu.argmax(scores, seeds, positions, temperature, lowest)
 
 
 @noise.register_fake
