@@ -103,7 +103,9 @@ def decoders(target, half):
         ),
         "trained, dynamic tree": lambda: eagle(target, SHIPPED),
         "trained, behind lookups": lambda: eagle(target, SHIPPED, lookup=True),
-        "trained, drawn tree": lambda: eagle(target, SHIPPED, sampled=True),
+        "trained, drawn tree": lambda: SpeculativeDecoder(
+            target, EagleDrafter.from_pretrained(SHIPPED, target), slim, hubs
+        ),
         "trained, learned stop": lambda: SpeculativeDecoder(
             target,
             EagleDrafter.from_pretrained(SHIPPED, target),

@@ -106,9 +106,9 @@ def test_bench_of_the_cpu_kernels(tmp_path, asked):
     settings = [*model, prompts, path, "--dtype", "bfloat16", "--new-tokens", "4"]
     found = bench(tmp_path, "cpu", *settings, "--repeats", "1", "--no-others")["measurements"]
     assert {"cpu forward", "cpu decode"} <= {m["group"] for m in found}
-    found = bench(tmp_path, "equality", *settings)["measurements"]
-    assert len(found) == 6
-    assert all(m["ratio"] == 1 for m in found if "bitwise" in m["detail"])
+    found = bench(tmp_path, "equality", *settings, "--temperature", "0,1")["measurements"]
+    assert len(found) == 12
+    assert all(m["ratio"] == 1 for m in found if "pathwise" in m["detail"])
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_bench_tries_the_whole_grid_beside_what_was_chosen(tmp_path, asked):
     Tuned("early-exit:1", 0.0, StepCosts(cheap, cheap), [0.5], [chosen]).save(file)
     options = ["--batches", "2", "--repeats", "1"]
     found = bench(tmp_path, "tuned", str(file), *model, *prompts, *options)["measurements"]
-    known = grid(NoDrafter(), sampled=False)
+    known = grid(NoDrafter())
     assert found[0]["decoder"] == "chosen: chain of 2"
     assert {row["decoder"].removeprefix("chosen: ") for row in found} == set(map(str, known))
     assert found[0]["speed_up"] == 1

@@ -46,24 +46,23 @@ def answers(decoder, **changes):
     return new_tokens(output.sequences, PROMPTS, output.stats.emitted), output.stats
 
 
-@pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("lookup", [False, True])
-def test_the_builder_decodes_like_the_target(folder, sampled, lookup):
-    decoder = builders.eagle(target(), folder, nodes=6, sampled=sampled, lookup=lookup, max_depth=3)
+def test_the_builder_decodes_like_the_target(folder, lookup):
+    decoder = builders.eagle(target(), folder, nodes=6, lookup=lookup, max_depth=3)
     found, stats = answers(decoder)
     assert found == [text[len(prompt) :] for prompt, text in zip(PROMPTS, texts(), strict=True)]
     assert stats.tau > 1.2
-    assert stats.exactness == "exact"
+    assert stats.exactness == "pathwise"
 
 
 def test_the_builder_fits_trees_to_the_head(folder):
     drafter = EagleDrafter.from_pretrained(folder, target())
     drafter.acceptance = (0.9, 0.0, 0.0)
-    assert builders.eagle(target(), drafter, nodes=4, sampled=True).topology.parent_list == (-1, 0, 1, 2)
+    assert builders.eagle(target(), drafter, nodes=1).topology.parent_list == (-1, 0, 1, 2)
     drafter.acceptance = (0.3, 0.3, 0.3)
-    assert builders.eagle(target(), drafter, nodes=4, sampled=True).topology.parent_list == (-1, 0, 0, 0)
+    assert builders.eagle(target(), drafter, nodes=1).topology.parent_list == (-1, 0, 0, 0)
     copied = builders.eagle(target(), drafter, nodes=8, max_depth=3, lookup=True).topology
-    assert (copied.level_end(3), copied.num_nodes, copied.max_depth) == (32, 36, 7), "lookups may fill the budget"
+    assert (copied.levels[3].stop, copied.num_nodes, copied.max_depth) == (32, 36, 7), "lookups may fill the budget"
     given = TreeTopology.from_k_config((2, 1))
     assert builders.eagle(target(), drafter, topology=given).topology is given
 
@@ -138,9 +137,9 @@ def test_every_compared_decoder_is_lossless(folder):
         for name, decoder in drafter_gain(target(), drafters, Workload(temperature=temperature)).items():
             found, stats = answers(decoder)
             assert found == [text[len(prompt) :] for prompt, text in zip(PROMPTS, texts(), strict=True)], name
-            assert stats.exactness == "exact"
+            assert stats.exactness in ("exact", "pathwise")
             names.append((temperature, name))
-    assert len(names) == len(set(names)) == 14
+    assert len(names) == len(set(names)) == 16
 
 
 def test_the_gain_is_counted(folder):

@@ -3,7 +3,7 @@
 Ratios are speed-ups: the reference's time over ours.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,7 +16,7 @@ from arbordraft.bench.model import forward_pair
 from arbordraft.bench.workload import Tell, Workload, quiet
 from arbordraft.coupling import Coupling
 from arbordraft.decoder import SpeculativeDecoder
-from arbordraft.drafters import EarlyExitDrafter, HybridDrafter, NGramDrafter
+from arbordraft.drafters import Drafter, EarlyExitDrafter, HybridDrafter, NGramDrafter
 from arbordraft.kernels import native
 from arbordraft.kernels.prepacked_linear.module import onednn_problem
 from arbordraft.kernels.verify import row_max
@@ -97,23 +97,32 @@ def other_architectures(workload: Workload, tell: Tell = quiet) -> Iterator[Meas
         yield _against_own(RaggedModel(model, kernels="auto"), 8, workload, tell, ">= 2.0", f"{name}'s shape, ")
 
 
-def equality(target: RaggedModel, workloads: Sequence[Workload], tell: Tell = quiet) -> Iterator[Measurement]:
-    """Share of the greedy tokens of speculative decoding that equal plain decoding's, prompt by prompt.
+def equality(
+    target: RaggedModel, drafters: Mapping[str, Drafter], workloads: Sequence[Workload], tell: Tell = quiet
+) -> Iterator[Measurement]:
+    """Share of the tokens of speculative decoding that equal plain decoding's of the same seeds, prompt by prompt.
 
-    The workloads hold the same prompts in batches of several sizes.
+    The workloads hold the same prompts at the same temperature in batches of several sizes; trained drafters join
+    lookups and the model's own first layers.
     """
     wide = replace(workloads[0], batch=16)
     reference = _tokens(target, builders.plain(target), wide, tell, "plain decoding")
     lookup = NGramDrafter(longest=8, shortest=1)
     early = EarlyExitDrafter(target, max(1, target.num_layers // 4))
     hybrid = HybridDrafter(NGramDrafter(longest=8, shortest=3), early)
-    for name, drafter, shape in (
-        ("n-gram chain", lookup, (1,) * 6),
-        ("n-gram tree", lookup, (3, 2, 1)),
-        ("n-gram hybrid", hybrid, (2, 1)),
-    ):
-        coupling = Coupling.matching(max(shape))
-        decoder = SpeculativeDecoder(target, drafter, TreeTopology.from_k_config(shape), coupling)
+    shapes = {
+        "n-gram chain": (lookup, (1,) * 6),
+        "n-gram tree": (lookup, (3, 2, 1)),
+        "n-gram hybrid": (hybrid, (2, 1)),
+    } | {f"{name}, chain of 4": (drafter, (1,) * 4) for name, drafter in drafters.items()}
+    decoders = {
+        name: SpeculativeDecoder(target, drafter, TreeTopology.from_k_config(shape), Coupling.shared(max(shape)))
+        for name, (drafter, shape) in shapes.items()
+    }
+    for name, drafter in drafters.items():
+        decoders[f"{name}, tree of 16"] = builders.fitted(target, drafter)
+        decoders[f"lookup, else {name}, tree of 16"] = builders.fitted(target, drafter, lookup=True)
+    for name, decoder in decoders.items():
         level = decoder.exactness_report().level
         for workload in workloads:
             found = _tokens(target, decoder, workload, tell, f"{name}, batch {workload.batch}")
@@ -123,7 +132,8 @@ def equality(target: RaggedModel, workloads: Sequence[Workload], tell: Tell = qu
             same = sum(tokens == wanted for tokens, wanted in pairs)
             yield Measurement(
                 "cpu equality",
-                f"{precision(target.model)}, {name}, batch {workload.batch}: share of plain tokens",
+                f"{precision(target.model)}, temperature {workload.temperature:g}, {name}, batch {workload.batch}: "
+                "share of plain tokens",
                 equal,
                 total,
                 equal / total,
@@ -165,7 +175,8 @@ def _tokens(
     batches = workload.batches(target)
     for done, inputs in enumerate(batches):
         tell(what, done, len(batches))
-        output = decoder.generate(**inputs, **workload.request(), return_dict_in_generate=True)
+        seeds = workload.seeds(len(inputs["input_ids"]), len(tokens))
+        output = decoder.generate(**inputs, **workload.request(), seeds=seeds, return_dict_in_generate=True)
         tokens += answers(output, inputs)
     return tokens
 

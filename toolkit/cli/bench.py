@@ -14,7 +14,17 @@ from arbordraft.bench import cpu as cpu_bench
 from arbordraft.bench import kernels as kernel_bench
 from arbordraft.bench import verifiers as acceptance
 from arbordraft.bench.onnx import draft_steps
-from arbordraft.cli.measurement import CASES, DECODING, BatchesOption, Run, app, console, measurement, whole
+from arbordraft.cli.measurement import (
+    CASES,
+    DECODING,
+    WORKLOAD,
+    BatchesOption,
+    Run,
+    app,
+    console,
+    measurement,
+    whole,
+)
 from arbordraft.cli.options import DRAFTERS, DrafterOption, numbers
 from arbordraft.costs import StepCosts
 from arbordraft.deciders import LearnedDecider
@@ -82,11 +92,17 @@ def cpu(
         run.take(cpu_bench.other_architectures(run.workload, run.tell), run.workload)
 
 
-@measurement({"model", "dtypes", "new_tokens", "prompts", "limit", "batches", "seed", "json"}, batches="1,8")
-def equality(run: Run) -> None:
-    """Speculative against plain greedy tokens on the native CPU kernels."""
+@measurement({"model", "dtypes", *WORKLOAD, "json"} - {"repeats"}, batches="1,8")
+def equality(
+    run: Run,
+    drafter: Annotated[list[str] | None, typer.Option(help=f"{DRAFTERS} May be repeated.")] = None,
+) -> None:
+    """Speculative against plain tokens of the same seeds on the native CPU kernels."""
     for target in run.targets():
-        run.take(cpu_bench.equality(target, list(run.workloads()), run.tell), run.workload)
+        drafters = drafters_of(drafter, target)
+        for temperature in run.temperatures:
+            alike = [workload for workload in run.workloads() if workload.temperature == temperature]
+            run.take(cpu_bench.equality(target, drafters, alike, run.tell), alike[0])
 
 
 @measurement(DECODING, temperatures="0,1", repeats=1)

@@ -58,7 +58,15 @@ SHARED: dict[str, tuple[Any, Any]] = {
     "limit": (LimitOption, None),
     "batches": (BatchesOption, "8"),
     "temperatures": (
-        Annotated[str, typer.Option(callback=_temperatures, help="Temperatures, as in 0,1; 0 is greedy.")],
+        Annotated[
+            str,
+            typer.Option(
+                "--temperatures",
+                "--temperature",
+                callback=_temperatures,
+                help="Temperatures, as in 0,1; 0 is greedy.",
+            ),
+        ],
         "0",
     ),
     "repeats": (Annotated[int, typer.Option(min=1, help="Timings per case; medians are reported.")], 3),
