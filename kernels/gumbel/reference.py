@@ -98,7 +98,7 @@ def words_of(seeds: Any, positions: Any, counters: Any, xp: ModuleType) -> tuple
     return halves[0], halves[1]
 
 
-def counters_for(vocabulary: int) -> int:
+def counters_for(vocabulary: Any) -> Any:
     """How many counters that many tokens take."""
     return (vocabulary + GROUP - 1) // GROUP * LANES
 
