@@ -50,6 +50,7 @@ COUPLINGS = {
     "top-tail rule": Coupling(TopTail(1, 2), TopDown(TopTailRule())),
     "adaptive": Coupling(AdaptiveTopTail(3, 0.1), Lifted(RecursiveRejection())),
     "fixed": Coupling(Fixed(3), Lifted(RecursiveRejection())),
+    "shared": Coupling.shared(3),
 }
 DRAFTERS = {
     "model": lambda: LanguageModelDrafter(ragged(seed=3)),
@@ -117,16 +118,34 @@ def test_greedy_equals_transformers(drafter, topology):
         assert decode(decoder, [prompt])[0] == [tokens]
 
 
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("settings", [SAMPLED, {**SAMPLED, "temperature": 0.5}, WARPED], ids=["T=1", "T=0.5", "top-p"])
+def test_shared_noise_gives_the_text_of_plain_decoding(drafter, settings):
+    """In buckets of every size and with any drafter, whatever shares the batch; with other seeds another text."""
+    plain = build("shared", NoDrafter(), TreeTopology.chain(0), buckets=None)
+    seeds = [3, 2**63 + 1, 2**64 - 1]
+    expected, _ = decode(plain, **settings, seeds=seeds)
+    decoder = build("shared", drafter)
+    assert decode(decoder, **settings, seeds=seeds)[0] == expected
+    for prompt, seed, tokens in zip(PROMPTS, seeds, expected, strict=True):
+        assert decode(decoder, [prompt], **settings, seeds=[seed])[0] == [tokens]
+    assert decode(decoder, **settings, seeds=[4, 2**63, 1])[0] != expected
+    assert len({bucket.rows for bucket in decoder.static.shapes}) > 1
+
+
 @pytest.mark.parametrize("architecture", ["mistral", "gemma2", "gpt_oss", "gpt2"])
 def test_windows_caps_sinks_and_learned_positions(architecture):
     target = ragged(architecture)
     drafter = LanguageModelDrafter(ragged(architecture, seed=3))
     compare("wor lifted", drafter, target=target, requests=(SAMPLED, NEVER))
+    compare("shared", drafter, target=target, requests=(SAMPLED,))
 
 
+@pytest.mark.parametrize("coupling", [Coupling(TopTail(1, 1), Lifted(RecursiveRejection())), Coupling.shared(2)],
+                         ids=["top-tail", "shared"])  # fmt: skip
 @pytest.mark.parametrize("name", ["eagle", "medusa", "exit"])
-def test_drafters_that_read_the_targets_hidden_states(name):
-    drafter, coupling = trained_drafter(name), Coupling(TopTail(1, 1), Lifted(RecursiveRejection()))
+def test_drafters_that_read_the_targets_hidden_states(name, coupling):
+    drafter = trained_drafter(name)
     requests = (NEVER, {**SAMPLED, "temperature": 0.4})
     _, found = compare(coupling, drafter, target=trained_target(), requests=requests)
     assert all(stats.tau > 1.3 for stats in found)
@@ -143,6 +162,7 @@ def test_samples_that_end_at_different_times():
 def test_pruned_trees_early_stops_and_no_drafts_at_all():
     compare("fixed", costs=NodeBudget(4), requests=(NEVER, SAMPLED))
     compare("wor lifted", decider=EntropyBound(), requests=(NEVER, SAMPLED))
+    compare("shared", costs=NodeBudget(4), decider=EntropyBound(), requests=(SAMPLED,))
     compare(Coupling(Fixed(1), Lifted(RecursiveRejection())), NoDrafter(), TreeTopology.chain(0),
             requests=(NEVER, SAMPLED))  # fmt: skip
 
@@ -187,17 +207,17 @@ def record_shapes(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("request_", [NEVER, SAMPLED], ids=["greedy", "sampled"])
-def test_all_shapes_are_those_of_buckets(monkeypatch, request_):
+@pytest.mark.parametrize("settings", [NEVER, SAMPLED], ids=["greedy", "sampled"])
+def test_all_shapes_are_those_of_buckets(monkeypatch, settings):
     seen = record_shapes(monkeypatch)
     decoder = build("iid lifted", decider=EntropyBound())
-    _, stats = decode(decoder, **{**request_, "max_new_tokens": 60})
+    _, stats = decode(decoder, **{**settings, "max_new_tokens": 60})
     rows = {shape[0] for shape in seen}
     assert rows <= set(BUCKETS)
     assert len(set(seen)) == len(rows) == len(decoder.static.shapes) > 1
     assert stats.rows == sum(shape[0] for shape in seen)
     assert 0 < stats.pad_rows < stats.rows
-    decode(decoder, **{**request_, "max_new_tokens": 60})
+    decode(decoder, **{**settings, "max_new_tokens": 60})
     assert len(set(seen)) == len(rows)  # another batch, the same shapes
 
 
@@ -255,12 +275,13 @@ def somebodys(cache, tree):
 
 
 @pytest.mark.parametrize("where", [dummys, nobodys])
-@pytest.mark.parametrize("request_", [NEVER, SAMPLED], ids=["greedy", "sampled"])
-def test_poisoned_rows_of_the_dummy_reach_nobody(where, request_):
-    decoder = build("wor lifted")
-    expected, _ = decode(build("wor lifted", buckets=None), **request_)
+@pytest.mark.parametrize("settings", [NEVER, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("coupling", ["wor lifted", "shared"])
+def test_poisoned_rows_of_the_dummy_reach_nobody(where, settings, coupling):
+    decoder = build(coupling)
+    expected, _ = decode(build(coupling, buckets=None), **settings)
     with poison(where):
-        found, stats = decode(decoder, **request_)
+        found, stats = decode(decoder, **settings)
     assert found == expected
     assert stats.pad_rows
 
@@ -271,16 +292,17 @@ def test_poison_in_a_sample_is_seen():
         decode(build("wor lifted"), **NEVER)
 
 
-@pytest.mark.parametrize("request_", [NEVER, {**SAMPLED, "top_k": 1}], ids=["greedy", "sampled"])
-def test_a_failing_sample_leaves_the_others_complete(request_):
+@pytest.mark.parametrize("coupling", ["fixed", "shared"])
+@pytest.mark.parametrize("settings", [NEVER, {**SAMPLED, "top_k": 1}], ids=["greedy", "sampled"])
+def test_a_failing_sample_leaves_the_others_complete(settings, coupling):
     model = tiny()
     with torch.no_grad():
         model.get_input_embeddings().weight[11] = float("nan")
-    decoder = build("fixed", "lookup", target=RaggedModel(model, self_test=False, kernels="torch"))
+    decoder = build(coupling, "lookup", target=RaggedModel(model, self_test=False, kernels="torch"))
     expected = greedy_reference(ragged().model, PROMPTS, max_new_tokens=10, eos_token_id=None)
     assert 11 not in expected[0] + expected[2]
     with pytest.raises(DecodingError, match=r"sample 1: .* NaN or infinite") as caught:
-        decode(decoder, **{**request_, "max_new_tokens": 10})
+        decode(decoder, **{**settings, "max_new_tokens": 10})
     output = caught.value.output
     assert new_tokens(output.sequences, PROMPTS, output.stats.emitted) == [expected[0], [], expected[2]]
 
@@ -339,7 +361,7 @@ class OwnTops(DraftLaw):
 
 
 @pytest.mark.parametrize(
-    ("coupling", "request_", "reason"),
+    ("coupling", "settings", "reason"),
     [
         (Coupling(IID(2), TopDown(KSeq())), {"do_sample": True}, "KSeq samples on the host"),
         (Coupling(OwnTops(), TopDown(RecursiveRejection())), {"do_sample": True}, "tops in a way of its own"),
@@ -348,11 +370,11 @@ class OwnTops(DraftLaw):
         ("wor", {"do_sample": True, "min_new_tokens": 3}, "MinNewTokensLength"),
     ],
 )
-def test_what_takes_the_host_is_refused_before_anything_is_decoded(coupling, request_, reason):
+def test_what_takes_the_host_is_refused_before_anything_is_decoded(coupling, settings, reason):
     decoder = build(coupling)
     decoder.step = pytest.fail
     with pytest.raises(ValueError, match=rf"{reason}.*buckets=None"):
-        decode(decoder, **request_)
+        decode(decoder, **settings)
 
 
 def test_lossless_verifiers_of_any_kind_decode_greedily():
@@ -446,12 +468,12 @@ def on_a_gpu(decoder):
     decoder.static.reset = lambda: (reset(), setattr(decoder.static, "_memory", "shared"))
 
 
-@pytest.mark.parametrize("request_", [NEVER, SAMPLED], ids=["greedy", "sampled"])
-def test_steps_are_recorded_once_and_replayed(recorded, request_):
-    expected, _ = decode(build("wor lifted", buckets=None), **request_)
+@pytest.mark.parametrize("settings", [NEVER, SAMPLED], ids=["greedy", "sampled"])
+def test_steps_are_recorded_once_and_replayed(recorded, settings):
+    expected, _ = decode(build("wor lifted", buckets=None), **settings)
     on_a_gpu(decoder := build("wor lifted"))
     for _ in range(2):
-        found, stats = decode(decoder, **request_)
+        found, stats = decode(decoder, **settings)
         assert found == expected
     assert recorded.made == len(decoder.static.shapes)
     assert recorded.replays == 2 * max(stats.forwards)

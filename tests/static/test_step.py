@@ -28,7 +28,7 @@ from arbordraft import (
 )
 from arbordraft.kernels.verify.tops import take_tops
 from arbordraft.laws import AdaptiveTopTail
-from arbordraft.sampling import Noise, Warp
+from arbordraft.sampling import Noise, SharedSource, Warp
 from arbordraft.static.bucket import Bucket, fitting
 from arbordraft.static.step import StaticStep, StepKind
 from arbordraft.target.cache import RaggedKVCache
@@ -48,6 +48,7 @@ PROCESSORS = [
 ]
 KINDS = {
     "greedy": StepKind(sampled=False),
+    "shared": StepKind(sampled=False, shared=True),
     "top-down": StepKind(sampled=True, replacement=True),
     "lifted": StepKind(sampled=True, lifted=True, most_tops=2),
 }
@@ -96,18 +97,22 @@ def decoder(coupling, drafter=None, **options):
 
 
 LIFTED = Coupling(TopTail(2, 1), Lifted(RecursiveRejection()))
+SHARED = Coupling.shared(3)
 # Not top_p: its `mask[..., -1:] = 0` is a fill on a GPU, but looks on a CPU as if a tensor was made of numbers.
 REQUESTS = [{"do_sample": False}, {"do_sample": True, "temperature": 0.7, "top_k": 20, "min_p": 0.01}]
+TEMPERATURE = {"do_sample": True, "temperature": 0.7, "top_k": 0}
 
 
 def tokens(decoder, request):
     return decoder.generate(**left_padded(PROMPTS), max_new_tokens=12, seeds=[1, 2, 3], **request).tolist()
 
 
-@pytest.mark.parametrize("coupling", [LIFTED, Coupling(IID(3), TopDown(RecursiveRejection()))], ids=["lifted", "iid"])
+@pytest.mark.parametrize(
+    "coupling", [LIFTED, Coupling(IID(3), TopDown(RecursiveRejection())), SHARED], ids=["lifted", "iid", "shared"]
+)
 def test_no_operator_of_a_step_waits_for_the_host(monkeypatch, coupling):
     found = watch(monkeypatch)
-    for request in REQUESTS:
+    for request in [*REQUESTS, TEMPERATURE]:
         tokens(decoder(coupling), request)
     assert found == []
 
@@ -191,12 +196,16 @@ def test_steps_of_many_architectures_have_shapes_without_numbers(architecture):
 # Compiled
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_step_is_one_graph(backend):
+@pytest.mark.parametrize(
+    ("coupling", "backend", "requests"),
+    [(LIFTED, "eager", REQUESTS), (LIFTED, "aot_eager", REQUESTS), (SHARED, "aot_eager", [REQUESTS[1], TEMPERATURE])],
+    ids=["eager", "aot_eager", "shared noise"],
+)
+def test_a_step_is_one_graph(coupling, backend, requests):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    plain, compiled = decoder(LIFTED, buckets=None), decoder(LIFTED, buckets=(64,), compiler=backend)
-    for request in REQUESTS:
+    plain, compiled = decoder(coupling, buckets=None), decoder(coupling, buckets=(64,), compiler=backend)
+    for request in requests:
         assert tokens(compiled, request) == tokens(plain, request)
     assert not torch._dynamo.utils.counters["graph_break"]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # one per request, however many steps
@@ -259,6 +268,12 @@ def test_any_trees_fit_into_their_bucket(case):
     assert bucket.fill(table, tree, batch, noise, dummy=1000) == []
 
     part = bucket.read(table)
+    assert not part["seeds"].any()
+    seeds = [2**64 - 1 - sample for sample in range(samples)]
+    bucket.fill(other := torch.full((bucket.size,), -77), tree, batch, SharedSource(seeds).at([9] * samples), 1000)
+    assert bucket.read(other)["seeds"].tolist() == [seed - 2**64 for seed in seeds] + [0] * (
+        bucket.samples + 1 - samples
+    )
     count = sum(tree.lengths)
     assert part["tokens"][:count].tolist() == [token for _, _, token in tree.rows()]
     assert part["accept"][:count].tolist() == [noise.accept[sample, node] for sample, node, _ in tree.rows()]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from arbordraft.checks import each, whole
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
-from arbordraft.sampling import Noise
+from arbordraft.sampling import GumbelNoise, Noise
 from arbordraft.topology import WORD_BITS, TreeTopology
 from arbordraft.types import DraftTree
 from arbordraft.verifiers.packed import inner_nodes, post_order
@@ -71,14 +71,14 @@ class Bucket:
 
         By row: its token, its position, its pool row, the row of its parent (-1 for none), its depth, its place in the
         post-order of its sample, its sample, its ancestor words, the uniforms that decide about it and that draw behind
-        it. ``layout`` is that of :class:`RaggedBatch`. By sample: the row of its root, and the pool row of that. By
-        place for a node with children (all -1 where there is none): its row, its draft row, its children's rows, the
-        place of its parent, which of the parent's children it is. By draft row: what makes a token a top.
+        it. ``layout`` is that of :class:`RaggedBatch`. By sample: the row of its root, the pool row of that, its
+        seed. By place for a node with children (all -1 where there is none): its row, its draft row, its children's
+        rows, the place of its parent, which of the parent's children it is. By draft row: what makes a token a top.
         """
         rows, samples, nodes = (self.rows,), (self.samples + 1,), (self.nodes,)
         shapes = dict.fromkeys(("tokens", "positions", "slots", "above", "depth", "order", "sample"), rows)
         shapes |= dict.fromkeys(("accept", "final"), rows)
-        shapes |= dict.fromkeys(("roots", "home"), samples)
+        shapes |= dict.fromkeys(("roots", "home", "seeds"), samples)
         shapes |= dict.fromkeys(("inner", "draft_row", "parent", "place", "most_tops", "threshold"), nodes)
         return {
             **shapes,
@@ -107,14 +107,16 @@ class Bucket:
             for name, begin, end, shape in self.spans
         }
 
-    def fill(self, table: Tensor, tree: DraftTree, batch: RaggedBatch, noise: Noise | None, dummy: int) -> list[Tensor]:
+    def fill(
+        self, table: Tensor, tree: DraftTree, batch: RaggedBatch, noise: Noise | GumbelNoise | None, dummy: int
+    ) -> list[Tensor]:
         """Writes a step into a table on the host.
 
         Args:
             table: ``[size]`` int64.
             tree: the drafts.
             batch: the plan of their forward.
-            noise: the uniforms of this step; ``None`` at temperature 0.
+            noise: that of this step; ``None`` at temperature 0.
             dummy: the dummy's first pool row, which it has committed; behind it there is room for T more.
 
         Returns:
@@ -128,8 +130,10 @@ class Bucket:
             }
         )
         flat.fill(0)
-        self._fill_rows(into, tree, batch, noise, dummy)
+        self._fill_rows(into, tree, batch, noise if isinstance(noise, Noise) else None, dummy)
         self._fill_samples(into, tree, batch, dummy)
+        if isinstance(noise, GumbelNoise):
+            into.seeds[: len(tree.samples)] = noise.source.seeds.numpy()
         return self._fill_nodes(into, tree)
 
     def _fill_rows(

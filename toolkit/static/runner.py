@@ -16,7 +16,7 @@ from arbordraft.drafters import Drafter
 from arbordraft.kernels import choice
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.laws import DraftLaw
-from arbordraft.sampling import Noise, Warp
+from arbordraft.sampling import GumbelNoise, Noise, Warp
 from arbordraft.static.bucket import Bucket, bucket_sizes, fitting, power_of_two
 from arbordraft.static.step import Call, Pools, StaticStep, StepKind
 from arbordraft.target.cache import RaggedKVCache
@@ -92,7 +92,7 @@ class _Runner:
         self._kept: object = None
 
     def __call__(
-        self, tree: DraftTree, batch: RaggedBatch, noise: Noise | None, cache: StaticCache
+        self, tree: DraftTree, batch: RaggedBatch, noise: Noise | GumbelNoise | None, cache: StaticCache
     ) -> tuple[Tensor, Tensor]:
         """Runs the step: an upload, the step, and what there is to download."""
         pools = cache.layers(self.step.target.num_layers)
@@ -215,11 +215,13 @@ class StaticStepping:
         if asking := [type(one).__name__ for one in warp.processors if not warp.is_static(one)]:
             raise ValueError(f"{asking[0]} looks at more than the scores of a row, or asks the host: {_INSTEAD}")
         verifier = self.coupling.verifier
-        if greedy:
+        if greedy or verifier.shared:
             return
         if not verifier.rejects_in_turn:
             name = type(getattr(verifier, "rule", verifier)).__name__
-            raise ValueError(f"{name} samples on the host, which RecursiveRejection need not: {_INSTEAD}")
+            raise ValueError(
+                f"{name} samples on the host, which SharedMatching and RecursiveRejection need not: {_INSTEAD}"
+            )
         if any(type(law).tops_of is not DraftLaw.tops_of for law in self._laws):
             raise ValueError(f"a law that chooses its tops in a way of its own does so on the host: {_INSTEAD}")
         if len({law.replacement for law in self._laws}) > 1:
@@ -251,14 +253,19 @@ class StaticStepping:
         self._idle = cache
 
     def __call__(
-        self, tree: DraftTree, batch: RaggedBatch, noise: Noise | None, cache: RaggedKVCache, warp: Warp
+        self,
+        tree: DraftTree,
+        batch: RaggedBatch,
+        noise: Noise | GumbelNoise | None,
+        cache: RaggedKVCache,
+        warp: Warp,
     ) -> StepResult:
         """Runs one step.
 
         Args:
             tree: the drafts.
             batch: what ``cache.plan`` returned for them.
-            noise: the uniforms of this step; ``None`` at temperature 0.
+            noise: that of this step; ``None`` at temperature 0.
             cache: what :meth:`open` returned; :meth:`RaggedKVCache.advance` commits the accepted rows.
             warp: the request's processors.
 
@@ -287,10 +294,11 @@ class StaticStepping:
             first += len(nodes)
         return StepResult(Verdict(tuple(samples)), failed, hidden, runner.step.bucket.rows)
 
-    def _runner(self, tree: DraftTree, cache: StaticCache, noise: Noise | None, warp: Warp) -> _Runner:
+    def _runner(self, tree: DraftTree, cache: StaticCache, noise: Noise | GumbelNoise | None, warp: Warp) -> _Runner:
         rows = fitting(self.buckets, sum(tree.lengths))
         bucket = Bucket.of(self.topology, rows, power_of_two(len(tree.samples)))
-        kind = StepKind(noise is not None, processors=warp.constants, longest=cache.longest)
+        sampled, shared = isinstance(noise, Noise), isinstance(noise, GumbelNoise)
+        kind = StepKind(sampled, shared, processors=warp.constants, longest=cache.longest)
         if kind.sampled:
             kind = replace(
                 kind,

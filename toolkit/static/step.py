@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from arbordraft.kernels.gumbel.operator import argmax as gumbel_draw
 from arbordraft.kernels.kv_cache.operator import kv_append, kv_compact
 from arbordraft.kernels.ragged_tree_attention.operator import tree_attention
 from arbordraft.kernels.verify import row_max_reference
@@ -73,7 +74,8 @@ class StepKind:
     """What a step is made for besides its shapes; steps of one kind can share a graph.
 
     Args:
-        sampled: verify by recursive rejection; else by what is most probable.
+        sampled: verify by recursive rejection; else keep the target's own tokens, which are the most probable ones, or
+        shared: drawn with the noise that the drafter shares.
         lifted: see :class:`~arbordraft.Lifted`.
         replacement: whether draws may repeat a token.
         most_tops: certain tokens of a node that was drawn at random, at most.
@@ -82,6 +84,7 @@ class StepKind:
     """
 
     sampled: bool
+    shared: bool = False
     lifted: bool = False
     replacement: bool = False
     most_tops: int = 0
@@ -116,6 +119,7 @@ class StaticStep(nn.Module):
         self.bucket = bucket
         self.kind = kind
         self.warp = warp
+        self.temperature = warp.temperature  # if that is all, a draw divides by it in its own pass
         self.most_rows = most_rows
         self.hidden_layers = tuple(hidden_layers)
 
@@ -150,14 +154,16 @@ class StaticStep(nn.Module):
         broken = highest.new_zeros(self.bucket.samples + 1, dtype=torch.int64)
         broken = broken.index_add(0, part["sample"], (~highest.isfinite()).to(torch.int64))
 
-        scores = self.warp(logits, _no_path)
         if self.kind.sampled:
             tree = self._tree(part, draft)
+            scores = self.warp(logits, _no_path)
             end, token = verify_tree(scores, draft, tree, part["accept"], part["final"], lifted=self.kind.lifted)
         else:
             tree = self._tree(part, None)
-            if self.warp.processors:
-                _, best = row_max_reference(scores)
+            if self.kind.shared:
+                best = self._drawn(part, logits)
+            elif self.warp.processors:
+                _, best = row_max_reference(self.warp(logits, _no_path))
             # A row without children is compared with nothing: -1 is no token.
             end = walk(tree, tree.tokens == best[tree.inner.clamp(min=0)][:, None])
             token = best[end]
@@ -167,6 +173,12 @@ class StaticStep(nn.Module):
         states = [states for states in run.hidden.values() if states is not None]
         hidden = torch.cat(states, dim=-1) if states else logits.new_empty(self.bucket.rows, 0)
         return torch.stack([end, token, broken], dim=1), hidden[path.clamp(min=0)]
+
+    def _drawn(self, part: Mapping[str, Tensor], logits: Tensor) -> Tensor:
+        """``[T]`` the target's token behind every row; any one where logits are no numbers."""
+        seeds, positions = part["seeds"][part["sample"]], part["positions"] + 1
+        scores = self.warp(logits, _no_path) if self.temperature is None else logits
+        return gumbel_draw(scores, seeds, positions, self.temperature or 1.0, None).clamp(min=0)
 
     def _tree(self, part: Mapping[str, Tensor], draft: Tensor | None) -> PackedTree:
         children, draft_row = part["children"], part["draft_row"]
