@@ -115,6 +115,16 @@ def test_no_tree_changes_the_text(shared, decode, width, depth):
     assert forwards < 20 * len(PROMPTS), "nothing was ever accepted"
 
 
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_drafter_that_is_the_target_is_always_right(shared, decode, tmp_path, depth):
+    """It is so only with the noise of each draft's own position."""
+    for part, of in (("target", "target"), ("draft", "target"), ("draw", "draw")):
+        (tmp_path / part).symlink_to(shared / of)
+    tokens, forwards = decode(tmp_path, PROMPTS[0], 20, 1, temperature=1.0, depth=depth, seed=4)
+    assert tokens == plain(1.0, 4)[0]
+    assert forwards == 20 / (depth + 1)
+
+
 def test_the_text_is_the_definitions(shared, decode):
     """Without the toolkit's decoder: the highest of logits and the noise of the position, token by token."""
     text, seed, temperature = list(PROMPTS[1]), 11, 0.9
