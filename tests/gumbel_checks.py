@@ -46,7 +46,7 @@ def _without_any(rows, vocabulary):
 
 def _equal(rows, vocabulary):
     """Of several that are so high that the noise is lost in rounding, the first one wins."""
-    scores = torch.where(torch.rand(rows, vocabulary) < 0.3, 2.0**100, -(2.0**100))
+    scores = torch.where(torch.rand(rows, vocabulary) < 4 / vocabulary, 2.0**100, -(2.0**100))
     scores[:, -1] = 2.0**100
     return scores
 

@@ -21,7 +21,7 @@ def gumbel(seeds: Sequence[int], positions: Sequence[int], vocabulary: int) -> n
 
     Examples:
         >>> gumbel([7], [100], 3).round(6).tolist()
-        [[0.0, 0.0, 0.0]]
+        [[-0.411244, 4.526934, 1.341845]]
     """
     keys, places = np.array(seeds, dtype=np.uint64), np.array(positions, dtype=np.uint64)
     counters = np.arange(counters_for(vocabulary), dtype=np.uint64)

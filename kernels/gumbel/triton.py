@@ -4,7 +4,8 @@ The noise has the bits of the definition. For that, launches forbid to contract 
 float64; the quotient of two of those is rounded correctly by Triton, that of two float32 where it is asked for.
 
 A program looks at one chunk of one row. A counter of Philox gives words for four tokens, 16 apart, so programs count in
-lanes, which have a counter each, and take their four tokens in turn.
+lanes, which have a counter and four tokens each. To draw, a program first bounds what each lane may reach, in float32
+and from the upper words alone, and then finds out about the lanes by turns, until no other one can reach as much.
 
 Shapes: R rows, V vocabulary, C chunks of a row.
 """
@@ -16,8 +17,10 @@ from torch import Tensor
 
 from arbordraft.kernels.gumbel import reference
 
-BLOCK = 2048  # tokens of a chunk
-EXACT = {"num_warps": 8, "enable_fp_fusion": False}  # how every kernel here is launched
+NOISE_BLOCK, DRAW_BLOCK = 2048, 4096  # tokens of a chunk
+# Without contraction, the bits are those of the definition. Few threads draw: each does all that is done by turns.
+NOISE_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
+DRAW_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 _GROUP: tl.constexpr = tl.constexpr(reference.GROUP)
 _LANES: tl.constexpr = tl.constexpr(reference.LANES)
 _LN2: tl.constexpr = tl.constexpr(reference.LN2)
@@ -54,24 +57,64 @@ def _gumbel(upper, lower):
 
 
 @triton.jit
-def _words(SEEDS, POSITIONS, row, chunk, BLOCK: tl.constexpr):
-    """The upper and the lower words of four tokens of each lane, and the first of these tokens; the others follow it
-    16 apart."""
-    lane = chunk * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
-    nothing = tl.zeros_like(lane)
-    seed, position = tl.load(SEEDS + row), tl.load(POSITIONS + row).to(tl.int32)
-    upper = tl.philox(seed, lane, nothing + position, nothing, nothing)
-    lower = tl.philox(seed, lane, nothing + position, nothing + 1, nothing)
-    return upper, lower, lane // _LANES * _GROUP + lane % _LANES
+def _bound(upper):
+    """What the noise does not exceed, given its upper word; seldom more than 0.01 above it."""
+    y = (upper >> 8).to(tl.float32) * 2.0**-24  # cut off, so that it is no greater
+    least = tl.maximum(y, -tl.log(1.0 - y) - 1e-5)  # of -ln(1 - y); logarithms of GPUs are within 2**-20 or so
+    return tl.where(y > 0, 1e-4 - tl.log(tl.maximum(least, 2.0**-24)), 46.0)  # the highest noise there is
+
+
+@triton.jit
+def _words(SEEDS, POSITIONS, row, counter, half: tl.constexpr):
+    """The four words of counters, the upper ones of tokens (half 0) or the lower ones (half 1)."""
+    nothing = counter * 0
+    position = tl.load(POSITIONS + row).to(tl.int32)
+    return tl.philox(tl.load(SEEDS + row), counter, nothing + position, nothing + half, nothing)
+
+
+@triton.jit
+def _token(counter, word):
+    """The token that a word of a counter belongs to."""
+    return counter // _LANES * _GROUP + counter % _LANES + word * _LANES
+
+
+@triton.jit
+def _scores(SCORES, LOWEST, row, at, vocabulary, temperature, TRUNCATED: tl.constexpr):
+    """Divided scores in float32, -inf for what cannot be drawn."""
+    x = tl.load(SCORES + row * vocabulary + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
+    x = tl.div_rn(x, temperature)
+    return tl.where(x < tl.load(LOWEST + row), -float("inf"), x) if TRUNCATED else x
+
+
+@triton.jit
+def _pick(words, index):
+    """A number of four as a tensor, by index."""
+    return tl.where(index < 2, tl.where(index == 0, words[0], words[1]), tl.where(index == 2, words[2], words[3]))
+
+
+@triton.jit
+def _best_of_four(
+    SCORES, SEEDS, POSITIONS, LOWEST, row, counter, vocabulary, temperature, TRUNCATED: tl.constexpr,
+):  # fmt: skip
+    """The highest score with noise among the tokens of a counter, and the first token that has it."""
+    word = tl.arange(0, 4)
+    at = _token(counter, word)
+    upper, lower = _words(SEEDS, POSITIONS, row, counter, 0), _words(SEEDS, POSITIONS, row, counter, 1)
+    x = _scores(SCORES, LOWEST, row, at, vocabulary, temperature, TRUNCATED)
+    value = x.to(tl.float64) + _gumbel(_pick(upper, word), _pick(lower, word))
+    found = tl.max(value, 0)
+    # No reduction promises which of several equal ones it returns the place of.
+    return found, tl.min(tl.where(value == found, at, _NOWHERE), 0)
 
 
 @triton.jit
 def gumbel_noise(SEEDS, POSITIONS, NOISE, vocabulary, BLOCK: tl.constexpr):
     """The noise of one chunk of one row."""
     row = tl.program_id(0).to(tl.int64)
-    upper, lower, first = _words(SEEDS, POSITIONS, row, tl.program_id(1), BLOCK)
+    lane = tl.program_id(1) * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
+    upper, lower = _words(SEEDS, POSITIONS, row, lane, 0), _words(SEEDS, POSITIONS, row, lane, 1)
     for word in tl.static_range(4):
-        at = first + word * _LANES
+        at = _token(lane, word)
         tl.store(NOISE + row * vocabulary + at, _gumbel(upper[word], lower[word]), mask=at < vocabulary)
 
 
@@ -83,28 +126,32 @@ def gumbel_draw(
     """The highest score with noise of one chunk of one row, and the first token that has it; -1 if that is -inf."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
-    upper, lower, first = _words(SEEDS, POSITIONS, row, chunk, BLOCK)
-    highest = tl.full([BLOCK // 4], -float("inf"), tl.float64)
-    token = tl.full([BLOCK // 4], _NOWHERE, tl.int32)
+    lane = chunk * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
+    upper = _words(SEEDS, POSITIONS, row, lane, 0)
+    bound = tl.full([BLOCK // 4], -float("inf"), tl.float32)
     for word in tl.static_range(4):
-        at = first + word * _LANES
-        x = tl.load(SCORES + row * vocabulary + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
-        x = tl.div_rn(x, temperature)
-        if TRUNCATED:
-            x = tl.where(x < tl.load(LOWEST + row), -float("inf"), x)
-        value = x.to(tl.float64) + _gumbel(upper[word], lower[word])
-        better = value > highest
-        highest, token = tl.where(better, value, highest), tl.where(better, at, token)
-    best = tl.max(highest, 0)
-    # No reduction promises which of several equal ones it returns the place of.
-    winner = tl.min(tl.where(highest == best, token, _NOWHERE), 0)
+        x = _scores(SCORES, LOWEST, row, _token(lane, word), vocabulary, temperature, TRUNCATED)
+        above = tl.maximum(x * (1 + 1e-6), x * (1 - 1e-6)) + 1e-3  # by what rounding may add
+        bound = tl.maximum(bound, above + _bound(upper[word]))
+    highest = tl.max(bound, 0)
+    best = tl.full([], -float("inf"), tl.float64)
+    token = tl.full([], _NOWHERE, tl.int32)
+    while (highest >= best) & (highest > -float("inf")):  # as much would do for a token before the best one
+        counter = tl.min(tl.where(bound == highest, lane, _NOWHERE), 0)
+        found, first = _best_of_four(
+            SCORES, SEEDS, POSITIONS, LOWEST, row, counter, vocabulary, temperature, TRUNCATED
+        )  # fmt: skip
+        better = (found > best) | ((found == best) & (first < token))
+        best, token = tl.where(better, found, best), tl.where(better, first, token)
+        bound = tl.where(lane == counter, -float("inf"), bound)
+        highest = tl.max(bound, 0)
     tl.store(BEST + row * CHUNKS + chunk, best)
-    tl.store(TOKENS + row * CHUNKS + chunk, tl.where(winner == _NOWHERE, -1, winner).to(tl.int64))
+    tl.store(TOKENS + row * CHUNKS + chunk, tl.where(token == _NOWHERE, -1, token).to(tl.int64))
 
 
-def _grid(rows: int, vocabulary: int) -> tuple[tuple[int, int], int]:
+def _grid(rows: int, vocabulary: int, most: int) -> tuple[tuple[int, int], int]:
     """Programs, and tokens of each: a chunk, or all there are."""
-    block = max(reference.GROUP, min(BLOCK, triton.next_power_of_2(vocabulary)))
+    block = max(reference.GROUP, min(most, triton.next_power_of_2(vocabulary)))
     return (rows, triton.cdiv(vocabulary, block)), block
 
 
@@ -112,8 +159,8 @@ def launch_noise(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
     """See :func:`arbordraft.kernels.gumbel.gumbel`."""
     out = seeds.new_empty((len(seeds), vocabulary), dtype=torch.float64)
     if out.numel():
-        grid, block = _grid(len(seeds), vocabulary)
-        gumbel_noise[grid](seeds.contiguous(), positions.contiguous(), out, vocabulary, BLOCK=block, **EXACT)
+        grid, block = _grid(len(seeds), vocabulary, NOISE_BLOCK)
+        gumbel_noise[grid](seeds.contiguous(), positions.contiguous(), out, vocabulary, BLOCK=block, **NOISE_OPTIONS)
     return out
 
 
@@ -122,16 +169,25 @@ def launch_draw(
 ) -> tuple[Tensor, Tensor]:
     """``[R, C]`` float64 and int64: the highest ``scores / temperature + noise`` of each chunk, and where it is."""
     rows, vocabulary = scores.shape
-    grid, block = _grid(rows, vocabulary)
-    highest = scores.new_empty(grid, dtype=torch.float64)
+    grid, block = _grid(rows, vocabulary, DRAW_BLOCK)
+    best = scores.new_empty(grid, dtype=torch.float64)
     tokens = scores.new_empty(grid, dtype=torch.int64)
     inputs = (tensor.contiguous() for tensor in (scores, seeds, positions, scores if lowest is None else lowest))
     if rows:
         gumbel_draw[grid](
-            *inputs, highest, tokens, vocabulary, temperature, TRUNCATED=lowest is not None, CHUNKS=grid[1],
-            BLOCK=block, **EXACT,
+            *inputs, best, tokens, vocabulary, temperature, TRUNCATED=lowest is not None, CHUNKS=grid[1], BLOCK=block,
+            **DRAW_OPTIONS,
         )  # fmt: skip
-    return highest, tokens
+    return best, tokens
 
 
-__all__ = ["BLOCK", "EXACT", "gumbel_draw", "gumbel_noise", "launch_draw", "launch_noise"]
+__all__ = [
+    "DRAW_BLOCK",
+    "DRAW_OPTIONS",
+    "NOISE_BLOCK",
+    "NOISE_OPTIONS",
+    "gumbel_draw",
+    "gumbel_noise",
+    "launch_draw",
+    "launch_noise",
+]

@@ -117,6 +117,11 @@ def attention_case(target, rows, size, dtype, group=4, causal=False, options=Fal
     return name, (attention.attend, target, dtype, constants), {"warps": how.warps, "stages": how.stages}
 
 
+def options(launched):
+    """How :func:`compiled` is told what a launch says."""
+    return {"warps": launched["num_warps"], "fusion": launched["enable_fp_fusion"]}
+
+
 def cases(target):
     """All kernels that are launched, in the configurations that :func:`choose` gives."""
     for size in (64, 128):
@@ -148,10 +153,10 @@ def cases(target):
     yield "top_of_chunk", (tree_expand.top_of_chunk, target, "bf16", top), {"warps": 8}
     merged = {"K": 8, "CHUNKS": 32, "WIDE": 256, "PARTS": 32}
     yield "merge_chunks", (tree_expand.merge_chunks, target, "bf16", merged), {"warps": 4}
-    exact = {"warps": gumbel.EXACT["num_warps"], "fusion": gumbel.EXACT["enable_fp_fusion"]}
-    yield "gumbel_noise", (gumbel.gumbel_noise, target, "fp64", {"BLOCK": gumbel.BLOCK}), exact
-    drawn = {"TRUNCATED": True, "CHUNKS": 32, "BLOCK": gumbel.BLOCK}
-    yield "gumbel_draw", (gumbel.gumbel_draw, target, "bf16", drawn), exact
+    made = {"BLOCK": gumbel.NOISE_BLOCK}
+    yield "gumbel_noise", (gumbel.gumbel_noise, target, "fp64", made), options(gumbel.NOISE_OPTIONS)
+    drawn = {"TRUNCATED": True, "CHUNKS": 32, "BLOCK": gumbel.DRAW_BLOCK}
+    yield "gumbel_draw", (gumbel.gumbel_draw, target, "bf16", drawn), options(gumbel.DRAW_OPTIONS)
     yield "compact_rows", (kv_cache.compact_rows, target, "bf16", {"ALIGNED": True, "BLOCK": 1024}), {"warps": 2}
 
 

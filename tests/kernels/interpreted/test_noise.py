@@ -8,9 +8,9 @@ from torch import library
 from arbordraft.kernels import choice
 from arbordraft.kernels.gumbel import gumbel, gumbel_argmax, gumbel_argmax_reference
 from arbordraft.kernels.gumbel.operator import argmax, noise
-from arbordraft.kernels.gumbel.triton import BLOCK
+from arbordraft.kernels.gumbel.triton import DRAW_BLOCK, NOISE_BLOCK
 
-SIZES = [1, 200, BLOCK + 1]
+SIZES = [1, 200, NOISE_BLOCK + 1]
 
 
 @pytest.mark.parametrize("vocabulary", SIZES)
@@ -23,12 +23,12 @@ def test_the_noise(guarded, vocabulary):
 @pytest.mark.parametrize("case", DRAWS)
 def test_draws(guarded, case, dtype):
     with choice.use("triton"):
-        check_draws(case, dtype, rows=3, vocabularies=[1, 70, BLOCK + 7], temperatures=(0.7,))
+        check_draws(case, dtype, rows=3, vocabularies=[1, 70, DRAW_BLOCK + 7], temperatures=(0.7,))
 
 
 @pytest.mark.parametrize("temperature", [0.01, 0.3, 100.0])
 def test_draws_from_truncated_scores_and_rows_with_gaps(guarded, temperature):
-    scores, rows = torch.randn(4, 3, BLOCK + 9)[:, 1], torch.arange(4)
+    scores, rows = torch.randn(4, 3, DRAW_BLOCK + 9)[:, 1], torch.arange(4)
     lowest = (scores / temperature).sort(dim=-1).values[:, -5]
     lowest[3] = torch.inf
     with choice.use("triton"):
