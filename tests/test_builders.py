@@ -16,8 +16,8 @@ DECODERS = {
     "sequoia": lambda: builders.sequoia(ragged(), DRAFT, (0.6, 0.2, 0.1), nodes=9),
 }
 WIRING = {  # tops and tails of the law, whether draws are replaced, verifier, rule, topology
-    "ems_sd, lookup": ((1, 0, False), "Matching", TreeTopology.chain(7)),
-    "ems_sd, lookup of one's own": ((1, 0, False), "Matching", TreeTopology.chain(4)),
+    "ems_sd, lookup": ((1, 0, False), "SharedMatching", TreeTopology.chain(7)),
+    "ems_sd, lookup of one's own": ((1, 0, False), "SharedMatching", TreeTopology.chain(4)),
     "ems_sd, draft model": ((0, 1, True), "RecursiveRejection", TreeTopology.chain(4)),
     "specinfer": ((0, 3, True), "RecursiveRejection", TreeTopology.from_k_config((1, 1, 3, 1, 1, 1, 1, 1))),
     "mcsd": ((0, 4, False), "RecursiveRejection", TreeTopology.from_k_config((4, 2, 2))),
@@ -30,11 +30,15 @@ WIRING = {  # tops and tails of the law, whether draws are replaced, verifier, r
 def test_wiring(name):
     decoder = DECODERS[name]()
     law, verifier = decoder.coupling.law, decoder.coupling.verifier
-    found = (law.tops, law.tails, law.replacement), type(verifier.rule).__name__, decoder.topology.parent_list
+    found = (
+        (law.tops, law.tails, law.replacement),
+        type(getattr(verifier, "rule", verifier)).__name__,
+        decoder.topology.parent_list,
+    )
     split, rule, topology = WIRING[name]
     assert found == (split, rule, topology.parent_list)
-    assert type(verifier).__name__ == "TopDown"
-    assert decoder.coupling.exactness == "exact"
+    assert type(verifier).__name__ in ("TopDown", "SharedMatching")
+    assert decoder.coupling.exactness.lossless
 
 
 def test_spechub_asks_in_the_order_of_the_paper():

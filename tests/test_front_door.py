@@ -16,18 +16,16 @@ from arbordraft import (
     HybridDrafter,
     LanguageModelDrafter,
     Lifted,
-    Matching,
     NGramDrafter,
     NoDrafter,
     RaggedModel,
-    RecursiveRejection,
     SpeculativeDecoder,
-    TopDown,
     TopTail,
     TreeTopology,
-    WithoutReplacement,
 )
+from arbordraft.laws import SharedNoise
 from arbordraft.texts import Pieces
+from arbordraft.verifiers import SharedMatching
 
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}{% if add_generation_prompt %}a{% endif %}"
 STRICT = "{{ raise_exception('roles must alternate') }}"
@@ -51,32 +49,24 @@ def decoder(template: str | None = None, **options: object) -> SpeculativeDecode
 # What a decoder derives from its drafter
 
 DRAFTERS = {
-    "lookups": (lambda t: NGramDrafter(), Fixed, TopDown, Matching),
-    "nothing": (lambda t: NoDrafter(), Fixed, TopDown, Matching),
-    "early exit": (lambda t: EarlyExitDrafter(t, 1), TopTail, Lifted, RecursiveRejection),
+    "lookups": (lambda t: NGramDrafter(), Fixed),
+    "nothing": (lambda t: NoDrafter(), Fixed),
+    "early exit": (lambda t: EarlyExitDrafter(t, 1), SharedNoise),
     "draft model": (
         lambda t: LanguageModelDrafter(RaggedModel(tiny(seed=1), t.tokenizer, kernels="torch")),
-        TopTail,
-        Lifted,
-        RecursiveRejection,
+        SharedNoise,
     ),
-    "lookups, else early exit": (
-        lambda t: HybridDrafter(NGramDrafter(), EarlyExitDrafter(t, 1)),
-        TopTail,
-        Lifted,
-        RecursiveRejection,
-    ),
+    "lookups, else early exit": (lambda t: HybridDrafter(NGramDrafter(), EarlyExitDrafter(t, 1)), SharedNoise),
 }
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_a_decoder_of_target_and_drafter_alone(name):
-    make, law, verifier, rule = DRAFTERS[name]
+    make, law = DRAFTERS[name]
     model = target()
     made = SpeculativeDecoder(model, make(model))
     assert isinstance(made.coupling.law, law)
-    assert isinstance(made.coupling.verifier, verifier)
-    assert isinstance(made.coupling.verifier.rule, rule)
+    assert isinstance(made.coupling.verifier, SharedMatching)
     assert made.exactness_report().level != "lossy"
     output = made.generate(**left_padded(PROMPTS), max_new_tokens=12, do_sample=False, return_dict_in_generate=True)
     expected = greedy_reference(model.model, PROMPTS, max_new_tokens=12)
@@ -88,7 +78,7 @@ def test_a_decoder_of_target_and_drafter_alone(name):
 
 
 @pytest.mark.parametrize(
-    ("topology", "law"), [(TreeTopology.chain(3), IID), (TreeTopology.k_ary(3, 2), TopTail)], ids=["chain", "tree"]
+    ("topology", "law"), [(TreeTopology.chain(3), IID), (TreeTopology.k_ary(3, 2), SharedNoise)], ids=["chain", "tree"]
 )
 def test_the_law_follows_the_topology(topology, law):
     model = target()
@@ -98,13 +88,13 @@ def test_the_law_follows_the_topology(topology, law):
 
 @pytest.mark.parametrize(
     ("law", "verifier"),
-    [(Fixed(2), TopDown), (IID(2), Lifted), (WithoutReplacement(3), Lifted), (TopTail(1, 1), Lifted)],
+    [(SharedNoise(2), SharedMatching), (Fixed(2), SharedMatching), (IID(2), Lifted), (TopTail(1, 1), Lifted)],
     ids=str,
 )
 def test_every_law_has_a_verifier(law, verifier):
     coupling = Coupling.of(law)
     assert type(coupling.verifier) is verifier
-    assert coupling.exactness == "exact"
+    assert coupling.exactness.lossless
 
 
 def test_a_law_must_be_one():

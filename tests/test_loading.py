@@ -250,15 +250,6 @@ def test_auto_does_not_look_into_the_current_folder(tmp_path, monkeypatch):
     assert isinstance(drafter_named("auto", ad.RaggedModel(tiny(), kernels="torch")), ad.NGramDrafter)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "nodes"), [((1.0, 1.001), 16), ((1.0, 64.0), 2)], ids=["rows cost nothing", "every row costs a forward"]
-)
-def test_trees_are_as_large_as_pays(tmp_path, seconds, nodes):
-    model = tiny()
-    decoder = ad.load(model, publish(tmp_path / "head", model), kernels="torch", costs=CostTable((1, 64), seconds))
-    assert decoder.topology.num_nodes == nodes
-
-
 # Costs
 
 

@@ -89,10 +89,11 @@ def each(name: str, values: Any, check: Callable[[str, Any], Checked], most: int
     return tuple(check(f"{name}[{index}]", value) for index, value in enumerate(entries))
 
 
-def instance(name: str, value: Any, *kinds: type) -> None:
-    """Raises TypeError unless a value is of one of these kinds."""
+def instance(name: str, value: Any, *kinds: type[Checked]) -> Checked:
+    """The value; raises TypeError unless it is of one of these kinds."""
     if not isinstance(value, kinds):
         raise TypeError(f"{name} must be of type {' or '.join(kind.__name__ for kind in kinds)}, got {_shown(value)}")
+    return value
 
 
 def _scalar(value: Any) -> Any:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from arbordraft.checkpoints import load_causal_lm, load_tokenizer, read_config
-from arbordraft.costs import CostTable
 from arbordraft.coupling import Coupling
 from arbordraft.deciders import Decider
 from arbordraft.decoder import SpeculativeDecoder
@@ -98,7 +97,7 @@ def load(
         keep_weights: see :class:`~arbordraft.RaggedModel`.
         tokenizer: by default the one that belongs to the model, if there is one.
         revision: of a model on the hub.
-        topology: the largest tree; by default as large as pays on average, by the drafter's acceptance and the costs.
+        topology: the largest tree; by default what suits the drafter. Every step verifies of it what pays.
         coupling: how children are drawn and judged; by default what suits the drafter.
         decider: stops drafting early; see :class:`~arbordraft.SpeculativeDecoder`.
         costs: what rows cost: ``auto`` as measured on this machine, once, by :func:`~arbordraft.measuring.known_rows`;
@@ -150,8 +149,6 @@ def load(
         table = known_rows(target, renew=costs == "renew")
         if isinstance(drafter, str) and isinstance(proposer, NGramDrafter):
             proposer = NGramDrafter(longest=8, shortest=1)  # what does not pay is dropped
-    if topology is None and isinstance(table, CostTable) and isinstance(proposer, Drafter):
-        topology = _paying(proposer, table)
     return SpeculativeDecoder(
         target, proposer, topology, coupling, decider, costs=table, max_cache_tokens=max_cache_tokens
     ).eval()
@@ -181,19 +178,6 @@ def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype
     if (name := str(dtype).removeprefix("torch.")) not in list(Dtype):
         raise ValueError(f"dtype must be one of {', '.join(Dtype)}, got {dtype!r}")
     return cast(torch.dtype, getattr(torch, name))
-
-
-def _paying(drafter: Drafter, costs: CostTable) -> TreeTopology:
-    """The drafter's own tree, cut to what pays on average; where every step drops what does not pay, all of it."""
-    topology = drafter.default_topology()
-    if drafter.default_law(topology.width).deterministic:
-        return topology
-    chances = [1.0] * topology.num_nodes
-    for node, children in enumerate(topology.child_list):
-        for child, rate in zip(children, drafter.acceptance, strict=False):
-            chances[child] = chances[node] * rate
-    paying = costs.worthwhile(1, sorted(chances[1:], reverse=True))
-    return TreeTopology.sequoia(drafter.acceptance[:4], 1 + max(1, paying), topology.max_depth)
 
 
 def load_model(

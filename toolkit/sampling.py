@@ -126,7 +126,7 @@ class Warp:
         if not self.processors:
             return 1.0
         only = len(self.processors) == 1 and type(self.processors[0]).__name__ == "TemperatureLogitsWarper"
-        return float(self.processors[0].temperature) if only else None  # type: ignore[attr-defined]
+        return float(self.processors[0].temperature) if only else None
 
     @property
     def constants(self) -> tuple[tuple[str, tuple[tuple[str, float], ...]], ...]:

@@ -354,9 +354,8 @@ def test_drafters_and_costs_at_the_bounds_decode(make, given):
         (spechub, {"depth": 0}),
         (sequoia, {"nodes": 1}),
         (fitted, {"nodes": 1}),
-        (fitted, {"nodes": 1, "sampled": True}),
     ],
-    ids=["specinfer", "dynasd", "spechub", "sequoia", "fitted", "fitted, sampled"],
+    ids=["specinfer", "dynasd", "spechub", "sequoia", "fitted"],
 )
 def test_the_smallest_trees_decode(make, given):
     assert make(**given).generate(torch.tensor([[5, 9]]), max_new_tokens=3, eos_token_id=None).shape == (1, 5)

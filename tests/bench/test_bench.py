@@ -165,7 +165,7 @@ def test_tree_rows_are_what_decoding_would_show():
     expected, counted = [], []
     verifier = TopDown(RecursiveRejection())
 
-    def look(prompt, tree, target_rows):
+    def look(prompt, tree, target_rows, _):
         expected.append(expected_accepted(verifier, tree, target_rows))
         law_of = verifier.law(tree, target_rows)
         assert sum(chance for chance, _, _ in law_of) == pytest.approx(1, abs=1e-5)

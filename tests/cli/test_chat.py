@@ -81,7 +81,7 @@ def test_the_status_line_counts(session):
     tokens = session._stats.emitted[0]
     assert f"{tokens} tokens " in session.status()
     assert session.status().startswith("tau ")
-    assert session.status().endswith("exact")
+    assert session.status().endswith("pathwise")
 
 
 def test_a_message_that_is_too_long_leaves_the_session_usable(session, capsys):

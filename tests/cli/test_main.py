@@ -55,7 +55,7 @@ def test_generate_decodes_a_batch(tmp_path):
         result = runner.invoke(cli.app, [*arguments, *extra])
         assert result.exit_code == 0, result.output
         assert "tau" in result.output
-        assert "exact" in result.output
+        assert "pathwise" in result.output
 
 
 def test_generate_reads_prompts_from_a_file(tmp_path):
@@ -114,19 +114,19 @@ def test_bench_of_the_cpu_kernels(tmp_path, asked):
 @pytest.mark.parametrize(
     ("command", "options", "rows"),
     [
-        ("decode", ["--drafter", "early-exit:1", "--batch", "2"], 5 + 4),
+        ("decode", ["--drafter", "early-exit:1", "--batch", "2"], 5 + 5),
         ("batching", ["--batches", "1,2", "--repeats", "1"], 2 * 5),
         ("product", ["--drafter", "early-exit:1", "--batches", "2", "--nodes", "6"], 2 * 5),
         ("deciders", ["--drafter", "early-exit:1", "--batches", "2", "--depth", "2", "--repeats", "1"], 1 + 2 + 8),
         ("compare", ["--drafter", "early-exit:1", "--repeats", "1"], 6),
-        ("verifiers", ["--drafter", "early-exit:1", "--temperatures", "1", "--children", "2", "--no-trees"], 6),
+        ("verifiers", ["--drafter", "early-exit:1", "--temperatures", "1", "--children", "2", "--no-trees"], 7),
         (
             "verifiers",
             [
                 *("--drafter", "early-exit:1", "--temperatures", "1"),
                 *("--children", "2", "--depths", "1", "--nodes", "4"),
             ],
-            6 + 2 * 10,
+            7 + 2 * 11,
         ),
     ],
 )

@@ -38,7 +38,7 @@ from arbordraft.target.cache import RaggedKVCache
 from arbordraft.types import DraftTree, SampleTree
 
 CHAIN, UNEVEN = TreeTopology.chain(4), TreeTopology([-1, 0, 0, 1, 1, 2, 3, 6])
-LAWS = [IID(2), WithoutReplacement(2), TopTail(1, 1), Fixed(2)]
+LAWS = [IID(2), WithoutReplacement(2), TopTail(1, 1)]
 LOOKUP = Coupling(Fixed(2), TopDown(Matching()))
 DRAWN = Coupling(WithoutReplacement(2), Lifted(RecursiveRejection()))
 HYBRIDS = {

@@ -39,7 +39,7 @@ from arbordraft.verifiers import (
     Rule,
     TopTailRule,
     TypicalAcceptance,
-    greedy_verdict,
+    matching_verdict,
     optimal_acceptance,
 )
 
@@ -283,7 +283,8 @@ def test_a_certain_target_is_greedy_decoding(law, rule, lift):
         for _, tree in draft_trees(topology, law, table):
             batch, rows = packed([tree], [target_rows(tree, table)])
             (sampled,) = verifier(batch, rows, noise).samples
-            (greedy,) = greedy_verdict(batch, rows.argmax(-1).tolist()).samples
+            best = rows.argmax(-1).tolist()
+            (greedy,) = matching_verdict(batch, lambda rows, places, best=best: [best[row] for row in rows]).samples
             emitted = (*tree.path((0, *sampled.path)[-1]), sampled.token)
             assert all(table(emitted[:depth])[0][token] == 1 for depth, token in enumerate(emitted))
             if not law.replacement:

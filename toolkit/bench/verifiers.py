@@ -237,7 +237,8 @@ def _node_rows(rows: Sequence[tuple[int, Tensor, Tensor]], k: int, optima: int) 
         drawn = WithoutReplacement(k) if law.shared else law  # what the highest perturbed tokens are, one by one
         every = 1 if drawn.replacement or drawn.tails < 3 else max(1, len(judged) // optima)
         solved = [optimal_acceptance(drawn, rows[i][1], rows[i][2]) for i in judged[::every]]
-        for rule_name, rule in (rules or {"SharedMatching": None}).items():
+        judges: dict[str, Rule | None] = {"SharedMatching": None} if law.shared else {**rules}
+        for rule_name, rule in judges.items():
             accepts = [ranks(law, rule, index) for index in judged]
             # Positions that were not solved count with what the rule reaches there, above or below those that were.
             reached = sum(map(sum, accepts[::every])) / max(1, len(solved))

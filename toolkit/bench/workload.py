@@ -37,7 +37,7 @@ class Workload:
 
     Examples:
         >>> Workload(["a", "b"], batch=2).request()
-        {'do_sample': False, 'max_new_tokens': 128}
+        {'max_new_tokens': 128, 'do_sample': False}
     """
 
     prompts: tuple[str, ...] = (*MIXED, *VARIED)

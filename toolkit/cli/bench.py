@@ -41,9 +41,7 @@ def named(drafters: list[str] | None) -> list[str]:
     return drafters
 
 
-DraftersOption = Annotated[
-    list[str] | None, typer.Option("--drafter", callback=named, help=f"{DRAFTERS} May be repeated.")
-]
+DraftersOption = Annotated[list[str] | None, typer.Option("--drafter", help=f"{DRAFTERS} May be repeated.")]
 
 
 def drafters_of(names: Sequence[str] | None, target: RaggedModel) -> dict[str, Drafter]:
@@ -95,7 +93,7 @@ def cpu(
 @measurement({"model", "dtypes", *WORKLOAD, "json"} - {"repeats"}, batches="1,8")
 def equality(
     run: Run,
-    drafter: Annotated[list[str] | None, typer.Option(help=f"{DRAFTERS} May be repeated.")] = None,
+    drafter: DraftersOption = None,
 ) -> None:
     """Speculative against plain tokens of the same seeds on the native CPU kernels."""
     for target in run.targets():
@@ -108,8 +106,9 @@ def equality(
 @measurement(DECODING, temperatures="0,1", repeats=1)
 def decode(run: Run, drafter: DraftersOption = None) -> None:
     """What drafters gain over plain decoding: lookups, chains, trees, and lookups with trees behind them."""
+    names = named(drafter)
     target = run.target()
-    drafters = drafters_of(drafter, target)
+    drafters = drafters_of(names, target)
     for workload in run.workloads():
         run.decode(target, contests.drafter_gain(target, drafters, workload), workload)
 
@@ -132,8 +131,9 @@ def verifiers(
     ] = 100,
 ) -> None:
     """What draft laws and verifiers accept on the model's own rows, as expectations with standard errors."""
+    names = named(drafter)
     target = run.target()
-    drafters = drafters_of(drafter, target)
+    drafters = drafters_of(names, target)
     counts = numbers(children, int)
     sizes: dict[str, Any] = {"depths": numbers(depths, int), "nodes": numbers(nodes, int)}
     for workload in run.workloads():
@@ -190,7 +190,7 @@ def deciders(
 @measurement(DECODING, batches="1")
 def compare(
     run: Run,
-    drafter: Annotated[list[str] | None, typer.Option(help=f"{DRAFTERS} May be repeated.")] = None,
+    drafter: DraftersOption = None,
 ) -> None:
     """arbordraft against transformers: ``generate``, prompt lookup and, with a draft model, assisted generation."""
     target = run.target()

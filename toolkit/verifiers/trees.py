@@ -53,11 +53,11 @@ class TreeVerifier(nn.Module):
             TypeError: if the noise is of the other kind.
             ValueError: if there are not exactly T target rows, or the rows cannot be probabilities.
         """
-        instance("noise", noise, Noise)
+        uniforms = instance("noise", noise, Noise)
         if self.rejects_in_turn and isinstance(target_probs, SoftmaxRows):
             scores = target_probs.scores
             if choice.wants_triton("verify_tree", scores):
-                ends = verify_packed(tree, scores, noise, lifted=self.lifted)  # type: ignore[arg-type]
+                ends = verify_packed(tree, scores, uniforms, lifted=self.lifted)
                 return Verdict(
                     tuple(
                         None if sample is None or end is None else _verdict(sample, *end)
@@ -69,7 +69,7 @@ class TreeVerifier(nn.Module):
             if sample is None:
                 verdicts.append(None)
                 continue
-            accept, final = noise.accept[index].tolist(), noise.final[index]
+            accept, final = uniforms.accept[index].tolist(), uniforms.final[index]
             decision = self.decide(sample, target)
             try:
                 node, probability = next(decision)
@@ -302,11 +302,11 @@ class SharedMatching(TreeVerifier):
         Raises:
             TypeError: if the noise is none that target and drafter share.
         """
-        instance("noise", noise, GumbelNoise)
+        shared = instance("noise", noise, GumbelNoise)
         if len(target_probs) != sum(tree.lengths):
             raise ValueError(f"the batch has {sum(tree.lengths)} nodes, but {len(target_probs)} rows were given")
         scores = target_probs if isinstance(target_probs, SoftmaxRows) else _logarithms(target_probs)
-        return matching_verdict(tree, lambda rows, places: scores.draw(rows, noise, places))  # type: ignore[arg-type]
+        return matching_verdict(tree, lambda rows, places: scores.draw(rows, shared, places))
 
     def decide(self, tree: SampleTree, target: Mapping[int, Tensor]) -> Decision:
         """Raises TypeError: given the drafts, which know of its noise, the verdict has no law of its own."""
