@@ -27,7 +27,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto
 
 # The quick tier: the proofs of losslessness with their negative controls, and the vocabulary that all else stands on.
 QUICK := $(addprefix tests/,test_losslessness.py test_generate_law.py test_generate.py test_laws.py verifiers \
-	test_sampling.py test_topology.py test_masks.py test_costs.py test_builders.py test_imports.py \
+	test_shared_noise.py test_sampling.py test_topology.py test_masks.py test_costs.py test_builders.py test_imports.py \
 	deciders/test_deciders.py target/test_target.py target/test_cache.py)
 
 check: lint ## Lint, type-check and run the quick tests: a minute or two
