@@ -15,8 +15,10 @@ from arbordraft.kernels.verify.reference import CHUNK
 
 _INDEX = 8  # bytes of an int64
 _FLOAT = 4  # bytes of a float32, draft probabilities among them
-_SCORES = 4096  # that a program of tree_expand reads
+_SCORES = 4096  # that a program of tree_expand or gumbel_draw reads
 _COMPARISONS = 8 * 16  # passes over a row in search of a threshold, and pivots of each
+_BOUNDS = 10  # float32 operations per token to bound its noise; those of integers are not counted
+_NOISE = 68  # float64 operations per token, three of which are quotients
 
 
 class Work(NamedTuple):
@@ -123,6 +125,18 @@ def left_pick(nodes: int, drawn: int, special: int, itemsize: int) -> Work:
 def lowest_kept(rows: int, vocabulary: int, itemsize: int) -> Work:
     """Thresholds of top-k or top-p: a comparison, a choice and two sums per token, pivot and pass."""
     return Work(rows * (vocabulary * itemsize + 2 * _FLOAT), 4 * _COMPARISONS * rows * vocabulary)
+
+
+def gumbel_noise(rows: int, vocabulary: int) -> Work:
+    """Noise in float64, whose operations are of float64 too: devices do half as many of those, or far fewer."""
+    return Work(rows * (vocabulary * 8 + 2 * _INDEX), _NOISE * rows * vocabulary)
+
+
+def gumbel_draw(rows: int, vocabulary: int, itemsize: int, *, truncated: bool = False) -> Work:
+    """A token of every row: a quotient, a bound and comparisons per token; a few of each chunk are drawn in float64."""
+    chunks = -(-vocabulary // _SCORES)
+    keys = 2 * _INDEX + truncated * _FLOAT
+    return Work(rows * (vocabulary * itemsize + keys + chunks * 2 * _INDEX), (_BOUNDS + 5) * rows * vocabulary)
 
 
 def tree_expand(rows: int, vocabulary: int, children: int, itemsize: int) -> Work:

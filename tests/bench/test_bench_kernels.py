@@ -46,7 +46,7 @@ def test_the_command_runs_whole_in_the_interpreter(tmp_path):
     # Two contexts with one group and size, and as many with each of two more groups and one more size.
     assert sum(row["kernel"] == "ragged_tree_attention" for row in bounds) == 2 * (1 + 2 + 1)
     names = {"ragged_tree_attention", "kv_append", "kv_compact", "row_stats", "left_mass", "left_pick", "verify_tree"}
-    names |= {"lowest_kept", "tree_expand"}
+    names |= {"lowest_kept", "tree_expand", "gumbel_draw"}
     assert {row["kernel"] for row in bounds} == {row["kernel"] for row in rows} == names
     assert all(row["correct"] for row in rows)
     assert all(row["us"] is None for row in rows)  # the interpreter's time is nobody's

@@ -13,7 +13,7 @@ from torch import Tensor
 from arbordraft.bench.kernels import ATTENTION, Goal, Problem, largest_error
 from arbordraft.bench.packed import Packed, flash, flex, sdpa
 from arbordraft.bench.roofline import Shape, Stepped
-from arbordraft.bench.score_problems import expansion, passes, truncation, verification
+from arbordraft.bench.score_problems import drawing, expansion, passes, truncation, verification
 from arbordraft.kernels import choice
 from arbordraft.kernels.kv_cache import append, append_reference, compact_reference
 from arbordraft.kernels.kv_cache.operator import kv_compact
@@ -56,6 +56,7 @@ def chosen(
     yield from passes(stepped, device)
     yield from truncation(stepped, device)
     yield expansion(stepped, device)
+    yield drawing(stepped, device)
     yield from verification(stepped, device)
 
 

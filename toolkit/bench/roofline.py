@@ -132,6 +132,7 @@ class Stepped(NamedTuple):
         yield "lowest_kept", f"{self.rows} rows, {rows}", work.lowest_kept(self.rows, *scores)
         grown = work.tree_expand(self.samples * self.level, self.vocabulary, self.children, ITEMSIZE)
         yield "tree_expand", f"{self.samples * self.level} rows, {self.children} children, {rows}", grown
+        yield "gumbel_draw", f"{self.rows} rows, {rows}", work.gumbel_draw(self.rows, *scores)
         whole = work.recursive_rejection(self.rows, inner, children, self.samples, *scores)
         yield "verify_tree", f"{self.samples} trees of {sum(self.levels)}, {children} children, {rows}", whole
 

@@ -14,6 +14,8 @@ from torch import Tensor
 from arbordraft.bench.kernels import Problem, largest_error
 from arbordraft.bench.roofline import Stepped
 from arbordraft.bench.verifiers import drafted_tree
+from arbordraft.kernels.gumbel import gumbel_argmax_reference
+from arbordraft.kernels.gumbel.operator import argmax
 from arbordraft.kernels.tree_expand.operator import expand
 from arbordraft.kernels.verify.operator import left_mass, left_pick, lowest_kept, row_stats
 from arbordraft.kernels.verify.reference import CHUNK
@@ -122,6 +124,23 @@ def expansion(stepped: Stepped, device: torch.device) -> Problem:
         return max(largest_error(chosen, best), largest_error(log_probs, exact.log_softmax(dim=-1).gather(1, tokens)))
 
     return stepped.problem("tree_expand", run, error, SUMS, peer=partial(torch.topk, scores, k))
+
+
+def drawing(stepped: Stepped, device: torch.device) -> Problem:
+    """A token behind every row, with shared noise; the first rows are compared with the definition."""
+    generator, seeds = torch.Generator().manual_seed(0), torch.arange(stepped.rows, device=device)
+    scores = (3 * torch.randn(stepped.rows, stepped.vocabulary, generator=generator)).bfloat16().to(device)
+    run = partial(argmax, scores, seeds, seeds, 0.7, None)
+
+    def error() -> float:
+        some = slice(8)
+        expected = gumbel_argmax_reference(scores[some], seeds[some], seeds[some], 0.7, None)
+        return 0.0 if torch.equal(run()[some], expected) else torch.inf
+
+    def peer() -> Tensor:
+        return (scores.float() / 0.7).softmax(dim=-1).multinomial(1)
+
+    return stepped.problem("gumbel_draw", run, error, 0.0, peer=peer)
 
 
 def verification(stepped: Stepped, device: torch.device) -> Iterator[Problem]:

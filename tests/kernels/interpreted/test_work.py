@@ -8,6 +8,7 @@ from triton.runtime import interpreter
 
 from arbordraft import TreeTopology
 from arbordraft.kernels import choice, work
+from arbordraft.kernels.gumbel.operator import argmax, noise
 from arbordraft.kernels.kv_cache import append, compact
 from arbordraft.kernels.ragged_tree_attention import ragged_tree_attention
 from arbordraft.kernels.tree_expand.operator import expand
@@ -131,3 +132,15 @@ def test_expansion(touched, children):
     rows, vocabulary = 2, CHUNK + 130
     expand(torch.randn(rows, vocabulary).half(), children)
     assert moved(touched) == work.tree_expand(rows, vocabulary, children, 2).bytes
+
+
+@pytest.mark.parametrize("truncated", [False, True], ids=["all", "truncated"])
+def test_noise(touched, truncated):
+    rows, vocabulary = torch.arange(2), 4096 + 130
+    noise(rows, rows + 1, vocabulary)
+    assert moved(touched) == work.gumbel_noise(2, vocabulary).bytes
+    for where in ("read", "written"):
+        touched[where].clear()
+    lowest = torch.zeros(2) if truncated else None
+    argmax(torch.randn(2, vocabulary).half(), rows, rows + 1, 1.0, lowest)
+    assert moved(touched) == work.gumbel_draw(2, vocabulary, 2, truncated=truncated).bytes
