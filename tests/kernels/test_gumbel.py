@@ -6,10 +6,13 @@ import pytest
 import torch
 from gumbel_checks import DRAWS, POSITIONS, SEEDS, VOCABULARIES, check_draws, check_noise
 from scipy import stats
+from torch import library
 
 from arbordraft.kernels import choice
 from arbordraft.kernels.gumbel import gumbel, gumbel_argmax, gumbel_argmax_reference, gumbel_reference
 from arbordraft.kernels.gumbel.numpy import gumbel as numpy_gumbel
+from arbordraft.kernels.gumbel.operator import argmax as draw_operator
+from arbordraft.kernels.gumbel.operator import noise as noise_operator
 from arbordraft.kernels.gumbel.reference import LANES, gumbel_of, logarithm, philox, words_of
 
 WORD = 2**32 - 1
@@ -149,6 +152,30 @@ def test_no_rows():
         with choice.use(path):
             assert gumbel(none, none, 70).shape == (0, 70)
             assert gumbel_argmax(torch.empty(0, 70), none, none).shape == (0,)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("gumbel", (SEEDS, POSITIONS, 70)),
+        ("gumbel_argmax", (torch.zeros(5, 70), SEEDS, POSITIONS, 0.7)),
+        ("gumbel_noise", (SEEDS, POSITIONS, 70)),
+        ("gumbel_draw", (torch.zeros(5, 70).bfloat16(), SEEDS, POSITIONS, 0.7, None)),
+        ("gumbel_draw", (torch.zeros(5, 70), SEEDS, POSITIONS, 0.7, torch.zeros(5))),
+    ],
+)
+def test_the_operators_are_registered_properly(name, arguments):
+    library.opcheck(getattr(torch.ops.arbordraft, name).default, arguments)
+
+
+def test_the_operators_follow_the_choice_of_kernels():
+    scores = torch.randn(5, 70)
+    for path in ("auto", "reference"):
+        with choice.use(path):
+            assert torch.equal(noise_operator(SEEDS, POSITIONS, 70), gumbel_reference(SEEDS, POSITIONS, 70))
+            found = draw_operator(scores, SEEDS, POSITIONS, 0.7, None)
+            assert torch.equal(found, gumbel_argmax_reference(scores, SEEDS, POSITIONS, 0.7, None))
 
 
 # The law
