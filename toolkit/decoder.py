@@ -73,8 +73,8 @@ class SpeculativeDecoder(nn.Module):
         buckets: numbers of rows, such as ``(8, 16, 32, 64)``. Each step is then padded to the smallest one that holds
             its trees (above the largest, to the next power of two) and never asks the host between the upload of its
             trees and the download of its verdicts; on a GPU it is recorded once per shape as a CUDA graph, which
-            replays. ``stats.pad_rows`` counts the padding. Sampling then takes recursive rejection (or ``TopTailRule``)
-            and processors that look at the scores alone.
+            replays. ``stats.pad_rows`` counts the padding. Sampling then takes shared noise or recursive rejection (or
+            ``TopTailRule``), and processors that look at the scores alone.
         compiler: compile these steps with this backend of ``torch.compile``, such as ``"inductor"``.
 
     Attributes:
@@ -556,14 +556,17 @@ class SpeculativeDecoder(nn.Module):
             return SoftmaxRows(logits, temperature=temperature)
         places = list(tree.rows())
 
-        def process(logits: Tensor, rows: Sequence[int]) -> Tensor:
-            def path_of(index: int) -> list[int]:
-                sample, node, _ = places[rows[index]]
-                return state.path(sample, tree.samples[sample].path(node))  # type: ignore[union-attr]
+        def along_paths(processing: Callable[..., Any]) -> Callable[[Tensor, Sequence[int]], Any]:
+            def process(logits: Tensor, rows: Sequence[int]) -> Any:
+                def path_of(index: int) -> list[int]:
+                    sample, node, _ = places[rows[index]]
+                    return state.path(sample, tree.samples[sample].path(node))  # type: ignore[union-attr]
 
-            return state.warp(logits, path_of, lambda index: places[rows[index]][0])
+                return processing(logits, path_of, lambda index: places[rows[index]][0])
 
-        return SoftmaxRows(logits, process)
+            return process
+
+        return SoftmaxRows(logits, along_paths(state.warp), along_paths(state.warp.trimmed))
 
     def _commit(
         self,

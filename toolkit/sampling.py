@@ -39,6 +39,7 @@ _PATH_FREE = frozenset(
         "TypicalLogitsWarper",
     }
 )
+_TRUNCATING = frozenset({"TopKLogitsWarper", "TopPLogitsWarper"})
 # Those of them that are plain arithmetic with a few numbers. The others check their arguments, which takes the host,
 # or index with a mask.
 _STATIC = _PATH_FREE - {"EtaLogitsWarper", "SuppressTokensLogitsProcessor", "TopHLogitsWarper"}
@@ -146,10 +147,37 @@ class Warp:
             path_of: token ids that precede the prediction of a row, prompt included; called only if needed.
             sample_of: the sample that a row belongs to, by default that of the same number.
         """
+        return self._processed(self.processors, logits, path_of, sample_of)
+
+    def trimmed(
+        self,
+        logits: Tensor,
+        path_of: Callable[[int], Sequence[int]],
+        sample_of: Callable[[int], int] = lambda row: row,
+    ) -> tuple[Tensor, Tensor | None]:
+        """What to draw from: scores, and ``[R]`` the lowest ones to draw if they were not truncated.
+
+        On a GPU a draw leaves out what top-k or top-p drop as it passes, so the last processor need not write that.
+        """
+        last = self.processors[-1] if self.processors else None
+        drops = type(last).__name__ in _TRUNCATING and last.filter_value == -math.inf  # type: ignore[union-attr]
+        if not drops or not choice.wants_triton("truncate", logits):
+            return self(logits, path_of, sample_of), None
+        scores = self._processed(self.processors[:-1], logits, path_of, sample_of)
+        return scores, _lowest(last, scores)
+
+    def _processed(
+        self,
+        processors: "Sequence[LogitsProcessor]",
+        logits: Tensor,
+        path_of: Callable[[int], Sequence[int]],
+        sample_of: Callable[[int], int],
+    ) -> Tensor:
+        """What the first of the processors make of logits."""
         scores = widened(logits)
         paths: list[Tensor] = []
         columns: list[int] = []
-        for place, processor in enumerate(self.processors):
+        for place, processor in enumerate(processors):
             if type(processor).__name__ in _PATH_FREE:  # a subclass may look at the path after all
                 scores = _truncate(processor, scores)
             elif len(scores):
@@ -187,14 +215,16 @@ def _called(processor: Any, path: Tensor, scores: Tensor) -> Tensor:
 
 def _truncate(processor: Any, scores: Tensor) -> Tensor:
     """Applies a processor that looks at the scores alone; top-k and top-p, on a GPU, without their sorting."""
-    name = type(processor).__name__
-    if name in ("TopKLogitsWarper", "TopPLogitsWarper") and choice.wants_triton("truncate", scores):
-        if name == "TopKLogitsWarper":
-            lowest = lowest_kept(scores, processor.top_k)
-        else:
-            lowest = lowest_kept(scores, processor.min_tokens_to_keep, processor.top_p)
-        return scores.masked_fill(scores < lowest[:, None], processor.filter_value)
+    if type(processor).__name__ in _TRUNCATING and choice.wants_triton("truncate", scores):
+        return scores.masked_fill(scores < _lowest(processor, scores)[:, None], processor.filter_value)
     return processor(scores.new_zeros(len(scores), 1, dtype=torch.long), scores)
+
+
+def _lowest(processor: Any, scores: Tensor) -> Tensor:
+    """``[R]`` the lowest scores that top-k or top-p keep."""
+    if type(processor).__name__ == "TopKLogitsWarper":
+        return lowest_kept(scores, processor.top_k)
+    return lowest_kept(scores, processor.min_tokens_to_keep, processor.top_p)
 
 
 class SoftmaxRows:
@@ -205,16 +235,18 @@ class SoftmaxRows:
     Args:
         scores: the scores, or logits that ``process`` makes scores of.
         process: given ``[R, V]`` of the logits and the numbers of these rows, returns their scores; row by row.
-        temperature: of logits that are divided by it and not processed otherwise; in place of ``process``.
+        trim: likewise, but what to draw from, see :meth:`Warp.trimmed`; to go with ``process``.
+        temperature: of logits that are divided by it and not processed otherwise; in place of both.
     """
 
     def __init__(
         self,
         scores: Tensor,
         process: Callable[[Tensor, Sequence[int]], Tensor] | None = None,
+        trim: Callable[[Tensor, Sequence[int]], tuple[Tensor, Tensor | None]] | None = None,
         temperature: float | None = None,
     ) -> None:
-        self._logits, self._process, self._temperature = scores, process, temperature
+        self._logits, self._process, self._trim, self._temperature = scores, process, trim, temperature
         self._found: dict[int, Tensor] = {}
 
     def __len__(self) -> int:
@@ -241,7 +273,10 @@ class SoftmaxRows:
         """Draws behind some rows, in which the noise is that of ``places``: see :meth:`GumbelNoise.draw`."""
         if self._process is None:
             return noise.draw(self._taken(rows), places, self._temperature or 1.0)
-        return noise.draw(self.scores_of(rows), places)
+        if self._trim is None:
+            return noise.draw(self.scores_of(rows), places)
+        scores, lowest = self._trim(self._taken(rows), rows)
+        return noise.draw(scores, places, lowest=lowest)
 
     def _taken(self, rows: Sequence[int]) -> Tensor:
         if len(rows) == len(self):
@@ -354,18 +389,26 @@ class GumbelNoise:
         rows = self.source.rows([(sample, self.lengths[sample] + depth) for sample, depth in places], scores.shape[1])
         return torch.stack([score + row for score, row in zip(scores, rows, strict=True)])
 
-    def draw(self, scores: Tensor, places: Sequence[tuple[int, int]], temperature: float = 1.0) -> list[int]:
+    def draw(
+        self,
+        scores: Tensor,
+        places: Sequence[tuple[int, int]],
+        temperature: float = 1.0,
+        lowest: Tensor | None = None,
+    ) -> list[int]:
         """Draws the target's tokens: the highest of ``scores / temperature + g``.
 
         Args:
             scores: ``[R, V]``.
             places: per row the sample, and the depth of the node behind which the token stands.
             temperature: above 0.
+            lowest: ``[R]`` lowest scores to draw.
 
         Raises:
             ValueError: if no score of a row is above -inf.
         """
-        tokens: list[int] = gumbel_argmax(scores, *self._keys(places, scores.device), temperature).tolist()
+        keys = self._keys(places, scores.device)
+        tokens: list[int] = gumbel_argmax(scores, *keys, temperature, lowest).tolist()
         if min(tokens) < 0:
             raise ValueError("cannot draw from a row in which no token has any probability; check the processors")
         return tokens

@@ -1,4 +1,4 @@
-"""The same noise in numpy, for programs that run without torch.
+"""The same noise in numpy, for programs that are not written in torch.
 
 Shapes: R rows, V vocabulary.
 """

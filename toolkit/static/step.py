@@ -177,8 +177,10 @@ class StaticStep(nn.Module):
     def _drawn(self, part: Mapping[str, Tensor], logits: Tensor) -> Tensor:
         """``[T]`` the target's token behind every row; any one where logits are no numbers."""
         seeds, positions = part["seeds"][part["sample"]], part["positions"] + 1
-        scores = self.warp(logits, _no_path) if self.temperature is None else logits
-        return gumbel_draw(scores, seeds, positions, self.temperature or 1.0, None).clamp(min=0)
+        if self.temperature is not None:
+            return gumbel_draw(logits, seeds, positions, self.temperature, None).clamp(min=0)
+        scores, lowest = self.warp.trimmed(logits, _no_path)
+        return gumbel_draw(scores, seeds, positions, 1.0, lowest).clamp(min=0)
 
     def _tree(self, part: Mapping[str, Tensor], draft: Tensor | None) -> PackedTree:
         children, draft_row = part["children"], part["draft_row"]
