@@ -14,13 +14,23 @@ struct NoiseKey {
   uint32_t low, high, position;
 };
 
+using u32x16 = uint32_t __attribute__((vector_size(64)));
+
 // The upper and the lower words of sixteen products.
-inline void product(const uint32_t* x, uint32_t by, uint32_t* high, uint32_t* low) {
+inline void product(u32x16 x, uint32_t by, u32x16& high, u32x16& low) {
 #if defined(__AVX512F__)
-  const __m512i even = _mm512_loadu_si512(x), m = _mm512_set1_epi32(int(by));
+  const __m512i even = (__m512i)x, m = _mm512_set1_epi32(int(by));
   const __m512i p = _mm512_mul_epu32(even, m), q = _mm512_mul_epu32(_mm512_srli_epi64(even, 32), m);
-  _mm512_storeu_si512(high, _mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(p, 32), q));
-  _mm512_storeu_si512(low, _mm512_mask_blend_epi32(0xaaaa, p, _mm512_slli_epi64(q, 32)));
+  high = (u32x16)_mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(p, 32), q);
+  low = (u32x16)_mm512_mask_blend_epi32(0xaaaa, p, _mm512_slli_epi64(q, 32));
+#elif defined(__AVX2__)
+  const __m256i m = _mm256_set1_epi32(int(by));
+  for (int half = 0; half < 2; ++half) {
+    const __m256i even = ((const __m256i*)&x)[half];
+    const __m256i p = _mm256_mul_epu32(even, m), q = _mm256_mul_epu32(_mm256_srli_epi64(even, 32), m);
+    ((__m256i*)&high)[half] = _mm256_blend_epi32(_mm256_srli_epi64(p, 32), q, 0xaa);
+    ((__m256i*)&low)[half] = _mm256_blend_epi32(p, _mm256_slli_epi64(q, 32), 0xaa);
+  }
 #else
   for (int i = 0; i < kLanes; ++i) {
     const uint64_t p = uint64_t(x[i]) * by;
@@ -32,27 +42,24 @@ inline void product(const uint32_t* x, uint32_t by, uint32_t* high, uint32_t* lo
 
 // Words `half` of the group of tokens that begins at `first`.
 inline void philox(NoiseKey key, int64_t first, uint32_t half, uint32_t* words) {
-  uint32_t *a = words, *b = words + kLanes, *c = words + 2 * kLanes, *d = words + 3 * kLanes;
-  for (int i = 0; i < kLanes; ++i) {
-    a[i] = uint32_t(first / kGroup * kLanes + i);
-    b[i] = key.position;
-    c[i] = half;
-    d[i] = 0;
-  }
+  u32x16 a, b = u32x16{} + key.position, c = u32x16{} + half, d = {};
+  for (int i = 0; i < kLanes; ++i) a[i] = uint32_t(first / kGroup * kLanes + i);
 #pragma GCC unroll 10
   for (int round = 0; round < 10; ++round) {
-    uint32_t above_a[kLanes], below_a[kLanes], above_c[kLanes], below_c[kLanes];
+    u32x16 above_a, below_a, above_c, below_c;
     product(a, 0xD2511F53u, above_a, below_a);
     product(c, 0xCD9E8D57u, above_c, below_c);
-    for (int i = 0; i < kLanes; ++i) {
-      a[i] = above_c[i] ^ b[i] ^ key.low;
-      b[i] = below_c[i];
-      c[i] = above_a[i] ^ d[i] ^ key.high;
-      d[i] = below_a[i];
-    }
+    a = above_c ^ b ^ key.low;
+    b = below_c;
+    c = above_a ^ d ^ key.high;
+    d = below_a;
     key.low += 0x9E3779B9u;
     key.high += 0xBB67AE85u;
   }
+  std::memcpy(words, &a, sizeof a);
+  std::memcpy(words + kLanes, &b, sizeof b);
+  std::memcpy(words + 2 * kLanes, &c, sizeof c);
+  std::memcpy(words + 3 * kLanes, &d, sizeof d);
 }
 
 inline double logarithm(double x) {
