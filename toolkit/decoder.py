@@ -3,6 +3,7 @@
 Shapes: B samples, n_b nodes of sample b, T = sum of n_b packed rows, V vocabulary.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -524,11 +525,12 @@ class SpeculativeDecoder(nn.Module):
             way.
         """
         highest, best = row_max(logits)
-        sound = highest.isfinite()  # NaN and +inf reach the maximum; -inf alone is a banned token
-        if sound.all():
+        # NaN and +inf reach the maximum; -inf alone is a banned token. Plain numbers: an operator takes longer.
+        sound = [math.isfinite(value) for value in highest.tolist()]
+        if all(sound):
             return tree, logits, hidden, best
         owner = [sample for sample, _, _ in tree.rows()]
-        self._give_up(state, sorted({owner[row] for row in (~sound).nonzero().flatten().tolist()}))
+        self._give_up(state, sorted({sample for sample, good in zip(owner, sound, strict=True) if not good}))
         kept = torch.tensor([sample not in state.failures for sample in owner])
         samples = (None if index in state.failures else sample for index, sample in enumerate(tree.samples))
         return DraftTree(tuple(samples)), logits[kept], hidden[kept], best[kept]

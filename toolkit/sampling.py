@@ -339,7 +339,7 @@ class SharedSource:
 
     def __init__(self, seeds: Sequence[int]) -> None:
         checked = [whole("seed", seed, 0, 2**64 - 1) for seed in seeds]
-        self.seeds = torch.tensor([seed - 2**64 if seed >= 2**63 else seed for seed in checked], dtype=torch.int64)
+        self.seeds = [seed - 2**64 if seed >= 2**63 else seed for seed in checked]  # as int64 has them
         self._rows: dict[tuple[int, int], Tensor] = {}
 
     def at(self, lengths: Sequence[int]) -> "GumbelNoise":
@@ -354,9 +354,14 @@ class SharedSource:
     def rows(self, places: Sequence[tuple[int, int]], vocabulary: int) -> list[Tensor]:
         """``[V]`` float32 noise at some positions, which steps that overlap share."""
         if missing := [place for place in dict.fromkeys(places) if place not in self._rows]:
-            samples, positions = (torch.tensor(column) for column in zip(*missing, strict=True))
-            self._rows |= zip(missing, gumbel(self.seeds[samples], positions, vocabulary).float(), strict=True)
+            noise = gumbel(*self.keys(missing), vocabulary)
+            self._rows |= zip(missing, noise.float(), strict=True)
         return [self._rows[place] for place in places]
+
+    def keys(self, places: Sequence[tuple[int, int]], device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+        """``[R]`` seeds and positions of places, each a sample and a position, as kernels take them."""
+        seeds = torch.tensor([self.seeds[sample] for sample, _ in places], device=device)
+        return seeds, torch.tensor([position for _, position in places], device=device)
 
 
 @dataclass(frozen=True)
@@ -384,9 +389,10 @@ class GumbelNoise:
         Returns:
             ``[R, V]`` of the same dtype: the noise is rounded, as drafts are but guesses.
         """
+        positions = self._positions(places)
         if not scores.is_cpu or choice.wants_triton("perturb", scores):
-            return scores + gumbel(*self._keys(places, scores.device), scores.shape[1]).to(scores.dtype)
-        rows = self.source.rows([(sample, self.lengths[sample] + depth) for sample, depth in places], scores.shape[1])
+            return scores + gumbel(*self.source.keys(positions, scores.device), scores.shape[1]).to(scores.dtype)
+        rows = self.source.rows(positions, scores.shape[1])
         return torch.stack([score + row for score, row in zip(scores, rows, strict=True)])
 
     def draw(
@@ -407,16 +413,14 @@ class GumbelNoise:
         Raises:
             ValueError: if no score of a row is above -inf.
         """
-        keys = self._keys(places, scores.device)
+        keys = self.source.keys(self._positions(places), scores.device)
         tokens: list[int] = gumbel_argmax(scores, *keys, temperature, lowest).tolist()
         if min(tokens) < 0:
             raise ValueError("cannot draw from a row in which no token has any probability; check the processors")
         return tokens
 
-    def _keys(self, places: Sequence[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
-        seeds = self.source.seeds[[sample for sample, _ in places]]
-        positions = torch.tensor([self.lengths[sample] + depth for sample, depth in places])
-        return seeds.to(device), positions.to(device)
+    def _positions(self, places: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        return [(sample, self.lengths[sample] + depth) for sample, depth in places]
 
 
 def residual(target: Tensor, draft: Tensor) -> Tensor:

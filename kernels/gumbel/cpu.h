@@ -128,8 +128,11 @@ inline void gumbel_maximum(
   float x[kGroup], bound[kGroup];
   for (int64_t first = range.begin; first < range.end; first += kGroup) {
     const int64_t real = std::min(kGroup, size - first);
-    for (int64_t i = 0; i < kGroup; i += kLanes)
-      if (i < real) store(x + i, load(scores + first + i, real - i) / splat(temperature));
+    for (int64_t i = 0; i < kGroup; i += kLanes) {
+      if (i >= real) break;
+      const f32x16 logits = load(scores + first + i, real - i);
+      store(x + i, temperature == 1 ? logits : logits / splat(temperature));
+    }
     for (int64_t i = real; i < kGroup; ++i) x[i] = -std::numeric_limits<float>::infinity();
     philox(key, first, 0, upper);
     float highest = -std::numeric_limits<float>::infinity();

@@ -133,7 +133,7 @@ class Bucket:
         self._fill_rows(into, tree, batch, noise if isinstance(noise, Noise) else None, dummy)
         self._fill_samples(into, tree, batch, dummy)
         if isinstance(noise, GumbelNoise):
-            into.seeds[: len(tree.samples)] = noise.source.seeds.numpy()
+            into.seeds[: len(tree.samples)] = noise.source.seeds
         return self._fill_nodes(into, tree)
 
     def _fill_rows(
