@@ -12,6 +12,7 @@ from models import PROMPTS, left_padded, new_tokens, ragged
 from scipy.integrate import quad
 from scipy.stats import chi2
 from test_generate_law import BUSH, FEW, PAIR, fit, small, small_decoder
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from arbordraft import (
     IID,
@@ -37,7 +38,7 @@ from arbordraft.costs import NodeBudget
 from arbordraft.deciders import Decider
 from arbordraft.kernels.gumbel.reference import gumbel_of
 from arbordraft.laws import AdaptiveTopTail, SharedNoise
-from arbordraft.sampling import GumbelNoise, Noise, SharedSource
+from arbordraft.sampling import GumbelNoise, Noise, SharedSource, SoftmaxRows, Warp
 from arbordraft.types import DraftTree, SampleTree
 from arbordraft.verifiers import KSeq, SharedMatching, TypicalAcceptance
 
@@ -79,7 +80,38 @@ def test_noise_of_the_other_kind_is_refused():
 
 def test_a_row_without_tokens_is_refused():
     with pytest.raises(ValueError, match="no token has any probability; check the processors"):
-        SharedSource([1]).at([3]).draw(torch.full((1, 5), -torch.inf), [(0, 0)])
+        SharedSource([1]).at([3]).draw(torch.full((1, 5), -torch.inf), None, [(0, 0)])
+
+
+@pytest.mark.parametrize(
+    "processors",
+    [
+        [TopPLogitsWarper(0.8)],
+        [TopKLogitsWarper(4)],
+        [TemperatureLogitsWarper(0.7), TopKLogitsWarper(20), TopPLogitsWarper(0.9)],
+        [TopPLogitsWarper(0.5, filter_value=-9.0)],
+    ],
+    ids=["top-p", "top-k", "all", "not dropped"],
+)
+def test_draws_need_not_sort_to_truncate(processors, monkeypatch):
+    """Rows of few different scores, so that many are equal where top-k and top-p cut."""
+    generator, warp = torch.Generator().manual_seed(0), Warp(processors)
+    logits = torch.randn(400, 50, generator=generator).mul(2).bfloat16().mul(4).round().div(4)
+    places, noise = [(row, 0) for row in range(400)], SharedSource(range(400)).at([0] * 400)
+    written = SoftmaxRows(logits, lambda taken, rows: warp(taken, lambda row: []))
+    expected = written.draw(range(400), noise, places)
+    sorted_rows = []
+    monkeypatch.setattr("arbordraft.sampling._truncate", lambda one, scores: cut(one, sorted_rows, scores))
+    lazy = SoftmaxRows(logits, written.scores_of, lambda taken, rows: warp.trimmed(taken, lambda row: []))
+    assert lazy.draw(range(400), noise, places) == expected
+    plain = SoftmaxRows(logits).draw(range(400), noise, places)
+    assert plain != expected or processors[-1].filter_value != -torch.inf
+    assert 0 < sum(sorted_rows) < 1200
+
+
+def cut(processor, sorted_rows, scores):
+    sorted_rows.append(len(scores))
+    return processor(scores.new_zeros(len(scores), 1, dtype=torch.long), scores)
 
 
 # The law: argmax(log p + g) has law p
@@ -136,23 +168,26 @@ def test_sampling_has_the_law_of_the_target(name):
 
 @contextmanager
 def other_keys(monkeypatch, keys):
-    """Changes seeds and positions before the noise is made of them; given the call's number too."""
-    real, calls = GumbelNoise._keys, []
+    """Changes seeds and positions before draws are made of them; given the depths, and the call's number too."""
+    real, calls = GumbelNoise.draw, []
 
-    def changed(self, places, device):
-        seeds, positions = real(self, places, device)
+    def changed(self, scores, lowest, places, temperature=1.0):
         calls.append(None)
-        return keys(self, seeds, positions, torch.tensor([depth for _, depth in places]), len(calls))
+        seeds, positions = SharedSource.keys(self.source, self._positions(places))
+        seeds, positions = keys(seeds, positions, torch.tensor([depth for _, depth in places]), len(calls))
+        with monkeypatch.context() as inner:
+            inner.setattr(self.source, "keys", lambda *_: (seeds, positions), raising=False)
+            return real(self, scores, lowest, places, temperature)
 
     with monkeypatch.context() as patch:
-        patch.setattr(GumbelNoise, "_keys", changed)
+        patch.setattr(GumbelNoise, "draw", changed)
         yield
 
 
 BROKEN_LAW = {
-    "keyed by the node": lambda noise, seeds, positions, depths, call: (seeds, depths),
-    "the same at every position": lambda noise, seeds, positions, depths, call: (seeds, positions * 0),
-    "used again behind a rejection": lambda noise, seeds, positions, depths, call: (
+    "keyed by the node": lambda seeds, positions, depths, call: (seeds, depths),
+    "the same at every position": lambda seeds, positions, depths, call: (seeds, positions * 0),
+    "used again behind a rejection": lambda seeds, positions, depths, call: (
         seeds,
         torch.where(depths == 0, positions - 1, positions).clamp(min=8),
     ),
@@ -270,10 +305,10 @@ def test_the_text_is_that_of_plain_decoding(decoder, order, batch, request_, see
 
 
 BROKEN_PATH = {
-    "keyed by the step": lambda noise, seeds, positions, depths, call: (seeds, positions * 0 + call),
-    "keyed by the node": lambda noise, seeds, positions, depths, call: (seeds, depths),
-    "keyed by the step and the node": lambda noise, seeds, positions, depths, call: (seeds, depths + 100 * call),
-    "not of the sample's own text": lambda noise, seeds, positions, depths, call: (seeds, positions + len(seeds)),
+    "keyed by the step": lambda seeds, positions, depths, call: (seeds, positions * 0 + call),
+    "keyed by the node": lambda seeds, positions, depths, call: (seeds, depths),
+    "keyed by the step and the node": lambda seeds, positions, depths, call: (seeds, depths + 100 * call),
+    "not of the sample's own text": lambda seeds, positions, depths, call: (seeds, positions + len(seeds)),
 }
 
 

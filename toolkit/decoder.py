@@ -480,6 +480,8 @@ class SpeculativeDecoder(nn.Module):
         return state
 
     def _context(self, state: DecodeState, noise: Noise | GumbelNoise | None) -> DraftContext:
+        shared = isinstance(noise, GumbelNoise)
+        warp = state.warp.untruncated if shared else state.warp
         return DraftContext(
             tokens=state.tokens,
             # The last token of a verdict is not drafted, so a tree need not be deeper than the budget less one.
@@ -487,8 +489,8 @@ class SpeculativeDecoder(nn.Module):
             topology=self.topology,
             mask=self.mask,
             law=Fixed(self.coupling.law.k) if state.greedy else self.coupling.law,
-            pathwise=state.greedy or self.coupling.verifier.shared,
-            warp=lambda logits, place_of: state.warp(
+            pathwise=state.greedy or shared,
+            warp=lambda logits, place_of: warp(
                 logits, lambda row: state.path(*place_of(row)), lambda row: place_of(row)[0]
             ),
             decide=self.decider,

@@ -4,7 +4,7 @@ Shapes: B samples, N topology nodes, R rows, V vocabulary.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -39,6 +39,7 @@ _PATH_FREE = frozenset(
         "TypicalLogitsWarper",
     }
 )
+_ROUNDING = 1e-3  # far above what sums of a row of probabilities lose
 _TRUNCATING = frozenset({"TopKLogitsWarper", "TopPLogitsWarper"})
 # Those of them that are plain arithmetic with a few numbers. The others check their arguments, which takes the host,
 # or index with a mask.
@@ -147,37 +148,44 @@ class Warp:
             path_of: token ids that precede the prediction of a row, prompt included; called only if needed.
             sample_of: the sample that a row belongs to, by default that of the same number.
         """
-        return self._processed(self.processors, logits, path_of, sample_of)
+        return self._processed(logits, path_of, sample_of)
+
+    def untruncated(
+        self,
+        logits: Tensor,
+        path_of: Callable[[int], Sequence[int]],
+        sample_of: Callable[[int], int] = lambda row: row,
+    ) -> Tensor:
+        """The same without top-k and top-p, which take long and which drafts that are but guesses can do without."""
+        truncating = {place for place, one in enumerate(self.processors) if _truncates(one)}
+        return self._processed(logits, path_of, sample_of, truncating)
 
     def trimmed(
         self,
         logits: Tensor,
         path_of: Callable[[int], Sequence[int]],
         sample_of: Callable[[int], int] = lambda row: row,
-    ) -> tuple[Tensor, Tensor | None]:
-        """What to draw from: scores, and ``[R]`` the lowest ones to draw if they were not truncated.
-
-        On a GPU a draw leaves out what top-k or top-p drop as it passes, so the last processor need not write that.
-        """
-        last = self.processors[-1] if self.processors else None
-        drops = type(last).__name__ in _TRUNCATING and last.filter_value == -math.inf  # type: ignore[union-attr]
-        if not drops or not choice.wants_triton("truncate", logits):
+    ) -> "tuple[Tensor, LogitsProcessor | None]":
+        """What to draw from: scores, and top-k or top-p if it comes last and is still to be done."""
+        last = len(self.processors) - 1
+        if last < 0 or not _truncates(self.processors[last]):
             return self(logits, path_of, sample_of), None
-        scores = self._processed(self.processors[:-1], logits, path_of, sample_of)
-        return scores, _lowest(last, scores)
+        return self._processed(logits, path_of, sample_of, {last}), self.processors[last]
 
     def _processed(
         self,
-        processors: "Sequence[LogitsProcessor]",
         logits: Tensor,
         path_of: Callable[[int], Sequence[int]],
         sample_of: Callable[[int], int],
+        skipped: Collection[int] = (),
     ) -> Tensor:
-        """What the first of the processors make of logits."""
+        """What all processors but those at some places make of logits."""
         scores = widened(logits)
         paths: list[Tensor] = []
         columns: list[int] = []
-        for place, processor in enumerate(processors):
+        for place, processor in enumerate(self.processors):
+            if place in skipped:
+                continue
             if type(processor).__name__ in _PATH_FREE:  # a subclass may look at the path after all
                 scores = _truncate(processor, scores)
             elif len(scores):
@@ -213,6 +221,10 @@ def _called(processor: Any, path: Tensor, scores: Tensor) -> Tensor:
         ) from error
 
 
+def _truncates(processor: Any) -> bool:
+    return type(processor).__name__ in _TRUNCATING and processor.filter_value == -math.inf
+
+
 def _truncate(processor: Any, scores: Tensor) -> Tensor:
     """Applies a processor that looks at the scores alone; top-k and top-p, on a GPU, without their sorting."""
     if type(processor).__name__ in _TRUNCATING and choice.wants_triton("truncate", scores):
@@ -220,11 +232,28 @@ def _truncate(processor: Any, scores: Tensor) -> Tensor:
     return processor(scores.new_zeros(len(scores), 1, dtype=torch.long), scores)
 
 
+def truncated(processor: "LogitsProcessor | None", scores: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What :meth:`Warp.trimmed` left to do: truncated scores, or on a GPU these and the ``[R]`` lowest to draw."""
+    if processor is None:
+        return scores, None
+    if choice.wants_triton("truncate", scores):
+        return scores, _lowest(processor, scores)
+    return _truncate(processor, scores), None
+
+
 def _lowest(processor: Any, scores: Tensor) -> Tensor:
     """``[R]`` the lowest scores that top-k or top-p keep."""
     if type(processor).__name__ == "TopKLogitsWarper":
         return lowest_kept(scores, processor.top_k)
     return lowest_kept(scores, processor.min_tokens_to_keep, processor.top_p)
+
+
+def _surely_kept(processor: Any, scores: Tensor, tokens: Sequence[int]) -> list[bool]:
+    """Whether top-k or top-p keep a token of each row, however they treat its equals and round."""
+    at_least = scores >= scores.gather(1, torch.tensor(tokens, device=scores.device)[:, None])
+    if type(processor).__name__ == "TopKLogitsWarper":
+        return (at_least.sum(dim=1) <= processor.top_k).tolist()
+    return ((scores.softmax(dim=1) * at_least).sum(dim=1) < processor.top_p - _ROUNDING).tolist()
 
 
 class SoftmaxRows:
@@ -235,7 +264,7 @@ class SoftmaxRows:
     Args:
         scores: the scores, or logits that ``process`` makes scores of.
         process: given ``[R, V]`` of the logits and the numbers of these rows, returns their scores; row by row.
-        trim: likewise, but what to draw from, see :meth:`Warp.trimmed`; to go with ``process``.
+        trim: likewise, but what :meth:`Warp.trimmed` returns; to go with ``process``.
         temperature: of logits that are divided by it and not processed otherwise; in place of both.
     """
 
@@ -243,7 +272,7 @@ class SoftmaxRows:
         self,
         scores: Tensor,
         process: Callable[[Tensor, Sequence[int]], Tensor] | None = None,
-        trim: Callable[[Tensor, Sequence[int]], tuple[Tensor, Tensor | None]] | None = None,
+        trim: "Callable[[Tensor, Sequence[int]], tuple[Tensor, LogitsProcessor | None]] | None" = None,
         temperature: float | None = None,
     ) -> None:
         self._logits, self._process, self._trim, self._temperature = scores, process, trim, temperature
@@ -270,13 +299,25 @@ class SoftmaxRows:
         return logits if self._temperature is None else widened(logits) / self._temperature
 
     def draw(self, rows: Sequence[int], noise: "GumbelNoise", places: Sequence[tuple[int, int]]) -> list[int]:
-        """Draws behind some rows, in which the noise is that of ``places``: see :meth:`GumbelNoise.draw`."""
+        """Draws behind some rows, in which the noise is that of ``places``: see :meth:`GumbelNoise.draw`.
+
+        What would have been drawn without top-k or top-p is also drawn with it if it is kept. That can nearly always be
+        told without sorting the row.
+        """
         if self._process is None:
-            return noise.draw(self._taken(rows), places, self._temperature or 1.0)
+            return noise.draw(self._taken(rows), None, places, self._temperature or 1.0)
         if self._trim is None:
-            return noise.draw(self.scores_of(rows), places)
-        scores, lowest = self._trim(self._taken(rows), rows)
-        return noise.draw(scores, places, lowest=lowest)
+            return noise.draw(self.scores_of(rows), None, places)
+        scores, processor = self._trim(self._taken(rows), rows)
+        if processor is None or choice.wants_triton("truncate", scores):
+            return noise.draw(*truncated(processor, scores), places)
+        tokens = noise.draw(scores, None, places)
+        doubtful = [row for row, kept in enumerate(_surely_kept(processor, scores, tokens)) if not kept]
+        if doubtful:
+            again = noise.draw(_truncate(processor, scores[doubtful]), None, [places[row] for row in doubtful])
+            for row, token in zip(doubtful, again, strict=True):
+                tokens[row] = token
+        return tokens
 
     def _taken(self, rows: Sequence[int]) -> Tensor:
         if len(rows) == len(self):
@@ -398,17 +439,17 @@ class GumbelNoise:
     def draw(
         self,
         scores: Tensor,
+        lowest: Tensor | None,
         places: Sequence[tuple[int, int]],
         temperature: float = 1.0,
-        lowest: Tensor | None = None,
     ) -> list[int]:
         """Draws the target's tokens: the highest of ``scores / temperature + g``.
 
         Args:
             scores: ``[R, V]``.
+            lowest: ``[R]`` lowest ones to draw, once they are divided; ``None`` for no bound.
             places: per row the sample, and the depth of the node behind which the token stands.
             temperature: above 0.
-            lowest: ``[R]`` lowest scores to draw.
 
         Raises:
             ValueError: if no score of a row is above -inf.

@@ -22,7 +22,7 @@ from arbordraft.kernels.ragged_tree_attention.operator import tree_attention
 from arbordraft.kernels.verify import row_max_reference
 from arbordraft.kernels.verify.tops import take_tops
 from arbordraft.kernels.verify.tree import PackedTree, verify_tree, walk
-from arbordraft.sampling import Warp
+from arbordraft.sampling import Warp, truncated
 from arbordraft.static.bucket import Bucket
 from arbordraft.target.hook import AttentionCall
 from arbordraft.target.model import RaggedModel
@@ -179,7 +179,8 @@ class StaticStep(nn.Module):
         seeds, positions = part["seeds"][part["sample"]], part["positions"] + 1
         if self.temperature is not None:
             return gumbel_draw(logits, seeds, positions, self.temperature, None).clamp(min=0)
-        scores, lowest = self.warp.trimmed(logits, _no_path)
+        scores, processor = self.warp.trimmed(logits, _no_path)
+        scores, lowest = truncated(processor, scores)
         return gumbel_draw(scores, seeds, positions, 1.0, lowest).clamp(min=0)
 
     def _tree(self, part: Mapping[str, Tensor], draft: Tensor | None) -> PackedTree:
