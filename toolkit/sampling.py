@@ -250,10 +250,12 @@ def _lowest(processor: Any, scores: Tensor) -> Tensor:
 
 def _surely_kept(processor: Any, scores: Tensor, tokens: Sequence[int]) -> list[bool]:
     """Whether top-k or top-p keep a token of each row, however they treat its equals and round."""
-    at_least = scores >= scores.gather(1, torch.tensor(tokens, device=scores.device)[:, None])
+    chosen = torch.tensor(tokens, device=scores.device)[:, None]
+    before = scores >= scores.gather(1, chosen)  # what may come before it, itself not counted
+    before.scatter_(1, chosen, False)
     if type(processor).__name__ == "TopKLogitsWarper":
-        return (at_least.sum(dim=1) <= processor.top_k).tolist()
-    return ((scores.softmax(dim=1) * at_least).sum(dim=1) < processor.top_p - _ROUNDING).tolist()
+        return (before.sum(dim=1) < processor.top_k).tolist()
+    return ((scores.softmax(dim=1) * before).sum(dim=1) < processor.top_p - _ROUNDING).tolist()
 
 
 class SoftmaxRows:
