@@ -322,7 +322,7 @@ class SoftmaxRows:
         return tokens
 
     def _taken(self, rows: Sequence[int]) -> Tensor:
-        if len(rows) == len(self):
+        if list(rows) == list(range(len(self))):
             return self._logits
         return self._logits[rows[0] : rows[0] + 1] if len(rows) == 1 else self._logits[list(rows)]
 

@@ -14,12 +14,12 @@ class Decider(nn.Module):
 
     A decider sees only what exists before these children are drawn, so whether a token is verified never depends on
     that token or a later one, and the output law is preserved. A decider that looks further declares itself
-    ``anticipating`` and is refused where that would bias the law.
+    ``anticipating`` and is refused where that would bias the law: everywhere but under shared noise.
 
-    What it remembers of a sample travels with the sample, so one decider serves many batches at once. Greedy samples,
-    whose text does not depend on what is drafted, are shown together and may be weighed against each other. Sampled
-    ones are shown one by one, and what is decided about one must follow from its view and its memory alone: then a
-    seeded text does not depend on what shares its batch, or was decoded before.
+    What it remembers of a sample travels with the sample, so one decider serves many batches at once. Samples whose
+    text does not depend on what is drafted, greedy ones and those with shared noise, are shown together and may be
+    weighed against each other. Others are shown one by one, and what is decided about one must follow from its view and
+    its memory alone: then a seeded text does not depend on what shares its batch, or was decoded before.
     """
 
     anticipating = False
