@@ -1,6 +1,7 @@
 """Tests of the Triton kernels in Triton's interpreter, which a process has from its start or not at all."""
 
 import os
+import sys
 
 import pytest
 import torch
@@ -9,6 +10,14 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     raise pytest.UsageError("set TRITON_INTERPRET=1 to run these tests")
 
 GUARD = 64
+
+
+@pytest.fixture(autouse=True)
+def compiled_alone():
+    """All operators share one frame of torch's, which is compiled for eight of them and no more."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 @pytest.fixture
