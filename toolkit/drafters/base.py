@@ -54,8 +54,8 @@ class Drafter(nn.Module):
     def default_law(self, width: int) -> DraftLaw:
         """How it draws up to ``width`` children unless decoders are told otherwise.
 
-        Trees with the noise of the target, which is accepted most often there; chains at random, for block verification
-        is the best that a single draft can do.
+        Trees with the noise of the target, under which they may take any shape; chains at random, for block
+        verification is the best that a single draft can do.
         """
         return SharedNoise(width) if width > 1 else IID(1)
 
