@@ -13,7 +13,8 @@ from arbordraft import RaggedModel, TreeTopology
 from arbordraft.deciders import Decider, FixedDepth
 from arbordraft.laws import DraftLaw, Fixed
 from arbordraft.masks import SlicedCausalMask
-from arbordraft.sampling import GumbelNoise, Noise, SharedSource, Warp
+from arbordraft.processors import Warp
+from arbordraft.sampling import GumbelNoise, Noise, SharedSource
 from arbordraft.types import DraftContext
 
 VOCAB = 61

@@ -18,7 +18,8 @@ from transformers.generation import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
-from arbordraft.sampling import Noise, Warp, draw, residual
+from arbordraft.processors import Warp
+from arbordraft.sampling import Noise, draw, residual
 
 LAST = math.nextafter(1, 0)  # the greatest uniform
 

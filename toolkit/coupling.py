@@ -80,7 +80,7 @@ class Coupling(nn.Module):
     def matching(cls, width: int = 1) -> Self:
         """The most probable children, kept where a token drawn with other noise is the same.
 
-        Sampling with it is lossless; with shared noise (:meth:`shared`) drafts are accepted more often.
+        Sampling with it is lossless; the text of a seed then depends on what is drafted, unlike with :meth:`shared`.
 
         Examples:
             >>> Coupling.matching(2).law

@@ -31,8 +31,9 @@ from arbordraft.kernels.verify import row_max
 from arbordraft.laws import Fixed
 from arbordraft.masks import SlicedCausalMask, stack_words
 from arbordraft.metrics import DecodeStats
+from arbordraft.processors import Warp
 from arbordraft.prompts import left_padded
-from arbordraft.sampling import GumbelNoise, Noise, SharedSource, SoftmaxRows, Warp
+from arbordraft.sampling import GumbelNoise, Noise, SharedSource, SoftmaxRows
 from arbordraft.state import DecodeState
 from arbordraft.static.runner import StaticStepping
 from arbordraft.target.cache import RaggedKVCache

@@ -12,7 +12,8 @@ import torch
 
 from arbordraft.huggingface import Stopping
 from arbordraft.metrics import DecodeStats
-from arbordraft.sampling import SharedSource, Warp
+from arbordraft.processors import Warp
+from arbordraft.sampling import SharedSource
 from arbordraft.target.cache import RaggedKVCache
 
 if TYPE_CHECKING:

@@ -26,7 +26,8 @@ from arbordraft import (
 )
 from arbordraft.laws import AdaptiveTopTail, DraftLaw
 from arbordraft.masks import SlicedCausalMask
-from arbordraft.sampling import Noise, SoftmaxRows, Warp
+from arbordraft.processors import Warp
+from arbordraft.sampling import Noise, SoftmaxRows
 from arbordraft.topology import MOST_DEPTH, MOST_NODES
 from arbordraft.types import DraftTree, SampleTree
 from arbordraft.verifiers import OptimalTransport, Remembered, TypicalAcceptance

@@ -28,7 +28,8 @@ from arbordraft import (
 )
 from arbordraft.kernels.verify.tops import take_tops
 from arbordraft.laws import AdaptiveTopTail
-from arbordraft.sampling import Noise, SharedSource, Warp
+from arbordraft.processors import Warp
+from arbordraft.sampling import Noise, SharedSource
 from arbordraft.static.bucket import Bucket, fitting
 from arbordraft.static.step import StaticStep, StepKind
 from arbordraft.target.cache import RaggedKVCache

@@ -16,7 +16,8 @@ from arbordraft.drafters import Drafter
 from arbordraft.kernels import choice
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.laws import DraftLaw
-from arbordraft.sampling import GumbelNoise, Noise, Warp
+from arbordraft.processors import Warp
+from arbordraft.sampling import GumbelNoise, Noise
 from arbordraft.static.bucket import Bucket, bucket_sizes, fitting, power_of_two
 from arbordraft.static.step import Call, Pools, StaticStep, StepKind
 from arbordraft.target.cache import RaggedKVCache
