@@ -97,7 +97,7 @@ def timed(decoders: dict[str, Callable[[int], Decoded]], new_tokens: int, rounds
 def where_it_pays(target: RaggedModel, drafter: Drafter, costs: StepCosts) -> SpeculativeDecoder:
     """Chains that are drafted and verified as far as it pays on this machine."""
     chain = TreeTopology.chain(6)
-    return SpeculativeDecoder(target, drafter, chain, Coupling.matching(), CostAware(costs), costs=costs.target)
+    return SpeculativeDecoder(target, drafter, chain, Coupling.matching(), CostAware(costs))
 
 
 def draw_steps(console: Console, target: RaggedModel, tokenizer: Any, question: str) -> None:
@@ -111,7 +111,7 @@ def draw_steps(console: Console, target: RaggedModel, tokenizer: Any, question: 
             console.print(f"\n[bold]step {drawn}[/bold]")
             console.print(step_tree(tree.samples[0], verdict.samples[0], lambda token: tokenizer.decode([token])))
 
-    decoder = builders.eagle(target, TRAINED, nodes=8)
+    decoder = builders.expanding(target, EagleDrafter.from_pretrained(TRAINED, target), nodes=8)
     decoder.on_step = show
     console.rule(f"one forward, several tokens: {question}")
     decoder.generate(**chat_batch(tokenizer, [question]), max_new_tokens=3 * SHOWN, do_sample=False)

@@ -12,7 +12,7 @@ from torch import nn
 
 import arbordraft as ad
 from arbordraft import costs, deciders, drafters, laws, verifiers
-from arbordraft.costs import NodeBudget, StepCosts
+from arbordraft.costs import StepCosts
 from arbordraft.deciders import Decider, LearnedDecider
 from arbordraft.drafters import Drafter
 from arbordraft.heads.base import fingerprint
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 FILE, DECIDER = "decoder.json", "decider"  # the config, and the folder of a trained decider beside it
 _PARTS = (DraftLaw, Rule, TreeVerifier, Decider, Drafter)
-_TABLES = (ad.CostTable, StepCosts, NodeBudget)
+_TABLES = (ad.CostTable, StepCosts)
 # Nothing but these is ever called by its name in a file.
 _KINDS = {
     name: kind
@@ -82,7 +82,6 @@ class DecoderConfig:
         law: how children are drawn.
         verifier: how trees are judged.
         decider: when drafting stops.
-        costs: what rows cost, or how many are wanted.
         max_cache_tokens: bound on the rows of each KV cache.
         expected_batch: samples that sampled requests take their batch to have.
     """
@@ -94,7 +93,6 @@ class DecoderConfig:
     law: Description
     verifier: Description
     decider: Description
-    costs: Description = None
     max_cache_tokens: int | None = None
     expected_batch: int = 1
 
@@ -126,7 +124,6 @@ class DecoderConfig:
             describe(decoder.coupling.law),
             describe(decoder.coupling.verifier),
             describe(decoder.decider),
-            describe(decoder.costs),
             decoder.max_cache_tokens,
             decoder.expected_batch,
         )
@@ -149,7 +146,6 @@ class DecoderConfig:
             ad.TreeTopology.from_parents(self.parents),
             ad.Coupling(rebuild(self.law, here), rebuild(self.verifier, here)),
             rebuild(self.decider, here),
-            costs=rebuild(self.costs, here),
             max_cache_tokens=self.max_cache_tokens,
             expected_batch=self.expected_batch,
         )

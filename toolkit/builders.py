@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from arbordraft.checks import each, instance, whole
-from arbordraft.costs import CostTable, NodeBudget
+from arbordraft.costs import CostTable, StepCosts
 from arbordraft.coupling import Coupling
-from arbordraft.deciders import ConfidenceThreshold, Decider
+from arbordraft.deciders import ConfidenceThreshold, CostAware, Decider, NodeBudget
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter, EagleDrafter, HybridDrafter, LanguageModelDrafter, NGramDrafter, NoDrafter
 from arbordraft.laws import IID, TopTail, WithoutReplacement
-from arbordraft.measuring import measure_rows
+from arbordraft.measuring import known_costs, known_rows
 from arbordraft.target.model import RaggedModel
 from arbordraft.target_initialised import TargetInitialisedDecoder
 from arbordraft.topology import MOST_DEPTH, MOST_NODES, TreeTopology
@@ -28,18 +28,18 @@ def plain(target: "Model") -> SpeculativeDecoder:
     return SpeculativeDecoder(_ragged(target), NoDrafter())
 
 
-def lookup(target: "Model", costs: CostTable | None = None, expected_batch: int = 1) -> SpeculativeDecoder:
+def lookup(target: "Model", costs: StepCosts | CostTable | None = None, expected_batch: int = 1) -> SpeculativeDecoder:
     """n-gram speculation where it pays and plain decoding where it does not, by what rows cost on this machine.
 
     Args:
         target: the target.
-        costs: measured now by default, which takes about a second for a small model.
+        costs: by default those of this machine, which are measured once (:func:`~arbordraft.measuring.known_rows`).
         expected_batch: samples that a sampled request takes its batch to have, see :class:`SpeculativeDecoder`.
     """
     model = _ragged(target)
-    costs = measure_rows(model) if costs is None else costs
+    decider = CostAware(known_rows(model) if costs is None else costs)
     drafter = NGramDrafter(longest=8, shortest=1)
-    return SpeculativeDecoder(model, drafter, costs=costs, expected_batch=expected_batch)
+    return SpeculativeDecoder(model, drafter, decider=decider, expected_batch=expected_batch)
 
 
 def ems_sd(target: "Model", draft: "Model | Drafter | None" = None, length: int = 7) -> SpeculativeDecoder:
@@ -154,31 +154,60 @@ def fitted(
     lookup: bool = False,
     max_depth: int = 6,
     topology: TreeTopology | None = None,
+    costs: StepCosts | CostTable | None = None,
 ) -> SpeculativeDecoder:
-    """Any drafter with trees for its own acceptance, of the shape that suits each step best.
+    """Any drafter with trees of the size and shape that pay at each step, down to no draft at all.
 
     Sampling shares noise between target and drafter, see :meth:`Coupling.shared <arbordraft.Coupling.shared>`.
 
     Args:
         target: the target.
         draft: a draft model or drafter.
-        nodes: rows per sample that the target verifies, root included; 1 to 2,048.
+        nodes: rows per sample that the target verifies at most, root included; 1 to 2,048.
         lookup: copy from the sample's own text where its last tokens occurred before, and draft elsewhere.
         max_depth: bound on the trees' depth; what lookups copy may go on below, as long as ``nodes`` last.
         topology: the largest tree; by default fitted to the drafter's acceptance.
+        costs: by default those of this machine, which are measured once (:func:`~arbordraft.measuring.known_costs`).
     """
     nodes = whole("nodes", nodes, 1, MOST_NODES)
     if topology is not None:
         instance("topology", topology, TreeTopology)
-    drafter = _drafter(draft)
-    acceptance = drafter.acceptance
+    model, drafter = _ragged(target), _drafter(draft)
+    decider = CostAware(known_costs(model, drafter) if costs is None else costs, nodes)
+    return _expanding(model, drafter, nodes, decider, lookup, max_depth, topology)
+
+
+def expanding(
+    target: "Model", draft: "Model | Drafter", nodes: int = 16, *, lookup: bool = False, max_depth: int = 6
+) -> SpeculativeDecoder:
+    """The same with as many nodes at every step, whatever they cost: EAGLE-2 (Li et al., 2024), to compare with.
+
+    Args:
+        target: the target.
+        draft: a draft model or drafter.
+        nodes: rows per sample that the target verifies, root included; 1 to 2,048.
+        lookup: as in :func:`fitted`.
+        max_depth: as there.
+    """
+    nodes = whole("nodes", nodes, 1, MOST_NODES)
+    return _expanding(_ragged(target), _drafter(draft), nodes, NodeBudget(nodes), lookup, max_depth)
+
+
+def _expanding(
+    target: RaggedModel,
+    drafter: Drafter,
+    nodes: int,
+    decider: Decider,
+    lookup: bool,
+    max_depth: int,
+    topology: TreeTopology | None = None,
+) -> SpeculativeDecoder:
     proposer = HybridDrafter(NGramDrafter(longest=5, shortest=3), drafter) if lookup else drafter
     if topology is None:
-        topology = TreeTopology.sequoia(acceptance, min(4 * nodes, MOST_NODES), max_depth)
+        topology = TreeTopology.sequoia(drafter.acceptance, min(4 * nodes, MOST_NODES), max_depth)
         if lookup:  # what is copied may go on for as long as the budget lasts
             topology = _with_trunk(topology, nodes - 1)
-    coupling = Coupling.shared(topology.width)
-    return SpeculativeDecoder(_ragged(target), proposer, topology, coupling, costs=NodeBudget(nodes))
+    return SpeculativeDecoder(target, proposer, topology, Coupling.shared(topology.width), decider)
 
 
 def _with_trunk(topology: TreeTopology, depth: int) -> TreeTopology:

@@ -1,14 +1,9 @@
-"""What forwards and steps cost on this machine, and how many drafts are worth it.
-
-Rows are not free on a CPU, nor on a GPU once a batch is large: a draft pays only if its chance of being accepted is
-worth more than the time of its row.
-"""
+"""What forwards and steps cost on this machine: rows are not free on a CPU, nor on a GPU once a batch is large."""
 
 import json
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -72,28 +67,10 @@ class CostTable:
         (low, high), (first, second) = self.rows[at - 1 : at + 1], self.seconds[at - 1 : at + 1]
         return first + (second - first) * (rows - low) / (high - low)
 
-    def floor(self, samples: int, chances: Sequence[float] = (), alike: int = 1) -> float:
-        """Acceptance below which no number of drafts, up to 16 per sample, makes decoding faster."""
-        return _floor(self, samples, alike)
-
-    def worthwhile(self, samples: int, chances: Sequence[float], alike: int = 1) -> int:
-        """How many drafts give the most tokens per second.
-
-        Args:
-            samples: samples that take part; each emits one token without any draft.
-            chances: probability that each draft is reached and accepted, descending.
-            alike: samples that each of them stands for; what is kept of one is kept of all.
-
-        Examples:
-            >>> CostTable((1, 2, 3), (1.0, 1.5, 2.0)).worthwhile(samples=1, chances=[0.8, 0.3])
-            1
-        """
-        best, count, expected = samples / self(samples * alike), 0, float(samples)
-        for drafts, chance in enumerate(chances, 1):
-            expected += chance
-            if (rate := expected / self((samples + drafts) * alike)) > best:
-                best, count = rate, drafts
-        return count
+    def least_slope(self, rows: int, more: int) -> float:
+        """Seconds of one row more than ``rows``, where up to ``more`` of them are cheapest."""
+        base = self(rows)
+        return min((self(rows + extra) - base) / extra for extra in range(1, more + 1))
 
 
 @dataclass(frozen=True)
@@ -160,50 +137,8 @@ class StepCosts:
         return self.draft(rows) + self.decide + self.target(planned + rows) - self.target(planned)
 
 
-@dataclass(frozen=True)
-class NodeBudget:
-    """As many of the likeliest drafts as fit into a budget, whatever their rows cost.
-
-    With a topology that offers more nodes than the budget, trees take the shape that suits each step: what EAGLE-2
-    (Li et al., 2024) calls expanding and reranking.
-
-    Args:
-        nodes: per sample, root included; 1 or more. Greedy samples of a batch share their budgets, sampled ones have
-            each its own.
-
-    Raises:
-        TypeError: if ``nodes`` is no whole number.
-        ValueError: if it is below 1.
-
-    Examples:
-        >>> NodeBudget(4).worthwhile(samples=2, chances=[0.9] * 10)
-        6
-    """
-
-    nodes: int
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "nodes", whole("nodes", self.nodes, 1))
-
-    def floor(self, samples: int, chances: Sequence[float] = (), alike: int = 1) -> float:
-        """The chance of the last draft that fits so far: what is less likely has no descendants that fit either."""
-        count = samples * (self.nodes - 1)
-        return sorted(chances, reverse=True)[count - 1] if 0 < count <= len(chances) else 0.0
-
-    def worthwhile(self, samples: int, chances: Sequence[float], alike: int = 1) -> int:
-        """How many of the drafts, likeliest first, are kept."""
-        return min(len(chances), samples * (self.nodes - 1))
-
-
 def _load(path: Path, kind: str, make: Callable[[Any], Loaded]) -> Loaded:
     try:
         return make(json.loads(Path(path).read_text()))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} holds no {kind}: {error}; measure them again") from error
-
-
-@cache
-def _floor(costs: CostTable, samples: int, alike: int) -> float:
-    base = costs(samples * alike)
-    slopes = ((costs((samples + more) * alike) - base) / more for more in range(1, 16 * samples + 1))
-    return samples / base * min(slopes)

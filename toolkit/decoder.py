@@ -40,7 +40,7 @@ from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.exactness import ExactnessReport, exactness_report
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
-from arbordraft.types import Costs, DraftContext, DraftTree, Outcome, SampleVerdict, Verdict
+from arbordraft.types import DraftContext, DraftTree, SampleVerdict, Verdict
 from arbordraft.verifiers import matching_verdict
 
 if TYPE_CHECKING:
@@ -63,13 +63,10 @@ class SpeculativeDecoder(nn.Module):
             are drafted with the target's own noise and kept where they are the target's own tokens
             (:meth:`Coupling.shared <arbordraft.Coupling.shared>`), chains are drawn at random and judged as a block.
             Either decodes greedily and samples, losslessly.
-        decider: stops drafting early, per sample; by default every tree is drafted to its leaves.
-        costs: what rows cost on this machine (:class:`~arbordraft.CostTable`), or how many are wanted
-            (:class:`~arbordraft.costs.NodeBudget`). Drafts that are not drawn at random are then verified only where
-            they pay or fit. Samples whose text is the same whatever is drafted, greedy ones and those with shared
-            noise, share what pays in their batch.
+        decider: how much of the tree is drafted and verified, per sample and step; by default all of it.
+            :class:`~arbordraft.CostAware` drafts what pays, which is what :func:`arbordraft.load` and the builders do.
         expected_batch: samples that any other request takes its batch to have, all of them like itself, where what pays
-            depends on it (:class:`~arbordraft.CostTable`, :class:`~arbordraft.CostAware`). Its text depends on what is
+            depends on it (:class:`~arbordraft.CostAware`). Its text depends on what is
             verified, and must not depend on what happens to share its batch.
         max_cache_tokens: bound on the rows of each KV cache; unlimited by default.
         buckets: numbers of rows, such as ``(8, 16, 32, 64)``. Each step is then padded to the smallest one that holds
@@ -96,14 +93,13 @@ class SpeculativeDecoder(nn.Module):
         coupling: Coupling | None = None,
         decider: Decider | None = None,
         *,
-        costs: Costs | None = None,
         expected_batch: int = 1,
         max_cache_tokens: int | None = None,
         buckets: Sequence[int] | None = None,
         compiler: str | None = None,
     ) -> None:
         super().__init__()
-        target, drafter = _wrapped(target), _proposing(drafter)
+        target, drafter = _wrapped(target), as_drafter(drafter)
         topology = drafter.default_topology() if topology is None else topology
         instance("topology", topology, TreeTopology)
         coupling = Coupling.of(drafter.default_law(topology.width)) if coupling is None else coupling
@@ -112,8 +108,6 @@ class SpeculativeDecoder(nn.Module):
         instance("decider", decider, Decider)
         if max_cache_tokens is not None:
             max_cache_tokens = whole("max_cache_tokens", max_cache_tokens, 1)
-        if costs is not None and not isinstance(costs, Costs):
-            raise TypeError(f"costs must be a CostTable or a NodeBudget, got {costs!r}")
         drafter.check(target, coupling.law)
         coupling.check(topology)
         for law in drafter.laws(coupling.law):
@@ -130,7 +124,6 @@ class SpeculativeDecoder(nn.Module):
         self.mask = SlicedCausalMask(topology)
         self.coupling = coupling
         self.decider = decider
-        self.costs = costs
         self.expected_batch = whole("expected_batch", expected_batch, 1)
         self.max_cache_tokens = max_cache_tokens
         self.on_step: Callable[[DecodeState, DraftTree, Verdict], None] | None = None
@@ -494,10 +487,11 @@ class SpeculativeDecoder(nn.Module):
             warp=lambda logits, place_of: warp(
                 logits, lambda row: state.path(*place_of(row)), lambda row: place_of(row)[0]
             ),
+            temperature=state.warp.untruncated_temperature if shared else state.warp.temperature,
+            plan=self.decider.plan,
             decide=self.decider,
             memory=state.memory,
             noise=noise,
-            costs=self.costs,
             expected_batch=self.expected_batch,
             vocab_size=self.target.vocab_size,
         )
@@ -604,8 +598,7 @@ class SpeculativeDecoder(nn.Module):
             emitted = state.append(sample, [*(drafted.tokens[node] for node in judged.path), judged.token])
             seen[sample] = accepted(sample, path[:emitted])
             state.stats.record(sample, drafted, judged, emitted)
-            levels = max(map(self.topology.depth_list.__getitem__, drafted.tokens))
-            self.decider.learn(state.memory[sample], Outcome(levels, len(judged.path)))
+            self.decider.learn(state.memory[sample], drafted.outcome(judged))
             if state.budget[sample] > 0:
                 remaining[sample] = judged
                 kept[state.handles[sample]] = path
@@ -630,7 +623,8 @@ def _wrapped(target: Any) -> RaggedModel:
     return target if isinstance(target, RaggedModel) else RaggedModel(target)
 
 
-def _proposing(drafter: Any) -> Drafter:
+def as_drafter(drafter: Any) -> Drafter:
+    """A drafter as it is, a model as a draft model."""
     if isinstance(drafter, RaggedModel) or hasattr(drafter, "get_output_embeddings"):
         return LanguageModelDrafter(drafter)
     instance("drafter", drafter, Drafter)

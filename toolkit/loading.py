@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from arbordraft.checkpoints import load_causal_lm, load_tokenizer, read_config
+from arbordraft.costs import CostTable, StepCosts
 from arbordraft.coupling import Coupling
-from arbordraft.deciders import Decider
-from arbordraft.decoder import SpeculativeDecoder
+from arbordraft.deciders import CostAware, Decider
+from arbordraft.decoder import SpeculativeDecoder, as_drafter
 from arbordraft.drafters import (
     Drafter,
     EagleDrafter,
@@ -27,13 +28,12 @@ from arbordraft.drafters import (
 from arbordraft.drafters.base import check_ragged
 from arbordraft.kernels import native
 from arbordraft.kernels.native.build import cache_folder
-from arbordraft.measuring import known_rows
+from arbordraft.measuring import known_costs
 from arbordraft.onnx_graph import FUSE, MODEL, Graph
 from arbordraft.onnx_networks import OnnxEagle, OnnxMedusa, OnnxModel
 from arbordraft.pretrained import load_smollm2
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
-from arbordraft.types import Costs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -79,7 +79,7 @@ def load(
     topology: TreeTopology | None = None,
     coupling: Coupling | None = None,
     decider: Decider | None = None,
-    costs: str | Costs | None = "auto",
+    costs: str | StepCosts | CostTable | None = "auto",
     max_cache_tokens: int | None = None,
 ) -> SpeculativeDecoder:
     """A decoder that is ready to write, of a model and a drafter that are named.
@@ -97,11 +97,12 @@ def load(
         keep_weights: see :class:`~arbordraft.RaggedModel`.
         tokenizer: by default the one that belongs to the model, if there is one.
         revision: of a model on the hub.
-        topology: the largest tree; by default what suits the drafter. Every step verifies of it what pays.
+        topology: the largest tree; by default what suits the drafter. Every step drafts and verifies of it what pays.
         coupling: how children are drawn and judged; by default what suits the drafter.
-        decider: stops drafting early; see :class:`~arbordraft.SpeculativeDecoder`.
-        costs: what rows cost: ``auto`` as measured on this machine, once, by :func:`~arbordraft.measuring.known_rows`;
-            ``renew`` to measure again; a table; or ``None`` to draft whole trees whatever they cost.
+        decider: how much is drafted; by default :class:`~arbordraft.CostAware`, by ``costs``.
+        costs: what steps cost: ``auto`` as measured on this machine, once, by
+            :func:`~arbordraft.measuring.known_costs`; ``renew`` to measure again; what was measured elsewhere; or
+            ``None`` to draft whole trees whatever they cost.
         max_cache_tokens: bound on the rows of each KV cache; unlimited by default.
 
     Returns:
@@ -121,7 +122,7 @@ def load(
         NGramDrafter(longest=4, shortest=2)
     """
     if isinstance(costs, str) and costs not in ("auto", "renew"):
-        raise ValueError(f"costs must be auto, renew, a CostTable or None, got {costs!r}")
+        raise ValueError(f"costs must be auto, renew, a CostTable, StepCosts or None, got {costs!r}")
     if isinstance(model, str | os.PathLike):
         target = _target_named(os.fspath(model), dtype, kernels, device, keep_weights, tokenizer, revision)
     else:
@@ -140,18 +141,18 @@ def load(
             if tokenizer is None and (home := getattr(model, "name_or_path", "")):
                 tokenizer = load_tokenizer(home, local_files_only=True)
             target = RaggedModel(model, tokenizer, kernels=kernels, keep_weights=keep_weights)
-    proposer = drafter_named(os.fspath(drafter), target) if isinstance(drafter, str | os.PathLike) else drafter
+    proposer = (
+        drafter_named(os.fspath(drafter), target) if isinstance(drafter, str | os.PathLike) else as_drafter(drafter)
+    )
     lookups = isinstance(proposer, NGramDrafter)
     why = ", as no drafter trained for this model is known" if lookups else ", trained for this model"
     logging.getLogger("arbordraft").info("drafter: %s%s", type(proposer).__name__, why if drafter == "auto" else "")
-    table = None if isinstance(costs, str) else costs
-    if isinstance(costs, str) and not isinstance(proposer, NoDrafter):
-        table = known_rows(target, renew=costs == "renew")
+    if decider is None and costs is not None and not isinstance(proposer, NoDrafter):
         if isinstance(drafter, str) and isinstance(proposer, NGramDrafter):
             proposer = NGramDrafter(longest=8, shortest=1)  # what does not pay is dropped
-    return SpeculativeDecoder(
-        target, proposer, topology, coupling, decider, costs=table, max_cache_tokens=max_cache_tokens
-    ).eval()
+        known = known_costs(target, proposer, renew=costs == "renew") if isinstance(costs, str) else costs
+        decider = CostAware(known)
+    return SpeculativeDecoder(target, proposer, topology, coupling, decider, max_cache_tokens=max_cache_tokens).eval()
 
 
 def _target_named(

@@ -3,21 +3,24 @@
 import hashlib
 import json
 import logging
+import math
+import random
 import statistics
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from itertools import accumulate, cycle, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from arbordraft.checks import each, instance, whole
 from arbordraft.costs import CostTable, StepCosts
 from arbordraft.coupling import Coupling
-from arbordraft.deciders import Decider
+from arbordraft.deciders import Decider, FixedDepth
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter
 from arbordraft.kernels.native.build import cache_folder, cpu
@@ -30,6 +33,8 @@ from arbordraft.types import StepView
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+Kept = TypeVar("Kept", CostTable, StepCosts)
 
 _ROWS = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128)
 _MOST_ROWS, _LONGEST = 2**14, 2**20  # of a forward that is timed, and of the text before it: their memory is real
@@ -85,30 +90,56 @@ def known_rows(target: RaggedModel, *, renew: bool = False) -> CostTable:
     Args:
         renew: measure anew all the same.
     """
-    path = cost_file(target)
+    rows = [count for count in _KEPT_ROWS if count <= (target.max_positions or count)]
+    return _known(cost_file(target), CostTable.load, lambda: measure_rows(target, rows), renew)
+
+
+def known_costs(target: RaggedModel, drafter: Drafter, *, renew: bool = False) -> StepCosts:
+    """The same for whole steps with a drafter: :func:`known_rows`, and what :func:`measure_steps` finds on short
+    texts without meaning.
+
+    Args:
+        renew: measure anew all the same.
+    """
+    rows = known_rows(target, renew=renew)
+    if drafter.free:
+        return StepCosts(rows, CostTable((1,), (1e-9,)))
+    drafts = _known(cost_file(target, drafter), StepCosts.load, lambda: _on_noise(target, drafter, rows), renew)
+    return replace(drafts, target=rows)
+
+
+def _on_noise(target: RaggedModel, drafter: Drafter, rows: CostTable) -> StepCosts:
+    source = random.Random(0)
+    texts = [[source.randrange(target.vocab_size) for _ in range(8)] for _ in range(max(_BATCHES))]
+    return measure_steps(target, drafter, texts, rows=rows)
+
+
+def _known(path: Path, load: Callable[[Path], Kept], measure: Callable[[], Kept], renew: bool) -> Kept:
     if not renew and path.exists():
         try:
-            return CostTable.load(path)
+            return load(path)
         except ValueError as error:
-            warnings.warn(f"{error}: measuring now", stacklevel=2)
-    logging.getLogger("arbordraft").info("measuring what rows cost, once per machine and kind of model")
-    rows = [count for count in _KEPT_ROWS if count <= (target.max_positions or count)]
-    costs = measure_rows(target, rows)
+            warnings.warn(f"{error}: measuring now", stacklevel=3)
+    logging.getLogger("arbordraft").info("measuring what steps cost, once per machine and kind of model")
+    costs = measure()
     try:
         costs.save(path)
     except OSError as error:
-        warnings.warn(f"what rows cost is measured in every process: {error}", stacklevel=2)
+        warnings.warn(f"what steps cost is measured in every process: {error}", stacklevel=3)
     return costs
 
 
-def cost_file(target: RaggedModel) -> Path:
-    """Where :func:`known_rows` keeps its measurement."""
+def cost_file(target: RaggedModel, drafter: Drafter | None = None) -> Path:
+    """Where :func:`known_rows`, or with a drafter :func:`known_costs`, keeps its measurement."""
     model = target.model
     shapes = [(name, list(parameter.shape)) for name, parameter in model.named_parameters()]
     device = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else cpu()
     versions = [torch.__version__, *map(version, ("arbordraft", "transformers"))]
     kernels = [str(model.dtype), target.backend, str(target.prepacking)]
     parts = [device, torch.get_num_threads(), versions, type(model).__name__, shapes, kernels]
+    if drafter is not None:
+        network = drafter.state_dict()
+        parts += [repr(drafter), [(name, list(tensor.shape)) for name, tensor in network.items()]]
     return cache_folder() / "costs" / f"{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]}.json"
 
 
@@ -138,23 +169,23 @@ def measure_steps(
     batches: Sequence[int] = _BATCHES,
     depth: int = 4,
     new_tokens: int = 24,
-    rows: Sequence[int] = _ROWS,
+    rows: Sequence[int] | CostTable = _ROWS,
 ) -> StepCosts:
     """The same for tokenized prompts, a learned decider and other sizes; decodes greedily, chain after chain.
 
     Args:
         texts: tokens to begin with.
         decider: asked before every level, though nothing stops here; none costs nothing.
-        batches: numbers of samples to decode at a time.
+        batches: numbers of samples to decode at a time, ascending from 1.
         depth: of the chains.
         new_tokens: length of the answers.
-        rows: numbers of rows to time the target's forward with, see :func:`measure_rows`.
+        rows: numbers of rows to time the target's forward with, see :func:`measure_rows`; or what they cost.
     """
-    levels: dict[int, list[float]] = {}
+    level: dict[int, float] = {}
     questions: list[float] = []
     rest, endless = [], cycle(texts)
     for batch in batches:
-        watch = _Stopwatch(decider)
+        watch = FixedDepth() if decider is None else _Stopwatch(decider)
         decoder = SpeculativeDecoder(target, drafter, TreeTopology.chain(depth), Coupling.matching(), watch)
         output: Any = decoder.generate(
             **left_padded(list(islice(endless, batch))),
@@ -164,40 +195,31 @@ def measure_steps(
             return_dict_in_generate=True,
         )
         stats: DecodeStats = output.stats
-        rest.append((stats.seconds["verify"] + stats.seconds["commit"]) / max(1, max(stats.forwards)))
-        questions += watch.questions
-        for count, seconds in watch.levels:
-            levels.setdefault(count, []).append(seconds)
-    table = {count: max(statistics.median(times), 1e-9) for count, times in levels.items()}
-    if 1 not in table:  # a drafter that had nothing to say
-        table[1] = min(table.values(), default=1e-6)
-    draft = CostTable(tuple(sorted(table)), tuple(table[count] for count in sorted(table)))
-    # Forwards take longer behind long texts: these are as long as the prompts and half an answer.
-    context = int(statistics.median(map(len, texts))) + 64
-    decide = 0.0 if decider is None or not questions else statistics.median(questions)
-    return StepCosts(measure_rows(target, rows, context=context), draft, decide, min(rest))
+        asked = watch.questions if isinstance(watch, _Stopwatch) else []
+        questions += asked
+        drafting, steps = stats.seconds["draft"] - sum(asked), max(1, max(stats.forwards))
+        level[batch] = min(level.get(batch, math.inf), max(drafting / steps / depth, 1e-9))
+        rest.append((stats.seconds["verify"] + stats.seconds["commit"]) / steps)
+    decide = statistics.median(questions) if questions else 0.0
+    if not isinstance(rows, CostTable):
+        # Forwards take longer behind long texts: these are as long as the prompts and half an answer.
+        rows = measure_rows(target, rows, context=int(statistics.median(map(len, texts))) + 64)
+    return StepCosts(rows, CostTable(tuple(level), tuple(level.values())), decide, min(rest))
 
 
 class _Stopwatch(Decider):
-    """Never stops; times another decider, and what happens between two questions: a level of drafting."""
+    """Never stops; times another decider."""
 
-    def __init__(self, decider: Decider | None) -> None:
+    def __init__(self, decider: Decider) -> None:
         super().__init__()
         self.decider = decider
         self.questions: list[float] = []
-        self.levels: list[tuple[int, float]] = []
-        self._last: tuple[int, int, float] | None = None
 
     def forward(self, view: StepView) -> Sequence[bool]:
-        now = time.perf_counter()
-        if self._last is not None and view.depth == self._last[0] + 1:
-            self.levels.append((self._last[1], now - self._last[2]))
-        rows = sum(map(len, view.paths))
-        if self.decider is not None:
-            self.decider(view)
-        self._last = view.depth, rows, time.perf_counter()
-        self.questions.append(self._last[2] - now)
+        start = time.perf_counter()
+        self.decider(view)
+        self.questions.append(time.perf_counter() - start)
         return [True] * len(view.paths)
 
 
-__all__ = ["cost_file", "known_rows", "measure_costs", "measure_rows"]
+__all__ = ["cost_file", "known_costs", "known_rows", "measure_costs", "measure_rows", "measure_steps"]

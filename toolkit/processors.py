@@ -121,10 +121,12 @@ class Warp:
     @property
     def temperature(self) -> float | None:
         """What scores are divided by if nothing else is done to them; ``None`` if something is."""
-        if not self.processors:
-            return 1.0
-        only = len(self.processors) == 1 and type(self.processors[0]).__name__ == "TemperatureLogitsWarper"
-        return float(self.processors[0].temperature) if only else None
+        return _dividing(self.processors)
+
+    @property
+    def untruncated_temperature(self) -> float | None:
+        """The same without top-k and top-p."""
+        return _dividing([one for one in self.processors if not _truncates(one)])
 
     @property
     def constants(self) -> tuple[tuple[str, tuple[tuple[str, float], ...]], ...]:
@@ -195,6 +197,13 @@ class Warp:
                 ]
                 scores = torch.cat(rows)
         return scores
+
+
+def _dividing(processors: Sequence[Any]) -> float | None:
+    if not processors:
+        return 1.0
+    only = len(processors) == 1 and type(processors[0]).__name__ == "TemperatureLogitsWarper"
+    return float(processors[0].temperature) if only else None
 
 
 def _counting_less(processor: Any, columns: int) -> Any:

@@ -63,6 +63,8 @@ class TreeTopology(nn.Module):
         self.parent_list = tuple(parents)
         self.depth_list = tuple(depths)
         self.child_list = tuple(tuple(nodes) for nodes in children)  # `children` is a method of every nn.Module
+        self.child_offsets = tuple(accumulate(map(len, children), initial=0))  # where a node's children begin among all
+        self.child_order = tuple(node for nodes in children for node in nodes)
         sizes = Counter(depths).values()  # in order, as depths do not decrease
         self.levels = tuple(range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True))
         self.register_buffer("parents", torch.tensor(parents), persistent=False)

@@ -72,7 +72,7 @@ class Setting:
             case "plain":
                 return builders.plain(target)
             case "lookup":
-                return builders.lookup(target, costs.target, expected_batch=batch)
+                return builders.lookup(target, costs, expected_batch=batch)
             case "chain":
                 chain = builders.ems_sd(target, drafter, self.size)
                 if not self.stop:
@@ -80,8 +80,7 @@ class Setting:
                 parts = (target, drafter, chain.topology, chain.coupling, CostAware(costs))
                 return SpeculativeDecoder(*parts, expected_batch=batch)
             case "tree" | "lookup or tree":
-                lookup = self.kind != "tree"
-                return builders.fitted(target, drafter, self.size, lookup=lookup)
+                return builders.fitted(target, drafter, self.size, lookup=self.kind != "tree", costs=costs)
         raise ValueError(f"there is no way of speculating called {self.kind!r}")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -54,6 +54,8 @@ class SampleTree:
         tokens: token of every living node in ascending node order. Node 0 is the last committed token.
         draft_probs: ``[V]`` draft row of every node with children, as sampled from. A node may lack one only
             if its law is deterministic.
+        chances: draft probability of every node below the root, given its parent; may be left out.
+        source: which drafter proposed it, see :attr:`Situation.source`.
 
     Siblings may repeat a token if they were drawn with replacement, or if they are certain. Of equal certain ones only
     the first is ever accepted: the others waste their rows, no more.
@@ -67,6 +69,8 @@ class SampleTree:
     law: DraftLaw
     tokens: Mapping[int, int]
     draft_probs: Mapping[int, Tensor] = field(default_factory=dict)
+    chances: Mapping[int, float] = field(default_factory=dict)
+    source: str = ""
 
     def __post_init__(self) -> None:
         nodes, parents = list(self.tokens), self.topology.parent_list
@@ -94,6 +98,14 @@ class SampleTree:
     def law_of(self, node: int) -> DraftLaw:
         """The law that drew the children of a node."""
         return self.law.narrow(len(self.topology.child_list[node]))
+
+    def outcome(self, judged: "SampleVerdict") -> "Outcome":
+        """What became of it."""
+        path = (0, *judged.path)
+        levels = max(map(self.topology.depth_list.__getitem__, self.tokens))
+        tried = [self.children(node) for node in path]
+        stated = [sum(self.chances.get(child, 0.0) for child in children) for children in tried if children]
+        return Outcome(levels, len(judged.path), tuple(stated), self.source)
 
     def path(self, node: int) -> list[int]:
         """Drafted tokens from below the root down to ``node``."""
@@ -196,10 +208,15 @@ class Outcome(NamedTuple):
     Args:
         drafted: levels of drafts that the target verified.
         accepted: how many of them were accepted.
+        stated: of the root and the accepted nodes below it, as far as they have verified children: the sum of these
+            children's draft probabilities. One more than was accepted, unless the path ended at a leaf.
+        source: which drafter proposed them, see :attr:`Situation.source`.
     """
 
     drafted: int
     accepted: int
+    stated: tuple[float, ...] = ()
+    source: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,6 +285,8 @@ class StepView:
     batch: int = 1
     planned: int = 1
     alike: int = 1
+    source: str = ""
+    acceptance: Sequence[float] = (0.5,)
 
     @property
     def confidence(self) -> list[list[float]]:
@@ -285,15 +304,64 @@ class StepView:
         return [[path[-1].origin.entropy if path else 0.0 for path in nodes] for nodes in self.paths]
 
 
-@runtime_checkable
-class Costs(Protocol):
-    """What drafts cost; see :class:`~arbordraft.costs.CostTable`."""
+@dataclass(frozen=True)
+class Situation:
+    """What is known before anything is drafted in a step, about samples that share what pays.
 
-    def floor(self, samples: int, chances: Sequence[float] = (), alike: int = 1) -> float:
-        """Acceptance below which no number of drafts pays; ``alike`` as in :class:`StepView`."""
+    Args:
+        room: greatest useful depth of every sample's tree.
+        memory: what the decider remembers of each, see :meth:`~arbordraft.deciders.Decider.start`.
+        alike: samples that each of them stands for, as in :class:`StepView`.
+        source: the drafter by its kind, so that what is learned of one is not taken for another's.
+        acceptance: how often its most probable token is the next one, its second, and so on, before anything is known.
+        free: a level takes next to no time beside the target's forward, as lookups do.
+    """
 
-    def worthwhile(self, samples: int, chances: Sequence[float], alike: int = 1) -> int:
-        """How many of the drafts with these chances, descending, give the most tokens per second."""
+    room: Sequence[int]
+    memory: Sequence[Any]
+    alike: int = 1
+    source: str = ""
+    acceptance: Sequence[float] = (0.5,)
+    free: bool = False
+
+
+def _all_of(chances: Sequence[float]) -> int:
+    return len(chances)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How far the trees of some samples go on, decided before they are drafted.
+
+    The reach of a node, the chance that its path is accepted, is the product of the draft probabilities along it, each
+    times the ``trust`` in it and 1 at most. A node gets children if ``reach * next - row`` is not negative, and a level
+    is drafted if the sum of that over its nodes is at least ``level``. Trees that were drawn at random are not pruned
+    node by node, only ended, as verification would no longer be lossless.
+
+    Args:
+        levels: most levels, by sample; 0 drafts nothing.
+        trust: by sample and depth of the parent, the last one for all that is deeper: how often drafts are accepted for
+            every time that their draft probabilities say so.
+        next: by sample and depth of the parent: how often some child is expected to be accepted.
+        level: tokens that a level must gain besides.
+        row: tokens that a node must gain for its rows.
+        budget: most drafts of all the samples, the likeliest ones.
+        keep: how many of the drafts with these reaches, descending, are verified; all by default.
+    """
+
+    levels: Sequence[int]
+    trust: Sequence[Sequence[float]]
+    next: Sequence[Sequence[float]]
+    level: float = 0.0
+    row: float = 0.0
+    budget: int | None = None
+    keep: Callable[[Sequence[float]], int] = _all_of
+
+    @classmethod
+    def everything(cls, levels: Sequence[int], **limits: Any) -> Self:
+        """Drafts all that the topology offers down to these levels, at what the drafter says it is worth."""
+        ones = [(1.0,)] * len(levels)
+        return cls(levels, ones, ones, **limits)
 
 
 @dataclass(frozen=True)
@@ -311,10 +379,11 @@ class DraftContext:
             share. What is drafted may then depend on anything.
         warp: the request's logits processors. Given ``[R, V]`` logits and, per row, the sample and the drafted tokens
             before the prediction, it returns ``[R, V]`` scores.
+        plan: says before anything is drafted how far the trees of some samples go on; ``None`` to be asked instead.
+        temperature: all that ``warp`` does is to divide by it; ``None`` if it does more.
         decide: says before every level which samples go on.
         memory: what the decider remembers of each sample.
         noise: of this step: uniforms, or the shared one, which drafters add to their scores; ``None`` at temperature 0.
-        costs: what rows cost; drafts that are not drawn at random are then given up where they do not pay.
         expected_batch: samples that a sampled one takes its batch to have, all of them like itself.
         candidates: children that each root has already, with the ``[V]`` row that they were drawn from; ``None`` if the
             drafter gives roots theirs.
@@ -328,10 +397,11 @@ class DraftContext:
     law: DraftLaw
     pathwise: bool
     warp: Callable[[Tensor, Callable[[int], tuple[int, Sequence[int]]]], Tensor]
+    temperature: float | None
+    plan: Callable[[Situation], Plan | None]
     decide: Callable[[StepView], Sequence[bool]]
     memory: Sequence[Any]
     noise: Noise | GumbelNoise | None
-    costs: Costs | None = None
     expected_batch: int = 1
     candidates: "Sequence[tuple[Sequence[int], Tensor] | None] | None" = None
     vocab_size: int | None = None

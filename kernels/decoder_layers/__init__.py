@@ -36,6 +36,7 @@ class LayerRun:
         rotary: tuple[Tensor, Tensor],
         batch: RaggedBatch,
         taps: Sequence[int] = (),
+        beside: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Runs the layers; natively a row's bits do not depend on the rows beside it.
 
@@ -45,12 +46,13 @@ class LayerRun:
             rotary: ``[1, T, R]`` cosines and sines, of the dtype of ``hidden`` or float32.
             batch: rows, slabs and ancestor words.
             taps: layers of this run whose inputs are wanted too; asking for them changes no bit of the output.
+            beside: ``[T, E]`` of the dtype of ``hidden``, for layers with a norm for it.
 
         Returns:
             ``[1, T, H]``, which is kept in float32 between the layers, and the ``[len(taps), T, H]`` tapped inputs.
         """
         if not native.load():
-            return decoder_layers_reference(hidden, self.layers, pools, rotary, batch, taps)
+            return decoder_layers_reference(hidden, self.layers, pools, rotary, batch, taps, beside)
         return torch.ops.arbordraft.decoder_layers(
             hidden.contiguous(),
             self._tensors,
@@ -66,6 +68,7 @@ class LayerRun:
             None if batch.words is None else batch.words.contiguous(),
             batch.region if self._windowed else None,
             list(taps),
+            None if beside is None else beside.contiguous(),
         )
 
 

@@ -31,7 +31,7 @@ inline void rotate(float* x, const float* cosine, const float* sine, int64_t rot
 // W: prepacked weights; X: what they multiply; T: keys and values.
 template <class W, class X, class T>
 struct Layer {
-  const float *pre_attention, *query_norm, *key_norm, *sinks, *post_attention, *pre_mlp, *post_mlp;  // or null
+  const float *pre_attention, *query_norm, *key_norm, *sinks, *post_attention, *pre_mlp, *post_mlp, *beside_norm;  // or null
   Prepacked<W> qkv, out, gate_up, down;
   int64_t query_heads, kv_heads, dim, inner, window;
   Activation activation;
@@ -49,18 +49,23 @@ struct Workspace {
   float *qkv, *sums, *partials;
 };
 
+// beside: rows of `beside_size` floats that stand before the hidden states where a layer has a norm for them, or null.
 template <class W, class X, class T>
 inline void run_layers(
-    float* x, int64_t rows, int64_t hidden, const std::vector<Layer<W, X, T>>& layers, const Workspace<X, T>& space,
-    const float* cosine, const float* sine, int64_t rotary, const int64_t* slots, int64_t most_chunks,
+    float* x, const float* beside, int64_t beside_size, int64_t rows, int64_t hidden,
+    const std::vector<Layer<W, X, T>>& layers, const Workspace<X, T>& space, const float* cosine, const float* sine, int64_t rotary, const int64_t* slots, int64_t most_chunks,
     const std::vector<std::pair<int64_t, T*>>& taps, int thread, int threads) {
   const Range mine = share(rows, 1, thread, threads);
-  const auto norm_rows = [&](const float* weight, float epsilon) {
-    for (int64_t r = mine.begin; r < mine.end; ++r)
+  const auto norm_rows = [&](const float* weight, float epsilon, const float* beside_norm = nullptr) {
+    const int64_t before = beside_norm ? beside_size : 0, width = before + hidden;
+    for (int64_t r = mine.begin; r < mine.end; ++r) {
+      X* to = space.normed + r * width;
+      if (beside_norm) rms_norm(beside + r * before, beside_norm, epsilon, before, to);
       if (weight)
-        rms_norm(x + r * hidden, weight, epsilon, hidden, space.normed + r * hidden);
+        rms_norm(x + r * hidden, weight, epsilon, hidden, to + before);
       else
-        for (int64_t i = 0; i < hidden; i += kLanes) store(space.normed + r * hidden + i, load(x + r * hidden + i));
+        for (int64_t i = 0; i < hidden; i += kLanes) store(to + before + i, load(x + r * hidden + i));
+    }
     meet(threads);
   };
   // x += y W^T, normed first if there is a norm behind the block.
@@ -86,9 +91,9 @@ inline void run_layers(
       if (tapped == int64_t(n))
         for (int64_t i = mine.begin * hidden; i < mine.end * hidden; i += kLanes) store(to + i, load(x + i));
     const int64_t dim = layer.dim, heads = layer.query_heads + 2 * layer.kv_heads, width = heads * dim;
-    norm_rows(layer.pre_attention, layer.epsilon);
+    norm_rows(layer.pre_attention, layer.epsilon, layer.beside_norm);
     multiply(
-        layer.qkv, space.normed, hidden, rows, share(width / kLanes, 2, thread, threads),
+        layer.qkv, space.normed, layer.qkv.inputs, rows, share(width / kLanes, 2, thread, threads),
         [&](int64_t r, int64_t block, const f32x16* acc, int n) {
           for (int b = 0; b < n; ++b) store(space.qkv + r * width + (block + b) * kLanes, acc[b]);
         });

@@ -32,7 +32,7 @@ class LayerWeights:
 
     Args:
         pre_attention: ``[H]``.
-        qkv: ``[(Hq + 2 Hkv) D, H]``.
+        qkv: ``[(Hq + 2 Hkv) D, H]``, or ``[(Hq + 2 Hkv) D, E + H]`` where something stands beside the hidden states.
         query_norm: ``[D]``.
         key_norm: ``[D]``.
         sinks: ``[Hq]`` float32 logits of attention sinks.
@@ -52,6 +52,8 @@ class LayerWeights:
         epsilon: of the norms.
         scale: factor of the scores.
         softcap: bound of the scores.
+        beside_norm: ``[E]`` of what stands beside the hidden states, before them, for queries, keys and values alone;
+            no norm, nothing beside.
     """
 
     NORMS: ClassVar = ("pre_attention", "query_norm", "key_norm", "post_attention", "pre_mlp", "post_mlp")
@@ -77,13 +79,14 @@ class LayerWeights:
     epsilon: float
     scale: float
     softcap: float | None
+    beside_norm: Tensor | None = None
 
     def tensors(self) -> list[Tensor | None]:
         """The tensors in the order in which the kernel takes them."""
         tensors: list[Tensor | None] = []
         for name in (
             "pre_attention", "qkv", "query_norm", "key_norm", "sinks", "out", "post_attention", "pre_mlp", "gate_up",
-            "down", "post_mlp",
+            "down", "post_mlp", "beside_norm",
         ):  # fmt: skip
             value = getattr(self, name)
             tensors += [value.weight, value.scale, value.bias] if isinstance(value, Matrix) else [value]
@@ -114,6 +117,7 @@ def decoder_layers_reference(
     rotary: tuple[Tensor, Tensor],
     batch: RaggedBatch,
     taps: Sequence[int] = (),
+    beside: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`arbordraft.kernels.decoder_layers.decoder_layers`."""
     x = hidden.flatten(0, -2)
@@ -121,6 +125,9 @@ def decoder_layers_reference(
     for layer, (keys, values) in zip(layers, pools, strict=True):
         inputs.append(x)
         y = rms_norm_reference(x, layer.pre_attention, layer.epsilon)
+        if layer.beside_norm is not None:
+            assert beside is not None
+            y = torch.cat([rms_norm_reference(beside, layer.beside_norm, layer.epsilon), y], dim=-1)
         qkv = _times(y, layer.qkv).unflatten(-1, (-1, layer.dim))
         query, key, value = qkv.split([layer.heads, layer.kv_heads, layer.kv_heads], dim=1)
         query = rms_norm_reference(query, layer.query_norm, layer.epsilon)

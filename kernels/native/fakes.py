@@ -33,9 +33,9 @@ def _ragged_tree_attention(query: Tensor, keys: Tensor, values: Tensor, *_: obje
     return query.new_empty(query.shape[0], query.shape[1], values.shape[2])
 
 
-def _decoder_layers(hidden: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    rows = hidden.flatten(0, -2)
-    return hidden.new_empty(hidden.shape), hidden.new_empty(len(others[-1]), *rows.shape)
+def _decoder_layers(hidden: Tensor, *others: Any, **_: Any) -> tuple[Tensor, Tensor]:
+    rows, taps = hidden.flatten(0, -2), others[12]
+    return hidden.new_empty(hidden.shape), hidden.new_empty(len(taps), *rows.shape)
 
 
 def _row_max(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -63,6 +63,13 @@ class PrepackedLinear(nn.Module):
             return prepacked_linear(x, self._prepacked, self._scale, self._wide_bias, outputs=self.out_features)
         return torch.ops.mkldnn._linear_pointwise(x, self._prepacked, self.bias, "none", [], "")
 
+    @property
+    def prepacked(self) -> Tensor:
+        """The native layout of the weights as they are now."""
+        if self._state != self._current():
+            self._prepack()
+        return self._prepacked
+
     def _current(self) -> tuple[int, ...]:
         return tuple(version_of(tensor) for tensor in (self.weight, self.bias) if tensor is not None)
 

@@ -58,6 +58,20 @@ struct Visible {
       }
     for (size_t r = 0; r < rows.size(); ++r) rows[r].others = pool.data() + offsets[r];
   }
+
+  // Row by row instead: one sees keys 0..past-1 of a slab from pool row `start` on, and then the pool rows of its path.
+  Visible() = default;
+  void add(int64_t start, int64_t past, const std::vector<int64_t>& path) {
+    rows.push_back({0, past, past + int64_t(path.size()), start, nullptr});
+    pool.insert(pool.end(), path.begin(), path.end());
+  }
+  void close() {  // behind the last one
+    const int64_t* others = pool.data();
+    for (auto& row : rows) {
+      row.others = others;
+      others += row.keys - row.straight;
+    }
+  }
 };
 
 template <class T>

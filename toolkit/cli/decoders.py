@@ -66,5 +66,4 @@ def load_decoder(
     if verifier is not None:
         part = ad.Lifted if verifier == Verifier.lifted else ad.TopDown
         coupling = ad.Coupling(drawn, part(ad.RecursiveRejection()))
-    parts = (decoder.target, decoder.drafter, decoder.topology, coupling, decoder.decider)
-    return ad.SpeculativeDecoder(*parts, costs=decoder.costs)
+    return ad.SpeculativeDecoder(decoder.target, decoder.drafter, decoder.topology, coupling, decoder.decider)

@@ -5,7 +5,7 @@ from arbordraft.deciders.base import Decider
 from arbordraft.deciders.cost_aware import CostAware
 from arbordraft.deciders.learned import LearnedDecider, RowSurvival
 from arbordraft.deciders.onnx import OnnxDecider
-from arbordraft.deciders.simple import ConfidenceThreshold, EntropyBound, FixedDepth, PathSurvival
+from arbordraft.deciders.simple import ConfidenceThreshold, EntropyBound, FixedDepth, NodeBudget, PathSurvival
 
 __all__ = [
     "AcceptedAverage",
@@ -19,6 +19,7 @@ __all__ = [
     "FixedDepth",
     "Heuristic",
     "LearnedDecider",
+    "NodeBudget",
     "OnnxDecider",
     "PathSurvival",
     "RowSurvival",

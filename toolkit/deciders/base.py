@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from arbordraft.types import Outcome, StepView
+from arbordraft.types import Outcome, Plan, Situation, StepView
 
 
 class Decider(nn.Module):
@@ -29,6 +29,13 @@ class Decider(nn.Module):
 
     def learn(self, memory: Any, outcome: Outcome) -> None:
         """Learns what became of a sample's drafts, after every step."""
+
+    def plan(self, situation: Situation) -> Plan | None:
+        """How far trees go on, if that follows from numbers: a drafter can then grow them in one go.
+
+        By default it does not, and :meth:`forward` is asked before every level.
+        """
+        return None
 
     def forward(self, view: StepView) -> Sequence[bool]:
         """``[B]``: whether each sample goes on."""

@@ -1,77 +1,193 @@
-"""A decider that weighs what a level of drafts may gain against the time it takes."""
+"""The policy that spends a step's time where it brings most tokens.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+Everything is weighed in tokens: a second is worth the tokens that decoding brings in it, and a draft its chance of being
+accepted. What drafts cost is measured once, what they bring is learned from every verdict.
+"""
 
-from arbordraft.checks import instance, real
-from arbordraft.costs import StepCosts
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
+
+from arbordraft.checks import instance, real, whole
+from arbordraft.costs import CostTable, StepCosts
 from arbordraft.deciders.base import Decider
 from arbordraft.deciders.simple import PathSurvival
-from arbordraft.types import Outcome, StepView
+from arbordraft.types import Outcome, Plan, Situation, StepView
 
-_PRIOR = 0.7  # acceptance of a level of a sample of which nothing is known
+_DEPTHS = 4  # depths that are told apart; the last one stands for all that are deeper
+_FALL = 0.85  # acceptance below the first level relative to that there, where nothing is known
+_WEIGHT = 4.0  # drafted steps that what is known beforehand counts for
+_IDLE = 0.99  # what a step without drafts leaves of what was learned: what was bad for them may have passed
+_AHEAD = 16  # rows of a sample among which the cheapest ones are looked for
+_ROUNDS = 3  # the rate that drafts bring and the drafts that are worth it settle together
 
 
 @dataclass
-class _Pace:
-    acceptance: float  # of a level, given that the one above it was accepted
-    emitted: float  # tokens per step
-    drafted: float  # levels per step
+class _Record:
+    """Of a sample and a drafter, by depth, recent steps counting more."""
+
+    tried: list[float] = field(default_factory=lambda: [0.0] * _DEPTHS)  # nodes whose children were verified
+    accepted: list[float] = field(default_factory=lambda: [0.0] * _DEPTHS)  # those of which one was accepted
+    stated: list[float] = field(default_factory=lambda: [0.0] * _DEPTHS)  # as many as were expected to
+
+    def fade(self, share: float) -> None:
+        for sums in (self.tried, self.accepted, self.stated):
+            sums[:] = [share * value for value in sums]
 
 
 class CostAware(Decider):
-    """Goes on while another level is worth its time: while it gains tokens at least as fast as decoding does so far.
+    """Drafts and verifies what raises expected tokens per second, down to nothing, and more again when it pays again.
 
-    That is the rule by which tokens per second are highest in the long run. A level's gain is the chance that the paths
-    to the frontier survive, times the acceptance of the sample's levels lately; its time is what a forward of the
-    drafter and more rows in the target's forward cost on this machine. Of a greedy batch, the samples that gain most go
-    on, as many as pay together; a sampled one goes on if it would pay in a batch of its like, see ``expected_batch`` of
-    :class:`~arbordraft.SpeculativeDecoder`.
+    Before a step it follows from the acceptance of the samples' drafts lately and from what forwards and levels cost on
+    this machine which samples draft at all, and what one level more, and one row more, would have to gain. Then trees
+    grow where they gain that by their draft probabilities, corrected by how often such probabilities came true. In the
+    end the likeliest drafts are verified, as many as pay. Samples whose text does not depend on what is drafted, greedy
+    ones and those with shared noise, are weighed together. Any other decides for itself, for a batch of its like (see
+    ``expected_batch`` of :class:`~arbordraft.SpeculativeDecoder`), and its trees are ended, not pruned.
 
     Args:
-        costs: measured by :func:`~arbordraft.measuring.measure_costs`, or by ``arbordraft tune --costs``.
-        survival: estimates the chances of paths; its threshold is not used.
+        costs: measured by :func:`~arbordraft.measuring.known_costs`, or by ``arbordraft tune --costs``; what rows cost
+            alone takes drafting for free.
+        nodes: most rows of a sample that are verified on average, root included; by default as many as pay.
+        survival: estimates the chances of paths instead of draft probabilities, level by level; its threshold is not
+            used.
         decay: share of the old averages in the new ones, in [0, 1].
 
+    Raises:
+        TypeError: if an argument is of another kind.
+        ValueError: if one is out of range.
+
     Source: the gain of the best (sample, position) pairs from TETRIS (Wu et al., ACL 2025) and DSpark
-    (arXiv:2607.05147); marginal gain against the long-run rate: renewal reward theory.
+    (arXiv:2607.05147); expanding and reranking from EAGLE-2 (Li et al., 2024); weighing gains against the long-run rate
+    is renewal reward theory.
+
+    Examples:
+        >>> costs = StepCosts(CostTable((1, 9), (1.0, 2.0)), CostTable((1, 8), (0.3, 0.3)))
+        >>> decider = CostAware(costs)
+        >>> decider.plan(Situation([6], [decider.start()], acceptance=[0.8])).levels
+        [6]
+        >>> decider.plan(Situation([6], [decider.start()], acceptance=[0.2])).levels
+        [0]
     """
 
-    def __init__(self, costs: StepCosts, survival: PathSurvival | None = None, decay: float = 0.9) -> None:
+    def __init__(
+        self,
+        costs: StepCosts | CostTable,
+        nodes: int | None = None,
+        survival: PathSurvival | None = None,
+        decay: float = 0.95,
+    ) -> None:
         super().__init__()
-        instance("costs", costs, StepCosts)
-        self.costs, self.decay = costs, real("decay", decay, 0, 1)
-        self.survival = PathSurvival() if survival is None else survival
-        instance("survival", self.survival, PathSurvival)
-        self.anticipating = self.survival.anticipating
+        instance("costs", costs, StepCosts, CostTable)
+        self.costs = StepCosts(costs, CostTable((1,), (1e-9,))) if isinstance(costs, CostTable) else costs
+        self.nodes = None if nodes is None else whole("nodes", nodes, 1)
+        self.survival = survival
+        if survival is not None:
+            instance("survival", survival, PathSurvival)
+            self.anticipating = survival.anticipating
+        self.decay = real("decay", decay, 0, 1)
 
-    def start(self) -> _Pace:
-        return _Pace(acceptance=_PRIOR, emitted=1.0, drafted=0.0)
+    def start(self) -> dict[str, _Record]:
+        return {}
 
-    def learn(self, memory: _Pace, outcome: Outcome) -> None:
-        new = 1 - self.decay
-        memory.emitted += new * (1 + outcome.accepted - memory.emitted)
-        memory.drafted += new * (outcome.drafted - memory.drafted)
-        if outcome.drafted:
-            tried = min(outcome.drafted, outcome.accepted + 1)
-            share = 1 - self.decay**tried
-            memory.acceptance += share * (outcome.accepted / tried - memory.acceptance)
-        else:  # what was bad for drafts may have passed: from time to time it has to be tried
-            memory.acceptance += new / 8 * (_PRIOR - memory.acceptance)
+    def learn(self, memory: dict[str, _Record], outcome: Outcome) -> None:
+        if not outcome.drafted:
+            for record in memory.values():
+                record.fade(_IDLE)
+            return
+        record = memory.setdefault(outcome.source, _Record())
+        record.fade(self.decay)
+        for depth, stated in enumerate(outcome.stated):
+            at = min(depth, _DEPTHS - 1)
+            record.tried[at] += 1
+            record.accepted[at] += depth < outcome.accepted
+            record.stated[at] += min(1.0, stated)
+
+    def plan(self, situation: Situation) -> Plan | None:
+        return None if self.survival is not None else self._plan(situation)
 
     def forward(self, view: StepView) -> Sequence[bool]:
-        chances = [min(1.0, sum(nodes)) for nodes in self.survival.survival(view)]
-        gains = [chance * past.acceptance for chance, past in zip(chances, view.memory, strict=True)]
-        others = view.batch / len(gains)  # those that have stopped are taken to be like those that go on
-        emitted = sum(past.emitted for past in view.memory) * others
-        drafted = sum(past.drafted for past in view.memory) / len(gains)
-        rate = emitted / self.costs.step(view.batch, drafted)
-        order = sorted(range(len(gains)), key=gains.__getitem__, reverse=True)
-        gain, rows, worth, count = 0.0, 0, 0.0, 0
-        for admitted, sample in enumerate(order, 1):
-            gain += gains[sample] * view.alike
-            rows += len(view.paths[sample]) * view.alike
-            if (surplus := gain - rate * self.costs.level(view.planned, rows)) >= worth:
-                worth, count = surplus, admitted
-        kept = set(order[:count])
-        return [sample in kept for sample in range(len(gains))]
+        """Asks for one level what :meth:`plan` answers for all."""
+        reaches = (self.survival or PathSurvival()).survival(view)
+        room = [view.depth + 1] * len(reaches)
+        plan = self._plan(Situation(room, view.memory, view.alike, view.source, view.acceptance))
+        gains = [
+            sum(reach * next_[min(view.depth, len(next_) - 1)] - plan.row for reach in nodes)
+            for nodes, next_ in zip(reaches, plan.next, strict=True)
+        ]
+        going = [levels > 0 and gain >= 0 for levels, gain in zip(plan.levels, gains, strict=True)]
+        together = sum(gain for gain, goes_on in zip(gains, going, strict=True) if goes_on) * view.alike
+        return [goes_on and together >= plan.level for goes_on in going]
+
+    def _plan(self, situation: Situation) -> Plan:
+        records = [memory.get(situation.source, _Record()) for memory in situation.memory]
+        following = [_expected(record, situation.acceptance) for record in records]
+        samples = len(records) * situation.alike
+        extra = 0.0 if situation.free else self.costs.draft(1) + self.costs.decide
+        widest = self.costs.draft.rows[-1]
+        each = 0.0 if situation.free or widest == 1 else (self.costs.draft(widest) - self.costs.draft(1)) / (widest - 1)
+        row = self.costs.target.least_slope(samples, _AHEAD * samples)
+        base = self.costs.target(samples) + self.costs.rest
+        rate = samples / base
+        for _ in range(_ROUNDS):
+            levels, gained, seconds = self._chains(situation, following, rate, extra, row + each)
+            rate = max(rate, (samples + gained) / (base + seconds))
+        budget = None if self.nodes is None else len(records) * (self.nodes - 1)
+        return Plan(
+            levels,
+            trust=[_trust(record) for record in records],
+            next=[(1.0,)] * len(records) if situation.free else following,
+            level=0.0 if situation.free else rate * extra,
+            row=0.0 if situation.free else rate * (row + each),
+            budget=budget,
+            keep=self._keeping(len(records), situation.alike, rate, budget),
+        )
+
+    @staticmethod
+    def _chains(
+        situation: Situation, following: Sequence[Sequence[float]], rate: float, extra: float, row: float
+    ) -> tuple[list[int], float, float]:
+        """Which samples draft, as far as chains tell: most levels of each, and what they gain and take in all."""
+        if situation.free:
+            return list(situation.room), 0.0, 0.0
+        gains: list[list[float]] = []
+        for room, next_ in zip(situation.room, following, strict=True):
+            reaches = accumulate([*next_[:room], *next_[-1:] * (room - len(next_))], mul)
+            gains.append([reach for reach in reaches if reach >= rate * row])
+        best, worth, gained, seconds = 0, 0.0, 0.0, 0.0
+        total, time = 0.0, 0.0
+        for level in range(max(map(len, gains), default=0)):
+            here = [chain[level] for chain in gains if len(chain) > level]
+            total += sum(here) * situation.alike
+            time += extra + row * len(here) * situation.alike
+            if total - rate * time > worth:
+                best, worth, gained, seconds = level + 1, total - rate * time, total, time
+        pays = [bool(chain) and best > 0 for chain in gains]
+        return [room if drafts else 0 for room, drafts in zip(situation.room, pays, strict=True)], gained, seconds
+
+    def _keeping(self, samples: int, alike: int, rate: float, budget: int | None) -> Callable[[Sequence[float]], int]:
+        def keep(chances: Sequence[float]) -> int:
+            best, count, gain = 0.0, 0, 0.0
+            before = self.costs.target(samples * alike)
+            for drafts, chance in enumerate(chances[:budget], 1):
+                gain += chance * alike
+                surplus = gain - rate * (self.costs.target((samples + drafts) * alike) - before)
+                if surplus > best:
+                    best, count = surplus, drafts
+            return count
+
+        return keep
+
+
+def _expected(record: _Record, acceptance: Sequence[float]) -> list[float]:
+    """How often some child of a node is accepted, by depth."""
+    known = [acceptance[0], *[_FALL * acceptance[0]] * (_DEPTHS - 1)]
+    sums = zip(record.accepted, record.tried, known, strict=True)
+    return [(right + _WEIGHT * before) / (tried + _WEIGHT) for right, tried, before in sums]
+
+
+def _trust(record: _Record) -> list[float]:
+    """How often drafts came true for every time that they were expected to, by depth."""
+    pairs = zip(record.accepted, record.stated, strict=True)
+    return [(right + _WEIGHT) / (stated + _WEIGHT) for right, stated in pairs]

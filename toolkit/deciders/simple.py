@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from arbordraft.checks import positive, real, whole
 from arbordraft.deciders.base import Decider
-from arbordraft.types import StepView
+from arbordraft.types import Plan, Situation, StepView
 
 
 class FixedDepth(Decider):
@@ -15,8 +15,45 @@ class FixedDepth(Decider):
         super().__init__()
         self.depth = None if depth is None else whole("depth", depth, 0)
 
+    def plan(self, situation: Situation) -> Plan:
+        return Plan.everything([room if self.depth is None else min(room, self.depth) for room in situation.room])
+
     def forward(self, view: StepView) -> Sequence[bool]:
         return [self.depth is None or view.depth < self.depth] * len(view.paths)
+
+
+class NodeBudget(Decider):
+    """As many of the likeliest drafts as fit into a budget, whatever their rows cost.
+
+    With a topology that offers more nodes than the budget, trees take the shape that suits each step: what EAGLE-2
+    (Li et al., 2024) calls expanding and reranking. It looks at drawn tokens, so sampling needs shared noise.
+
+    Args:
+        nodes: per sample, root included; 1 or more. Samples of a batch share their budgets.
+
+    Raises:
+        TypeError: if ``nodes`` is no whole number.
+        ValueError: if it is below 1.
+
+    Examples:
+        >>> plan = NodeBudget(4).plan(Situation(room=[6, 6], memory=[None, None]))
+        >>> plan.budget, plan.keep([0.9] * 10)
+        (6, 6)
+    """
+
+    anticipating = True
+
+    def __init__(self, nodes: int) -> None:
+        super().__init__()
+        self.nodes = whole("nodes", nodes, 1)
+
+    def plan(self, situation: Situation) -> Plan:
+        budget = len(situation.room) * (self.nodes - 1)
+        levels = [room if budget else 0 for room in situation.room]
+        return Plan.everything(levels, budget=budget, keep=lambda chances: min(len(chances), budget))
+
+    def forward(self, view: StepView) -> Sequence[bool]:
+        return [True] * len(view.paths)
 
 
 class ConfidenceThreshold(Decider):

@@ -22,7 +22,7 @@ from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.stand_ins import prepack_linears
 from arbordraft.topology import TreeTopology
-from arbordraft.types import Costs, DraftContext, DraftTree, Draw, Origin, SampleTree, StepView, Verdict
+from arbordraft.types import DraftContext, DraftTree, Draw, Origin, Plan, SampleTree, Situation, StepView, Verdict
 
 if TYPE_CHECKING:
     from arbordraft.heads.base import Companion
@@ -42,6 +42,7 @@ class Drafter(nn.Module):
     acceptance: tuple[float, ...] = (0.5, 0.15, 0.08, 0.05, 0.03, 0.02, 0.02, 0.01)
     hidden_layers: tuple[int, ...] = ()  # the target's hidden states that it wants, as transformers numbers them
     takes_candidates = False  # whether it goes on from first tokens that it did not choose itself
+    free = False  # whether a level takes next to no time beside the target's forward
 
     def laws(self, law: DraftLaw) -> tuple[DraftLaw, ...]:
         """The laws of the trees that it proposes when the coupling's is ``law``."""
@@ -111,8 +112,13 @@ def expect(kind: type[Network], network: Any) -> Network:
     return network
 
 
-def adopt(network: Network, target: RaggedModel) -> Network:
+def adopt(network: Network, target: RaggedModel, leave: str = "") -> Network:
     """Readies a trained network, in place, to run beside a target: its device, its dtype, its kind of linears.
+
+    Args:
+        network: the network.
+        target: the model it drafts for.
+        leave: name of a part whose linears stay as they are.
 
     Raises:
         TypeError: if the target is no RaggedModel.
@@ -123,7 +129,7 @@ def adopt(network: Network, target: RaggedModel) -> Network:
     network.check_target(target.model)
     network.to(target.device, target.model.dtype).eval().requires_grad_(False)  # type: ignore[arg-type]
     if target.backend != "torch":
-        prepack_linears(network, target.backend)
+        prepack_linears(network, target.backend, leave)
     return network
 
 
@@ -133,18 +139,19 @@ class HeadDrafter(Drafter):
     Args:
         head: the trained network, which is cast to the target's dtype, or an exported one in its place.
         target: the model it drafts for.
+        leave: name of a part of the head that is not prepacked by itself.
 
     Raises:
         TypeError: if one of them is something else.
         ValueError: if the head is damaged, or it was made, or trained, for another target.
     """
 
-    def __init__(self, head: Any, target: RaggedModel) -> None:
+    def __init__(self, head: Any, target: RaggedModel, leave: str = "") -> None:
         super().__init__()
         if isinstance(head, OnnxNetwork):
             check_ragged(target)
             head.check_target(target)
-        self.head: Any = head if isinstance(head, OnnxNetwork) else adopt(head, target)
+        self.head: Any = head if isinstance(head, OnnxNetwork) else adopt(head, target, leave)
         self.target = target
         if head.config.acceptance is not None:
             self.acceptance = tuple(head.config.acceptance)
@@ -154,15 +161,16 @@ class HeadDrafter(Drafter):
             raise ValueError(f"{type(self).__name__} must be built for the target that it drafts for")
 
 
-def grow(context: DraftContext, run: "Callable[[Garden, dict[int, list[int]]], Tensor]") -> DraftTree:
+def grow(context: DraftContext, drafter: Drafter, run: "Callable[[Garden, dict[int, list[int]]], Tensor]") -> DraftTree:
     """Grows trees level by level with a model.
 
     Args:
         context: the step.
+        drafter: whose model it is.
         run: given the trees so far and the frontier nodes of every sample that goes on, the ``[R, V]`` draft logits
             of these nodes, sample by sample.
     """
-    garden = Garden(context, context.law)
+    garden = Garden(context, context.law, drafter)
     certain = context.law.deterministic
     for depth in range(context.topology.max_depth):
         frontier = garden.frontier(depth)
@@ -241,60 +249,104 @@ class Garden:
     Args:
         context: the step.
         law: how children are drawn.
+        drafter: who grows them; says what is known of its drafts beforehand.
     """
 
-    def __init__(self, context: DraftContext, law: DraftLaw) -> None:
+    def __init__(self, context: DraftContext, law: DraftLaw, drafter: Drafter) -> None:
         self.context = context
         self.law = law
-        alive = [sample for sample, room in enumerate(context.room) if room is not None]
-        self.tokens: dict[int, dict[int, int]] = {sample: {0: context.tokens[sample][-1]} for sample in alive}
-        self.rows: dict[int, dict[int, Tensor]] = {sample: {} for sample in alive}
-        # These trees look at the two dicts above and grow with them.
-        self.trees = {s: SampleTree(context.topology, law, self.tokens[s], self.rows[s]) for s in alive}
-        self._going = set(alive)
+        self.source = type(drafter).__name__
+        self.alive = [sample for sample, room in enumerate(context.room) if room is not None]
+        self.tokens: dict[int, dict[int, int]] = {sample: {0: context.tokens[sample][-1]} for sample in self.alive}
+        self.rows: dict[int, dict[int, Tensor]] = {sample: {} for sample in self.alive}
+        self.chances: dict[int, dict[int, float]] = {sample: {} for sample in self.alive}
+        # These trees look at the dicts above and grow with them.
+        self.trees = {s: SampleTree(context.topology, law, self.tokens[s], self.rows[s]) for s in self.alive}
         # What deciders may see: how every node's path came about, and what drafters that have it put into `hidden`.
         self.hidden: dict[tuple[int, int], Tensor] = {}
-        self._paths: dict[int, dict[int, tuple[Draw, ...]]] = {sample: {0: ()} for sample in self.trees}
+        self._paths: dict[int, dict[int, tuple[Draw, ...]]] = {sample: {0: ()} for sample in self.alive}
+        self._acceptance = drafter.acceptance
         # What is drafted never changes a pathwise text: a batch decides together and spends its rows where it gains
         # most. Any other depends on what is verified: there every sample decides alone, for a batch of its like.
-        self._groups = [alive] if context.pathwise else [[sample] for sample in alive]
+        together = [self.alive] if self.alive else []
+        self.groups = together if context.pathwise else [[sample] for sample in self.alive]
         self._alike = 1 if context.pathwise else context.expected_batch
-        # Nodes may be given up for their token only if no token was drawn at random.
-        self._costs = context.costs if law.deterministic and alive else None
-        self._reach = {sample: {0: 1.0} for sample in alive}  # probability that a node's path is accepted
+        self.plans = [context.plan(self._situation(group, drafter.free)) for group in self.groups]
+        self._going = {
+            sample
+            for group, plan in zip(self.groups, self.plans, strict=True)
+            for sample, levels in zip(group, plan.levels if plan else [1] * len(group), strict=True)
+            if levels > 0
+        }
+        self._trust = {
+            sample: trust
+            for group, plan in zip(self.groups, self.plans, strict=True)
+            for sample, trust in zip(group, plan.trust if plan else [(1.0,)] * len(group), strict=True)
+        }
+        self._reach = {sample: {0: 1.0} for sample in self.alive}  # chance that a node's path is accepted
         for sample, given in enumerate(context.candidates or ()):
             if given is not None and sample in self.trees:
                 tokens, row = given
                 self.plant(sample, 0, tokens, row[tokens].tolist(), partial(_same, row))
 
+    def _situation(self, group: Sequence[int], free: bool) -> Situation:
+        room = [min(self.context.room[sample] or 0, self.context.topology.max_depth) for sample in group]
+        memory = [self.context.memory[sample] for sample in group]
+        return Situation(room, memory, self._alike, self.source, self._acceptance, free)
+
     def frontier(self, depth: int) -> dict[int, list[int]]:
-        """The living nodes at ``depth`` that get children, for every sample that still goes on."""
+        """The nodes at ``depth`` that get children, for every sample that still goes on."""
         parents: dict[int, list[int]] = {}
-        for group in self._groups:
+        for group, plan in zip(self.groups, self.plans, strict=True):
             living = self._living(group, depth)
-            for sample, goes_on in zip(living, self._decide(group, living, depth), strict=True):
-                fertile = [node for node in living[sample] if self.context.topology.child_list[node]]
-                if not goes_on:
-                    self._going.discard(sample)
-                elif fertile:
-                    parents[sample] = fertile
+            if plan is None:
+                chosen = self._asked(group, living, depth)
+            else:
+                chosen = self._planned(group, plan, living, depth)
+            self._going -= living.keys() - chosen.keys()
+            parents |= chosen
         return parents
 
-    def _living(self, group: list[int], depth: int) -> dict[int, list[int]]:
-        """The nodes at ``depth`` that may get children, for every sample of a group that has some."""
+    def _living(self, group: Sequence[int], depth: int) -> dict[int, list[int]]:
+        """The nodes at ``depth``, for every sample of a group that goes on and has some."""
         level = self.context.topology.levels[depth]
-        floor = self._costs.floor(len(group), self._chances(group), self._alike) if self._costs else 0.0
         living = {
-            sample: [node for node in level if self._reach[sample].get(node, -1) >= floor]
+            sample: [node for node in level if node in self.tokens[sample]]
             for sample in group
             if sample in self._going and depth < (self.context.room[sample] or 0)
         }
         return {sample: nodes for sample, nodes in living.items() if nodes}
 
-    def _decide(self, group: list[int], living: dict[int, list[int]], depth: int) -> Sequence[bool]:
-        """Asks the decider which of the living samples of a group go on."""
+    def _fertile(self, nodes: Sequence[int]) -> list[int]:
+        return [node for node in nodes if self.context.topology.child_list[node]]
+
+    def _planned(
+        self, group: Sequence[int], plan: Plan, living: Mapping[int, list[int]], depth: int
+    ) -> dict[int, list[int]]:
+        """Those of the living nodes that gain more than they take, if together they are worth a level."""
+        prunes, floor = self.law.deterministic, 0.0
+        if plan.budget is not None and prunes:
+            # What is less likely than the last draft that fits so far has no descendants that fit either.
+            reaches = sorted(self._chances(group), reverse=True)
+            floor = reaches[plan.budget - 1] if 0 < plan.budget <= len(reaches) else 0.0
+        chosen, worth = {}, 0.0
+        for sample, levels, following in zip(group, plan.levels, plan.next, strict=True):
+            if sample not in living or depth >= levels:
+                continue
+            following_here = following[min(depth, len(following) - 1)]
+            reach = self._reach[sample]
+            gains = {node: reach[node] * following_here - plan.row for node in self._fertile(living[sample])}
+            if prunes:
+                gains = {node: gain for node, gain in gains.items() if gain >= 0 and reach[node] >= floor}
+            if gains and (gain := sum(gains.values())) >= 0:
+                worth += gain
+                chosen[sample] = list(gains)
+        return chosen if worth * self._alike >= plan.level else {}
+
+    def _asked(self, group: Sequence[int], living: Mapping[int, list[int]], depth: int) -> dict[int, list[int]]:
+        """Those of the living nodes for whose samples the decider says so."""
         if not living:
-            return ()
+            return {}
         view = StepView(
             depth,
             paths=[[self._paths[sample][node] for node in nodes] for sample, nodes in living.items()],
@@ -303,11 +355,14 @@ class Garden:
             batch=len(group) * self._alike,
             planned=sum(len(self.tokens[sample]) for sample in group) * self._alike,
             alike=self._alike,
+            source=self.source,
+            acceptance=self._acceptance,
         )
         answers = self.context.decide(view)
         if len(answers) != len(living):
             raise ValueError(f"{self.context.decide} must say of each of {len(living)} samples, said {len(answers)}")
-        return answers
+        going = {sample: nodes for (sample, nodes), goes_on in zip(living.items(), answers, strict=True) if goes_on}
+        return {sample: fertile for sample, nodes in going.items() if (fertile := self._fertile(nodes))}
 
     def plant(
         self,
@@ -315,36 +370,49 @@ class Garden:
         node: int,
         tokens: Sequence[int],
         confidence: Sequence[float],
-        read: Callable[[], Tensor] | None,
+        read: Callable[[], Tensor] | None = None,
     ) -> None:
         """Gives a node its children, fewer than planned if there are fewer tokens; ``read`` gives its draft row."""
         origin = Origin(read, self.hidden.get((sample, node)))
         for child, token, probability in zip(self.context.topology.child_list[node], tokens, confidence, strict=False):
-            self.tokens[sample][child] = token
             self._paths[sample][child] = (*self._paths[sample][node], Draw(probability, origin))
-            self._reach[sample][child] = self._reach[sample][node] * probability
+            self.add(sample, node, child, token, probability)
 
-    def _chances(self, group: list[int]) -> list[float]:
+    def add(self, sample: int, parent: int, node: int, token: int, chance: float) -> None:
+        """Adds a node below one that is there; ``chance`` is its draft probability, given its parent."""
+        trust = self._trust[sample]
+        self.tokens[sample][node], self.chances[sample][node] = token, chance
+        depth = min(self.context.topology.depth_list[parent], len(trust) - 1)
+        self._reach[sample][node] = self._reach[sample][parent] * min(1.0, trust[depth] * chance)
+
+    def _chances(self, group: Sequence[int]) -> list[float]:
         return [chance for sample in group for node, chance in self._reach[sample].items() if node]
 
-    def _trim(self, costs: Costs) -> None:
+    def _trim(self, group: Sequence[int], plan: Plan) -> None:
         """Gives up the drafts that are too unlikely to be worth their rows."""
-        for group in self._groups:
-            # Parents stand before their children: both the chance, which cannot rise, and the node agree on that.
-            ranked = sorted(
-                (-chance, node, sample) for sample in group for node, chance in self._reach[sample].items() if node
-            )
-            kept = costs.worthwhile(len(group), [-chance for chance, _, _ in ranked], self._alike)
-            for _, node, sample in ranked[kept:]:
-                del self.tokens[sample][node]
+        # Parents stand before their children: both the chance, which cannot rise, and the node agree on that.
+        ranked = sorted(
+            (-reach, node, sample) for sample in group for node, reach in self._reach[sample].items() if node
+        )
+        kept = plan.keep([-reach for reach, _, _ in ranked])
+        for _, node, sample in ranked[kept:]:
+            del self.tokens[sample][node], self.chances[sample][node]
 
     def tree(self) -> DraftTree:
         """The result; every sample that is not finished has at least its root."""
-        if self._costs:
-            self._trim(self._costs)
+        for group, plan in zip(self.groups, self.plans, strict=True):
+            if plan is not None and self.law.deterministic:  # of what was drawn at random nothing is given up
+                self._trim(group, plan)
         # Children were planted parent by parent, which need not be the order of their numbers.
         grown = {
-            sample: SampleTree(tree.topology, tree.law, dict(sorted(tree.tokens.items())), tree.draft_probs)
+            sample: SampleTree(
+                tree.topology,
+                tree.law,
+                dict(sorted(tree.tokens.items())),
+                tree.draft_probs,
+                self.chances[sample],
+                self.source,
+            )
             for sample, tree in self.trees.items()
         }
         return DraftTree(tuple(grown.get(sample) for sample in range(len(self.context.room))))

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from arbordraft.drafters.base import Garden, HeadDrafter, check_ragged, expect, grow, plan_level
+from arbordraft.drafters.fused import FusedEagle, Missing, grow_whole
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch, ragged_tree_attention
 from arbordraft.onnx_networks import OnnxEagle
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
+from arbordraft.target.stand_ins import prepack_linears
 from arbordraft.types import DraftContext, DraftTree, Verdict
 
 if TYPE_CHECKING:
@@ -53,10 +55,10 @@ class EagleDrafter(HeadDrafter):
     def __init__(self, head: "EagleHead | OnnxEagle", target: RaggedModel) -> None:
         from arbordraft.heads.eagle import EagleHead
 
-        super().__init__(head if isinstance(head, OnnxEagle) else expect(EagleHead, head), target)
+        super().__init__(head if isinstance(head, OnnxEagle) else expect(EagleHead, head), target, leave="midlayer")
         self.hidden_layers = tuple(head.config.hidden_layers or ())
         self.max_positions = head.config.max_position_embeddings
-        self._network: Any = head if isinstance(head, OnnxEagle) else _HeadOnRows(self.head, target)
+        self._network: Any = head if isinstance(head, OnnxEagle) else on_rows(self.head, target)
 
     @classmethod
     def from_pretrained(cls, path: str | os.PathLike[str], target: RaggedModel, **kwargs: Any) -> "EagleDrafter":
@@ -76,6 +78,8 @@ class EagleDrafter(HeadDrafter):
         return cls(EagleHead.from_pretrained(path, dtype=target.model.dtype, **kwargs), target)
 
     def start(self, tokens: Sequence[Sequence[int]], target_cache: RaggedKVCache, handles: Sequence[int]) -> _State:
+        if isinstance(self._network, FusedEagle):
+            self._network.refresh()
         cache = RaggedKVCache(target_cache.max_tokens)
         ours = [cache.open(target_cache.capacity(handle)) for handle in handles]
         return _State(cache, ours, {sample: [] for sample in range(len(tokens))})
@@ -92,7 +96,17 @@ class EagleDrafter(HeadDrafter):
             limit if limit is None or len(tokens) > 1 else 0
             for limit, tokens in zip(context.room, context.tokens, strict=True)
         ]
-        return grow(replace(context, room=room), lambda garden, frontier: self._run(state, garden, frontier))
+        context = replace(context, room=room)
+        if isinstance(self._network, FusedEagle):
+            whole = grow_whole(
+                context, self, self._network.run, state.cache, state.handles, self._missing(state, context)
+            )
+            if whole is not None:
+                tree, fed = whole
+                for sample in fed:
+                    state.pending[sample] = []
+                return tree
+        return grow(context, self, lambda garden, frontier: self._run(state, garden, frontier))
 
     def commit(self, state: _State, tree: DraftTree, verdict: Verdict) -> None:
         for sample, (handle, judged) in enumerate(zip(state.handles, verdict.samples, strict=True)):
@@ -100,6 +114,14 @@ class EagleDrafter(HeadDrafter):
                 state.cache.close(handle)
                 del state.pending[sample]
         state.cache.drop([handle for handle in state.handles if handle in state.cache])
+
+    def _missing(self, state: _State, context: DraftContext) -> dict[int, Missing]:
+        """The committed tokens of every sample that the cache lacks, and the target's states beside them."""
+        return {
+            sample: (context.tokens[sample][state.cache.length(state.handles[sample]) + 1 :], torch.cat(states))
+            for sample, states in state.pending.items()
+            if context.room[sample]
+        }
 
     def _run(self, state: _State, garden: Garden, frontier: dict[int, list[int]]) -> Tensor:
         if not state.fed:
@@ -118,11 +140,11 @@ class EagleDrafter(HeadDrafter):
     def _catch_up(self, state: _State, context: DraftContext, samples: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Fills the slots of committed tokens; the last one of each sample predicts the children of its root."""
         handles = [state.handles[sample] for sample in samples]
-        missing = {
-            handle: context.tokens[sample][state.cache.length(handle) + 1 :]
-            for sample, handle in zip(samples, handles, strict=True)
-        }
-        fused = self._network.fuse(torch.cat([part for sample in samples for part in state.pending[sample]]))
+        lacking = self._missing(state, context)
+        missing = {handle: lacking[sample][0] for sample, handle in zip(samples, handles, strict=True)}
+        fused = self._network.fuse(
+            torch.cat([states for sample in samples if (states := lacking[sample][1]) is not None])
+        )
         inputs = dict(zip(handles, fused.split([len(tokens) for tokens in missing.values()]), strict=True))
         last: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         for part, tokens, batch in state.cache.portions(missing, self._network.chunk):
@@ -139,7 +161,16 @@ class EagleDrafter(HeadDrafter):
         return logits, final, out
 
 
-class _HeadOnRows:
+def on_rows(head: "EagleHead", target: RaggedModel) -> "FusedEagle | HeadOnRows":
+    """What runs a head fastest."""
+    if target.backend == "native" and FusedEagle.fits(head, target):
+        return FusedEagle(head, target)
+    if target.backend != "torch":
+        prepack_linears(head.midlayer, target.backend)
+    return HeadOnRows(head, target)
+
+
+class HeadOnRows:
     """An EAGLE head on the packed rows of a ragged batch, with the embeddings and the attention that it borrows."""
 
     chunk = 2048  # rows of a run, which bounds its memory

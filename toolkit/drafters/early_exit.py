@@ -90,7 +90,7 @@ class EarlyExitDrafter(Drafter):
 
     def propose(self, state: _State, context: DraftContext) -> DraftTree:
         state.fed = {sample: [] for sample in range(len(state.handles))}
-        tree = grow(context, lambda garden, frontier: self._run(state, garden, frontier))
+        tree = grow(context, self, lambda garden, frontier: self._run(state, garden, frontier))
         state.cache.drop([state.handles[sample] for sample, nodes in state.fed.items() if nodes])
         return tree
 

@@ -119,7 +119,7 @@ class LanguageModelDrafter(Drafter):
 
     def propose(self, state: _State, context: DraftContext) -> DraftTree:
         state.fed = {}
-        return grow(context, lambda garden, frontier: self._run(state, garden, frontier))
+        return grow(context, self, lambda garden, frontier: self._run(state, garden, frontier))
 
     def commit(self, state: _State, tree: DraftTree, verdict: Verdict) -> None:
         kept: dict[int, list[int]] = {}

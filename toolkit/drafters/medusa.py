@@ -81,7 +81,7 @@ class MedusaDrafter(HeadDrafter):
             limit if limit is None else min(limit, heads) if sample in state.seen else 0
             for sample, limit in enumerate(context.room)
         ]
-        return grow(replace(context, room=room), lambda garden, frontier: self._run(state, garden, frontier))
+        return grow(replace(context, room=room), self, lambda garden, frontier: self._run(state, garden, frontier))
 
     @torch.no_grad()
     def _run(self, state: _State, garden: Garden, frontier: dict[int, list[int]]) -> Tensor:

@@ -91,6 +91,8 @@ class NGramDrafter(Drafter):
     Source: LLMA (Yang et al., 2023) and prompt lookup decoding (Saxena, 2023), from one continuation to a tree.
     """
 
+    free = True
+
     def __init__(self, longest: int = 4, shortest: int = 2) -> None:
         super().__init__()
         self.longest = whole("longest", longest, 1, _LONGEST)
@@ -111,7 +113,7 @@ class NGramDrafter(Drafter):
         return _State([_Index(sizes, prompt) for prompt in tokens], [_Odds() for _ in tokens])
 
     def propose(self, state: _State, context: DraftContext) -> DraftTree:
-        garden = Garden(context, Fixed(context.law.k))
+        garden = Garden(context, Fixed(context.law.k), self)
         sizes: dict[tuple[int, int], int] = {}
         for depth in range(context.topology.max_depth):
             frontier = garden.frontier(depth)
@@ -125,7 +127,7 @@ class NGramDrafter(Drafter):
                     children = context.topology.child_list[node]
                     guesses = self._lookup(index, text, len(children))
                     odds = [state.odds[sample](size, rank) for rank, size in enumerate(guesses.values())]
-                    garden.plant(sample, node, list(guesses), odds, None)
+                    garden.plant(sample, node, list(guesses), odds)
                     sizes |= {(sample, child): size for child, size in zip(children, guesses.values(), strict=False)}
         tree = garden.tree()
         alive = {(sample, node) for sample, node, _ in tree.rows()}

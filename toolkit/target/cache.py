@@ -110,6 +110,29 @@ class RaggedKVCache(nn.Module):
             words=words,
         )
 
+    def reserve(self, samples: Sequence[int], rows: Sequence[int]) -> list[tuple[int, int]]:
+        """Makes room for rows behind the committed ones, for whoever writes them himself.
+
+        Args:
+            samples: handles of the samples.
+            rows: how many of each.
+
+        Returns:
+            The first pool row and the committed tokens of each.
+
+        Raises:
+            CacheOverflow: if a slab cannot grow.
+        """
+        slabs = [self._slabs[sample] for sample in samples]
+        for slab, more in zip(slabs, rows, strict=True):
+            self._reserve(slab, slab.length + more)
+        return [(slab.start, slab.length) for slab in slabs]
+
+    def wrote(self, sample: int, depths: Sequence[int]) -> None:
+        """Takes over rows that were written into reserved room: uncommitted, at these distances from the last one."""
+        slab = self._slabs[sample]
+        slab.tree_positions += [slab.length + depth for depth in depths]
+
     def pools(self, layer: int, shape: tuple[int, ...], like: Tensor) -> tuple[Tensor, Tensor]:
         """The ``[P, *shape]`` pools of one layer, of the dtype and on the device of ``like``."""
         try:

@@ -279,14 +279,17 @@ def _sampled(tensor: Tensor) -> Tensor:
     return flat[:: max(1, len(flat) // _SAMPLED)]
 
 
-def prepack_linears(module: nn.Module, backend: str) -> None:
+def prepack_linears(module: nn.Module, backend: str, leave: str = "") -> None:
     """Replaces all linears inside a module for good, by prepacked ones, and with native kernels also its RMS norms.
 
     Args:
         module: neither a linear or norm itself nor a model that others use.
         backend: ``"native"`` or ``"onednn"``.
+        leave: name of a part that stays as it is.
     """
     for name, child in module.named_children():
+        if name == leave:
+            continue
         if isinstance(child, nn.Linear):
             setattr(module, name, PrepackedLinear(child, backend))
         elif isinstance(child, nn.RMSNorm) and backend == "native" and child.eps is not None:

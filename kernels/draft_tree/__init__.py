@@ -1,0 +1,164 @@
+"""Whole draft trees in one call: a small model fed with what it has missed, then with its own tokens, level by level.
+
+What it computes is what :func:`arbordraft.drafters.base.grow` does with the same model and plan.
+
+Shapes: N tokens to catch up with, S samples, F hidden states side by side, V vocabulary, E embedding size, H hidden size,
+D draft vocabulary, P pool rows, M drafted nodes, K depths told apart.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from arbordraft.kernels import native
+from arbordraft.kernels.decoder_layers import LayerWeights, Matrix
+
+
+@dataclass(frozen=True)
+class DraftWeights:
+    """A small model that drafts.
+
+    Args:
+        embedding: ``[V, E]``, of the dtype of keys and values.
+        fuse: ``[H, F]`` makes the layers' input of the target's hidden states, beside which the embedding then stands;
+            without it the layers read the embedding alone, and E is H.
+        layers: from the first to the last, without a sliding window.
+        norm: ``[H]`` float32, behind them.
+        head: ``[D, H]``.
+        outputs: D.
+        vocabulary: ``[D]`` int64 ascending tokens of the head's outputs; by default 0 to D - 1.
+        frequencies: ``[R / 2]`` float32 of the rotary embedding.
+        factor: of its cosines and sines.
+        epsilon: of the last norm.
+    """
+
+    embedding: Tensor
+    fuse: Matrix | None
+    layers: Sequence[LayerWeights]
+    norm: Tensor
+    head: Matrix
+    outputs: int
+    vocabulary: Tensor | None
+    frequencies: Tensor
+    factor: float
+    epsilon: float
+
+
+class Growth(NamedTuple):
+    """How far trees go on: a :class:`~arbordraft.types.Plan` in plain numbers.
+
+    Args:
+        offsets: ``[nodes + 1]`` where the children of every node of the topology begin in ``children``.
+        children: children of node 0, of node 1, and so on.
+        levels: ``[S]`` most levels.
+        trust: ``[S K]``.
+        next: ``[S K]``.
+        level: tokens that a level must gain.
+        row: tokens that a node must gain.
+        budget: most drafts in all, -1 for any number.
+    """
+
+    offsets: Sequence[int]
+    children: Sequence[int]
+    levels: Sequence[int]
+    trust: Sequence[float]
+    next: Sequence[float]
+    level: float
+    row: float
+    budget: int
+
+
+class Drafted(NamedTuple):
+    """What was drafted.
+
+    Args:
+        nodes: sample, node and token of the M nodes below the roots, sample after sample, nodes ascending.
+        chances: draft probability of each, given its parent.
+        fed: sample and node of those that were fed, in their order behind each sample's committed keys.
+        broken: rows of scores that were no numbers, where nothing was drafted.
+    """
+
+    nodes: list[list[int]]
+    chances: list[float]
+    fed: list[list[int]]
+    broken: int
+
+
+class DraftRun:
+    """A drafting model with its arguments spelled out once, as the kernel takes them.
+
+    Args:
+        weights: the model, on a CPU.
+    """
+
+    def __init__(self, weights: DraftWeights) -> None:
+        self.weights = weights
+        self._ends = [*_spelled(weights.fuse), weights.norm, *_spelled(weights.head)]
+        self._tensors = [tensor for layer in weights.layers for tensor in layer.tensors()]
+        self._integers = [number for layer in weights.layers for number in layer.integers()]
+        self._scalars = [number for layer in weights.layers for number in layer.scalars()]
+
+    @staticmethod
+    def usable() -> bool:
+        """Whether there are kernels to run it."""
+        return native.load()
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        states: Tensor | None,
+        pools: Sequence[tuple[Tensor, Tensor]],
+        slabs: Tensor,
+        growth: Growth,
+        noise: tuple[Tensor, Tensor] | None = None,
+        temperature: float = 1.0,
+    ) -> Drafted:
+        """Feeds what is missing and grows the trees; a row's bits do not depend on the rows beside it.
+
+        Args:
+            tokens: ``[N]`` int64 to catch up with, sample after sample; the last of each predicts its first drafts.
+            states: ``[N, F]`` the target's hidden states beside them, for a model that reads them.
+            pools: ``[P, Hkv, D]`` keys and values of every layer; what is fed is written behind the committed rows.
+            slabs: ``[3, S]`` int64: first pool row, committed tokens and tokens to catch up with of every sample.
+            growth: how far.
+            noise: ``[S]`` seeds and ``[S]`` positions of what follows the roots, to draw with shared noise; without it
+                the most probable tokens are drafted.
+            temperature: by which scores are divided before the noise is added.
+        """
+        weights = self.weights
+        seeds, positions = noise or (None, None)
+        nodes, chances, fed, broken = torch.ops.arbordraft.draft_tree(
+            tokens,
+            states,
+            weights.embedding,
+            self._ends,
+            self._tensors,
+            self._integers,
+            self._scalars,
+            [keys for keys, _ in pools],
+            [values for _, values in pools],
+            weights.vocabulary,
+            weights.frequencies,
+            slabs,
+            growth.offsets,
+            growth.children,
+            growth.levels,
+            growth.trust,
+            growth.next,
+            [growth.level, growth.row],
+            growth.budget,
+            seeds,
+            positions,
+            [weights.epsilon, weights.factor, temperature, float(weights.outputs)],
+        )
+        return Drafted(nodes.tolist(), chances.tolist(), fed.tolist(), broken)
+
+
+def _spelled(matrix: Matrix | None) -> list[Tensor | None]:
+    return [None, None, None] if matrix is None else [matrix.weight, matrix.scale, matrix.bias]
+
+
+__all__ = ["DraftRun", "DraftWeights", "Drafted", "Growth"]

@@ -1,0 +1,204 @@
+// Draft trees grown level by level: which nodes get children, and which tokens these are. See reference.py for the rule.
+#pragma once
+
+#include <utility>
+#include <vector>
+
+#include "../gumbel/cpu.h"
+
+namespace arbordraft {
+
+// A tree's shape: node n has the children children[offsets[n]..offsets[n + 1] - 1], and nodes stand level by level.
+struct Shape {
+  const int64_t *offsets, *children;
+  int64_t nodes;
+};
+
+// How far trees go on; `trust` and `next` hold `known` numbers for every sample, the last ones for all that is deeper.
+struct Limits {
+  const int64_t* levels;
+  const double *trust, *next;
+  int64_t known, budget;  // drafts of all samples, or -1
+  double level, row;
+};
+
+struct Place {
+  int64_t sample, node;
+};
+
+// The trees of all samples while they grow.
+class Forest {
+ public:
+  Forest(const Shape& shape, const Limits& limits, int64_t samples)
+      : shape_(shape), limits_(limits), samples_(samples), tokens(samples * shape.nodes, -1),
+        chances(samples * shape.nodes, 0.f), reach(samples * shape.nodes, 0.) {
+    for (int64_t s = 0; s < samples; ++s) reach[s * shape.nodes] = 1;
+    starts_ = {0, 1};
+  }
+
+  // The nodes of a level that get children; none if the level is not worth its time.
+  std::vector<Place> frontier(int64_t depth) {
+    std::vector<Place> found;
+    if (int64_t(starts_.size()) < depth + 2) return found;
+    const double floor = least_reach();
+    double worth = 0;
+    for (int64_t s = 0; s < samples_; ++s) {
+      if (depth >= limits_.levels[s]) continue;
+      const double next = limits_.next[s * limits_.known + std::min(depth, limits_.known - 1)];
+      for (int64_t n = starts_[depth]; n < starts_[depth + 1]; ++n) {
+        const double chance = reach[s * shape_.nodes + n], gain = chance * next - limits_.row;
+        const bool alive = n == 0 || tokens[s * shape_.nodes + n] >= 0;
+        if (!alive || shape_.offsets[n] == shape_.offsets[n + 1] || chance < floor || gain < 0) continue;
+        worth += gain;
+        found.push_back({s, n});
+      }
+    }
+    if (worth < limits_.level) found.clear();
+    if (!found.empty()) open_level();
+    return found;
+  }
+
+  int64_t children(Place at) const { return shape_.offsets[at.node + 1] - shape_.offsets[at.node]; }
+
+  // Gives a node its children, from the likeliest on.
+  void plant(Place at, int64_t depth, const std::vector<std::pair<int64_t, float>>& drawn) {
+    const double trust = limits_.trust[at.sample * limits_.known + std::min(depth, limits_.known - 1)];
+    const int64_t parent = at.sample * shape_.nodes + at.node;
+    const int64_t* child = shape_.children + shape_.offsets[at.node];
+    for (size_t i = 0; i < drawn.size(); ++i) {
+      const int64_t node = at.sample * shape_.nodes + child[i];
+      tokens[node] = drawn[i].first;
+      chances[node] = drawn[i].second;
+      reach[node] = reach[parent] * std::min(1., trust * double(drawn[i].second));
+      ++planted_;
+    }
+  }
+
+ private:
+  // Reach of the last draft that fits into the budget so far.
+  double least_reach() const {
+    if (limits_.budget <= 0 || planted_ < limits_.budget) return 0;
+    std::vector<double> all;
+    for (int64_t s = 0; s < samples_; ++s)
+      for (int64_t n = 1; n < starts_.back(); ++n)
+        if (tokens[s * shape_.nodes + n] >= 0) all.push_back(reach[s * shape_.nodes + n]);
+    std::nth_element(all.begin(), all.begin() + limits_.budget - 1, all.end(), std::greater<>());
+    return all[limits_.budget - 1];
+  }
+
+  // Where the nodes of the next level end.
+  void open_level() {
+    int64_t end = starts_.back();
+    for (int64_t n = starts_[starts_.size() - 2]; n < starts_.back(); ++n)
+      for (int64_t i = shape_.offsets[n]; i < shape_.offsets[n + 1]; ++i) end = std::max(end, shape_.children[i] + 1);
+    starts_.push_back(end);
+  }
+
+  Shape shape_;
+  Limits limits_;
+  int64_t samples_, planted_ = 0;
+  std::vector<int64_t> starts_;  // first node of every level reached, and one past the last
+
+ public:
+  std::vector<int64_t> tokens;  // [samples][nodes], -1 where there is none
+  std::vector<float> chances;   // draft probability given the parent
+  std::vector<double> reach;    // expected probability that the path to a node is accepted
+};
+
+// The highest of several numbers with their places, the first ones among equals.
+class Highest {
+ public:
+  explicit Highest(int64_t count) : count_(count) { found.reserve(count + 1); }
+  double bar() const { return int64_t(found.size()) < count_ ? -std::numeric_limits<double>::infinity() : found.back().first; }
+  void offer(double value, int64_t place) {  // places ascend
+    if (!(value > bar())) return;
+    auto at = found.end();
+    while (at != found.begin() && value > (at - 1)->first) --at;
+    found.insert(at, {value, place});
+    if (int64_t(found.size()) > count_) found.pop_back();
+  }
+  std::vector<std::pair<double, int64_t>> found;
+
+ private:
+  int64_t count_;
+};
+
+// The `count` highest scores of a row with their probabilities; none if the row holds something that is no number.
+inline std::vector<std::pair<int64_t, float>> likeliest(const float* scores, int64_t size, int64_t count) {
+  Highest best(count);
+  bool sound = true;
+  for (int64_t i = 0; i < size; i += kLanes) {
+    const int64_t some = std::min<int64_t>(kLanes, size - i);
+    if (some == kLanes) {
+      const f32x16 x = load(scores + i);
+      sound &= !any_nan(x);
+      if (!(largest(x) > best.bar())) continue;
+    }
+    for (int64_t j = i; j < i + some; ++j) {
+      sound &= scores[j] == scores[j];
+      best.offer(scores[j], j);
+    }
+  }
+  std::vector<std::pair<int64_t, float>> drawn;
+  if (!sound || best.found.empty() || !std::isfinite(best.found[0].first)) return drawn;
+  const float top = float(best.found[0].first);
+  f32x16 total = splat(0.f);
+  float rest = 0.f;
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) total += exp(load(scores + i) - splat(top));
+  for (; i < size; ++i) rest += std::exp(scores[i] - top);
+  const float mass = sum(total) + rest;
+  for (const auto& [score, place] : best.found)
+    if (const float chance = std::exp(float(score) - top) / mass; chance > 0) drawn.emplace_back(place, chance);
+  return drawn;
+}
+
+// The same of scores / temperature + noise. `vocabulary` names the tokens of the scores, ascending, or is null for
+// 0..size-1. The mass of what does not come first is a float's estimate: nobody's law depends on it.
+inline std::vector<std::pair<int64_t, float>> likeliest(
+    float* scores, int64_t size, int64_t count, const int64_t* vocabulary, NoiseKey key, float temperature) {
+  const auto token = [&](int64_t i) { return vocabulary ? vocabulary[i] : i; };
+  std::vector<float> noise(size);
+  uint32_t words[kGroup], lower[kGroup];
+  for (int64_t i = 0; i < size;) {
+    const int64_t first = token(i) / kGroup * kGroup;
+    philox(key, first, 0, words);
+    for (; i < size && token(i) < first + kGroup; ++i) noise[i] = std::bit_cast<float>(words[token(i) - first]);
+  }
+  Highest best(count);
+  bool sound = true;
+  double mass = 0;
+  float top = -std::numeric_limits<float>::infinity();
+  for (int64_t i = 0; i < size; ++i) {
+    scores[i] /= temperature;
+    sound &= scores[i] == scores[i];
+    const uint32_t upper = std::bit_cast<uint32_t>(noise[i]);
+    noise[i] = scores[i] + gumbel_bound(upper) + std::abs(scores[i]) * 1e-6f + 1e-3f;
+  }
+  int64_t group = -1;
+  for (int64_t i = 0; i < size; ++i) {
+    if (!(noise[i] > best.bar())) continue;
+    const int64_t first = token(i) / kGroup * kGroup;
+    if (first != group) {
+      philox(key, first, 0, words);
+      philox(key, first, 1, lower);
+      group = first;
+    }
+    const int64_t at = token(i) - first;
+    best.offer(scores[i] + gumbel_of(words[at], lower[at]), i);
+  }
+  std::vector<std::pair<int64_t, float>> drawn;
+  if (!sound || best.found.empty() || !std::isfinite(best.found[0].first)) return drawn;
+  top = float(best.found[0].first);
+  f32x16 total = splat(0.f);
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) total += exp(min(splat(0.f), load(noise.data() + i) - splat(top)));
+  mass = sum(total);
+  for (; i < size; ++i) mass += std::exp(std::min(0.f, noise[i] - top));
+  for (const auto& [score, place] : best.found)
+    if (const double chance = std::exp(score - best.found[0].first) / mass; chance > 0)
+      drawn.emplace_back(place, float(std::min(1., chance)));
+  return drawn;
+}
+
+}  // namespace arbordraft

@@ -1,0 +1,266 @@
+// Whole drafts in one call: a small model fed with what it has missed, then with its own tokens, level by level.
+#pragma once
+
+#include "../draft_tree/cpu.h"
+#include "stack.h"
+
+namespace arbordraft {
+namespace {
+
+NoiseKey noise_key(const Tensor& seeds, const Tensor& positions, int64_t row, int64_t ahead = 0) {
+  const uint64_t seed = uint64_t(integers(seeds)[row]);
+  return {uint32_t(seed), uint32_t(seed >> 32), uint32_t(integers(positions)[row] + ahead)};
+}
+
+// What stands before and behind the layers.
+template <class W, class T>
+struct Ends {
+  using X = typename Stack<W, T>::X;
+  const T* embedding;
+  int64_t embeddings, width;
+  std::optional<Prepacked<W>> fuse;  // of the target's states, where the drafter reads them
+  const float* norm;
+  Prepacked<W> head;
+  float epsilon;
+  const int64_t* vocabulary;  // target ids of the head's outputs, or null
+  const float* frequencies;
+  int64_t rotary;
+  float attention_factor;
+};
+
+// Packed rows of one forward and what they see.
+struct Fed {
+  std::vector<int64_t> tokens, slots;
+  std::vector<float> cosines, sines;
+  Visible visible;
+
+  template <class Ends>
+  void add(const Ends& ends, int64_t token, int64_t position, int64_t slot) {
+    TORCH_CHECK(token >= 0 && token < ends.embeddings, "token ", token, " has no embedding");
+    tokens.push_back(token);
+    slots.push_back(slot);
+    for (int64_t i = 0; i < ends.rotary; ++i) {
+      const float angle = float(position) * ends.frequencies[i % (ends.rotary / 2)];
+      cosines.push_back(std::cos(angle) * ends.attention_factor);
+      sines.push_back(std::sin(angle) * ends.attention_factor);
+    }
+  }
+};
+
+template <class W, class T>
+class Drafting {
+ public:
+  using X = typename Ends<W, T>::X;
+
+  Drafting(const Ends<W, T>& ends, Stack<W, T>& stack, int64_t size, const int64_t* slabs, int64_t samples)
+      : ends_(ends), stack_(stack), size_(size), samples_(samples), starts_(slabs), committed_(slabs + samples),
+        missing_(slabs + 2 * samples) {}
+
+  // Feeds what was committed since; `states` are the target's, or null. The last row of each sample is kept.
+  void catch_up(const int64_t* tokens, const T* states, int64_t width) {
+    Fed fed;
+    std::vector<int64_t> last;
+    for (int64_t s = 0, row = 0; s < samples_; ++s) {
+      TORCH_CHECK(missing_[s] > 0 && committed_[s] >= 0 && starts_[s] >= 0, "sample ", s, " lacks nothing");
+      for (int64_t i = 0; i < missing_[s]; ++i, ++row) {
+        const int64_t position = committed_[s] + i;
+        fed.add(ends_, tokens[row], position, starts_[s] + position);
+        fed.visible.add(starts_[s], position + 1, {});
+      }
+      last.push_back(row - 1);
+    }
+    const int64_t rows = int64_t(fed.tokens.size());
+    std::vector<float> x(rows * size_);
+    if (states) {
+      Arena arena;
+      const X* from = as_inputs<X>(states, rows, width, ends_.fuse->inputs, arena);
+      team(rows * width * size_ >= kWorthATeam, [&](int thread, int threads) {
+        times(*ends_.fuse, from, rows, x.data(), size_, thread, threads);
+      });
+    }
+    run(fed, x, states != nullptr);
+    for (int64_t row : last) outputs_.insert(outputs_.end(), x.begin() + row * size_, x.begin() + (row + 1) * size_);
+  }
+
+  // Grows the trees; returns the nodes that were fed, in their order in the cache.
+  std::vector<Place> grow(
+      Forest& forest, const Shape& shape, const Tensor* seeds, const Tensor* positions, float temperature, bool states,
+      int64_t& broken) {
+    std::vector<Place> fed;
+    std::vector<std::vector<int64_t>> paths(samples_ * shape.nodes);  // slots from below the root down to a fed node
+    std::vector<int64_t> output(samples_ * shape.nodes, -1), count(samples_, 0), parent(shape.nodes, -1);
+    for (int64_t n = 0; n < shape.nodes; ++n)
+      for (int64_t i = shape.offsets[n]; i < shape.offsets[n + 1]; ++i) parent[shape.children[i]] = n;
+    for (int64_t s = 0; s < samples_; ++s) output[s * shape.nodes] = s;
+    for (int64_t depth = 0;; ++depth) {
+      const std::vector<Place> frontier = forest.frontier(depth);
+      if (frontier.empty()) return fed;
+      if (depth) feed(forest, shape, frontier, depth, parent, paths, output, count, states);
+      if (depth) fed.insert(fed.end(), frontier.begin(), frontier.end());
+      expand(forest, shape, frontier, depth, output, seeds, positions, temperature, broken);
+    }
+  }
+
+ private:
+  void feed(
+      const Forest& forest, const Shape& shape, const std::vector<Place>& frontier, int64_t depth,
+      const std::vector<int64_t>& parent, std::vector<std::vector<int64_t>>& paths, std::vector<int64_t>& output,
+      std::vector<int64_t>& count, bool states) {
+    Fed rows;
+    std::vector<float> x(frontier.size() * size_);
+    for (size_t r = 0; r < frontier.size(); ++r) {
+      const auto [s, n] = frontier[r];
+      const int64_t here = s * shape.nodes + n, above = s * shape.nodes + parent[n], known = committed_[s] + missing_[s];
+      const int64_t slot = starts_[s] + known + count[s]++;
+      rows.add(ends_, forest.tokens[here], known - 1 + depth, slot);
+      paths[here] = paths[above];
+      paths[here].push_back(slot);
+      rows.visible.add(starts_[s], known, paths[here]);
+      if (states) std::copy_n(outputs_.begin() + output[above] * size_, size_, x.begin() + r * size_);
+      output[here] = int64_t(outputs_.size()) / size_ + int64_t(r);
+    }
+    run(rows, x, states);
+    outputs_.insert(outputs_.end(), x.begin(), x.end());
+  }
+
+  void expand(
+      Forest& forest, const Shape& shape, const std::vector<Place>& frontier, int64_t depth,
+      const std::vector<int64_t>& output, const Tensor* seeds, const Tensor* positions, float temperature,
+      int64_t& broken) {
+    const int64_t rows = int64_t(frontier.size()), outputs = ends_.head.outputs;
+    Arena arena;
+    X* normed;
+    float* logits;
+    arena.reserve(normed, rows * size_);
+    arena.reserve(logits, rows * outputs);
+    arena.allocate();
+    std::vector<std::vector<std::pair<int64_t, float>>> drawn(rows);
+    team(true, [&](int thread, int threads) {
+      const Range mine = share(rows, 1, thread, threads);
+      for (int64_t r = mine.begin; r < mine.end; ++r) {
+        const float* from = outputs_.data() + output[frontier[r].sample * shape.nodes + frontier[r].node] * size_;
+        rms_norm(from, ends_.norm, ends_.epsilon, size_, normed + r * size_);
+      }
+      meet(threads);
+      times(ends_.head, normed, rows, logits, outputs, thread, threads);
+      meet(threads);
+      for (int64_t r = thread; r < rows; r += threads) {
+        const int64_t children = std::min(forest.children(frontier[r]), outputs);
+        float* scores = logits + r * outputs;
+        drawn[r] = seeds ? likeliest(scores, outputs, children, ends_.vocabulary,
+                                     noise_key(*seeds, *positions, frontier[r].sample, depth), temperature)
+                         : likeliest(scores, outputs, children);
+        if (ends_.vocabulary)
+          for (auto& [token, chance] : drawn[r]) token = ends_.vocabulary[token];
+      }
+    });
+    for (int64_t r = 0; r < rows; ++r) {
+      broken += drawn[r].empty();
+      forest.plant(frontier[r], depth, drawn[r]);
+    }
+  }
+
+  // y [rows][outputs] = x W^T, a thread's share of it.
+  static void times(const Prepacked<W>& m, const X* x, int64_t rows, float* y, int64_t outputs, int thread, int threads) {
+    const Range blocks = share((m.outputs + kLanes - 1) / kLanes, 2, thread, threads);
+    multiply(m, x, m.inputs, rows, blocks, [&](int64_t r, int64_t block, const f32x16* acc, int n) {
+      for (int b = 0; b < n; ++b) {
+        const int64_t output = (block + b) * kLanes;
+        store(y + r * outputs + output, acc[b], outputs - output);
+      }
+    });
+  }
+
+  // The layers; x holds what they read, or is filled with the tokens' embeddings, which else stand beside it.
+  void run(Fed& fed, std::vector<float>& x, bool states) {
+    const int64_t rows = int64_t(fed.tokens.size());
+    std::vector<float> beside(states ? rows * ends_.width : 0);
+    for (int64_t r = 0; r < rows; ++r)
+      widen_rows(ends_.embedding + fed.tokens[r] * ends_.width, ends_.width,
+                 states ? beside.data() + r * ends_.width : x.data() + r * size_);
+    fed.visible.close();
+    stack_.check_slots(fed.slots.data(), rows);
+    stack_.look([&](int64_t window) -> const Visible& {
+      TORCH_CHECK(window <= 0, "drafts in one call know no sliding window");
+      return fed.visible;
+    });
+    stack_.run(x.data(), beside.data(), rows, fed.cosines.data(), fed.sines.data(), fed.slots.data());
+  }
+
+  const Ends<W, T>& ends_;
+  Stack<W, T>& stack_;
+  int64_t size_, samples_;
+  const int64_t *starts_, *committed_, *missing_;
+  std::vector<float> outputs_;  // of the layers, for every sample's last committed token and then every fed node
+};
+
+// See arbordraft.kernels.draft_tree.
+std::tuple<Tensor, Tensor, Tensor, int64_t> draft_tree(
+    const Tensor& tokens, const OptionalTensor& states, const Tensor& embedding, c10::List<OptionalTensor> ends,
+    c10::List<OptionalTensor> parameters, at::IntArrayRef ints, at::ArrayRef<double> scalars, at::TensorList keys,
+    at::TensorList values, const OptionalTensor& vocabulary, const Tensor& frequencies, const Tensor& slabs,
+    at::IntArrayRef offsets, at::IntArrayRef children, at::IntArrayRef levels, at::ArrayRef<double> trust,
+    at::ArrayRef<double> next, at::ArrayRef<double> prices, int64_t budget, const OptionalTensor& seeds,
+    const OptionalTensor& positions, at::ArrayRef<double> numbers) {
+  const int64_t samples = slabs.size(1), width = embedding.size(1), rows = tokens.numel();
+  const int64_t* slab = integers(slabs);
+  TORCH_CHECK(slabs.dim() == 2 && slabs.size(0) == 3, "expected slabs of shape [3, S]");
+  TORCH_CHECK(ends.size() == 7 && prices.size() == 2 && numbers.size() == 4, "expected 7 tensors, 2 prices and 4 numbers");
+  const int64_t nodes = int64_t(offsets.size()) - 1, known = int64_t(trust.size()) / std::max<int64_t>(1, samples);
+  TORCH_CHECK(
+      nodes >= 1 && int64_t(children.size()) == nodes - 1 && offsets.back() == nodes - 1 &&
+          int64_t(levels.size()) == samples && int64_t(trust.size()) == samples * known && known >= 1 &&
+          next.size() == trust.size(),
+      "the shape or the limits of the trees do not fit");
+  TORCH_CHECK(!seeds || (positions && seeds->numel() == samples && positions->numel() == samples), "noise needs places");
+  int64_t missing = 0;
+  for (int64_t s = 0; s < samples; ++s) missing += slab[2 * samples + s];
+  TORCH_CHECK(rows == missing && (!states || states->size(0) == rows), "expected ", missing, " rows, got ", rows);
+  const OptionalTensor head = ends.get(4);
+  TORCH_CHECK(head, "there is no head");
+  return with_types(*head, embedding, [&](auto weight, auto row) {
+    using W = decltype(weight);
+    using T = decltype(row);
+    const OptionalTensor fuse = ends.get(0), norm = ends.get(3);
+    const int64_t size = norm->numel(), outputs = int64_t(numbers[3]);
+    Ends<W, T> around{
+        data<T>(embedding), embedding.size(0), width, std::nullopt, floats(norm),
+        prepacked<W>(*head, ends.get(5), ends.get(6), outputs), float(numbers[0]), integers(vocabulary),
+        data<float>(frequencies), 2 * frequencies.numel(), float(numbers[1])};
+    TORCH_CHECK(!vocabulary || vocabulary->numel() == outputs, "expected a token for each of ", outputs, " outputs");
+    if (fuse) around.fuse = prepacked<W>(*fuse, ends.get(1), ends.get(2), size);
+    TORCH_CHECK(bool(fuse) == bool(states) && (states || width == size), "a drafter reads states, or its embeddings alone");
+    Stack<W, T> stack({parameters, ints, scalars, keys, values}, size, states ? width : 0, around.rotary);
+    Drafting<W, T> drafting(around, stack, size, slab, samples);
+    drafting.catch_up(integers(tokens), states ? data<T>(*states) : nullptr, states ? states->size(1) : 0);
+
+    const Shape shape{offsets.data(), children.data(), nodes};
+    Forest forest(shape, {levels.data(), trust.data(), next.data(), known, budget, prices[0], prices[1]}, samples);
+    int64_t broken = 0;
+    const std::vector<Place> fed = drafting.grow(
+        forest, shape, seeds ? &*seeds : nullptr, positions ? &*positions : nullptr, float(numbers[2]), bool(states), broken);
+
+    std::vector<int64_t> places;
+    std::vector<float> chances;
+    for (int64_t s = 0; s < samples; ++s)
+      for (int64_t n = 1; n < nodes; ++n)
+        if (const int64_t at = s * nodes + n; forest.tokens[at] >= 0) {
+          places.insert(places.end(), {s, n, forest.tokens[at]});
+          chances.push_back(forest.chances[at]);
+        }
+    const auto whole = tokens.options().dtype(at::kLong);
+    Tensor found = at::empty({int64_t(chances.size()), 3}, whole);
+    Tensor odds = at::empty({int64_t(chances.size())}, whole.dtype(at::kFloat));
+    Tensor order = at::empty({int64_t(fed.size()), 2}, whole);
+    std::copy(places.begin(), places.end(), found.mutable_data_ptr<int64_t>());
+    std::copy(chances.begin(), chances.end(), odds.mutable_data_ptr<float>());
+    for (size_t i = 0; i < fed.size(); ++i) {
+      order.mutable_data_ptr<int64_t>()[2 * i] = fed[i].sample;
+      order.mutable_data_ptr<int64_t>()[2 * i + 1] = fed[i].node;
+    }
+    return std::make_tuple(found, odds, order, broken);
+  });
+}
+
+}  // namespace
+}  // namespace arbordraft

@@ -1,0 +1,138 @@
+// A stack of decoder layers, read from tensors once and run on any number of rows.
+#pragma once
+
+#include "tensors.h"
+
+namespace arbordraft {
+namespace {
+
+constexpr int64_t kParameters = 20, kIntegers = 7, kScalars = 3;
+
+// How a stack's tensors are laid out: see LayerWeights in decoder_layers/reference.py.
+struct StackTensors {
+  c10::List<OptionalTensor> parameters;
+  at::IntArrayRef integers;
+  at::ArrayRef<double> scalars;
+  at::TensorList keys, values;
+};
+
+template <class W, class T>
+class Stack {
+ public:
+  using X = std::conditional_t<kDotBf16 && std::is_same_v<T, bf16>, bf16, float>;
+
+  // size: H; beside: E, 0 where nothing stands beside the hidden states; rotary: rotated channels of a head.
+  Stack(const StackTensors& given, int64_t size, int64_t beside, int64_t rotary)
+      : size_(size), beside_(beside), rotary_(rotary) {
+    const int64_t count = int64_t(given.keys.size());
+    TORCH_CHECK(size % kLanes == 0 && beside % kLanes == 0, "the hidden size must be a multiple of 16");
+    TORCH_CHECK(
+        int64_t(given.parameters.size()) == count * kParameters && int64_t(given.integers.size()) == count * kIntegers &&
+            int64_t(given.scalars.size()) == count * kScalars && int64_t(given.values.size()) == count,
+        "expected parameters of ", count, " layers");
+    layers_.reserve(count);
+    for (int64_t n = 0; n < count; ++n) layers_.push_back(layer(given, n));
+  }
+
+  // What the rows of a forward see under a sliding window, 0 for none; it must outlive the run.
+  template <class VisibleOf>
+  void look(const VisibleOf& visible_of) {
+    chunks_ = 1;
+    for (auto& layer : layers_) {
+      layer.visible = &visible_of(layer.window);
+      chunks_ = std::max(chunks_, most_chunks(*layer.visible));
+    }
+  }
+
+  void check_slots(const int64_t* slots, int64_t rows) const {
+    for (int64_t r = 0; r < rows; ++r) TORCH_CHECK(slots[r] >= 0 && slots[r] < pool_, "a slot lies outside its pool");
+  }
+  int64_t pool() const { return pool_; }
+
+  // x [rows][H] goes through all layers in place; `beside` [rows][E], tables [rows][rotary].
+  void run(
+      float* x, const float* beside, int64_t rows, const float* cosines, const float* sines, const int64_t* slots,
+      const std::vector<std::pair<int64_t, T*>>& taps = {}) const {
+    int64_t widest = 0, heads = 0, inner = 0, partials = 0;
+    for (const auto& layer : layers_) {
+      widest = std::max(widest, (layer.query_heads + 2 * layer.kv_heads) * layer.dim);
+      heads = std::max(heads, layer.query_heads * layer.dim);
+      inner = std::max(inner, layer.inner);
+      const int64_t size = layer.query_heads / layer.kv_heads * (layer.dim + 2);
+      partials = std::max(partials, partials_size(rows, layer.kv_heads, chunks_, size));
+    }
+    Arena arena;
+    Workspace<X, T> space;
+    arena.reserve(space.normed, rows * (size_ + beside_));
+    arena.reserve(space.attended, rows * heads);
+    arena.reserve(space.gated, rows * inner);
+    arena.reserve(space.queries, rows * heads);
+    arena.reserve(space.qkv, rows * widest);
+    arena.reserve(space.sums, rows * size_);
+    arena.reserve(space.partials, partials);
+    arena.allocate();
+    team(true, [&](int thread, int threads) {
+      run_layers(
+          x, beside, beside_, rows, size_, layers_, space, cosines, sines, rotary_, slots, chunks_, taps, thread, threads);
+    });
+  }
+
+ private:
+  Layer<W, X, T> layer(const StackTensors& given, int64_t n) {
+    const auto tensor = [&](int64_t i) -> OptionalTensor { return given.parameters.get(n * kParameters + i); };
+    const auto norm_weight = [&](int64_t i, int64_t length) {
+      const OptionalTensor found = tensor(i);
+      TORCH_CHECK(!found || found->numel() == length, "a norm has the wrong size");
+      return floats(found);
+    };
+    const int64_t* integer = given.integers.data() + n * kIntegers;
+    const double* scalar = given.scalars.data() + n * kScalars;
+    const int64_t query_heads = integer[0], kv_heads = integer[1], dim = integer[2], width = integer[3];
+    TORCH_CHECK(dim % kLanes == 0 && width % kLanes == 0 && rotary_ <= dim && rotary_ % 2 == 0, "sizes must be multiples of 16");
+    TORCH_CHECK(query_heads % kv_heads == 0, "query heads must be a multiple of key heads");
+    const auto matrix = [&](int64_t i, int64_t outputs, int64_t inputs) {
+      const OptionalTensor weight = tensor(i);
+      TORCH_CHECK(weight, "a matrix is missing");
+      const Prepacked<W> m = prepacked<W>(*weight, tensor(i + 1), tensor(i + 2), outputs);
+      TORCH_CHECK(m.inputs == inputs, "a matrix has ", m.inputs, " inputs instead of ", inputs);
+      return m;
+    };
+    for (const Tensor& pool : {given.keys[n], given.values[n]}) {
+      TORCH_CHECK(pool.dim() == 3 && pool.size(1) == kv_heads && pool.size(2) == dim, "a pool has the wrong shape");
+      TORCH_CHECK(pool_ < 0 || pool.size(0) == pool_, "the pools have different sizes");
+      pool_ = pool.size(0);
+    }
+    const float* beside_norm = norm_weight(19, beside_);
+    TORCH_CHECK(!beside_norm || beside_, "nothing stands beside the hidden states");
+    return {
+        norm_weight(0, size_), norm_weight(4, dim), norm_weight(5, dim), floats(tensor(6)), norm_weight(10, size_),
+        norm_weight(11, size_), norm_weight(18, size_), beside_norm,
+        matrix(1, (query_heads + 2 * kv_heads) * dim, size_ + (beside_norm ? beside_ : 0)),
+        matrix(7, size_, query_heads * dim), matrix(12, 2 * width, size_), matrix(15, size_, width),
+        query_heads, kv_heads, dim, width, integer[5], Activation(integer[4]), integer[6] != 0,
+        float(scalar[0]), float(scalar[1]), float(scalar[2]), data<T>(given.keys[n]), data<T>(given.values[n]), nullptr};
+  }
+
+  int64_t size_, beside_, rotary_, pool_ = -1, chunks_ = 1;
+  std::vector<Layer<W, X, T>> layers_;
+};
+
+// Rows of type T as floats.
+template <class T>
+void widen_rows(const T* from, int64_t count, float* to) {
+  for (int64_t i = 0; i < count; i += kLanes) store(to + i, load(from + i, count - i), count - i);
+}
+
+// Calls what(W(), T()) with the types of prepacked weights and of the rows that they multiply.
+template <class What>
+auto with_types(const Tensor& weight, const Tensor& rows, const What& what) {
+  const bool half = rows.scalar_type() == at::kBFloat16;
+  switch (weight.scalar_type()) {
+    case at::kChar: return half ? what(int8_t(), bf16()) : what(int8_t(), float());
+    case at::kBFloat16: return what(bf16(), bf16());
+    default: return what(float(), float());
+  }
+}
+
+}  // namespace
+}  // namespace arbordraft

@@ -1,0 +1,135 @@
+// What operators have in common: checked views of tensors, scratch memory, packed batches and stacks of layers. Everything
+// is checked here, so that the kernels need not be.
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+#include <torch/library.h>
+
+#include "../decoder_layers/cpu.h"
+#include "../prepacked_linear/cpu.h"
+#include "../ragged_tree_attention/cpu.h"
+
+namespace arbordraft {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// Below this many multiplications waking the team costs more than it saves.
+constexpr int64_t kWorthATeam = 1 << 16;
+
+template <class T>
+constexpr at::ScalarType kType = std::is_same_v<T, bf16>     ? at::kBFloat16
+                                 : std::is_same_v<T, int8_t> ? at::kChar
+                                                             : at::kFloat;
+template <class T>
+T* data(const Tensor& tensor) {
+  TORCH_CHECK(tensor.scalar_type() == kType<T>, "expected ", kType<T>, ", got ", tensor.scalar_type());
+  TORCH_CHECK(tensor.is_contiguous() && tensor.is_cpu(), "expected a contiguous tensor on the CPU");
+  return static_cast<T*>(tensor.data_ptr());
+}
+const int64_t* integers(const Tensor& tensor) {
+  TORCH_CHECK(tensor.scalar_type() == at::kLong && tensor.is_contiguous() && tensor.is_cpu(), "expected int64 on the CPU");
+  return tensor.const_data_ptr<int64_t>();
+}
+const int64_t* integers(const OptionalTensor& tensor) { return tensor ? integers(*tensor) : nullptr; }
+const float* floats(const OptionalTensor& tensor) { return tensor ? data<float>(*tensor) : nullptr; }
+
+// Scratch memory of one call.
+class Arena {
+ public:
+  template <class T>
+  void reserve(T*& pointer, int64_t count) {
+    offsets_.emplace_back(reinterpret_cast<void**>(&pointer), size_);
+    size_ += (count * int64_t(sizeof(T)) + 127) / 64 * 64;
+  }
+  void allocate() {
+    memory_ = at::empty({size_ + 64}, at::kByte);
+    char* base = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory_.data_ptr()) + 63) / 64 * 64);
+    for (auto& [pointer, offset] : offsets_) *pointer = base + offset;
+  }
+
+ private:
+  std::vector<std::pair<void**, int64_t>> offsets_;
+  int64_t size_ = 0;
+  Tensor memory_;
+};
+
+template <class W>
+Prepacked<W> prepacked(const Tensor& weight, const OptionalTensor& scale, const OptionalTensor& bias, int64_t outputs) {
+  constexpr int64_t lanes = std::is_same_v<W, float> ? 1 : 2;
+  const int64_t blocks = (outputs + kLanes - 1) / kLanes;
+  TORCH_CHECK(
+      weight.dim() == (lanes == 1 ? 3 : 4) && weight.size(0) == blocks && weight.size(2) == kLanes &&
+          (lanes == 1 || weight.size(3) == lanes),
+      "weights are not prepacked for ", outputs, " outputs: ", weight.sizes());
+  TORCH_CHECK(!scale || scale->numel() == outputs, "expected one scale per output");
+  TORCH_CHECK(!bias || bias->numel() == outputs, "expected one bias per output");
+  return {data<W>(weight), floats(scale), floats(bias), outputs, weight.size(1) * lanes};
+}
+
+// Rows as the kernels multiply them: of type X, padded with zeros to `inputs`.
+template <class X, class In>
+const X* as_inputs(const In* x, int64_t rows, int64_t size, int64_t inputs, Arena& arena) {
+  if constexpr (std::is_same_v<X, In>)
+    if (size == inputs) return x;
+  X* y;
+  arena.reserve(y, rows * inputs);
+  arena.allocate();
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t i = 0; i < size; i += kLanes) store(y + r * inputs + i, load(x + r * size + i, size - i), size - i);
+    std::fill(y + r * inputs + size, y + (r + 1) * inputs, X(0));
+  }
+  return y;
+}
+
+int64_t most_chunks(const Visible& visible) {
+  int64_t most = 1;
+  for (const auto& row : visible.rows) most = std::max(most, (row.keys - row.first + kChunk - 1) / kChunk);
+  return most;
+}
+int64_t partials_size(int64_t rows, int64_t kv_heads, int64_t chunks, int64_t size) {
+  return attention_is_split(rows, at::get_num_threads()) ? rows * kv_heads * chunks * size : 0;
+}
+
+// The tensors that describe a packed forward, checked once.
+struct Batch {
+  const int64_t *samples, *positions, *words, *tree_positions;
+  int64_t batch, rows, word_count;
+
+  Batch(
+      const Tensor& samples_, const Tensor& positions_, const OptionalTensor& words_, const OptionalTensor& tree_, int64_t t)
+      : samples(integers(samples_)), positions(integers(positions_)), words(integers(words_)),
+        tree_positions(integers(tree_)), batch(samples_.size(1)), rows(t), word_count(words_ ? words_->size(1) : 0) {
+    TORCH_CHECK(samples_.dim() == 2 && samples_.size(0) == 4, "expected samples of shape [4, B]");
+    int64_t counted = 0, region = 0;
+    for (int64_t b = 0; b < batch; ++b) {
+      counted += samples[b];
+      region += samples[3 * batch + b];
+      TORCH_CHECK(samples[b] <= samples[3 * batch + b], "a sample has more rows than uncommitted keys");
+      TORCH_CHECK(!words || word_count * 64 >= samples[3 * batch + b], "too few ancestor words");
+    }
+    TORCH_CHECK(counted == rows && positions_.numel() == rows, "the batch describes ", counted, " rows, got ", rows);
+    TORCH_CHECK(!words || words_->size(0) == rows, "expected one row of ancestor words per packed row");
+    TORCH_CHECK(!tree_positions || tree_->numel() == region, "expected a position for each of ", region, " keys");
+  }
+  Visible visible(int64_t window) const {
+    TORCH_CHECK(window <= 0 || tree_positions, "a sliding window needs the positions of the uncommitted keys");
+    Visible found(samples, batch, positions, words, word_count, tree_positions, window);
+    for (const auto& row : found.rows) TORCH_CHECK(row.first < row.keys, "a row sees no key, not even its own");
+    return found;
+  }
+  void check_pool(int64_t pool) const {
+    for (int64_t b = 0; b < batch; ++b) {
+      const int64_t first = samples[batch + b], keys = samples[2 * batch + b] + samples[3 * batch + b];
+      TORCH_CHECK(first >= 0 && first + keys <= pool, "sample ", b, " lies outside the pool of ", pool, " rows");
+    }
+  }
+};
+
+
+}  // namespace
+}  // namespace arbordraft
