@@ -39,6 +39,7 @@ Kept = TypeVar("Kept", CostTable, StepCosts)
 _ROWS = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128)
 _MOST_ROWS, _LONGEST = 2**14, 2**20  # of a forward that is timed, and of the text before it: their memory is real
 _KEPT_ROWS = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 64)
+_KEPT_REPEATS = 10  # what is kept for ever is worth a second
 _BATCHES = (1, 2, 4, 8, 16)
 
 
@@ -91,7 +92,7 @@ def known_rows(target: RaggedModel, *, renew: bool = False) -> CostTable:
         renew: measure anew all the same.
     """
     rows = [count for count in _KEPT_ROWS if count <= (target.max_positions or count)]
-    return _known(cost_file(target), CostTable.load, lambda: measure_rows(target, rows), renew)
+    return _known(cost_file(target), CostTable.load, lambda: measure_rows(target, rows, repeats=_KEPT_REPEATS), renew)
 
 
 def known_costs(target: RaggedModel, drafter: Drafter, *, renew: bool = False) -> StepCosts:
@@ -111,7 +112,7 @@ def known_costs(target: RaggedModel, drafter: Drafter, *, renew: bool = False) -
 def _on_noise(target: RaggedModel, drafter: Drafter, rows: CostTable) -> StepCosts:
     source = random.Random(0)
     texts = [[source.randrange(target.vocab_size) for _ in range(8)] for _ in range(max(_BATCHES))]
-    return measure_steps(target, drafter, texts, rows=rows)
+    return measure_steps(target, drafter, texts, batches=sorted(2 * _BATCHES), rows=rows)
 
 
 def _known(path: Path, load: Callable[[Path], Kept], measure: Callable[[], Kept], renew: bool) -> Kept:

@@ -18,4 +18,4 @@ class NoDrafter(Drafter):
         return Fixed(width)
 
     def propose(self, state: Any, context: DraftContext) -> DraftTree:
-        return Garden(context, Fixed(context.law.k)).tree()
+        return Garden(context, Fixed(context.law.k), self).tree()
