@@ -9,16 +9,18 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from arbordraft import RaggedModel, TreeTopology
+from arbordraft import CostTable, RaggedModel, TreeTopology
+from arbordraft.costs import StepCosts
 from arbordraft.deciders import Decider, FixedDepth
 from arbordraft.laws import DraftLaw, Fixed
 from arbordraft.masks import SlicedCausalMask
 from arbordraft.processors import Warp
 from arbordraft.sampling import GumbelNoise, Noise, SharedSource
-from arbordraft.types import DraftContext
+from arbordraft.types import DraftContext, Plan, Situation
 
 VOCAB = 61
 EOS = 2
+PAYS = StepCosts(CostTable((1, 64), (1.0, 1.1)), CostTable((1, 64), (0.01, 0.01)))  # whatever is not quite wrong
 PROMPTS = [[5, 9, 7, 5, 9], [11], [8, 3, 8, 3, 8, 3, 8, 20, 21, 22, 8, 3, 30]]
 
 _SMALL = {
@@ -188,6 +190,10 @@ def poisoned_pool(
     return pool, starts
 
 
+def _unplanned(situation: Situation) -> None:
+    """To be asked instead."""
+
+
 def context(
     tokens: Sequence[Sequence[int]],
     topology: TreeTopology,
@@ -196,10 +202,16 @@ def context(
     greedy: bool = False,
     room: Sequence[int | None] | None = None,
     decide: Callable[..., Sequence[bool]] | None = None,
+    plan: Callable[[Situation], Plan | None] | None = None,
     processors: Sequence[object] = (),
     seed: int = 0,
 ) -> DraftContext:
-    """What a decoder tells its drafter in a step."""
+    """What a decoder tells its drafter in a step.
+
+    Args:
+        decide: a decider; a plain function is asked before every level.
+        plan: by default the decider's.
+    """
     warp = Warp(processors, len(tokens))
     generators = [Noise.source(seed + sample) for sample in range(len(tokens))]
 
@@ -210,6 +222,9 @@ def context(
     def path(sample: int, drafted: Sequence[int]) -> list[int]:
         return [*tokens[sample], *drafted]
 
+    decider = FixedDepth() if decide is None else decide
+    if plan is None:
+        plan = decider.plan if isinstance(decider, Decider) else _unplanned
     return DraftContext(
         tokens=tokens,
         room=[topology.max_depth] * len(tokens) if room is None else room,
@@ -218,7 +233,9 @@ def context(
         law=Fixed(law.k) if greedy else law,
         pathwise=greedy or law.shared,
         warp=lambda logits, place_of: warp(logits, lambda row: path(*place_of(row))),
-        decide=decide or FixedDepth(),
-        memory=[decide.start() if isinstance(decide, Decider) else None for _ in tokens],
+        temperature=warp.untruncated_temperature if law.shared and not greedy else warp.temperature,
+        plan=plan,
+        decide=decider,
+        memory=[decider.start() if isinstance(decider, Decider) else None for _ in tokens],
         noise=noise,
     )

@@ -19,6 +19,7 @@ from transformers import (
 
 from arbordraft import (
     IID,
+    CostTable,
     Coupling,
     Fixed,
     LanguageModelDrafter,
@@ -355,7 +356,8 @@ PART_CASES = {
     "a list of parents": ({"topology": [-1, 0]}, "topology must be of type TreeTopology"),
     "a law": ({"coupling": Fixed(2)}, "coupling must be of type Coupling"),
     "a decider's name": ({"decider": "confidence"}, "decider must be of type Decider"),
-    "empty costs": ({"costs": {}}, "costs must be a CostTable or a NodeBudget"),
+    "costs for a decider": ({"decider": CostTable((1,), (1.0,))}, "decider must be of type Decider"),
+    "costs beside a decider": ({"costs": CostTable((1,), (1.0,))}, "unexpected keyword argument 'costs'"),
     "half a token": ({"max_cache_tokens": 1.5}, "max_cache_tokens must be a whole number"),
     "true tokens": ({"max_cache_tokens": True}, "max_cache_tokens must be a whole number"),
     "half a bucket": ({"buckets": (8.5,)}, "bucket"),

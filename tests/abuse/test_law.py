@@ -225,7 +225,7 @@ class Repeating(Drafter):
         self.model = target.model
 
     def propose(self, state, context):
-        garden = Garden(context, Fixed(context.law.k))
+        garden = Garden(context, Fixed(context.law.k), self)
         for depth in range(context.topology.max_depth):
             for sample, nodes in garden.frontier(depth).items():
                 for node in nodes:

@@ -22,7 +22,7 @@ from arbordraft import (
     TreeTopology,
     builders,
 )
-from arbordraft.costs import NodeBudget, StepCosts
+from arbordraft.costs import StepCosts
 from arbordraft.deciders import (
     AcceptedAverage,
     AdaEDL,
@@ -32,6 +32,7 @@ from arbordraft.deciders import (
     FixedDepth,
     Heuristic,
     LearnedDecider,
+    NodeBudget,
     PathSurvival,
 )
 from arbordraft.measuring import measure_costs, measure_rows
@@ -43,8 +44,8 @@ STEPS = StepCosts(TABLE, TABLE)
 TWO = [FixedDepth(1), FixedDepth(2)]
 
 
-def decoder(drafter=None, **options):
-    coupling = Coupling(Fixed(1), TopDown(Matching()))
+def decoder(drafter=None, coupling=None, **options):
+    coupling = coupling or Coupling(Fixed(1), TopDown(Matching()))
     return SpeculativeDecoder(ragged(), drafter or NGramDrafter(), TreeTopology.chain(2), coupling, **options)
 
 
@@ -101,10 +102,20 @@ DECIDERS = cases(
     (Bandit, {"deciders": TWO, "cost": -1}, ValueError, "cost must be a number of at least 0, got -1"),
     (Bandit, {"deciders": TWO, "longest": 0.5}, TypeError, "longest must be a whole number"),
     (Bandit, {"deciders": TWO, "exploration": INF}, ValueError, "exploration must be a number .* got inf"),
-    (CostAware, {"costs": {}}, TypeError, r"costs must be of type StepCosts, got \{\}"),
-    (CostAware, {"costs": TABLE}, TypeError, "costs must be of type StepCosts"),
+    (CostAware, {"costs": {}}, TypeError, r"costs must be of type StepCosts or CostTable, got \{\}"),
+    (CostAware, {"costs": None}, TypeError, "costs must be of type StepCosts or CostTable, got None"),
+    (CostAware, {"costs": 3}, TypeError, "costs must be of type StepCosts or CostTable, got 3"),
+    (CostAware, {"costs": STEPS, "nodes": 0}, ValueError, "nodes must be a whole number of at least 1, got 0"),
+    (CostAware, {"costs": STEPS, "nodes": 2.5}, TypeError, "nodes must be a whole number of at least 1, got 2.5"),
+    (CostAware, {"costs": STEPS, "nodes": NAN}, TypeError, "nodes must be a whole number of at least 1, got nan"),
+    (CostAware, {"costs": STEPS, "decay": -0.1}, ValueError, "decay must be a number from 0 to 1, got -0.1"),
     (CostAware, {"costs": STEPS, "decay": NAN}, ValueError, "decay must be a number from 0 to 1, got nan"),
     (CostAware, {"costs": STEPS, "survival": 0.5}, TypeError, "survival must be of type PathSurvival, got 0.5"),
+    (NodeBudget, {"nodes": 0}, ValueError, "nodes must be a whole number of at least 1, got 0"),
+    (NodeBudget, {"nodes": -3}, ValueError, "nodes must be a whole number of at least 1, got -3"),
+    (NodeBudget, {"nodes": 2.5}, TypeError, "nodes must be a whole number of at least 1, got 2.5"),
+    (NodeBudget, {"nodes": NAN}, TypeError, "nodes must be a whole number of at least 1, got nan"),
+    (NodeBudget, {"nodes": None}, TypeError, "nodes must be a whole number of at least 1, got None"),
     (LearnedDecider, {"hidden_size": -1}, ValueError, "hidden_size must be a whole number from 0 to 65536, got -1"),
     (LearnedDecider, {"hidden_size": 10**12}, ValueError, "hidden_size must be a whole number from 0 to 65536"),
     (LearnedDecider, {"top_k": 11}, ValueError, "top_k must be a whole number from 0 to 10, got 11"),
@@ -167,14 +178,9 @@ COSTS = cases(
     (StepCosts, {"target": TABLE, "draft": TABLE, "decide": NAN}, ValueError, "decide must be .* at least 0, got nan"),
     (StepCosts, {"target": TABLE, "draft": TABLE, "rest": -1}, ValueError, "rest must be .* at least 0, got -1"),
     (StepCosts, {"target": TABLE, "draft": TABLE, "rest": "1"}, TypeError, "rest must be a number .* got '1'"),
-    (NodeBudget, {"nodes": 0}, ValueError, "nodes must be a whole number of at least 1, got 0"),
-    (NodeBudget, {"nodes": -3}, ValueError, "nodes must be a whole number of at least 1, got -3"),
-    (NodeBudget, {"nodes": 2.5}, TypeError, "nodes must be a whole number of at least 1, got 2.5"),
-    (NodeBudget, {"nodes": NAN}, TypeError, "nodes must be a whole number of at least 1, got nan"),
-    (NodeBudget, {"nodes": None}, TypeError, "nodes must be a whole number of at least 1, got None"),
-    (decoder, {"costs": {}}, TypeError, r"costs must be a CostTable or a NodeBudget, got \{\}"),
-    (decoder, {"costs": 3}, TypeError, "costs must be a CostTable or a NodeBudget, got 3"),
-    (decoder, {"costs": STEPS}, TypeError, "costs must be a CostTable or a NodeBudget"),
+    (decoder, {"costs": TABLE}, TypeError, "unexpected keyword argument 'costs'"),
+    (decoder, {"decider": TABLE}, TypeError, "decider must be of type Decider, got CostTable"),
+    (decoder, {"decider": NodeBudget(3)}, ValueError, r"NodeBudget\(nodes=3\) looks at tokens that are still to be"),
     (decoder, {"expected_batch": 0}, ValueError, "expected_batch must be a whole number of at least 1, got 0"),
     (decoder, {"expected_batch": 2.0}, TypeError, "expected_batch must be a whole number of at least 1, got 2.0"),
 )
@@ -206,6 +212,10 @@ def sequoia(**given):
 
 def fitted(**given):
     return builders.fitted(ragged(), ragged(seed=3), **given)
+
+
+def expanding(**given):
+    return builders.expanding(ragged(), ragged(seed=3), **given)
 
 
 def lookup(**given):
@@ -241,7 +251,10 @@ BUILDERS = cases(
     (fitted, {"nodes": 10**9, "lookup": True}, ValueError, "nodes must be a whole number from 1 to 2048"),
     (fitted, {"max_depth": NAN}, TypeError, "max_depth must be a whole number"),
     (fitted, {"topology": [-1, 0]}, TypeError, "topology must be of type TreeTopology"),
-    (lookup, {"costs": {}}, TypeError, "costs must be a CostTable or a NodeBudget"),
+    (fitted, {"costs": {}}, TypeError, r"costs must be of type StepCosts or CostTable, got \{\}"),
+    (expanding, {"nodes": 0}, ValueError, "nodes must be a whole number from 1 to 2048, got 0"),
+    (expanding, {"nodes": 2.5}, TypeError, "nodes must be a whole number from 1 to 2048, got 2.5"),
+    (lookup, {"costs": {}}, TypeError, "costs must be of type StepCosts or CostTable"),
     (lookup, {"costs": TABLE, "expected_batch": 0}, ValueError, "expected_batch must be a whole number"),
     (eagle, {"head": None}, TypeError, "head must be of type str or PathLike or EagleDrafter, got None"),
 )
@@ -314,6 +327,9 @@ def test_nonsense_is_named(make, given, error, says):
         (Bandit, {"deciders": TWO, "cost": 0, "exploration": 0}),
         (CostAware, {"costs": STEPS, "decay": 1}),
         (CostAware, {"costs": STEPS, "decay": 0}),
+        (CostAware, {"costs": TABLE, "nodes": 1}),
+        (CostAware, {"costs": CostTable((1,), (1e-12,)), "nodes": 10**9}),
+        (CostAware, {"costs": CostTable((1, 2), (1e-12, 1e12))}),
     ],
     ids=lambda value: (
         getattr(value, "__name__", None) or ", ".join(f"{name}={one!r}"[:30] for name, one in value.items())
@@ -338,7 +354,10 @@ def test_what_lies_at_the_bounds_decodes(make, given):
     ids=["longest n-gram", "one row", "tensors", "the root alone", "all nodes"],
 )
 def test_drafters_and_costs_at_the_bounds_decode(make, given):
-    options = {"drafter" if make is NGramDrafter else "costs": make(**given)}
+    part = make(**given)
+    options = {"drafter": part} if make is NGramDrafter else {"decider": part, "coupling": Coupling.shared(1)}
+    if make is CostTable:
+        options["decider"] = CostAware(part)
     for settings in ({"do_sample": False}, {"do_sample": True, "seeds": [3]}):
         found = decoder(**options).generate(
             torch.tensor([[5, 9, 5, 9, 5]]), max_new_tokens=4, eos_token_id=None, **settings
@@ -354,8 +373,9 @@ def test_drafters_and_costs_at_the_bounds_decode(make, given):
         (spechub, {"depth": 0}),
         (sequoia, {"nodes": 1}),
         (fitted, {"nodes": 1}),
+        (expanding, {"nodes": 1}),
     ],
-    ids=["specinfer", "dynasd", "spechub", "sequoia", "fitted"],
+    ids=["specinfer", "dynasd", "spechub", "sequoia", "fitted", "expanding"],
 )
 def test_the_smallest_trees_decode(make, given):
     assert make(**given).generate(torch.tensor([[5, 9]]), max_new_tokens=3, eos_token_id=None).shape == (1, 5)

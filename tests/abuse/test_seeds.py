@@ -5,6 +5,7 @@ Models are in float64: what products of other sizes round otherwise is then 1e-1
 
 import itertools
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -31,7 +32,7 @@ from arbordraft import (
     TopDown,
     TreeTopology,
 )
-from arbordraft.costs import NodeBudget, StepCosts
+from arbordraft.costs import StepCosts
 from arbordraft.deciders import (
     AcceptedAverage,
     AdaEDL,
@@ -46,6 +47,7 @@ from arbordraft.deciders import (
 )
 from arbordraft.drafters.base import Garden
 from arbordraft.sampling import Noise
+from arbordraft.types import Plan
 
 SEEDS = (11, 2**40 + 12, 13)
 SLOPE = CostTable((1, 64), (1.0, 3.0))
@@ -92,19 +94,20 @@ DECIDERS = {
     "bandit": lambda: Bandit([FixedDepth(1), ConfidenceThreshold(0.42), FixedDepth(3)]),
     "cost-aware": lambda: CostAware(STEPS),
     "learned": learned,
-    "cost-aware, learned": lambda: CostAware(STEPS, learned()),
+    "cost-aware, learned": lambda: CostAware(STEPS, survival=learned()),
+    "costs of rows": lambda: CostAware(SLOPE),
+    "few nodes": lambda: CostAware(SLOPE, nodes=3),
 }
-COSTS = {"no costs": None, "table": SLOPE, "budget": NodeBudget(3)}
 
 
-def build(drafter, decider="always", costs=None, drawn=False, **options):
+def build(drafter, decider="always", drawn=False, **options):
     """A decoder with trees of up to three levels; ``drawn``: by random draws where the drafter allows for them."""
     if drawn:
         coupling, topology = Coupling(IID(2), Lifted(RecursiveRejection())), TreeTopology.from_k_config((2, 1, 1))
     else:
         coupling, topology = Coupling(Fixed(2), TopDown(Matching())), TreeTopology.from_k_config((2, 2, 1))
     decider = DECIDERS[decider]() if isinstance(decider, str) else decider
-    return SpeculativeDecoder(model(), DRAFTERS[drafter](), topology, coupling, decider, costs=costs, **options)
+    return SpeculativeDecoder(model(), DRAFTERS[drafter](), topology, coupling, decider, **options)
 
 
 def decode(decoder, samples, seeds=SEEDS, **settings):
@@ -139,29 +142,29 @@ def leaks(decoder, companies=COMPANIES, rounds=1, **settings):
 
 
 CASES = [
-    *itertools.product(DRAFTERS, DECIDERS, ["no costs"], [False]),
-    *itertools.product(["lookup or exit", "model", "early exit"], DECIDERS, ["no costs"], [True]),
-    *itertools.product(DRAFTERS, ["always", "bandit", "cost-aware"], ["table", "budget"], [False]),
+    *itertools.product(DRAFTERS, DECIDERS, [False]),
+    *itertools.product(["lookup or exit", "model", "early exit"], DECIDERS, [True]),
 ]
 
 
 @pytest.mark.parametrize(
-    ("drafter", "decider", "costs", "drawn"),
-    [pytest.param(*case, id=", ".join([*case[:3], "drawn" if case[3] else "certain"])) for case in CASES],
+    ("drafter", "decider", "drawn"),
+    [pytest.param(*case, id=", ".join([*case[:2], "drawn" if case[2] else "certain"])) for case in CASES],
 )
-def test_a_text_depends_on_its_own_request_alone(drafter, decider, costs, drawn):
-    assert list(leaks(build(drafter, decider, COSTS[costs], drawn))) == []
+def test_a_text_depends_on_its_own_request_alone(drafter, decider, drawn):
+    assert list(leaks(build(drafter, decider, drawn))) == []
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_used_decoder_is_as_good_as_new(drafter):
     """Alone, in every order, and with a greedy request in between, which may share what it spends."""
-    used = build(drafter, "bandit", SLOPE)
-    list(leaks(used, [[0, 1, 2]], rounds=2))
-    texts(used, [2, 1, 0], do_sample=False)
-    new = {sample: texts(build(drafter, "bandit", SLOPE), [sample])[sample] for sample in range(3)}
-    for company in itertools.permutations(range(3)):
-        assert texts(used, list(company)) == new
+    for decider in ("bandit", "cost-aware"):
+        used = build(drafter, decider)
+        list(leaks(used, [[0, 1, 2]], rounds=2))
+        texts(used, [2, 1, 0], do_sample=False)
+        new = {sample: texts(build(drafter, decider), [sample])[sample] for sample in range(3)}
+        for company in itertools.permutations(range(3)):
+            assert texts(used, list(company)) == new
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -176,7 +179,7 @@ def test_other_seeds_say_something_else_and_drafts_take_part(drafter):
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_finished_neighbour_shifts_nothing(drafter):
-    decoder = build(drafter, "bandit", SLOPE)
+    decoder = build(drafter, "cost-aware")
     whole = texts(decoder, [0, 1, 2])
     ends = whole[1][2]  # the second sample ends early, and the others where they say the same
     found = texts(decoder, [0, 1, 2], eos_token_id=ends)
@@ -187,7 +190,7 @@ def test_a_finished_neighbour_shifts_nothing(drafter):
 
 @pytest.mark.parametrize("drafter", ["lookup", "lookup or model", "early exit"])
 def test_threads_share_a_decoder(drafter):
-    decoder = build(drafter, "bandit", SLOPE)
+    decoder = build(drafter, "cost-aware")
     expected = texts(decoder, [0, 1, 2])
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(lambda company: texts(decoder, company), [[0], [2, 1], [1, 0], [0, 2], [1]]))
@@ -195,18 +198,18 @@ def test_threads_share_a_decoder(drafter):
         assert some == {sample: expected[sample] for sample in some}
 
 
-@pytest.mark.parametrize("costs", ["table", "budget"])
-def test_steps_of_fixed_shapes_leak_nothing(costs):
+@pytest.mark.parametrize("decider", ["bandit", "cost-aware", "few nodes"])
+def test_steps_of_fixed_shapes_leak_nothing(decider):
     coupling, topology = Coupling(Fixed(2), TopDown(RecursiveRejection())), TreeTopology.from_k_config((2, 2, 1))
-    parts = model(), lookup(), topology, coupling, DECIDERS["bandit"]()
-    assert list(leaks(SpeculativeDecoder(*parts, costs=COSTS[costs], buckets=(4, 16)))) == []
+    parts = model(), lookup(), topology, coupling, DECIDERS[decider]()
+    assert list(leaks(SpeculativeDecoder(*parts, buckets=(4, 16)))) == []
 
 
 @pytest.mark.parametrize("drafter", ["lookup or exit", "model"])
 def test_row_invariant_kernels_leak_nothing_in_float32(drafter, kernels, monkeypatch):
     native = RaggedModel(tiny(sharpness=2.5, hidden_size=16), kernels="native")
     monkeypatch.setitem(globals(), "model", lambda: native)
-    assert list(leaks(build(drafter, "cost-aware", SLOPE))) == []
+    assert list(leaks(build(drafter, "cost-aware"))) == []
 
 
 def test_noise_follows_from_the_seed_and_the_step_alone():
@@ -223,7 +226,7 @@ def test_noise_follows_from_the_seed_and_the_step_alone():
 def test_sampled_requests_reckon_with_the_batch_that_is_expected(expected_batch, drafts):
     """Rows cost nothing up to 8 and a forward each beyond: worth it alone, but not in a batch of 64 alike."""
     costs = CostTable((1, 8, 9), (1.0, 1.0, 2.0))
-    decoder = build("lookup", costs=costs, expected_batch=expected_batch)
+    decoder = build("lookup", CostAware(costs), expected_batch=expected_batch)
     assert (decode(decoder, [0, 1, 2])[1].drafted > 0) == drafts
     assert list(leaks(decoder)) == []
 
@@ -243,18 +246,16 @@ class Counting(Decider):
         return [self.asked % 3 > 0] * len(view.paths)
 
 
-class Moody:
-    """Costs that remember."""
+class Moody(Decider):
+    """Plans by how often it planned, for whomever."""
 
     def __init__(self):
+        super().__init__()
         self.asked = 0
 
-    def floor(self, samples, chances=(), alike=1):
-        return 0.0
-
-    def worthwhile(self, samples, chances, alike=1):
+    def plan(self, situation):
         self.asked += 1
-        return min(len(chances), self.asked % 3)
+        return Plan.everything(situation.room, keep=lambda chances: min(len(chances), self.asked % 3))
 
 
 class Gossip(NGramDrafter):
@@ -270,9 +271,8 @@ def decide_together(monkeypatch):
     """Whole batches decide and spend together even when they sample, as they once did."""
     init = Garden.__init__
 
-    def changed(self, *arguments):
-        init(self, *arguments)
-        self._groups = [list(self.trees)] if self.trees else []
+    def changed(self, context, *rest):
+        init(self, replace(context, pathwise=True), *rest)
 
     monkeypatch.setattr(Garden, "__init__", changed)
 
@@ -281,8 +281,8 @@ def test_a_decider_that_leaks_would_be_seen():
     assert next(leaks(build("model", Counting()), rounds=3), None)
 
 
-def test_costs_that_leak_would_be_seen():
-    assert next(leaks(build("lookup", costs=Moody()), rounds=3), None)
+def test_plans_that_leak_would_be_seen():
+    assert next(leaks(build("lookup", Moody()), rounds=3), None)
 
 
 def test_lookups_that_leak_would_be_seen(monkeypatch):
@@ -290,10 +290,10 @@ def test_lookups_that_leak_would_be_seen(monkeypatch):
     assert next(leaks(build("lookup", "survival"), rounds=20, max_new_tokens=32), None)
 
 
-@pytest.mark.parametrize(("decider", "costs"), [("cost-aware", None), ("always", SLOPE), ("always", NodeBudget(3))])
-def test_batches_that_decide_together_would_be_seen(monkeypatch, decider, costs):
+@pytest.mark.parametrize("decider", ["cost-aware", "cost-aware, learned", "few nodes"])
+def test_batches_that_decide_together_would_be_seen(monkeypatch, decider):
     decide_together(monkeypatch)
-    assert next(leaks(build("early exit", decider, costs), rounds=4), None)
+    assert next(leaks(build("early exit", decider), rounds=4), None)
 
 
 def test_noise_of_one_source_would_be_seen(monkeypatch):

@@ -49,7 +49,7 @@ class Told(Drafter):
         self.texts, self.plan, self.step = texts, plan, 0
 
     def propose(self, state, context):
-        garden, step = Garden(context, Fixed(1)), self.plan[min(self.step, len(self.plan) - 1)]
+        garden, step = Garden(context, Fixed(1), self), self.plan[min(self.step, len(self.plan) - 1)]
         self.step += 1
         for depth in range(5):
             for sample in garden.frontier(depth):

@@ -282,7 +282,7 @@ def test_a_decoder_remembers_how_drafting_went():
     wrong = next(token for token in range(VOCAB) if token not in tokens)
 
     def propose(state, context):
-        garden = Garden(context, Fixed(1))
+        garden = Garden(context, Fixed(1), decoder.drafter)
         for sample in garden.frontier(0):
             garden.plant(sample, 0, [wrong], [1.0], None)
         lengths.extend(garden.tree().lengths)

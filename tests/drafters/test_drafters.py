@@ -352,7 +352,7 @@ def test_a_drafter_may_do_nothing_but_propose():
 
     class Constant(Drafter):
         def propose(self, state, context):
-            garden = Garden(context, Fixed(1))
+            garden = Garden(context, Fixed(1), self)
             for sample in garden.frontier(0):
                 garden.plant(sample, 0, [7], [1.0], None)
             return garden.tree()

@@ -1,21 +1,19 @@
 """Decoders around a trained EAGLE head: the builder, node budgets, loading, and the benchmark of drafters."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from companions import STUDENTS, target, texts, trained
-from models import PROMPTS, left_padded, new_tokens, tiny, tiny_tokenizer
+from models import PAYS, PROMPTS, left_padded, new_tokens, tiny, tiny_tokenizer
 from typer.testing import CliRunner
 
 from arbordraft import (
     Coupling,
     EagleDrafter,
-    Fixed,
     LanguageModelDrafter,
-    Matching,
     RaggedModel,
     SpeculativeDecoder,
-    TopDown,
     TreeTopology,
     builders,
 )
@@ -23,7 +21,7 @@ from arbordraft.bench.contests import drafter_gain
 from arbordraft.bench.decoding import in_turns
 from arbordraft.bench.workload import Workload
 from arbordraft.cli.main import app
-from arbordraft.costs import NodeBudget
+from arbordraft.deciders import NodeBudget
 from arbordraft.loading import load_drafter
 
 
@@ -48,7 +46,7 @@ def answers(decoder, **changes):
 
 @pytest.mark.parametrize("lookup", [False, True])
 def test_the_builder_decodes_like_the_target(folder, lookup):
-    decoder = builders.eagle(target(), folder, nodes=6, lookup=lookup, max_depth=3)
+    decoder = builders.eagle(target(), folder, costs=PAYS, nodes=6, lookup=lookup, max_depth=3)
     found, stats = answers(decoder)
     assert found == [text[len(prompt) :] for prompt, text in zip(PROMPTS, texts(), strict=True)]
     assert stats.tau > 1.2
@@ -58,13 +56,13 @@ def test_the_builder_decodes_like_the_target(folder, lookup):
 def test_the_builder_fits_trees_to_the_head(folder):
     drafter = EagleDrafter.from_pretrained(folder, target())
     drafter.acceptance = (0.9, 0.0, 0.0)
-    assert builders.eagle(target(), drafter, nodes=1).topology.parent_list == (-1, 0, 1, 2)
+    assert builders.eagle(target(), drafter, costs=PAYS, nodes=1).topology.parent_list == (-1, 0, 1, 2)
     drafter.acceptance = (0.3, 0.3, 0.3)
-    assert builders.eagle(target(), drafter, nodes=1).topology.parent_list == (-1, 0, 0, 0)
-    copied = builders.eagle(target(), drafter, nodes=8, max_depth=3, lookup=True).topology
+    assert builders.eagle(target(), drafter, costs=PAYS, nodes=1).topology.parent_list == (-1, 0, 0, 0)
+    copied = builders.eagle(target(), drafter, costs=PAYS, nodes=8, max_depth=3, lookup=True).topology
     assert (copied.levels[3].stop, copied.num_nodes, copied.max_depth) == (32, 36, 7), "lookups may fill the budget"
     given = TreeTopology.from_k_config((2, 1))
-    assert builders.eagle(target(), drafter, topology=given).topology is given
+    assert builders.eagle(target(), drafter, costs=PAYS, topology=given).topology is given
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 5])
@@ -72,9 +70,7 @@ def test_a_budget_keeps_the_likeliest_nodes(folder, nodes):
     """Never more rows than allowed, and the best ones: at least as good as any fixed tree of that size."""
     drafter = EagleDrafter.from_pretrained(folder, target())
     tree = TreeTopology.from_k_config((3, 2, 2))
-    decoder = SpeculativeDecoder(
-        target(), drafter, tree, Coupling(Fixed(3), TopDown(Matching())), costs=NodeBudget(nodes)
-    )
+    decoder = SpeculativeDecoder(target(), drafter, tree, Coupling.shared(3), NodeBudget(nodes))
     rows = []
     run = decoder._run_target
 
@@ -93,17 +89,17 @@ def test_pruning_early_changes_nothing(folder):
     """Nodes that cannot come among the best are not expanded: the trees are those of expanding all."""
 
     class Patient(NodeBudget):
-        def floor(self, samples, chances=(), alike=1):
-            return 0.0
+        def plan(self, situation):
+            return replace(super().plan(situation), budget=None)
 
     found = []
-    for costs in (NodeBudget(4), Patient(4)):
+    for decider in (NodeBudget(4), Patient(4)):
         decoder = SpeculativeDecoder(
             target(),
             EagleDrafter.from_pretrained(folder, target()),
             TreeTopology.from_k_config((3, 2, 2)),
-            Coupling(Fixed(3), TopDown(Matching())),
-            costs=costs,
+            Coupling.shared(3),
+            decider,
         )
         _, stats = answers(decoder)
         found.append((stats.tau, stats.drafted, dict(stats.accepted)))

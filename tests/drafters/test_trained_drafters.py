@@ -378,7 +378,7 @@ class Sometimes(Drafter):
             state[sample].append(shown)
 
     def propose(self, state, context):
-        chosen, garden = next(self.rounds), Garden(context, Fixed(1))
+        chosen, garden = next(self.rounds), Garden(context, Fixed(1), self)
         for sample in garden.frontier(0):
             if sample in chosen:
                 garden.plant(sample, 0, [9], [1.0], None)

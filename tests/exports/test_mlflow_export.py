@@ -23,8 +23,8 @@ from mlflow import MlflowClient, MlflowException
 
 import arbordraft as ad
 from arbordraft.cli import main as cli
-from arbordraft.costs import NodeBudget, StepCosts
-from arbordraft.deciders import AdaEDL, Backoff, Bandit, FixedDepth, LearnedDecider, PathSurvival
+from arbordraft.costs import StepCosts
+from arbordraft.deciders import AdaEDL, Backoff, Bandit, FixedDepth, LearnedDecider, NodeBudget, PathSurvival
 from arbordraft.exports.decoder_config import DecoderConfig, describe, rebuild
 from arbordraft.exports.evaluation import Evaluation, evaluate
 from arbordraft.exports.mlflow_log import log_decoder
@@ -129,7 +129,8 @@ def logged(uri, folders, parts, questions):
         Backoff(3),
         AdaEDL(),
         Bandit([FixedDepth(1), FixedDepth(3)]),
-        ad.CostAware(COSTS, PathSurvival(0.4)),
+        ad.CostAware(COSTS, 9, PathSurvival(0.4)),
+        ad.CostAware(COSTS.target, decay=0.5),
         NodeBudget(7),
         COSTS,
         None,
@@ -175,9 +176,7 @@ def test_decoders_are_rebuilt_as_they_were(folders, parts, questions, tmp_path):
     for decoder in (
         lookup(target),
         eagle(target, folders),
-        ad.SpeculativeDecoder(
-            target, hybrid, TREE, ad.Coupling(ad.Fixed(2), ad.TopDown(ad.Matching())), costs=NodeBudget(3)
-        ),
+        ad.SpeculativeDecoder(target, hybrid, TREE, ad.Coupling.shared(2), NodeBudget(3)),
         ad.SpeculativeDecoder(
             target, ad.EarlyExitDrafter(target, 2), TREE, SAMPLED, ad.ConfidenceThreshold(0.1), max_cache_tokens=900
         ),

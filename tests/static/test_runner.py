@@ -7,7 +7,7 @@ import pytest
 import torch
 from companions import drafter as trained_drafter
 from companions import target as trained_target
-from models import EOS, PROMPTS, greedy_reference, left_padded, new_tokens, ragged, tiny
+from models import EOS, PAYS, PROMPTS, greedy_reference, left_padded, new_tokens, ragged, tiny
 
 from arbordraft import (
     IID,
@@ -29,8 +29,7 @@ from arbordraft import (
     TreeTopology,
     WithoutReplacement,
 )
-from arbordraft.costs import NodeBudget
-from arbordraft.deciders import EntropyBound
+from arbordraft.deciders import CostAware, EntropyBound, NodeBudget
 from arbordraft.laws import AdaptiveTopTail, DraftLaw
 from arbordraft.static.runner import StaticStepping, _Runner
 from arbordraft.static.step import StaticStep
@@ -160,9 +159,10 @@ def test_samples_that_end_at_different_times():
 
 
 def test_pruned_trees_early_stops_and_no_drafts_at_all():
-    compare("fixed", costs=NodeBudget(4), requests=(NEVER, SAMPLED))
+    compare("fixed", decider=CostAware(PAYS, nodes=4), requests=(NEVER, SAMPLED))
     compare("wor lifted", decider=EntropyBound(), requests=(NEVER, SAMPLED))
-    compare("shared", costs=NodeBudget(4), decider=EntropyBound(), requests=(SAMPLED,))
+    compare("shared", decider=NodeBudget(4), requests=(SAMPLED,))
+    compare("shared", decider=EntropyBound(), requests=(SAMPLED,))
     compare(Coupling(Fixed(1), Lifted(RecursiveRejection())), NoDrafter(), TreeTopology.chain(0),
             requests=(NEVER, SAMPLED))  # fmt: skip
 
