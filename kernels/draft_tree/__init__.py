@@ -1,9 +1,10 @@
-"""Whole draft trees in one call: a small model fed with what it has missed, then with its own tokens, level by level.
+"""Whole draft trees in one call, by the C++ kernels: from a small model that is fed with its own tokens level by level,
+or from rows that are there already.
 
 What it computes is what :func:`arbordraft.drafters.base.grow` does with the same model and plan.
 
-Shapes: N tokens to catch up with, S samples, F hidden states side by side, V vocabulary, E embedding size, H hidden size,
-D draft vocabulary, P pool rows, M drafted nodes, K depths told apart.
+Shapes: N tokens to catch up with, S samples, F hidden states side by side, V vocabulary, E embedding size, H hidden
+size, D draft vocabulary, P pool rows, M drafted nodes, K depths told apart.
 """
 
 from collections.abc import Sequence
@@ -87,6 +88,65 @@ class Drafted(NamedTuple):
     broken: int
 
 
+class Draws(NamedTuple):
+    """How tokens are drawn with noise that the target shares; see :mod:`arbordraft.kernels.gumbel`.
+
+    Args:
+        seeds: ``[S]`` int64.
+        positions: ``[S]`` int64, of what follows the roots.
+        temperature: by which scores are divided before the noise is added.
+    """
+
+    seeds: Tensor
+    positions: Tensor
+    temperature: float
+
+
+def draft_from_rows(
+    scores: Tensor,
+    growth: Growth,
+    draws: Draws | None = None,
+    *,
+    vocabulary: Tensor | None = None,
+    table: Tensor | None = None,
+    correction: Tensor | None = None,
+    roots: Tensor,
+) -> Drafted:
+    """Grows trees from rows that depend on the depth alone, or on the parent's token besides.
+
+    Args:
+        scores: ``[S, K, D]`` float32: of what follows nodes at depth 0 to K - 1.
+        growth: how far; at most K levels.
+        draws: by default the most probable tokens are drafted.
+        vocabulary: ``[D]`` int64 ascending tokens of the scores; by default 0 to D - 1.
+        table: ``[V, r]`` of every parent's token, of which ``correction`` makes what is added to its row.
+        correction: ``[D, r]`` prepacked.
+        roots: ``[S]`` int64 tokens of the roots.
+    """
+    limits = growth._asdict()
+    prices = [limits.pop("level"), limits.pop("row")]
+    offsets, children, levels, trust, following, budget = limits.values()
+    seeds, positions, temperature = draws or (None, None, 1.0)
+    nodes, chances, fed, broken = torch.ops.arbordraft.draft_from_rows(
+        scores,
+        table,
+        correction,
+        roots,
+        vocabulary,
+        offsets,
+        children,
+        levels,
+        trust,
+        following,
+        prices,
+        budget,
+        seeds,
+        positions,
+        temperature,
+    )
+    return Drafted(nodes.tolist(), chances.tolist(), fed.tolist(), broken)
+
+
 class DraftRun:
     """A drafting model with its arguments spelled out once, as the kernel takes them.
 
@@ -101,11 +161,6 @@ class DraftRun:
         self._integers = [number for layer in weights.layers for number in layer.integers()]
         self._scalars = [number for layer in weights.layers for number in layer.scalars()]
 
-    @staticmethod
-    def usable() -> bool:
-        """Whether there are kernels to run it."""
-        return native.load()
-
     def __call__(
         self,
         tokens: Tensor,
@@ -113,8 +168,7 @@ class DraftRun:
         pools: Sequence[tuple[Tensor, Tensor]],
         slabs: Tensor,
         growth: Growth,
-        noise: tuple[Tensor, Tensor] | None = None,
-        temperature: float = 1.0,
+        draws: Draws | None = None,
     ) -> Drafted:
         """Feeds what is missing and grows the trees; a row's bits do not depend on the rows beside it.
 
@@ -124,12 +178,10 @@ class DraftRun:
             pools: ``[P, Hkv, D]`` keys and values of every layer; what is fed is written behind the committed rows.
             slabs: ``[3, S]`` int64: first pool row, committed tokens and tokens to catch up with of every sample.
             growth: how far.
-            noise: ``[S]`` seeds and ``[S]`` positions of what follows the roots, to draw with shared noise; without it
-                the most probable tokens are drafted.
-            temperature: by which scores are divided before the noise is added.
+            draws: by default the most probable tokens are drafted.
         """
         weights = self.weights
-        seeds, positions = noise or (None, None)
+        seeds, positions, temperature = draws or (None, None, 1.0)
         nodes, chances, fed, broken = torch.ops.arbordraft.draft_tree(
             tokens,
             states,
@@ -157,8 +209,13 @@ class DraftRun:
         return Drafted(nodes.tolist(), chances.tolist(), fed.tolist(), broken)
 
 
+def usable() -> bool:
+    """Whether there are kernels to grow trees with."""
+    return native.load()
+
+
 def _spelled(matrix: Matrix | None) -> list[Tensor | None]:
     return [None, None, None] if matrix is None else [matrix.weight, matrix.scale, matrix.bias]
 
 
-__all__ = ["DraftRun", "DraftWeights", "Drafted", "Growth"]
+__all__ = ["DraftRun", "DraftWeights", "Drafted", "Draws", "Growth", "draft_from_rows", "usable"]

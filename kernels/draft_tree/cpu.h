@@ -60,18 +60,24 @@ class Forest {
 
   int64_t children(Place at) const { return shape_.offsets[at.node + 1] - shape_.offsets[at.node]; }
 
-  // Gives a node its children, from the likeliest on.
-  void plant(Place at, int64_t depth, const std::vector<std::pair<int64_t, float>>& drawn) {
-    const double trust = limits_.trust[at.sample * limits_.known + std::min(depth, limits_.known - 1)];
-    const int64_t parent = at.sample * shape_.nodes + at.node;
-    const int64_t* child = shape_.children + shape_.offsets[at.node];
-    for (size_t i = 0; i < drawn.size(); ++i) {
-      const int64_t node = at.sample * shape_.nodes + child[i];
-      tokens[node] = drawn[i].first;
-      chances[node] = drawn[i].second;
-      reach[node] = reach[parent] * std::min(1., trust * double(drawn[i].second));
-      ++planted_;
+  // Gives every node of a frontier its children, from the likeliest on; returns how many nodes got none.
+  int64_t plant(
+      const std::vector<Place>& frontier, int64_t depth, const std::vector<std::vector<std::pair<int64_t, float>>>& drawn) {
+    int64_t barren = 0;
+    for (size_t r = 0; r < frontier.size(); ++r) {
+      const auto [s, n] = frontier[r];
+      const double trust = limits_.trust[s * limits_.known + std::min(depth, limits_.known - 1)];
+      const int64_t* child = shape_.children + shape_.offsets[n];
+      barren += drawn[r].empty();
+      for (size_t i = 0; i < drawn[r].size(); ++i) {
+        const int64_t node = s * shape_.nodes + child[i];
+        tokens[node] = drawn[r][i].first;
+        chances[node] = drawn[r][i].second;
+        reach[node] = reach[s * shape_.nodes + n] * std::min(1., trust * double(drawn[r][i].second));
+        ++planted_;
+      }
     }
+    return barren;
   }
 
  private:

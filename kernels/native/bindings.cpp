@@ -249,6 +249,9 @@ TORCH_LIBRARY(arbordraft, m) {
         "float[] scalars, Tensor(a!)[] keys, Tensor(b!)[] values, Tensor? vocabulary, Tensor frequencies, Tensor slabs, "
         "int[] offsets, int[] children, int[] levels, float[] trust, float[] next, float[] prices, int budget, "
         "Tensor? seeds, Tensor? positions, float[] numbers) -> (Tensor, Tensor, Tensor, int)");
+  m.def("draft_from_rows(Tensor scores, Tensor? table, Tensor? correction, Tensor roots, Tensor? vocabulary, int[] offsets, "
+        "int[] children, int[] levels, float[] trust, float[] next, float[] prices, int budget, Tensor? seeds, "
+        "Tensor? positions, float temperature) -> (Tensor, Tensor, Tensor, int)");
   m.def("gumbel(Tensor seeds, Tensor positions, int vocabulary) -> Tensor");
   m.def("gumbel_argmax(Tensor scores, Tensor seeds, Tensor positions, float temperature) -> Tensor");
 }
@@ -260,6 +263,7 @@ TORCH_LIBRARY_IMPL(arbordraft, CPU, m) {
   m.impl("decoder_layers", &decoder_layers);
   m.impl("row_max", &row_max);
   m.impl("draft_tree", &draft_tree);
+  m.impl("draft_from_rows", &draft_from_rows);
   m.impl("gumbel", &gumbel);
   m.impl("gumbel_argmax", &gumbel_argmax);
 }

@@ -12,6 +12,86 @@ NoiseKey noise_key(const Tensor& seeds, const Tensor& positions, int64_t row, in
   return {uint32_t(seed), uint32_t(seed >> 32), uint32_t(integers(positions)[row] + ahead)};
 }
 
+// How trees grow, as tensors and numbers say it.
+struct Growing {
+  Shape shape;
+  Limits limits;
+  int64_t samples;
+  const int64_t* vocabulary;  // target ids of a row's scores, or null
+  const Tensor *seeds, *positions;  // of shared noise, or null
+  float temperature;
+
+  Growing(
+      int64_t samples_, int64_t outputs, at::IntArrayRef offsets, at::IntArrayRef children, at::IntArrayRef levels,
+      at::ArrayRef<double> trust, at::ArrayRef<double> next, at::ArrayRef<double> prices, int64_t budget,
+      const OptionalTensor& words, const OptionalTensor& seeds_, const OptionalTensor& positions_, double temperature_)
+      : samples(samples_), vocabulary(integers(words)), seeds(seeds_ ? &*seeds_ : nullptr),
+        positions(positions_ ? &*positions_ : nullptr), temperature(float(temperature_)) {
+    const int64_t nodes = int64_t(offsets.size()) - 1, known = int64_t(trust.size()) / std::max<int64_t>(1, samples);
+    TORCH_CHECK(
+        nodes >= 1 && int64_t(children.size()) == nodes - 1 && offsets.back() == nodes - 1 &&
+            int64_t(levels.size()) == samples && int64_t(trust.size()) == samples * known && known >= 1 &&
+            next.size() == trust.size() && prices.size() == 2,
+        "the shape or the limits of the trees do not fit");
+    TORCH_CHECK(!seeds || (positions && seeds->numel() == samples && positions->numel() == samples), "noise needs places");
+    TORCH_CHECK(!words || words->numel() == outputs, "expected a token for each of ", outputs, " outputs");
+    TORCH_CHECK(temperature > 0, "the temperature must be positive, got ", temperature);
+    shape = {offsets.data(), children.data(), nodes};
+    limits = {levels.data(), trust.data(), next.data(), known, budget, prices[0], prices[1]};
+  }
+
+  // A thread's part of drawing the children of a level, from rows of scores that it may overwrite.
+  void draw(
+      const Forest& forest, const std::vector<Place>& frontier, int64_t depth, float* scores, int64_t outputs,
+      std::vector<std::vector<std::pair<int64_t, float>>>& drawn, int thread, int threads) const {
+    for (int64_t r = thread; r < int64_t(frontier.size()); r += threads) {
+      const int64_t children = std::min(forest.children(frontier[r]), outputs);
+      drawn[r] = seeds ? likeliest(scores + r * outputs, outputs, children, vocabulary,
+                                   noise_key(*seeds, *positions, frontier[r].sample, depth), temperature)
+                       : likeliest(scores + r * outputs, outputs, children);
+      if (vocabulary)
+        for (auto& [token, chance] : drawn[r]) token = vocabulary[token];
+    }
+  }
+};
+
+// The drafted nodes with their chances, the nodes that were fed, and how many rows were no numbers.
+using Grown = std::tuple<Tensor, Tensor, Tensor, int64_t>;
+
+Grown grown(const Forest& forest, const Growing& growing, const std::vector<Place>& fed, int64_t broken) {
+  std::vector<int64_t> places;
+  std::vector<float> chances;
+  for (int64_t s = 0; s < growing.samples; ++s)
+    for (int64_t n = 1; n < growing.shape.nodes; ++n)
+      if (const int64_t at = s * growing.shape.nodes + n; forest.tokens[at] >= 0) {
+        places.insert(places.end(), {s, n, forest.tokens[at]});
+        chances.push_back(forest.chances[at]);
+      }
+  const auto whole = at::TensorOptions().dtype(at::kLong);
+  Tensor found = at::empty({int64_t(chances.size()), 3}, whole), order = at::empty({int64_t(fed.size()), 2}, whole);
+  Tensor odds = at::empty({int64_t(chances.size())}, whole.dtype(at::kFloat));
+  std::copy(places.begin(), places.end(), found.mutable_data_ptr<int64_t>());
+  std::copy(chances.begin(), chances.end(), odds.mutable_data_ptr<float>());
+  for (size_t i = 0; i < fed.size(); ++i) {
+    order.mutable_data_ptr<int64_t>()[2 * i] = fed[i].sample;
+    order.mutable_data_ptr<int64_t>()[2 * i + 1] = fed[i].node;
+  }
+  return {found, odds, order, broken};
+}
+
+// y [rows][outputs] = x W^T, a thread's share of it; added to what is there if `add`.
+template <class W, class X>
+void times(const Prepacked<W>& m, const X* x, int64_t rows, float* y, bool add, int thread, int threads) {
+  const Range blocks = share((m.outputs + kLanes - 1) / kLanes, 2, thread, threads);
+  multiply(m, x, m.inputs, rows, blocks, [&](int64_t r, int64_t block, const f32x16* acc, int n) {
+    for (int b = 0; b < n; ++b) {
+      const int64_t output = (block + b) * kLanes, some = m.outputs - output;
+      float* to = y + r * m.outputs + output;
+      store(to, add ? load(to, some) + acc[b] : acc[b], some);
+    }
+  });
+}
+
 // What stands before and behind the layers.
 template <class W, class T>
 struct Ends {
@@ -22,7 +102,6 @@ struct Ends {
   const float* norm;
   Prepacked<W> head;
   float epsilon;
-  const int64_t* vocabulary;  // target ids of the head's outputs, or null
   const float* frequencies;
   int64_t rotary;
   float attention_factor;
@@ -75,7 +154,7 @@ class Drafting {
       Arena arena;
       const X* from = as_inputs<X>(states, rows, width, ends_.fuse->inputs, arena);
       team(rows * width * size_ >= kWorthATeam, [&](int thread, int threads) {
-        times(*ends_.fuse, from, rows, x.data(), size_, thread, threads);
+        times(*ends_.fuse, from, rows, x.data(), false, thread, threads);
       });
     }
     run(fed, x, states != nullptr);
@@ -83,9 +162,8 @@ class Drafting {
   }
 
   // Grows the trees; returns the nodes that were fed, in their order in the cache.
-  std::vector<Place> grow(
-      Forest& forest, const Shape& shape, const Tensor* seeds, const Tensor* positions, float temperature, bool states,
-      int64_t& broken) {
+  std::vector<Place> grow(Forest& forest, const Growing& growing, bool states, int64_t& broken) {
+    const Shape& shape = growing.shape;
     std::vector<Place> fed;
     std::vector<std::vector<int64_t>> paths(samples_ * shape.nodes);  // slots from below the root down to a fed node
     std::vector<int64_t> output(samples_ * shape.nodes, -1), count(samples_, 0), parent(shape.nodes, -1);
@@ -97,7 +175,7 @@ class Drafting {
       if (frontier.empty()) return fed;
       if (depth) feed(forest, shape, frontier, depth, parent, paths, output, count, states);
       if (depth) fed.insert(fed.end(), frontier.begin(), frontier.end());
-      expand(forest, shape, frontier, depth, output, seeds, positions, temperature, broken);
+      expand(forest, growing, frontier, depth, output, broken);
     }
   }
 
@@ -124,9 +202,8 @@ class Drafting {
   }
 
   void expand(
-      Forest& forest, const Shape& shape, const std::vector<Place>& frontier, int64_t depth,
-      const std::vector<int64_t>& output, const Tensor* seeds, const Tensor* positions, float temperature,
-      int64_t& broken) {
+      Forest& forest, const Growing& growing, const std::vector<Place>& frontier, int64_t depth,
+      const std::vector<int64_t>& output, int64_t& broken) {
     const int64_t rows = int64_t(frontier.size()), outputs = ends_.head.outputs;
     Arena arena;
     X* normed;
@@ -138,37 +215,16 @@ class Drafting {
     team(true, [&](int thread, int threads) {
       const Range mine = share(rows, 1, thread, threads);
       for (int64_t r = mine.begin; r < mine.end; ++r) {
-        const float* from = outputs_.data() + output[frontier[r].sample * shape.nodes + frontier[r].node] * size_;
+        const auto [s, n] = frontier[r];
+        const float* from = outputs_.data() + output[s * growing.shape.nodes + n] * size_;
         rms_norm(from, ends_.norm, ends_.epsilon, size_, normed + r * size_);
       }
       meet(threads);
-      times(ends_.head, normed, rows, logits, outputs, thread, threads);
+      times(ends_.head, normed, rows, logits, false, thread, threads);
       meet(threads);
-      for (int64_t r = thread; r < rows; r += threads) {
-        const int64_t children = std::min(forest.children(frontier[r]), outputs);
-        float* scores = logits + r * outputs;
-        drawn[r] = seeds ? likeliest(scores, outputs, children, ends_.vocabulary,
-                                     noise_key(*seeds, *positions, frontier[r].sample, depth), temperature)
-                         : likeliest(scores, outputs, children);
-        if (ends_.vocabulary)
-          for (auto& [token, chance] : drawn[r]) token = ends_.vocabulary[token];
-      }
+      growing.draw(forest, frontier, depth, logits, outputs, drawn, thread, threads);
     });
-    for (int64_t r = 0; r < rows; ++r) {
-      broken += drawn[r].empty();
-      forest.plant(frontier[r], depth, drawn[r]);
-    }
-  }
-
-  // y [rows][outputs] = x W^T, a thread's share of it.
-  static void times(const Prepacked<W>& m, const X* x, int64_t rows, float* y, int64_t outputs, int thread, int threads) {
-    const Range blocks = share((m.outputs + kLanes - 1) / kLanes, 2, thread, threads);
-    multiply(m, x, m.inputs, rows, blocks, [&](int64_t r, int64_t block, const f32x16* acc, int n) {
-      for (int b = 0; b < n; ++b) {
-        const int64_t output = (block + b) * kLanes;
-        store(y + r * outputs + output, acc[b], outputs - output);
-      }
-    });
+    broken += forest.plant(frontier, depth, drawn);
   }
 
   // The layers; x holds what they read, or is filled with the tokens' embeddings, which else stand beside it.
@@ -194,8 +250,8 @@ class Drafting {
   std::vector<float> outputs_;  // of the layers, for every sample's last committed token and then every fed node
 };
 
-// See arbordraft.kernels.draft_tree.
-std::tuple<Tensor, Tensor, Tensor, int64_t> draft_tree(
+// See arbordraft.kernels.draft_tree.DraftRun.
+Grown draft_tree(
     const Tensor& tokens, const OptionalTensor& states, const Tensor& embedding, c10::List<OptionalTensor> ends,
     c10::List<OptionalTensor> parameters, at::IntArrayRef ints, at::ArrayRef<double> scalars, at::TensorList keys,
     at::TensorList values, const OptionalTensor& vocabulary, const Tensor& frequencies, const Tensor& slabs,
@@ -205,14 +261,10 @@ std::tuple<Tensor, Tensor, Tensor, int64_t> draft_tree(
   const int64_t samples = slabs.size(1), width = embedding.size(1), rows = tokens.numel();
   const int64_t* slab = integers(slabs);
   TORCH_CHECK(slabs.dim() == 2 && slabs.size(0) == 3, "expected slabs of shape [3, S]");
-  TORCH_CHECK(ends.size() == 7 && prices.size() == 2 && numbers.size() == 4, "expected 7 tensors, 2 prices and 4 numbers");
-  const int64_t nodes = int64_t(offsets.size()) - 1, known = int64_t(trust.size()) / std::max<int64_t>(1, samples);
-  TORCH_CHECK(
-      nodes >= 1 && int64_t(children.size()) == nodes - 1 && offsets.back() == nodes - 1 &&
-          int64_t(levels.size()) == samples && int64_t(trust.size()) == samples * known && known >= 1 &&
-          next.size() == trust.size(),
-      "the shape or the limits of the trees do not fit");
-  TORCH_CHECK(!seeds || (positions && seeds->numel() == samples && positions->numel() == samples), "noise needs places");
+  TORCH_CHECK(ends.size() == 7 && numbers.size() == 4, "expected 7 tensors and 4 numbers");
+  const int64_t outputs = int64_t(numbers[3]);
+  const Growing growing(
+      samples, outputs, offsets, children, levels, trust, next, prices, budget, vocabulary, seeds, positions, numbers[2]);
   int64_t missing = 0;
   for (int64_t s = 0; s < samples; ++s) missing += slab[2 * samples + s];
   TORCH_CHECK(rows == missing && (!states || states->size(0) == rows), "expected ", missing, " rows, got ", rows);
@@ -222,44 +274,80 @@ std::tuple<Tensor, Tensor, Tensor, int64_t> draft_tree(
     using W = decltype(weight);
     using T = decltype(row);
     const OptionalTensor fuse = ends.get(0), norm = ends.get(3);
-    const int64_t size = norm->numel(), outputs = int64_t(numbers[3]);
+    const int64_t size = norm->numel();
     Ends<W, T> around{
         data<T>(embedding), embedding.size(0), width, std::nullopt, floats(norm),
-        prepacked<W>(*head, ends.get(5), ends.get(6), outputs), float(numbers[0]), integers(vocabulary),
-        data<float>(frequencies), 2 * frequencies.numel(), float(numbers[1])};
-    TORCH_CHECK(!vocabulary || vocabulary->numel() == outputs, "expected a token for each of ", outputs, " outputs");
+        prepacked<W>(*head, ends.get(5), ends.get(6), outputs), float(numbers[0]), data<float>(frequencies),
+        2 * frequencies.numel(), float(numbers[1])};
     if (fuse) around.fuse = prepacked<W>(*fuse, ends.get(1), ends.get(2), size);
     TORCH_CHECK(bool(fuse) == bool(states) && (states || width == size), "a drafter reads states, or its embeddings alone");
     Stack<W, T> stack({parameters, ints, scalars, keys, values}, size, states ? width : 0, around.rotary);
     Drafting<W, T> drafting(around, stack, size, slab, samples);
     drafting.catch_up(integers(tokens), states ? data<T>(*states) : nullptr, states ? states->size(1) : 0);
-
-    const Shape shape{offsets.data(), children.data(), nodes};
-    Forest forest(shape, {levels.data(), trust.data(), next.data(), known, budget, prices[0], prices[1]}, samples);
+    Forest forest(growing.shape, growing.limits, samples);
     int64_t broken = 0;
-    const std::vector<Place> fed = drafting.grow(
-        forest, shape, seeds ? &*seeds : nullptr, positions ? &*positions : nullptr, float(numbers[2]), bool(states), broken);
-
-    std::vector<int64_t> places;
-    std::vector<float> chances;
-    for (int64_t s = 0; s < samples; ++s)
-      for (int64_t n = 1; n < nodes; ++n)
-        if (const int64_t at = s * nodes + n; forest.tokens[at] >= 0) {
-          places.insert(places.end(), {s, n, forest.tokens[at]});
-          chances.push_back(forest.chances[at]);
-        }
-    const auto whole = tokens.options().dtype(at::kLong);
-    Tensor found = at::empty({int64_t(chances.size()), 3}, whole);
-    Tensor odds = at::empty({int64_t(chances.size())}, whole.dtype(at::kFloat));
-    Tensor order = at::empty({int64_t(fed.size()), 2}, whole);
-    std::copy(places.begin(), places.end(), found.mutable_data_ptr<int64_t>());
-    std::copy(chances.begin(), chances.end(), odds.mutable_data_ptr<float>());
-    for (size_t i = 0; i < fed.size(); ++i) {
-      order.mutable_data_ptr<int64_t>()[2 * i] = fed[i].sample;
-      order.mutable_data_ptr<int64_t>()[2 * i + 1] = fed[i].node;
-    }
-    return std::make_tuple(found, odds, order, broken);
+    const std::vector<Place> fed = drafting.grow(forest, growing, bool(states), broken);
+    return grown(forest, growing, fed, broken);
   });
+}
+
+// See arbordraft.kernels.draft_tree.draft_from_rows.
+Grown draft_from_rows(
+    const Tensor& scores, const OptionalTensor& table, const OptionalTensor& correction, const Tensor& roots,
+    const OptionalTensor& vocabulary, at::IntArrayRef offsets, at::IntArrayRef children, at::IntArrayRef levels,
+    at::ArrayRef<double> trust, at::ArrayRef<double> next, at::ArrayRef<double> prices, int64_t budget,
+    const OptionalTensor& seeds, const OptionalTensor& positions, double temperature) {
+  TORCH_CHECK(scores.dim() == 3 && roots.numel() == scores.size(0), "expected rows [S, K, D] and a root for each sample");
+  TORCH_CHECK(bool(table) == bool(correction), "a correction needs its table of tokens");
+  const int64_t samples = scores.size(0), depths = scores.size(1), outputs = scores.size(2);
+  const Growing growing(
+      samples, outputs, offsets, children, levels, trust, next, prices, budget, vocabulary, seeds, positions, temperature);
+  for (int64_t s = 0; s < samples; ++s) TORCH_CHECK(levels[s] <= depths, "there are rows for ", depths, " depths only");
+  const float* from = data<float>(scores);
+  const int64_t* root = integers(roots);
+  Forest forest(growing.shape, growing.limits, samples);
+  int64_t broken = 0;
+  for (int64_t depth = 0;; ++depth) {
+    const std::vector<Place> frontier = forest.frontier(depth);
+    if (frontier.empty()) return grown(forest, growing, {}, broken);
+    const int64_t rows = int64_t(frontier.size());
+    std::vector<float> own(rows * outputs);
+    std::vector<std::vector<std::pair<int64_t, float>>> drawn(rows);
+    const auto token_of = [&](const Place& at) {
+      return at.node ? forest.tokens[at.sample * growing.shape.nodes + at.node] : root[at.sample];
+    };
+    const auto expand = [&](const auto& correct) {
+      team(rows * outputs >= kWorthATeam / 4, [&](int thread, int threads) {
+        for (int64_t r = thread; r < rows; r += threads)
+          std::copy_n(from + (frontier[r].sample * depths + depth) * outputs, outputs, own.data() + r * outputs);
+        meet(threads);
+        correct(thread, threads);
+        meet(threads);
+        growing.draw(forest, frontier, depth, own.data(), outputs, drawn, thread, threads);
+      });
+    };
+    if (!table) {
+      expand([](int, int) {});
+    } else {
+      with_types(*correction, *table, [&](auto weight, auto row) {
+        using W = decltype(weight);
+        using T = decltype(row);
+        using X = typename Stack<W, T>::X;
+        const Prepacked<W> m = prepacked<W>(*correction, std::nullopt, std::nullopt, outputs);
+        const int64_t rank = table->size(1);
+        std::vector<T> parents(rows * rank);
+        for (int64_t r = 0; r < rows; ++r) {
+          const int64_t token = token_of(frontier[r]);
+          TORCH_CHECK(token >= 0 && token < table->size(0), "token ", token, " has no row in the table");
+          std::copy_n(data<T>(*table) + token * rank, rank, parents.data() + r * rank);
+        }
+        Arena arena;
+        const X* x = as_inputs<X>(parents.data(), rows, rank, m.inputs, arena);
+        expand([&](int thread, int threads) { times(m, x, rows, own.data(), true, thread, threads); });
+      });
+    }
+    broken += forest.plant(frontier, depth, drawn);
+  }
 }
 
 }  // namespace

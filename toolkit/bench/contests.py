@@ -103,7 +103,7 @@ def deciders(depth: int, costs: StepCosts | None = None, learned: LearnedDecider
     if costs is not None:
         known["cost-aware"] = CostAware(costs)
         if learned is not None:
-            known["cost-aware, learned"] = CostAware(costs, learned)
+            known["cost-aware, learned"] = CostAware(costs, survival=learned)
     return known
 
 

@@ -1,6 +1,6 @@
 """The policy that spends a step's time where it brings most tokens.
 
-Everything is weighed in tokens: a second is worth the tokens that decoding brings in it, and a draft its chance of being
+Everything is weighed in tokens: a second is worth the tokens that decoding brings in it, and a draft its chance to be
 accepted. What drafts cost is measured once, what they bring is learned from every verdict.
 """
 
@@ -153,7 +153,7 @@ class CostAware(Decider):
             return list(situation.room), 0.0, 0.0
         gains: list[list[float]] = []
         for room, next_ in zip(situation.room, following, strict=True):
-            reaches = accumulate([*next_[:room], *next_[-1:] * (room - len(next_))], mul)
+            reaches = accumulate((next_[min(depth, len(next_) - 1)] for depth in range(room)), mul)
             gains.append([reach for reach in reaches if reach >= rate * row])
         best, worth, gained, seconds = 0, 0.0, 0.0, 0.0
         total, time = 0.0, 0.0

@@ -299,10 +299,7 @@ class Garden:
         parents: dict[int, list[int]] = {}
         for group, plan in zip(self.groups, self.plans, strict=True):
             living = self._living(group, depth)
-            if plan is None:
-                chosen = self._asked(group, living, depth)
-            else:
-                chosen = self._planned(group, plan, living, depth)
+            chosen = self._planned(group, plan, living, depth) if plan else self._asked(group, living, depth)
             self._going -= living.keys() - chosen.keys()
             parents |= chosen
         return parents

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from arbordraft.drafters.base import Garden, HeadDrafter, check_ragged, expect, grow, plan_level
-from arbordraft.drafters.fused import FusedEagle, Missing, grow_whole
+from arbordraft.drafters.fused import FusedEagle
+from arbordraft.drafters.whole import Missing, feed, grow_whole
+from arbordraft.kernels.draft_tree import Drafted, Draws, Growth
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch, ragged_tree_attention
 from arbordraft.onnx_networks import OnnxEagle
 from arbordraft.target.cache import RaggedKVCache
@@ -97,15 +99,17 @@ class EagleDrafter(HeadDrafter):
             for limit, tokens in zip(context.room, context.tokens, strict=True)
         ]
         context = replace(context, room=room)
-        if isinstance(self._network, FusedEagle):
-            whole = grow_whole(
-                context, self, self._network.run, state.cache, state.handles, self._missing(state, context)
-            )
-            if whole is not None:
-                tree, fed = whole
-                for sample in fed:
-                    state.pending[sample] = []
-                return tree
+        network = self._network
+        if isinstance(network, FusedEagle):
+            missing = self._missing(state, context)
+
+            def run(samples: list[int], growth: Growth, draws: Draws | None) -> Drafted:
+                lacking = {state.handles[sample]: missing[sample] for sample in samples}
+                state.pending |= {sample: [] for sample in samples}
+                return feed(network.run, state.cache, lacking, growth, draws)
+
+            if (whole := grow_whole(context, self, missing, run)) is not None:
+                return whole[0]
         return grow(context, self, lambda garden, frontier: self._run(state, garden, frontier))
 
     def commit(self, state: _State, tree: DraftTree, verdict: Verdict) -> None:

@@ -3,155 +3,25 @@
 Shapes: T packed rows, R rows whose predictions are wanted, F hidden states side by side, H hidden size, V vocabulary.
 """
 
-import warnings
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from arbordraft.drafters.base import Drafter, Garden
+from arbordraft.drafters.whole import CHUNK, feed
 from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Matrix
-from arbordraft.kernels.draft_tree import Drafted, DraftRun, DraftWeights, Growth
+from arbordraft.kernels.draft_tree import DraftRun, DraftWeights, Growth
 from arbordraft.kernels.prepacked_linear import interleave
 from arbordraft.kernels.prepacked_linear.module import PrepackedLinear, version_of
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
-from arbordraft.sampling import GumbelNoise
 from arbordraft.target.cache import RaggedKVCache
+from arbordraft.target.hook import UnsupportedModel
 from arbordraft.target.model import RaggedModel
-from arbordraft.target.recognition import matrix
-from arbordraft.types import DraftContext, DraftTree, Plan
+from arbordraft.target.recognition import Parts, Unrecognised, matrix
+from arbordraft.topology import TreeTopology
 
 if TYPE_CHECKING:
     from arbordraft.heads.eagle import EagleHead
-
-CHUNK = 2048  # rows of a call, which bounds its memory
-Missing = tuple[Sequence[int], Tensor | None]  # committed tokens, and the target's hidden states beside them
-
-
-def grow_whole(
-    context: DraftContext,
-    drafter: Drafter,
-    run: DraftRun,
-    cache: RaggedKVCache,
-    handles: Sequence[int],
-    missing: Mapping[int, Missing],
-) -> "tuple[DraftTree, dict[int, list[int]]] | None":
-    """Grows trees in one call, if what is asked for can be told in numbers.
-
-    Args:
-        context: the step.
-        drafter: who grows them.
-        run: its model.
-        cache: the drafter's.
-        handles: the samples' handles in it.
-        missing: of every sample that may draft, the committed tokens that the cache lacks, and the target's hidden
-            states beside them, for a model that reads them.
-
-    Returns:
-        The trees, and which nodes lie uncommitted behind each sample's rows in the cache, in their order; the tokens
-        that were missing are committed for samples that draft. ``None`` if only :func:`~arbordraft.drafters.base.grow`
-        can do it: deciders that want to be asked, random draws, processors that look at more than a temperature.
-    """
-    if context.candidates is not None or not context.law.deterministic or not context.pathwise:
-        return None
-    noise = context.noise if isinstance(context.noise, GumbelNoise) else None
-    if context.temperature is None or not run.usable():
-        return None
-    garden = Garden(context, context.law, drafter)
-    plans = [plan for plan in garden.plans if plan is not None]
-    if len(plans) != len(garden.plans):
-        return None
-    fed: dict[int, list[int]] = {}
-    for group, plan in zip(garden.groups, plans, strict=True):
-        going = [index for index, levels in enumerate(plan.levels) if levels > 0 and group[index] in missing]
-        if going:
-            samples = [group[index] for index in going]
-            drafted = _run(context, plan, going, samples, run, cache, [handles[s] for s in samples], missing, noise)
-            for index, node, token, chance in _described(drafted):
-                parent = context.topology.parent_list[node]
-                garden.add(samples[index], parent, node, token, chance)
-            fed |= {sample: [] for sample in samples}
-            for index, node in drafted.fed:
-                fed[samples[index]].append(node)
-    return garden.tree(), fed
-
-
-def _described(drafted: Drafted) -> "list[tuple[int, int, int, float]]":
-    if drafted.broken:
-        warnings.warn("the drafter produced NaN or infinite logits; nothing is drafted there", stacklevel=4)
-    return [(*node, chance) for node, chance in zip(drafted.nodes, drafted.chances, strict=True)]  # type: ignore[misc]
-
-
-def _run(
-    context: DraftContext,
-    plan: Plan,
-    going: Sequence[int],
-    samples: Sequence[int],
-    run: DraftRun,
-    cache: RaggedKVCache,
-    handles: Sequence[int],
-    missing: Mapping[int, Missing],
-    noise: GumbelNoise | None,
-) -> Drafted:
-    """One call for the samples of a group that draft, which stand at ``going`` in its plan."""
-    topology = context.topology
-    counts = [len(missing[sample][0]) for sample in samples]
-    growth = Growth(
-        topology.child_offsets,
-        topology.child_order,
-        [plan.levels[index] for index in going],
-        [factor for index in going for factor in plan.trust[index]],
-        [factor for index in going for factor in plan.next[index]],
-        plan.level,
-        plan.row,
-        -1 if plan.budget is None else plan.budget,
-    )
-    keys = None if noise is None else noise.source.keys([(sample, noise.lengths[sample]) for sample in samples])
-    parts = {handle: missing[sample] for handle, sample in zip(handles, samples, strict=True)}
-    if sum(counts) > CHUNK:  # a prompt, of which all but the last token come first
-        idle = growth._replace(levels=[0], trust=[1.0], next=[1.0])
-        for handle, (tokens, states) in parts.items():
-            for first in range(0, len(tokens) - 1, CHUNK):
-                last = min(first + CHUNK, len(tokens) - 1)
-                _feed(run, cache, {handle: _part((tokens, states), first, last)}, idle)
-            parts[handle] = _part((tokens, states), len(tokens) - 1, len(tokens))
-    return _feed(run, cache, parts, growth, keys, context.temperature or 1.0)
-
-
-def _part(missing: Missing, first: int, last: int) -> Missing:
-    tokens, states = missing
-    return tokens[first:last], None if states is None else states[first:last]
-
-
-def _feed(
-    run: DraftRun,
-    cache: RaggedKVCache,
-    parts: Mapping[int, Missing],
-    growth: Growth,
-    noise: tuple[Tensor, Tensor] | None = None,
-    temperature: float = 1.0,
-) -> Drafted:
-    """One call; what was missing is committed."""
-    counts = [len(tokens) for tokens, _ in parts.values()]
-    inner = sum(before < after for before, after in pairwise(growth.offsets))
-    places = cache.reserve(list(parts), [count + inner for count in counts])
-    like = run.weights.embedding
-    states = [part for _, part in parts.values() if part is not None]
-    drafted = run(
-        torch.tensor([token for tokens, _ in parts.values() for token in tokens]),
-        torch.cat(states).to(like.dtype) if states else None,
-        [cache.pools(index, (layer.kv_heads, layer.dim), like) for index, layer in enumerate(run.weights.layers)],
-        torch.tensor([[start for start, _ in places], [length for _, length in places], counts]),
-        growth,
-        noise,
-        temperature,
-    )
-    for handle, count in zip(parts, counts, strict=True):
-        cache.wrote(handle, range(count))
-        cache.commit({handle: range(count)})
-    return drafted
 
 
 class FusedEagle:
@@ -162,7 +32,7 @@ class FusedEagle:
         target: gives embeddings.
     """
 
-    chunk = CHUNK
+    chunk = CHUNK  # rows of a run, which bounds its memory
 
     def __init__(self, head: "EagleHead", target: RaggedModel) -> None:
         self.head, self.target = head, target
@@ -187,6 +57,7 @@ class FusedEagle:
         head, config = self.head, self.head.config
         layer, attention, mlp = head.midlayer, head.midlayer.self_attn, head.midlayer.mlp
         qkv = torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
+        embeddings: Any = self.target.model.get_input_embeddings()
         self._versions = self._current()
         fused = LayerWeights(
             pre_attention=_wide(layer.hidden_norm.weight),
@@ -218,7 +89,7 @@ class FusedEagle:
         trimmed = config.draft_vocab_size != config.vocab_size
         self.run = DraftRun(
             DraftWeights(
-                embedding=self.target.model.get_input_embeddings().weight.detach(),
+                embedding=embeddings.weight.detach(),
                 fuse=_matrix(head.fc),
                 layers=[fused],
                 norm=self._norm,
@@ -251,6 +122,61 @@ class FusedEagle:
         return self.head.widen(self.head.lm_head(final)), final, out
 
 
+def fused_model(model: RaggedModel) -> DraftRun | None:
+    """A causal LM as one call runs it; ``None`` unless all of it is recognised, and drafts as the model itself does."""
+    prepacking = model.prepacking
+    stack = None if prepacking is None or prepacking.backend != "native" else prepacking.stack
+    ends: Any = model.network()
+    embedding, head = ends.get_input_embeddings(), ends.get_output_embeddings()
+    rotary: list[Any] = [part for part in model.model.modules() if isinstance(getattr(part, "inv_freq", None), Tensor)]
+    if stack is None or len(rotary) != 1 or type(embedding) is not nn.Embedding or any(layer.window for layer in stack):
+        return None
+    if not isinstance(head, PrepackedLinear) or head.bias is not None:
+        return None
+    try:
+        norm, epsilon = Parts().norm(nn.ModuleDict({"norm": model.final_norm}), "norm")
+    except (Unrecognised, UnsupportedModel):
+        return None
+    weights = DraftWeights(
+        embedding=embedding.weight.detach(),
+        fuse=None,
+        layers=stack,
+        norm=norm,
+        head=Matrix(head.prepacked),
+        outputs=model.vocab_size,
+        vocabulary=None,
+        frequencies=rotary[0].inv_freq.detach().float().contiguous(),
+        factor=float(getattr(rotary[0], "attention_scaling", 1.0)),
+        epsilon=epsilon,
+    )
+    run = DraftRun(weights)
+    return run if _drafts_alike(model, run) else None
+
+
+def _drafts_alike(model: RaggedModel, run: DraftRun) -> bool:
+    """Whether a chain that was drafted in one call is what the model's own forwards predict."""
+    source = torch.Generator().manual_seed(0)
+    prompt = torch.randint(model.vocab_size, (5,), generator=source).tolist()
+    levels = 3
+    chain = TreeTopology.chain(levels)
+    growth = Growth(chain.child_offsets, chain.child_order, [levels], [1.0], [1.0], 0.0, 0.0, -1)
+    cache = RaggedKVCache()
+    sample = cache.open(len(prompt) + levels)
+    drafted = feed(run, cache, {sample: (prompt, None)}, growth, None)
+    tokens = [token for _, _, token in drafted.nodes]
+    own = RaggedKVCache()
+    text = [*prompt, *tokens[:-1]]
+    rows = model(torch.tensor(text), own.plan([own.open(len(text))], [range(len(text))]), own).float()
+    chances = rows[len(prompt) - 1 :].softmax(dim=-1)
+    stated = torch.tensor(drafted.chances)
+    best = chances.max(dim=-1).values
+    near = 1e-3 if model.model.dtype == torch.float32 else 0.05
+    return len(tokens) == levels and bool(
+        torch.allclose(chances[range(levels), tokens], stated, rtol=near, atol=near)
+        and torch.allclose(best, stated, rtol=near, atol=near)
+    )
+
+
 def _matrix(linear: "PrepackedLinear | nn.Linear") -> Matrix:
     return Matrix(linear.prepacked) if isinstance(linear, PrepackedLinear) else matrix(linear.weight, None, int8=False)
 
@@ -259,4 +185,4 @@ def _wide(weight: Tensor) -> Tensor:
     return weight.detach().float().contiguous()
 
 
-__all__ = ["FusedEagle", "Missing", "grow_whole"]
+__all__ = ["FusedEagle", "fused_model"]

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from arbordraft.checkpoints import load_causal_lm, load_tokenizer
 from arbordraft.drafters.base import Drafter, Garden, check_ragged, grow, plan_level
+from arbordraft.drafters.fused import fused_model
+from arbordraft.drafters.whole import Missing, feed, grow_whole
+from arbordraft.kernels.draft_tree import Drafted, DraftRun, Draws, Growth
 from arbordraft.laws import DraftLaw
 from arbordraft.onnx_networks import OnnxModel
 from arbordraft.target.cache import RaggedKVCache
@@ -60,6 +63,7 @@ class LanguageModelDrafter(Drafter):
         self.model = model if isinstance(model, RaggedModel | OnnxModel) else RaggedModel(model)
         self.same_tokenizer = same_tokenizer
         self.max_positions = self.model.max_positions
+        self._fused: tuple[object, DraftRun | None] = None, None  # with what it was prepacked from
 
     @classmethod
     def from_target(cls, target: RaggedModel, layers: int | Sequence[int]) -> "LanguageModelDrafter":
@@ -119,6 +123,24 @@ class LanguageModelDrafter(Drafter):
 
     def propose(self, state: _State, context: DraftContext) -> DraftTree:
         state.fed = {}
+        fused = self._in_one_call()
+        if fused is not None and context.vocab_size in (None, self.model.vocab_size):
+
+            def run(samples: list[int], growth: Growth, draws: Draws | None) -> Drafted:
+                lacking: dict[int, Missing] = {}
+                for sample in samples:
+                    handle = state.handles[sample]
+                    tokens = self._readable(context.tokens[sample][state.cache.length(handle) :]).tolist()
+                    lacking[handle] = tokens, None
+                return feed(fused, state.cache, lacking, growth, draws)
+
+            able = [sample for sample, room in enumerate(context.room) if room]
+            if (whole := grow_whole(context, self, able, run)) is not None:
+                tree, state.fed = whole
+                for sample, nodes in state.fed.items():
+                    depths = [context.topology.depth_list[node] - 1 for node in nodes]
+                    state.cache.wrote(state.handles[sample], depths)
+                return tree
         return grow(context, self, lambda garden, frontier: self._run(state, garden, frontier))
 
     def commit(self, state: _State, tree: DraftTree, verdict: Verdict) -> None:
@@ -131,6 +153,13 @@ class LanguageModelDrafter(Drafter):
             elif handle in state.cache:
                 state.cache.close(handle)
         state.cache.commit(kept)
+
+    def _in_one_call(self) -> DraftRun | None:
+        if not isinstance(self.model, RaggedModel) or self.model.backend != "native":
+            return None
+        if self._fused[0] is not self.model.prepacking:
+            self._fused = self.model.prepacking, fused_model(self.model)
+        return self._fused[1]
 
     def _run(self, state: _State, garden: Garden, frontier: dict[int, list[int]]) -> Tensor:
         if not state.fed:

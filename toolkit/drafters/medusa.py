@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from arbordraft.drafters.base import Garden, HeadDrafter, check_ragged, expect, grow
+from arbordraft.drafters.whole import grow_whole
+from arbordraft.kernels.draft_tree import Drafted, Draws, Growth, draft_from_rows
 from arbordraft.onnx_networks import OnnxMedusa
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
@@ -81,7 +83,32 @@ class MedusaDrafter(HeadDrafter):
             limit if limit is None else min(limit, heads) if sample in state.seen else 0
             for sample, limit in enumerate(context.room)
         ]
-        return grow(replace(context, room=room), self, lambda garden, frontier: self._run(state, garden, frontier))
+        context = replace(context, room=room)
+        if self.target.backend == "native" and not isinstance(self.head, OnnxMedusa):
+            able = [sample for sample, limit in enumerate(room) if limit]
+
+            def run(samples: list[int], growth: Growth, draws: Draws | None) -> Drafted:
+                return self._drafted(state, context, samples, growth, draws)
+
+            if (whole := grow_whole(context, self, able, run)) is not None:
+                return whole[0]
+        return grow(context, self, lambda garden, frontier: self._run(state, garden, frontier))
+
+    @torch.no_grad()
+    def _drafted(
+        self, state: _State, context: DraftContext, samples: list[int], growth: Growth, draws: Draws | None
+    ) -> Drafted:
+        """What all heads that are wanted propose, in one call."""
+        prepared = self.head.prepare(torch.stack([state.seen[sample] for sample in samples]))
+        rows = [self.head.logits(prepared, depth).float() for depth in range(max(growth.levels))]
+        trimmed = self.head.config.draft_vocab_size != self.head.config.vocab_size
+        return draft_from_rows(
+            torch.stack(rows, dim=1),
+            growth,
+            draws,
+            vocabulary=self.head.tokens if trimmed else None,
+            roots=torch.tensor([context.tokens[sample][-1] for sample in samples]),
+        )
 
     @torch.no_grad()
     def _run(self, state: _State, garden: Garden, frontier: dict[int, list[int]]) -> Tensor:

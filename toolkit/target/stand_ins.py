@@ -180,6 +180,12 @@ class Prepacking:
             and torch.equal(self._read(), self._fingerprint)
         )
 
+    @property
+    def stack(self) -> list[LayerWeights] | None:
+        """All of the model's layers, if they run in one call."""
+        layers = [layer for layer in self._layers if layer is not None]
+        return layers if self._together else None
+
     def move_originals(self) -> None:
         """Leaves the prepacked weights to a file, from which whoever reads them reads them; see `move_to_file`.
 

@@ -1,0 +1,142 @@
+"""Whole draft trees in one call of the native kernels, where what is wanted can be told in numbers.
+
+Shapes: S samples that draft.
+"""
+
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from arbordraft.drafters.base import Drafter, Garden
+from arbordraft.kernels.draft_tree import Drafted, DraftRun, Draws, Growth, usable
+from arbordraft.sampling import GumbelNoise
+from arbordraft.target.cache import RaggedKVCache
+from arbordraft.types import DraftContext, DraftTree, Plan
+
+CHUNK = 2048  # rows of a call, which bounds its memory
+
+Missing = tuple[
+    Sequence[int], Tensor | None
+]  # committed tokens that a cache lacks, and the target's states beside them
+
+
+def grow_whole(
+    context: DraftContext,
+    drafter: Drafter,
+    able: Collection[int],
+    run: Callable[[list[int], Growth, Draws | None], Drafted],
+) -> tuple[DraftTree, dict[int, list[int]]] | None:
+    """Does what :func:`~arbordraft.drafters.base.grow` does, in one call.
+
+    Args:
+        context: the step.
+        drafter: whose trees they are.
+        able: the samples that it can draft for.
+        run: given S samples, how far their trees go on and how tokens are drawn, what was drafted.
+
+    Returns:
+        The trees, and of every sample that drafted the nodes that were fed to a model, in their order. ``None``, and
+        nothing was done, where only ``grow`` can do it: without kernels, with deciders that want to be asked, random
+        draws, and processors that do more than divide by a temperature.
+    """
+    told = context.candidates is None and context.law.deterministic and context.pathwise
+    if not told or context.temperature is None or not usable():
+        return None
+    garden = Garden(context, context.law, drafter)
+    plans = [plan for plan in garden.plans if plan is not None]
+    if len(plans) != len(garden.plans):
+        return None
+    parents = context.topology.parent_list
+    fed: dict[int, list[int]] = {}
+    for group, plan in zip(garden.groups, plans, strict=True):
+        going = [index for index, levels in enumerate(plan.levels) if levels > 0 and group[index] in able]
+        if not going:
+            continue
+        samples = [group[index] for index in going]
+        drafted = run(samples, _growth(context, plan, going), _draws(context, samples))
+        if drafted.broken:
+            warnings.warn("the drafter produced NaN or infinite logits; nothing is drafted there", stacklevel=3)
+        for (index, node, token), chance in zip(drafted.nodes, drafted.chances, strict=True):
+            garden.add(samples[index], parents[node], node, token, chance)
+        fed |= {sample: [] for sample in samples}
+        for index, node in drafted.fed:
+            fed[samples[index]].append(node)
+    return garden.tree(), fed
+
+
+def _growth(context: DraftContext, plan: Plan, going: Sequence[int]) -> Growth:
+    """The plan for the samples that stand at ``going`` in it."""
+    return Growth(
+        context.topology.child_offsets,
+        context.topology.child_order,
+        [plan.levels[index] for index in going],
+        [factor for index in going for factor in plan.trust[index]],
+        [chance for index in going for chance in plan.next[index]],
+        plan.level,
+        plan.row,
+        -1 if plan.budget is None else plan.budget,
+    )
+
+
+def _draws(context: DraftContext, samples: Sequence[int]) -> Draws | None:
+    noise = context.noise
+    if not isinstance(noise, GumbelNoise):
+        return None
+    seeds, positions = noise.source.keys([(sample, noise.lengths[sample]) for sample in samples])
+    return Draws(seeds, positions, context.temperature or 1.0)
+
+
+def feed(
+    run: DraftRun, cache: RaggedKVCache, missing: Mapping[int, Missing], growth: Growth, draws: Draws | None
+) -> Drafted:
+    """Runs a model on what its cache lacks, which is committed, and then on its own drafts.
+
+    Args:
+        run: the model.
+        cache: its cache.
+        missing: by handle, in the order of ``growth``.
+        growth: how far trees go on.
+        draws: how tokens are drawn.
+    """
+    if sum(len(tokens) for tokens, _ in missing.values()) <= CHUNK:
+        return _call(run, cache, missing, growth, draws)
+    ends = {}  # of prompts, of which all but the last token come first
+    idle = growth._replace(levels=[0], trust=[1.0], next=[1.0])
+    for handle, (tokens, states) in missing.items():
+        for first in range(0, len(tokens) - 1, CHUNK):
+            last = min(first + CHUNK, len(tokens) - 1)
+            _call(run, cache, {handle: (tokens[first:last], _rows(states, first, last))}, idle, None)
+        ends[handle] = tokens[-1:], _rows(states, len(tokens) - 1, len(tokens))
+    return _call(run, cache, ends, growth, draws)
+
+
+def _rows(states: Tensor | None, first: int, last: int) -> Tensor | None:
+    return None if states is None else states[first:last]
+
+
+def _call(
+    run: DraftRun, cache: RaggedKVCache, missing: Mapping[int, Missing], growth: Growth, draws: Draws | None
+) -> Drafted:
+    counts = [len(tokens) for tokens, _ in missing.values()]
+    inner = sum(before < after for before, after in pairwise(growth.offsets))
+    places = cache.reserve(list(missing), [count + inner for count in counts])
+    like = run.weights.embedding
+    states = [part for _, part in missing.values() if part is not None]
+    drafted = run(
+        torch.tensor([token for tokens, _ in missing.values() for token in tokens]),
+        torch.cat(states).to(like.dtype) if states else None,
+        [cache.pools(index, (layer.kv_heads, layer.dim), like) for index, layer in enumerate(run.weights.layers)],
+        torch.tensor([[start for start, _ in places], [length for _, length in places], counts]),
+        growth,
+        draws,
+    )
+    for handle, count in zip(missing, counts, strict=True):
+        cache.wrote(handle, range(count))
+        cache.commit({handle: range(count)})
+    return drafted
+
+
+__all__ = ["CHUNK", "Missing", "feed", "grow_whole"]
