@@ -1,9 +1,11 @@
 """The decoders of the literature: wired as their papers say, and right."""
 
 import pytest
-from models import PROMPTS, greedy_reference, left_padded, new_tokens, ragged
+from models import PAYS, PROMPTS, greedy_reference, left_padded, new_tokens, ragged
 
-from arbordraft import NGramDrafter, TreeTopology, builders
+from arbordraft import CostAware, NGramDrafter, TreeTopology, builders
+from arbordraft.deciders import FixedDepth, NodeBudget
+from arbordraft.drafters import Drafter
 
 DRAFT = ragged(seed=3)
 DECODERS = {
@@ -14,6 +16,9 @@ DECODERS = {
     "mcsd": lambda: builders.mcsd(ragged(), DRAFT),
     "spechub": lambda: builders.spechub(ragged(), DRAFT),
     "sequoia": lambda: builders.sequoia(ragged(), DRAFT, (0.6, 0.2, 0.1), nodes=9),
+    "lookup": lambda: builders.lookup(ragged(), PAYS),
+    "fitted": lambda: builders.fitted(ragged(), DRAFT, 4, costs=PAYS),
+    "expanding": lambda: builders.expanding(ragged(), DRAFT, 4, max_depth=3),
 }
 WIRING = {  # tops and tails of the law, whether draws are replaced, verifier, rule, topology
     "ems_sd, lookup": ((1, 0, False), "SharedMatching", TreeTopology.chain(7)),
@@ -23,6 +28,9 @@ WIRING = {  # tops and tails of the law, whether draws are replaced, verifier, r
     "mcsd": ((0, 4, False), "RecursiveRejection", TreeTopology.from_k_config((4, 2, 2))),
     "spechub": ((1, 1, False), "SpecHub", TreeTopology.k_ary(2, 4)),
     "sequoia": ((0, 3, False), "RecursiveRejection", TreeTopology.sequoia((0.6, 0.2, 0.1), 9)),
+    "lookup": ((1, 0, False), "SharedMatching", TreeTopology.chain(12)),
+    "fitted": ((4, 0, False), "SharedMatching", TreeTopology.sequoia(Drafter.acceptance, 16, 6)),
+    "expanding": ((5, 0, False), "SharedMatching", TreeTopology.sequoia(Drafter.acceptance, 16, 3)),
 }
 
 
@@ -52,6 +60,15 @@ def test_every_builder_decodes_like_the_target(name):
     )
     found = new_tokens(output.sequences, PROMPTS, output.stats.emitted)
     assert found == greedy_reference(ragged().model, PROMPTS, max_new_tokens=10)
+
+
+def test_who_decides_how_much_is_drafted():
+    found = {name: type(DECODERS[name]().decider) for name in DECODERS}
+    own = {"lookup": CostAware, "fitted": CostAware, "expanding": NodeBudget}
+    assert found == dict.fromkeys(DECODERS, FixedDepth) | own
+    assert builders.fitted(ragged(), DRAFT, 4, costs=PAYS).decider.nodes == 4
+    assert builders.fitted(ragged(), DRAFT, costs=PAYS).decider.costs is PAYS
+    assert builders.lookup(ragged(), PAYS.target).decider.costs.target is PAYS.target
 
 
 def test_plain_models_are_wrapped():

@@ -1,6 +1,7 @@
 """What rows cost, which drafts are given up for it, and that this loses nothing."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -27,9 +28,10 @@ from arbordraft import (
     TreeTopology,
     builders,
 )
-from arbordraft.costs import NodeBudget
+from arbordraft.costs import StepCosts
+from arbordraft.deciders import CostAware, Decider
 from arbordraft.measuring import measure_rows
-from arbordraft.types import SampleVerdict, Verdict
+from arbordraft.types import Plan, SampleVerdict, Verdict
 
 FLAT = CostTable((1, 64), (1.0, 1.0))
 STEEP = CostTable((1, 64), (1.0, 64.0))
@@ -52,43 +54,13 @@ def test_malformed_tables_are_refused(rows, seconds):
         CostTable(rows, seconds)
 
 
-@given(
-    seconds=st.lists(st.floats(0.01, 10), min_size=3, max_size=3),
-    samples=st.integers(1, 4),
-    chances=st.lists(st.floats(0, 1), max_size=6),
-)
-def test_the_best_number_of_drafts_is_found(seconds, samples, chances):
+@given(st.lists(st.floats(0.01, 10), min_size=3, max_size=3), st.integers(1, 20), st.integers(1, 20))
+def test_the_least_slope_is_that_of_the_cheapest_number_of_rows(seconds, rows, more):
     table = CostTable((1, 4, 8), tuple(seconds))
-    chances = sorted(chances, reverse=True)
-    rates = [(samples + sum(chances[:n])) / table(samples + n) for n in range(len(chances) + 1)]
-    assert rates[table.worthwhile(samples, chances)] == pytest.approx(max(rates))
-    # Below the floor nothing pays, however many there are.
-    hopeless = [min(1.0, max(0.0, table.floor(samples) * 0.99))] * 6
-    gained = (samples + sum(hopeless[: (n := table.worthwhile(samples, hopeless))])) / table(samples + n)
-    assert gained == pytest.approx(samples / table(samples))
-
-
-@given(
-    seconds=st.lists(st.floats(0.01, 10), min_size=3, max_size=3),
-    alike=st.integers(1, 6),
-    chances=st.lists(st.floats(0, 1), max_size=6),
-)
-def test_a_sample_spends_as_in_a_batch_of_its_like(seconds, alike, chances):
-    """So many drafts are kept of each of several equal samples, where all keep the same."""
-    table = CostTable((1, 4, 8), tuple(seconds))
-    chances = sorted(chances, reverse=True)
-    rates = [alike * (1 + sum(chances[:n])) / table(alike * (1 + n)) for n in range(len(chances) + 1)]
-    assert rates[table.worthwhile(1, chances, alike)] == pytest.approx(max(rates))
-    floor = table.floor(1, alike=alike)
-    hopeless = [min(1.0, max(0.0, floor * 0.99))] * 6
-    kept = table.worthwhile(1, hopeless, alike)
-    assert (1 + sum(hopeless[:kept])) / table(alike * (1 + kept)) == pytest.approx(1 / table(alike))
-
-
-def test_sampled_samples_have_each_their_own_budget():
-    budget, chances = NodeBudget(3), [0.9, 0.5, 0.4, 0.3]
-    assert [budget.worthwhile(1, chances, alike) for alike in (1, 5)] == [2, 2]
-    assert [budget.floor(1, chances, alike) for alike in (1, 5)] == [0.5, 0.5]
+    found = table.least_slope(rows, more)
+    slopes = [(table(rows + extra) - table(rows)) / extra for extra in range(1, more + 1)]
+    assert found in slopes
+    assert 0 <= found <= min(slopes) + 1e-12
 
 
 def test_a_table_survives_the_disk(tmp_path):
@@ -96,6 +68,21 @@ def test_a_table_survives_the_disk(tmp_path):
     table.save(tmp_path / "costs.json")
     assert CostTable.load(tmp_path / "costs.json") == table
     assert [path.name for path in tmp_path.iterdir()] == ["costs.json"]
+
+
+def test_step_costs_survive_a_file(tmp_path):
+    rows, levels = CostTable((1, 64), (1.0, 7.3)), CostTable((1, 64), (0.2, 0.2))  # 0.1 a row, 0.2 a level
+    costs = StepCosts(rows, levels, decide=0.125, rest=10.0)
+    assert [costs.step(1, levels) for levels in range(3)] == pytest.approx([11, 11.425, 11.85])
+    costs.save(tmp_path / "costs.json")
+    assert StepCosts.load(tmp_path / "costs.json") == costs
+    assert [path.name for path in tmp_path.iterdir()] == ["costs.json"]
+    for broken in ("{}", "[]", "no", '{"target": {"rows": [1], "seconds": [0]}, "draft": 3}'):
+        (tmp_path / "costs.json").write_text(broken)
+        with pytest.raises(ValueError, match="holds no step costs"):
+            StepCosts.load(tmp_path / "costs.json")
+    with pytest.raises(ValueError, match=r"rest must be a number of at least 0, got -1"):
+        replace(costs, rest=-1.0)
 
 
 def test_measuring_leaves_nothing_behind():
@@ -116,11 +103,11 @@ def test_the_trim_keeps_trees_and_the_best_nodes():
     state = drafter.start([[5, 6]], None, [0])
     state.odds[0]._counts = {(4, 0): (90.0, 100.0), (1, 1): (10.0, 100.0)}
     costs = CostTable((1, 64), (1.0, 1.0 + 63 * 0.3))
-    view = context([[5, 6]], topology, Fixed(2))
-    drafter.propose(state, view)
-    object.__setattr__(view, "costs", costs)
-    (tree,) = drafter.propose(state, view).samples
+    (tree,) = drafter.propose(state, context([[5, 6]], topology, Fixed(2), decide=CostAware(costs))).samples
     assert tree.tokens == {0: 6, 1: 7, 3: 7}
+    assert tree.chances == {1: pytest.approx(0.9), 3: pytest.approx(0.9)}
+    (tree,) = drafter.propose(state, context([[5, 6]], topology, Fixed(2))).samples
+    assert len(tree.tokens) > 3
 
 
 def test_lookups_learn_how_often_they_come_true():
@@ -156,20 +143,31 @@ def test_greedy_output_is_the_same_at_any_price(kind, costs):
         "hybrid with a model": HybridDrafter(lookup, LanguageModelDrafter(ragged(seed=1))),
     }[kind]
     coupling = Coupling(Fixed(2), TopDown(Matching()))
-    decoder = SpeculativeDecoder(target, drafter, TreeTopology.from_k_config((2, 2, 1)), coupling, costs=costs)
+    decider = None if costs is None else CostAware(costs)
+    decoder = SpeculativeDecoder(target, drafter, TreeTopology.from_k_config((2, 2, 1)), coupling, decider)
     expected, _ = decode(builders.plain(target), do_sample=False)
     found, stats = decode(decoder, do_sample=False)
     assert found == expected
     assert (stats.drafted > 0) == (costs is not STEEP)
 
 
-def test_random_drafts_are_never_given_up():
+class Stingy(Decider):
+    """Wants one draft, and none of those that were made."""
+
+    def plan(self, situation):
+        return Plan.everything(situation.room, budget=1, keep=lambda chances: 0)
+
+
+@pytest.mark.parametrize(("law", "nodes"), [(TopTail(1, 1), 5), (Fixed(2), 1)], ids=str)
+def test_random_drafts_are_never_given_up(law, nodes):
     """A drawn token must be verified: giving it up for its probability would bias the output."""
     target = ragged()
-    coupling = Coupling(TopTail(1, 1), TopDown(RecursiveRejection()))
-    decoder = SpeculativeDecoder(target, EarlyExitDrafter(target, 1), TreeTopology.chain(3), coupling, costs=STEEP)
-    _, stats = decode(decoder, do_sample=True, seeds=[1, 2, 3])
-    assert stats.drafted > 0
+    coupling = Coupling(law, TopDown(RecursiveRejection()))
+    topology, steps = TreeTopology.from_k_config((2, 1)), []
+    decoder = SpeculativeDecoder(target, EarlyExitDrafter(target, 1), topology, coupling, Stingy())
+    decoder.on_step = lambda state, tree, verdict: steps.append(tree.lengths)
+    decode(decoder, do_sample=True, seeds=[1, 2, 3])
+    assert steps[0] == [nodes] * 3
 
 
 def test_a_hybrid_needs_a_verifier_for_both_laws():

@@ -9,11 +9,13 @@ from models import PROMPTS, VOCAB, greedy_reference, left_padded, new_tokens, ti
 
 import arbordraft as ad
 from arbordraft import CostTable, loading, measuring
+from arbordraft.costs import StepCosts
+from arbordraft.deciders import Backoff, FixedDepth
 from arbordraft.heads.base import fingerprint
 from arbordraft.heads.medusa import MedusaConfig, MedusaHead
 from arbordraft.kernels import native
 from arbordraft.loading import drafter_named, trained_for
-from arbordraft.measuring import cost_file, known_rows
+from arbordraft.measuring import cost_file, known_costs, known_rows
 from arbordraft.target import memory, stand_ins
 
 FREE = {"costs": None, "kernels": "torch"}
@@ -23,6 +25,7 @@ FREE = {"costs": None, "kernels": "torch"}
 def cache(tmp_path, monkeypatch):
     """A cache folder of its own, with the kernels that are built already."""
     native.load()
+    monkeypatch.setattr(loading, "known_costs", known_costs)  # what is measured here goes into a folder of its own
     monkeypatch.setenv("ARBORDRAFT_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -137,8 +140,13 @@ def test_a_gguf_file(tmp_path):
         ("folder", {"dtype": "int8"}, ValueError, "dtype must be one of float32, bfloat16, float16, got 'int8'"),
         ("folder", {"dtype": torch.int64}, ValueError, "dtype must be one of"),
         ("folder", {"kernels": "fast"}, ValueError, "kernels must be one of auto, native, onednn, torch, got 'fast'"),
-        ("folder", {"costs": "cheap"}, ValueError, "costs must be auto, renew, a CostTable or None, got 'cheap'"),
-        ("folder", {"costs": 3}, TypeError, "costs must be a CostTable or a NodeBudget, got 3"),
+        (
+            "folder",
+            {"costs": "cheap"},
+            ValueError,
+            "costs must be auto, renew, a CostTable, StepCosts or None, got 'cheap'",
+        ),
+        ("folder", {"costs": 3}, TypeError, "costs must be of type StepCosts or CostTable, got 3"),
         ("folder", {"max_cache_tokens": 0}, ValueError, "max_cache_tokens must be a whole number of at least 1"),
         ("folder", {"device": "nowhere"}, RuntimeError, "nowhere"),
         ("model", {"dtype": "float32"}, ValueError, "dtype: the model is in memory already"),
@@ -186,7 +194,7 @@ def test_every_way_to_name_a_drafter(folder, tmp_path, drafter, kind, costs):
         drafter = ad.RaggedModel(tiny(seed=1), target.tokenizer, kernels="torch")
     decoder = ad.load(target, drafter, costs=costs)
     assert isinstance(decoder.drafter, kind)
-    assert decoder.costs is costs or kind is ad.NoDrafter
+    assert isinstance(decoder.decider, FixedDepth if costs is None or kind is ad.NoDrafter else ad.CostAware)
     output = decoder.generate(**left_padded(PROMPTS), max_new_tokens=10, return_dict_in_generate=True)
     assert new_tokens(output.sequences, PROMPTS, output.stats.emitted) == greedy_reference(
         target.model, PROMPTS, max_new_tokens=10
@@ -271,16 +279,99 @@ def target(**changes: object) -> ad.RaggedModel:
 
 
 def test_costs_are_measured_once(timed):
-    first = ad.load(tiny(), kernels="torch").costs
-    assert ad.load(tiny(seed=1), kernels="torch").costs == first == timed[0]  # the weights do not count
+    def table(*arguments, **options):
+        return ad.load(*arguments, kernels="torch", **options).decider.costs.target
+
+    assert table(tiny()) == table(tiny(seed=1)) == timed[0]  # the weights do not count
     assert len(timed) == 1
-    assert ad.load(tiny(), kernels="torch", costs="renew").costs == timed[1]
-    assert ad.load(tiny(), kernels="torch").costs == timed[1]
+    assert table(tiny(), costs="renew") == timed[1]
+    assert table(tiny()) == timed[1]
     given = CostTable((1,), (3.0,))
-    assert ad.load(tiny(), kernels="torch", costs=given).costs is given
-    assert ad.load(tiny(), "none", kernels="torch").costs is None
-    assert ad.load(tiny(), **FREE).costs is None
+    assert table(tiny(), costs=given) is given
+    steps = StepCosts(given, given)
+    assert ad.load(tiny(), kernels="torch", costs=steps).decider.costs is steps
+    for drafter, options in (("none", {}), ("auto", {"costs": None})):
+        assert isinstance(ad.load(tiny(), drafter, kernels="torch", **options).decider, FixedDepth)
+    own = Backoff()
+    assert ad.load(tiny(seed=5), kernels="torch", decider=own).decider is own
     assert len(timed) == 2
+
+
+# Steps with a drafter
+
+
+@pytest.fixture
+def stepped(timed, monkeypatch):
+    """Counts measurements of steps, each of which finds another price."""
+    done: list[StepCosts] = []
+
+    def measure(target, drafter, texts, rows, **_):
+        done.append(StepCosts(rows, CostTable((1, 8), (0.5, 1.0 + len(done))), rest=0.25))
+        return done[-1]
+
+    monkeypatch.setattr(measuring, "measure_steps", measure)
+    return done
+
+
+def drafters(of):
+    return {
+        "exit at 1": ad.EarlyExitDrafter(of, 1),
+        "model": ad.LanguageModelDrafter(ad.RaggedModel(tiny(seed=1), kernels="torch")),
+        "larger model": ad.LanguageModelDrafter(ad.RaggedModel(tiny(num_hidden_layers=3), kernels="torch")),
+        "copied layer": ad.LanguageModelDrafter.from_target(of, [0]),
+    }
+
+
+def test_steps_are_measured_once_per_kind_of_drafter(timed, stepped):
+    of = target()
+    found = {name: known_costs(of, drafter) for name, drafter in drafters(of).items()}
+    assert [costs.draft for costs in found.values()] == [costs.draft for costs in stepped]
+    assert len({cost_file(of, drafter) for drafter in drafters(of).values()} | {cost_file(of)}) == len(found) + 1
+    again = target(seed=4)  # neither weights nor the process count
+    assert {name: known_costs(again, drafter) for name, drafter in drafters(again).items()} == found
+    assert (len(timed), len(stepped)) == (1, len(found))
+    assert all(costs.target == timed[0] for costs in found.values())
+
+
+def test_steps_are_measured_anew_when_asked_to(timed, stepped):
+    of = target()
+    drafter = ad.EarlyExitDrafter(of, 1)
+    first, second = known_costs(of, drafter), known_costs(of, drafter, renew=True)
+    assert first != second == known_costs(of, drafter)
+    assert (second.target, second.draft) == (timed[1], stepped[1].draft)
+    assert known_costs(of, ad.LanguageModelDrafter(of)).target == timed[1]  # which all drafters share
+    known_rows(of, renew=True)
+    assert known_costs(of, drafter).target == timed[2]
+    assert ad.load(of, drafter, costs="renew").decider.costs.draft == stepped[3].draft
+
+
+def test_lookups_take_no_time_that_could_be_measured(timed, stepped):
+    costs = known_costs(target(), ad.NGramDrafter())
+    assert costs.target == timed[0]
+    assert costs.draft(1) < 1e-6
+    assert not stepped
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"target": 3}', '{"rows": [1], "seconds": [1]}'])
+def test_damaged_steps_are_measured_again(timed, stepped, content):
+    of = target()
+    drafter = ad.EarlyExitDrafter(of, 1)
+    known_costs(of, drafter)
+    cost_file(of, drafter).write_text(content)
+    with pytest.warns(UserWarning, match=r"holds no step costs: .*measure them again: measuring now"):
+        assert known_costs(of, drafter).draft == stepped[1].draft
+    assert known_costs(of, drafter).draft == stepped[1].draft
+    assert (len(timed), len(stepped)) == (1, 2)
+
+
+@pytest.mark.parametrize("drafter", ["early-exit:1", "model"])
+def test_what_is_measured_is_whole(drafter):
+    of = target()
+    made = ad.EarlyExitDrafter(of, 1) if drafter == "early-exit:1" else drafters(of)[drafter]
+    costs = known_costs(of, made)
+    assert costs.draft.rows == (1, 2, 4, 8, 16)
+    assert min(*costs.draft.seconds, *costs.target.seconds, costs.rest) > 0
+    assert StepCosts.load(cost_file(of, made)) == costs == known_costs(of, made)
 
 
 @pytest.mark.parametrize(
@@ -319,7 +410,7 @@ def test_damaged_costs_are_measured_again(timed, content):
 
 def test_costs_that_cannot_be_kept(timed, cache):
     cache.write_text("a file where the folder should be")
-    with pytest.warns(UserWarning, match="what rows cost is measured in every process: .*is a file, not a folder"):
+    with pytest.warns(UserWarning, match="what steps cost is measured in every process: .*is a file, not a folder"):
         assert known_rows(target()) == timed[0]
 
 

@@ -34,8 +34,7 @@ from arbordraft import (
     WithoutReplacement,
     builders,
 )
-from arbordraft.costs import NodeBudget
-from arbordraft.deciders import Decider
+from arbordraft.deciders import CostAware, Decider, NodeBudget
 from arbordraft.kernels.gumbel.reference import gumbel_of
 from arbordraft.laws import AdaptiveTopTail, SharedNoise
 from arbordraft.processors import Warp
@@ -159,7 +158,8 @@ LAWFUL = {
     "lookup else model": lambda: small_decoder(
         SharedNoise(2), SharedMatching(), BUSH, HybridDrafter(NGramDrafter(3, 3), LanguageModelDrafter(small(3)))
     ),
-    "budget": lambda: builders.fitted(small(0), small(3), 3),
+    "budget": lambda: builders.expanding(small(0), small(3), 3),
+    "what pays": lambda: builders.fitted(small(0), small(3), 3, costs=CostTable((1, 10_000), (1.0, 3.0))),
 }
 
 
@@ -285,10 +285,10 @@ def decoders(draw):
     parents = [draw(st.integers(0, node - 1)) for node in range(1, draw(st.integers(1, 9)))]
     topology = TreeTopology([-1, *sorted(parents)])
     law = draw(st.sampled_from([SharedNoise, Fixed]))(max(topology.width, 1))
-    costs = draw(st.sampled_from([None, NodeBudget(3), CostTable([1, 4, 64], [1.0, 1.5, 30.0])]))
-    decider = draw(st.sampled_from([None, Peeking()]))
+    table = CostTable([1, 4, 64], [1.0, 1.5, 30.0])
+    decider = draw(st.sampled_from([None, Peeking(), NodeBudget(3), CostAware(table), CostAware(table, nodes=2)]))
     name = draw(st.sampled_from(["model", "same model", "exit", "n-gram", "hybrid"]))
-    return SpeculativeDecoder(ragged(), drafter(name), topology, Coupling(law, SharedMatching()), decider, costs=costs)
+    return SpeculativeDecoder(ragged(), drafter(name), topology, Coupling(law, SharedMatching()), decider)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -300,7 +300,7 @@ def decoders(draw):
     st.integers(0, 3),
 )
 def test_the_text_is_that_of_plain_decoding(decoder, order, batch, request_, seed):
-    """For any tree, drafter, budget, decider and company."""
+    """For any tree, drafter, decider and company."""
     expected = plain_texts(*request_, seed)
     for sample, tokens in texts(decoder, order[:batch], *request_, seed).items():
         assert tokens == expected[sample]
@@ -336,6 +336,7 @@ def test_it_is_the_default_for_trees_and_lookups_but_not_for_chains():
     shared = {
         "tree": SpeculativeDecoder(target, draft),
         "fitted": builders.fitted(target, draft),
+        "expanding": builders.expanding(target, draft),
         "lookup else tree": builders.fitted(target, draft, lookup=True),
         "lookups": SpeculativeDecoder(target, NGramDrafter()),
         "plain": builders.plain(target),

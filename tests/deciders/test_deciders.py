@@ -1,5 +1,6 @@
 """Deciders: when they stop, that each sample stops for itself, and that the output does not notice."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -31,10 +32,11 @@ from arbordraft.deciders import (
     EntropyBound,
     FixedDepth,
     Heuristic,
+    NodeBudget,
     PathSurvival,
 )
 from arbordraft.drafters.base import Garden
-from arbordraft.types import Draw, Origin, Outcome, StepView
+from arbordraft.types import Draw, Origin, Outcome, Situation, StepView
 
 CERTAIN, FAIR = torch.tensor([1.0, 0.0]), torch.tensor([0.5, 0.5])
 
@@ -131,6 +133,27 @@ def test_path_survival_is_a_product():
         PathSurvival(-0.1)
 
 
+def test_a_node_budget_plans_for_all_its_samples():
+    plan = NodeBudget(4).plan(Situation(room=[6, 3, 0], memory=[None] * 3))
+    assert (plan.levels, plan.budget, plan.level, plan.row) == ([6, 3, 0], 9, 0, 0)
+    assert [plan.keep([0.5] * count) for count in (0, 8, 9, 10)] == [0, 8, 9, 9]
+    assert NodeBudget(1).plan(Situation([6], [None])).levels == [0]
+    assert NodeBudget(9)(view(2, ((1.0,), (0.1,)))) == [True, True]  # where it is asked instead
+
+
+def test_a_fixed_depth_is_planned_as_it_is_asked_for():
+    for depth, room in itertools.product((None, 0, 2, 9), (0, 1, 5)):
+        plan = FixedDepth(depth).plan(Situation([room], [None]))
+        asked = next((at for at in range(room) if not FixedDepth(depth)(view(at))[0]), room)
+        assert plan.levels == [asked]
+        assert (plan.trust, plan.next, plan.budget, plan.keep([0.1] * 7)) == ([(1.0,)], [(1.0,)], None, 7)
+
+
+@pytest.mark.parametrize("decider", [ConfidenceThreshold(), EntropyBound(), PathSurvival(), Backoff(), Heuristic()])
+def test_who_looks_at_drafts_or_history_is_asked(decider):
+    assert decider.plan(Situation([3], [decider.start()])) is None
+
+
 @pytest.mark.parametrize(("depth", "best"), [(1, 0), (6, 1)])
 def test_a_bandit_finds_the_better_decider(depth, best):
     """Drafts of which one level is accepted had better be short, drafts accepted whole be long; both are tried."""
@@ -154,67 +177,6 @@ def test_a_bandit_asks_whom_each_sample_has_chosen_and_lets_all_learn():
     assert decider(view(2, ((1.0,), (1.0,)), memory=[one, other])) == [False, True]
     assert one.memories[0].failures == 1
     assert one.memories[1].levels == 1
-
-
-COSTS = StepCosts(CostTable((1, 64), (1.0, 7.3)), CostTable((1, 64), (0.2, 0.2)))  # 0.1 a row, 0.2 a level
-
-
-def pace(acceptance=0.7, emitted=2.0, drafted=2.0):
-    memory = CostAware(COSTS).start()
-    memory.acceptance, memory.emitted, memory.drafted = acceptance, emitted, drafted
-    return memory
-
-
-def test_cost_aware_goes_on_while_a_level_gains_more_than_decoding_does():
-    """A step of two levels takes 1.6, so decoding emits 1.25 a second: a level's 0.3 seconds must gain 0.375 tokens."""
-    assert COSTS.step(1, 2) == pytest.approx(1.6)
-    assert COSTS.level(3, 1) == pytest.approx(0.3)
-    chances = (0.5, 0.54, 0.8)
-    found = [CostAware(COSTS)(view(1, ((chance,),), memory=[pace()], planned=2))[0] for chance in chances]
-    assert found == [0.7 * chance > 0.375 for chance in chances] == [False, True, True]
-
-
-def test_cost_aware_shares_a_level_between_the_samples_that_gain_most():
-    """With 0.2 for the drafter's forward alone neither of two is worth it that both together are."""
-    memory = [pace(emitted=1.5, drafted=1.0)] * 2
-    alone = CostAware(COSTS)(view(1, ((0.7,),), memory=memory[:1], batch=2, planned=4))
-    both = CostAware(COSTS)(view(1, ((0.7,), (0.7,)), memory=memory, batch=2, planned=4))
-    mixed = CostAware(COSTS)(view(1, ((0.01,), (0.9,)), memory=memory, batch=2, planned=4))
-    assert (alone, both, mixed) == ([False], [True, True], [False, True])
-
-
-def test_cost_aware_decides_alone_as_for_a_batch_of_its_like():
-    """The same two as above: one that stands for both decides as both do."""
-    memory = [pace(emitted=1.5, drafted=1.0)]
-    for chance, both in ((0.7, True), (0.01, False)):
-        step = view(1, ((chance,),), memory=memory, batch=2, planned=4, alike=2)
-        assert CostAware(COSTS)(step) == [both]
-
-
-def test_cost_aware_rests_and_tries_again():
-    decider, memory, drafted = CostAware(COSTS, decay=0.5), pace(0.4, 1.0, 0.0), []
-    for _ in range(60):
-        goes_on = decider(view(0, ((1.0,),), memory=[memory]))[0]
-        drafted.append(int(goes_on))
-        decider.learn(memory, Outcome(int(goes_on), 0))
-    assert 0 < sum(drafted) < 20
-    memory.acceptance = 0.95
-    decider.learn(memory, Outcome(4, 4))
-    assert memory.acceptance == pytest.approx(1 - 0.05 / 16)
-
-
-def test_step_costs_survive_a_file(tmp_path):
-    costs = replace(COSTS, decide=0.125, rest=10.0)
-    assert [costs.step(1, levels) for levels in range(3)] == pytest.approx([11, 11.425, 11.85])
-    costs.save(tmp_path / "costs.json")
-    assert StepCosts.load(tmp_path / "costs.json") == costs
-    assert [path.name for path in tmp_path.iterdir()] == ["costs.json"]
-    for broken in ("{}", "[]", "no", '{"target": {"rows": [1], "seconds": [0]}, "draft": 3}'):
-        (tmp_path / "costs.json").write_text(broken)
-        with pytest.raises(ValueError, match="holds no step costs"):
-            StepCosts.load(tmp_path / "costs.json")
-    with pytest.raises(ValueError, match=r"rest must be a number of at least 0, got -1"):
-        replace(COSTS, rest=-1.0)
 
 
 class Alternating(Decider):
