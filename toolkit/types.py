@@ -56,6 +56,7 @@ class SampleTree:
             if its law is deterministic.
         chances: draft probability of every node below the root, given its parent; may be left out.
         source: which drafter proposed it, see :attr:`Situation.source`.
+        gain: tokens that its drafts are expected to bring, less what their rows could bring elsewhere.
 
     Siblings may repeat a token if they were drawn with replacement, or if they are certain. Of equal certain ones only
     the first is ever accepted: the others waste their rows, no more.
@@ -71,6 +72,7 @@ class SampleTree:
     draft_probs: Mapping[int, Tensor] = field(default_factory=dict)
     chances: Mapping[int, float] = field(default_factory=dict)
     source: str = ""
+    gain: float = 0.0
 
     def __post_init__(self) -> None:
         nodes, parents = list(self.tokens), self.topology.parent_list
@@ -347,6 +349,8 @@ class Plan:
         row: tokens that a node must gain for its rows.
         budget: most drafts of all the samples, the likeliest ones.
         keep: how many of the drafts with these reaches, descending, are verified; all by default.
+        gains: by sample, tokens that drafting is expected to bring, less what its time could bring elsewhere; what is
+            not said is not expected to beat other drafts.
     """
 
     levels: Sequence[int]
@@ -356,6 +360,7 @@ class Plan:
     row: float = 0.0
     budget: int | None = None
     keep: Callable[[Sequence[float]], int] = _all_of
+    gains: Sequence[float] = ()
 
     @classmethod
     def everything(cls, levels: Sequence[int], **limits: Any) -> Self:

@@ -6,7 +6,7 @@ accepted. What drafts cost is measured once, what they bring is learned from eve
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from operator import mul
 
 from arbordraft.checks import instance, real, whole
@@ -124,57 +124,67 @@ class CostAware(Decider):
         records = [memory.get(situation.source, _Record()) for memory in situation.memory]
         following = [_expected(record, situation.acceptance) for record in records]
         samples = len(records) * situation.alike
-        extra = 0.0 if situation.free else self.costs.draft(1) + self.costs.decide
-        widest = self.costs.draft.rows[-1]
-        each = 0.0 if situation.free or widest == 1 else (self.costs.draft(widest) - self.costs.draft(1)) / (widest - 1)
-        row = self.costs.target.least_slope(samples, _AHEAD * samples)
         base = self.costs.target(samples) + self.costs.rest
         rate = samples / base
-        for _ in range(_ROUNDS):
-            levels, gained, seconds = self._chains(situation, following, rate, extra, row + each)
-            rate = max(rate, (samples + gained) / (base + seconds))
+        row = self.costs.target.least_slope(samples, _AHEAD * samples)
         budget = None if self.nodes is None else len(records) * (self.nodes - 1)
+        trust = [_trust(record) for record in records]
+        if situation.free:  # they are found first: how far they go on is for what was found to say
+            keep = self._keeping(samples, situation.alike, rate, budget, _ROUNDS)
+            ones = [(1.0,)] * len(records)
+            return Plan(situation.room, trust, ones, row=rate * row, budget=budget, keep=keep)
+        draft, widest = self.costs.draft, self.costs.draft.rows[-1]
+        level = draft(1) + self.costs.decide
+        row += 0.0 if widest == 1 else (draft(widest) - draft(1)) / (widest - 1)
+        for _ in range(_ROUNDS):
+            gains, gained, seconds = self._chains(situation, following, rate, level, row)
+            rate = max(rate, (samples + gained) / (base + seconds))
         return Plan(
-            levels,
-            trust=[_trust(record) for record in records],
-            next=[(1.0,)] * len(records) if situation.free else following,
-            level=0.0 if situation.free else rate * extra,
-            row=0.0 if situation.free else rate * (row + each),
+            [room if gain > 0 else 0 for room, gain in zip(situation.room, gains, strict=True)],
+            trust,
+            following,
+            level=rate * level,
+            row=rate * row,
             budget=budget,
-            keep=self._keeping(len(records), situation.alike, rate, budget),
+            keep=self._keeping(samples, situation.alike, rate, budget),
+            gains=gains,
         )
 
     @staticmethod
     def _chains(
         situation: Situation, following: Sequence[Sequence[float]], rate: float, extra: float, row: float
-    ) -> tuple[list[int], float, float]:
-        """Which samples draft, as far as chains tell: most levels of each, and what they gain and take in all."""
-        if situation.free:
-            return list(situation.room), 0.0, 0.0
-        gains: list[list[float]] = []
+    ) -> tuple[list[float], float, float]:
+        """What drafting is worth to each sample, as far as chains tell, and what all of it brings and takes."""
+        chains: list[list[float]] = []
         for room, next_ in zip(situation.room, following, strict=True):
             reaches = accumulate((next_[min(depth, len(next_) - 1)] for depth in range(room)), mul)
-            gains.append([reach for reach in reaches if reach >= rate * row])
-        best, worth, gained, seconds = 0, 0.0, 0.0, 0.0
-        total, time = 0.0, 0.0
-        for level in range(max(map(len, gains), default=0)):
-            here = [chain[level] for chain in gains if len(chain) > level]
+            chains.append(list(takewhile(lambda reach: reach >= rate * row, reaches)))
+        best, worth, gained, seconds, total, time = 0, 0.0, 0.0, 0.0, 0.0, 0.0
+        for level in range(max(map(len, chains), default=0)):
+            here = [chain[level] for chain in chains if len(chain) > level]
             total += sum(here) * situation.alike
             time += extra + row * len(here) * situation.alike
             if total - rate * time > worth:
                 best, worth, gained, seconds = level + 1, total - rate * time, total, time
-        pays = [bool(chain) and best > 0 for chain in gains]
-        return [room if drafts else 0 for room, drafts in zip(situation.room, pays, strict=True)], gained, seconds
+        chains = [chain[:best] for chain in chains]
+        drafted = sum(map(len, chains)) * situation.alike
+        share = extra * best / drafted if drafted else 0.0  # of the levels, for every row in them
+        return [sum(chain) - rate * (row + share) * len(chain) for chain in chains], gained, seconds
 
-    def _keeping(self, samples: int, alike: int, rate: float, budget: int | None) -> Callable[[Sequence[float]], int]:
+    def _keeping(
+        self, samples: int, alike: int, rate: float, budget: int | None, rounds: int = 1
+    ) -> Callable[[Sequence[float]], int]:
+        """How many drafts are worth their rows where decoding brings ``rate``, or more with what they bring."""
+        before = self.costs.target(samples)
+        base = before + self.costs.rest
+
         def keep(chances: Sequence[float]) -> int:
-            best, count, gain = 0.0, 0, 0.0
-            before = self.costs.target(samples * alike)
-            for drafts, chance in enumerate(chances[:budget], 1):
-                gain += chance * alike
-                surplus = gain - rate * (self.costs.target((samples + drafts) * alike) - before)
-                if surplus > best:
-                    best, count = surplus, drafts
+            gained = list(accumulate(chances[:budget], initial=0.0))
+            taken = [self.costs.target(samples + drafts * alike) - before for drafts in range(len(gained))]
+            worth, count = rate, 0
+            for _ in range(rounds):
+                count = max(range(len(gained)), key=lambda drafts: gained[drafts] * alike - worth * taken[drafts])
+                worth = max(worth, (samples + gained[count] * alike) / (base + taken[count]))
             return count
 
         return keep

@@ -243,6 +243,26 @@ def plan_level(
     return torch.tensor(tokens), batch
 
 
+def groups_of(context: DraftContext) -> list[list[int]]:
+    """The samples that decide together.
+
+    What is drafted never changes a pathwise text: a batch decides together and spends its rows where it gains most. Any
+    other depends on what is verified: there every sample decides alone, for a batch of its like.
+    """
+    alive = [sample for sample, room in enumerate(context.room) if room is not None]
+    if context.pathwise:
+        return [alive] if alive else []
+    return [[sample] for sample in alive]
+
+
+def situation_of(context: DraftContext, drafter: Drafter, group: Sequence[int]) -> Situation:
+    """What is known of a group before a drafter drafts for it."""
+    room = [min(context.room[sample] or 0, context.topology.max_depth) for sample in group]
+    memory = [context.memory[sample] for sample in group]
+    alike = 1 if context.pathwise else context.expected_batch
+    return Situation(room, memory, alike, type(drafter).__name__, drafter.acceptance, drafter.free)
+
+
 class Garden:
     """The trees of one step while they grow.
 
@@ -266,12 +286,9 @@ class Garden:
         self.hidden: dict[tuple[int, int], Tensor] = {}
         self._paths: dict[int, dict[int, tuple[Draw, ...]]] = {sample: {0: ()} for sample in self.alive}
         self._acceptance = drafter.acceptance
-        # What is drafted never changes a pathwise text: a batch decides together and spends its rows where it gains
-        # most. Any other depends on what is verified: there every sample decides alone, for a batch of its like.
-        together = [self.alive] if self.alive else []
-        self.groups = together if context.pathwise else [[sample] for sample in self.alive]
+        self.groups = groups_of(context)
         self._alike = 1 if context.pathwise else context.expected_batch
-        self.plans = [context.plan(self._situation(group, drafter.free)) for group in self.groups]
+        self.plans = [context.plan(situation_of(context, drafter, group)) for group in self.groups]
         self._going = {
             sample
             for group, plan in zip(self.groups, self.plans, strict=True)
@@ -288,11 +305,6 @@ class Garden:
             if given is not None and sample in self.trees:
                 tokens, row = given
                 self.plant(sample, 0, tokens, row[tokens].tolist(), partial(_same, row))
-
-    def _situation(self, group: Sequence[int], free: bool) -> Situation:
-        room = [min(self.context.room[sample] or 0, self.context.topology.max_depth) for sample in group]
-        memory = [self.context.memory[sample] for sample in group]
-        return Situation(room, memory, self._alike, self.source, self._acceptance, free)
 
     def frontier(self, depth: int) -> dict[int, list[int]]:
         """The nodes at ``depth`` that get children, for every sample that still goes on."""
@@ -397,9 +409,14 @@ class Garden:
 
     def tree(self) -> DraftTree:
         """The result; every sample that is not finished has at least its root."""
+        gains: dict[int, float] = {}
         for group, plan in zip(self.groups, self.plans, strict=True):
             if plan is not None and self.law.deterministic:  # of what was drawn at random nothing is given up
                 self._trim(group, plan)
+            price = plan.row if plan else 0.0
+            for sample in group:
+                reach = self._reach[sample]
+                gains[sample] = sum(reach[node] - price for node in self.tokens[sample] if node)
         # Children were planted parent by parent, which need not be the order of their numbers.
         grown = {
             sample: SampleTree(
@@ -409,6 +426,7 @@ class Garden:
                 tree.draft_probs,
                 self.chances[sample],
                 self.source,
+                gains[sample],
             )
             for sample, tree in self.trees.items()
         }

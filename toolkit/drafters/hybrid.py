@@ -3,6 +3,7 @@
 Shapes: F hidden states side by side.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from arbordraft.checks import instance
-from arbordraft.drafters.base import Drafter
+from arbordraft.drafters.base import Drafter, groups_of, situation_of
 from arbordraft.laws import DraftLaw, Fixed
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
@@ -25,8 +26,9 @@ class _State:
 
 
 class HybridDrafter(Drafter):
-    """Asks ``first``, and ``otherwise`` for the samples for which ``first`` proposed nothing.
+    """Asks ``first``, and ``otherwise`` for the samples for which ``first`` proposed nothing, or less than is expected.
 
+    What ``otherwise`` is expected to bring is known only to deciders that plan, see :class:`~arbordraft.types.Plan`.
     Which of both drafts depends on committed tokens alone, so the output law is preserved.
 
     Args:
@@ -73,11 +75,25 @@ class HybridDrafter(Drafter):
 
     def propose(self, state: _State, context: DraftContext) -> DraftTree:
         draft = self.first.propose(state.first, context)
-        idle = [tree is not None and len(tree.tokens) == 1 for tree in draft.samples]
-        room = [limit if waits else None for limit, waits in zip(context.room, idle, strict=True)]
+        hopes = self._hopes(context)
+        waits = [
+            tree is not None and (len(tree.tokens) == 1 or tree.gain < hope)
+            for tree, hope in zip(draft.samples, hopes, strict=True)
+        ]
+        room = [limit if waiting else None for limit, waiting in zip(context.room, waits, strict=True)]
         # Asked even if nobody waits: it forgets what it fed in the step before.
         others = self.otherwise.propose(state.otherwise, replace(context, room=room))
-        return DraftTree(tuple(b or a for a, b in zip(draft.samples, others.samples, strict=True)))
+        pairs = zip(draft.samples, others.samples, strict=True)
+        return DraftTree(tuple(b if b is not None and len(b.tokens) > 1 else a for a, b in pairs))
+
+    def _hopes(self, context: DraftContext) -> list[float]:
+        """What ``otherwise`` is expected to bring every sample."""
+        hopes = [-math.inf] * len(context.room)
+        for group in groups_of(context):
+            plan = context.plan(situation_of(context, self.otherwise, group))
+            for sample, gain in zip(group, plan.gains if plan else (), strict=False):
+                hopes[sample] = gain
+        return hopes
 
     def commit(self, state: _State, tree: DraftTree, verdict: Verdict) -> None:
         self.first.commit(state.first, tree, verdict)

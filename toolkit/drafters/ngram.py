@@ -4,6 +4,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from arbordraft.checks import whole
 from arbordraft.drafters.base import Drafter, Garden
 from arbordraft.laws import DraftLaw, Fixed
@@ -13,33 +16,54 @@ from arbordraft.topology import TreeTopology
 from arbordraft.types import DraftContext, DraftTree, Verdict
 
 _MOST_MATCHES = 32  # older occurrences of a frequent n-gram say little
-_LONGEST = 64  # every suffix of every position is kept
+_LONGEST = 64  # every suffix of a path is followed as far
 _PRIOR = 8.0  # lookups that the expectation counts for
 
+Places = list[npt.NDArray[np.int64]]  # where a path's last token, its last two, and so on, occurred: of their last ones
 
-class _Index:
-    """Where every n-gram of one sample's text ended."""
 
-    def __init__(self, sizes: range, tokens: Sequence[int]) -> None:
-        self.sizes = sizes
-        self.tokens: list[int] = []
-        self.ends: dict[tuple[int, ...], list[int]] = {}
+class _Text:
+    """One sample's committed tokens; an array, as an index would be millions of small objects."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._buffer = np.empty(2 * len(tokens) + 64, dtype=np.int64)
+        self._length = 0
         self.extend(tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        for token in tokens:
-            self.tokens.append(token)
-            end = len(self.tokens)
-            for size in self.sizes:
-                if size <= end:
-                    self.ends.setdefault(tuple(self.tokens[end - size :]), []).append(end)
+        end = self._length + len(tokens)
+        if end > len(self._buffer):
+            self._buffer = np.concatenate([self._buffer, np.empty(end, dtype=np.int64)])
+        self._buffer[self._length : end] = tokens
+        self._length = end
 
-    def continuations(self, suffix: tuple[int, ...]) -> Sequence[int]:
-        """The tokens that followed ``suffix``, the most frequent first, the latest first among equals."""
-        ends = [end for end in self.ends.get(suffix, ())[-_MOST_MATCHES:] if end < len(self.tokens)]
-        if len(ends) < 2:  # nearly always: no need to count
-            return [self.tokens[end] for end in ends]
-        return [token for token, _ in Counter(self.tokens[end] for end in reversed(ends)).most_common()]
+    @property
+    def tokens(self) -> npt.NDArray[np.int64]:
+        return self._buffer[: self._length]
+
+    def ends(self, longest: int) -> Places:
+        """Where the last tokens of the text occurred before."""
+        tokens = self.tokens
+        places = [np.flatnonzero(tokens[:-1] == tokens[-1])]
+        while len(places) < longest and len(places) < len(tokens) - 1 and len(places[-1]):
+            before = len(places)
+            found = places[-1][places[-1] >= before]
+            places.append(found[tokens[found - before] == tokens[-1 - before]])
+        return places
+
+    def behind(self, places: Places, token: int, longest: int) -> Places:
+        """Where they occurred with another token behind them."""
+        tokens = self.tokens
+        longer = (found[tokens[found + 1] == token] + 1 for found in places[: longest - 1])
+        # Behind the end of the text there is nothing to continue with.
+        return [np.flatnonzero(tokens[:-1] == token), *(found[found < self._length - 1] for found in longer)]
+
+    def continuations(self, found: npt.NDArray[np.int64]) -> list[int]:
+        """The tokens that followed, the most frequent first, the latest first among equals."""
+        after: list[int] = self.tokens[found[-_MOST_MATCHES:] + 1].tolist()
+        if len(after) < 2:  # nearly always: no need to count
+            return after
+        return [token for token, _ in Counter(reversed(after)).most_common()]
 
 
 class _Odds:
@@ -67,9 +91,10 @@ class _Odds:
 
 @dataclass
 class _State:
-    indices: list[_Index]
+    texts: list[_Text]
     odds: list[_Odds]
-    sizes: dict[tuple[int, int], int] = field(default_factory=dict)  # suffix length of each (sample, node) just drafted
+    # What was just looked up for every sample: the guesses below a node, each with its child and the suffix's length.
+    guesses: dict[int, dict[int, list[tuple[int, int, int]]]] = field(default_factory=dict)
 
 
 class NGramDrafter(Drafter):
@@ -109,51 +134,57 @@ class NGramDrafter(Drafter):
             raise ValueError(f"n-gram lookups are certain, not drawn by {law}; couple them as Fixed({law.k})")
 
     def start(self, tokens: Sequence[Sequence[int]], target_cache: RaggedKVCache, handles: Sequence[int]) -> _State:
-        sizes = range(self.shortest, self.longest + 1)
-        return _State([_Index(sizes, prompt) for prompt in tokens], [_Odds() for _ in tokens])
+        return _State([_Text(prompt) for prompt in tokens], [_Odds() for _ in tokens])
 
     def propose(self, state: _State, context: DraftContext) -> DraftTree:
         garden = Garden(context, Fixed(context.law.k), self)
-        sizes: dict[tuple[int, int], int] = {}
+        state.guesses = {sample: {} for sample in garden.alive}
+        places: dict[tuple[int, int], Places] = {}
         for depth in range(context.topology.max_depth):
             frontier = garden.frontier(depth)
             if not frontier:
                 break
             for sample, nodes in frontier.items():
-                index = state.indices[sample]
-                committed = index.tokens[-self.longest :]
+                text, odds = state.texts[sample], state.odds[sample]
                 for node in nodes:
-                    text = [*committed, *garden.trees[sample].path(node)]
+                    here = places.get((sample, node)) if node else text.ends(self.longest)
                     children = context.topology.child_list[node]
-                    guesses = self._lookup(index, text, len(children))
-                    odds = [state.odds[sample](size, rank) for rank, size in enumerate(guesses.values())]
-                    garden.plant(sample, node, list(guesses), odds)
-                    sizes |= {(sample, child): size for child, size in zip(children, guesses.values(), strict=False)}
-        tree = garden.tree()
-        alive = {(sample, node) for sample, node, _ in tree.rows()}
-        state.sizes = {place: size for place, size in sizes.items() if place in alive}
-        return tree
+                    found = self._lookup(text, here or [], len(children))
+                    guesses = [(child, *guess) for child, guess in zip(children, found.items(), strict=False)]
+                    state.guesses[sample][node] = guesses
+                    garden.plant(
+                        sample, node, list(found), [odds(size, rank) for rank, size in enumerate(found.values())]
+                    )
+                    for child, token, _ in guesses:
+                        if context.topology.child_list[child]:
+                            places[sample, child] = text.behind(here or [], token, self.longest)
+        return garden.tree()
 
     def commit(self, state: _State, tree: DraftTree, verdict: Verdict) -> None:
-        for sample, (index, drafted, judged) in enumerate(
-            zip(state.indices, tree.samples, verdict.samples, strict=True)
-        ):
-            if not (drafted and judged):
-                continue
-            index.extend([*(drafted.tokens[node] for node in judged.path), judged.token])
-            if any((sample, child) not in state.sizes for child in drafted.children(0)):
-                continue  # another drafter's tree
-            for node, accepted in zip((0, *judged.path), (*judged.path, None), strict=True):
-                for rank, child in enumerate(drafted.children(node)):
-                    state.odds[sample].learn(state.sizes[sample, child], rank, child == accepted)
-                    if child == accepted:
-                        break
+        for sample, (drafted, judged) in enumerate(zip(tree.samples, verdict.samples, strict=True)):
+            if drafted and judged:
+                tokens = [*(drafted.tokens[node] for node in judged.path), judged.token]
+                self._learn(state.odds[sample], state.guesses.get(sample, {}), tokens)
+                state.texts[sample].extend(tokens)
 
-    def _lookup(self, index: _Index, text: list[int], wanted: int) -> dict[int, int]:
+    @staticmethod
+    def _learn(odds: "_Odds", guesses: dict[int, list[tuple[int, int, int]]], tokens: Sequence[int]) -> None:
+        """Compares what was looked up with what came, whoever drafted and whatever was verified."""
+        node = 0
+        for token in tokens:
+            for rank, (child, guess, size) in enumerate(guesses.get(node, ())):
+                odds.learn(size, rank, guess == token)
+                if guess == token:
+                    node = child
+                    break
+            else:
+                return
+
+    def _lookup(self, text: _Text, places: Places, wanted: int) -> dict[int, int]:
         """Up to ``wanted`` continuations with the length of the suffix that speaks for each."""
         guesses: dict[int, int] = {}
-        for size in range(min(self.longest, len(text)), self.shortest - 1, -1):
-            for token in index.continuations(tuple(text[-size:])):
+        for size in range(len(places), self.shortest - 1, -1):
+            for token in text.continuations(places[size - 1]):
                 if len(guesses) == wanted:
                     return guesses
                 guesses.setdefault(token, size)
