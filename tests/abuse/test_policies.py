@@ -28,6 +28,7 @@ from arbordraft.deciders import (
     AdaEDL,
     Backoff,
     Bandit,
+    Decider,
     EntropyBound,
     FixedDepth,
     Heuristic,
@@ -414,7 +415,7 @@ def test_damaged_tunings_are_named(tmp_path, change):
         Tuned.load(path)
 
 
-class Mute(FixedDepth):
+class Mute(Decider):
     """Answers for one sample, however many are shown."""
 
     def forward(self, view):
