@@ -5,7 +5,7 @@ accepted. What drafts cost is measured once, what they bring is learned from eve
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, takewhile
 from operator import mul
 
@@ -17,7 +17,7 @@ from arbordraft.types import Outcome, Plan, Situation, StepView
 
 _DEPTHS = 4  # depths that are told apart; the last one stands for all that are deeper
 _FALL = 0.85  # acceptance below the first level relative to that there, where nothing is known
-_WEIGHT = 4.0  # drafted steps that what is known beforehand counts for
+_WEIGHT, _LEAST = 4.0, 0.1  # drafted steps that what is known beforehand counts for, until more is known, and then
 _IDLE = 0.99  # what a step without drafts leaves of what was learned: what was bad for them may have passed
 _AHEAD = 16  # rows of a sample among which the cheapest ones are looked for
 _ROUNDS = 3  # the rate that drafts bring and the drafts that are worth it settle together
@@ -30,6 +30,7 @@ class _Record:
     tried: list[float] = field(default_factory=lambda: [0.0] * _DEPTHS)  # nodes whose children were verified
     accepted: list[float] = field(default_factory=lambda: [0.0] * _DEPTHS)  # those of which one was accepted
     stated: list[float] = field(default_factory=lambda: [0.0] * _DEPTHS)  # as many as were expected to
+    presumed: list[float] = field(default_factory=lambda: [_WEIGHT] * _DEPTHS)  # what was known beforehand counts for
 
     def fade(self, share: float) -> None:
         for sums in (self.tried, self.accepted, self.stated):
@@ -95,6 +96,7 @@ class CostAware(Decider):
         if not outcome.drafted:
             for record in memory.values():
                 record.fade(_IDLE)
+                record.presumed = [_WEIGHT - _IDLE * (_WEIGHT - weight) for weight in record.presumed]
             return
         record = memory.setdefault(outcome.source, _Record())
         record.fade(self.decay)
@@ -103,6 +105,9 @@ class CostAware(Decider):
             record.tried[at] += 1
             record.accepted[at] += depth < outcome.accepted
             record.stated[at] += min(1.0, stated)
+        # A promise that does not come true is forgotten, or whoever makes a high one would be drafted with for ever.
+        for at in range(min(len(outcome.stated), _DEPTHS)):
+            record.presumed[at] = max(_LEAST, self.decay * record.presumed[at])
 
     def plan(self, situation: Situation) -> Plan | None:
         return None if self.survival is not None else self._plan(situation)
@@ -122,22 +127,25 @@ class CostAware(Decider):
 
     def _plan(self, situation: Situation) -> Plan:
         records = [memory.get(situation.source, _Record()) for memory in situation.memory]
-        following = [_expected(record, situation.acceptance) for record in records]
         samples = len(records) * situation.alike
         base = self.costs.target(samples) + self.costs.rest
         rate = samples / base
         row = self.costs.target.least_slope(samples, _AHEAD * samples)
         budget = None if self.nodes is None else len(records) * (self.nodes - 1)
+        if budget is not None:
+            situation = replace(situation, room=[min(room, budget) for room in situation.room])
         trust = [_trust(record) for record in records]
         if situation.free:  # they are found first: how far they go on is for what was found to say
             keep = self._keeping(samples, situation.alike, rate, budget, _ROUNDS)
             ones = [(1.0,)] * len(records)
             return Plan(situation.room, trust, ones, row=rate * row, budget=budget, keep=keep)
+        following = [_expected(record, situation.acceptance) for record in records]
         draft, widest = self.costs.draft, self.costs.draft.rows[-1]
         level = draft(1) + self.costs.decide
-        row += 0.0 if widest == 1 else (draft(widest) - draft(1)) / (widest - 1)
+        each = 0.0 if widest == 1 else (draft(widest) - draft(1)) / (widest - 1)
+        row += each
         for _ in range(_ROUNDS):
-            gains, gained, seconds = self._chains(situation, following, rate, level, row)
+            gains, gained, seconds = self._chains(situation, following, rate, level, row, each)
             rate = max(rate, (samples + gained) / (base + seconds))
         return Plan(
             [room if gain > 0 else 0 for room, gain in zip(situation.room, gains, strict=True)],
@@ -150,11 +158,21 @@ class CostAware(Decider):
             gains=gains,
         )
 
-    @staticmethod
     def _chains(
-        situation: Situation, following: Sequence[Sequence[float]], rate: float, extra: float, row: float
+        self,
+        situation: Situation,
+        following: Sequence[Sequence[float]],
+        rate: float,
+        extra: float,
+        row: float,
+        each: float,
     ) -> tuple[list[float], float, float]:
-        """What drafting is worth to each sample, as far as chains tell, and what all of it brings and takes."""
+        """What drafting is worth to each sample, as far as chains tell, and what all of it brings and takes.
+
+        A row takes ``row`` at least, ``each`` of it in drafting.
+        """
+        samples = len(situation.room) * situation.alike
+        before, rows = self.costs.target(samples), 0
         chains: list[list[float]] = []
         for room, next_ in zip(situation.room, following, strict=True):
             reaches = accumulate((next_[min(depth, len(next_) - 1)] for depth in range(room)), mul)
@@ -162,8 +180,9 @@ class CostAware(Decider):
         best, worth, gained, seconds, total, time = 0, 0.0, 0.0, 0.0, 0.0, 0.0
         for level in range(max(map(len, chains), default=0)):
             here = [chain[level] for chain in chains if len(chain) > level]
+            rows += len(here) * situation.alike
             total += sum(here) * situation.alike
-            time += extra + row * len(here) * situation.alike
+            time = (level + 1) * extra + each * rows + self.costs.target(samples + rows) - before
             if total - rate * time > worth:
                 best, worth, gained, seconds = level + 1, total - rate * time, total, time
         chains = [chain[:best] for chain in chains]
@@ -193,11 +212,11 @@ class CostAware(Decider):
 def _expected(record: _Record, acceptance: Sequence[float]) -> list[float]:
     """How often some child of a node is accepted, by depth."""
     known = [acceptance[0], *[_FALL * acceptance[0]] * (_DEPTHS - 1)]
-    sums = zip(record.accepted, record.tried, known, strict=True)
-    return [(right + _WEIGHT * before) / (tried + _WEIGHT) for right, tried, before in sums]
+    sums = zip(record.accepted, record.tried, record.presumed, known, strict=True)
+    return [(right + weight * before) / (tried + weight) for right, tried, weight, before in sums]
 
 
 def _trust(record: _Record) -> list[float]:
     """How often drafts came true for every time that they were expected to, by depth."""
-    pairs = zip(record.accepted, record.stated, strict=True)
-    return [(right + _WEIGHT) / (stated + _WEIGHT) for right, stated in pairs]
+    sums = zip(record.accepted, record.stated, record.presumed, strict=True)
+    return [(right + weight) / (stated + weight) for right, stated, weight in sums]

@@ -1,0 +1,445 @@
+"""Drafting what pays: simulated steps whose costs and acceptance are known, and no model at all."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from operator import mul
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import context
+
+from arbordraft import CostTable, Fixed, TreeTopology
+from arbordraft.costs import StepCosts
+from arbordraft.deciders import CostAware, Decider, FixedDepth, PathSurvival
+from arbordraft.drafters import Drafter
+from arbordraft.drafters.base import Garden
+from arbordraft.laws import IID
+from arbordraft.types import (
+    DraftContext,
+    DraftTree,
+    Draw,
+    Origin,
+    Outcome,
+    Plan,
+    SampleTree,
+    SampleVerdict,
+    Situation,
+    StepView,
+)
+
+DEPTH = 6
+
+
+def costs(rows: float, level: float, rest: float = 0.0, widest: float | None = None) -> StepCosts:
+    """Forwards of 1 and ``rows`` for every row more; levels of ``level``, and ``widest`` with 64 rows."""
+    drafts = CostTable((1, 64), (level, level if widest is None else widest))
+    return StepCosts(CostTable((1, 65), (1.0, 1.0 + 64 * rows)), drafts, rest=rest)
+
+
+CHEAP, DEAR = costs(0.01, 0.05), costs(0.4, 0.4)
+STAIRS = StepCosts(
+    CostTable((1, 8, 9, 16, 17, 32, 33, 64), (1.0, 1.0, 1.5, 1.5, 2.0, 2.0, 3.0, 3.0)), CostTable((1, 64), (0.1, 0.1))
+)
+
+
+class Guessing(Drafter):
+    """Drafts chains whose chances it says; ``acceptance`` is what it promises beforehand."""
+
+    def __init__(self, promise: float, free: bool = False) -> None:
+        super().__init__()
+        self.acceptance = (promise, 0.0)
+        self.free = free
+
+
+@dataclass
+class Run:
+    """What simulated steps brought: per step the levels that were drafted, the drafts verified, tokens and seconds."""
+
+    levels: list[int] = field(default_factory=list)
+    kept: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    def rate(self, first: int = 0) -> float:
+        return sum(self.tokens[first:]) / sum(self.seconds[first:])
+
+    def busy(self, first: int, last: int) -> float:
+        """Share of steps with drafts."""
+        return sum(kept > 0 for kept in self.kept[first:last]) / (last - first)
+
+
+def grown(step: DraftContext, drafter: Drafter, stated: Sequence[float]) -> tuple[DraftTree, int]:
+    """A step's chains, whose drafts have these chances by depth, and how many levels were drafted."""
+    garden, levels = Garden(step, step.law, drafter), 0
+    for depth in range(DEPTH):
+        frontier = garden.frontier(depth)
+        if not frontier:
+            break
+        levels += 1
+        for sample, nodes in frontier.items():
+            for node in nodes:
+                garden.plant(sample, node, [7], [stated[depth]])
+    return garden.tree(), levels
+
+
+def accepted(tree: SampleTree, truth: Sequence[float], chance: random.Random) -> SampleVerdict:
+    path: list[int] = []
+    for node in range(1, len(tree.tokens)):
+        if chance.random() >= truth[node - 1]:
+            break
+        path.append(node)
+    return SampleVerdict(tuple(path), 3, recovered=len(path) < len(tree.tokens) - 1)
+
+
+def simulate(
+    decider: Decider,
+    price: StepCosts,
+    truth: Callable[[int], float],
+    stated: float,
+    *,
+    promise: float | None = None,
+    samples: int = 1,
+    steps: int = 300,
+    free: bool = False,
+) -> Run:
+    """Decodes ``steps`` times; ``truth`` says by step how often a draft is accepted if those before it are."""
+    run, chance = Run(), random.Random(0)
+    drafter = Guessing(stated if promise is None else promise, free)
+    step = context([[5, 6]] * samples, TreeTopology.chain(DEPTH), Fixed(1), greedy=True, decide=decider)
+    for number in range(steps):
+        tree, levels = grown(step, drafter, [stated] * DEPTH)
+        run.levels.append(levels)
+        run.kept.append(sum(tree.lengths) - samples)
+        run.seconds.append(
+            price.target(sum(tree.lengths)) + price.rest + (0 if free else levels * price.draft(samples))
+        )
+        tokens = 0
+        for memory, sample in zip(step.memory, tree.samples, strict=True):
+            assert sample is not None
+            judged = accepted(sample, [truth(number)] * DEPTH, chance)
+            decider.learn(memory, sample.outcome(judged))
+            tokens += 1 + len(judged.path)
+        run.tokens.append(tokens)
+    return run
+
+
+def situation(decider: CostAware, samples: int = 1, promise: float = 0.6, **options: object) -> Situation:
+    memory = [decider.start() for _ in range(samples)]
+    return Situation(room=[DEPTH] * samples, memory=memory, acceptance=(promise, 0.1), **options)
+
+
+def taught(
+    decider: CostAware, memory: dict, *, right: float, stated: float, steps: int = 400, source: str = ""
+) -> None:
+    """One level at a time, of which this share is accepted."""
+    due = 0.0
+    for _ in range(steps):
+        due += right
+        decider.learn(memory, Outcome(1, int(due >= 1), (stated,), source))
+        due -= due >= 1
+
+
+# What is drafted
+
+
+def test_it_rests_when_drafts_fail_and_comes_back_when_they_succeed():
+    decider = CostAware(costs(0.1, 0.1))
+    run = simulate(decider, decider.costs, lambda step: 0.0 if 50 <= step < 250 else 0.9, 0.8, steps=500)
+    assert run.busy(0, 50) == 1
+    assert 0 < run.busy(80, 250) < 0.2, "failing drafts must be rare, but not be given up for good"
+    assert run.busy(450, 500) == 1
+    assert max(run.levels[450:]) == DEPTH
+
+
+def test_a_decider_without_memory_would_not_rest():
+    """Negative control."""
+    run = simulate(FixedDepth(), costs(0.1, 0.1), lambda step: 0.0, 0.8)
+    assert run.busy(0, 300) == 1
+
+
+@pytest.mark.parametrize("price", [costs(0.02, 0.05), costs(0.1, 0.02)], ids=["levels", "rows"])
+def test_the_larger_the_batch_the_less_is_drafted(price):
+    """Rows take time that all share; so does a sampled request draft that stands for as many."""
+    found = []
+    for samples in (1, 2, 4, 8, 16, 32):
+        step = context([[5, 6]] * samples, TreeTopology.chain(DEPTH), Fixed(1), greedy=True, decide=CostAware(price))
+        tree, _ = grown(step, Guessing(0.6), [0.6] * DEPTH)
+        assert len(set(tree.lengths)) <= 2, "equal samples draft alike, but for a rest that does not divide"
+        found.append(sum(tree.lengths) / samples - 1)
+    assert found[0] >= 2
+    assert found == sorted(found, reverse=True)
+    assert found[-1] < found[0]
+
+
+def test_a_sampled_request_drafts_as_in_a_batch_of_its_like():
+    """IID draws end with levels, not with rows: the same two decisions for one that stands for many."""
+    found = []
+    for alike in (1, 4, 16, 64):
+        step = context([[5, 6]], TreeTopology.chain(DEPTH), IID(1), decide=CostAware(costs(0.1, 0.02)))
+        found.append(grown(replace(step, expected_batch=alike), Guessing(0.7), [0.7] * DEPTH)[1])
+    assert found[0] > found[-1]
+    assert found == sorted(found, reverse=True)
+
+
+def test_the_dearer_rows_are_the_fewer_drafts_are_kept():
+    chances = sorted((0.9**depth * width for depth in range(1, 7) for width in (1, 0.4, 0.1)), reverse=True)
+    kept = []
+    for slope in (0.0, 0.01, 0.1, 0.3, 0.5, 1.0):
+        decider = CostAware(costs(slope, 0.01))
+        kept.append(decider.plan(situation(decider, promise=0.9)).keep(chances))
+    assert kept[0] == len(chances)
+    assert kept == sorted(kept, reverse=True)
+    assert len(set(kept)) > 3
+    assert kept[-1] == 0
+
+
+@pytest.mark.parametrize("price", [CHEAP, DEAR], ids=["cheap", "dear"])
+def test_free_drafts_are_drafted_whole_and_pruned(price):
+    decider = CostAware(price)
+    plan = decider.plan(situation(decider, 2, promise=0.0, free=True))
+    assert plan.levels == [DEPTH, DEPTH]
+    assert (plan.level, plan.next) == (0, [(1.0,), (1.0,)])
+    assert 0 < plan.row < 1
+    assert plan.keep([0.99] * 4) == 4
+    assert plan.keep([0.6, 0.5, 0.3, 0.1]) == (4 if price is CHEAP else 1)
+    assert plan.keep([0.001] * 4) == 0
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 5])
+@pytest.mark.parametrize("samples", [1, 3])
+def test_no_more_nodes_than_wanted(nodes, samples):
+    decider = CostAware(costs(0.0, 1e-6), nodes=nodes)
+    plan = decider.plan(situation(decider, samples, promise=0.9))
+    assert plan.budget == samples * (nodes - 1)
+    assert plan.keep([0.9] * 40) == samples * (nodes - 1)
+    step = context([[5, 6]] * samples, TreeTopology.chain(DEPTH), Fixed(1), greedy=True, decide=decider)
+    tree, levels = grown(step, Guessing(0.9), [0.9] * DEPTH)
+    assert sum(tree.lengths) == samples * nodes
+    assert levels <= nodes
+
+
+def test_samples_that_fail_do_not_draft_beside_those_that_succeed():
+    decider = CostAware(costs(0.1, 0.1))
+    both = situation(decider, 2)
+    taught(decider, both.memory[0], right=0.0, stated=0.6)
+    taught(decider, both.memory[1], right=1.0, stated=0.6)
+    assert decider.plan(both).levels == [0, DEPTH]
+
+
+# Being asked instead
+
+
+@settings(max_examples=60)
+@given(st.floats(0, 0.3), st.floats(0.001, 0.5), st.floats(0, 1), st.sampled_from([0.0, 0.3]))
+def test_being_asked_and_planning_agree(slope, level, right, rest):
+    """Where drafts are what was expected of them, step by step, levels that were asked for are those planned."""
+    price = costs(slope, level, rest)
+    decider, asked = CostAware(price), CostAware(price, survival=PathSurvival())
+    step = context([[5, 6]], TreeTopology.chain(DEPTH), Fixed(1), greedy=True, decide=decider)
+    assert asked.plan(situation(asked)) is None
+    stated = [right, *[0.85 * right] * (DEPTH - 1)]
+    drafter = Guessing(right)
+    planned = grown(step, drafter, stated)[1]
+    told = grown(replace(step, decide=asked, plan=asked.plan), drafter, stated)[1]
+    assert abs(planned - told) <= 1
+    assert (planned > 0) == (told > 0)
+
+
+@pytest.mark.parametrize("chance", [0.05, 0.3, 0.6, 0.95])
+@pytest.mark.parametrize("alike", [1, 3, 8])
+def test_one_that_stands_for_many_is_asked_as_many_are(chance, alike):
+    decider = CostAware(costs(0.05, 0.2), survival=PathSurvival())
+    paths, memory = [[(Draw(chance, Origin()),)]], [decider.start()]
+    one = StepView(1, paths, memory, alike=alike, acceptance=(0.8,))
+    many = StepView(1, paths * alike, memory * alike, pathwise=True, acceptance=(0.8,))
+    assert decider(one) * alike == decider(many)
+    if chance in (0.05, 0.95):
+        assert decider(one) == [chance > 0.5]
+
+
+# What is kept
+
+
+TABLES = st.lists(st.floats(0.01, 10), min_size=4, max_size=4).map(lambda s: CostTable((1, 4, 8, 30), tuple(s)))
+CHANCES = st.lists(st.floats(0, 1), max_size=12).map(lambda chances: sorted(chances, reverse=True))
+
+
+@given(TABLES, st.floats(0.01, 2), st.integers(1, 3), st.integers(1, 4), CHANCES, st.floats(0, 1))
+def test_as_many_are_kept_as_gain_most(table, level, samples, alike, chances, promise):
+    """Against every other number of them, a second being worth as many tokens as decoding brings in it."""
+    decider = CostAware(StepCosts(table, CostTable((1, 2), (level, level))))
+    plan = decider.plan(situation(decider, samples, promise, alike=alike))
+    rate, before = plan.level / level, table(samples * alike)
+    gains = [
+        alike * sum(chances[:count]) - rate * (table((samples + count) * alike) - before)
+        for count in range(len(chances) + 1)
+    ]
+    assert gains[plan.keep(chances)] == pytest.approx(max(gains), abs=1e-9)
+    assert rate >= samples * alike / before * (1 - 1e-12)
+
+
+@given(TABLES, st.floats(0.0, 2), st.floats(0, 1), st.integers(1, 3), st.integers(1, 4), CHANCES, st.floats(0, 1))
+def test_what_is_kept_is_never_slower_than_plain_decoding(table, level, rest, samples, alike, chances, promise):
+    decider = CostAware(StepCosts(table, CostTable((1,), (max(level, 1e-9),)), rest=rest))
+    plan = decider.plan(situation(decider, samples, promise, alike=alike))
+    count, rows = plan.keep(chances), samples * alike
+    plain = rows / (table(rows) + rest)
+    assert (rows + alike * sum(chances[:count])) / (table(rows + alike * count) + rest) >= plain * (1 - 1e-9)
+
+
+@given(st.floats(0, 1), st.floats(0.001, 1), st.floats(0, 1), st.floats(0, 1), st.integers(1, 4))
+def test_what_is_drafted_is_expected_to_be_faster_than_plain_decoding(slope, level, rest, promise, samples):
+    """By its own numbers: chains as long as its prices let them grow, with what it expects of each level."""
+    price = costs(slope, level, rest)
+    decider = CostAware(price)
+    plan = decider.plan(situation(decider, samples, promise))
+    reaches = list(accumulate([promise, *[0.85 * promise] * (DEPTH - 1)], mul))
+    plain = samples / (price.target(samples) + rest)
+    depth = 0
+    while depth < max(plan.levels) and samples * (reaches[depth] - plan.row) >= plan.level:
+        depth += 1
+    assert depth > 0 or plan.levels == [0] * samples
+    tokens = samples * (1 + sum(reaches[:depth]))
+    assert tokens / (price.target(samples * (1 + depth)) + rest + depth * level) >= plain * (1 - 1e-9)
+
+
+# What was learned
+
+
+@pytest.mark.parametrize(("right", "stated"), [(0.3, 0.6), (0.6, 0.3), (0.5, 0.5), (0.0, 0.8), (1.0, 0.25)])
+def test_trust_is_how_often_chances_came_true(right, stated):
+    decider = CostAware(CHEAP, decay=0.99)
+    case = situation(decider)
+    assert decider.plan(case).trust == [[1.0] * 4]
+    taught(decider, case.memory[0], right=right, stated=stated)
+    (trust,) = decider.plan(case).trust
+    assert trust[0] == pytest.approx(right / stated, rel=0.25, abs=0.06)
+    assert trust[1:] == [1.0] * 3, "other depths learn nothing"
+    assert decider.plan(case).next[0][0] == pytest.approx(right, abs=0.05)
+
+
+@pytest.mark.parametrize(("right", "stated", "more"), [(0.45, 0.9, False), (0.9, 0.45, True)])
+def test_confidence_is_corrected(right, stated, more):
+    """Overconfident drafts get shorter, modest ones longer than what they say of themselves makes them."""
+    price = costs(0.15, 0.1)
+    believed = simulate(CostAware(price, decay=0.0), price, lambda step: stated, stated, steps=200)
+    run = simulate(CostAware(price), price, lambda step: right, stated, promise=0.6, steps=400)
+    late, said = sum(run.kept[200:]) / 200, sum(believed.kept[:1])
+    assert (late > said) == more
+    assert late != said
+
+
+def test_accepted_drafts_are_learned_by_depth():
+    decider = CostAware(CHEAP, decay=0.9)
+    case = situation(decider)
+    for _ in range(200):
+        decider.learn(case.memory[0], Outcome(6, 2, (0.5,) * 3))
+    (trust,), (following,) = decider.plan(case).trust, decider.plan(case).next
+    assert trust[0] == trust[1] > 1.3
+    assert trust[2] < 0.7
+    assert trust[3] == 1
+    assert following[0] == pytest.approx(following[1], abs=0.01)
+    assert following[1] > following[3] > following[2]
+
+
+def test_drafters_are_told_apart():
+    decider = CostAware(costs(0.1, 0.1))
+    case = situation(decider)
+    taught(decider, case.memory[0], right=0.0, stated=0.9, source="copies")
+    levels = {name: decider.plan(replace(case, source=name)).levels for name in ("copies", "model", "")}
+    assert levels == {"copies": [0], "model": [DEPTH], "": [DEPTH]}
+    other = situation(decider, source="copies")
+    assert decider.plan(other).levels == [DEPTH], "another sample has not learned that"
+
+
+def test_what_one_sample_learns_no_other_knows():
+    """Each sampled one plans alone: company, its history included, changes nothing."""
+    decider = CostAware(costs(0.1, 0.1))
+    step = context([[5, 6]] * 3, TreeTopology.chain(DEPTH), IID(1), decide=decider)
+    alone = [grown(step, Guessing(0.6), [0.6] * DEPTH)[0].lengths for _ in range(2)]
+    assert alone[0] == alone[1] == [alone[0][0]] * 3 > [1] * 3
+    taught(decider, step.memory[1], right=0.0, stated=0.6, source="Guessing")
+    assert grown(step, Guessing(0.6), [0.6] * DEPTH)[0].lengths == [alone[0][0], 1, alone[0][0]]
+
+
+def test_an_idle_step_forgets_a_little():
+    decider = CostAware(costs(0.1, 0.1))
+    case = situation(decider)
+    taught(decider, case.memory[0], right=0.0, stated=0.6, steps=40)
+    assert decider.plan(case).levels == [0]
+    waits = next(
+        steps
+        for steps in range(1000)
+        if decider.plan(case).levels != [0] or decider.learn(case.memory[0], Outcome(0, 0))
+    )
+    assert 5 < waits < 500
+
+
+@pytest.mark.parametrize("decay", [0.0, 1.0])
+def test_the_bounds_of_forgetting(decay):
+    decider = CostAware(CHEAP, decay=decay)
+    case = situation(decider)
+    taught(decider, case.memory[0], right=0.5, stated=0.5, steps=100)
+    record = case.memory[0][""]
+    assert record.tried[0] == (1 if decay == 0 else 100)
+    assert record.accepted[0] == (1 if decay == 0 else 50)
+
+
+# In the long run
+
+MARKETS = {
+    "cheap": CHEAP,
+    "dear": DEAR,
+    "dear rows": costs(0.3, 0.01),
+    "dear levels": costs(0.01, 0.3),
+    "rest": costs(0.1, 0.1, rest=1.0),
+    "stairs": STAIRS,
+    "a dear second row": StepCosts(CostTable((1, 2, 64), (1.0, 2.0, 2.1)), CostTable((1, 64), (0.05, 0.05))),
+    "slow wide levels": costs(0.02, 0.05, widest=2.0),
+}
+
+
+@pytest.mark.parametrize("samples", [1, 4])
+@pytest.mark.parametrize(
+    ("right", "stated"), [(0.0, 0.9), (0.1, 0.7), (0.2, 0.7), (0.3, 0.3), (0.6, 0.3), (0.6, 0.6), (0.9, 0.9)]
+)
+@pytest.mark.parametrize("market", MARKETS)
+def test_never_slower_than_plain_decoding(market, right, stated, samples):
+    """Whatever drafts promise, beforehand and one by one; a few steps are the price of finding out."""
+    price = MARKETS[market]
+    run = simulate(CostAware(price), price, lambda step: right, stated, samples=samples)
+    least = 0.92 if right == 0 else 0.96
+    assert run.rate(100) >= least * samples / (price.target(samples) + price.rest)
+
+
+@pytest.mark.parametrize(
+    ("market", "right", "least"), [("cheap", 0.9, 3.0), ("cheap", 0.6, 1.75), ("stairs", 0.9, 2.2)]
+)
+def test_what_pays_is_taken(market, right, least):
+    """Or else resting for ever would pass."""
+    price = MARKETS[market]
+    run = simulate(CostAware(price), price, lambda step: right, right)
+    assert run.rate(100) >= least / price.target(1)
+
+
+def test_a_decider_that_always_drafts_is_slower():
+    """Negative control."""
+    for market in ("dear", "dear rows", "dear levels"):
+        price = MARKETS[market]
+        run = simulate(FixedDepth(), price, lambda step: 0.2, 0.7)
+        assert run.rate(100) < 0.8 / price.target(1)
+
+
+def test_plans_are_plain_numbers():
+    """What kernels are given: no tensor, no number that is none."""
+    decider = CostAware(STAIRS, nodes=5)
+    plan = decider.plan(situation(decider, 3))
+    assert isinstance(plan, Plan)
+    assert all(isinstance(levels, int) for levels in plan.levels)
+    assert len(plan.levels) == len(plan.trust) == len(plan.next) == 3
+    assert all(0 <= value <= 10 for row in (*plan.trust, *plan.next) for value in row)
+    assert plan.level > 0
+    assert plan.row >= 0
