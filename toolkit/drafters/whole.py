@@ -45,6 +45,8 @@ def grow_whole(
     told = context.candidates is None and context.law.deterministic and context.pathwise
     if not told or context.temperature is None or not usable():
         return None
+    if context.noise is None and context.temperature != 1:  # it changes no token, but how likely they are
+        return None
     garden = Garden(context, context.law, drafter)
     plans = [plan for plan in garden.plans if plan is not None]
     if len(plans) != len(garden.plans):
@@ -56,7 +58,7 @@ def grow_whole(
         if not going:
             continue
         samples = [group[index] for index in going]
-        drafted = run(samples, _growth(context, plan, going), _draws(context, samples))
+        drafted = run(samples, _growth(context, plan, going, samples), _draws(context, samples))
         if drafted.broken:
             warnings.warn("the drafter produced NaN or infinite logits; nothing is drafted there", stacklevel=3)
         for (index, node, token), chance in zip(drafted.nodes, drafted.chances, strict=True):
@@ -67,14 +69,16 @@ def grow_whole(
     return garden.tree(), fed
 
 
-def _growth(context: DraftContext, plan: Plan, going: Sequence[int]) -> Growth:
+def _growth(context: DraftContext, plan: Plan, going: Sequence[int], samples: Sequence[int]) -> Growth:
     """The plan for the samples that stand at ``going`` in it."""
+    told = [(plan.trust[index], plan.next[index]) for index in going]
+    depths = range(max(len(factors) for row in told for factors in row))
     return Growth(
         context.topology.child_offsets,
         context.topology.child_order,
-        [plan.levels[index] for index in going],
-        [factor for index in going for factor in plan.trust[index]],
-        [chance for index in going for chance in plan.next[index]],
+        [min(plan.levels[index], context.room[sample] or 0) for index, sample in zip(going, samples, strict=True)],
+        [trust[min(depth, len(trust) - 1)] for trust, _ in told for depth in depths],
+        [following[min(depth, len(following) - 1)] for _, following in told for depth in depths],
         plan.level,
         plan.row,
         -1 if plan.budget is None else plan.budget,

@@ -1,0 +1,386 @@
+"""Trees that are grown in one call of the kernels are those that are grown level by level in plain torch."""
+
+import copy
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from companions import Rounds
+from models import PROMPTS, VOCAB, tiny
+from transformers import TemperatureLogitsWarper
+
+from arbordraft import EagleDrafter, LanguageModelDrafter, MedusaDrafter, RaggedModel, TreeTopology
+from arbordraft.drafters import whole
+from arbordraft.heads.eagle import EagleConfig, EagleHead
+from arbordraft.heads.medusa import MedusaConfig, MedusaHead
+from arbordraft.kernels.draft_tree import DraftRun
+from arbordraft.laws import IID, SharedNoise
+from arbordraft.types import Plan
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+TEXTS = [*PROMPTS, [40, 2, 9]]
+BINARY = TreeTopology.k_ary(2, 3)
+TOPOLOGIES = {
+    "chain": TreeTopology.chain(4),
+    "binary": BINARY,
+    "sequoia": TreeTopology.sequoia((0.5, 0.2, 0.15, 0.1), 14, 5),
+    "uneven": TreeTopology([-1, 0, 0, 1, 1, 1, 2, 3, 6]),
+    "root": TreeTopology.chain(0),
+}
+ENDS = {  # nodes down to which trees are accepted, if they are there, round by round
+    4: [[1, 0, 2, 3], [2, 1, 0, 4], [0, 3, 1, 1]],
+    1: [[2], [0], [1]],
+}
+
+
+def hidden_size(model):
+    return model.config.hidden_size
+
+
+@cache
+def weights(kind):
+    """A target and a network that drafts for it, with large weights, so that every token and position matters."""
+    torch.manual_seed(7)
+    target = tiny(head_dim=16)
+    if kind == "model":
+        return target, tiny(seed=3, head_dim=16, num_hidden_layers=1)
+    options = {
+        "vocab_size": VOCAB,
+        "target_hidden_size": hidden_size(target),
+        "draft_vocab_size": 40 if "trimmed" in kind else VOCAB,
+    }
+    if kind.startswith("eagle"):
+        sizes = {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 4, "num_key_value_heads": 2}
+        head = EagleHead(EagleConfig(**options, **sizes, head_dim=16, hidden_layers=[0, 1, 2]))
+    else:
+        head = MedusaHead(MedusaConfig(**options, hidden_layers=[2], num_heads=3))
+    with torch.no_grad():
+        for parameter in head.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=1.5 * parameter.shape[-1] ** -0.5)
+            else:
+                parameter.uniform_(0.5, 1.5)
+        if "trimmed" in kind:
+            head.tokens.copy_(torch.randperm(VOCAB)[:40].sort().values)
+    return target, head
+
+
+KINDS = ["eagle", "eagle, trimmed", "medusa", "medusa, trimmed", "model"]
+
+
+def built(kind, kernels="native", dtype=torch.float32, change=None):
+    """A target and its drafter, on copies of the weights."""
+    model, network = (copy.deepcopy(part).to(dtype) for part in weights(kind))
+    if change is not None:
+        change(network)
+    target = RaggedModel(model.eval(), kernels=kernels)
+    if kind == "model":
+        return target, LanguageModelDrafter(RaggedModel(network.eval(), kernels=kernels))
+    return target, (EagleDrafter if kind.startswith("eagle") else MedusaDrafter)(network, target)
+
+
+@cache
+def both(kind):
+    return built(kind), built(kind, "torch")
+
+
+@pytest.fixture(autouse=True)
+def calls(monkeypatch):
+    """Of every attempt to grow trees in one call, whether it did."""
+    done, real = [], whole.grow_whole
+
+    def counted(*arguments):
+        found = real(*arguments)
+        done.append(found is not None)
+        return found
+
+    for module in ("eagle", "medusa", "language_model"):
+        monkeypatch.setattr(f"arbordraft.drafters.{module}.grow_whole", counted)
+    return done
+
+
+def at_most(levels, **options):
+    """A plan for all samples with these levels, as far as there is room."""
+
+    def plan(situation):
+        found = [min(pair) for pair in zip(situation.room, levels, strict=False)]
+        return Plan.everything(found, **options)
+
+    return plan
+
+
+def weighed(situation):
+    """Trust and expectations of their own for every sample and depth."""
+    count = len(situation.room)
+    trust = [(0.6 + 0.2 * sample, 1.7, 0.9) for sample in range(count)]
+    following = [(0.9 - 0.1 * sample, 0.7, 0.5) for sample in range(count)]
+    return Plan(situation.room, trust, following, level=0.3, row=0.02)
+
+
+MANY = [9] * 4
+PLANS = {
+    "everything": at_most(MANY),
+    "levels": at_most([3, 0, 1, 2]),
+    "dear rows": at_most(MANY, row=0.15),
+    "dear levels": at_most(MANY, level=0.9),
+    "both": at_most([4, 2, 3, 9], row=0.04, level=0.5),
+    "budget": at_most(MANY, budget=5, keep=lambda chances: min(5, len(chances))),
+    "large budget": at_most(MANY, budget=50),
+    "half": at_most(MANY, keep=lambda chances: len(chances) // 2),
+    "weighed": weighed,
+    "nothing": at_most([0] * 4),
+}
+LAW = SharedNoise(4)
+NEAR = 0.04  # with noise, the mass of all the tokens that do not come first is an estimate from above
+GREEDY = {"greedy": True}
+HOT, WARM = ({"processors": [TemperatureLogitsWarper(heat)]} for heat in (1.0, 0.5))
+TEMPERATURES = {"0": GREEDY, "0.5": WARM, "1": HOT}
+
+
+def trees(rounds, topology, plan, seed=0, **options):
+    tree = rounds.propose(topology, LAW, plan=plan, seed=seed, **options)
+    return tree, [
+        (sample.tokens, [sample.chances[node] for node in list(sample.tokens)[1:]]) if sample else None
+        for sample in tree.samples
+    ]
+
+
+def check(fast, slow, topology, plan, rounds=3, near=1e-4, **options):
+    """Drafts and verifies a few rounds with both; the nodes that were drafted."""
+    count = 0
+    for number in range(rounds):
+        tree, found = trees(fast, topology, plan, 31 * number, **options)
+        _, expected = trees(slow, topology, plan, 31 * number, **options)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert (ours is None) == (theirs is None)
+            if ours:
+                assert ours[0] == theirs[0]
+                assert ours[1] == pytest.approx(theirs[1], rel=near, abs=1e-6)
+                count += len(ours[1])
+        ends = ENDS[len(found)][number]
+        reached = [end if end in sample.tokens else 0 for end, sample in zip(ends, tree.samples, strict=True)]
+        fast.commit(tree, reached)
+        slow.commit(tree, reached)
+    return count
+
+
+def pair(kind, texts=TEXTS):
+    fast, slow = both(kind)
+    return Rounds(fast[1], fast[0], texts), Rounds(slow[1], slow[0], texts)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_call_grows_the_same_trees(calls, kind, topology, plan):
+    count = check(*pair(kind), TOPOLOGIES[topology], PLANS[plan], **GREEDY)
+    assert calls == [True] * 3, "one of both was to be grown in one call"
+    assert (count > 0) == (topology != "root" and plan != "nothing")
+
+
+@pytest.mark.parametrize("plan", ["everything", "levels", "large budget"])
+@pytest.mark.parametrize("heat", ["0.5", "1"])
+@pytest.mark.parametrize("topology", ["chain", "binary", "sequoia"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_shared_noise_too(calls, kind, topology, heat, plan):
+    assert check(*pair(kind), TOPOLOGIES[topology], PLANS[plan], near=NEAR, **TEMPERATURES[heat]) > 0
+    assert calls == [True] * 3
+
+
+@pytest.mark.parametrize("heat", TEMPERATURES)
+@pytest.mark.parametrize("text", PROMPTS, ids=len)
+@pytest.mark.parametrize("kind", KINDS)
+def test_single_samples(kind, text, heat):
+    """A text of one token has no state to start from."""
+    count = check(*pair(kind, [text]), BINARY, PLANS["everything"], near=NEAR, **TEMPERATURES[heat])
+    assert count > (14 if kind != "model" and len(text) == 1 else 28)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 4, 12, 13])
+@pytest.mark.parametrize("kind", ["eagle, trimmed", "model"])
+def test_prompts_in_portions(monkeypatch, kind, chunk):
+    monkeypatch.setattr(whole, "CHUNK", chunk)
+    long = [list(range(3, 40)), [9], list(range(50, 20, -1)), [5, 6] * 7]
+    assert check(*pair(kind, long), BINARY, PLANS["everything"], **GREEDY) > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_finished_samples_get_no_tree(kind):
+    fast, slow = pair(kind)
+    for rounds in (fast, slow):
+        rounds.commit(trees(rounds, BINARY, PLANS["everything"], **GREEDY)[0], [1, None, 0, None])
+    (_, found), (_, expected) = (trees(rounds, BINARY, PLANS["everything"], **GREEDY) for rounds in (fast, slow))
+    assert [tree is None for tree in found] == [False, True, False, True]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours and ours[0]) == (theirs and theirs[0])
+
+
+@pytest.mark.parametrize("heat", TEMPERATURES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_company_changes_no_bit(kind, heat):
+    target, drafter = built(kind)
+    together = Rounds(drafter, target, TEXTS)
+    alone = [Rounds(drafter, target, [text]) for text in TEXTS]
+    for number in range(3):
+        tree, found = trees(together, BINARY, at_most(MANY), seed=50 * number, **TEMPERATURES[heat])
+        ends = [end if end in sample.tokens else 0 for end, sample in zip(ENDS[4][number], tree.samples, strict=True)]
+        together.commit(tree, ends)
+        for sample, rounds in enumerate(alone):
+            tree, (one,) = trees(rounds, BINARY, at_most(MANY), seed=50 * number + sample, **TEMPERATURES[heat])
+            assert one == found[sample]
+            rounds.commit(tree, [ends[sample]])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_threads_change_no_bit(kind, threads):
+    target, drafter = built(kind)
+    expected = trees(Rounds(drafter, target, TEXTS), BINARY, at_most(MANY), **GREEDY)[1]
+    torch.set_num_threads(threads)
+    assert trees(Rounds(drafter, target, TEXTS), BINARY, at_most(MANY), **GREEDY)[1] == expected
+
+
+@pytest.mark.parametrize("heat", TEMPERATURES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16(calls, kind, heat):
+    """Rounded otherwise than level by level, but only just."""
+    target, drafter = built(kind, dtype=torch.bfloat16)
+    wide = both(kind)[1]
+    found = trees(Rounds(drafter, target, TEXTS), BINARY, at_most(MANY), **TEMPERATURES[heat])[1]
+    expected = trees(Rounds(wide[1], wide[0], TEXTS), BINARY, at_most(MANY), **TEMPERATURES[heat])[1]
+    same = [ours[0][1] == theirs[0][1] for ours, theirs in zip(found, expected, strict=True) if len(ours[1])]
+    assert calls[0]
+    assert sum(same) >= 3 or kind == "eagle"
+    assert all(0 < chance <= 1 for _, chances in found for chance in chances)
+    assert all(0 <= token < VOCAB for tokens, _ in found for token in tokens.values())
+
+
+def broken(network):
+    """Makes every row of the scores hold something that is no number."""
+    with torch.no_grad():
+        for head in network.lm_heads if isinstance(network, MedusaHead) else [network.lm_head]:
+            head.weight[3] = float("nan")
+
+
+@pytest.mark.parametrize("heat", ["0", "1"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle, trimmed", "medusa", "model"])
+def test_weights_that_are_no_numbers_draft_nothing(kind, heat):
+    target, drafter = built(kind, change=None if kind == "model" else broken)
+    if kind == "model":  # which would be refused if it came like this
+        sound = drafter._in_one_call().weights
+        drafter._fused = drafter.model.prepacking, DraftRun(replace(sound, norm=sound.norm * float("nan")))
+    rounds = Rounds(drafter, target, TEXTS)
+    with pytest.warns(UserWarning, match="drafter produced NaN or infinite logits"):
+        _, found = trees(rounds, BINARY, at_most(MANY), **TEMPERATURES[heat])
+    assert [list(tokens) for tokens, _ in found] == [[0]] * 4
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"decide": lambda view: [True] * len(view.paths)},
+        {"processors": [lambda ids, scores: scores * 2]},
+        {"law": IID(2)},
+    ],
+    ids=["asked", "other processors", "random draws"],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_cannot_be_told_in_numbers_is_grown_level_by_level(calls, kind, options):
+    target, drafter = built(kind)
+    tree = Rounds(drafter, target, TEXTS).propose(BINARY, **{"law": LAW, **options})
+    assert calls == [False]
+    assert len(tree.samples[0].tokens) == 15
+
+
+# Plans and requests that one side might read otherwise
+
+
+@pytest.mark.parametrize("kind", ["eagle", "model"])
+def test_a_temperature_beside_greedy_drafts(kind):
+    """It changes no token, but how likely drafts are, and so which ones are kept."""
+    plan = at_most(MANY, row=0.05)
+    assert check(*pair(kind), BINARY, plan, greedy=True, processors=[TemperatureLogitsWarper(0.3)]) > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_plans_that_ask_for_more_levels_than_there_is_room(kind):
+    plan = lambda situation: Plan.everything([9] * len(situation.room))  # noqa: E731
+    assert check(*pair(kind), BINARY, plan, **GREEDY, room=[3, 1, 0, 2]) > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_plans_that_know_more_depths_of_one_thing(kind):
+    def plan(situation):
+        count = len(situation.room)
+        return Plan(situation.room, [(0.5, 1.5, 1.2, 0.3)] * count, [(0.8,)] * count, row=0.03)
+
+    assert check(*pair(kind), BINARY, plan, **GREEDY) > 0
+
+
+# Negative controls: what differs is seen.
+
+
+def caught(fast, slow, **options):
+    with pytest.raises(AssertionError):
+        check(fast, slow, BINARY, options.pop("plan", at_most(MANY)), **{**GREEDY, **options})
+
+
+def test_another_trust_would_be_seen(monkeypatch):
+    fast, slow = pair("eagle")
+    real = whole._growth
+    monkeypatch.setattr(
+        whole, "_growth", lambda *given: (one := real(*given))._replace(trust=[1.3 * factor for factor in one.trust])
+    )
+    caught(fast, slow, plan=PLANS["dear rows"])
+
+
+def test_another_expectation_would_be_seen(monkeypatch):
+    fast, slow = pair("eagle")
+    real = whole._growth
+    monkeypatch.setattr(
+        whole, "_growth", lambda *given: (one := real(*given))._replace(next=[0.6 * chance for chance in one.next])
+    )
+    caught(fast, slow, plan=PLANS["dear rows"])
+
+
+def test_a_shifted_position_would_be_seen(monkeypatch):
+    """Rows lie where they belong, but for their positions; a shift of all would change nothing, that of some does."""
+    fast, slow = pair("eagle")
+    first = trees(fast, BINARY, at_most(MANY), **GREEDY)[0]
+    trees(slow, BINARY, at_most(MANY), **GREEDY)
+    for rounds in (fast, slow):
+        rounds.commit(first, [1, 0, 2, 3])
+    real = DraftRun.__call__
+
+    def shifted(self, tokens, states, pools, slabs, *rest):
+        moved = slabs.clone()
+        moved[0] -= 1
+        moved[1] += 1
+        return real(self, tokens, states, pools, moved, *rest)
+
+    monkeypatch.setattr(DraftRun, "__call__", shifted)
+    caught(fast, slow)
+
+
+def test_the_state_of_a_sibling_would_be_seen(monkeypatch):
+    fast, slow = pair("eagle")
+    real = EagleDrafter._run
+
+    def swapped(self, state, garden, frontier):
+        logits = real(self, state, garden, frontier)
+        for known in state.hidden.values():
+            if 2 in known and 3 not in known:
+                known[1], known[2] = known[2], known[1]
+        return logits
+
+    monkeypatch.setattr(EagleDrafter, "_run", swapped)
+    caught(fast, slow)
+
+
+def test_noise_of_another_seed_would_be_seen(monkeypatch):
+    fast, slow = pair("medusa")
+    real = whole._draws
+    monkeypatch.setattr(whole, "_draws", lambda *given: (one := real(*given))._replace(seeds=one.seeds + 1))
+    caught(fast, slow, greedy=False, **HOT, near=NEAR)
