@@ -115,8 +115,8 @@ def random_layer(dtype=torch.float32, int8=False, seed=0, **options):
     shape = {"hidden": 64, "heads": 4, "kv_heads": 2, "dim": 16, "inner": 96}
     parts = {"norms": "pre", "head_norms": False, "bias": False, "sinks": False, "activation": "silu"}
     rest = {"window": None, "rotary": True, "softcap": None, "epsilon": 1e-5, "scale": 0.3}
-    chosen = {**shape, **parts, **rest, **options}
-    assert chosen.keys() == {*shape, *parts, *rest}
+    chosen = {**shape, **parts, **rest, "beside": 0, **options}
+    assert chosen.keys() == {*shape, *parts, *rest, "beside"}
     hidden, heads, kv_heads, dim, inner = (chosen[name] for name in shape)
 
     def noise(*sizes):
@@ -135,7 +135,7 @@ def random_layer(dtype=torch.float32, int8=False, seed=0, **options):
     pre, post = "pre" in chosen["norms"], "post" in chosen["norms"]
     return LayerWeights(
         pre_attention=norm(hidden, pre),
-        qkv=matrix((heads + 2 * kv_heads) * dim, hidden),
+        qkv=matrix((heads + 2 * kv_heads) * dim, chosen["beside"] + hidden),
         query_norm=norm(dim, chosen["head_norms"]),
         key_norm=norm(dim, chosen["head_norms"]),
         sinks=noise(heads) if chosen["sinks"] else None,
@@ -145,6 +145,7 @@ def random_layer(dtype=torch.float32, int8=False, seed=0, **options):
         gate_up=matrix(2 * inner, hidden, gated=True),
         down=matrix(hidden, inner),
         post_mlp=norm(hidden, post),
+        beside_norm=norm(chosen["beside"], chosen["beside"] > 0),
         heads=heads,
         kv_heads=kv_heads,
         dim=dim,
@@ -153,6 +154,7 @@ def random_layer(dtype=torch.float32, int8=False, seed=0, **options):
     )
 
 
+BESIDE = 48  # channels that stand beside the hidden states, where something does
 PARTS = {
     "base": {},
     "head norms": {"head_norms": True},
@@ -169,7 +171,9 @@ PARTS = {
     "gelu": {"activation": "gelu"},
     "gelu_tanh": {"activation": "gelu_tanh"},
     "relu": {"activation": "relu"},
+    "beside": {"beside": BESIDE},
     "all": {
+        "beside": BESIDE,
         "head_norms": True,
         "bias": True,
         "sinks": True,
@@ -197,19 +201,23 @@ class Stack:
         self.layers, self.native = layers, LayerRun(layers)
         hidden = 16 * layers[0].down.weight.shape[0]
         self.embeddings = torch.randn(50, hidden, generator=generator).to(dtype)
+        self.others = torch.randn(50, BESIDE, generator=generator).to(dtype)
         size = rotary or layers[0].dim
         angles = torch.arange(LONGEST)[:, None] * 100.0 ** -(torch.arange(size // 2) / (size // 2))
         self.tables = [table.repeat(1, 2).to(rotary_dtype or dtype) for table in (angles.cos(), angles.sin())]
 
     def run(self, tokens, batch, cache):
         hidden = self.embeddings[tokens][None]
-        return self.native(hidden, self.pools(cache), self.rotation(batch), batch)[0][0]
+        return self.native(hidden, self.pools(cache), self.rotation(batch), batch, (), self.beside(tokens))[0][0]
 
     def reference(self, tokens, batch, pools):
         """In float64, on float64 pools."""
-        return decoder_layers_reference(
-            self.embeddings[tokens][None].double(), self.layers, pools, self.rotation(batch), batch
-        )[0][0]
+        hidden, beside = self.embeddings[tokens][None].double(), self.beside(tokens)
+        beside = None if beside is None else beside.double()
+        return decoder_layers_reference(hidden, self.layers, pools, self.rotation(batch), batch, (), beside)[0][0]
+
+    def beside(self, tokens):
+        return None if all(layer.beside_norm is None for layer in self.layers) else self.others[tokens]
 
     def rotation(self, batch):
         return [table[batch.positions][None] for table in self.tables]

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from native_checks import (
+    BESIDE,
     KINDS,
     OPTIONS,
     PARTS,
@@ -270,6 +271,24 @@ def test_another_layer_would_be_seen(fault):
         check_layers([layer], truth=[replace(layer, **fault)])
 
 
+def test_what_stands_beside_takes_part():
+    """Its norm and its values: and it must be there, row by row, where a layer reads it, and nowhere else."""
+    plain, reading = random_layer(), random_layer(**PARTS["beside"])
+    check_layers([plain, reading])
+    with pytest.raises(AssertionError):
+        check_layers([reading], truth=[replace(reading, beside_norm=reading.beside_norm.flip(0))])
+    hidden, batch = torch.randn(1, 18, 64), Case(TREES["trees"], dtype=torch.float32, size=16).batch
+    pools, rotary = [(torch.zeros(60, 2, 16), torch.zeros(60, 2, 16))], torch.ones(2, 1, 18, 16)
+    for layer, beside, message in (
+        (reading, None, "nothing stands beside|a norm has the wrong size"),
+        (reading, torch.randn(17, BESIDE), "expected something beside each of 18 rows"),
+        (reading, torch.randn(18, 32), "a norm has the wrong size"),
+        (reading, torch.randn(18, BESIDE).bfloat16(), "expected"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            LayerRun([layer])(hidden, pools, tuple(rotary), batch, (), beside)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layer_without_kernels_computes_the_same(kind, monkeypatch):
     dtype = KINDS[kind][0]
@@ -317,6 +336,7 @@ def operator_calls():
                 *described,
                 *keys,
                 [1, 0],
+                torch.randn(18, BESIDE),
             ),
         ),
     ]

@@ -34,6 +34,14 @@ def fill(cache, batch, numbers):
         cache.write(layer, rows_of(numbers), -rows_of(numbers), batch.slots)
 
 
+def write_rows(cache, first, numbers):
+    """The same without a plan, for whoever was told where."""
+    for layer in range(LAYERS):
+        pools = cache.pools(layer, (HEADS, SIZE), torch.zeros(0))
+        for pool, rows in zip(pools, (rows_of(numbers), -rows_of(numbers)), strict=True):
+            pool[first : first + len(numbers)] = rows
+
+
 def contents(cache, sample):
     """The numbers of a sample's committed and uncommitted rows, from the keys of the last layer."""
     slab = cache._slabs[sample]
@@ -102,6 +110,25 @@ class CacheMachine(RuleBasedStateMachine):
         for sample, size in wanted.items():
             self.twins[sample].tree += numbers[:size]
             numbers = numbers[size:]
+
+    @rule(first=samples, second=samples, sizes=st.tuples(st.integers(1, 9), st.integers(0, 9)))
+    def write_oneself(self, first, second, sizes):
+        """Into reserved room, of which a part is used."""
+        wanted = {sample: size for sample, size in zip((first, second), sizes, strict=True) if sample in self.twins}
+        self.cache.drop(list(wanted))
+        for sample in wanted:
+            self.twins[sample].tree = []
+        try:
+            places = self.cache.reserve(list(wanted), [size + 3 for size in wanted.values()])
+        except CacheOverflow:
+            assert self.cache.max_tokens is not None
+            return
+        for (sample, size), (start, length) in zip(wanted.items(), places, strict=True):
+            assert length == len(self.twins[sample].committed)
+            assert self.cache.capacity(sample) >= length + size + 3
+            self.twins[sample].tree = self.fresh(size)
+            write_rows(self.cache, start + length, self.twins[sample].tree)
+            self.cache.wrote(sample, range(size))
 
     @rule(samples=st.sets(samples, max_size=3), data=st.data())
     def commit(self, samples, data):
@@ -229,6 +256,29 @@ def test_overflow_names_the_limit_and_the_fix():
     cache.close(second)
     fill(cache, cache.plan([first], [range(3)]), [7.0, 8.0, 9.0])  # what was closed makes room
     assert contents(cache, first) == [*range(10), 7, 8, 9]
+
+
+def test_reserved_rows_are_nobodys_until_they_are_written():
+    cache, samples = opened([3, 2])
+    places = cache.reserve(samples, [4, 6])
+    assert [length for _, length in places] == [3, 2]
+    for sample, (start, length) in zip(samples, places, strict=True):
+        write_rows(cache, start + length, [7.0, 8.0, 9.0])
+        assert contents(cache, sample) == [*range(100 * sample, 100 * sample + length)]
+        cache.wrote(sample, [0, 1, 1])
+        assert contents(cache, sample)[length:] == [7.0, 8.0, 9.0]
+    batch = cache.plan(samples, [[2], []])
+    assert batch.tree_positions == [(3, 4, 4, 5), (2, 3, 3)]
+    cache.commit({samples[0]: [0, 2], samples[1]: []})
+    assert [contents(cache, sample) for sample in samples] == [[0, 1, 2, 7, 9], [100, 101]]
+    assert cache.reserve(samples, [0, 0]) == [(places[0][0], 5), (places[1][0], 2)]
+
+
+def test_a_reservation_that_fails_loses_nothing():
+    cache, samples = opened([10, 10], max_tokens=36)
+    with pytest.raises(CacheOverflow, match="may hold 36 tokens"):
+        cache.reserve(samples, [3, 30])
+    assert [contents(cache, sample) for sample in samples] == [[*range(10)], [*range(100, 110)]]
 
 
 @pytest.mark.parametrize("rows", [[1, 0], [0, 0], [3], [-1]])
