@@ -79,9 +79,9 @@ class StepCosts:
 
     Args:
         target: the target's forward by its rows.
-        draft: a level of drafting by the rows that the drafter is given.
+        draft: what a level adds to a step besides the target's rows, by the rows that the drafter is given.
         decide: asking a learned decider about a level, if there is one.
-        rest: verification and bookkeeping, once per step.
+        rest: verification and bookkeeping of a step without drafts.
 
     Raises:
         TypeError: if a table is none, or a time no number.

@@ -185,9 +185,10 @@ def measure_steps(
     level: dict[int, float] = {}
     questions: list[float] = []
     rest, endless = [], cycle(texts)
-    for batch in batches:
-        watch = FixedDepth() if decider is None else _Stopwatch(decider)
-        decoder = SpeculativeDecoder(target, drafter, TreeTopology.chain(depth), Coupling.matching(), watch)
+
+    def decode(batch: int, levels: int, watch: Decider) -> tuple[float, float]:
+        """Seconds of a step besides the target's forward: of drafting, and of the rest."""
+        decoder = SpeculativeDecoder(target, drafter, TreeTopology.chain(levels), Coupling.matching(), watch)
         output: Any = decoder.generate(
             **left_padded(list(islice(endless, batch))),
             max_new_tokens=new_tokens,
@@ -196,11 +197,19 @@ def measure_steps(
             return_dict_in_generate=True,
         )
         stats: DecodeStats = output.stats
+        steps = max(1, max(stats.forwards))
+        return stats.seconds["draft"] / steps, (stats.seconds["verify"] + stats.seconds["commit"]) / steps
+
+    for batch in batches:
+        idle = decode(batch, 0, FixedDepth())
+        watch = FixedDepth() if decider is None else _Stopwatch(decider)
+        busy = decode(batch, depth, watch)
         asked = watch.questions if isinstance(watch, _Stopwatch) else []
         questions += asked
-        drafting, steps = stats.seconds["draft"] - sum(asked), max(1, max(stats.forwards))
-        level[batch] = min(level.get(batch, math.inf), max(drafting / steps / depth, 1e-9))
-        rest.append((stats.seconds["verify"] + stats.seconds["commit"]) / steps)
+        answering = sum(asked) / max(1, len(asked)) * depth
+        more = (sum(busy) - sum(idle) - answering) / depth
+        level[batch] = min(level.get(batch, math.inf), max(more, 1e-9))
+        rest.append(sum(idle))
     decide = statistics.median(questions) if questions else 0.0
     if not isinstance(rows, CostTable):
         # Forwards take longer behind long texts: these are as long as the prompts and half an answer.

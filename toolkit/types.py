@@ -317,6 +317,7 @@ class Situation:
         source: the drafter by its kind, so that what is learned of one is not taken for another's.
         acceptance: how often its most probable token is the next one, its second, and so on, before anything is known.
         free: a level takes next to no time beside the target's forward, as lookups do.
+        behind: committed tokens of every sample that the drafter would have to read first; none if empty.
     """
 
     room: Sequence[int]
@@ -325,6 +326,7 @@ class Situation:
     source: str = ""
     acceptance: Sequence[float] = (0.5,)
     free: bool = False
+    behind: Sequence[int] = ()
 
 
 def _all_of(chances: Sequence[float]) -> int:
@@ -393,6 +395,7 @@ class DraftContext:
         candidates: children that each root has already, with the ``[V]`` row that they were drawn from; ``None`` if the
             drafter gives roots theirs.
         vocab_size: V, the target's; ``None`` if the drafter has as many ids, come what may.
+        behind: committed tokens of every sample that the drafter has not read, if there are any.
     """
 
     tokens: Sequence[Sequence[int]]
@@ -410,3 +413,4 @@ class DraftContext:
     expected_batch: int = 1
     candidates: "Sequence[tuple[Sequence[int], Tensor] | None] | None" = None
     vocab_size: int | None = None
+    behind: Sequence[int] = ()

@@ -20,6 +20,8 @@ _FALL = 0.85  # acceptance below the first level relative to that there, where n
 _WEIGHT, _LEAST = 4.0, 0.1  # drafted steps that what is known beforehand counts for, until more is known, and then
 _IDLE = 0.99  # what a step without drafts leaves of what was learned: what was bad for them may have passed
 _AHEAD = 16  # rows of a sample among which the cheapest ones are looked for
+_SOON = 16  # steps in which what a drafter has to read first is to pay
+_MARGIN = 1.1  # how much more than they take drafts must bring: not all that they take is known
 _ROUNDS = 3  # the rate that drafts bring and the drafts that are worth it settle together
 
 
@@ -129,7 +131,7 @@ class CostAware(Decider):
         records = [memory.get(situation.source, _Record()) for memory in situation.memory]
         samples = len(records) * situation.alike
         base = self.costs.target(samples) + self.costs.rest
-        rate = samples / base
+        rate = _MARGIN * samples / base
         row = self.costs.target.least_slope(samples, _AHEAD * samples)
         budget = None if self.nodes is None else len(records) * (self.nodes - 1)
         if budget is not None:
@@ -146,7 +148,9 @@ class CostAware(Decider):
         row += each
         for _ in range(_ROUNDS):
             gains, gained, seconds = self._chains(situation, following, rate, level, row, each)
-            rate = max(rate, (samples + gained) / (base + seconds))
+            rate = max(rate, _MARGIN * (samples + gained) / (base + seconds))
+        behind = situation.behind or [0] * len(gains)
+        gains = [gain - rate * each * tokens / _SOON for gain, tokens in zip(gains, behind, strict=True)]
         return Plan(
             [room if gain > 0 else 0 for room, gain in zip(situation.room, gains, strict=True)],
             trust,
@@ -203,7 +207,7 @@ class CostAware(Decider):
             worth, count = rate, 0
             for _ in range(rounds):
                 count = max(range(len(gained)), key=lambda drafts: gained[drafts] * alike - worth * taken[drafts])
-                worth = max(worth, (samples + gained[count] * alike) / (base + taken[count]))
+                worth = max(worth, _MARGIN * (samples + gained[count] * alike) / (base + taken[count]))
             return count
 
         return keep

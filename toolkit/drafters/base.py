@@ -72,6 +72,10 @@ class Drafter(nn.Module):
             handles: the samples' handles in that cache.
         """
 
+    def behind(self, state: Any, context: DraftContext) -> Sequence[int]:
+        """Committed tokens of every sample that it would have to read before it drafts; none for all by default."""
+        return ()
+
     def propose(self, state: Any, context: DraftContext) -> DraftTree:
         """Grows one tree per sample that is not finished."""
         raise NotImplementedError
@@ -180,7 +184,7 @@ def grow(context: DraftContext, drafter: Drafter, run: "Callable[[Garden, dict[i
 
         def place_of(row: int, places: list[tuple[int, int]] = places) -> tuple[int, list[int]]:
             sample, node = places[row]
-            return sample, garden.trees[sample].path(node)
+            return sample, garden.path(sample, node)
 
         scores = context.warp(run(garden, frontier), place_of)
         if isinstance(context.noise, GumbelNoise):
@@ -260,7 +264,8 @@ def situation_of(context: DraftContext, drafter: Drafter, group: Sequence[int]) 
     room = [min(context.room[sample] or 0, context.topology.max_depth) for sample in group]
     memory = [context.memory[sample] for sample in group]
     alike = 1 if context.pathwise else context.expected_batch
-    return Situation(room, memory, alike, type(drafter).__name__, drafter.acceptance, drafter.free)
+    behind = [context.behind[sample] for sample in group] if context.behind else []
+    return Situation(room, memory, alike, type(drafter).__name__, drafter.acceptance, drafter.free, behind)
 
 
 class Garden:
@@ -280,8 +285,6 @@ class Garden:
         self.tokens: dict[int, dict[int, int]] = {sample: {0: context.tokens[sample][-1]} for sample in self.alive}
         self.rows: dict[int, dict[int, Tensor]] = {sample: {} for sample in self.alive}
         self.chances: dict[int, dict[int, float]] = {sample: {} for sample in self.alive}
-        # These trees look at the dicts above and grow with them.
-        self.trees = {s: SampleTree(context.topology, law, self.tokens[s], self.rows[s]) for s in self.alive}
         # What deciders may see: how every node's path came about, and what drafters that have it put into `hidden`.
         self.hidden: dict[tuple[int, int], Tensor] = {}
         self._paths: dict[int, dict[int, tuple[Draw, ...]]] = {sample: {0: ()} for sample in self.alive}
@@ -302,9 +305,13 @@ class Garden:
         }
         self._reach = {sample: {0: 1.0} for sample in self.alive}  # chance that a node's path is accepted
         for sample, given in enumerate(context.candidates or ()):
-            if given is not None and sample in self.trees:
+            if given is not None and sample in self.tokens:
                 tokens, row = given
                 self.plant(sample, 0, tokens, row[tokens].tolist(), partial(_same, row))
+
+    def path(self, sample: int, node: int) -> list[int]:
+        """Drafted tokens from below the root down to a node."""
+        return [self.tokens[sample][passed] for passed in self.context.topology.path(node)[1:]]
 
     def frontier(self, depth: int) -> dict[int, list[int]]:
         """The nodes at ``depth`` that get children, for every sample that still goes on."""
@@ -420,14 +427,14 @@ class Garden:
         # Children were planted parent by parent, which need not be the order of their numbers.
         grown = {
             sample: SampleTree(
-                tree.topology,
-                tree.law,
-                dict(sorted(tree.tokens.items())),
-                tree.draft_probs,
+                self.context.topology,
+                self.law,
+                dict(sorted(tokens.items())),
+                self.rows[sample],
                 self.chances[sample],
                 self.source,
                 gains[sample],
             )
-            for sample, tree in self.trees.items()
+            for sample, tokens in self.tokens.items()
         }
         return DraftTree(tuple(grown.get(sample) for sample in range(len(self.context.room))))

@@ -91,6 +91,9 @@ class EagleDrafter(HeadDrafter):
             if sample in state.pending:
                 state.pending[sample].append(states)
 
+    def behind(self, state: _State, context: DraftContext) -> Sequence[int]:
+        return [sum(map(len, state.pending.get(sample, ()))) for sample in range(len(context.tokens))]
+
     def propose(self, state: _State, context: DraftContext) -> DraftTree:
         state.fed, state.hidden = {}, {}
         # A text of one token has no state to start from: the target goes first.
@@ -98,7 +101,7 @@ class EagleDrafter(HeadDrafter):
             limit if limit is None or len(tokens) > 1 else 0
             for limit, tokens in zip(context.room, context.tokens, strict=True)
         ]
-        context = replace(context, room=room)
+        context = replace(context, room=room, behind=self.behind(state, context))
         network = self._network
         if isinstance(network, FusedEagle):
             missing = self._missing(state, context)

@@ -75,7 +75,7 @@ class HybridDrafter(Drafter):
 
     def propose(self, state: _State, context: DraftContext) -> DraftTree:
         draft = self.first.propose(state.first, context)
-        hopes = self._hopes(context)
+        hopes = self._hopes(replace(context, behind=self.otherwise.behind(state.otherwise, context)))
         waits = [
             tree is not None and (len(tree.tokens) == 1 or tree.gain < hope)
             for tree, hope in zip(draft.samples, hopes, strict=True)

@@ -6,7 +6,7 @@ Shapes: T packed rows, R frontier nodes, V vocabulary.
 import os
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -121,8 +121,13 @@ class LanguageModelDrafter(Drafter):
         self.model.prefill(dict(zip(state.handles, known, strict=True)), cache)
         return state
 
+    def behind(self, state: _State, context: DraftContext) -> Sequence[int]:
+        lengths = [state.cache.length(handle) if handle in state.cache else 0 for handle in state.handles]
+        return [len(tokens) - length for tokens, length in zip(context.tokens, lengths, strict=True)]
+
     def propose(self, state: _State, context: DraftContext) -> DraftTree:
         state.fed = {}
+        context = replace(context, behind=self.behind(state, context))
         fused = self._in_one_call()
         if fused is not None and context.vocab_size in (None, self.model.vocab_size):
 
