@@ -30,6 +30,7 @@ class Prediction(NamedTuple):
         bias: ``[D]`` of that head.
         ahead: distance from a slot to the token it predicts, the same for all steps of a student.
         first: slots before this one have no prediction.
+        slots: ``[S]`` bool, those behind it that have one; ``None`` if all do, as whenever nothing is trained.
     """
 
     hidden: Tensor
@@ -37,6 +38,7 @@ class Prediction(NamedTuple):
     bias: Tensor | None
     ahead: int
     first: int
+    slots: Tensor | None = None
 
 
 class Student(nn.Module):

@@ -1,0 +1,188 @@
+"""A drafter whose whole tree costs one pass: a block of rows, one per depth.
+
+Shapes: T packed rows, R frontier nodes, k depths, F hidden states side by side, H hidden size, D draft vocabulary, V
+vocabulary.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from arbordraft.drafters.base import Garden, HeadDrafter, check_ragged, expect, grow
+from arbordraft.kernels.ragged_tree_attention import RaggedBatch, ragged_tree_attention
+from arbordraft.onnx_networks import OnnxBlock
+from arbordraft.target.cache import RaggedKVCache
+from arbordraft.target.model import RaggedModel
+from arbordraft.types import DraftContext, DraftTree, Verdict
+
+if TYPE_CHECKING:
+    from arbordraft.heads.block import BlockHead
+
+
+@dataclass
+class _State:
+    cache: RaggedKVCache
+    handles: list[int]
+    pending: dict[int, list[Tensor]]  # target states whose slots the cache lacks
+    block: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # of this step: ``[k, D]`` and ``[k, H]``
+
+
+class BlockDrafter(HeadDrafter):
+    """Drafts with a block head: one pass makes the rows of all depths, a node adds what follows from its own token.
+
+    The law of a node depends on committed tokens and on the node's token, which it stands below: any coupling is as
+    lossless with it as with a drafter that runs once a level. Trees end where the block does.
+
+    Args:
+        head: the trained network, which is cast to the target's dtype, or an exported one in its place.
+        target: the model it drafts for.
+
+    Raises:
+        TypeError: if one of them is something else.
+        ValueError: if the head is damaged, or was made, or trained, for another target.
+
+    Source: see :class:`~arbordraft.heads.block.BlockHead`.
+    """
+
+    def __init__(self, head: "BlockHead | OnnxBlock", target: RaggedModel) -> None:
+        from arbordraft.heads.block import BlockHead
+
+        super().__init__(head if isinstance(head, OnnxBlock) else expect(BlockHead, head), target)
+        self.hidden_layers = tuple(head.config.hidden_layers or ())
+        self.max_positions = head.config.max_position_embeddings
+        self.takes_candidates = head.config.markov_rank > 0  # without the term, what it goes on from means nothing
+        self._network: Any = head if isinstance(head, OnnxBlock) else _HeadOnRows(self.head, target)
+
+    @classmethod
+    def from_pretrained(cls, path: str | os.PathLike[str], target: RaggedModel, **kwargs: Any) -> "BlockDrafter":
+        """Loads a head that was saved with ``save_pretrained``, from a folder or a hub.
+
+        Args:
+            path: where it is.
+            target: the model it drafts for.
+            **kwargs: passed on to ``BlockHead.from_pretrained``.
+
+        Raises:
+            ValueError: if the checkpoint is damaged, or the head was made, or trained, for another target.
+        """
+        from arbordraft.heads.block import BlockHead
+
+        check_ragged(target)
+        return cls(BlockHead.from_pretrained(path, dtype=target.model.dtype, **kwargs), target)
+
+    def start(self, tokens: Sequence[Sequence[int]], target_cache: RaggedKVCache, handles: Sequence[int]) -> _State:
+        cache = RaggedKVCache(target_cache.max_tokens)
+        ours = [cache.open(target_cache.capacity(handle)) for handle in handles]
+        return _State(cache, ours, {sample: [] for sample in range(len(tokens))})
+
+    def take_hidden(self, state: _State, hidden: Mapping[int, Tensor]) -> None:
+        for sample, states in hidden.items():
+            if sample in state.pending:
+                state.pending[sample].append(states)
+
+    def propose(self, state: _State, context: DraftContext) -> DraftTree:
+        state.block = {}
+        # A text of one token has no state to look ahead from: the target goes first.
+        room = [
+            limit if limit is None else min(limit, self.head.config.block_size) if len(tokens) > 1 else 0
+            for limit, tokens in zip(context.room, context.tokens, strict=True)
+        ]
+        return grow(replace(context, room=room), lambda garden, frontier: self._run(state, garden, frontier))
+
+    def commit(self, state: _State, tree: DraftTree, verdict: Verdict) -> None:
+        for sample, (handle, judged) in enumerate(zip(state.handles, verdict.samples, strict=True)):
+            if judged is None and handle in state.cache:
+                state.cache.close(handle)
+                del state.pending[sample]
+
+    def _run(self, state: _State, garden: Garden, frontier: dict[int, list[int]]) -> Tensor:
+        if not state.block:
+            self._look_ahead(state, garden.context, list(frontier))
+        places = [(sample, node) for sample, nodes in frontier.items() for node in nodes]
+        depth = garden.context.topology.depth_list[places[0][1]]
+        garden.hidden |= {(sample, node): state.block[sample][1][depth] for sample, node in places}
+        rows = torch.stack([state.block[sample][0][depth] for sample, _ in places])
+        tokens = torch.tensor([garden.tokens[sample][node] for sample, node in places])
+        return self.head.widen(self._network.condition(rows, tokens))
+
+    def _look_ahead(self, state: _State, context: DraftContext, samples: list[int]) -> None:
+        """Fills the slots of committed tokens and asks the last one of each sample for all depths in one pass."""
+        cache, handles = state.cache, [state.handles[sample] for sample in samples]
+        tokens = [
+            context.tokens[sample][cache.length(handle) + 1 :] for sample, handle in zip(samples, handles, strict=True)
+        ]
+        fused = self._network.fuse(torch.cat([part for sample in samples for part in state.pending[sample]]))
+        slots = dict(zip(handles, fused.split([len(row) for row in tokens]), strict=True))
+        last = torch.stack([rows[-1] for rows in slots.values()])
+        for part, row, batch in cache.portions(
+            {handle: row[:-1] for handle, row in zip(handles, tokens, strict=True)}, self._network.chunk
+        ):
+            counts = {handle: len(taken) for handle, taken in part.items()}
+            self._network.store(row, torch.cat([slots[h][:n] for h, n in counts.items()]), batch, cache)
+            slots |= {handle: slots[handle][count:] for handle, count in counts.items()}
+        depths = min(context.topology.max_depth, max(context.room[sample] or 0 for sample in samples))
+        # All rows see the last slot, which is the first of them, and what is committed.
+        batch = cache.plan(handles, [range(depths)] * len(handles), torch.ones(len(handles) * depths, 1).long())
+        logits, final = self._network(
+            torch.tensor([row[-1] for row in tokens]).repeat_interleave(depths),
+            last.repeat_interleave(depths, dim=0),
+            torch.arange(depths).repeat(len(handles)),
+            batch,
+            cache,
+        )
+        cache.commit(dict.fromkeys(handles, (0,)))
+        blocks = zip(logits.unflatten(0, (-1, depths)), final.unflatten(0, (-1, depths)), strict=True)
+        state.block = dict(zip(samples, blocks, strict=True))
+        state.pending |= {sample: [] for sample in samples}
+
+
+class _HeadOnRows:
+    """A block head on the packed rows of a ragged batch, with the embeddings and the attention that it borrows."""
+
+    chunk = 2048  # rows of a run, which bounds its memory
+
+    def __init__(self, head: "BlockHead", target: RaggedModel) -> None:
+        self.head, self.target = head, target
+        self._native = target.backend == "native"
+
+    @torch.no_grad()
+    def fuse(self, states: Tensor) -> Tensor:
+        """``[T, F]`` of the target to ``[T, H]``."""
+        return self.head.fuse(states.to(self.head.dtype))
+
+    @torch.no_grad()
+    def store(self, tokens: Tensor, hidden: Tensor, batch: RaggedBatch, cache: RaggedKVCache) -> None:
+        """Writes the keys and values of slots, which nothing is asked of."""
+        batch = batch.to(hidden.device)
+        rotary = self.head.rotary(batch.positions, hidden.dtype)
+        _, key, value = self.head.queries_keys_values(self._embed(tokens), hidden, rotary)
+        cache.write(0, key, value, batch.slots)
+
+    @torch.no_grad()
+    def __call__(
+        self, tokens: Tensor, hidden: Tensor, depths: Tensor, batch: RaggedBatch, cache: RaggedKVCache
+    ) -> tuple[Tensor, Tensor]:
+        """``[T, D]`` logits without the Markov term, and the ``[T, H]`` that they were made from."""
+        batch = batch.to(hidden.device)
+        embeddings, hidden = self.head.mark(self._embed(tokens), hidden, depths.to(hidden.device))
+        rotary = self.head.rotary(batch.positions, hidden.dtype)
+        query, key, value = self.head.queries_keys_values(embeddings, hidden, rotary)
+        keys, values = cache.write(0, key, value, batch.slots)
+        scale = self.head.config.head_dim**-0.5
+        attended = ragged_tree_attention(query, keys, values, batch, scale=scale, use_native=self._native)
+        final = self.head.norm(self.head.finish(hidden, attended.flatten(1)))
+        return self.head.lm_head(final), final
+
+    @torch.no_grad()
+    def condition(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        """``[R, D]`` logits of nodes with these tokens."""
+        if self.head.lm_head_markov is None:
+            return logits
+        return logits + self.head.lm_head_markov(self.head.follow(self._embed(tokens)))
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        return self.target.model.get_input_embeddings()(tokens.to(self.target.device)).to(self.head.dtype)
