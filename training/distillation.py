@@ -29,6 +29,8 @@ from arbordraft.training.shards import (
 
 _SHORTEST_TURN = 12  # characters; less is no question
 _FOLLOW_UP = 80  # most tokens of a follow-up
+_QUESTION = 40  # most tokens of a question behind a text
+_SENTENCE_ENDS = (".", "?", "!", ":")
 _KEY = 60  # characters by which user turns are taken for the same
 _PROMPTING = 0.75  # temperature of user turns: at 1 a small model's questions make little sense
 
@@ -38,7 +40,7 @@ class Recipe:
     """What to generate.
 
     Args:
-        conversations: how many prompts in all.
+        conversations: how many prompts in all; the only setting that may be raised later, to have more of the same.
         per_shard: prompts in one shard: what an interruption can lose.
         temperatures: at which answers are drawn; each prompt takes the next ``answers`` of them, in turn.
         answers: answers per prompt.
@@ -52,12 +54,12 @@ class Recipe:
     """
 
     conversations: int = 10_000
-    per_shard: int = 128
-    temperatures: tuple[float, ...] = (0.0, 0.7, 0.0, 1.0)
+    per_shard: int = 256
+    temperatures: tuple[float, ...] = (0.0, 0.7, 0.7, 1.0)
     answers: int = 2
-    max_new_tokens: int = 256
+    max_new_tokens: int = 128
     max_tokens: int = 1024
-    follow_ups: float = 0.15
+    follow_ups: float = 0.5
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -155,7 +157,9 @@ class SelfDistillation:
         """
         if not 0 <= part < of:
             raise ValueError(f"parts are numbered 0..{of - 1}, got {part}")
-        manifest = {**self.provenance, "recipe": asdict(self.recipe), "template": self.chat.tokenizer.chat_template}
+        recipe = asdict(self.recipe)
+        del recipe["conversations"]  # a folder may grow
+        manifest = {**self.provenance, "recipe": recipe, "template": self.chat.tokenizer.chat_template}
         if self.messages is not None:
             manifest["messages"] = hashlib.sha256(json.dumps(self.messages).encode()).hexdigest()
         self.folder.claim(manifest)
@@ -201,24 +205,39 @@ class SelfDistillation:
     def _written(self, count: int, source: random.Random, done: Callable[[int], object]) -> Iterator[_Draft]:
         before = self.chat.before_user()
         openings = [draw_opening(source, self._words) for _ in range(count)]
-        begun = [self.chat.ids(before + opening.text) for opening in openings]
+        begun = [self.chat.ids(before + o.text + (self.chat.to_assistant if o.around else "")) for o in openings]
         turns: dict[int, list[int]] = {}
         for limit in sorted({opening.limit for opening in openings}):
             group = [number for number, opening in enumerate(openings) if opening.limit == limit]
             group_turns = self._user_turns([begun[number] for number in group], limit, source, done)
             turns |= dict(zip(group, group_turns, strict=True))
+        drafts = [_Draft([]) for _ in openings]
+        asking = []
+        for number, (draft, opening) in enumerate(zip(drafts, openings, strict=True)):
+            if opening.around:
+                text = opening.around.format(text=self.chat.text(turns[number]).strip())
+                draft.add(self.chat.ids(before + text), GIVEN)  # not by the target: not in this place
+                if not opening.around.endswith(("{text}", *_SENTENCE_ENDS)):
+                    asking.append(draft)
+            else:
+                draft.add(begun[number], GIVEN)
+                draft.add(turns[number], PROMPT)
+        questions = self._user_turns([draft.tokens for draft in asking], _QUESTION, source, done)
+        for draft, question in zip(asking, questions, strict=True):
+            draft.add(question, PROMPT)
+        yield from self._useful(drafts, len(self.chat.ids(before)), source)
+
+    def _useful(self, drafts: Sequence[_Draft], start: int, source: random.Random) -> Iterator[_Draft]:
+        """Those whose user turns, which begin at token ``start``, are some and have not come up before."""
         seen: set[str] = set()  # of this shard alone, so that shards do not depend on each other
-        for number, opening in enumerate(openings):
-            text = opening.text + self.chat.text(turns[number])
+        for draft in drafts:
+            text = self.chat.text(draft.tokens[start:])
             key = re.sub(r"[^\w ]", "", text.lower())[:_KEY]
-            if not _asks(text) or key in seen:
-                continue
-            seen.add(key)
-            draft = _Draft([], follow_up=source.random() < self.recipe.follow_ups)
-            draft.add(begun[number], GIVEN)
-            draft.add(turns[number], PROMPT)
-            draft.add(self._to_assistant, GIVEN)
-            yield draft
+            if _asks(text) and key not in seen:
+                seen.add(key)
+                draft.follow_up = source.random() < self.recipe.follow_ups
+                draft.add(self._to_assistant, GIVEN)
+                yield draft
 
     def _user_turns(
         self, texts: Sequence[Sequence[int]], limit: int, source: random.Random, done: Callable[[int], object]
@@ -235,7 +254,7 @@ class SelfDistillation:
                 return tokens[:end]
         if not written.ended:
             for end in range(len(tokens), len(tokens) // 2, -1):
-                if self.chat.text(tokens[:end]).rstrip().endswith((".", "?", "!", ":")):
+                if self.chat.text(tokens[:end]).rstrip().endswith(_SENTENCE_ENDS):
                     return tokens[:end]
         return tokens
 
