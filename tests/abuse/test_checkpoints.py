@@ -14,7 +14,15 @@ from onnx_graphs import decider
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from arbordraft import BlockDrafter, EagleDrafter, EarlyExitDrafter, LanguageModelDrafter, MedusaDrafter, NGramDrafter, RaggedModel
+from arbordraft import (
+    BlockDrafter,
+    EagleDrafter,
+    EarlyExitDrafter,
+    LanguageModelDrafter,
+    MedusaDrafter,
+    NGramDrafter,
+    RaggedModel,
+)
 from arbordraft.deciders import LearnedDecider, OnnxDecider
 from arbordraft.exports.decoder_config import TargetReference
 from arbordraft.exports.engines import export_vllm
@@ -245,7 +253,12 @@ def test_a_model_without_a_tokenizer_is_none_to_prompt(copied):
 
 # Trained drafters
 
-HEADS = {"block": "marks.weight", "eagle": "norm.weight", "medusa": "blocks.0.layers.0.weight", "exit": "mlp.down_proj.weight"}
+HEADS = {
+    "block": "marks.weight",
+    "eagle": "norm.weight",
+    "medusa": "blocks.0.layers.0.weight",
+    "exit": "mlp.down_proj.weight",
+}
 LOADERS = {"block": BlockDrafter, "eagle": EagleDrafter, "medusa": MedusaDrafter, "exit": EarlyExitDrafter}
 
 
