@@ -1,9 +1,10 @@
 """Self-distillation: whose tokens are whose, what is left out, and that an interruption changes nothing."""
 
 import random
+import time
 from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise
 from string import ascii_lowercase
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from chats import BRACKETS, CHATML, END, START, Babble, Scripted, chat_tokenizer
 from models import EOS, RaggedModel, tiny
 
-from arbordraft.training import distillation
+from arbordraft.training import user_turns
 from arbordraft.training.chat import ChatFormat
 from arbordraft.training.completion import Completion, DecoderCompleter
 from arbordraft.training.distillation import Recipe, SelfDistillation
@@ -214,7 +215,7 @@ def test_answers_take_their_temperatures_in_turn():
 )
 def test_a_user_turn_stops_where_it_should(tmp_path, monkeypatch, turn, kept):
     openings = iter(f"{letter} " for letter in ascii_lowercase)
-    monkeypatch.setattr(distillation, "draw_opening", lambda *_: Opening("free", next(openings)))
+    monkeypatch.setattr(user_turns, "draw_opening", lambda *_: Opening("free", next(openings)))
     recipe = replace(SMALL, per_shard=10, follow_ups=0.0, answers=1)
     complete = Scripted(lambda _, sampling: [8, EOS] if sampling.max_new_tokens == recipe.max_new_tokens else turn)
     SelfDistillation(ChatFormat(chat_tokenizer()), complete, recipe, ShardFolder(tmp_path)).run()
@@ -236,7 +237,7 @@ def test_a_user_turn_stops_where_it_should(tmp_path, monkeypatch, turn, kept):
 )
 def test_a_text_to_ask_about_is_an_answer_of_the_target(tmp_path, monkeypatch, around, asks, user):
     chat = ChatFormat(chat_tokenizer())
-    monkeypatch.setattr(distillation, "draw_opening", lambda *_: Opening("summary", "tell of bees", 60, around))
+    monkeypatch.setattr(user_turns, "draw_opening", lambda *_: Opening("summary", "tell of bees", 60, around))
     complete = answering(chat.tokenizer, f" i see bees. {END}", *[f" is it{END}"] * asks, f"yes{END}")
     SelfDistillation(chat, complete, replace(ONE, follow_ups=0.0), ShardFolder(tmp_path)).run()
     asked = [(chat.text(tokens), sampling.max_new_tokens) for tokens, sampling in complete.asked]
@@ -249,7 +250,7 @@ def test_a_text_to_ask_about_is_an_answer_of_the_target(tmp_path, monkeypatch, a
 
 def test_useless_user_turns_are_left_out(tmp_path, monkeypatch):
     tokenizer = chat_tokenizer()
-    monkeypatch.setattr(distillation, "draw_opening", lambda *_: Opening("free", ""))
+    monkeypatch.setattr(user_turns, "draw_opening", lambda *_: Opening("free", ""))
     chat = ChatFormat(tokenizer)
     turns = ["short", "ab " * 31, "i see a lighthouse", "I see a light-house.", "how do bees find home"]
 
@@ -267,7 +268,7 @@ def test_useless_user_turns_are_left_out(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("max_tokens", "answers"), [(196, 1), (197, 2)])
 def test_follow_ups_are_only_begun_where_they_can_be_answered(tmp_path, monkeypatch, max_tokens, answers):
-    monkeypatch.setattr(distillation, "draw_opening", lambda *_: Opening("free", ""))
+    monkeypatch.setattr(user_turns, "draw_opening", lambda *_: Opening("free", ""))
     chat = ChatFormat(chat_tokenizer())
     complete = Scripted(lambda *_: [*range(8, 23), EOS])
     recipe = replace(ONE, max_tokens=max_tokens, max_new_tokens=30, follow_ups=1.0)
@@ -317,7 +318,8 @@ def run(folder, complete, recipe=SMALL, messages=None, provenance=None, **kwargs
 
 
 def contents(folder) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+    """All but how long it took."""
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if not path.name.startswith("minutes-")}
 
 
 @pytest.fixture
@@ -360,6 +362,21 @@ def test_a_folder_grows_to_the_same_bytes(tmp_path, whole):
     assert len(contents(tmp_path / "grown")) == 2
     run(tmp_path / "grown", Babble(), replace(SMALL, conversations=10))
     assert contents(tmp_path / "grown") == whole
+
+
+def test_minutes_are_those_of_all_runs(tmp_path, monkeypatch, whole):
+    """A shard takes a minute of this clock."""
+    minutes = count(0, 30)  # asked at the beginning and at the end of a shard
+    monkeypatch.setattr(time, "monotonic", lambda: next(minutes) * 2.0)
+    given = [(0.5, 1), (1.0, 1), (1.5, 2), (2.0, 2), (9.0, 3)]
+    for limit, shards in given:
+        told: list[tuple[int, ...]] = []
+        SelfDistillation(ChatFormat(chat_tokenizer()), Babble(), SMALL, ShardFolder(tmp_path / "timed")).run(
+            lambda *news, told=told: told.append(news), minutes=limit
+        )
+        assert len(contents(tmp_path / "timed")) == 1 + shards
+        assert told[-1][0] == shards
+    assert contents(tmp_path / "timed") == whole
 
 
 def test_parts_make_the_same_bytes_as_one_process(tmp_path, whole):
