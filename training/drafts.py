@@ -41,6 +41,7 @@ class Drafts:
         valid: ``[G, M]`` bool: whether the answer goes so far. Where it does not, ``passes`` and ``weights`` are 0,
             ``ranks`` that of no token, and all else means nothing.
         sequences: ``[M]`` the sequence of the batch.
+        answers: ``[M]`` number of the answer in the batch. Drafts come in the order in which they begin.
     """
 
     places: Tensor
@@ -52,6 +53,7 @@ class Drafts:
     weights: Tensor
     valid: Tensor
     sequences: Tensor
+    answers: Tensor
 
 
 @torch.no_grad()
@@ -89,7 +91,7 @@ def follow(
     if hidden_size:
         for step, prediction in enumerate(predictions):
             slots = (first + step - prediction.ahead).clamp(max=prediction.hidden.shape[1] - 1)
-            hidden[step] = prediction.hidden[sequences, slots].float()
+            hidden[step] = prediction.hidden[sequences, slots, :hidden_size].float()
     depths = torch.arange(steps, device=rows.device)[:, None].expand_as(valid)
     reach = _before(own.clamp(min=UNLIKELY).log(), 0.0).cumsum(dim=0)
     greedy = (batch.temperatures[sequences] == 0).expand_as(valid)
@@ -103,6 +105,7 @@ def follow(
         weights=_before(passes, 1.0).cumprod(dim=0) * valid,
         valid=valid.bool(),
         sequences=sequences,
+        answers=functional.pad(((sequences.diff() != 0) | (first.diff() != 1)).cumsum(dim=0), (1, 0)),
     )
 
 

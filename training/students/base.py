@@ -40,6 +40,11 @@ class Prediction(NamedTuple):
     first: int
     slots: Tensor | None = None
 
+    def trained(self, count: int) -> Tensor:
+        """``[count]`` bool: which of the first slots have a prediction."""
+        slots = torch.ones(count, dtype=torch.bool, device=self.hidden.device) if self.slots is None else self.slots
+        return slots[:count] & (torch.arange(count, device=slots.device) >= self.first)
+
 
 class Student(nn.Module):
     """A drafter in training.
