@@ -63,7 +63,7 @@ def test_a_part_of_a_row_has_the_probabilities_of_the_whole(autocast):
         mass = [(part(final) - normalisers[:, None]).exp().sum(dim=-1) for part in parts]
     assert normalisers.dtype == torch.float32
     torch.testing.assert_close(mass[0] + mass[1], torch.ones(len(final)), rtol=0, atol=1e-5)
-    assert mass[0].max() > 0.5 > mass[0].min() > 0.01
+    assert 0.5 < mass[0].min() < 0.9, "half of the tokens hold much, but not all"
 
 
 def test_normalisers_of_many_rows_never_hold_the_logits_of_all(monkeypatch):

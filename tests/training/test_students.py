@@ -15,7 +15,7 @@ from arbordraft.training.drafter_module import DrafterModule, Phase
 from arbordraft.training.drafts import follow
 from arbordraft.training.features import TeacherHead
 from arbordraft.training.optimizers import MuonAdamW
-from arbordraft.training.shards import ANSWER
+from arbordraft.training.shards import ANSWER, GIVEN
 from arbordraft.training.students import EarlyExitStudent, LanguageModelStudent, MedusaStudent
 from arbordraft.training.students.eagle import attend_unrolled
 from arbordraft.training.validation import chain_accepted, tree_accepted, walked_tau
@@ -234,6 +234,37 @@ def test_students_learn(module, name):
     assert all(parameter.grad is not None for parameter in student.parameters())
     assert not any(parameter.requires_grad for parameter in target().parameters())
     assert {name.split(".")[0] for name in student.state_dict()} == {"network"}  # nothing of the target
+
+
+@every_student
+def test_the_acceptance_of_training_is_that_of_decoding(module, name):
+    """At temperature 1, against the target's whole row, of which the drafter may know a part."""
+    student = trained(name)
+    batch, made, logged = replace(batch_for(student), temperatures=torch.ones(len(texts()))), module(student), {}
+    made.log = lambda key, value, **_: logged.update({key: value})
+    made._loss(batch, Phase(1.0, STEPS, "kl"), measure=True)
+    drafts = follow(student, batch, target(), TeacherHead(target()), 1)
+    assert logged["train/acceptance_pos_1"] == pytest.approx(float(drafts.labels[0].mean()), abs=1e-5)
+    logged.clear()
+    made._loss(batch, Phase(1.0, STEPS, "kl"))
+    assert logged.keys() == {"train/loss"}
+
+
+@every_student
+def test_looked_up_tokens_may_count_less_or_not_at_all(module, name):
+    student = trained(name)
+    batch, phase = batch_for(student), Phase(1.0, 1, "kl")
+    batch.tokens[0, 8:] = batch.tokens[0, 4:8].repeat(9)[: batch.tokens.shape[1] - 8]  # a loop
+    found = batch.looked_up() & (batch.roles == ANSWER)
+    parts = [replace(batch, roles=torch.where(left_out, GIVEN, batch.roles)) for left_out in (found, ~found)]
+    others, looked_up = (module(student)._loss(part, phase).item() for part in parts)
+    ahead = next(student.unroll(batch, target(), 1)).ahead
+    counts = [int(part.learned([ANSWER])[:, ahead:].sum()) for part in parts]
+    assert min(counts) > 5
+    for weight in (0.0, 0.25, 1.0):
+        mean = (counts[0] * others + weight * counts[1] * looked_up) / (counts[0] + weight * counts[1])
+        assert module(student, lookup_weight=weight)._loss(batch, phase).item() == pytest.approx(mean, rel=1e-4)
+    assert others != pytest.approx(looked_up, rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["exit", "model"])
