@@ -118,6 +118,7 @@ def _rows(
     and rank, the row's entropy and its highest probabilities.
     """
     count, length = batch.tokens.shape
+    vocabulary = student.tokens
     rows = torch.zeros(len(predictions), count * length, 6 + top_k, device=batch.tokens.device)
     for part in (batch.roles == ANSWER).flatten().nonzero()[:, 0].split(_ROWS):
         sequences, at = part // length, part % length
@@ -127,14 +128,18 @@ def _rows(
         # One target row serves all drafting steps.
         target = (teacher(batch.final[sequences, at - 1]).float() / heat).softmax(dim=-1)
         likely = target.gather(1, text[:, None])[:, 0].clamp(min=_TINY)
+        known, place = torch.ones_like(greedy), text
+        if vocabulary is not None:  # what cannot be drafted has probability 0
+            target, place = target[:, vocabulary], torch.searchsorted(vocabulary, text).clamp(max=len(vocabulary) - 1)
+            known = vocabulary[place] == text
         for step, prediction in enumerate(predictions):
             slots = at - prediction.ahead
             hidden = prediction.hidden[sequences, slots.clamp(min=0)].to(prediction.head.dtype)
             logits = functional.linear(hidden, prediction.head, prediction.bias)
-            draft = (student.widen(logits.float()) / heat).softmax(dim=-1)
-            own = draft.gather(1, text[:, None])[:, 0]
+            draft = (logits.float() / heat).softmax(dim=-1)
+            own = draft.gather(1, place[:, None])[:, 0] * known
             rank = (draft > own[:, None]).sum(dim=-1)
-            matches = (draft.argmax(dim=-1) == text).float()
+            matches = ((draft.argmax(dim=-1) == place) & known).float()
             label = torch.where(greedy, matches, torch.minimum(target, draft).sum(dim=-1).clamp(max=1))
             passes = torch.where(greedy, matches, (own / likely).clamp(max=1))
             entropy = torch.special.entr(draft).sum(dim=-1)

