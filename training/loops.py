@@ -46,7 +46,7 @@ class LoopCriteria(StoppingCriteria):
     tell that from a loop, if it takes five tokens.
     """
 
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         """``[B]`` bool: whether ``[B, L]`` texts end in a loop."""
         tails = input_ids[:, -2 * _LONGEST :].tolist()
         return torch.tensor([loop_start(tail) is not None for tail in tails], device=input_ids.device)

@@ -193,6 +193,13 @@ def test_a_stop_token_that_the_server_names_is_kept():
     assert found == ([8, 9, 1], True, None)
 
 
+def test_what_a_server_repeats_is_cut_off():
+    form = {"choices": [{"token_ids": [7, 8, 9] * 20, "text": "", "finish_reason": "length"}]}
+    with served(Server(chat_tokenizer(), form=form)) as url:
+        (found,) = ServerCompleter(url, "tiny", chat_tokenizer())([[5]], Sampling(0.0, 60), 0, nothing)
+    assert found == ([7, 8, 9], False, None)
+
+
 def test_text_that_becomes_more_tokens_than_allowed_has_not_ended():
     form = {"choices": [{"text": "abc", "finish_reason": "stop"}]}
     with served(Server(chat_tokenizer(), form=form)) as url:

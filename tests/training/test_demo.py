@@ -155,7 +155,7 @@ def test_what_cannot_be_trained_from_nothing_is_an_error(tmp_path):
 
 @pytest.mark.soak
 def test_a_target_of_another_kind_with_a_large_vocabulary(tmp_path):
-    """The command, for a Qwen3 of 151,936 tokens with tied embeddings: two minutes, in bounded memory."""
+    """The command, for a Qwen3 of 151,936 tokens with tied embeddings, in bounded memory."""
     target = save_talker(tmp_path / "talker")
     command = ["train", "demo", "--target", str(target), "--folder", str(tmp_path / "out"), "--dtype", "float32"]
     command += ["--conversations", "96", "--training-minutes", "0.5"]
