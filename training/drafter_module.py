@@ -22,10 +22,11 @@ from arbordraft import RaggedModel, TreeTopology
 from arbordraft.checks import real, whole
 from arbordraft.drawing import tree_picture
 from arbordraft.training.batches import Batch
+from arbordraft.training.chunked_loss import DraftRows, distillation_loss
 from arbordraft.training.data import SelfDistillationDataModule
 from arbordraft.training.drafts import follow
 from arbordraft.training.features import TeacherHead
-from arbordraft.training.losses import DraftRows, distillation_loss, loss_named, position_decay
+from arbordraft.training.losses import loss_named, position_decay
 from arbordraft.training.optimizers import MuonAdamW
 from arbordraft.training.reports import acceptance_figure, card, tau_figure
 from arbordraft.training.resuming import check_fit

@@ -14,13 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from arbordraft import IID
+from arbordraft.training.chunked_loss import DraftRows, distillation_loss
 from arbordraft.training.losses import (
     LOSSES,
-    DraftRows,
     TeacherRows,
     acceptance,
     cross_entropy,
-    distillation_loss,
     forward_kl,
     lk_hybrid,
     lk_nla,
