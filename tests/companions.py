@@ -141,13 +141,13 @@ def eagle_row(head: torch.nn.Module, model: PreTrainedModel, prefix: Sequence[in
 
 @torch.no_grad()
 def block_row(head: torch.nn.Module, model: PreTrainedModel, prefix: Sequence[int], drafted: Sequence[int]) -> Tensor:
-    """The last slot with the mark of the depth, attending to all slots; then the term of the parent's token."""
+    """The last slot, or the mask of the depth, attending to all slots; then the term of the parent's token."""
     tokens, depth = torch.tensor([*prefix, *drafted]), torch.tensor(len(drafted))
     embeddings = model.get_input_embeddings()(tokens)
     fused, last = head.fuse(states(model, prefix[:-1], *head.config.hidden_layers)), len(prefix) - 2
     rotary = head.rotary(torch.arange(last + 1), fused.dtype)
     _, keys, values = head.queries_keys_values(embeddings[1 : last + 2], fused, rotary)
-    embedding, hidden = head.mark(embeddings[last + 1], fused[last], depth)
+    embedding, hidden = head.ask(embeddings[last + 1], fused[last], depth)
     query, _, _ = head.queries_keys_values(embedding, hidden, head.rotary(last + depth, fused.dtype))
     keys, values = (part.repeat_interleave(len(query) // part.shape[1], dim=1) for part in (keys, values))
     shares = (torch.einsum("hc,shc->hs", query, keys) * query.shape[-1] ** -0.5).softmax(-1)

@@ -139,7 +139,7 @@ class BlockNetwork(EagleNetwork):
         Returns:
             ``[B, n, D]`` logits, ``[B, n, H]`` what they were made from, and keys and values with the new ones.
         """
-        embeddings, hidden = self.head.mark(self.embeddings(input_ids), hidden_states, depths)
+        embeddings, hidden = self.head.ask(self.embeddings(input_ids), hidden_states, depths)
         out, *present = self._layer(embeddings, hidden, attention_mask, position_ids, past)
         final = self.head.norm(out)
         return [self.head.lm_head(final), final, *present]

@@ -254,7 +254,7 @@ def test_a_model_without_a_tokenizer_is_none_to_prompt(copied):
 # Trained drafters
 
 HEADS = {
-    "block": "marks.weight",
+    "block": "masks.weight",
     "eagle": "norm.weight",
     "medusa": "blocks.0.layers.0.weight",
     "exit": "mlp.down_proj.weight",

@@ -32,12 +32,12 @@ UNEVEN = TreeTopology([-1, 0, 0, 1, 1, 2, 3, 6])
 
 
 def made(few_tokens=False, **options):
-    """Untrained, with marks and a term that say something."""
+    """Untrained, with masks and a term that say something."""
     of = few(0) if few_tokens else target()
     with torch.random.fork_rng():
         torch.manual_seed(0)
         head = BlockHead.for_target(of.model, range(of.vocab_size - 1), hidden_layers=[1, 2], **options)
-        torch.nn.init.normal_(head.marks.weight[1:])
+        torch.nn.init.normal_(head.masks.weight[1:])
         for part in (head.markov, head.lm_head_markov):
             if part is not None:
                 torch.nn.init.normal_(part.weight, std=0.3)

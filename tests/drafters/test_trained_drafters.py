@@ -266,7 +266,7 @@ def untrained(name, of):
         if name == "block":
             head = BlockHead.for_target(model, range(30), hidden_layers=[0, 1, 2])
             torch.nn.init.normal_(head.lm_head_markov.weight, std=0.3)
-            torch.nn.init.normal_(head.marks.weight[1:], std=0.3)
+            torch.nn.init.normal_(head.masks.weight[1:], std=0.3)
             return BlockDrafter(head, of)
         if name == "eagle":
             return EagleDrafter(EagleHead.for_target(model, range(30), hidden_layers=[0, 1, 2]), of)

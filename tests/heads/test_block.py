@@ -1,4 +1,4 @@
-"""The block head: what depths share, what marks and the Markov term add, and what it begins as."""
+"""The block head: what depths share, what masks and the Markov term say, and what it begins as."""
 
 import pytest
 import torch
@@ -24,12 +24,12 @@ def row(head, drafted=(), text=TEXT):
 
 
 def test_it_begins_as_an_eagle_head():
-    """Depth 0 is the first level of an EAGLE head with the same weights, and so it stays whatever the marks learn."""
+    """Depth 0 is the first level of an EAGLE head with the same weights, and so it stays whatever the masks learn."""
     head = made()
     eagle = EagleHead(head.config)
     eagle.load_state_dict(head.state_dict(), strict=False)
     assert_close(row(head), eagle_row(eagle, target().model, TEXT, []), rtol=0, atol=1e-5)
-    torch.nn.init.normal_(head.marks.weight[1:])
+    torch.nn.init.normal_(head.masks.weight[1:])
     assert_close(row(head), eagle_row(eagle, target().model, TEXT, []), rtol=0, atol=1e-5)
     torch.nn.init.normal_(head.lm_head_markov.weight)
     assert not torch.allclose(row(head), eagle_row(eagle, target().model, TEXT, []), atol=1e-2)
@@ -38,7 +38,7 @@ def test_it_begins_as_an_eagle_head():
 @pytest.mark.parametrize("rank", [0, 4])
 def test_a_child_knows_its_parent_by_the_term_alone(rank):
     head = made(markov_rank=rank)
-    torch.nn.init.normal_(head.marks.weight[1:])
+    torch.nn.init.normal_(head.masks.weight[1:])
     if rank:
         torch.nn.init.normal_(head.lm_head_markov.weight)
     siblings = torch.stack([row(head, [token]) for token in range(12)])
@@ -50,14 +50,17 @@ def test_a_child_knows_its_parent_by_the_term_alone(rank):
     assert head.follow(torch.randn(3, 32)).shape == (3, rank)
 
 
-def test_depths_differ_by_their_marks():
+def test_depths_differ_by_their_masks_and_places():
     head = trained("block").network
     rows = torch.stack([row(head, [7] * depth) for depth in range(4)])
     assert (torch.pdist(rows[:, head.tokens]) > 0.1).all()
-    with torch.no_grad(), torch.random.fork_rng():
-        fresh = made(markov_rank=0)
-        fresh.midlayer.self_attn.o_proj.weight.zero_()  # else positions tell depths apart
-    assert torch.equal(row(fresh, [7, 7]), row(fresh))
+    fresh = made(markov_rank=0)
+    with torch.no_grad():
+        fresh.masks.weight[2] = fresh.masks.weight[1]
+    assert not torch.allclose(row(fresh, [7, 7]), row(fresh, [7]), atol=1e-3)  # the same mask one place further on
+    with torch.no_grad():
+        fresh.midlayer.self_attn.o_proj.weight.zero_()
+    assert_close(row(fresh, [7, 7]), row(fresh, [7]), rtol=0, atol=1e-6)  # which only the attention sees
 
 
 def test_embeddings_of_any_scale_say_the_same():
@@ -91,10 +94,10 @@ def test_with_and_without_the_term_from_a_folder(rank, tmp_path):
         assert torch.equal(loaded.head.state_dict()[name], tensor)
 
 
-def test_a_mark_of_depth_0_is_damage(tmp_path):
+def test_depth_0_has_no_mask():
     head = made()
+    embeddings, hidden = torch.randn(2, 32), torch.randn(2, 32)
     with torch.no_grad():
-        head.marks.weight[0, 3] = 1
-    head.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="is damaged: the mark of depth 0 is not 0"):
-        BlockHead.from_pretrained(tmp_path)
+        head.masks.weight.fill_(torch.nan)
+    assert all(map(torch.equal, head.ask(embeddings, hidden, torch.zeros(2).long()), (embeddings, hidden)))
+    assert all(part.isnan().all() for part in head.ask(embeddings, hidden, torch.ones(2).long()))

@@ -47,7 +47,7 @@ NAMES = {  # as serving engines read them
     | {f"blocks.{h}.layers.{j}.{part}" for h in range(2) for j in range(2) for part in ("weight", "bias")},
     "exit": {"norm.weight", *_MLP},
 }
-NAMES["block"] = NAMES["eagle"] | {"marks.weight", "markov.weight", "lm_head_markov.weight"}
+NAMES["block"] = NAMES["eagle"] | {"masks.weight", "markov.weight", "lm_head_markov.weight"}
 
 
 def outputs(name, network):
@@ -60,7 +60,7 @@ def outputs(name, network):
             return torch.cat([network.widen(network.logits(hidden, head)) for head in range(2)])
         embeddings, fused = hidden, network.fuse(hidden.repeat(1, 3))
         if name == "block":
-            embeddings, fused = network.mark(embeddings, fused, torch.tensor([0, 1, 2, 1, 0]))
+            embeddings, fused = network.ask(embeddings, fused, torch.tensor([0, 1, 2, 1, 0]))
         found = network.queries_keys_values(embeddings, fused, network.rotary(torch.arange(5), hidden.dtype))
         logits = network.lm_head(network.norm(network.finish(hidden, found[0].flatten(1))))
         if name == "block":
@@ -76,8 +76,6 @@ def scrambled(name, model=None):
         with torch.no_grad():
             for weight in network.parameters():
                 weight.add_(0.2 * torch.randn(weight.shape))
-            if name == "block":
-                network.marks.weight[0] = 0
     return network.eval()
 
 

@@ -168,7 +168,7 @@ class _HeadOnRows:
     ) -> tuple[Tensor, Tensor]:
         """``[T, D]`` logits without the Markov term, and the ``[T, H]`` that they were made from."""
         batch = batch.to(hidden.device)
-        embeddings, hidden = self.head.mark(self._embed(tokens), hidden, depths.to(hidden.device))
+        embeddings, hidden = self.head.ask(self._embed(tokens), hidden, depths.to(hidden.device))
         rotary = self.head.rotary(batch.positions, hidden.dtype)
         query, key, value = self.head.queries_keys_values(embeddings, hidden, rotary)
         keys, values = cache.write(0, key, value, batch.slots)

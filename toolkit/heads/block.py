@@ -1,9 +1,10 @@
 """One decoder layer that looks several tokens ahead at once, and a low-rank term that tells nodes of a depth apart.
 
 The layer is EAGLE's, on the same slots: slot j holds the target's hidden states of token j together with token j + 1.
-Where EAGLE runs it once a level, this head asks the last slot k times in one pass: once as it is, and k - 1 times with
-a mark that says how far ahead the wanted token is. These rows attend to the slots but not to each other: in a single
-layer they could hand on nothing that they read, so the keys and values of the slots serve them all.
+Where EAGLE runs it once a level, this head has k - 1 masks behind the last slot: learned inputs in place of tokens and
+states that are not there yet. They attend to the slots but not to each other, whose keys and values would be constants:
+in a single layer, masks could hand on nothing that they read. So those of the slots serve all depths, and no depth is
+made of another.
 
 What the pass predicts of a depth d is the same for all nodes there. The Markov term adds what follows from a node's
 own token y: ``logits(d, y) = W h_d + C M e_y`` with its embedding e_y and a matrix C M of low rank.
@@ -37,15 +38,15 @@ class BlockConfig(EagleConfig):
 
 
 class BlockHead(EagleHead):
-    """EAGLE's layer with a mark for every depth, and the Markov term.
+    """EAGLE's layer with a mask for every further depth, and the Markov term.
 
     Raises:
         TypeError: if a setting is no whole number.
         ValueError: if the block has no token, or the rank is negative.
 
-    Source: masks in place of what is not known yet as in P-EAGLE (arXiv:2602.01469) and DFlash (arXiv:2602.06036); the
-    term is the Markov head of DSpark (Cheng et al., 2026), with a projection of the target's embeddings where that has
-    a table of its own, so that rare tokens share what frequent ones have learned.
+    Source: masks as in P-EAGLE (arXiv:2602.01469) and DFlash (arXiv:2602.06036); the term is the Markov head of DSpark
+    (Cheng et al., 2026), with a projection of the target's embeddings where that has a table of its own: rare tokens
+    then share what frequent ones have learned, and a short training reaches more.
     """
 
     config: BlockConfig
@@ -56,8 +57,8 @@ class BlockHead(EagleHead):
         depths, rank = whole("block_size", config.block_size, 1), whole("markov_rank", config.markov_rank, 0)
         super().__init__(config)
         width = config.target_hidden_size
-        # Depth 0 is the slot as it is: its mark is 0 and stays so.
-        self.marks = nn.Embedding(depths, width + config.hidden_size, padding_idx=0)
+        # The first row stands for depth 0, the slot as it is, and is never read.
+        self.masks = nn.Embedding(depths, width + config.hidden_size, padding_idx=0)
         self.markov = nn.Linear(width, rank, bias=False) if rank else None
         self.lm_head_markov = nn.Linear(rank, config.draft_vocab_size, bias=False) if rank else None
         self.post_init()
@@ -72,7 +73,7 @@ class BlockHead(EagleHead):
         markov_rank: int = 64,
         **options: Any,
     ) -> Self:
-        """A new head, begun as an EAGLE head is; at first all depths predict alike, and the Markov term is 0.
+        """A new head, begun as an EAGLE head is, with a Markov term of 0.
 
         Args:
             model: the target; a decoder of Llama's kind gives its weights, another one only its sizes.
@@ -83,15 +84,11 @@ class BlockHead(EagleHead):
         """
         return super().for_target(model, tokens, block_size=block_size, markov_rank=markov_rank, **options)
 
-    def check(self) -> None:
-        super().check()
-        if self.marks.weight[0].any():
-            raise ValueError("the mark of depth 0 is not 0, though this depth is the slot as it is")
-
-    def mark(self, embeddings: Tensor, hidden: Tensor, depths: Tensor) -> tuple[Tensor, Tensor]:
-        """What asks for the tokens of depths ``[...]``: ``[..., E]`` and ``[..., H]`` of the last slot, marked."""
-        ours, theirs = self.marks(depths).split([embeddings.shape[-1], hidden.shape[-1]], dim=-1)
-        return embeddings + ours, hidden + theirs
+    def ask(self, embeddings: Tensor, hidden: Tensor, depths: Tensor) -> tuple[Tensor, Tensor]:
+        """What predicts the tokens of depths ``[...]``: the last slot, ``[..., E]`` and ``[..., H]``, or its masks."""
+        token, states = self.masks(depths).split([embeddings.shape[-1], hidden.shape[-1]], dim=-1)
+        here = depths[..., None] == 0
+        return torch.where(here, embeddings, token), torch.where(here, hidden, states)
 
     def follow(self, embeddings: Tensor) -> Tensor:
         """``[..., r]`` what is known of the tokens behind nodes whose own have the embeddings ``[..., E]``."""
@@ -110,6 +107,5 @@ class BlockHead(EagleHead):
     @torch.no_grad()
     def _begin(self, model: PreTrainedModel) -> None:
         super()._begin(model)
-        self.marks.weight.zero_()
         if self.lm_head_markov is not None:
             self.lm_head_markov.weight.zero_()

@@ -82,7 +82,7 @@ class BlockStudent(Student):
         follow, weight = head.follow(embeddings), head.weight
         for step in range(min(steps, self.block_size, slots)):
             begins = self._begins(slots - step, step, device)
-            inputs = head.mark(embeddings[:, begins], hidden[:, begins], torch.full_like(begins, step))
+            inputs = head.ask(embeddings[:, begins], hidden[:, begins], torch.full_like(begins, step))
             query, _, _ = head.queries_keys_values(*inputs, head.rotary(begins + step, head.dtype))
             attended = _attend(query, keys, values, begins)
             found = head.norm(head.finish(inputs[1], attended.flatten(2)))
