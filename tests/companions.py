@@ -152,7 +152,9 @@ def block_row(head: torch.nn.Module, model: PreTrainedModel, prefix: Sequence[in
     keys, values = (part.repeat_interleave(len(query) // part.shape[1], dim=1) for part in (keys, values))
     shares = (torch.einsum("hc,shc->hs", query, keys) * query.shape[-1] ** -0.5).softmax(-1)
     final = head.norm(head.finish(hidden, torch.einsum("hs,shc->hc", shares, values).flatten()))
-    return head.widen(functional.linear(torch.cat([final, head.follow(embeddings[-1])]), head.weight))
+    return head.widen(
+        functional.linear(torch.cat([final, head.gates(final) * head.follow(embeddings[-1])]), head.weight)
+    )
 
 
 @torch.no_grad()

@@ -201,14 +201,15 @@ class OnnxBlock(OnnxNetwork):
 
     def forward(
         self, tokens: Tensor, hidden: Tensor, depths: Tensor, batch: RaggedBatch, cache: RaggedKVCache
-    ) -> tuple[Tensor, Tensor]:
-        """``[T, D]`` logits without the Markov term, and the ``[T, H]`` that they were made from."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``[T, D]`` logits without the Markov term, ``[T, H]`` what they were made from, ``[T, r]`` its gates."""
         inputs = {"input_ids": fit_tokens(tokens, self._size), "hidden_states": hidden, "depths": depths}
         outputs = self._run(inputs, batch, cache)
-        return outputs["logits"], outputs["last_hidden_state"]
+        final = outputs["last_hidden_state"]
+        return outputs["logits"], final, outputs.get("gates", final[:, :0])
 
-    def condition(self, logits: Tensor, tokens: Tensor) -> Tensor:
+    def condition(self, logits: Tensor, gates: Tensor, tokens: Tensor) -> Tensor:
         """``[R, D]`` logits of nodes with these tokens."""
         if self._markov is None:
             return logits
-        return logits + self._markov.run({"input_ids": fit_tokens(tokens, self._size)})["logits"]
+        return logits + self._markov.run({"input_ids": fit_tokens(tokens, self._size), "gates": gates})["logits"]

@@ -137,12 +137,14 @@ class BlockNetwork(EagleNetwork):
             *past: ``[B, Hkv, P, C]`` keys and values.
 
         Returns:
-            ``[B, n, D]`` logits, ``[B, n, H]`` what they were made from, and keys and values with the new ones.
+            ``[B, n, D]`` logits, ``[B, n, H]`` what they were made from, ``[B, n, r]`` gates of the Markov term, where
+            there is one, and keys and values with the new ones.
         """
         embeddings, hidden = self.head.ask(self.embeddings(input_ids), hidden_states, depths)
         out, *present = self._layer(embeddings, hidden, attention_mask, position_ids, past)
         final = self.head.norm(out)
-        return [self.head.lm_head(final), final, *present]
+        gates = [] if self.head.gate is None else [self.head.gates(final)]
+        return [self.head.lm_head(final), final, *gates, *present]
 
 
 class MarkovNetwork(nn.Module):
@@ -157,9 +159,9 @@ class MarkovNetwork(nn.Module):
         # Folded: r numbers a token instead of its whole embedding.
         self.register_buffer("table", head.follow(embeddings(torch.arange(vocabulary))).detach())
 
-    def forward(self, input_ids: Tensor) -> list[Tensor]:
-        """``[R]`` tokens to ``[R, D]``."""
-        return [self.head(self.table[input_ids])]
+    def forward(self, input_ids: Tensor, gates: Tensor) -> list[Tensor]:
+        """``[R]`` tokens and ``[R, r]`` gates of their depths to ``[R, D]``."""
+        return [self.head(gates * self.table[input_ids])]
 
 
 class FuseNetwork(nn.Module):

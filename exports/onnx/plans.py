@@ -234,6 +234,11 @@ def block(head: BlockHead, origin: Origin) -> list[Plan]:
         depths = torch.randint(config.block_size, (shape.batch, shape.rows), generator=generator)
         return _with_depths(slots.example(shape, generator), depths)
 
+    def nodes(shape: Shape, generator: torch.Generator) -> Inputs:
+        rows = shape.batch * shape.rows
+        tokens = torch.randint(config.vocab_size, (rows,), generator=generator)
+        return {"input_ids": tokens, "gates": 2 * torch.rand(rows, config.markov_rank, generator=generator)}
+
     def real() -> Iterable[Inputs]:
         for inputs in slots.real() if slots.real else ():
             yield _with_depths(inputs, torch.zeros_like(inputs["input_ids"]))
@@ -243,7 +248,7 @@ def block(head: BlockHead, origin: Origin) -> list[Plan]:
         replace(
             slots,
             network=networks.BlockNetwork(head, embeddings),
-            outputs=[name for name in slots.outputs if name != "hidden_states_out"],
+            outputs=["logits", "last_hidden_state", *["gates"] * bool(config.markov_rank), *slots.outputs[3:]],
             axes=_with_depths(slots.axes, slots.axes["input_ids"]),
             example=example,
             about={**slots.about, **own},
@@ -255,10 +260,8 @@ def block(head: BlockHead, origin: Origin) -> list[Plan]:
             file=MARKOV,
             network=networks.MarkovNetwork(head, embeddings, origin.target.vocab_size),
             outputs=["logits"],
-            axes={"input_ids": {0: "batch_size"}},
-            example=lambda shape, generator: {
-                "input_ids": torch.randint(config.vocab_size, (shape.batch * shape.rows,), generator=generator)
-            },
+            axes={name: {0: "batch_size"} for name in ("input_ids", "gates")},
+            example=nodes,
             about={**fuse.about, "kind": "block-markov"},
             quantizable=False,  # a tenth of the head
         )

@@ -38,7 +38,7 @@ def made(few_tokens=False, **options):
         torch.manual_seed(0)
         head = BlockHead.for_target(of.model, range(of.vocab_size - 1), hidden_layers=[1, 2], **options)
         torch.nn.init.normal_(head.masks.weight[1:])
-        for part in (head.markov, head.lm_head_markov):
+        for part in (head.markov, head.gate, head.lm_head_markov):
             if part is not None:
                 torch.nn.init.normal_(part.weight, std=0.3)
     return BlockDrafter(head, of)
@@ -125,7 +125,16 @@ class Deaf(BlockDrafter):
 
     def __init__(self, head, of):
         super().__init__(head, of)
-        self._network.condition = lambda rows, tokens: rows
+        self._network.condition = lambda rows, gates, tokens: rows
+
+
+class Open(BlockDrafter):
+    """Forgets how far the depth wants to hear it."""
+
+    def __init__(self, head, of):
+        super().__init__(head, of)
+        condition = self._network.condition
+        self._network.condition = lambda rows, gates, tokens: condition(rows, torch.ones_like(gates), tokens)
 
 
 def walk(kind):
@@ -138,7 +147,7 @@ def walk(kind):
     return count
 
 
-@pytest.mark.parametrize("wrong", [Late, Crowd, Deaf])
+@pytest.mark.parametrize("wrong", [Late, Crowd, Deaf, Open])
 def test_a_wrong_state_would_be_seen(wrong):
     assert walk(BlockDrafter) > 20
     with pytest.raises(AssertionError, match="not close"):

@@ -27,7 +27,7 @@ def test_a_block_head_is_three_graphs(graphs):
     written = graphs("block")
     assert {file.name for file in written.files} == {"fuse.onnx", "markov.onnx", "model.onnx", "parity.json"}
     assert inputs(written.folder / "model.onnx")[:4] == ["input_ids", "hidden_states", "depths", "attention_mask"]
-    assert inputs(written.folder / "markov.onnx") == ["input_ids"]
+    assert inputs(written.folder / "markov.onnx") == ["input_ids", "gates"]
     about = Graph(written.folder / "model.onnx").about
     assert (about["kind"], about["block_size"], about["markov_rank"]) == ("block", 4, 8)
     weights = onnx.load(written.folder / "markov.onnx").graph.initializer

@@ -47,7 +47,7 @@ NAMES = {  # as serving engines read them
     | {f"blocks.{h}.layers.{j}.{part}" for h in range(2) for j in range(2) for part in ("weight", "bias")},
     "exit": {"norm.weight", *_MLP},
 }
-NAMES["block"] = NAMES["eagle"] | {"masks.weight", "markov.weight", "lm_head_markov.weight"}
+NAMES["block"] = NAMES["eagle"] | {"masks.weight", "markov.weight", "gate.weight", "lm_head_markov.weight"}
 
 
 def outputs(name, network):
@@ -62,9 +62,10 @@ def outputs(name, network):
         if name == "block":
             embeddings, fused = network.ask(embeddings, fused, torch.tensor([0, 1, 2, 1, 0]))
         found = network.queries_keys_values(embeddings, fused, network.rotary(torch.arange(5), hidden.dtype))
-        logits = network.lm_head(network.norm(network.finish(hidden, found[0].flatten(1))))
+        final = network.norm(network.finish(hidden, found[0].flatten(1)))
+        logits = network.lm_head(final)
         if name == "block":
-            logits = logits + network.lm_head_markov(network.follow(hidden))
+            logits = logits + network.lm_head_markov(network.gates(final) * network.follow(hidden))
         return network.widen(logits)
 
 

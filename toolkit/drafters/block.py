@@ -28,7 +28,7 @@ class _State:
     cache: RaggedKVCache
     handles: list[int]
     pending: dict[int, list[Tensor]]  # target states whose slots the cache lacks
-    block: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # of this step: ``[k, D]`` and ``[k, H]``
+    block: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)  # of this step, ``[k, ...]``, see `_HeadOnRows`
 
 
 class BlockDrafter(HeadDrafter):
@@ -104,10 +104,13 @@ class BlockDrafter(HeadDrafter):
             self._look_ahead(state, garden.context, list(frontier))
         places = [(sample, node) for sample, nodes in frontier.items() for node in nodes]
         depth = garden.context.topology.depth_list[places[0][1]]
-        garden.hidden |= {(sample, node): state.block[sample][1][depth] for sample, node in places}
-        rows = torch.stack([state.block[sample][0][depth] for sample, _ in places])
+        logits, final, gates = (
+            [part[depth] for part in parts]
+            for parts in zip(*(state.block[sample] for sample, _ in places), strict=True)
+        )
+        garden.hidden |= zip(places, final, strict=True)
         tokens = torch.tensor([garden.tokens[sample][node] for sample, node in places])
-        return self.head.widen(self._network.condition(rows, tokens))
+        return self.head.widen(self._network.condition(torch.stack(logits), torch.stack(gates), tokens))
 
     def _look_ahead(self, state: _State, context: DraftContext, samples: list[int]) -> None:
         """Fills the slots of committed tokens and asks the last one of each sample for all depths in one pass."""
@@ -127,7 +130,7 @@ class BlockDrafter(HeadDrafter):
         depths = min(context.topology.max_depth, max(context.room[sample] or 0 for sample in samples))
         # All rows see the last slot, which is the first of them, and what is committed.
         batch = cache.plan(handles, [range(depths)] * len(handles), torch.ones(len(handles) * depths, 1).long())
-        logits, final = self._network(
+        found = self._network(
             torch.tensor([row[-1] for row in tokens]).repeat_interleave(depths),
             last.repeat_interleave(depths, dim=0),
             torch.arange(depths).repeat(len(handles)),
@@ -135,7 +138,7 @@ class BlockDrafter(HeadDrafter):
             cache,
         )
         cache.commit(dict.fromkeys(handles, (0,)))
-        blocks = zip(logits.unflatten(0, (-1, depths)), final.unflatten(0, (-1, depths)), strict=True)
+        blocks = zip(*(part.unflatten(0, (-1, depths)) for part in found), strict=True)
         state.block = dict(zip(samples, blocks, strict=True))
         state.pending |= {sample: [] for sample in samples}
 
@@ -165,8 +168,8 @@ class _HeadOnRows:
     @torch.no_grad()
     def __call__(
         self, tokens: Tensor, hidden: Tensor, depths: Tensor, batch: RaggedBatch, cache: RaggedKVCache
-    ) -> tuple[Tensor, Tensor]:
-        """``[T, D]`` logits without the Markov term, and the ``[T, H]`` that they were made from."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``[T, D]`` logits without the Markov term, ``[T, H]`` what they were made from, ``[T, r]`` its gates."""
         batch = batch.to(hidden.device)
         embeddings, hidden = self.head.ask(self._embed(tokens), hidden, depths.to(hidden.device))
         rotary = self.head.rotary(batch.positions, hidden.dtype)
@@ -175,14 +178,14 @@ class _HeadOnRows:
         scale = self.head.config.head_dim**-0.5
         attended = ragged_tree_attention(query, keys, values, batch, scale=scale, use_native=self._native)
         final = self.head.norm(self.head.finish(hidden, attended.flatten(1)))
-        return self.head.lm_head(final), final
+        return self.head.lm_head(final), final, self.head.gates(final)
 
     @torch.no_grad()
-    def condition(self, logits: Tensor, tokens: Tensor) -> Tensor:
+    def condition(self, logits: Tensor, gates: Tensor, tokens: Tensor) -> Tensor:
         """``[R, D]`` logits of nodes with these tokens."""
         if self.head.lm_head_markov is None:
             return logits
-        return logits + self.head.lm_head_markov(self.head.follow(self._embed(tokens)))
+        return logits + self.head.lm_head_markov(gates * self.head.follow(self._embed(tokens)))
 
     def _embed(self, tokens: Tensor) -> Tensor:
         return self.target.model.get_input_embeddings()(tokens.to(self.target.device)).to(self.head.dtype)

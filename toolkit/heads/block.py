@@ -7,7 +7,8 @@ in a single layer, masks could hand on nothing that they read. So those of the s
 made of another.
 
 What the pass predicts of a depth d is the same for all nodes there. The Markov term adds what follows from a node's
-own token y: ``logits(d, y) = W h_d + C M e_y`` with its embedding e_y and a matrix C M of low rank.
+own token y, of low rank and as far as the depth wants it: ``logits(d, y) = W h_d + C (g_d * M e_y)`` with the token's
+embedding e_y and gates ``g_d = 2 sigmoid(G h_d)``.
 
 Shapes: ... any leading sizes, E embedding size, H hidden size, D draft vocabulary, r rank.
 """
@@ -44,9 +45,9 @@ class BlockHead(EagleHead):
         TypeError: if a setting is no whole number.
         ValueError: if the block has no token, or the rank is negative.
 
-    Source: masks as in P-EAGLE (arXiv:2602.01469) and DFlash (arXiv:2602.06036); the term is the Markov head of DSpark
-    (Cheng et al., 2026), with a projection of the target's embeddings where that has a table of its own: rare tokens
-    then share what frequent ones have learned, and a short training reaches more.
+    Source: masks as in P-EAGLE (arXiv:2602.01469) and DFlash (arXiv:2602.06036); the term is the gated Markov head of
+    DSpark (Cheng et al., 2026), with a projection of the target's embeddings where that has a table of its own: rare
+    tokens then share what frequent ones have learned, and a short training reaches more.
     """
 
     config: BlockConfig
@@ -60,6 +61,7 @@ class BlockHead(EagleHead):
         # The first row stands for depth 0, the slot as it is, and is never read.
         self.masks = nn.Embedding(depths, width + config.hidden_size, padding_idx=0)
         self.markov = nn.Linear(width, rank, bias=False) if rank else None
+        self.gate = nn.Linear(config.hidden_size, rank, bias=False) if rank else None
         self.lm_head_markov = nn.Linear(rank, config.draft_vocab_size, bias=False) if rank else None
         self.post_init()
 
@@ -73,7 +75,7 @@ class BlockHead(EagleHead):
         markov_rank: int = 64,
         **options: Any,
     ) -> Self:
-        """A new head, begun as an EAGLE head is, with a Markov term of 0.
+        """A new head, begun as an EAGLE head is, with a Markov term of 0 and gates of 1.
 
         Args:
             model: the target; a decoder of Llama's kind gives its weights, another one only its sizes.
@@ -97,9 +99,13 @@ class BlockHead(EagleHead):
         # The layer's norm, for targets scale their embeddings in different ways.
         return self.markov(self.midlayer.input_layernorm(embeddings))
 
+    def gates(self, final: Tensor) -> Tensor:
+        """``[..., r]`` factors of :meth:`follow` at depths with the states ``h_d``, ``[..., H]``."""
+        return final[..., :0] if self.gate is None else 2 * self.gate(final).sigmoid()
+
     @property
     def weight(self) -> Tensor:
-        """``[D, H + r]`` of the whole head, for ``h_d`` with :meth:`follow` behind it."""
+        """``[D, H + r]`` of the whole head, for ``h_d`` with the gated :meth:`follow` behind it."""
         if self.lm_head_markov is None:
             return self.lm_head.weight
         return torch.cat([self.lm_head.weight, self.lm_head_markov.weight], dim=1)
@@ -107,5 +113,6 @@ class BlockHead(EagleHead):
     @torch.no_grad()
     def _begin(self, model: PreTrainedModel) -> None:
         super()._begin(model)
-        if self.lm_head_markov is not None:
+        if self.gate is not None and self.lm_head_markov is not None:
+            self.gate.weight.zero_()
             self.lm_head_markov.weight.zero_()

@@ -85,10 +85,11 @@ class BlockStudent(Student):
             inputs = head.ask(embeddings[:, begins], hidden[:, begins], torch.full_like(begins, step))
             query, _, _ = head.queries_keys_values(*inputs, head.rotary(begins + step, head.dtype))
             attended = _attend(query, keys, values, begins)
-            found = head.norm(head.finish(inputs[1], attended.flatten(2)))
-            rows = found.new_zeros(*hidden.shape).index_copy(1, begins + step, found)
-            trained = torch.zeros(slots, dtype=torch.bool, device=device).index_fill(0, begins + step, True)
-            yield Prediction(torch.cat([rows, follow], dim=-1), weight, None, ahead=2, first=step, slots=trained)
+            final, places = head.norm(head.finish(inputs[1], attended.flatten(2))), begins + step
+            found = torch.cat([final, head.gates(final) * follow[:, places]], dim=-1)
+            rows = found.new_zeros(len(found), slots, found.shape[-1]).index_copy(1, places, found)
+            trained = torch.zeros(slots, dtype=torch.bool, device=device).index_fill(0, places, True)
+            yield Prediction(rows, weight, None, ahead=2, first=step, slots=trained)
 
     def drafter(self, target: RaggedModel) -> Drafter:
         return BlockDrafter(deepcopy(self.network), target)
