@@ -102,6 +102,7 @@ class BlockStudent(Student):
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, begins: Tensor) -> Tensor:
     """``[B, n, Hq, C]`` attending to the slots ``[B, S, Hkv, C]`` up to where their drafts begin."""
-    given = [part.transpose(1, 2) for part in (query, keys, values)]
-    seen = torch.arange(keys.shape[1], device=begins.device) <= begins[:, None]
-    return functional.scaled_dot_product_attention(*given, attn_mask=seen, enable_gqa=True).transpose(1, 2)
+    query, keys, values = (part.transpose(1, 2) for part in (query, keys, values))
+    seen = torch.arange(keys.shape[2], device=begins.device) <= begins[:, None]
+    found = functional.scaled_dot_product_attention(query, keys, values, attn_mask=seen, enable_gqa=True)
+    return found.transpose(1, 2)
