@@ -197,16 +197,22 @@ class OnnxBlock(OnnxNetwork):
 
     def store(self, tokens: Tensor, hidden: Tensor, batch: RaggedBatch, cache: RaggedKVCache) -> None:
         """Writes the keys and values of slots."""
-        self(tokens, hidden, torch.zeros_like(tokens), batch, cache)
+        self(tokens, hidden, torch.zeros_like(tokens), batch, cache, tokens[:0])
 
     def forward(
-        self, tokens: Tensor, hidden: Tensor, depths: Tensor, batch: RaggedBatch, cache: RaggedKVCache
+        self,
+        tokens: Tensor,
+        hidden: Tensor,
+        depths: Tensor,
+        batch: RaggedBatch,
+        cache: RaggedKVCache,
+        rows: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """``[T, D]`` logits without the Markov term, ``[T, H]`` what they were made from, ``[T, r]`` its gates."""
+        """``[R, D]`` logits without the Markov term, ``[R, H]`` what they were made from, ``[R, r]`` its gates."""
         inputs = {"input_ids": fit_tokens(tokens, self._size), "hidden_states": hidden, "depths": depths}
         outputs = self._run(inputs, batch, cache)
-        final = outputs["last_hidden_state"]
-        return outputs["logits"], final, outputs.get("gates", final[:, :0])
+        final = outputs["last_hidden_state"][rows]
+        return outputs["logits"][rows], final, outputs["gates"][rows] if "gates" in outputs else final[:, :0]
 
     def condition(self, logits: Tensor, gates: Tensor, tokens: Tensor) -> Tensor:
         """``[R, D]`` logits of nodes with these tokens."""

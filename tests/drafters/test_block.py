@@ -23,6 +23,7 @@ from arbordraft import (
     TreeTopology,
     WithoutReplacement,
 )
+from arbordraft.drafters import block
 from arbordraft.heads.block import BlockHead
 from arbordraft.types import SampleTree
 from arbordraft.verifiers import Matching, TopTailRule
@@ -54,9 +55,9 @@ class Counted(BlockDrafter):
         class Network:
             fuse, store, condition, chunk = inner.fuse, inner.store, inner.condition, inner.chunk
 
-            def __call__(_, tokens, *arguments):
-                self.asked.append(len(tokens))
-                return inner(tokens, *arguments)
+            def __call__(_, *arguments):
+                self.asked.append(len(arguments[-1]))
+                return inner(*arguments)
 
         self._network = Network()
 
@@ -92,8 +93,10 @@ def test_a_batch_shares_the_pass():
     assert counted.asked == [4 * 3] * 2
 
 
-def test_long_prompts_are_read_in_parts(monkeypatch):
+@pytest.mark.parametrize("together", [1, 2, 32])
+def test_long_prompts_are_read_in_parts(monkeypatch, together):
     short = drafter("block")
+    monkeypatch.setattr(block, "_TOGETHER", together)
     monkeypatch.setattr(type(short._network), "chunk", 3)
     rounds = Rounds(short, target(), PROMPTS)
     tree = rounds.propose(UNEVEN, WithoutReplacement(2))

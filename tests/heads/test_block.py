@@ -72,7 +72,7 @@ def test_embeddings_of_any_scale_say_the_same():
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"block_size": 0}, ValueError, "block_size must be a whole number of at least 1, got 0"),
+        ({"block_size": 0}, ValueError, "block_size must be a whole number from 1 to 32, got 0"),
         ({"block_size": 2.5}, TypeError, "block_size must be a whole number"),
         ({"markov_rank": -1}, ValueError, "markov_rank must be a whole number of at least 0, got -1"),
     ],

@@ -1,11 +1,11 @@
 """A drafter whose whole tree costs one pass: a block of rows, one per depth.
 
-Shapes: T packed rows, R frontier nodes, k depths, F hidden states side by side, H hidden size, D draft vocabulary, V
-vocabulary.
+Shapes: T packed rows, R of them that predict, or frontier nodes, k depths, F hidden states side by side, H hidden size,
+D draft vocabulary, V vocabulary, r rank of the Markov term.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,9 @@ from arbordraft.types import DraftContext, DraftTree, Verdict
 
 if TYPE_CHECKING:
     from arbordraft.heads.block import BlockHead
+
+
+_TOGETHER = 32  # new slots of a sample that share the pass with its masks; both then fit into one word
 
 
 @dataclass
@@ -113,34 +116,44 @@ class BlockDrafter(HeadDrafter):
         return self.head.widen(self._network.condition(torch.stack(logits), torch.stack(gates), tokens))
 
     def _look_ahead(self, state: _State, context: DraftContext, samples: list[int]) -> None:
-        """Fills the slots of committed tokens and asks the last one of each sample for all depths in one pass."""
+        """Fills the slots of committed tokens, and in the same pass predicts all depths behind the last ones."""
         cache, handles = state.cache, [state.handles[sample] for sample in samples]
-        tokens = [
-            context.tokens[sample][cache.length(handle) + 1 :] for sample, handle in zip(samples, handles, strict=True)
-        ]
+        tokens = {h: context.tokens[s][cache.length(h) + 1 :] for s, h in zip(samples, handles, strict=True)}
         fused = self._network.fuse(torch.cat([part for sample in samples for part in state.pending[sample]]))
-        slots = dict(zip(handles, fused.split([len(row) for row in tokens]), strict=True))
-        last = torch.stack([rows[-1] for rows in slots.values()])
-        for part, row, batch in cache.portions(
-            {handle: row[:-1] for handle, row in zip(handles, tokens, strict=True)}, self._network.chunk
-        ):
+        slots = dict(zip(handles, fused.split([len(row) for row in tokens.values()]), strict=True))
+        early = {handle: row[:-_TOGETHER] for handle, row in tokens.items()}
+        for part, row, batch in cache.portions(early, self._network.chunk):
             counts = {handle: len(taken) for handle, taken in part.items()}
             self._network.store(row, torch.cat([slots[h][:n] for h, n in counts.items()]), batch, cache)
             slots |= {handle: slots[handle][count:] for handle, count in counts.items()}
-        depths = min(context.topology.max_depth, max(context.room[sample] or 0 for sample in samples))
-        # All rows see the last slot, which is the first of them, and what is committed.
-        batch = cache.plan(handles, [range(depths)] * len(handles), torch.ones(len(handles) * depths, 1).long())
-        found = self._network(
-            torch.tensor([row[-1] for row in tokens]).repeat_interleave(depths),
-            last.repeat_interleave(depths, dim=0),
-            torch.arange(depths).repeat(len(handles)),
-            batch,
-            cache,
-        )
-        cache.commit(dict.fromkeys(handles, (0,)))
-        blocks = zip(*(part.unflatten(0, (-1, depths)) for part in found), strict=True)
-        state.block = dict(zip(samples, blocks, strict=True))
+        levels = min(context.topology.max_depth, max(context.room[sample] or 0 for sample in samples))
+        state.block = dict(zip(samples, self._ask(cache, tokens, slots, levels), strict=True))
         state.pending |= {sample: [] for sample in samples}
+
+    def _ask(
+        self, cache: RaggedKVCache, tokens: Mapping[int, Sequence[int]], slots: Mapping[int, Tensor], levels: int
+    ) -> Iterator[tuple[Tensor, ...]]:
+        """Fills slots, which end with the tokens of their samples; ``[levels, ...]`` of each, see `_HeadOnRows`."""
+        packed: list[int] = []
+        depths: list[int] = []
+        words: list[int] = []
+        asked: list[int] = []
+        states: list[Tensor] = []
+        for handle, rows in slots.items():
+            count, text = len(rows), tokens[handle][-len(rows) :]
+            packed += [*text, *[text[-1]] * (levels - 1)]
+            states += [rows, rows[-1:].expand(levels - 1, -1)]
+            depths += [*[0] * count, *range(1, levels)]
+            # A slot sees itself and those before it, a mask all of them, but no mask.
+            words += [(1 << min(row + 1, count)) - 1 for row in range(count + levels - 1)]
+            asked += range(len(packed) - levels, len(packed))
+        places = [range(len(rows) + levels - 1) for rows in slots.values()]
+        batch = cache.plan(list(slots), places, torch.tensor(words)[:, None])
+        found = self._network(
+            torch.tensor(packed), torch.cat(states), torch.tensor(depths), batch, cache, torch.tensor(asked)
+        )
+        cache.commit({handle: range(len(rows)) for handle, rows in slots.items()})
+        return zip(*(part.unflatten(0, (-1, levels)) for part in found), strict=True)
 
 
 class _HeadOnRows:
@@ -167,9 +180,15 @@ class _HeadOnRows:
 
     @torch.no_grad()
     def __call__(
-        self, tokens: Tensor, hidden: Tensor, depths: Tensor, batch: RaggedBatch, cache: RaggedKVCache
+        self,
+        tokens: Tensor,
+        hidden: Tensor,
+        depths: Tensor,
+        batch: RaggedBatch,
+        cache: RaggedKVCache,
+        rows: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """``[T, D]`` logits without the Markov term, ``[T, H]`` what they were made from, ``[T, r]`` its gates."""
+        """``[R, D]`` logits without the Markov term, ``[R, H]`` what they were made from, ``[R, r]`` its gates."""
         batch = batch.to(hidden.device)
         embeddings, hidden = self.head.ask(self._embed(tokens), hidden, depths.to(hidden.device))
         rotary = self.head.rotary(batch.positions, hidden.dtype)
@@ -177,7 +196,8 @@ class _HeadOnRows:
         keys, values = cache.write(0, key, value, batch.slots)
         scale = self.head.config.head_dim**-0.5
         attended = ragged_tree_attention(query, keys, values, batch, scale=scale, use_native=self._native)
-        final = self.head.norm(self.head.finish(hidden, attended.flatten(1)))
+        rows = rows.to(hidden.device)
+        final = self.head.norm(self.head.finish(hidden[rows], attended.flatten(1)[rows]))
         return self.head.lm_head(final), final, self.head.gates(final)
 
     @torch.no_grad()

@@ -28,7 +28,7 @@ class BlockConfig(EagleConfig):
     """Settings of a :class:`BlockHead`; see also :class:`~arbordraft.heads.eagle.EagleConfig`.
 
     Args:
-        block_size: k, the depth of the deepest draft.
+        block_size: k, the depth of the deepest draft, 1 to 32.
         markov_rank: r; 0 for no Markov term: all nodes of a depth then predict the same.
     """
 
@@ -43,7 +43,7 @@ class BlockHead(EagleHead):
 
     Raises:
         TypeError: if a setting is no whole number.
-        ValueError: if the block has no token, or the rank is negative.
+        ValueError: if one is out of range.
 
     Source: masks as in P-EAGLE (arXiv:2602.01469) and DFlash (arXiv:2602.06036); the term is the gated Markov head of
     DSpark (Cheng et al., 2026), with a projection of the target's embeddings where that has a table of its own: rare
@@ -55,7 +55,7 @@ class BlockHead(EagleHead):
     base_model_prefix = "block"
 
     def __init__(self, config: BlockConfig) -> None:
-        depths, rank = whole("block_size", config.block_size, 1), whole("markov_rank", config.markov_rank, 0)
+        depths, rank = whole("block_size", config.block_size, 1, 32), whole("markov_rank", config.markov_rank, 0)
         super().__init__(config)
         width = config.target_hidden_size
         # The first row stands for depth 0, the slot as it is, and is never read.
