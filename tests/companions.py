@@ -17,11 +17,19 @@ from arbordraft.target.cache import RaggedKVCache
 from arbordraft.training.batches import Batch
 from arbordraft.training.features import FreshFeatures
 from arbordraft.training.shards import ANSWER, GIVEN
-from arbordraft.training.students import EagleStudent, EarlyExitStudent, LanguageModelStudent, MedusaStudent, Student
+from arbordraft.training.students import (
+    BlockStudent,
+    EagleStudent,
+    EarlyExitStudent,
+    LanguageModelStudent,
+    MedusaStudent,
+    Student,
+)
 from arbordraft.types import DraftTree, SampleVerdict, Verdict
 
 LAYERS, EXIT = 4, 2
 STUDENTS: dict[str, Callable[[], Student]] = {
+    "block": lambda: BlockStudent(markov_rank=8, vocabulary=40, layers=(1, 2, 3), keep=1.0),
     "eagle": lambda: EagleStudent(vocabulary=40, layers=(1, 2, 3)),
     "medusa": lambda: MedusaStudent(num_heads=3, vocabulary=40),
     "exit": lambda: EarlyExitStudent(EXIT),
@@ -71,8 +79,7 @@ def batch_for(student: Student, of: RaggedModel | None = None) -> Batch:
         side_by_side([torch.tensor(text) for text in texts()]),
         side_by_side([torch.tensor(row, dtype=torch.uint8) for row in roles]),
         torch.zeros(len(texts())),
-        side_by_side([found.inputs for found in features]),
-        side_by_side([found.final for found in features]),
+        *(side_by_side(rows) for rows in zip(*features, strict=True)),
     )
 
 
@@ -133,6 +140,24 @@ def eagle_row(head: torch.nn.Module, model: PreTrainedModel, prefix: Sequence[in
 
 
 @torch.no_grad()
+def block_row(head: torch.nn.Module, model: PreTrainedModel, prefix: Sequence[int], drafted: Sequence[int]) -> Tensor:
+    """The last slot, or the mask of the depth, attending to all slots; then the term of the parent's token."""
+    tokens, depth = torch.tensor([*prefix, *drafted]), torch.tensor(len(drafted))
+    embeddings = model.get_input_embeddings()(tokens)
+    fused, last = head.fuse(states(model, prefix[:-1], *head.config.hidden_layers)), len(prefix) - 2
+    rotary = head.rotary(torch.arange(last + 1), fused.dtype)
+    _, keys, values = head.queries_keys_values(embeddings[1 : last + 2], fused, rotary)
+    embedding, hidden = head.ask(embeddings[last + 1], fused[last], depth)
+    query, _, _ = head.queries_keys_values(embedding, hidden, head.rotary(last + depth, fused.dtype))
+    keys, values = (part.repeat_interleave(len(query) // part.shape[1], dim=1) for part in (keys, values))
+    shares = (torch.einsum("hc,shc->hs", query, keys) * query.shape[-1] ** -0.5).softmax(-1)
+    final = head.norm(head.finish(hidden, torch.einsum("hs,shc->hc", shares, values).flatten()))
+    return head.widen(
+        functional.linear(torch.cat([final, head.gates(final) * head.follow(embeddings[-1])]), head.weight)
+    )
+
+
+@torch.no_grad()
 def medusa_row(head: torch.nn.Module, model: PreTrainedModel, prefix: Sequence[int], drafted: Sequence[int]) -> Tensor:
     """From the token before the root, whatever was drafted."""
     final = states(model, prefix[:-1], model.config.num_hidden_layers)[-1]
@@ -151,7 +176,7 @@ def model_row(small: PreTrainedModel, model: PreTrainedModel, prefix: Sequence[i
     return next_logits(small, [*prefix, *drafted])
 
 
-ROWS = {"eagle": eagle_row, "medusa": medusa_row, "exit": exit_row, "model": model_row}
+ROWS = {"block": block_row, "eagle": eagle_row, "medusa": medusa_row, "exit": exit_row, "model": model_row}
 
 
 def check_rows(name: str, network: PreTrainedModel, model: PreTrainedModel, tree: DraftTree, tokens, atol=2e-5) -> int:

@@ -46,6 +46,7 @@ def test_example(example, arguments, expected):
 def test_training_from_nothing(tmp_path, monkeypatch):
     """`arbordraft train demo`, small: generation, drafter, decider, gain; and again, where nothing is left to do."""
     from arbordraft.training import demo
+    from arbordraft.training.targets import Target
 
     options = {
         "data.recipe.per_shard": 6,
@@ -64,7 +65,8 @@ def test_training_from_nothing(tmp_path, monkeypatch):
     for _ in range(2):
         shown = StringIO()
         console = Console(file=shown, width=160)
-        demo.gain(console, demo.train_demo(console, tmp_path, 6))
+        target = Target()
+        demo.gain(console, target, demo.train_demo(console, target, tmp_path, conversations=6))
         assert "trained" in shown.getvalue()
         assert "tau" in shown.getvalue()
     assert {path.name for path in (tmp_path / "data").glob("*.safetensors")} == {

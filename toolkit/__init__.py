@@ -12,6 +12,7 @@ from arbordraft.coupling import Coupling
 from arbordraft.deciders import ConfidenceThreshold, CostAware
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import (
+    BlockDrafter,
     EagleDrafter,
     EarlyExitDrafter,
     HybridDrafter,
@@ -33,6 +34,7 @@ __version__ = "0.2.0"
 
 __all__ = [
     "IID",
+    "BlockDrafter",
     "ConfidenceThreshold",
     "CostAware",
     "CostTable",

@@ -17,6 +17,7 @@ from arbordraft.coupling import Coupling
 from arbordraft.deciders import CostAware, Decider
 from arbordraft.decoder import SpeculativeDecoder, as_drafter
 from arbordraft.drafters import (
+    BlockDrafter,
     Drafter,
     EagleDrafter,
     EarlyExitDrafter,
@@ -29,8 +30,8 @@ from arbordraft.drafters.base import check_ragged
 from arbordraft.kernels import native
 from arbordraft.kernels.native.build import cache_folder
 from arbordraft.measuring import known_costs
-from arbordraft.onnx_graph import FUSE, MODEL, Graph
-from arbordraft.onnx_networks import OnnxEagle, OnnxMedusa, OnnxModel
+from arbordraft.onnx_graph import FUSE, MARKOV, MODEL, Graph
+from arbordraft.onnx_networks import OnnxBlock, OnnxEagle, OnnxMedusa, OnnxModel
 from arbordraft.pretrained import load_smollm2
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
@@ -43,6 +44,7 @@ SMALL = "smollm2"  # what SmolLM2-135M-Instruct is called wherever a model is na
 
 # By the model_type in config.json; whatever else transformers can load counts as a language model.
 _KINDS: dict[str, Any] = {
+    "arbordraft_block": BlockDrafter,
     "arbordraft_eagle": EagleDrafter,
     "arbordraft_exit_adapter": EarlyExitDrafter,
     "arbordraft_medusa": MedusaDrafter,
@@ -311,6 +313,9 @@ def _exported(folder: Path, target: RaggedModel) -> Drafter:
     match graph.kind:
         case "causal-lm" | "early-exit":
             return LanguageModelDrafter(OnnxModel(graph, target))
+        case "block":
+            markov = Graph(folder / MARKOV) if graph.about["markov_rank"] else None
+            return BlockDrafter(OnnxBlock(graph, Graph(folder / FUSE), markov, target), target)
         case "eagle":
             return EagleDrafter(OnnxEagle(graph, Graph(folder / FUSE), target), target)
         case "medusa":

@@ -17,6 +17,7 @@ from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.target.cache import RaggedKVCache
 
 MODEL, FUSE = "model.onnx", "fuse.onnx"  # of an EAGLE head, the second graph makes the input of the first
+MARKOV = "markov.onnx"  # of a block head, what a node's own token adds to its logits
 PREFIX = "arbordraft."  # of our entries among a file's metadata
 FORMAT = 1  # of these entries and of what the graphs take and give
 PAST, PRESENT = "past_key_values.{}.{}", "present.{}.{}"

@@ -171,3 +171,51 @@ class OnnxMedusa(OnnxNetwork):
     def logits(self, prepared: Tensor, head: int) -> Tensor:
         """``[R, D]`` logits of one head."""
         return prepared[:, head]
+
+
+class OnnxBlock(OnnxNetwork):
+    """A block head, where a drafter runs a :class:`~arbordraft.heads.block.BlockHead`.
+
+    ``fuse`` makes its input from the target's hidden states, as for an EAGLE head; ``markov`` is the Markov term of
+    tokens, ``None`` if the head has none.
+    """
+
+    def __init__(self, graph: Graph, fuse: Graph, markov: Graph | None, target: RaggedModel) -> None:
+        super().__init__(graph, target)
+        self.config = SimpleNamespace(
+            hidden_layers=graph.about["hidden_layers"],
+            acceptance=self.acceptance,
+            max_position_embeddings=graph.about["max_positions"],
+            block_size=int(graph.about["block_size"]),
+            markov_rank=int(graph.about["markov_rank"]),
+        )
+        self._run, self._fuse, self._markov = RaggedGraph(graph), fuse, markov
+
+    def fuse(self, states: Tensor) -> Tensor:
+        """``[T, F]`` of the target to ``[T, H]``."""
+        return self._fuse.run({"hidden_states": states[None].float()})["fused"][0]
+
+    def store(self, tokens: Tensor, hidden: Tensor, batch: RaggedBatch, cache: RaggedKVCache) -> None:
+        """Writes the keys and values of slots."""
+        self(tokens, hidden, torch.zeros_like(tokens), batch, cache, tokens[:0])
+
+    def forward(
+        self,
+        tokens: Tensor,
+        hidden: Tensor,
+        depths: Tensor,
+        batch: RaggedBatch,
+        cache: RaggedKVCache,
+        rows: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``[R, D]`` logits without the Markov term, ``[R, H]`` what they were made from, ``[R, r]`` its gates."""
+        inputs = {"input_ids": fit_tokens(tokens, self._size), "hidden_states": hidden, "depths": depths}
+        outputs = self._run(inputs, batch, cache)
+        final = outputs["last_hidden_state"][rows]
+        return outputs["logits"][rows], final, outputs["gates"][rows] if "gates" in outputs else final[:, :0]
+
+    def condition(self, logits: Tensor, gates: Tensor, tokens: Tensor) -> Tensor:
+        """``[R, D]`` logits of nodes with these tokens."""
+        if self._markov is None:
+            return logits
+        return logits + self._markov.run({"input_ids": fit_tokens(tokens, self._size), "gates": gates})["logits"]

@@ -29,6 +29,7 @@ class Batch:
         temperatures: ``[B]`` at which the answers were drawn.
         inputs: ``[B, L - 1, F]`` the target's hidden states, of all tokens but the last.
         final: ``[B, L - 1, H]`` what the target's head is given at these tokens; row j predicts token j + 1.
+        normalisers: ``[B, L - 1]`` log-sum-exp of the target's rows there.
     """
 
     tokens: Tensor
@@ -36,6 +37,7 @@ class Batch:
     temperatures: Tensor
     inputs: Tensor
     final: Tensor
+    normalisers: Tensor
 
     def to(self, device: torch.device) -> "Batch":
         return Batch(*(getattr(self, name).to(device) for name in self.__dataclass_fields__))
@@ -43,6 +45,18 @@ class Batch:
     def learned(self, roles: Sequence[int]) -> Tensor:
         """``[B, L]`` bool: tokens of the given roles."""
         return torch.isin(self.roles, torch.tensor(roles, dtype=torch.uint8, device=self.roles.device))
+
+    def looked_up(self, size: int = 3) -> Tensor:
+        """``[B, L]`` bool: tokens that followed the ``size`` ones before them when those last occurred."""
+        found = []
+        for text in self.tokens.tolist():
+            following: dict[tuple[int, ...], int] = {}
+            found.append([False] * min(size, len(text)))
+            for at in range(size, len(text)):
+                suffix = tuple(text[at - size : at])
+                found[-1].append(following.get(suffix) == text[at])
+                following[suffix] = text[at]
+        return torch.tensor(found, device=self.tokens.device)
 
 
 class Place(NamedTuple):
@@ -114,8 +128,8 @@ class BatchLoader:
         shard = self.shards[places[0].shard]
         numbers = [place.sequence for place in places]
         rows = zip(*map(shard.sequence, numbers), strict=True), zip(*self.features(shard, numbers), strict=True)
-        tokens, roles, inputs, final = (pad_sequence(list(column), batch_first=True) for column in chain(*rows))
-        return Batch(tokens, roles, shard.temperatures[numbers], inputs, final)
+        tokens, roles, *features = (pad_sequence(list(column), batch_first=True) for column in chain(*rows))
+        return Batch(tokens, roles, shard.temperatures[numbers], *features)
 
     def _batches(self) -> list[list[Place]]:
         """Of this epoch, in ascending order of shards and lengths."""

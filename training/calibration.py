@@ -87,8 +87,8 @@ def drafted_lengths(chances: Tensor, threshold: float) -> Tensor:
 def tokens_per_second(lengths: Tensor, passes: Tensor, seconds: Sequence[float]) -> float:
     """Speed of decoding one text with chains of drafts, expected along text that the target wrote.
 
-    How many tokens are accepted is exact, see :func:`~arbordraft.training.validation.chain_tau`. How long a draft that
-    leaves the text goes on is not known from the text alone: it is taken to be as long as the one that keeps to it.
+    How many tokens are accepted is exact, see :func:`~arbordraft.training.validation.chain_accepted`. How long a draft
+    that leaves the text goes on is not known from the text: it is taken to be as long as the one that keeps to it.
 
     Args:
         lengths: ``[M]`` int64 drafted tokens of each draft, 0..G.

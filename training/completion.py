@@ -15,6 +15,7 @@ from arbordraft import NoDrafter, RaggedModel, SpeculativeDecoder, builders
 from arbordraft.prompts import left_padded
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.training.chat import ids_behind
+from arbordraft.training.loops import LoopCriteria, before_loop
 
 if TYPE_CHECKING:
     import httpx
@@ -24,7 +25,7 @@ _PAUSE = 1.0  # seconds before the first retry; doubled for every further one
 
 
 class Sampling(NamedTuple):
-    """How to continue texts: from the target's own law, neither cut off nor penalised.
+    """How to continue texts: from the target's own law, nothing cut off or penalised.
 
     Args:
         temperature: 0 for greedy.
@@ -39,14 +40,22 @@ class Completion(NamedTuple):
     """A continuation.
 
     Args:
-        tokens: the new ones, the stop token included if it ended so.
-        ended: whether it ended so.
+        tokens: the new ones, the stop token included if it ended so; no loops (:mod:`arbordraft.training.loops`).
+        ended: whether it ended with a stop token.
         hidden: ``[n - 1, F]`` states of all tokens but the last, prompt included, if they were asked for.
     """
 
     tokens: list[int]
     ended: bool
     hidden: Tensor | None = None
+
+    def without_loop(self) -> "Completion":
+        """The same up to its first loop."""
+        kept = before_loop(self.tokens)
+        if len(kept) == len(self.tokens):
+            return self
+        hidden = None if self.hidden is None else self.hidden[: len(kept) - len(self.tokens)]
+        return Completion([*kept], False, hidden)
 
 
 class Completer(Protocol):
@@ -78,7 +87,7 @@ class _Recorder(NoDrafter):
 
 
 class DecoderCompleter:
-    """Continues texts with the target in this process, in unpadded batches.
+    """Continues texts with the target in this process, in unpadded batches; whatever runs into a loop is stopped.
 
     Args:
         target: the model; ``kernels="auto"`` makes it about twice as fast on a CPU.
@@ -127,7 +136,13 @@ class DecoderCompleter:
             self._decoder.target.model,
             inputs["input_ids"],
             LogitsProcessorList([] if greedy else [TemperatureLogitsWarper(float(sampling.temperature))]),
-            StoppingCriteriaList([MaxLengthCriteria(longest + sampling.max_new_tokens), EosTokenCriteria(self._ends)]),
+            StoppingCriteriaList(
+                [
+                    MaxLengthCriteria(longest + sampling.max_new_tokens),
+                    EosTokenCriteria(self._ends),
+                    LoopCriteria(),
+                ]
+            ),
             GenerationConfig(do_sample=not greedy, pad_token_id=0, return_dict_in_generate=True),
             seeds=seeds,
             attention_mask=inputs["attention_mask"],
@@ -135,7 +150,8 @@ class DecoderCompleter:
         completions = []
         for sample, count in enumerate(output.stats.emitted):
             tokens = output.sequences[sample, longest : longest + count].tolist()
-            completions.append(Completion(tokens, tokens[-1] in self._ends, self._recorder.take(sample)))
+            written = Completion(tokens, tokens[-1] in self._ends, self._recorder.take(sample))
+            completions.append(written.without_loop())
         return completions
 
 
@@ -143,7 +159,8 @@ class ServerCompleter:
     """Continues texts with any server that offers OpenAI's ``/v1/completions`` for prompts of token ids.
 
     vLLM, SGLang and llama.cpp do. The server must run the same target. Where it returns no token ids, as only vLLM
-    does, its text is tokenised again.
+    does, its text is tokenised again. Loops are cut off, but the server has written them: its interface knows no way to
+    stop there.
 
     Args:
         url: of the API, for instance ``http://localhost:8000/v1``.
@@ -230,7 +247,7 @@ class ServerCompleter:
             end = reason if isinstance(reason, int) else self.tokenizer.eos_token_id
             tokens = tokens if tokens[-1:] == [end] else [*tokens, end]
         most = sampling.max_new_tokens  # tokenising again may give more
-        return Completion(tokens[:most], ended and len(tokens) <= most)
+        return Completion(tokens[:most], ended and len(tokens) <= most).without_loop()
 
     def _post(self, client: "httpx.Client", request: dict[str, Any]) -> "httpx.Response":
         import httpx

@@ -1,6 +1,7 @@
 """The data that drafters learn from: the target's own conversations, generated once and kept."""
 
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -13,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from arbordraft import RaggedModel
+from arbordraft.checks import positive
 from arbordraft.heads.base import fingerprint
 from arbordraft.training.batches import BatchLoader, Place
 from arbordraft.training.chat import ChatFormat
@@ -41,6 +43,8 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
             it the target runs in this process.
         server_model: the target's name there.
         generation_batch: texts that are continued at a time in this process.
+        minutes: time for generation, all runs together: no further shard is begun after it, and what is there is
+            learned. Without it the recipe's conversations are generated.
         cache: keep hidden states on disk; otherwise they are computed whenever a batch is made.
         batch_tokens: bound on the tokens of a batch, padding included, on every device.
         learn_prompts: learn from user turns that the target wrote, too.
@@ -58,6 +62,7 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
         server: str | None = None,
         server_model: str = "default",
         generation_batch: int = 128,
+        minutes: float | None = None,
         cache: bool = True,
         batch_tokens: int = 2048,
         learn_prompts: bool = True,
@@ -68,6 +73,7 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
         super().__init__()
         self.folder = ShardFolder(Path(folder))
         self.spec, self.recipe, self.prompts = target, recipe, prompts
+        self.minutes = math.inf if minutes is None else positive("minutes", minutes)
         self.server, self.server_model, self.generation_batch = server, server_model, generation_batch
         self.cache, self.batch_tokens = cache, batch_tokens
         self.learned = (ANSWER, PROMPT) if learn_prompts else (ANSWER,)
@@ -212,7 +218,7 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
                 bar.update(task, completed=done, total=shards, description=f"{total:,} tokens")
 
             task = bar.add_task("", total=None)
-            work.run(report, part=part, of=of)
+            work.run(report, part=part, of=of, minutes=self.minutes)
 
     @cached_property
     def _fresh(self) -> FreshFeatures:
@@ -230,7 +236,8 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
         size = self._cached.bytes_per_token(self.target, self.layers) * sum(len(shard.tokens) for shard in missing)
         with _progress(f"Caching hidden states, {size / 1e9:.1f} GB; cache: false computes them each time") as bar:
             for shard in bar.track(missing, description=""):
-                self._cached.write(shard, list(self._computed(shard, range(len(shard)))))
+                if not self._cached.add_normalisers(shard, self._fresh.head):
+                    self._cached.write(shard, list(self._computed(shard, range(len(shard)))))
 
     def _computed(self, shard: Shard, sequences: Sequence[int]) -> Iterator[Features]:
         for start in range(0, len(sequences), 16):

@@ -3,18 +3,19 @@
 import hashlib
 import json
 import random
-import re
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from math import ceil, inf
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from arbordraft.files import write_text
 from arbordraft.training.chat import ChatFormat
-from arbordraft.training.completion import Completer, Completion, Sampling
-from arbordraft.training.openings import draw_opening, known_words
+from arbordraft.training.completion import Completer, Sampling
 from arbordraft.training.shards import (
     ANSWER,
     GIVEN,
@@ -26,11 +27,9 @@ from arbordraft.training.shards import (
     read_shard,
     write_shard,
 )
+from arbordraft.training.user_turns import Dialogue, UserTurns
 
-_SHORTEST_TURN = 12  # characters; less is no question
 _FOLLOW_UP = 80  # most tokens of a follow-up
-_KEY = 60  # characters by which user turns are taken for the same
-_PROMPTING = 0.75  # temperature of user turns: at 1 a small model's questions make little sense
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Recipe:
     """What to generate.
 
     Args:
-        conversations: how many prompts in all.
+        conversations: how many prompts in all; the only setting that may be raised later, to have more of the same.
         per_shard: prompts in one shard: what an interruption can lose.
         temperatures: at which answers are drawn; each prompt takes the next ``answers`` of them, in turn.
         answers: answers per prompt.
@@ -52,12 +51,12 @@ class Recipe:
     """
 
     conversations: int = 10_000
-    per_shard: int = 128
-    temperatures: tuple[float, ...] = (0.0, 0.7, 0.0, 1.0)
+    per_shard: int = 256
+    temperatures: tuple[float, ...] = (0.0, 0.7, 0.7, 1.0)
     answers: int = 2
-    max_new_tokens: int = 256
+    max_new_tokens: int = 128
     max_tokens: int = 1024
-    follow_ups: float = 0.15
+    follow_ups: float = 0.5
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -81,24 +80,20 @@ class Recipe:
         return [self.temperatures[turn % len(self.temperatures)] for turn in range(first, first + self.answers)]
 
 
-@dataclass
-class _Draft:
-    """A conversation while it is written."""
+class _Clock:
+    """Adds up how long something takes, in a file, over many runs."""
 
-    users: list[str]  # user turns still to come
-    follow_up: bool = False  # the target is to write one more
-    tokens: list[int] = field(default_factory=list)
-    roles: list[int] = field(default_factory=list)
-    temperature: float = 0.0
-    ended: bool = False  # the last answer came to its end
-    hidden: Tensor | None = None
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.minutes = float(json.loads(path.read_text())) if path.exists() else 0.0
 
-    def add(self, tokens: Sequence[int], role: int) -> None:
-        self.tokens += tokens
-        self.roles += [role] * len(tokens)
+    def __enter__(self) -> None:
+        self._start = time.monotonic()
 
-    def copy(self, temperature: float) -> "_Draft":
-        return _Draft([*self.users], self.follow_up, [*self.tokens], [*self.roles], temperature)
+    def __exit__(self, failure: type[BaseException] | None, *rest: object) -> None:
+        if failure is None:
+            self.minutes += (time.monotonic() - self._start) / 60
+            write_text(self.path, json.dumps(self.minutes))
 
 
 @dataclass
@@ -130,24 +125,31 @@ class SelfDistillation:
     store: Callable[[Shard, list[Tensor]], object] | None = None
 
     def __post_init__(self) -> None:
-        if self.messages is None and not self.chat.ids(self.chat.before_user()):
-            raise ValueError("the chat template puts nothing before user turns, so the target cannot write any itself")
         if self.messages is not None and len(self.messages) < self.recipe.conversations:
             raise ValueError(
                 f"the recipe wants {self.recipe.conversations} conversations, but only {len(self.messages)} were "
                 "given; lower recipe.conversations"
             )
-        self._words = known_words(self.chat.tokenizer) if self.messages is None else []
+        self._turns = UserTurns(self.chat, self.complete) if self.messages is None else None
         self._to_user = self.chat.ids_behind(self.chat.to_user)
         self._to_assistant = self.chat.ids_behind(self.chat.to_assistant)
 
-    def run(self, progress: Callable[[int, int, int], object] = lambda *_: None, *, part: int = 0, of: int = 1) -> None:
+    def run(
+        self,
+        progress: Callable[[int, int, int], object] = lambda *_: None,
+        *,
+        part: int = 0,
+        of: int = 1,
+        minutes: float = inf,
+    ) -> None:
         """Generates what is missing.
 
         Args:
-            progress: told the shards done, the shards in all, and how many tokens came since the last call.
+            progress: told the shards done, the shards in all as far as that can be told, and how many tokens came since
+                the last call.
             part: which share of the shards, 0 to ``of - 1``: several processes can fill one folder.
             of: number of shares.
+            minutes: begin no further shard once those of this part took so long, those of runs before included.
 
         Raises:
             ShardError: if the folder was begun with other settings or holds a damaged shard.
@@ -155,139 +157,113 @@ class SelfDistillation:
         """
         if not 0 <= part < of:
             raise ValueError(f"parts are numbered 0..{of - 1}, got {part}")
-        manifest = {**self.provenance, "recipe": asdict(self.recipe), "template": self.chat.tokenizer.chat_template}
+        recipe = asdict(self.recipe)
+        del recipe["conversations"]  # a folder may grow
+        manifest = {**self.provenance, "recipe": recipe, "template": self.chat.tokenizer.chat_template}
         if self.messages is not None:
             manifest["messages"] = hashlib.sha256(json.dumps(self.messages).encode()).hexdigest()
         self.folder.claim(manifest)
         mine = range(part, self.recipe.shards, of)
+        clock, count = _Clock(self.folder.folder / f"minutes-{part}.json"), len(mine)
         for number, index in enumerate(mine):
             path = self.folder.path(index)
             if path.exists():
                 read_shard(path)
+            elif clock.minutes < minutes:
+                with clock:
+                    self._write(path, index, partial(progress, number, count))
+                count = min(len(mine), ceil(max(1, minutes / clock.minutes) * (number + 1))) if minutes < inf else count
             else:
-                self._write(path, index, partial(progress, number, len(mine)))
-            progress(number + 1, len(mine), 0)
+                break
+            progress(number + 1, count, 0)
 
     def _write(self, path: Path, index: int, done: Callable[[int], object]) -> None:
         source = random.Random(f"{self.recipe.seed} {index}")
         first = index * self.recipe.per_shard
         count = min(self.recipe.per_shard, self.recipe.conversations - first)
-        if self.messages is None:
-            prompts = list(self._written(count, source, done))
-        else:
-            prompts = [self._taken(messages) for messages in self.messages[first : first + count]]
-        drafts = [
+        prompts = self._prompts(first, first + count, source, done)
+        dialogues = [
             prompt.copy(temperature)
             for number, prompt in enumerate(prompts)
             if self._fits(len(prompt.tokens))
             for temperature in self.recipe.of_prompt(number)
         ]
-        self._converse(drafts, source, done)
-        shard = pack([Conversation(draft.tokens, draft.roles, draft.temperature) for draft in drafts], path)
+        self._converse(dialogues, source, done)
+        shard = pack([Conversation(one.tokens, one.roles, one.temperature) for one in dialogues], path)
         if self.store:
-            self.store(shard, [draft.hidden for draft in drafts if draft.hidden is not None])
+            self.store(shard, [one.hidden for one in dialogues if one.hidden is not None])
         write_shard(shard)
 
-    def _taken(self, messages: Sequence[dict[str, str]]) -> _Draft:
+    def _prompts(self, first: int, end: int, source: random.Random, done: Callable[[int], object]) -> list[Dialogue]:
+        if self.messages is not None:
+            return [self._taken(messages) for messages in self.messages[first:end]]
+        assert self._turns is not None
+        prompts = list(self._turns.first(end - first, source, done))
+        for prompt in prompts:
+            prompt.follow_up = source.random() < self.recipe.follow_ups
+            prompt.add(self._to_assistant, GIVEN)
+        return prompts
+
+    def _taken(self, messages: Sequence[dict[str, str]]) -> Dialogue:
         said = {role: [m["content"] for m in messages if m["role"] == role] for role in ("system", "user")}
         if not said["user"]:
             raise ValueError(f"a conversation has no user turn: {messages}")
         first, *users = said["user"]
-        draft = _Draft(users)
         before = self.chat.before_user(*said["system"][:1])
-        draft.add(self.chat.ids(before + first + self.chat.to_assistant), GIVEN)
-        return draft
+        prompt = Dialogue(users)
+        prompt.add(self.chat.ids(before + first + self.chat.to_assistant), GIVEN)
+        return prompt
 
-    def _written(self, count: int, source: random.Random, done: Callable[[int], object]) -> Iterator[_Draft]:
-        before = self.chat.before_user()
-        openings = [draw_opening(source, self._words) for _ in range(count)]
-        begun = [self.chat.ids(before + opening.text) for opening in openings]
-        turns: dict[int, list[int]] = {}
-        for limit in sorted({opening.limit for opening in openings}):
-            group = [number for number, opening in enumerate(openings) if opening.limit == limit]
-            group_turns = self._user_turns([begun[number] for number in group], limit, source, done)
-            turns |= dict(zip(group, group_turns, strict=True))
-        seen: set[str] = set()  # of this shard alone, so that shards do not depend on each other
-        for number, opening in enumerate(openings):
-            text = opening.text + self.chat.text(turns[number])
-            key = re.sub(r"[^\w ]", "", text.lower())[:_KEY]
-            if not _asks(text) or key in seen:
-                continue
-            seen.add(key)
-            draft = _Draft([], follow_up=source.random() < self.recipe.follow_ups)
-            draft.add(begun[number], GIVEN)
-            draft.add(turns[number], PROMPT)
-            draft.add(self._to_assistant, GIVEN)
-            yield draft
-
-    def _user_turns(
-        self, texts: Sequence[Sequence[int]], limit: int, source: random.Random, done: Callable[[int], object]
-    ) -> list[list[int]]:
-        """Lets the target write user turns of at most ``limit`` tokens."""
-        completions = self.complete(texts, Sampling(_PROMPTING, limit), source.getrandbits(31), done)
-        return [self._turn(completion) for completion in completions]
-
-    def _turn(self, written: Completion) -> list[int]:
-        """A user turn without its end, and cut behind a sentence if it came to none."""
-        tokens = written.tokens[:-1] if written.ended else written.tokens
-        for end, token in enumerate(tokens):
-            if token in self.chat.special:
-                return tokens[:end]
-        if not written.ended:
-            for end in range(len(tokens), len(tokens) // 2, -1):
-                if self.chat.text(tokens[:end]).rstrip().endswith((".", "?", "!", ":")):
-                    return tokens[:end]
-        return tokens
-
-    def _converse(self, drafts: list[_Draft], source: random.Random, done: Callable[[int], object]) -> None:
+    def _converse(self, dialogues: list[Dialogue], source: random.Random, done: Callable[[int], object]) -> None:
         """Lets the target answer, as often as somebody asks."""
-        while drafts:
-            for temperature in sorted({draft.temperature for draft in drafts}):
-                group = [draft for draft in drafts if draft.temperature == temperature]
+        while dialogues:
+            for temperature in sorted({dialogue.temperature for dialogue in dialogues}):
+                group = [dialogue for dialogue in dialogues if dialogue.temperature == temperature]
                 sampling = Sampling(temperature, self.recipe.max_new_tokens)
-                answers = self.complete([draft.tokens for draft in group], sampling, source.getrandbits(31), done)
-                for draft, answer in zip(group, answers, strict=True):
-                    draft.add(answer.tokens, ANSWER)
-                    draft.ended, draft.hidden = answer.ended, answer.hidden
-            drafts = self._asked_again(drafts, source, done)
+                texts = [dialogue.tokens for dialogue in group]
+                answers = self.complete(texts, sampling, source.getrandbits(31), done)
+                for dialogue, answer in zip(group, answers, strict=True):
+                    dialogue.add(answer.tokens, ANSWER)
+                    dialogue.ended, dialogue.hidden = answer.ended, answer.hidden
+            dialogues = self._asked_again(dialogues, source, done)
 
-    def _asked_again(self, drafts: list[_Draft], source: random.Random, done: Callable[[int], object]) -> list[_Draft]:
+    def _asked_again(
+        self, dialogues: list[Dialogue], source: random.Random, done: Callable[[int], object]
+    ) -> list[Dialogue]:
         """Adds the next user turns; returns the conversations that got one."""
-        going = [draft for draft in drafts if draft.ended and draft.tokens[-1] in self._to_user]
-        asked = self._followed_up([draft for draft in going if draft.follow_up], source, done)
-        for draft in going:
-            if draft.users:
-                turn = self._behind_answer(draft, draft.users.pop(0) + self.chat.to_assistant)
-                if self._fits(len(draft.tokens) + len(turn)):
-                    draft.add(turn, GIVEN)
-                    asked.append(draft)
+        going = [dialogue for dialogue in dialogues if dialogue.ended and dialogue.tokens[-1] in self._to_user]
+        asked = self._followed_up([dialogue for dialogue in going if dialogue.follow_up], source, done)
+        for dialogue in going:
+            if dialogue.users:
+                turn = self._behind_answer(dialogue, dialogue.users.pop(0) + self.chat.to_assistant)
+                if self._fits(len(dialogue.tokens) + len(turn)):
+                    dialogue.add(turn, GIVEN)
+                    asked.append(dialogue)
         return asked
 
-    def _followed_up(self, drafts: list[_Draft], source: random.Random, done: Callable[[int], object]) -> list[_Draft]:
+    def _followed_up(
+        self, dialogues: list[Dialogue], source: random.Random, done: Callable[[int], object]
+    ) -> list[Dialogue]:
+        if self._turns is None:
+            return []
         room = _FOLLOW_UP + len(self._to_assistant)
-        begun = [(draft, draft.tokens + self._behind_answer(draft)) for draft in drafts]
-        begun = [(draft, text) for draft, text in begun if self._fits(len(text) + room)]
-        turns = self._user_turns([text for _, text in begun], _FOLLOW_UP, source, done)
+        begun = [(dialogue, dialogue.tokens + self._behind_answer(dialogue)) for dialogue in dialogues]
+        begun = [(dialogue, text) for dialogue, text in begun if self._fits(len(text) + room)]
+        turns = self._turns.go_on([text for _, text in begun], _FOLLOW_UP, source, done)
         asked = []
-        for (draft, text), turn in zip(begun, turns, strict=True):
-            draft.follow_up = False
-            if _asks(self.chat.text(turn)):
-                draft.add(text[len(draft.tokens) :], GIVEN)
-                draft.add(turn, PROMPT)
-                draft.add(self._to_assistant, GIVEN)
-                asked.append(draft)
+        for (dialogue, text), turn in zip(begun, turns, strict=True):
+            dialogue.follow_up = False
+            if self._turns.asks(turn):
+                dialogue.add(text[len(dialogue.tokens) :], GIVEN)
+                dialogue.add(turn, PROMPT)
+                dialogue.add(self._to_assistant, GIVEN)
+                asked.append(dialogue)
         return asked
 
-    def _behind_answer(self, draft: _Draft, text: str = "") -> list[int]:
+    def _behind_answer(self, dialogue: Dialogue, text: str = "") -> list[int]:
         """The beginning of the next user turn, less the end of the answer, which is there already."""
         tokens = self.chat.ids_behind(self.chat.to_user + text)
-        return tokens[tokens.index(draft.tokens[-1]) + 1 :]
+        return tokens[tokens.index(dialogue.tokens[-1]) + 1 :]
 
     def _fits(self, tokens: int) -> bool:
         return tokens + self.recipe.max_new_tokens <= self.recipe.max_tokens
-
-
-def _asks(text: str) -> bool:
-    """Whether a user turn is one: not too short, and not a few words over and over."""
-    words = text.lower().split()
-    return len(text.strip()) >= _SHORTEST_TURN and (len(words) <= 30 or len(set(words)) >= len(words) / 4)

@@ -3,14 +3,13 @@
 Shapes: B sequences, L tokens, S slots, R predictions, D draft vocabulary.
 """
 
-import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -18,19 +17,20 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-from torch.optim.lr_scheduler import LambdaLR
 
 from arbordraft import RaggedModel, TreeTopology
-from arbordraft.checks import whole
+from arbordraft.checks import real, whole
 from arbordraft.drawing import tree_picture
 from arbordraft.training.batches import Batch
+from arbordraft.training.chunked_loss import DraftRows, distillation_loss
 from arbordraft.training.data import SelfDistillationDataModule
 from arbordraft.training.drafts import follow
 from arbordraft.training.features import TeacherHead
-from arbordraft.training.losses import distillation_loss, loss_named, position_decay
+from arbordraft.training.losses import loss_named, position_decay
 from arbordraft.training.optimizers import MuonAdamW
 from arbordraft.training.reports import acceptance_figure, card, tau_figure
 from arbordraft.training.resuming import check_fit
+from arbordraft.training.schedule import BEFORE_COOLDOWN, Phase, progress, relative_rate
 from arbordraft.training.students import EagleStudent, Student
 from arbordraft.training.validation import decoded, expectations
 
@@ -48,20 +48,6 @@ class TrainingOutOfMemory(RuntimeError):
     """A step did not fit into memory."""
 
 
-class Phase(NamedTuple):  # which command lines can print as a default, unlike a dataclass in a tuple
-    """A part of training.
-
-    Args:
-        until: where it ends, as a share of all optimizer steps.
-        steps: drafting steps to unroll.
-        loss: one of :data:`~arbordraft.training.losses.LOSSES`.
-    """
-
-    until: float
-    steps: int
-    loss: str
-
-
 class DrafterModule(LightningModule):  # type: ignore[misc]  # Lightning is not type-checked here
     """Distils a target into a drafter, on the target's own text.
 
@@ -69,19 +55,23 @@ class DrafterModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
         student: which drafter.
         phases: from easy to hard: unrolling costs time and pays only once single steps are good.
         decay: weight of a drafting step relative to the one before.
-        lr: highest learning rate, reached after ``warmup`` optimizer steps, held until ``flat``, then lowered along a
-            cosine to 3 %.
+        lr: highest learning rate, reached after ``warmup`` optimizer steps and held until the cool-down.
         warmup: optimizer steps.
-        flat: share of training.
-        chunk: rows of logits in memory at a time.
+        cooldown: share of training, of the time (``trainer.max_time``) or steps given, at the end of which the learning
+            rate falls to 0. The state before is kept beside the other checkpoints, as ``before-cooldown.ckpt``: a
+            training that is given more goes on from there as if it had been given that at once.
+        lookup_weight: weight of tokens that a lookup of the last three in the text predicts, in [0, 1]. Decoding that
+            tries lookups first needs no drafter for them: 0 leaves them out.
+        chunk: positions whose rows of logits are in memory at a time.
         draft_steps: drafting steps that validation looks at.
         tree: children per level of the tree whose block efficiency validation reports.
+        walked_tokens: of every held-out answer, those along which validation emulates decoding.
         decoded: held-out prompts that validation decodes with the drafter.
         decoded_tokens: longest answer there.
 
     Raises:
         ValueError: if the phases do not end in ascending order at 1.0, name an unknown loss or have no steps, or
-            ``decay`` or ``chunk`` is out of range.
+            another number is out of range.
     """
 
     def __init__(
@@ -91,10 +81,12 @@ class DrafterModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
         decay: float = 0.85,
         lr: float = 1e-3,
         warmup: int = 30,
-        flat: float = 0.3,
+        cooldown: float = 0.2,
+        lookup_weight: float = 1.0,
         chunk: int = 256,
         draft_steps: int = 4,
         tree: tuple[int, ...] = (4, 2, 1, 1),
+        walked_tokens: int = 128,
         decoded: int = 4,
         decoded_tokens: int = 64,
     ) -> None:
@@ -106,10 +98,13 @@ class DrafterModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
             position_decay(phase.steps, decay)
         self.student = student or EagleStudent()
         self.phases, self.decay = list(phases), decay
-        self.lr, self.warmup, self.flat, self.chunk = lr, warmup, flat, whole("chunk", chunk, least=1)
+        self.lr, self.warmup, self.cooldown = lr, warmup, real("cooldown", cooldown, 0, 1)
+        self.lookup_weight, self.chunk = real("lookup_weight", lookup_weight, 0, 1), whole("chunk", chunk, least=1)
+        self.walked_tokens = whole("walked_tokens", walked_tokens, least=1)
         self.draft_steps, self.decoded, self.decoded_tokens = draft_steps, decoded, decoded_tokens
         self.tree = TreeTopology.from_k_config(tree)
         self.samples: dict[str, list[Any]] = {}
+        self._progress = 0.0
         self._seen: list[dict[str, Tensor]] = []
 
     def save(self, folder: Path) -> None:
@@ -157,11 +152,28 @@ class DrafterModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
             register_fsdp_forward_method(self, "training_step")
             register_fsdp_forward_method(self, "validation_step")
 
-    def configure_optimizers(self) -> dict[str, Any]:
-        """Muon and AdamW with a warm-up, a plateau and a cosine."""
-        optimizer = MuonAdamW(self.student, self.lr)
-        schedule = LambdaLR(optimizer, self._rate)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+    def configure_optimizers(self) -> MuonAdamW:
+        return MuonAdamW(self.student, self.lr)
+
+    def on_train_start(self) -> None:
+        self._advance()
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, index: int) -> None:
+        """Keeps the state before the cool-down, and has Lightning validate what training ends with."""
+        before = self._progress
+        self._advance()
+        keeper = self.trainer.checkpoint_callback
+        if keeper is not None and before < 1 - self.cooldown <= self._progress:
+            self.trainer.save_checkpoint(Path(keeper.dirpath) / BEFORE_COOLDOWN)
+        if self._progress == 1:
+            self.trainer.should_stop = True
+
+    def _advance(self) -> None:
+        """Notes how far training is, and sets the learning rate of the next step; a resumed training does, too."""
+        self._progress = progress(self.trainer)
+        rate = self.lr * relative_rate(self.global_step, self._progress, self.warmup, self.cooldown)
+        for optimizer in self.trainer.optimizers:
+            optimizer.set_lr(rate)
 
     def training_step(self, batch: Batch, index: int) -> Tensor:
         """Distillation loss of all drafting steps of the present phase.
@@ -170,40 +182,45 @@ class DrafterModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
             TrainingDiverged: if the loss is no number.
             TrainingOutOfMemory: if the step did not fit into memory; it names the settings that help.
         """
-        progress = self.global_step / max(1, self.trainer.estimated_stepping_batches)
-        phase = next(phase for phase in self.phases if progress < phase.until or phase is self.phases[-1])
+        phase = next(phase for phase in self.phases if self._progress < phase.until or phase is self.phases[-1])
         with self._explained():
-            return self._loss(batch, phase)
+            every = self.trainer.log_every_n_steps
+            return self._loss(batch, phase, measure=every > 0 and (self.global_step + 1) % every == 0)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Gradients; raises as :meth:`training_step` does."""
         with self._explained():
             super().backward(loss, *args, **kwargs)
 
-    def _loss(self, batch: Batch, phase: Phase) -> Tensor:
-        learned, tokens = batch.learned(self.data.learned), self.student.tokens
-        teacher, finish = self._teacher.rows(tokens)
-        weights = position_decay(phase.steps, self.decay)
-        losses = []
-        for step, prediction in enumerate(self.student.unroll(batch, self.data.target, phase.steps)):
-            wanted = learned[:, prediction.ahead :].clone()
-            wanted[:, : prediction.first] = False
-            rows = wanted.flatten().nonzero()[:, 0]
-            result = distillation_loss(
-                prediction.hidden[:, : wanted.shape[1]].flatten(0, 1)[rows],
-                prediction.head,
-                prediction.bias,
-                batch.final[:, prediction.ahead - 1 :].flatten(0, 1)[rows],
-                teacher,
-                finish,
-                loss_named(phase.loss),
-                self.chunk,
-            )
-            losses.append(result.loss * weights[step])
-            self.log(f"train/acceptance_pos_{step + 1}", result.acceptance.mean(), batch_size=1)
-            self.log(f"train/agreement_pos_{step + 1}", result.agreement.float().mean(), batch_size=1)
-        loss = torch.stack(losses).sum() / weights[: len(losses)].sum()
-        if not loss.isfinite():
+    def _loss(self, batch: Batch, phase: Phase, *, measure: bool = False) -> Tensor:
+        predictions = list(self.student.unroll(batch, self.data.target, phase.steps))
+        ahead, teacher = predictions[0].ahead, self._teacher.part(self.student.tokens)
+        wanted = batch.learned(self.data.learned).float()
+        if self.lookup_weight < 1:
+            wanted[batch.looked_up()] *= self.lookup_weight
+        wanted = wanted[:, ahead:]
+        places = wanted.flatten().nonzero()[:, 0]
+
+        def rows(values: Tensor) -> Tensor:
+            """Of the learned tokens, from what slots have."""
+            return values[:, : wanted.shape[1]].flatten(0, 1).index_select(0, places)
+
+        final, normalisers = rows(batch.final[:, ahead - 1 :]), rows(batch.normalisers[:, ahead - 1 :])
+        weights = torch.stack([rows(wanted * found.trained(wanted.shape[1])) for found in predictions])
+        weights /= weights.sum(dim=1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
+        decay = position_decay(len(predictions), self.decay).to(weights.device)
+        result = distillation_loss(
+            [DraftRows(rows(f.hidden), f.head, f.bias, partial=f.slots is not None) for f in predictions],
+            lambda part: teacher(final[part]) - normalisers[part, None],
+            weights * (decay / decay.sum())[:, None],
+            loss_named(phase.loss),
+            self.chunk,
+            measure=measure,
+        )
+        for name in ("acceptance", "agreement") if measure else ():
+            for step, value in enumerate((getattr(result, name) * weights).sum(dim=1).tolist()):
+                self.log(f"train/{name}_pos_{step + 1}", value, batch_size=1)
+        if not (loss := result.loss).isfinite():
             raise TrainingDiverged(f"the loss became {loss.item()} at step {self.global_step}; {_DIVERGED}")
         self.log("train/loss", loss, prog_bar=True, batch_size=1)
         return loss
@@ -216,12 +233,13 @@ class DrafterModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
         drafts = follow(self.student, batch, self.data.target, self._teacher, self.draft_steps)
         tensors = {name: getattr(drafts, name) for name in ("labels", "passes", "ranks", "valid")}
         tensors["temperatures"] = batch.temperatures[drafts.sequences]
+        tensors["answers"] = drafts.answers + sum(len(seen["answers"]) for seen in self._seen)  # other numbers
         self._seen.append({name: values.cpu() for name, values in tensors.items()})
 
     def on_validation_epoch_end(self) -> None:
         """Reports expected block efficiencies, acceptance by depth, and a real decode."""
         seen = {name: torch.cat([part[name] for part in self._seen], dim=-1) for name in self._seen[0]}
-        metrics, acceptance = expectations(seen, self.tree)
+        metrics, acceptance = expectations(seen, self.tree, self.walked_tokens)
         if acceptance:
             self.student.network.config.acceptance = acceptance
         self._gather()
@@ -275,9 +293,3 @@ class DrafterModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
                 f"{error}. Lower data.batch_tokens (now {self.data.batch_tokens}), model.chunk (now {self.chunk}), "
                 "the draft vocabulary or the drafting steps of the last phase"
             ) from error
-
-    def _rate(self, step: int) -> float:
-        warm = min(1.0, (step + 1) / max(1, self.warmup))
-        total = max(1, self.trainer.estimated_stepping_batches)
-        left = min(1.0, max(0.0, (step / total - self.flat) / max(1e-9, 1 - self.flat)))
-        return warm * (0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * left)))

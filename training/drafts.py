@@ -41,6 +41,7 @@ class Drafts:
         valid: ``[G, M]`` bool: whether the answer goes so far. Where it does not, ``passes`` and ``weights`` are 0,
             ``ranks`` that of no token, and all else means nothing.
         sequences: ``[M]`` the sequence of the batch.
+        answers: ``[M]`` number of the answer in the batch. Drafts come in the order in which they begin.
     """
 
     places: Tensor
@@ -52,6 +53,7 @@ class Drafts:
     weights: Tensor
     valid: Tensor
     sequences: Tensor
+    answers: Tensor
 
 
 @torch.no_grad()
@@ -89,7 +91,7 @@ def follow(
     if hidden_size:
         for step, prediction in enumerate(predictions):
             slots = (first + step - prediction.ahead).clamp(max=prediction.hidden.shape[1] - 1)
-            hidden[step] = prediction.hidden[sequences, slots].float()
+            hidden[step] = prediction.hidden[sequences, slots, :hidden_size].float()
     depths = torch.arange(steps, device=rows.device)[:, None].expand_as(valid)
     reach = _before(own.clamp(min=UNLIKELY).log(), 0.0).cumsum(dim=0)
     greedy = (batch.temperatures[sequences] == 0).expand_as(valid)
@@ -103,6 +105,7 @@ def follow(
         weights=_before(passes, 1.0).cumprod(dim=0) * valid,
         valid=valid.bool(),
         sequences=sequences,
+        answers=functional.pad(((sequences.diff() != 0) | (first.diff() != 1)).cumsum(dim=0), (1, 0)),
     )
 
 
@@ -115,6 +118,7 @@ def _rows(
     and rank, the row's entropy and its highest probabilities.
     """
     count, length = batch.tokens.shape
+    vocabulary = student.tokens
     rows = torch.zeros(len(predictions), count * length, 6 + top_k, device=batch.tokens.device)
     for part in (batch.roles == ANSWER).flatten().nonzero()[:, 0].split(_ROWS):
         sequences, at = part // length, part % length
@@ -124,14 +128,18 @@ def _rows(
         # One target row serves all drafting steps.
         target = (teacher(batch.final[sequences, at - 1]).float() / heat).softmax(dim=-1)
         likely = target.gather(1, text[:, None])[:, 0].clamp(min=_TINY)
+        known, place = torch.ones_like(greedy), text
+        if vocabulary is not None:  # what cannot be drafted has probability 0
+            target, place = target[:, vocabulary], torch.searchsorted(vocabulary, text).clamp(max=len(vocabulary) - 1)
+            known = vocabulary[place] == text
         for step, prediction in enumerate(predictions):
             slots = at - prediction.ahead
             hidden = prediction.hidden[sequences, slots.clamp(min=0)].to(prediction.head.dtype)
             logits = functional.linear(hidden, prediction.head, prediction.bias)
-            draft = (student.widen(logits.float()) / heat).softmax(dim=-1)
-            own = draft.gather(1, text[:, None])[:, 0]
+            draft = (logits.float() / heat).softmax(dim=-1)
+            own = draft.gather(1, place[:, None])[:, 0] * known
             rank = (draft > own[:, None]).sum(dim=-1)
-            matches = (draft.argmax(dim=-1) == text).float()
+            matches = ((draft.argmax(dim=-1) == place) & known).float()
             label = torch.where(greedy, matches, torch.minimum(target, draft).sum(dim=-1).clamp(max=1))
             passes = torch.where(greedy, matches, (own / likely).clamp(max=1))
             entropy = torch.special.entr(draft).sum(dim=-1)

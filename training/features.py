@@ -3,11 +3,13 @@
 Shapes: n tokens of a sequence, N of a shard, F input features side by side, H hidden size, V vocabulary, R rows.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from copy import copy
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -15,6 +17,7 @@ from arbordraft import RaggedModel
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.training.shards import Shard, ShardError, ShardFolder, read_rows, write_tensors
 
+_ROWS = 64  # rows of logits over the whole vocabulary that are in memory at a time
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}  # of a row's norm; half precision rounds by far more
 
 
@@ -24,10 +27,13 @@ class Features(NamedTuple):
     Args:
         inputs: ``[n - 1, F]`` hidden states that the drafter is given.
         final: ``[n - 1, H]`` outputs of the final norm, from which the head makes the rows to imitate.
+        normalisers: ``[n - 1]`` log-sum-exp of these rows over the whole vocabulary, with which a part of a row has the
+            probabilities that decoding will show.
     """
 
     inputs: Tensor
     final: Tensor
+    normalisers: Tensor
 
 
 class TeacherHead(nn.Module):
@@ -52,21 +58,25 @@ class TeacherHead(nn.Module):
         self._check(target)
 
     def forward(self, final: Tensor) -> Tensor:
-        """``[R, V]`` logits of ``[R, H]``."""
-        weight, finish = self.rows(None)
-        return finish(functional.linear(final.to(weight.dtype), weight))
+        """``[R, V]`` logits of ``[R, H]``, multiplied as the target does, in float32 at least."""
+        with torch.autocast(final.device.type, enabled=False):
+            logits = functional.linear(final.to(self.weight.dtype), self.weight)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = logits if self.bias is None else logits + self.bias
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
-    def rows(self, tokens: Tensor | None) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """``[D, H]`` weights of some tokens, or of all, and what makes logits of their ``[R, D]`` products."""
-        weight, bias = self.weight, self.bias
-        if tokens is not None:
-            weight, bias = weight[tokens], None if bias is None else bias[tokens]
+    def part(self, tokens: Tensor | None) -> "TeacherHead":
+        """The head of ``[D]`` tokens alone, or of all."""
+        if tokens is None:
+            return self
+        part = copy(self)
+        part._buffers = {name: rows if rows is None else rows[tokens] for name, rows in self._buffers.items()}
+        return part
 
-        def finish(products: Tensor) -> Tensor:
-            logits = products if bias is None else products + bias
-            return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
-
-        return weight, finish
+    @torch.no_grad()
+    def normalisers(self, final: Tensor) -> Tensor:
+        """``[R]`` log-sum-exp of the logits of ``[R, H]``, in float32 at least; a few rows are in memory at a time."""
+        return torch.cat([self(rows).logsumexp(dim=-1) for rows in final.split(_ROWS)])
 
     def _check(self, target: RaggedModel) -> None:
         cache = RaggedKVCache()
@@ -103,7 +113,8 @@ class FreshFeatures:
     def split(self, states: Tensor) -> Features:
         """Takes ``[n - 1, F + H]`` states apart."""
         width = self.head.weight.shape[1]
-        return Features(states[:, :-width], states[:, -width:])
+        final = states[:, -width:]
+        return Features(states[:, :-width], final, self.head.normalisers(final))
 
 
 class CachedFeatures:
@@ -128,13 +139,28 @@ class CachedFeatures:
         if [len(sequence.inputs) + 1 for sequence in features] != lengths:
             raise ShardError(f"{len(features)} sequences of features do not fit the sequences of {shard.path}")
         # The row that the last token lacks is filled, so that one list of offsets serves both files.
-        columns = [torch.cat([functional.pad(p, (0, 0, 0, 1)) for p in parts]) for parts in zip(*features, strict=True)]
+        columns = [
+            torch.cat([part for rows in parts for part in (rows, rows.new_zeros(1, *rows.shape[1:]))])
+            for parts in zip(*features, strict=True)
+        ]
         layers = ",".join(map(str, self.layers))
         metadata = {"digest": shard.digest, "layers": layers}
         write_tensors(dict(zip(Features._fields, columns, strict=True)), self.folder.hidden_path(shard), metadata)
 
+    def add_normalisers(self, shard: Shard, head: TeacherHead) -> bool:
+        """Completes a file of before there were normalisers; whether this is one."""
+        path = self.folder.hidden_path(shard)
+        if not path.exists():
+            return False
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata()
+        tensors = load_file(path)
+        tensors["normalisers"] = head.normalisers(tensors["final"].to(head.weight.device)).cpu()
+        write_tensors(tensors, path, metadata)
+        return True
+
     def complete(self, shard: Shard) -> bool:
-        """Whether the features of a shard are there, belong to it and cover the wanted layers.
+        """Whether the features of a shard are all there, belong to it and cover the wanted layers.
 
         Raises:
             ShardError: if there is something else.
@@ -145,7 +171,7 @@ class CachedFeatures:
         try:
             with safe_open(path, "pt") as file:
                 digest, layers = (file.metadata() or {}).get("digest"), _layers(file)
-                rows = file.get_slice("inputs").get_shape()[0]
+                rows, stored = file.get_slice("inputs").get_shape()[0], set(file.keys())
         except (OSError, SafetensorError) as error:
             raise ShardError(f"{path} cannot be read ({error}); delete it to compute it again") from error
         if digest != shard.digest or rows != len(shard.tokens):
@@ -154,7 +180,7 @@ class CachedFeatures:
             raise ShardError(
                 f"{path} holds hidden states {layers}, the drafter reads {self.layers}; delete it to compute it again"
             )
-        return True
+        return stored >= {*Features._fields}
 
     def read(self, shard: Shard, sequences: Sequence[int]) -> list[Features]:
         """Features of some sequences of a shard."""
@@ -166,15 +192,13 @@ class CachedFeatures:
         if layers == self.layers:
             return features
         wanted = [layers.index(layer) for layer in self.layers]
-        return [
-            Features(inputs.unflatten(1, (len(layers), -1))[:, wanted].flatten(1), final) for inputs, final in features
-        ]
+        return [f._replace(inputs=f.inputs.unflatten(1, (len(layers), -1))[:, wanted].flatten(1)) for f in features]
 
     @staticmethod
     def bytes_per_token(target: RaggedModel, layers: Sequence[int]) -> int:
         """What the cache takes on disk."""
-        width = target.model.get_output_embeddings().weight.shape[1]
-        return (len(layers) + 1) * width * target.model.dtype.itemsize
+        width, dtype = target.model.get_output_embeddings().weight.shape[1], target.model.dtype
+        return (len(layers) + 1) * width * dtype.itemsize + torch.promote_types(dtype, torch.float32).itemsize
 
     def check(self, shard: Shard, sequences: Sequence[int], fresh: FreshFeatures) -> None:
         """Compares cached features with a fresh forward.
@@ -185,7 +209,8 @@ class CachedFeatures:
         expected = fresh([shard.sequence(number)[0].tolist() for number in sequences])
         for sequence, cached, wanted in zip(sequences, self.read(shard, sequences), expected, strict=True):
             for name, ours, theirs in zip(Features._fields, cached, wanted, strict=True):
-                if not _close(ours, theirs.cpu()):
+                # Normalisers are of full precision, but only as exact as the states that they come from.
+                if not _close(ours, theirs.cpu().to(wanted.final.dtype)):
                     raise ShardError(
                         f"{self.folder.hidden_path(shard)}: cached {name} of sequence {sequence} differ from a fresh "
                         "forward of this target; delete the file to compute it again"
@@ -201,5 +226,6 @@ def _close(actual: Tensor, expected: Tensor, half: float = 0.1) -> bool:
     """Whether two tensors are the same but for rounding, row by row."""
     if actual.shape != expected.shape:
         return False
+    actual, expected = actual.reshape(len(actual), -1), expected.reshape(len(expected), -1)
     error, size = (actual.double() - expected.double()).norm(dim=-1), expected.double().norm(dim=-1)
     return bool((error <= _ROUNDING.get(expected.dtype, half) * size).all())

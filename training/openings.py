@@ -16,27 +16,34 @@ _SHORTEST_WORD = 4  # letters
 
 
 class Opening(NamedTuple):
-    """How a user turn begins, and the most tokens that may follow."""
+    """How a user turn begins, and the most tokens that may follow.
 
+    With ``around``, ``text`` is a request instead, and the turn is the answer to it in the place of ``{text}``. If that
+    does not come to the end of a sentence, the target completes the question.
+    """
+
+    kind: str
     text: str
-    limit: int
+    limit: int = 80
+    around: str = ""
 
 
 class _Kind(NamedTuple):
     """Openings of one kind, separated by ``|``; every distinct limit costs a batch of its own.
 
-    ``{word}`` stands last, as the model may have to complete it.
+    ``{word}`` stands last in what the model goes on with, as it may have to complete that, too.
     """
 
     weight: int
     texts: str
     limit: int = 80
+    around: str = ""
 
 
-_KINDS = (
-    _Kind(10, ""),
-    _Kind(
-        28,
+_KINDS = {
+    "free": _Kind(6, ""),
+    "knowledge": _Kind(
+        18,
         "What is {word}|What are {word}|Explain {word}|Explain the concept of {word}|How does {word}|How do {word}|"
         "Discuss the role of {word}|Discuss {word}|Compare {word}|Compare and contrast {word}|Describe {word}|"
         "What is the difference between {word}|Describe the process of {word}|Why is {word}|Why do {word}|"
@@ -46,14 +53,14 @@ _KINDS = (
         "What are the advantages of {word}|Give examples of {word}|Argue for or against {word}|How is {word}|"
         "What would happen without {word}|How can one measure {word}|What is the significance of {word}|Define {word}",
     ),
-    _Kind(
-        8,
+    "question": _Kind(
+        6,
         "What is|What are the|Why|How does|How do I|How can|Who is|Where|Which|Can you explain|Explain {topic} to|"
         "What would happen if|Describe the difference between|Is it true that|Should I|"
         "What do you think about {topic}|What were the main causes of|Give me some advice|In what way",
     ),
-    _Kind(
-        15,
+    "writing": _Kind(
+        13,
         "Write a short story about {word}|Write a poem about {word}|Write a blog post about {word}|"
         "Write an essay on {word}|Write an email to|Draft a letter to|Compose a song about {word}|"
         "Write a persuasive essay about {word}|"
@@ -62,48 +69,82 @@ _KINDS = (
         "Rewrite the opening of|Help me write|Come up with|Write a news article about {word}|"
         "Draft a proposal for {word}",
     ),
-    _Kind(
-        9,
+    "role": _Kind(
+        8,
         "Imagine you are {person}.|Pretend to be {person} and|Act as {person}.|You are {person}.|You are a {word}|"
         "I want you to play the role of {person}.|Speak like {person} and|Take on the role of a {word}|"
         "Suppose you met {person}.|Answer as {person} would:|Imagine that you are {word}|Pretend to be {word}",
     ),
-    _Kind(
-        10,
+    "mathematics": _Kind(
+        12,
         "A store sells|If a train|John has|Maria is twice as|A farmer|There are|Solve for x:|Calculate|"
         "What is the sum of|Find the|A car travels|The average of|If the area of|A rectangle|Suppose that|"
         "How many ways|Anna is standing|All of the {word}|Each day,|A box holds|Simplify|What is the probability|"
         "The price of {word}|Tom and his|One morning,|Which word does not|How many {word}",
     ),
-    _Kind(
-        8,
+    "code": _Kind(
+        10,
         "Write a {code} function that|Write a {code} program to|Implement|How do I use {code} to|"
         "Fix the bug in the following {code} code:\n|Explain what this {code} code does:\n\n|def |Given a list of|"
         "Given an array of integers|Write a query that|Design an algorithm|Write a regular expression|"
         "What is the output of this {code} program?\n\n|Create a web page",
     ),
-    _Kind(
-        10,
-        "Summarize the following article:\n\n{word}|Summarize this text in one sentence:|Here is a text about {word}|"
-        "Read the following passage and answer the question.\n\n{word}|Context: {word}|Based on the passage below,|"
-        "Extract the names, dates and numbers from the following text:\n|Given the following reviews,|"
-        "Edit the following paragraph and correct the grammar:\n\n|Passage: {word}|Document: {word}|"
-        "The following is a news report.\n\n{word}|Identify all people and places in this text:",
-        limit=200,
+    "code to read": _Kind(
+        3,
+        "Write a short {code} function.|Write a {code} function that sorts.|Write a small {code} program about {word}|"
+        "Write a {code} class for {topic}.|Write a {code} function that uses a loop.",
+        80,
+        "Explain what this code does:\n\n{text}|Find the bug:\n\n{text}|{text}\n\nWhat does this code return?|"
+        "Add comments to this code:\n\n{text}|{text}\n\nRewrite this in Python.|Improve this code:\n\n{text}",
     ),
-    _Kind(
-        4,
-        "Translate this sentence into {language}:|Translate the following text from {language} to English:\n|"
-        "How do you say|What does the {language} word|Translate into {language}:|Correct my {language}:|Übersetze|"
-        "Comment|¿Cuál es",
+    "summary": _Kind(
+        7,
+        "Write an article about {word}|Write a news report about {word}|Write a story about {word}|"
+        "Write an encyclopedia article about {word}|Write a report on {word}|Write a story about {person}.|"
+        "Write a dialogue between {person} and a customer.|Write a detailed letter about {topic}.",
+        200,
+        "Summarize this:\n\n{text}|Summarize the following text in one sentence.\n\n{text}|{text}\n\nTL;DR:|"
+        "{text}\n\nSummarize the article in a few sentences.|{text}\n\nWhat are the main points?|"
+        "{text}\n\nWrite a short summary of the text above.|Summarize in three bullet points:\n\n{text}",
     ),
-    _Kind(
+    "retrieval": _Kind(
+        8,
+        "Write an encyclopedia article about {word}|Write a news report about {word}|Write a biography of {word}|"
+        "Describe the history of {word}|Write a text with many names, dates and numbers about {topic}.|"
+        "Write a story about {person}.|Write three short reviews of {word}|Write a report on {word}",
+        200,
+        "{text}\n\nQuestion: What|{text}\n\nQuestion: Who|{text}\n\nQuestion: Why|{text}\n\nQuestion: When|"
+        "{text}\n\nQuestion: Where|{text}\n\nQuestion: How|Context: {text}\n\nBased on the context, what|"
+        "Passage: {text}\n\nAccording to the passage, which|Read this passage.\n\n{text}\n\nAnswer briefly: how|"
+        "Extract all names, dates and numbers:\n\n{text}|{text}\n\nWho or what is the text about?|"
+        "Identify all people and places in this text:\n\n{text}|{text}\n\nIs the text positive or negative? Explain.",
+    ),
+    "translation": _Kind(
         5,
+        "Write one sentence about {word}|Write two sentences about {topic}.|Tell me one fact about {word}|"
+        "Write the first sentence of a story about {person}.|Write a short news item about {word}",
+        80,
+        "Translate this into {language}: {text}|Translate to {language}: {text}|"
+        "Translate English to {language}: {text}|{text}\n\nTranslate this into {language}.|"
+        "Translate the following text from English to {language}:\n\n{text}",
+    ),
+    "translation back": _Kind(
+        3,
+        "Write one sentence in {language} about {topic}.|Write two sentences in {language} about {person}.|"
+        "Write a short news item in {language} about {word}",
+        80,
+        "Translate {language} to English: {text}|Translate this into English: {text}|"
+        "{text}\n\nTranslate into English.|Translate the text from {language} to English:\n\n{text}|"
+        "What does this mean in English? {text}",
+    ),
+    "other": _Kind(
+        4,
         "Classify|List|List five {word}|Give three {word}|Make a table of {word}|Create a list of {word}|Name|Rank|"
         "Rephrase this sentence:|Extract|Generate|Put the following in order:|Choose|Complete:|Plan|"
+        "Edit the following paragraph and correct the grammar:\n\n|"
         "Create a schedule for|Suggest|Identify|Turn this into bullet points:",
     ),
-)
+}
 _TOPICS = (
     "a small bakery|volcanoes|the history of chess|renewable energy|a lost letter|electric cars|bees|a school garden|"
     "ancient Rome|the human heart|remote work|a detective|black holes|jazz|coffee|climate change|a dragon|"
@@ -117,7 +158,7 @@ _PEOPLE = (
     "a customer service agent|a history teacher|a stand-up comedian|an astronaut|a financial adviser|a gardener|"
     "a strict editor|a wise old wizard|a software engineer|a job applicant|a talking cat"
 )
-_LANGUAGES = "French|Spanish|German|Italian|English|Portuguese"
+_LANGUAGES = "French|Spanish|German|Italian|Portuguese|German"
 _LANGUAGES_OF_CODE = "Python|JavaScript|C++|Java|SQL|Python|Python|HTML|Go"
 
 
@@ -135,9 +176,15 @@ def draw_opening(source: random.Random, words: Sequence[str] = ()) -> Opening:
         source: of chance.
         words: what to ask about, see :func:`known_words`; a short list of topics if there are none.
     """
-    kind = source.choices(_KINDS, [kind.weight for kind in _KINDS])[0]
-    text, topic, person, language, code = (
-        source.choice(texts.split("|")) for texts in (kind.texts, _TOPICS, _PEOPLE, _LANGUAGES, _LANGUAGES_OF_CODE)
+    name = source.choices([*_KINDS], [kind.weight for kind in _KINDS.values()])[0]
+    kind = _KINDS[name]
+    text, around, topic, person, language, code = (
+        source.choice(texts.split("|"))
+        for texts in (kind.texts, kind.around, _TOPICS, _PEOPLE, _LANGUAGES, _LANGUAGES_OF_CODE)
     )
     word = source.choice(words) if words else topic
-    return Opening(text.format(topic=topic, word=word, person=person, language=language, code=code), kind.limit)
+    text, around = (
+        form.format(topic=topic, word=word, person=person, language=language, code=code, text="{text}")
+        for form in (text, around)
+    )
+    return Opening(name, text, kind.limit, around)

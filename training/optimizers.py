@@ -28,12 +28,19 @@ class MuonAdamW(Optimizer):
                 (others if parameter.dim() != 2 or by_token else inner).append(parameter)
         self.parts: list[Optimizer] = []
         if inner:
-            muon = Muon(inner, lr=2 * lr, weight_decay=0.0, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+            muon = Muon(inner, lr=lr, weight_decay=0.0, momentum=0.95, adjust_lr_fn="match_rms_adamw")
             self.parts.append(muon)
         if others:
             self.parts.append(AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0))
         super().__init__([group for part in self.parts for group in part.param_groups], {})
         self._share()
+        self.set_lr(lr)
+
+    def set_lr(self, lr: float) -> None:
+        """Sets the learning rate, as at the beginning."""
+        for part in self.parts:
+            for group in part.param_groups:
+                group["lr"] = 2 * lr if isinstance(part, Muon) else lr
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -1,9 +1,10 @@
 """What validation of a drafter looks at: what its drafts along held-out text would gain, and a real decode.
 
 The target's own text is a sample of what decoding would emit, so the chance that a draft passes can be read off along
-it, without the noise of drafting and verifying.
+it, without the noise of drafting and verifying. Decoding is walked through: a round begins where the one before ended.
+An average over all places of the text would be higher, since decoding comes to places of bad drafts more often.
 
-Shapes: G drafting steps, M drafts, see :mod:`arbordraft.training.drafts`.
+Shapes: G drafting steps, M drafts, one for every token of the answers, see :mod:`arbordraft.training.drafts`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
 from arbordraft import Coupling, RaggedModel, SpeculativeDecoder, TreeTopology
 from arbordraft.prompts import left_padded
@@ -19,19 +22,21 @@ from arbordraft.training.students import Student
 _RANKS = 8  # siblings that a tree may have
 
 
-def chain_tau(passes: Tensor) -> float:
-    """Block efficiency of chains of G drafts: accepted tokens and the recovered or bonus one, per target forward.
+def chain_accepted(passes: Tensor) -> Tensor:
+    """``[M, G + 1]`` chance that 0 to G tokens of a chain of G drafts are accepted.
 
     Args:
         passes: ``[G, M]`` chance that the text's own token passes at that step, given that those before it did:
             ``min(1, q(x) / p(x))`` for single-draft rejection sampling of text drawn from p, which makes the product
             the exact acceptance; 0 or 1 for greedy decoding. Must be 0 where the text has ended.
     """
-    return 1 + float(passes.cumprod(dim=0).sum(dim=0).mean())
+    reach = functional.pad(passes.cumprod(dim=0), (0, 0, 1, 1))
+    reach[0] = 1
+    return -reach.diff(dim=0).T
 
 
-def tree_tau(ranks: Tensor, topology: TreeTopology) -> float:
-    """Block efficiency of trees whose nodes have the drafter's most probable tokens as children, for greedy decoding.
+def tree_accepted(ranks: Tensor, topology: TreeTopology) -> Tensor:
+    """``[M, G + 1]`` the same, 0 or 1, for greedy decoding with trees of the drafter's most probable tokens.
 
     Args:
         ranks: ``[G, M]`` int64: how many draft tokens are more probable than the text's own, a large number where
@@ -44,20 +49,44 @@ def tree_tau(ranks: Tensor, topology: TreeTopology) -> float:
     for node, children in enumerate(topology.child_list):
         table[node, : len(children)] = torch.tensor(children)
     at = torch.zeros_like(ranks[0])
-    total = torch.ones(len(at))
+    length = torch.zeros_like(at)
     for step_ranks in ranks[: topology.max_depth]:
         at = table[at, step_ranks.clamp(max=width)]
-        total += at < topology.num_nodes
-    return float(total.mean())
+        length += at < topology.num_nodes
+    return functional.one_hot(length, len(ranks) + 1).float()
 
 
-def expectations(drafts: Mapping[str, Tensor], tree: TreeTopology) -> tuple[dict[str, float], list[float]]:
+def walked_tau(accepted: Tensor, answers: Tensor, tokens: int) -> float:
+    """Block efficiency of decoding the first tokens of every answer: tokens per expected round.
+
+    A round that accepts k tokens emits k + 1, and the next one begins behind them. Given the text this is exact, as
+    what a round accepts depends on where it begins alone.
+
+    Args:
+        accepted: ``[M, G + 1]`` chance that a draft has 0 to G tokens accepted.
+        answers: ``[M]`` of which answer they are; those of an answer lie side by side, in order.
+        tokens: of every answer; shorter ones count as a whole.
+    """
+    counts = answers.unique_consecutive(return_counts=True)[1]
+    parts = [part[:tokens] for part in accepted.double().split(counts.tolist())]
+    counts, rows = counts.clamp(max=tokens), pad_sequence(parts, batch_first=True)
+    length, width = rows.shape[1:]
+    begins = rows.new_zeros(len(rows), length + width)  # chance that a round begins there
+    begins[:, 0] = 1
+    for at in range(length):
+        begins[:, at + 1 : at + 1 + width] += begins[:, at, None] * rows[:, at]
+    inside = torch.arange(length + width) < counts[:, None]
+    return float(counts.sum() / begins[inside].sum())
+
+
+def expectations(drafts: Mapping[str, Tensor], tree: TreeTopology, tokens: int) -> tuple[dict[str, float], list[float]]:
     """What decoding can expect of a drafter that drafts like this along text.
 
     Args:
-        drafts: ``labels``, ``passes``, ``ranks`` and ``valid`` of :class:`~arbordraft.training.drafts.Drafts`, and
-            ``temperatures`` ``[M]`` of the text.
+        drafts: ``labels``, ``passes``, ``ranks``, ``valid`` and ``answers`` of
+            :class:`~arbordraft.training.drafts.Drafts`, and ``temperatures`` ``[M]`` of the text.
         tree: the tree whose block efficiency is wanted.
+        tokens: of every answer, to be decoded.
 
     Returns:
         Block efficiencies and acceptance by drafting step, by name; and how often the next greedy token was the
@@ -70,14 +99,15 @@ def expectations(drafts: Mapping[str, Tensor], tree: TreeTopology) -> tuple[dict
         if not chosen.any():
             continue
         labels, passes, ranks, valid = (drafts[name][:, chosen] for name in ("labels", "passes", "ranks", "valid"))
+        answers = drafts["answers"][chosen]
         steps = int(valid.any(dim=1).sum())  # fewer than were asked for if it drafts no further
-        metrics[f"val/tau_{label}_chain"] = chain_tau(passes)
+        metrics[f"val/tau_{label}_chain"] = walked_tau(chain_accepted(passes), answers, tokens)
         for step in range(steps):
             metrics[f"val/acceptance_{label}_pos_{step + 1}"] = float(labels[step][valid[step]].mean())
         if label == "greedy":
             acceptance = (torch.bincount(ranks[0], minlength=_RANKS)[:_RANKS] / len(ranks[0])).tolist()
             if tree.max_depth <= steps:
-                metrics["val/tau_greedy_tree"] = tree_tau(ranks, tree)
+                metrics["val/tau_greedy_tree"] = walked_tau(tree_accepted(ranks, tree), answers, tokens)
     return metrics, acceptance
 
 

@@ -13,12 +13,14 @@ from arbordraft.exports.engines.medusa import medusa
 from arbordraft.exports.engines.target import Target, describe_target
 from arbordraft.exports.folder import Export, contents
 from arbordraft.files import new_folder
+from arbordraft.heads.block import BlockConfig
 from arbordraft.heads.eagle import EagleConfig, EagleHead
 from arbordraft.heads.exit_adapter import ExitAdapterConfig
 from arbordraft.heads.medusa import MedusaConfig, MedusaHead
 from arbordraft.loading import Dtype
 
 LAYOUTS = ("eagle3", "speculators")
+BLOCK = BlockConfig.model_type
 EAGLE, MEDUSA, EXIT_ADAPTER = EagleConfig.model_type, MedusaConfig.model_type, ExitAdapterConfig.model_type
 # Wherever one of these stands in the path, vLLM takes the drafter for what it says, whatever it is told.
 _MISLEADING = ("eagle-", "eagle3", "dflash", "dspark")
@@ -135,6 +137,11 @@ def _check_request(engine: str, kind: str, layout: str, speculative_tokens: int,
         raise ValueError("SGLang reads EAGLE heads in the layout 'eagle3' only")
     if layout == "speculators" and kind != EAGLE:
         raise ValueError(f"the layout 'speculators' is for EAGLE heads, and the drafter is of type {kind!r}")
+    if kind == BLOCK:
+        raise ValueError(
+            f"{engine} has no drafter of this kind: block heads cannot be served there; train an EAGLE head "
+            "(arbordraft train drafter fit --config drafter/eagle)"
+        )
     if kind == EXIT_ADAPTER:
         raise ValueError(
             f"{engine} has no drafter that runs the target's own first layers: early exits cannot be served there; "

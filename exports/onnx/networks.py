@@ -13,6 +13,7 @@ from torch.nn import functional
 from transformers import DynamicCache, PreTrainedModel
 
 from arbordraft.deciders import LearnedDecider
+from arbordraft.heads.block import BlockHead
 from arbordraft.heads.eagle import EagleHead
 from arbordraft.heads.medusa import MedusaHead
 from arbordraft.onnx_graph import HIDDEN
@@ -87,9 +88,16 @@ class EagleNetwork(nn.Module):
             ``[B, n, D]`` logits, ``[B, n, H]`` what they were made from, ``[B, n, H]`` the output that stands for the
             target's states further down the tree, and keys and values with the new ones.
         """
+        out, *present = self._layer(self.embeddings(input_ids), hidden_states, attention_mask, position_ids, past)
+        final = self.head.norm(out)
+        return [self.head.lm_head(final), final, out, *present]
+
+    def _layer(
+        self, embeddings: Tensor, hidden: Tensor, mask: Tensor, positions: Tensor, past: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """The layer's output, and keys and values with the new ones."""
         head = self.head
-        rotary = head.rotary(position_ids, hidden_states.dtype)
-        query, key, value = head.queries_keys_values(self.embeddings(input_ids), hidden_states, rotary)
+        query, key, value = head.queries_keys_values(embeddings, hidden, head.rotary(positions, hidden.dtype))
         keys, values = (
             torch.cat([before, new.transpose(1, 2)], dim=2) for before, new in zip(past, (key, value), strict=True)
         )
@@ -98,16 +106,66 @@ class EagleNetwork(nn.Module):
             query.transpose(1, 2),
             keys.repeat_interleave(groups, dim=1),
             values.repeat_interleave(groups, dim=1),
-            attn_mask=attention_mask,
+            attn_mask=mask,
             scale=head.config.head_dim**-0.5,
         )
-        out = head.finish(hidden_states, attended.transpose(1, 2).flatten(2))
-        final = head.norm(out)
-        return [head.lm_head(final), final, out, keys, values]
+        return [head.finish(hidden, attended.transpose(1, 2).flatten(2)), keys, values]
+
+
+class BlockNetwork(EagleNetwork):
+    """A block head with the target's embeddings and the attention that it borrows, without its Markov term."""
+
+    head: BlockHead
+
+    def forward(  # type: ignore[override]  # one input more
+        self,
+        input_ids: Tensor,
+        hidden_states: Tensor,
+        depths: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor,
+        *past: Tensor,
+    ) -> list[Tensor]:
+        """Fills slots, and asks for the tokens of several depths behind them.
+
+        Args:
+            input_ids: ``[B, n]`` tokens of the slots.
+            hidden_states: ``[B, n, H]`` what the fusing graph makes of the target's.
+            depths: ``[B, n]`` int64; 0 for a slot as it is, d for what is asked d tokens further ahead.
+            attention_mask: ``[B, 1, n, P + n]`` to add to the scores; rows of depths see slots only.
+            position_ids: ``[B, n]`` those of the slots, and d more for what is asked.
+            *past: ``[B, Hkv, P, C]`` keys and values.
+
+        Returns:
+            ``[B, n, D]`` logits, ``[B, n, H]`` what they were made from, ``[B, n, r]`` gates of the Markov term, where
+            there is one, and keys and values with the new ones.
+        """
+        embeddings, hidden = self.head.ask(self.embeddings(input_ids), hidden_states, depths)
+        out, *present = self._layer(embeddings, hidden, attention_mask, position_ids, past)
+        final = self.head.norm(out)
+        gates = [] if self.head.gate is None else [self.head.gates(final)]
+        return [self.head.lm_head(final), final, *gates, *present]
+
+
+class MarkovNetwork(nn.Module):
+    """The Markov term of a block head: what a node's own token adds to the logits of its depth."""
+
+    table: Tensor
+
+    def __init__(self, head: BlockHead, embeddings: nn.Module, vocabulary: int) -> None:
+        super().__init__()
+        assert head.lm_head_markov is not None
+        self.head = head.lm_head_markov
+        # Folded: r numbers a token instead of its whole embedding.
+        self.register_buffer("table", head.follow(embeddings(torch.arange(vocabulary))).detach())
+
+    def forward(self, input_ids: Tensor, gates: Tensor) -> list[Tensor]:
+        """``[R]`` tokens and ``[R, r]`` gates of their depths to ``[R, D]``."""
+        return [self.head(gates * self.table[input_ids])]
 
 
 class FuseNetwork(nn.Module):
-    """What an EAGLE head makes of the target's hidden states."""
+    """What an EAGLE or block head makes of the target's hidden states."""
 
     def __init__(self, head: EagleHead) -> None:
         super().__init__()

@@ -19,10 +19,11 @@ from arbordraft.exports.onnx import networks
 from arbordraft.exports.onnx.cases import Inputs, Shape, chain, padded, past_of, trees
 from arbordraft.exports.onnx.checks import cache_sizes, check_against
 from arbordraft.heads.base import DraftHead, fingerprint
+from arbordraft.heads.block import BlockHead
 from arbordraft.heads.eagle import EagleHead
 from arbordraft.heads.exit_adapter import ExitAdapter
 from arbordraft.heads.medusa import MedusaHead
-from arbordraft.onnx_graph import FUSE, MODEL, PAST, PRESENT
+from arbordraft.onnx_graph import FUSE, MARKOV, MODEL, PAST, PRESENT
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.observation import decoder_list
 from arbordraft.vocabulary import tokenizer_hashes
@@ -219,6 +220,55 @@ def eagle(head: EagleHead, origin: Origin) -> list[Plan]:
     ]
 
 
+def block(head: BlockHead, origin: Origin) -> list[Plan]:
+    """A block head: an EAGLE head's graphs with depths among the inputs, and the Markov term if it has one.
+
+    Raises:
+        ValueError: if it belongs to another target.
+    """
+    fuse, slots = eagle(head, origin)
+    config, embeddings = head.config, origin.target.model.get_input_embeddings()
+    own = {"kind": "block", "block_size": config.block_size, "markov_rank": config.markov_rank}
+
+    def example(shape: Shape, generator: torch.Generator) -> Inputs:
+        depths = torch.randint(config.block_size, (shape.batch, shape.rows), generator=generator)
+        return _with_depths(slots.example(shape, generator), depths)
+
+    def nodes(shape: Shape, generator: torch.Generator) -> Inputs:
+        rows = shape.batch * shape.rows
+        tokens = torch.randint(config.vocab_size, (rows,), generator=generator)
+        return {"input_ids": tokens, "gates": 2 * torch.rand(rows, config.markov_rank, generator=generator)}
+
+    def real() -> Iterable[Inputs]:
+        for inputs in slots.real() if slots.real else ():
+            yield _with_depths(inputs, torch.zeros_like(inputs["input_ids"]))
+
+    found = [
+        replace(fuse, about={**fuse.about, "kind": "block-fuse"}),
+        replace(
+            slots,
+            network=networks.BlockNetwork(head, embeddings),
+            outputs=["logits", "last_hidden_state", *["gates"] * bool(config.markov_rank), *slots.outputs[3:]],
+            axes=_with_depths(slots.axes, slots.axes["input_ids"]),
+            example=example,
+            about={**slots.about, **own},
+            real=real,
+        ),
+    ]
+    if config.markov_rank:
+        term = Plan(
+            file=MARKOV,
+            network=networks.MarkovNetwork(head, embeddings, origin.target.vocab_size),
+            outputs=["logits"],
+            axes={name: {0: "batch_size"} for name in ("input_ids", "gates")},
+            example=nodes,
+            about={**fuse.about, "kind": "block-markov"},
+            quantizable=False,  # a tenth of the head
+        )
+        found.append(term)
+    return found
+
+
 def medusa(head: MedusaHead, origin: Origin) -> Plan:
     """Medusa heads.
 
@@ -249,6 +299,12 @@ def medusa(head: MedusaHead, origin: Origin) -> Plan:
 def _with_states(rows: Mapping[str, Any], states: Any) -> dict[str, Any]:
     """Hidden states behind the tokens, which is their place among the inputs."""
     return {"input_ids": rows["input_ids"], "hidden_states": states, **rows}
+
+
+def _with_depths(inputs: Mapping[str, Any], depths: Any) -> dict[str, Any]:
+    """Depths behind the hidden states."""
+    first = ("input_ids", "hidden_states")
+    return {**{name: inputs[name] for name in first}, "depths": depths, **inputs}
 
 
 def _names(pattern: str, sizes: Sequence[Any]) -> list[str]:

@@ -14,6 +14,7 @@ from arbordraft.exports.folder import Export, Quantization
 from arbordraft.exports.onnx import decisions, noise, plans
 from arbordraft.exports.onnx.parity import LEAST_ACCEPTANCE, TOLERANCE
 from arbordraft.exports.onnx.writing import write
+from arbordraft.heads.block import BlockConfig, BlockHead
 from arbordraft.heads.eagle import EagleConfig, EagleHead
 from arbordraft.heads.exit_adapter import ExitAdapter, ExitAdapterConfig
 from arbordraft.heads.medusa import MedusaConfig, MedusaHead
@@ -108,6 +109,9 @@ def of(
         return [decisions.decider(LearnedDecider.from_pretrained(source))]
     target = target or config.get("target_name")
     match config.get("model_type"):
+        case BlockConfig.model_type:
+            block = BlockHead.from_pretrained(source, dtype=torch.float32)
+            return plans.block(block, _origin_for(source, target))
         case EagleConfig.model_type:
             eagle = EagleHead.from_pretrained(source, dtype=torch.float32)
             return plans.eagle(eagle, _origin_for(source, target))

@@ -110,6 +110,7 @@ def draft_from_rows(
     vocabulary: Tensor | None = None,
     table: Tensor | None = None,
     correction: Tensor | None = None,
+    gates: Tensor | None = None,
     roots: Tensor,
 ) -> Drafted:
     """Grows trees from rows that depend on the depth alone, or on the parent's token besides.
@@ -119,8 +120,10 @@ def draft_from_rows(
         growth: how far; at most K levels.
         draws: by default the most probable tokens are drafted.
         vocabulary: ``[D]`` int64 ascending tokens of the scores; by default 0 to D - 1.
-        table: ``[V, r]`` of every parent's token, of which ``correction`` makes what is added to its row.
+        table: ``[V, r]`` of every parent's token, of which, times the depth's gates, ``correction`` makes what is added
+            to its row.
         correction: ``[D, r]`` prepacked.
+        gates: ``[S, K, r]``, of the dtype of ``table``.
         roots: ``[S]`` int64 tokens of the roots.
     """
     limits = growth._asdict()
@@ -131,6 +134,7 @@ def draft_from_rows(
         scores,
         table,
         correction,
+        gates,
         roots,
         vocabulary,
         offsets,

@@ -249,7 +249,7 @@ TORCH_LIBRARY(arbordraft, m) {
         "float[] scalars, Tensor(a!)[] keys, Tensor(b!)[] values, Tensor? vocabulary, Tensor frequencies, Tensor slabs, "
         "int[] offsets, int[] children, int[] levels, float[] trust, float[] next, float[] prices, int budget, "
         "Tensor? seeds, Tensor? positions, float[] numbers) -> (Tensor, Tensor, Tensor, int)");
-  m.def("draft_from_rows(Tensor scores, Tensor? table, Tensor? correction, Tensor roots, Tensor? vocabulary, int[] offsets, "
+  m.def("draft_from_rows(Tensor scores, Tensor? table, Tensor? correction, Tensor? gates, Tensor roots, Tensor? vocabulary, int[] offsets, "
         "int[] children, int[] levels, float[] trust, float[] next, float[] prices, int budget, Tensor? seeds, "
         "Tensor? positions, float temperature) -> (Tensor, Tensor, Tensor, int)");
   m.def("gumbel(Tensor seeds, Tensor positions, int vocabulary) -> Tensor");

@@ -293,8 +293,8 @@ Grown draft_tree(
 
 // See arbordraft.kernels.draft_tree.draft_from_rows.
 Grown draft_from_rows(
-    const Tensor& scores, const OptionalTensor& table, const OptionalTensor& correction, const Tensor& roots,
-    const OptionalTensor& vocabulary, at::IntArrayRef offsets, at::IntArrayRef children, at::IntArrayRef levels,
+    const Tensor& scores, const OptionalTensor& table, const OptionalTensor& correction, const OptionalTensor& gates,
+    const Tensor& roots, const OptionalTensor& vocabulary, at::IntArrayRef offsets, at::IntArrayRef children, at::IntArrayRef levels,
     at::ArrayRef<double> trust, at::ArrayRef<double> next, at::ArrayRef<double> prices, int64_t budget,
     const OptionalTensor& seeds, const OptionalTensor& positions, double temperature) {
   TORCH_CHECK(scores.dim() == 3 && roots.numel() == scores.size(0), "expected rows [S, K, D] and a root for each sample");
@@ -336,10 +336,15 @@ Grown draft_from_rows(
         const Prepacked<W> m = prepacked<W>(*correction, std::nullopt, std::nullopt, outputs);
         const int64_t rank = table->size(1);
         std::vector<T> parents(rows * rank);
+        TORCH_CHECK(
+            gates && gates->size(0) == samples && gates->size(1) == depths && gates->size(2) == rank,
+            "expected gates for every depth of a sample");
         for (int64_t r = 0; r < rows; ++r) {
           const int64_t token = token_of(frontier[r]);
           TORCH_CHECK(token >= 0 && token < table->size(0), "token ", token, " has no row in the table");
-          std::copy_n(data<T>(*table) + token * rank, rank, parents.data() + r * rank);
+          const T *known = data<T>(*table) + token * rank, *gate = data<T>(*gates) + (frontier[r].sample * depths + depth) * rank;
+          for (int64_t i = 0; i < rank; i += kLanes)
+            store(parents.data() + r * rank + i, load(known + i, rank - i) * load(gate + i, rank - i), rank - i);
         }
         Arena arena;
         const X* x = as_inputs<X>(parents.data(), rows, rank, m.inputs, arena);

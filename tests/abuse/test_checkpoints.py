@@ -14,7 +14,15 @@ from onnx_graphs import decider
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from arbordraft import EagleDrafter, EarlyExitDrafter, LanguageModelDrafter, MedusaDrafter, NGramDrafter, RaggedModel
+from arbordraft import (
+    BlockDrafter,
+    EagleDrafter,
+    EarlyExitDrafter,
+    LanguageModelDrafter,
+    MedusaDrafter,
+    NGramDrafter,
+    RaggedModel,
+)
 from arbordraft.deciders import LearnedDecider, OnnxDecider
 from arbordraft.exports.decoder_config import TargetReference
 from arbordraft.exports.engines import export_vllm
@@ -36,7 +44,7 @@ def whole(tmp_path_factory):
     tiny_checkpoint(root / "model")
     target().model.save_pretrained(root / "target")
     tiny_tokenizer().save_pretrained(root / "target")
-    for name in ("eagle", "medusa", "exit"):
+    for name in ("block", "eagle", "medusa", "exit"):
         trained(name).save(root / name)
     decider().save_pretrained(root / "decider")
     return root
@@ -245,8 +253,13 @@ def test_a_model_without_a_tokenizer_is_none_to_prompt(copied):
 
 # Trained drafters
 
-HEADS = {"eagle": "norm.weight", "medusa": "blocks.0.layers.0.weight", "exit": "mlp.down_proj.weight"}
-LOADERS = {"eagle": EagleDrafter, "medusa": MedusaDrafter, "exit": EarlyExitDrafter}
+HEADS = {
+    "block": "masks.weight",
+    "eagle": "norm.weight",
+    "medusa": "blocks.0.layers.0.weight",
+    "exit": "mlp.down_proj.weight",
+}
+LOADERS = {"block": BlockDrafter, "eagle": EagleDrafter, "medusa": MedusaDrafter, "exit": EarlyExitDrafter}
 
 
 def of_weight(name):

@@ -153,6 +153,10 @@ USAGE = {
     "generating no share": ("train generate --of 0", r"--of"),
     "delivering no spool": ("train sync nowhere", r"there is no spool at .*nowhere"),
     "a demo of a word": ("train demo --conversations x", r"--conversations"),
+    "a demo in no time": ("train demo --training-minutes 0", r"--training-minutes"),
+    "a demo for ever": ("train demo --generation-minutes inf", r"--generation-minutes"),
+    "a demo of lookups": ("train demo --drafter ngram", r"--drafter"),
+    "a demo for no model": ("train demo --target nowhere", r"nowhere"),
 }
 
 

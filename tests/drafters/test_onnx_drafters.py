@@ -9,6 +9,7 @@ from onnx_graphs import decider
 from typer.testing import CliRunner
 
 from arbordraft import (
+    BlockDrafter,
     Coupling,
     EagleDrafter,
     Fixed,
@@ -28,12 +29,13 @@ from arbordraft.cli.main import app
 from arbordraft.deciders import OnnxDecider
 from arbordraft.loading import drafter_named, load_drafter
 from arbordraft.onnx_graph import Graph
-from arbordraft.onnx_networks import OnnxEagle, OnnxMedusa, OnnxModel, OnnxNetwork
+from arbordraft.onnx_networks import OnnxBlock, OnnxEagle, OnnxMedusa, OnnxModel, OnnxNetwork
 
 UNEVEN = TreeTopology.from_parents([-1, 0, 0, 1, 1, 2, 3, 5])
 TREE = TreeTopology.from_k_config((2, 2, 1))
 GREEDY = Coupling(Fixed(2), TopDown(Matching()))
 KINDS = [
+    ("block", BlockDrafter, OnnxBlock),
     ("eagle", EagleDrafter, OnnxEagle),
     ("medusa", MedusaDrafter, OnnxMedusa),
     ("model", LanguageModelDrafter, OnnxModel),
@@ -85,7 +87,7 @@ def test_draws_follow_the_same_noise(graphs):
 
 def test_long_texts_are_fed_in_parts(graphs, monkeypatch):
     monkeypatch.setattr(OnnxNetwork, "chunk", 3)
-    for name in ("eagle", "model"):
+    for name in ("block", "eagle", "model"):
         rounds = Rounds(load_drafter(graphs(name).folder, target()), target(), PROMPTS)
         tree = rounds.propose(TREE, WithoutReplacement(2))
         assert check_rows(name, trained(name).network, target().model, tree, rounds.tokens) > 5
@@ -93,7 +95,7 @@ def test_long_texts_are_fed_in_parts(graphs, monkeypatch):
 
 def test_a_text_of_one_token_lets_the_target_go_first(graphs):
     expected = decode(drafter("eagle"), prompts=[[11]])[0]
-    for name in ("eagle", "medusa"):
+    for name in ("block", "eagle", "medusa"):
         assert decode(load_drafter(graphs(name).folder, target()), prompts=[[11]])[0] == expected
 
 
@@ -148,7 +150,7 @@ def test_both_parts_exported(graphs):
 
 def test_a_drafter_belongs_to_its_target(graphs):
     other = RaggedModel(tiny(num_hidden_layers=4, seed=2), kernels="torch")
-    for name in ("eagle", "medusa", "exit"):
+    for name in ("block", "eagle", "medusa", "exit"):
         with pytest.raises(ValueError, match=r"made for another target \(tiny, fingerprint"):
             load_drafter(graphs(name).folder, other)
     load_drafter(graphs("model").folder, other)  # shares no weights: any target will do

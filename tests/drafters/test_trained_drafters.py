@@ -10,6 +10,7 @@ from test_generate_law import small as few
 
 from arbordraft import (
     IID,
+    BlockDrafter,
     Coupling,
     EagleDrafter,
     EarlyExitDrafter,
@@ -31,6 +32,7 @@ from arbordraft import (
 )
 from arbordraft.drafters import Drafter
 from arbordraft.drafters.base import Garden
+from arbordraft.heads.block import BlockHead
 from arbordraft.heads.eagle import EagleHead
 from arbordraft.heads.exit_adapter import ExitAdapter
 from arbordraft.heads.medusa import MedusaHead
@@ -42,6 +44,7 @@ LAWS = [IID(2), WithoutReplacement(2), TopTail(1, 1)]
 LOOKUP = Coupling(Fixed(2), TopDown(Matching()))
 DRAWN = Coupling(WithoutReplacement(2), Lifted(RecursiveRejection()))
 HYBRIDS = {
+    "hybrid block": lambda: HybridDrafter(NGramDrafter(3, 1), drafter("block")),
     "hybrid eagle": lambda: HybridDrafter(NGramDrafter(3, 1), drafter("eagle")),
     "hybrid medusa": lambda: HybridDrafter(NGramDrafter(3, 1), drafter("medusa")),
 }
@@ -87,6 +90,10 @@ def test_samples_may_end_at_any_time(name):
 def few_drafter(name):
     """For the target of six tokens whose law of texts is known."""
     model = few(0).model
+    if name == "block":
+        head = BlockHead.for_target(model, [0, 1, 3, 4, 5], hidden_layers=[1], markov_rank=2)
+        torch.nn.init.normal_(head.lm_head_markov.weight)
+        return BlockDrafter(head, few(0))
     if name == "eagle":
         return EagleDrafter(EagleHead.for_target(model, [0, 1, 3, 4, 5], hidden_layers=[1]), few(0))
     if name == "medusa":
@@ -191,11 +198,11 @@ def test_a_wrong_state_would_be_seen(name, wrong):
         walk(wrong(drafter(name).head, target()), name)
 
 
-@pytest.mark.parametrize("name", ["eagle", "medusa"])
+@pytest.mark.parametrize("name", ["block", "eagle", "medusa"])
 def test_a_text_of_one_token_is_not_drafted_for(name):
     rounds = Rounds(drafter(name), target(), [[11], [5, 9]])
     tree = rounds.propose(CHAIN, IID(1))
-    assert tree.lengths == [1, {"eagle": 5, "medusa": 4}[name]]
+    assert tree.lengths == [1, {"block": 5, "eagle": 5, "medusa": 4}[name]]
     rounds.commit(tree, [0, 1])
     tree = rounds.propose(CHAIN, IID(1))
     assert tree.samples[0].draft_probs
@@ -210,13 +217,13 @@ def test_medusa_trees_end_where_the_heads_do():
 
 
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", ["eagle", "medusa"])
+@pytest.mark.parametrize("name", ["block", "eagle", "medusa"])
 def test_nothing_outside_of_the_vocabulary_is_drafted(name, greedy):
     """Not even where the tree has more room than the vocabulary tokens."""
-    kind = {"eagle": EagleHead, "medusa": MedusaHead}[name]
+    kind = {"block": BlockHead, "eagle": EagleHead, "medusa": MedusaHead}[name]
     with torch.random.fork_rng():
         head = kind.for_target(target().model, [3, 60])
-    made = {"eagle": EagleDrafter, "medusa": MedusaDrafter}[name](head, target())
+    made = {"block": BlockDrafter, "eagle": EagleDrafter, "medusa": MedusaDrafter}[name](head, target())
     for law in (IID(3), WithoutReplacement(3), TopTail(1, 2), Fixed(3)):
         tree = Rounds(made, target(), PROMPTS).propose(TreeTopology.k_ary(3, 2), law, greedy=greedy)
         drafted = {token for sample in tree.samples for node, token in sample.tokens.items() if node}
@@ -227,7 +234,7 @@ def test_nothing_outside_of_the_vocabulary_is_drafted(name, greedy):
 
 
 @pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "top_k": 1}], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", ["eagle", "medusa", "exit"])
+@pytest.mark.parametrize("name", ["block", "eagle", "medusa", "exit"])
 def test_a_broken_network_costs_speed_only(name, sampling):
     broken = drafter(name)
     with torch.no_grad():
@@ -256,6 +263,11 @@ def untrained(name, of):
     model = of.model
     with torch.random.fork_rng():
         torch.manual_seed(0)
+        if name == "block":
+            head = BlockHead.for_target(model, range(30), hidden_layers=[0, 1, 2])
+            torch.nn.init.normal_(head.lm_head_markov.weight, std=0.3)
+            torch.nn.init.normal_(head.masks.weight[1:], std=0.3)
+            return BlockDrafter(head, of)
         if name == "eagle":
             return EagleDrafter(EagleHead.for_target(model, range(30), hidden_layers=[0, 1, 2]), of)
         if name == "medusa":
@@ -415,7 +427,7 @@ def test_parts_that_want_no_states_get_none():
 # What does not fit
 
 
-@pytest.mark.parametrize("name", ["eagle", "medusa", "exit"])
+@pytest.mark.parametrize("name", ["block", "eagle", "medusa", "exit"])
 def test_a_drafter_belongs_to_its_target(name):
     with pytest.raises(ValueError, match="must be built f"):
         drafter(name).check(few(0), IID(1))

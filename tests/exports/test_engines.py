@@ -371,6 +371,8 @@ def test_an_index_may_not_lead_elsewhere(folders, tmp_path):
 @pytest.mark.parametrize(
     ("engine", "drafter", "options", "message"),
     [
+        (export_vllm, "block", {}, "block heads cannot be served"),
+        (export_sglang, "block", {}, "block heads cannot be served"),
         (export_vllm, "exit", {}, "early exits cannot be served"),
         (export_sglang, "exit", {}, "early exits cannot be served"),
         (export_sglang, "medusa", {}, "SGLang serves no Medusa heads"),

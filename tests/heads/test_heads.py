@@ -9,6 +9,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from arbordraft import (
+    BlockDrafter,
     EagleDrafter,
     EarlyExitDrafter,
     LanguageModelDrafter,
@@ -18,6 +19,7 @@ from arbordraft import (
 )
 from arbordraft.drafters.language_model import shrink
 from arbordraft.heads.base import fingerprint
+from arbordraft.heads.block import BlockHead
 from arbordraft.heads.eagle import EagleHead
 from arbordraft.heads.exit_adapter import ExitAdapter
 from arbordraft.heads.medusa import MedusaHead
@@ -26,11 +28,14 @@ from arbordraft.target.stand_ins import prepack_linears
 
 TOKENS = [1, 3, 4, 50, 60]
 MADE = {
+    "block": lambda model: BlockHead.for_target(
+        model, TOKENS, hidden_layers=(1, 2, 3), block_size=3, markov_rank=4, name="tiny"
+    ),
     "eagle": lambda model: EagleHead.for_target(model, TOKENS, hidden_layers=(1, 2, 3), name="tiny"),
     "medusa": lambda model: MedusaHead.for_target(model, TOKENS, num_heads=2, num_hidden_layers=2, name="tiny"),
     "exit": lambda model: ExitAdapter.for_target(model, EXIT, name="tiny"),
 }
-DRAFTERS = {"eagle": EagleDrafter, "medusa": MedusaDrafter, "exit": EarlyExitDrafter}
+DRAFTERS = {"block": BlockDrafter, "eagle": EagleDrafter, "medusa": MedusaDrafter, "exit": EarlyExitDrafter}
 every_network = pytest.mark.parametrize("name", MADE)
 _MLP = [f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
 NAMES = {  # as serving engines read them
@@ -42,6 +47,7 @@ NAMES = {  # as serving engines read them
     | {f"blocks.{h}.layers.{j}.{part}" for h in range(2) for j in range(2) for part in ("weight", "bias")},
     "exit": {"norm.weight", *_MLP},
 }
+NAMES["block"] = NAMES["eagle"] | {"masks.weight", "markov.weight", "gate.weight", "lm_head_markov.weight"}
 
 
 def outputs(name, network):
@@ -52,9 +58,15 @@ def outputs(name, network):
             return network(hidden)
         if name == "medusa":
             return torch.cat([network.widen(network.logits(hidden, head)) for head in range(2)])
-        found = network.queries_keys_values(hidden, network.fuse(hidden.repeat(1, 3)), network.rotary(
-            torch.arange(5), hidden.dtype))  # fmt: skip
-        return network.widen(network.lm_head(network.norm(network.finish(hidden, found[0].flatten(1)))))
+        embeddings, fused = hidden, network.fuse(hidden.repeat(1, 3))
+        if name == "block":
+            embeddings, fused = network.ask(embeddings, fused, torch.tensor([0, 1, 2, 1, 0]))
+        found = network.queries_keys_values(embeddings, fused, network.rotary(torch.arange(5), hidden.dtype))
+        final = network.norm(network.finish(hidden, found[0].flatten(1)))
+        logits = network.lm_head(final)
+        if name == "block":
+            logits = logits + network.lm_head_markov(network.gates(final) * network.follow(hidden))
+        return network.widen(logits)
 
 
 def scrambled(name, model=None):
@@ -308,7 +320,7 @@ def test_small_models_as_drafters(tmp_path):
     again.check(target(), None)
 
 
-@pytest.mark.parametrize("name", ["eagle", "medusa", "exit", "model"])
+@pytest.mark.parametrize("name", ["block", "eagle", "medusa", "exit", "model"])
 def test_what_training_saves_drafters_load(name, tmp_path):
     student = trained(name)
     student.save(tmp_path)

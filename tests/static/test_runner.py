@@ -142,7 +142,7 @@ def test_windows_caps_sinks_and_learned_positions(architecture):
 
 @pytest.mark.parametrize("coupling", [Coupling(TopTail(1, 1), Lifted(RecursiveRejection())), Coupling.shared(2)],
                          ids=["top-tail", "shared"])  # fmt: skip
-@pytest.mark.parametrize("name", ["eagle", "medusa", "exit"])
+@pytest.mark.parametrize("name", ["block", "eagle", "medusa", "exit"])
 def test_drafters_that_read_the_targets_hidden_states(name, coupling):
     drafter = trained_drafter(name)
     requests = (NEVER, {**SAMPLED, "temperature": 0.4})

@@ -79,9 +79,33 @@ def test_openings_follow_from_their_source_and_need_two_batches():
     assert draws == [draw_opening(random.Random(seed)) for seed in range(3000)]
     assert {opening.limit for opening in draws} == {80, 200}
     counts = Counter(opening.text for opening in draws)
-    assert 0.08 < counts[""] / len(draws) < 0.12
     assert len(counts) > 300
-    assert not any(mark in text for text in counts for mark in "{}|")
+    texts = {part for opening in draws for part in (opening.text, *opening.around.split("{text}"))}
+    assert not any(mark in text for text in texts for mark in "{}|")
+
+
+@pytest.mark.parametrize(
+    ("kinds", "least"),
+    [
+        ({"free"}, 0.04),
+        ({"knowledge", "question"}, 0.2),
+        ({"writing"}, 0.1),
+        ({"role"}, 0.06),
+        ({"mathematics"}, 0.1),
+        ({"code", "code to read"}, 0.1),
+        ({"summary"}, 0.06),
+        ({"retrieval"}, 0.06),
+        ({"translation", "translation back"}, 0.06),
+    ],
+    ids=lambda value: "+".join(sorted(value)) if isinstance(value, set) else "",
+)
+def test_every_kind_of_prompt_that_is_asked_has_its_share(kinds, least):
+    draws = [draw_opening(random.Random(seed)) for seed in range(3000)]
+    share = sum(opening.kind in kinds for opening in draws) / len(draws)
+    assert least < share < 1.5 * least + 0.05
+    long = {"summary", "retrieval", "translation", "translation back", "code to read"}
+    for opening in draws:
+        assert opening.around.count("{text}") == (opening.kind in long)
 
 
 def test_openings_end_with_the_words_that_they_ask_about():

@@ -107,9 +107,10 @@ def test_recorded_hidden_states_are_those_of_a_fresh_forward(architecture):
     expected = fresh([prompt + done.tokens for prompt, done in zip(PROMPTS, found, strict=True)])
     for prompt, done, features in zip(PROMPTS, found, expected, strict=True):
         assert done.hidden.shape == (len(prompt) + len(done.tokens) - 1, 3 * 32)
-        torch.testing.assert_close(done.hidden, torch.cat(features, dim=-1), rtol=1e-4, atol=1e-5)
+        wanted = torch.cat([features.inputs, features.final], dim=-1)
+        torch.testing.assert_close(done.hidden, wanted, rtol=1e-4, atol=1e-5)
         shifted = done.hidden.roll(1, dims=0)  # a state too early or too late would be seen
-        assert not torch.allclose(shifted, torch.cat(features, dim=-1), rtol=1e-2, atol=1e-2)
+        assert not torch.allclose(shifted, wanted, rtol=1e-2, atol=1e-2)
 
 
 # -- a server
@@ -190,6 +191,13 @@ def test_a_stop_token_that_the_server_names_is_kept():
     with served(Server(chat_tokenizer(), form=form)) as url:
         (found,) = ServerCompleter(url, "tiny", chat_tokenizer())([[5]], Sampling(0.0, 9), 0, nothing)
     assert found == ([8, 9, 1], True, None)
+
+
+def test_what_a_server_repeats_is_cut_off():
+    form = {"choices": [{"token_ids": [7, 8, 9] * 20, "text": "", "finish_reason": "length"}]}
+    with served(Server(chat_tokenizer(), form=form)) as url:
+        (found,) = ServerCompleter(url, "tiny", chat_tokenizer())([[5]], Sampling(0.0, 60), 0, nothing)
+    assert found == ([7, 8, 9], False, None)
 
 
 def test_text_that_becomes_more_tokens_than_allowed_has_not_ended():

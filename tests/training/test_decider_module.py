@@ -210,8 +210,7 @@ def batch_of(target, layers, lengths=(24, 17, 20), temperatures=(0.0, 0.7, 1.0),
         pad_sequence([torch.tensor(text) for text in texts], batch_first=True),
         pad_sequence(roles, batch_first=True),
         torch.tensor(temperatures),
-        pad_sequence([found.inputs for found in features], batch_first=True),
-        pad_sequence([found.final for found in features], batch_first=True),
+        *(pad_sequence(list(rows), batch_first=True) for rows in zip(*features, strict=True)),
     )
 
 

@@ -1,16 +1,18 @@
 """Self-distillation: whose tokens are whose, what is left out, and that an interruption changes nothing."""
 
 import random
+import time
 from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise
+from string import ascii_lowercase
 
 import pytest
 import torch
 from chats import BRACKETS, CHATML, END, START, Babble, Scripted, chat_tokenizer
 from models import EOS, RaggedModel, tiny
 
-from arbordraft.training import distillation
+from arbordraft.training import user_turns
 from arbordraft.training.chat import ChatFormat
 from arbordraft.training.completion import Completion, DecoderCompleter
 from arbordraft.training.distillation import Recipe, SelfDistillation
@@ -160,7 +162,9 @@ def test_self_written_turns_begin_as_their_text_is_tokenised(tmp_path, spaced):
     recipe = replace(SMALL, conversations=30, per_shard=30, follow_ups=0.0)
     SelfDistillation(ChatFormat(tokenizer), listen, recipe, ShardFolder(tmp_path)).run()
     source = random.Random("0 0")
-    texts = [f"{START}Q: " + draw_opening(source, known_words(tokenizer)).text for _ in range(30)]
+    drawn = [draw_opening(source, known_words(tokenizer)) for _ in range(30)]
+    assert 0 < sum(bool(opening.around) for opening in drawn) < 30
+    texts = [f"{START}Q: {opening.text}" + (" A:" if opening.around else "") for opening in drawn]
     expected = [tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
     assert Counter(asked[:30]) == Counter(expected)
 
@@ -180,8 +184,9 @@ def test_the_targets_own_words_are_marked_in_all_turns(tmp_path):
         given = [chat.text(tokens[begin:end]) for begin, end in _spans_of(roles, GIVEN)]
         assert given[0].startswith(f"{START}system\nbe kind{END}\n{START}user\n")
         # Between the target's words stands what the template puts there, and the end of every turn once.
-        assert set(given[1::2]) <= {chat.to_assistant}
-        assert set(given[2::2]) <= {chat.to_user.removeprefix(END)}
+        assert set(given[1:]) <= {chat.to_assistant, chat.to_user.removeprefix(END)}
+        for begin, _ in _answers(roles):
+            assert chat.text(tokens[:begin]).endswith(chat.to_assistant)
         for begin, end in _spans_of(roles, PROMPT):
             assert not chat.special & {*tokens[begin:end]}
         for begin, end in _answers(roles):
@@ -195,7 +200,7 @@ def _spans_of(roles: list[int], wanted: int) -> list[tuple[int, int]]:
 
 def test_answers_take_their_temperatures_in_turn():
     recipe = Recipe()
-    assert [recipe.of_prompt(number) for number in range(3)] == [[0.0, 0.7], [0.0, 1.0], [0.0, 0.7]]
+    assert [recipe.of_prompt(number) for number in range(3)] == [[0.0, 0.7], [0.7, 1.0], [0.0, 0.7]]
 
 
 @pytest.mark.parametrize(
@@ -208,18 +213,44 @@ def test_answers_take_their_temperatures_in_turn():
         (Completion([8] * 14 + [60], True), 14),  # with a stop token that is no special one
     ],
 )
-def test_a_user_turn_stops_where_it_should(tmp_path, turn, kept):
+def test_a_user_turn_stops_where_it_should(tmp_path, monkeypatch, turn, kept):
+    openings = iter(f"{letter} " for letter in ascii_lowercase)
+    monkeypatch.setattr(user_turns, "draw_opening", lambda *_: Opening("free", next(openings)))
     recipe = replace(SMALL, per_shard=10, follow_ups=0.0, answers=1)
     complete = Scripted(lambda _, sampling: [8, EOS] if sampling.max_new_tokens == recipe.max_new_tokens else turn)
     SelfDistillation(ChatFormat(chat_tokenizer()), complete, recipe, ShardFolder(tmp_path)).run()
-    for tokens, roles, _ in conversations(ShardFolder(tmp_path)):
+    found = conversations(ShardFolder(tmp_path))
+    assert len(found) == 10
+    for tokens, roles, _ in found:
         ((begin, end),) = _spans_of(roles, PROMPT)
         assert tokens[begin:end] == turn.tokens[:kept]
 
 
+@pytest.mark.parametrize(
+    ("around", "asks", "user"),
+    [
+        ("sum up: {text}", 0, "sum up: i see bees."),
+        ("{text} who is it?", 0, "i see bees. who is it?"),
+        ("{text} q: who", 1, "i see bees. q: who is it"),
+    ],
+    ids=["order first", "question behind", "question that the target completes"],
+)
+def test_a_text_to_ask_about_is_an_answer_of_the_target(tmp_path, monkeypatch, around, asks, user):
+    chat = ChatFormat(chat_tokenizer())
+    monkeypatch.setattr(user_turns, "draw_opening", lambda *_: Opening("summary", "tell of bees", 60, around))
+    complete = answering(chat.tokenizer, f" i see bees. {END}", *[f" is it{END}"] * asks, f"yes{END}")
+    SelfDistillation(chat, complete, replace(ONE, follow_ups=0.0), ShardFolder(tmp_path)).run()
+    asked = [(chat.text(tokens), sampling.max_new_tokens) for tokens, sampling in complete.asked]
+    assert asked[0] == (f"{chat.before_user()}tell of bees{chat.to_assistant}", 60)
+    ((tokens, roles, _),) = conversations(ShardFolder(tmp_path))
+    assert chat.text(tokens) == f"{chat.before_user()}{user}{chat.to_assistant}yes{END}"
+    own = [chat.text(tokens[begin:end]) for begin, end in _spans_of(roles, PROMPT)]
+    assert own == [" is it"] * asks  # the text was not written in this place: nothing to learn there
+
+
 def test_useless_user_turns_are_left_out(tmp_path, monkeypatch):
     tokenizer = chat_tokenizer()
-    monkeypatch.setattr(distillation, "draw_opening", lambda *_: Opening("", 80))
+    monkeypatch.setattr(user_turns, "draw_opening", lambda *_: Opening("free", ""))
     chat = ChatFormat(tokenizer)
     turns = ["short", "ab " * 31, "i see a lighthouse", "I see a light-house.", "how do bees find home"]
 
@@ -237,7 +268,7 @@ def test_useless_user_turns_are_left_out(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("max_tokens", "answers"), [(196, 1), (197, 2)])
 def test_follow_ups_are_only_begun_where_they_can_be_answered(tmp_path, monkeypatch, max_tokens, answers):
-    monkeypatch.setattr(distillation, "draw_opening", lambda *_: Opening("", 80))
+    monkeypatch.setattr(user_turns, "draw_opening", lambda *_: Opening("free", ""))
     chat = ChatFormat(chat_tokenizer())
     complete = Scripted(lambda *_: [*range(8, 23), EOS])
     recipe = replace(ONE, max_tokens=max_tokens, max_new_tokens=30, follow_ups=1.0)
@@ -264,10 +295,10 @@ def test_a_template_with_nothing_before_users_cannot_be_continued(tmp_path):
         ({"temperatures": ()}, "temperatures must not be empty"),
         ({"temperatures": (-1.0,)}, "temperatures must not be empty or negative"),
         ({"follow_ups": 1.5}, r"follow_ups must lie in \[0, 1\]"),
-        ({"max_tokens": 256}, r"max_tokens \(256\) must exceed max_new_tokens \(256\)"),
+        ({"max_tokens": 128}, r"max_tokens \(128\) must exceed max_new_tokens \(128\)"),
         ({"temperatures": (0.0,)}, "repeat a greedy one"),
         ({"temperatures": (0.0, 0.0, 1.0)}, "repeat a greedy one"),
-        ({"answers": 3}, "repeat a greedy one"),
+        ({"answers": 5}, "repeat a greedy one"),
     ],
 )
 def test_bad_recipes_are_errors(wrong, problem):
@@ -287,7 +318,8 @@ def run(folder, complete, recipe=SMALL, messages=None, provenance=None, **kwargs
 
 
 def contents(folder) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+    """All but how long it took."""
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if not path.name.startswith("minutes-")}
 
 
 @pytest.fixture
@@ -323,6 +355,28 @@ def test_what_is_there_is_not_made_again(tmp_path, whole):
     (tmp_path / "whole" / "tokens-00001.safetensors").unlink()
     run(tmp_path / "whole", Babble())
     assert contents(tmp_path / "whole") == whole
+
+
+def test_a_folder_grows_to_the_same_bytes(tmp_path, whole):
+    run(tmp_path / "grown", Babble(), replace(SMALL, conversations=4))
+    assert len(contents(tmp_path / "grown")) == 2
+    run(tmp_path / "grown", Babble(), replace(SMALL, conversations=10))
+    assert contents(tmp_path / "grown") == whole
+
+
+def test_minutes_are_those_of_all_runs(tmp_path, monkeypatch, whole):
+    """A shard takes a minute of this clock."""
+    minutes = count(0, 30)  # asked at the beginning and at the end of a shard
+    monkeypatch.setattr(time, "monotonic", lambda: next(minutes) * 2.0)
+    given = [(0.5, 1), (1.0, 1), (1.5, 2), (2.0, 2), (9.0, 3)]
+    for limit, shards in given:
+        told: list[tuple[int, ...]] = []
+        SelfDistillation(ChatFormat(chat_tokenizer()), Babble(), SMALL, ShardFolder(tmp_path / "timed")).run(
+            lambda *news, told=told: told.append(news), minutes=limit
+        )
+        assert len(contents(tmp_path / "timed")) == 1 + shards
+        assert told[-1][0] == shards
+    assert contents(tmp_path / "timed") == whole
 
 
 def test_parts_make_the_same_bytes_as_one_process(tmp_path, whole):
@@ -386,7 +440,8 @@ def test_hidden_states_are_stored_with_every_shard_before_it_counts(tmp_path):
         ends = shard.offsets.tolist()
         sequences = [shard.tokens[begin:end].tolist() for begin, end in pairwise(ends)]
         for expected, found in zip(fresh(sequences), states, strict=True):
-            torch.testing.assert_close(found, torch.cat(expected, dim=-1), rtol=1e-4, atol=1e-5)
+            wanted = torch.cat([expected.inputs, expected.final], dim=-1)
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
         stored.append(len(shard))
 
     recipe = replace(SMALL, conversations=8, max_new_tokens=100, max_tokens=700, follow_ups=1.0)

@@ -33,8 +33,9 @@ def test_the_head_alone_makes_the_targets_rows(architecture):
     logits, final = rows(target, TEXTS[2])
     torch.testing.assert_close(head(final), logits, rtol=1e-4, atol=1e-3)
     some = torch.tensor([4, 60, 0])
-    weight, finish = head.rows(some)
-    torch.testing.assert_close(finish(final @ weight.T), logits[:, some], rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(head.part(some)(final), logits[:, some], rtol=1e-4, atol=1e-3)
+    assert head.part(None)(final).shape == logits.shape
+    torch.testing.assert_close(head.normalisers(final), logits.logsumexp(dim=-1), rtol=1e-4, atol=1e-3)
     assert not [*head.parameters()]
     assert not head.state_dict()
 
@@ -44,10 +45,34 @@ def test_a_bias_of_the_head_counts():
     model.lm_head.bias = torch.nn.Parameter(torch.randn(VOCAB, generator=torch.Generator().manual_seed(0)))
     target = RaggedModel(model, self_test=False, kernels="torch")
     logits, final = rows(target, TEXTS[0])
-    torch.testing.assert_close(TeacherHead(target)(final), logits, rtol=1e-4, atol=1e-4)
-    some = torch.tensor([4, 60, 0])
-    weight, finish = TeacherHead(target).rows(some)
-    torch.testing.assert_close(finish(final @ weight.T), logits[:, some], rtol=1e-4, atol=1e-4)
+    head, some = TeacherHead(target), torch.tensor([4, 60, 0])
+    torch.testing.assert_close(head(final), logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(head.part(some)(final), logits[:, some], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(head.normalisers(final), logits.logsumexp(dim=-1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_part_of_a_row_has_the_probabilities_of_the_whole(autocast):
+    """Training under autocast, too, multiplies as the target does, else a part would not fit its normaliser."""
+    target = ragged(sharpness=3.0)
+    _, final = rows(target, TEXTS[2])
+    head = TeacherHead(target)
+    parts = [head.part(torch.arange(half, VOCAB, 2)) for half in (0, 1)]
+    normalisers = head.normalisers(final)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        mass = [(part(final) - normalisers[:, None]).exp().sum(dim=-1) for part in parts]
+    assert normalisers.dtype == torch.float32
+    torch.testing.assert_close(mass[0] + mass[1], torch.ones(len(final)), rtol=0, atol=1e-5)
+    assert 0.5 < mass[0].min() < 0.9, "half of the tokens hold much, but not all"
+
+
+def test_normalisers_of_many_rows_never_hold_the_logits_of_all(monkeypatch):
+    target, seen = ragged(), []
+    head = TeacherHead(target)
+    final, forward = torch.randn(200, head.weight.shape[1]), TeacherHead.forward
+    monkeypatch.setattr(TeacherHead, "forward", lambda self, part: seen.append(len(part)) or forward(self, part))
+    torch.testing.assert_close(head.normalisers(final), forward(head, final).logsumexp(dim=-1))
+    assert max(seen) <= 64
 
 
 def test_the_cap_is_not_for_nothing():
@@ -153,6 +178,7 @@ def spoil(cached, shard, change, **metadata: str) -> None:
         (lambda tensors: tensors["inputs"][5].zero_(), "inputs of sequence 1"),
         (lambda tensors: tensors["inputs"].copy_(tensors["inputs"].roll(1, dims=0)), "inputs of sequence 0"),
         (lambda tensors: tensors["final"][-2, 3].fill_(float("nan")), "final of sequence 2"),
+        (lambda tensors: tensors["normalisers"][0].add_(0.1), "normalisers of sequence 0"),
     ],
 )
 def test_features_that_were_changed_are_found(cached, shard, fresh, change, place):
@@ -192,6 +218,22 @@ def test_files_of_other_text_or_layers_are_errors(cached, shard, fresh, change, 
         cached.complete(shard)
 
 
+def test_files_of_before_there_were_normalisers_are_completed_once(cached, shard, fresh):
+    """From what they hold; until then they do not count."""
+    assert not cached.add_normalisers(shard, fresh.head)
+    cached.write(shard, fresh(TEXTS))
+    expected = cached.read(shard, [0, 2])
+    spoil(cached, shard, lambda tensors: tensors.pop("normalisers"))
+    assert not cached.complete(shard)
+    assert cached.add_normalisers(shard, fresh.head)
+    assert cached.complete(shard)
+    for one, other in zip(cached.read(shard, [0, 2]), expected, strict=True):
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(one, other, strict=True))
+    spoil(cached, shard, lambda tensors: tensors.pop("normalisers"), digest="other")
+    with pytest.raises(ShardError, match="hidden states of other text"):
+        cached.complete(shard)
+
+
 @pytest.mark.parametrize("layers", [(), (1,), (1, 0)])
 def test_other_drafters_read_what_they_need_from_the_same_files(cached, shard, fresh, layers):
     cached.write(shard, fresh(TEXTS))
@@ -211,6 +253,6 @@ def test_files_that_were_cut_off_are_errors(cached, shard, fresh, size):
 
 def test_features_can_be_split_off_recorded_states(fresh):
     (expected, *_) = fresh(TEXTS)
-    found = fresh.split(torch.cat(expected, dim=-1))
+    found = fresh.split(torch.cat([expected.inputs, expected.final], dim=-1))
     assert isinstance(found, Features)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))

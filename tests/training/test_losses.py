@@ -14,11 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from arbordraft import IID
+from arbordraft.training.chunked_loss import DraftRows, distillation_loss
 from arbordraft.training.losses import (
     LOSSES,
+    TeacherRows,
     acceptance,
     cross_entropy,
-    distillation_loss,
     forward_kl,
     lk_hybrid,
     lk_nla,
@@ -35,14 +36,30 @@ every_loss = pytest.mark.parametrize("loss", LOSSES)
 every_kind = pytest.mark.parametrize("kind", ROW_KINDS)
 
 
+def by_definition(name, log_p, logits):
+    """The same losses, written as their definitions, for autograd."""
+    p, log_q = log_p.exp(), logits.log_softmax(dim=-1)
+    kl, alpha = (p * (log_p - log_q)).sum(dim=-1), torch.minimum(p, log_q.exp()).sum(dim=-1)
+    weight = (-3 * alpha.detach()).exp()
+    return {
+        "kl": lambda: kl,
+        "reverse_kl": lambda: (log_q.exp() * (log_q - log_p)).sum(dim=-1),
+        "ce": lambda: F.nll_loss(log_q, p.argmax(dim=-1), reduction="none"),
+        "tv": lambda: 1 - alpha,
+        "lk_nla": lambda: -torch.minimum(log_p, log_q).logsumexp(dim=-1),
+        "lk_hybrid": lambda: weight * kl + (1 - weight) * (1 - alpha),
+        "topk": lambda: -torch.where(p >= p.topk(min(10, p.shape[-1])).values[:, -1:], p * log_q, 0).sum(dim=-1),
+    }[name]()
+
+
 def double(*values):
     return torch.tensor(values, dtype=torch.float64)
 
 
 def random_pairs(kind="random", mass=1.0, number=6, tokens=7):
-    """Teacher rows of a given sum and student logits."""
+    """Logarithms of teacher rows of a given sum, and student logits."""
     target, draft = zip(*(random_rows(kind, tokens, seed) for seed in range(number)), strict=True)
-    return mass * torch.stack(target), torch.stack(draft).clamp_min(1e-9).log()
+    return (mass * torch.stack(target)).clamp_min(1e-30).log(), torch.stack(draft).clamp_min(1e-9).log()
 
 
 def softcap(logits):
@@ -50,50 +67,71 @@ def softcap(logits):
 
 
 class Problem:
-    """A drafter that knows some tokens of a target whose logits are capped."""
+    """A drafter of some steps, two of which share a head, that knows half the tokens of a target with capped logits."""
 
-    def __init__(self, positions=7, tokens=10, width=4, dtype=torch.float64):
-        self.hidden = torch.randn(positions, width, dtype=dtype, requires_grad=True)
-        self.head = torch.randn(tokens, width, dtype=dtype, requires_grad=True)
-        self.bias = torch.randn(tokens, dtype=dtype, requires_grad=True)
+    def __init__(self, positions=7, tokens=10, width=4, dtype=torch.float64, steps=3):
+        def random(*shape):
+            return torch.randn(shape, dtype=dtype, requires_grad=True)
+
+        self.hidden = [random(positions, width) for _ in range(steps)]
+        self.heads = [random(tokens, width) for _ in range(min(steps, 2))]
+        self.bias = random(tokens)
+        self.weights = torch.rand(steps, positions, dtype=dtype)
+        self.weights[:, 1::3] = 0
         self.teacher_hidden = torch.randn(positions, width + 1, dtype=dtype)
-        self.teacher_head = torch.randn(tokens, width + 1, dtype=dtype)
+        self.teacher_head = torch.randn(2 * tokens, width + 1, dtype=dtype)
+        self.asked = []
 
     @property
     def trained(self):
-        return self.hidden, self.head, self.bias
+        return [*self.hidden, *self.heads, *([] if self.bias is None else [self.bias])]
 
-    def chunked(self, loss, chunk=3, cap=softcap):
+    @property
+    def steps(self):
+        partial = len(self.hidden) > 1  # of the first step, alone
+        return [
+            DraftRows(rows, self.heads[g > 0], self.bias, partial=partial and g == 0)
+            for g, rows in enumerate(self.hidden)
+        ]
+
+    def teacher(self, rows, cap=softcap):
+        self.asked.append(rows)
+        logits = cap(F.linear(self.teacher_hidden[rows], self.teacher_head))
+        return logits[:, : len(logits.T) // 2] - logits.logsumexp(dim=-1, keepdim=True)
+
+    def chunked(self, loss, chunk=3, teacher=None, **options):
         function = LOSSES[loss] if isinstance(loss, str) else loss
-        return distillation_loss(*self.trained, self.teacher_hidden, self.teacher_head, cap, function, chunk)
+        return distillation_loss(self.steps, teacher or self.teacher, self.weights, function, chunk, **options)
 
-    def pair(self):
-        """Teacher and student rows of all positions at once."""
-        logits = softcap(F.linear(self.teacher_hidden, self.teacher_head))
-        return logits.softmax(-1), F.linear(self.hidden, self.head, self.bias).log_softmax(-1)
+    def rows(self):
+        """Teacher rows and the student's logits of every step, all positions at once."""
+        return self.teacher(slice(None)), [F.linear(*step[:3]) for step in self.steps]
 
     def plain(self, loss):
-        return LOSSES[loss](*self.pair()).mean()
+        log_p, logits = self.rows()
+        losses = torch.stack([by_definition(loss, log_p, rows) for rows in logits])
+        return (losses * self.weights).sum()
 
     def gradients(self, loss):
         return torch.autograd.grad(loss, self.trained)
 
 
 def test_values_in_closed_form():
-    p, log_q = double([0.5, 0.25, 0.125]), double([0.25, 0.25, 0.5]).log()  # an eighth of the target is not drafted
+    # An eighth of the target is not drafted.
+    teacher, logits = TeacherRows.of(double([0.5, 0.25, 0.125]).log()), double([0.25, 0.25, 0.5]).log() + 5
     weight = math.exp(-3 * 0.625)
-    for found, expected in [
-        (acceptance(p, log_q), 0.625),
-        (forward_kl(p, log_q), LOG2 / 4),
-        (reverse_kl(p, log_q), LOG2 * 3 / 4),
-        (cross_entropy(p, log_q), 2 * LOG2),
-        (total_variation(p, log_q), 0.375),
-        (lk_nla(p, log_q), -math.log(0.625)),
-        (lk_hybrid(p, log_q), weight * LOG2 / 4 + (1 - weight) * 0.375),
-        (lk_hybrid(p, log_q, eta=0.0), LOG2 / 4),
-        (topk_distillation(p, log_q, k=1), LOG2),
-        (topk_distillation(p, log_q, k=2), LOG2 * 3 / 2),
-        (topk_distillation(p, log_q), LOG2 * 13 / 8),
+    assert acceptance(teacher, logits).tolist() == pytest.approx([0.625], abs=1e-12)
+    for (found, _), expected in [
+        (forward_kl(teacher, logits), LOG2 / 4),
+        (reverse_kl(teacher, logits), LOG2 * 3 / 4),
+        (cross_entropy(teacher, logits), 2 * LOG2),
+        (total_variation(teacher, logits), 0.375),
+        (lk_nla(teacher, logits), -math.log(0.625)),
+        (lk_hybrid(teacher, logits), weight * LOG2 / 4 + (1 - weight) * 0.375),
+        (lk_hybrid(teacher, logits, eta=0.0), LOG2 / 4),
+        (topk_distillation(teacher, logits, k=1), LOG2),
+        (topk_distillation(teacher, logits, k=2), LOG2 * 3 / 2),
+        (topk_distillation(teacher, logits), LOG2 * 13 / 8),
     ]:
         assert found.tolist() == pytest.approx([expected], abs=1e-12)
 
@@ -102,100 +140,101 @@ def test_values_in_closed_form():
 @pytest.mark.parametrize("mass", [1.0, 0.8])
 def test_acceptance_is_that_of_rejection_sampling(kind, mass):
     """The target draws the missing mass as one more token, which the drafter never proposes."""
-    p, logits = random_pairs(kind, mass)
-    log_q = logits.log_softmax(dim=-1)
-    for target, draft, found in zip(p, log_q.exp(), acceptance(p, log_q), strict=True):
+    log_p, logits = random_pairs(kind, mass)
+    found = acceptance(TeacherRows.of(log_p), logits)
+    for target, draft, one in zip(log_p.exp(), logits.softmax(dim=-1), found, strict=True):
         full = torch.cat([target, double(1 - mass)]), torch.cat([draft, double(0)])
-        assert oracles.acceptance(RecursiveRejection(), IID(1), *full) == pytest.approx(found.item(), abs=1e-12)
+        assert oracles.acceptance(RecursiveRejection(), IID(1), *full) == pytest.approx(one.item(), abs=1e-12)
 
 
 @every_kind
 @pytest.mark.parametrize("mass", [1.0, 0.6])
 def test_identities_and_bounds(kind, mass):
-    p, logits = random_pairs(kind, mass)
-    log_q = logits.log_softmax(dim=-1)
-    alpha, bound = acceptance(p, log_q), math.log(mass)
-    torch.testing.assert_close(total_variation(p, log_q), 1 - alpha)
-    torch.testing.assert_close(lk_nla(p, log_q), -alpha.log())
+    log_p, logits = random_pairs(kind, mass)
+    teacher, p, q = TeacherRows.of(log_p), log_p.exp(), logits.softmax(dim=-1)
+    alpha, bound = acceptance(teacher, logits), math.log(mass)
+    torch.testing.assert_close(total_variation(teacher, logits)[0], 1 - alpha)
+    torch.testing.assert_close(lk_nla(teacher, logits)[0], -alpha.log())
     missing = 1 - p.sum(dim=-1)
-    torch.testing.assert_close(total_variation(p, log_q), ((p - log_q.exp()).abs().sum(dim=-1) + missing) / 2)
+    torch.testing.assert_close(total_variation(teacher, logits)[0], ((p - q).abs().sum(dim=-1) + missing) / 2)
     for loss, least in [
         (forward_kl, mass * bound),
         (reverse_kl, -bound),
         (lk_nla, -bound),
         (total_variation, 1 - mass),
     ]:
-        assert (loss(p, log_q) >= least - 1e-9).all()
+        assert (loss(teacher, logits)[0] >= least - 1e-9).all()
     assert ((alpha >= 0) & (alpha <= mass + 1e-12)).all()
+
+
+@every_loss
+@every_kind
+@pytest.mark.parametrize("mass", [1.0, 0.7])
+def test_losses_and_gradients_are_those_of_their_definitions(loss, kind, mass):
+    log_p, logits = random_pairs(kind, mass)
+    logits += 1e-3 * torch.randn_like(logits)  # where both are equal, some losses have no gradient
+    losses, slopes = LOSSES[loss](TeacherRows.of(log_p), logits)
+    logits.requires_grad_()
+    expected = by_definition(loss, log_p, logits)
+    torch.testing.assert_close(losses, expected)
+    torch.testing.assert_close(slopes, torch.autograd.grad(expected.sum(), logits)[0])
+    assert slopes.sum(dim=-1).abs().max() < 1e-9, "a constant added to all logits changes nothing"
 
 
 @pytest.mark.parametrize("loss", ["kl", "reverse_kl", "tv", "lk_nla", "lk_hybrid"])
 def test_the_target_itself_is_the_best_drafter(loss):
     """Hard labels and a few tokens have another optimum, whence these two are missing."""
-    p, _ = random_pairs()
-    logits = p.log().requires_grad_()
-    losses = LOSSES[loss](p, logits.log_softmax(dim=-1))
+    logits, _ = random_pairs()
+    teacher = TeacherRows.of(logits)
+    losses, slopes = LOSSES[loss](teacher, logits)
     assert losses.abs().max() < 1e-12
     if loss in ("kl", "reverse_kl"):  # the others have a kink there
-        (slope,) = torch.autograd.grad(losses.sum(), logits)
-        assert slope.abs().max() < 1e-12
+        assert slopes.abs().max() < 1e-12
     for _ in range(20):
-        away = (logits + 0.1 * torch.randn_like(logits)).log_softmax(dim=-1)
-        assert (LOSSES[loss](p, away) > losses).all()
-
-
-@pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss != "lk_hybrid"])
-@pytest.mark.parametrize("mass", [1.0, 0.7])
-@pytest.mark.parametrize("kind", ["random", "holes"])
-def test_gradients(loss, mass, kind):
-    p, logits = random_pairs(kind, mass, number=3)
-    assert gradcheck(lambda x: LOSSES[loss](p, x.log_softmax(dim=-1)), logits.requires_grad_())
+        assert (LOSSES[loss](teacher, logits + 0.1 * torch.randn_like(logits))[0] > losses).all()
 
 
 @pytest.mark.parametrize("mass", [1.0, 0.7])
 def test_the_weight_of_the_hybrid_is_a_constant_to_its_gradient(mass):
     """Hence no finite difference: it is compared with the blend at a weight that is fixed, and with one that is not."""
-    p, logits = random_pairs("random", mass)
+    log_p, logits = random_pairs("random", mass)
     logits.requires_grad_()
-    log_q = logits.log_softmax(dim=-1)
-    weight = (-3 * acceptance(p, log_q)).exp()
-    fixed, moving = (w * forward_kl(p, log_q) + (1 - w) * total_variation(p, log_q) for w in (weight.detach(), weight))
-    found, wanted, wrong = (
-        torch.autograd.grad(losses.sum(), logits, retain_graph=True)[0]
-        for losses in (lk_hybrid(p, log_q), fixed, moving)
+    kl, tv = (by_definition(name, log_p, logits) for name in ("kl", "tv"))
+    weight = (-3 * (1 - tv)).exp()
+    wanted, wrong = (
+        torch.autograd.grad((w * kl + (1 - w) * tv).sum(), logits, retain_graph=True)[0]
+        for w in (weight.detach(), weight)
     )
+    _, found = lk_hybrid(TeacherRows.of(log_p), logits.detach())
     torch.testing.assert_close(found, wanted)
     assert not torch.allclose(found, wrong)
 
 
 def test_log_acceptance_amplifies_the_gradient_of_the_variation():
-    p, logits = random_pairs("peaked")
-    slopes = {}
-    for loss in (total_variation, lk_nla):
-        x = logits.clone().requires_grad_()
-        slopes[loss] = torch.autograd.grad(loss(p, x.log_softmax(dim=-1)).sum(), x)[0]
-    alpha = acceptance(p, logits.log_softmax(dim=-1))
-    torch.testing.assert_close(slopes[lk_nla], slopes[total_variation] / alpha[:, None])
+    log_p, logits = random_pairs("peaked")
+    teacher = TeacherRows.of(log_p)
+    alpha = acceptance(teacher, logits)
+    torch.testing.assert_close(lk_nla(teacher, logits)[1], total_variation(teacher, logits)[1] / alpha[:, None])
 
 
 @every_loss
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_extreme_rows_have_finite_gradients(loss, dtype):
-    """Certain rows, rows without any mass, and logits so far apart that their exponentials vanish."""
-    p = torch.tensor([[1, 0, 0], [0, 1, 0], [0, 0, 0], [0.5, 0.5, 0], [1e-40, 0, 0]], dtype=dtype)
+    """Certain rows, rows with hardly any mass, and logits so far apart that their exponentials vanish."""
+    log_p = torch.tensor(
+        [[0, -1e3, -1e4], [-200, 0, -90], [-1e3, -1e3, -1e4], [-LOG2, -LOG2, -99], [-92, -95, -99]], dtype=dtype
+    )
     for spread in (0.0, 200.0, 1e4):
-        logits = torch.tensor([[-spread, spread, 0.0]], dtype=dtype).repeat(len(p), 1).requires_grad_()
-        losses = LOSSES[loss](p, logits.log_softmax(dim=-1))
-        (slope,) = torch.autograd.grad(losses.sum(), logits)
+        logits = torch.tensor([[-spread, spread, 0.0]], dtype=dtype).repeat(len(log_p), 1)
+        losses, slopes = LOSSES[loss](TeacherRows.of(log_p), logits)
         assert losses.isfinite().all()
-        assert slope.isfinite().all()
+        assert slopes.isfinite().all()
 
 
 def test_log_acceptance_is_alive_where_the_variation_is_dead():
-    logits = torch.tensor([[-200.0, 200.0]], requires_grad=True)
+    teacher, logits = TeacherRows.of(torch.tensor([[0.0, -1000.0]])), torch.tensor([[-200.0, 200.0]])
     for loss, alive in [(total_variation, False), (lk_nla, True)]:
-        (slope,) = torch.autograd.grad(loss(torch.tensor([[1.0, 0.0]]), logits.log_softmax(dim=-1)).sum(), logits)
-        assert bool(slope[0, 0] < -0.5) == alive
+        assert bool(loss(teacher, logits)[1][0, 0] < -0.5) == alive
 
 
 def test_decay():
@@ -216,82 +255,95 @@ def test_an_unknown_loss_is_refused():
 @pytest.mark.parametrize("chunk", [1, 3, 7, 100])
 def test_chunks_add_up_to_the_plain_loss(loss, chunk):
     problem = Problem()
-    found, wanted = problem.chunked(loss, chunk), problem.plain(loss)
+    found, wanted = problem.chunked(loss, chunk, measure=True), problem.plain(loss)
     torch.testing.assert_close(found.loss, wanted)
     torch.testing.assert_close(problem.gradients(3 * found.loss), problem.gradients(3 * wanted))
-    p, log_q = problem.pair()
-    torch.testing.assert_close(found.acceptance, acceptance(p, log_q).detach())
-    assert found.agreement.tolist() == (log_q.argmax(dim=-1) == p.argmax(dim=-1)).tolist()
+    log_p, logits = problem.rows()
+    for step, rows in enumerate(logits):
+        counts = (problem.weights[step] > 0) | (step > 0)  # the first step is partial
+        expected = acceptance(TeacherRows.of(log_p), rows.detach()) * counts
+        torch.testing.assert_close(found.acceptance[step], expected)
+        assert torch.equal(found.agreement[step], (rows.argmax(dim=-1) == log_p.argmax(dim=-1)) & counts)
     assert not found.acceptance.requires_grad
     assert not found.agreement.requires_grad
 
 
 @pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss != "lk_hybrid"])  # whose weight is detached
 def test_gradients_of_chunks(loss):
-    problem = Problem(positions=5, tokens=6, width=3)
+    problem = Problem(positions=5, tokens=6, width=3, steps=2)
 
-    def function(hidden, head, bias):
-        problem.hidden, problem.head, problem.bias = hidden, head, bias
+    def function(one, other, head, second, bias):
+        problem.hidden, problem.heads, problem.bias = [one, other], [head, second], bias
         return problem.chunked(loss, chunk=2).loss
 
     assert gradcheck(function, problem.trained)
 
 
+def test_teacher_rows_are_computed_once_for_all_steps():
+    problem = Problem(steps=4)
+    problem.chunked("kl", chunk=3)
+    assert problem.asked == [slice(0, 3), slice(3, 6), slice(6, 9)]
+
+
+def test_what_nobody_wants_to_know_is_not_measured(monkeypatch):
+    problem = Problem()
+    assert problem.chunked("kl")[1:] == (None, None)
+
+
 def test_a_forgotten_chunk_or_cap_is_caught():
     """What the comparison with the plain loss rests on: it tells wrong sums apart."""
-    problem, other = Problem(), Problem()
+    problem = Problem()
     wanted = problem.plain("kl")
-    assert not torch.allclose(problem.chunked("kl", cap=lambda logits: logits).loss, wanted)
-    problem.bias = other.bias
+    uncapped = problem.chunked("kl", teacher=lambda rows: problem.teacher(rows, cap=lambda logits: logits))
+    assert not torch.allclose(uncapped.loss, wanted)
+    problem.bias = Problem().bias
     assert not torch.allclose(problem.chunked("kl").loss, wanted)
     problem = Problem()
     wanted = problem.plain("kl")
-    problem.hidden, problem.teacher_hidden = problem.hidden[:-1], problem.teacher_hidden[:-1]
+    problem.weights = problem.weights[:, :-1]
     assert not torch.allclose(problem.chunked("kl").loss, wanted)
 
 
-@pytest.mark.parametrize("frozen", ["hidden", "head", "bias"])
+@pytest.mark.parametrize("frozen", range(6), ids=["hidden", "second", "third", "head", "shared head", "bias"])
 def test_frozen_parts_get_no_gradient(frozen):
     problem = Problem()
-    problem.plain("kl").backward()
-    wanted = {name: getattr(problem, name).grad for name in ("hidden", "head", "bias")}
-    for name in wanted:
-        getattr(problem, name).grad = None
-    getattr(problem, frozen).requires_grad_(False)
+    wanted = problem.gradients(problem.plain("kl"))
+    problem.trained[frozen].requires_grad_(False)
     problem.chunked("kl").loss.backward()
-    for name, grad in wanted.items():
-        torch.testing.assert_close(getattr(problem, name).grad, None if name == frozen else grad)
+    for place, (tensor, grad) in enumerate(zip(problem.trained, wanted, strict=True)):
+        torch.testing.assert_close(tensor.grad, None if place == frozen else grad)
 
 
 def test_without_a_graph_there_is_no_backward_work():
     problem = Problem()
-
-    def watched(p, log_q):
-        assert not log_q.requires_grad
-        return forward_kl(p, log_q)
-
-    with torch.no_grad():
-        found = problem.chunked(watched)
+    with torch.no_grad(), Allocations() as plain:
+        found = problem.chunked("kl")
     assert not found.loss.requires_grad
-    with pytest.raises(AssertionError):
-        problem.chunked(watched)
+    with Allocations() as seen:
+        problem.chunked("kl")
+    assert seen.made > plain.made + sum(tensor.numel() for tensor in problem.trained)
 
 
 def test_a_head_without_bias():
     problem = Problem()
-    with torch.no_grad():
-        problem.bias.zero_()
-    wanted = problem.gradients(problem.plain("kl"))
     problem.bias = None
-    found = problem.chunked("kl").loss
-    torch.testing.assert_close(torch.autograd.grad(found, problem.trained[:2]), wanted[:2])
+    wanted = problem.gradients(problem.plain("kl"))
+    torch.testing.assert_close(problem.gradients(problem.chunked("kl").loss), wanted)
 
 
 def test_without_positions_there_is_nothing_to_learn():
-    found = (problem := Problem(positions=0)).chunked("kl")
+    found = (problem := Problem(positions=0)).chunked("kl", measure=True)
     assert found.loss == 0
     assert all(not grad.any() for grad in problem.gradients(found.loss))
-    assert len(found.acceptance) == len(found.agreement) == 0
+    assert found.acceptance.shape == found.agreement.shape == (3, 0)
+
+
+def test_weights_of_nothing_leave_everything_out():
+    problem = Problem()
+    problem.weights.zero_()
+    found = problem.chunked("kl")
+    assert found.loss == 0
+    assert all(not grad.any() for grad in problem.gradients(found.loss))
 
 
 @every_loss
@@ -299,9 +351,9 @@ def test_autocast_multiplies_in_bfloat16_and_takes_logarithms_in_float32(loss):
     problem = Problem(positions=40, tokens=50, width=16, dtype=torch.float32)
     seen = set()
 
-    def watched(p, log_q):
-        seen.update({p.dtype, log_q.dtype, (p @ log_q.T).dtype})
-        return LOSSES[loss](p, log_q)
+    def watched(teacher, logits):
+        seen.update({teacher.probs.dtype, logits.dtype, (teacher.probs @ logits.T).dtype})
+        return LOSSES[loss](teacher, logits)
 
     exact = problem.chunked(watched)
     with torch.autocast("cpu", torch.bfloat16):
@@ -311,15 +363,18 @@ def test_autocast_multiplies_in_bfloat16_and_takes_logarithms_in_float32(loss):
     assert 0 < (rough.loss - exact.loss).abs() < 0.02 * exact.loss  # rounded, but not by more than bfloat16 rounds
     for found, wanted in zip(problem.gradients(rough.loss), problem.gradients(exact.loss), strict=True):
         assert found.dtype == torch.float32
-        assert 0 < (found - wanted).norm() < 0.25 * wanted.norm()  # those with a minimum have kinks, hence jumps
+        assert 0 < (found - wanted).norm() < 0.5 * wanted.norm()  # those with a minimum have kinks, hence jumps
 
 
 def test_weights_in_bfloat16_get_gradients_in_bfloat16():
     problem = Problem(dtype=torch.float32)
     wanted = problem.gradients(problem.plain("kl"))
-    for name in ("hidden", "head", "bias", "teacher_head"):
-        tensor = getattr(problem, name)
-        setattr(problem, name, tensor.detach().bfloat16().requires_grad_(tensor.requires_grad))
+
+    def narrow(tensor):
+        return tensor.detach().bfloat16().requires_grad_()
+
+    problem.hidden, problem.heads = [*map(narrow, problem.hidden)], [*map(narrow, problem.heads)]
+    problem.bias = narrow(problem.bias)
     found = problem.chunked("kl").loss
     assert found.dtype == torch.float32
     for grad, reference in zip(problem.gradients(found), wanted, strict=True):
@@ -327,24 +382,33 @@ def test_weights_in_bfloat16_get_gradients_in_bfloat16():
         assert (grad - reference).norm() < 0.1 * reference.norm()
 
 
+def test_small_weights_do_not_underflow_in_half_precision():
+    problem = Problem(dtype=torch.float32)
+    wanted = problem.gradients(problem.chunked("kl").loss)
+    problem.weights *= 1e-7
+    with torch.autocast("cpu", torch.float16):
+        small = problem.chunked("kl").loss
+    for grad, reference in zip(problem.gradients(small), wanted, strict=True):
+        assert (1e7 * grad - reference).norm() < 0.02 * reference.norm()
+
+
 @every_loss
 def test_a_step_along_the_gradient_lowers_the_loss(loss):
     problem = Problem(positions=12, tokens=30, width=8)
     before = problem.chunked(loss).loss
-    grads = problem.gradients(before)
+    grads, start = problem.gradients(before), [tensor.detach().clone() for tensor in problem.trained]
     for sign, lower in [(-1, True), (1, False)]:
-        stepped = [t + sign * 1e-3 * g for t, g in zip(problem.trained, grads, strict=True)]
-        moved = Problem.__new__(Problem)
-        vars(moved).update(vars(problem) | dict(zip(("hidden", "head", "bias"), stepped, strict=True)))
-        assert (moved.chunked(loss).loss < before) == lower
+        for tensor, begun, grad in zip(problem.trained, start, grads, strict=True):
+            tensor.data = begun + sign * 1e-3 * grad
+        assert (problem.chunked(loss).loss < before) == lower
 
 
 class Allocations(TorchDispatchMode):
-    """Elements of the largest tensor that came to be, and of all that lived at the same time."""
+    """Elements of the largest tensor that came to be, of all that lived at the same time, and of all there were."""
 
     def __init__(self):
         super().__init__()
-        self.largest = self.peak = self.living = 0
+        self.largest = self.peak = self.living = self.made = 0
         self.tensors = {}  # storage -> how many tensors of ours show it
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -360,6 +424,7 @@ class Allocations(TorchDispatchMode):
                     continue  # a view of what was there before
                 self.tensors[key] = 0
                 self.living += size
+                self.made += size
                 self.largest, self.peak = max(self.largest, size), max(self.peak, self.living)
             self.tensors[key] += 1
             weakref.finalize(tensor, self.forget, key, size)
@@ -372,8 +437,16 @@ class Allocations(TorchDispatchMode):
             self.living -= size
 
 
-def allocations(loss, positions, tokens, width=2):
-    problem = Problem(positions, tokens, width, dtype=torch.float32)
+def allocations(loss, positions, tokens, width=2, steps=1):
+    """The teacher's vocabulary is the drafter's: its rows over all of a larger one are not the loss's."""
+    problem = Problem(positions, tokens, width, dtype=torch.float32, steps=steps)
+    problem.teacher_head = problem.teacher_head[:tokens].clone()
+    normalisers = problem.teacher_hidden[:, 0].clone()
+
+    def teacher(rows):
+        return F.linear(problem.teacher_hidden[rows], problem.teacher_head) - normalisers[rows, None]
+
+    problem.teacher = teacher
     with Allocations() as seen:
         loss(problem).backward()
     assert seen.largest > 0
@@ -383,9 +456,13 @@ def allocations(loss, positions, tokens, width=2):
 @every_loss
 def test_memory_does_not_grow_with_the_positions(loss):
     tokens, chunk = 1000, 8
-    small, large = (allocations(lambda p: p.chunked(loss, chunk).loss, n, tokens) for n in (32, 128))
-    assert small.largest == large.largest == chunk * tokens
-    assert large.peak <= 10 * chunk * tokens
+    small, large, deep = (
+        allocations(lambda p: p.chunked(loss, chunk).loss, n, tokens, steps=steps)
+        for n, steps in ((32, 1), (128, 1), (128, 4))
+    )
+    assert small.largest == large.largest == deep.largest == chunk * tokens
+    assert large.peak <= 8 * chunk * tokens
+    assert deep.peak <= 11 * chunk * tokens, "the rows of a partial step are copies"
     assert large.peak - small.peak < tokens  # what does grow is smaller than one row
     with FakeTensorMode():
         assert allocations(lambda p: p.chunked(loss, chunk).loss, 128, tokens).peak == large.peak
@@ -395,9 +472,10 @@ def test_graphs_kept_until_the_backward_pass_are_caught():
     """The check above sees both the large tensor of the plain loss and the many small ones of a sum in parts."""
 
     def in_parts(problem):
-        p, hidden = problem.pair()[0], problem.hidden
-        log_q = [F.linear(part, problem.head, problem.bias).log_softmax(dim=-1) for part in hidden.split(8)]
-        return sum(forward_kl(*pair).sum() for pair in zip(p.split(8), log_q, strict=True))
+        (hidden,), (head,) = problem.hidden, problem.heads
+        logits = [F.linear(part, head, problem.bias) for part in hidden.split(8)]
+        teachers = [problem.teacher(slice(at, at + 8)) for at in range(0, len(hidden), 8)]
+        return sum(by_definition("kl", *pair).sum() for pair in zip(teachers, logits, strict=True))
 
     for unbounded in (lambda problem: problem.plain("kl"), in_parts):
         assert allocations(unbounded, 128, 1000).peak > 2 * 128 * 1000

@@ -15,10 +15,10 @@ from arbordraft.training.drafter_module import DrafterModule, Phase
 from arbordraft.training.drafts import follow
 from arbordraft.training.features import TeacherHead
 from arbordraft.training.optimizers import MuonAdamW
-from arbordraft.training.shards import ANSWER
+from arbordraft.training.shards import ANSWER, GIVEN
 from arbordraft.training.students import EarlyExitStudent, LanguageModelStudent, MedusaStudent
 from arbordraft.training.students.eagle import attend_unrolled
-from arbordraft.training.validation import chain_tau, tree_tau
+from arbordraft.training.validation import chain_accepted, tree_accepted, walked_tau
 
 STEPS = 4
 every_student = pytest.mark.parametrize("name", STUDENTS)
@@ -158,20 +158,32 @@ def accepted(made, text, at, topology):
 TREE = TreeTopology.from_k_config((3, 2, 1))
 
 
+def walked(made, texts_, begins, topology, most=128):
+    """Tokens per round of decoding every text by hand from where its first draft begins, with drafts of its own."""
+    tokens = rounds = 0
+    for sample, text in enumerate(texts_):
+        at = start = min(at for of, at in begins if of == sample)
+        end = min(len(text), start + most)
+        tokens += end - start
+        while at < end:
+            at += 1 + accepted(made, text, at, topology)
+            rounds += 1
+    return tokens / rounds
+
+
 @every_student
 def test_the_expected_gain_is_what_drafting_gains(name):
     """Place by place: the text at temperature 0 is what decoding would say, wherever a draft begins in it."""
     made, (drafts, begins) = drafter(name), drafts_of(name)
     steps = int(drafts.valid.any(dim=1).sum())
-    lengths = []
-    for column, (sample, at) in enumerate(begins):
-        only = slice(column, column + 1)
-        length = accepted(made, texts()[sample], at, TreeTopology.chain(steps))
-        assert chain_tau(drafts.passes[:, only]) == 1 + length
-        assert tree_tau(drafts.ranks[:, only], TREE) == 1 + accepted(made, texts()[sample], at, TREE)
-        lengths.append(1 + length)
-    assert chain_tau(drafts.passes) == pytest.approx(sum(lengths) / len(lengths), rel=1e-6)
-    assert len(set(lengths)) >= 3  # neither always right nor always wrong
+    trees = {TreeTopology.chain(steps): chain_accepted(drafts.passes), TREE: tree_accepted(drafts.ranks, TREE)}
+    for tree, found in trees.items():
+        lengths = [accepted(made, texts()[sample], at, tree) for sample, at in begins]
+        assert_close(found, functional.one_hot(torch.tensor(lengths), STEPS + 1).float())
+        assert len(set(lengths)) >= 3  # neither always right nor always wrong
+        for most in (128, 10):
+            expected = walked(made, texts(), begins, tree, most)
+            assert walked_tau(found, drafts.answers, most) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", ["eagle", "medusa"])
@@ -179,7 +191,7 @@ def test_steps_counted_from_where_drafts_begin_would_be_seen(name):
     """Negative control: every step as that of the draft before, one place too early."""
     drafts, _ = drafts_of(name)
     wrong = torch.stack([passes.roll(step) for step, passes in enumerate(drafts.passes)])
-    assert chain_tau(wrong) != chain_tau(drafts.passes)
+    assert not torch.equal(chain_accepted(wrong), chain_accepted(drafts.passes))
 
 
 def test_random_drafts_are_expected_to_pass_as_often_as_they_do():
@@ -222,6 +234,37 @@ def test_students_learn(module, name):
     assert all(parameter.grad is not None for parameter in student.parameters())
     assert not any(parameter.requires_grad for parameter in target().parameters())
     assert {name.split(".")[0] for name in student.state_dict()} == {"network"}  # nothing of the target
+
+
+@every_student
+def test_the_acceptance_of_training_is_that_of_decoding(module, name):
+    """At temperature 1, against the target's whole row, of which the drafter may know a part."""
+    student = trained(name)
+    batch, made, logged = replace(batch_for(student), temperatures=torch.ones(len(texts()))), module(student), {}
+    made.log = lambda key, value, **_: logged.update({key: value})
+    made._loss(batch, Phase(1.0, STEPS, "kl"), measure=True)
+    drafts = follow(student, batch, target(), TeacherHead(target()), 1)
+    assert logged["train/acceptance_pos_1"] == pytest.approx(float(drafts.labels[0].mean()), abs=1e-5)
+    logged.clear()
+    made._loss(batch, Phase(1.0, STEPS, "kl"))
+    assert logged.keys() == {"train/loss"}
+
+
+@every_student
+def test_looked_up_tokens_may_count_less_or_not_at_all(module, name):
+    student = trained(name)
+    batch, phase = batch_for(student), Phase(1.0, 1, "kl")
+    batch.tokens[0, 8:] = batch.tokens[0, 4:8].repeat(9)[: batch.tokens.shape[1] - 8]  # a loop
+    found = batch.looked_up() & (batch.roles == ANSWER)
+    parts = [replace(batch, roles=torch.where(left_out, GIVEN, batch.roles)) for left_out in (found, ~found)]
+    others, looked_up = (module(student)._loss(part, phase).item() for part in parts)
+    ahead = next(student.unroll(batch, target(), 1)).ahead
+    counts = [int(part.learned([ANSWER])[:, ahead:].sum()) for part in parts]
+    assert min(counts) > 5
+    for weight in (0.0, 0.25, 1.0):
+        mean = (counts[0] * others + weight * counts[1] * looked_up) / (counts[0] + weight * counts[1])
+        assert module(student, lookup_weight=weight)._loss(batch, phase).item() == pytest.approx(mean, rel=1e-4)
+    assert others != pytest.approx(looked_up, rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["exit", "model"])

@@ -139,6 +139,29 @@ def test_expected_acceptance_is_what_decoding_accepts(trained):
     assert len(set(checked)) > 1
 
 
+def test_tau_of_validation_is_that_of_decoding_the_same_answers(trained):
+    """Round by round, greedily, to the end of every held-out answer, with chains and with trees."""
+    cli, _ = trained
+    (metrics,) = cli.trainer.validate(cli.model, cli.datamodule, verbose=False)
+    target = cli.datamodule.target
+    for topology, name in ((TreeTopology.chain(2), "chain"), (cli.model.tree, "tree")):
+        law = Fixed(topology.width)
+        drafter = cli.model.student.drafter(target)
+        decoder = SpeculativeDecoder(target, drafter, topology, Coupling(law, TopDown(Matching())))
+        tokens = rounds = 0
+        for batch in cli.datamodule.val_dataloader():
+            for text, roles, temperature in zip(batch.tokens, batch.roles, batch.temperatures, strict=True):
+                at = (roles == ANSWER).nonzero()[:, 0]
+                if temperature == 0:
+                    stats = decoder.generate(
+                        text[None, : at[0]], max_new_tokens=len(at), do_sample=False, return_dict_in_generate=True
+                    ).stats
+                    assert stats.emitted == [len(at)]
+                    tokens, rounds = tokens + len(at), rounds + stats.forwards[0]
+        assert metrics[f"val/tau_greedy_{name}"] == pytest.approx(tokens / rounds, rel=1e-6)
+        assert tokens > rounds > 10
+
+
 def test_the_command_line_goes_on_and_validates(world, tmp_path):
     config = save_config(tmp_path / "config.yaml", world, checkpoints={"every_n_train_steps": 3})
     run(DrafterModule, ["fit", "--config", str(config)])

@@ -114,6 +114,21 @@ def test_hidden_states_that_are_not_the_targets(world, tmp_path):
     fit(world, tmp_path, max_steps=1)
 
 
+def test_hidden_states_of_before_there_were_normalisers(world, tmp_path):
+    """They are completed, once, from what they hold."""
+    paths, expected = sorted((world / "data").glob("hidden-*")), {}
+    for path in paths:
+        with safe_open(path, "pt") as file:
+            known = file.metadata()
+        expected[path] = load_file(path)
+        save_file({name: expected[path][name] for name in ("inputs", "final")}, path, known)
+    fit(world, tmp_path, max_steps=1)
+    for path in paths:
+        real = expected[path]["final"].any(dim=-1)  # padding has no row
+        found = load_file(path)
+        assert all(torch.equal(found[name][real], expected[path][name][real]) for name in expected[path])
+
+
 def test_data_of_another_target(world, tmp_path):
     save_target(world / "other", seed=1)
     other = data(world, target=Target(str(world / "other"), dtype="float32", kernels="torch"))
@@ -228,8 +243,11 @@ def test_phases_that_do_not_fill_the_training():
         ({"phases": ((0.5, 1, "kl"), (1.0, 0, "kl"))}, "at least one step"),
         ({"decay": 1.5}, r"a decay in \(0, 1\]"),
         ({"chunk": 0}, "chunk must be a whole number of at least 1, got 0"),
+        ({"cooldown": 1.5}, r"cooldown must be a number .*1.*, got 1.5"),
+        ({"lookup_weight": -1}, r"lookup_weight must be a number .*, got -1"),
+        ({"walked_tokens": 0}, "walked_tokens must be a whole number of at least 1, got 0"),
     ],
-    ids=["loss", "steps", "decay", "chunk"],
+    ids=["loss", "steps", "decay", "chunk", "cooldown", "lookup weight", "walk"],
 )
 def test_settings_that_would_fail_in_the_middle(settings, message):
     if "phases" in settings:

@@ -1,26 +1,31 @@
 """Batches, expected block efficiency and the optimizer: the parts of a training that can be checked one by one."""
 
+import math
 import random
 from collections.abc import Sequence
-from itertools import count, product
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from torch import nn
 from torch.optim import AdamW, Muon
 from torch.optim.lr_scheduler import LambdaLR
 
 from arbordraft import TreeTopology
 from arbordraft.loading import Kernels
-from arbordraft.training.batches import BatchLoader, Place
+from arbordraft.training.batches import Batch, BatchLoader, Place
 from arbordraft.training.features import Features
 from arbordraft.training.optimizers import MuonAdamW
+from arbordraft.training.schedule import progress, relative_rate
 from arbordraft.training.shards import ANSWER, GIVEN, Conversation, Shard, pack
 from arbordraft.training.targets import Target
-from arbordraft.training.validation import chain_tau, expectations, tree_tau
+from arbordraft.training.validation import chain_accepted, expectations, tree_accepted, walked_tau
 
 BUDGET = 100
 
@@ -37,7 +42,7 @@ def shards_of(lengths: Sequence[Sequence[int]]) -> list[Shard]:
 def loader(lengths: Sequence[Sequence[int]], seed: int | None = 0, part: int = 0, of: int = 1) -> BatchLoader:
     def features(shard: Shard, sequences: Sequence[int]) -> list[Features]:
         spans = [shard.tokens[shard.offsets[s] : shard.offsets[s + 1] - 1, None].float() for s in sequences]
-        return [Features(span.repeat(1, 3), span) for span in spans]
+        return [Features(span.repeat(1, 3), span, span[:, 0]) for span in spans]
 
     places = [Place(shard, index, n) for shard, row in enumerate(lengths) for index, n in enumerate(row)]
     return BatchLoader(shards_of(lengths), places, features, BUDGET, seed, part, of)
@@ -131,85 +136,186 @@ def test_held_out_batches_always_come_from_the_beginning():
 
 
 @pytest.mark.parametrize(
-    ("passes", "tau"),
+    ("text", "predicted"),
     [
-        ([[0, 0], [0, 0]], 1),
-        ([[1, 1], [1, 0]], (3 + 2) / 2),
-        ([[0, 1], [1, 1]], (1 + 3) / 2),
-        ([[0.5], [0.5]], 1.75),
+        ("abcdabcd", [7]),
+        ("abcdabce", []),
+        ("aaaaa", [4]),
+        ("abcdabceabce", [11]),
+        ("abcdabceabcd", []),
+        ("ab", []),
     ],
-    ids=["never", "a text that ends", "a second step counts only behind a first one", "chances"],
+    ids=["a repetition", "another end", "a run", "the latest counts", "not the first", "too short"],
 )
-def test_chain_tau_of_known_cases(passes, tau):
-    assert chain_tau(torch.tensor(passes, dtype=torch.float32)) == pytest.approx(tau)
+def test_what_a_lookup_of_three_tokens_predicts(text, predicted):
+    tokens = torch.tensor([list(text.encode())])
+    batch = Batch(tokens, *[torch.empty(0)] * 5)
+    assert batch.looked_up().nonzero()[:, 1].tolist() == predicted
+    assert batch.looked_up().shape == tokens.shape
+
+
+@pytest.mark.parametrize(
+    ("passes", "accepted"),
+    [
+        ([0, 0], [1, 0, 0]),
+        ([1, 0], [0, 1, 0]),
+        ([0, 1], [1, 0, 0]),
+        ([1, 1], [0, 0, 1]),
+        ([0.5, 0.5], [0.5, 0.25, 0.25]),
+    ],
+    ids=["never", "a text that ends", "a second step counts only behind a first one", "always", "chances"],
+)
+def test_chains_of_known_cases(passes, accepted):
+    found = chain_accepted(torch.tensor(passes, dtype=torch.float32)[:, None])
+    assert found.tolist() == [accepted]
 
 
 TWO_BY_ONE, LOPSIDED = TreeTopology.from_k_config((2, 1)), TreeTopology([-1, 0, 0, 1])  # only the first child has one
 
 
 @pytest.mark.parametrize(
-    ("tree", "ranks", "tau"),
+    ("tree", "ranks", "accepted"),
     [
-        (TWO_BY_ONE, [1, 0], 3),
-        (TWO_BY_ONE, [2, 0], 1),
-        (TWO_BY_ONE, [1, 1], 2),
-        (LOPSIDED, [1, 0], 2),
-        (LOPSIDED, [0, 0], 3),
-        (LOPSIDED, [0, 99], 2),
+        (TWO_BY_ONE, [1, 0], 2),
+        (TWO_BY_ONE, [2, 0], 0),
+        (TWO_BY_ONE, [1, 1], 1),
+        (LOPSIDED, [1, 0], 1),
+        (LOPSIDED, [0, 0], 2),
+        (LOPSIDED, [0, 99], 1),
     ],
 )
-def test_tree_tau_of_known_cases(tree, ranks, tau):
-    assert tree_tau(torch.tensor(ranks)[:, None], tree) == tau
+def test_trees_of_known_cases(tree, ranks, accepted):
+    found = tree_accepted(torch.tensor(ranks)[:, None], tree)
+    assert found[0].nonzero().tolist() == [[accepted]]
+    assert found.sum() == 1
+
+
+@pytest.mark.parametrize(
+    ("lengths", "tokens", "tau"),
+    [
+        ([[0, 0, 0, 0]], 128, 1),
+        ([[2, 0, 0, 2, 9]], 128, 5 / 2),
+        ([[1, 2, 0, 0]], 128, 4 / 3),
+        ([[2, 0, 0, 2, 9]], 4, 4 / 2),
+        ([[2, 0, 0, 2, 9]], 3, 3),
+        ([[0, 0], [3, 0, 0, 0]], 128, 6 / 3),
+        ([[1, 0], [1, 0], [0]], 128, 5 / 3),
+    ],
+    ids=["nothing", "jumps", "places that no round begins at", "cut", "cut in a round", "answers", "many answers"],
+)
+def test_walks_of_known_cases(lengths, tokens, tau):
+    """Tokens over rounds, whatever would be accepted at places that no round comes to."""
+    accepted = [F.one_hot(torch.tensor(answer).clamp(max=3), 4).float() for answer in lengths]
+    answers = torch.tensor([7 + number for number, answer in enumerate(lengths) for _ in answer])
+    assert walked_tau(torch.cat(accepted), answers, tokens) == pytest.approx(tau)
+
+
+def test_an_average_over_places_would_mislead():
+    """Where it leads away from bad places fast, decoding spends most rounds at them."""
+    lengths = torch.tensor([3, 3, 3, 3, 0, 0, 0, 0])
+    accepted = F.one_hot(lengths, 4).float()
+    by_places = 1 + lengths.float().mean()
+    assert walked_tau(accepted, torch.zeros(8), 128) == pytest.approx(8 / 5) != pytest.approx(float(by_places))
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_expected_tau_equals_walking_every_draft(seed):
+def test_expected_walks_are_those_of_every_outcome(seed):
+    """Chances of chains, weighed over every way that decoding could take through a text; trees, node by node."""
     generator = torch.Generator().manual_seed(seed)
     steps, count = 3, 9
     ranks = torch.randint(0, 4, (steps, count), generator=generator)
     chances = torch.rand(steps, count, generator=generator)
+    for ahead in range(1, steps):
+        chances[ahead, count - ahead :] = 0  # the text has ended
     tree = TreeTopology.from_k_config((3, 2, 1))
-    walked, passed = [], []
+
+    def rounds(at: int) -> float:
+        """Expected number from here to the end."""
+        if at >= count:
+            return 0.0
+        total, reach = 1.0, 1.0
+        for step in range(steps + 1):
+            passing = float(chances[step, at]) if step < steps else 0.0
+            total += reach * (1 - passing) * rounds(at + step + 1)
+            reach *= passing
+        return total
+
+    found = walked_tau(chain_accepted(chances), torch.zeros(count), 128)
+    assert found == pytest.approx(count / rounds(0), rel=1e-5)
     for draft in range(count):
         node, depth = 0, 0
         while depth < steps and (rank := int(ranks[depth, draft])) < len(tree.child_list[node]):
             node, depth = tree.child_list[node][rank], depth + 1
-        walked.append(depth + 1)
-        # Every pattern of what might pass, with its chance and the tokens that it yields.
-        expected = 0.0
-        for passes in product((True, False), repeat=steps):
-            chance = 1.0
-            for own, passing in zip(chances[:, draft].tolist(), passes, strict=True):
-                chance *= own if passing else 1 - own
-            expected += chance * (1 + (*passes, False).index(False))
-        passed.append(expected)
-    assert tree_tau(ranks, tree) == pytest.approx(sum(walked) / count)
-    assert chain_tau(chances) == pytest.approx(sum(passed) / count)
+        assert tree_accepted(ranks, tree)[draft].argmax() == depth
 
 
 def test_expectations_by_temperature_and_step():
-    """Greedy drafts of two passed tokens and of none, one at temperature 1, and one of a text that counts nowhere."""
+    """A greedy answer of three tokens and one of a token, one at temperature 1, and one that counts nowhere."""
     drafts = {
-        "temperatures": torch.tensor([0.0, 0.0, 1.0, 0.7]),
-        "valid": torch.tensor([[1, 1, 1, 1], [1, 0, 1, 1], [0, 0, 0, 0]], dtype=torch.bool),
-        "passes": torch.tensor([[1.0, 0, 0.5, 1], [1, 0, 0.5, 1], [0, 0, 0, 0]]),
-        "labels": torch.tensor([[1.0, 0, 0.4, 1], [1, 9, 0.2, 1], [9, 9, 9, 9]]),
-        "ranks": torch.tensor([[0, 2, 0, 0], [0, 99, 0, 0], [99, 99, 99, 99]]),
+        "temperatures": torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.7]),
+        "answers": torch.tensor([0, 0, 0, 1, 2, 2, 3]),
+        "valid": torch.tensor([[1, 1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 1, 0, 1], [0] * 7], dtype=torch.bool),
+        "passes": torch.tensor([[1.0, 0, 0, 0, 0.5, 0.5, 1], [1, 0, 0, 0, 0.5, 0, 1], [0] * 7]),
+        "labels": torch.tensor([[1.0, 0, 0, 0, 0.4, 0.6, 1], [1, 0, 9, 9, 0.2, 9, 1], [9] * 7]),
+        "ranks": torch.tensor([[0, 2, 2, 2, 0, 0, 0], [0, 1, 99, 99, 0, 99, 0], [99] * 7]),
     }
-    metrics, acceptance = expectations(drafts, TreeTopology.chain(2))
-    assert acceptance == [0.5, 0, 0.5, 0, 0, 0, 0, 0]
+    metrics, acceptance = expectations(drafts, TreeTopology.chain(2), 128)
+    assert acceptance == [0.25, 0, 0.75, 0, 0, 0, 0, 0]
     assert metrics == pytest.approx(
         {
-            "val/tau_greedy_chain": 2,
-            "val/acceptance_greedy_pos_1": 0.5,
-            "val/acceptance_greedy_pos_2": 1,
-            "val/tau_greedy_tree": 2,
-            "val/tau_sampled_chain": 1.75,
-            "val/acceptance_sampled_pos_1": 0.4,
+            "val/tau_greedy_chain": 4 / 2,
+            "val/acceptance_greedy_pos_1": 0.25,
+            "val/acceptance_greedy_pos_2": 0.5,
+            "val/tau_greedy_tree": 4 / 2,
+            "val/tau_sampled_chain": 2 / 1.5,
+            "val/acceptance_sampled_pos_1": 0.5,
             "val/acceptance_sampled_pos_2": 0.2,
         }
     )
-    assert "val/tau_greedy_tree" not in expectations(drafts, TreeTopology.chain(3))[0]
+    assert "val/tau_greedy_tree" not in expectations(drafts, TreeTopology.chain(3), 128)[0]
+    assert expectations(drafts, TreeTopology.chain(2), 1)[0]["val/tau_greedy_chain"] == 1
+
+
+@pytest.mark.parametrize(
+    ("step", "done", "rate"),
+    [
+        (0, 0.0, 1 / 4),
+        (2, 0.1, 3 / 4),
+        (3, 0.1, 1),
+        (100, 0.8, 1),
+        (100, 0.85, 0.5),
+        (100, 1.0, 0),
+        (0, 0.85, 1 / 8),
+    ],
+)
+def test_rates_of_known_cases(step, done, rate):
+    assert relative_rate(step, done, warmup=4, cooldown=0.2) == pytest.approx(rate)
+    assert relative_rate(100, done, warmup=0, cooldown=0.0) == 1
+
+
+@pytest.mark.parametrize(
+    ("step", "steps", "timers", "share"),
+    [
+        (3, 12, [], 0.25),
+        (3, math.inf, [], 0),
+        (3, math.inf, [(20, 60)], 0.25),
+        (6, 12, [(20, 60)], 0.5),
+        (3, 12, [(60, 20)], 0.75),
+        (3, 12, [(85, -5)], 1),
+        (3, 12, [(20, None)], 0.25),
+    ],
+    ids=["steps", "no end", "time", "steps end first", "time ends first", "overtime", "a timer without an end"],
+)
+def test_progress_of_known_cases(step, steps, timers, share):
+    callbacks = [ModelCheckpoint()]
+    for elapsed, left in timers:
+        callbacks.append(timer := Timer(interval="step"))
+        timer.time_elapsed, timer.time_remaining = (lambda one=elapsed: one), (lambda one=left: one)
+    strategy = SimpleNamespace(broadcast=lambda value: value)
+    trainer = SimpleNamespace(
+        global_step=step, estimated_stepping_batches=steps, callbacks=callbacks, strategy=strategy
+    )
+    assert progress(trainer) == pytest.approx(share)
 
 
 def network() -> nn.Module:
@@ -247,6 +353,15 @@ def test_muon_adamw_equals_both_run_apart():
     train(theirs, [muon, adamw], [falling(muon), falling(adamw)], 5)
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([2e-2 * 0.8**5, 1e-2 * 0.8**5])
+
+
+def test_the_rate_of_both_is_set_at_once():
+    optimizer, other = MuonAdamW(network(), 1e-2), MuonAdamW(network(), 5e-2)
+    optimizer.set_lr(5e-2)
+    assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in other.param_groups]
+    optimizer.load_state_dict(MuonAdamW(network(), 1.0).state_dict())
+    optimizer.set_lr(5e-2)
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-1, 5e-2]
 
 
 def test_muon_adamw_resumes_exactly(tmp_path):

@@ -1,14 +1,25 @@
 """``arbordraft train``: drafters and deciders through LightningCLI, and what belongs to their data and records."""
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from arbordraft.cli.options import DtypeOption, ModelOption, finite
+from arbordraft.loading import SMALL, Dtype
 from arbordraft.training.fit import data_of, known_configs, run
 
 app = typer.Typer(no_args_is_help=True, help="Train drafters and deciders for a target.")
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+class Kind(StrEnum):
+    """Drafters that learn from nothing but a target."""
+
+    eagle = "eagle"
+    block = "block"
+    medusa = "medusa"
 
 
 @app.command("drafter", context_settings=_PASS_ON)
@@ -46,16 +57,40 @@ def configs() -> None:
 
 @app.command("demo")
 def demo(
-    folder: Annotated[Path, typer.Option(help="For data, results and checkpoints.")] = Path("arbordraft-smollm2"),
-    conversations: Annotated[int | None, typer.Option(help="How many to generate, 7296 by default.")] = None,
+    target: ModelOption = SMALL,
+    folder: Annotated[
+        Path | None, typer.Option(help="For data, results and checkpoints; by default arbordraft-NAME.")
+    ] = None,
+    drafter: Annotated[Kind, typer.Option(help="What to train; an EAGLE head gets a decider, too.")] = Kind.eagle,
+    generation_minutes: Annotated[
+        float, typer.Option(min=0.01, callback=finite, help="Time for writing text, interrupted runs included.")
+    ] = 75,
+    training_minutes: Annotated[
+        float, typer.Option(min=0.01, callback=finite, help="Time for training the drafter, likewise.")
+    ] = 60,
+    conversations: Annotated[
+        int | None, typer.Option(min=1, help="How many to generate, whatever time it takes.")
+    ] = None,
+    dtype: DtypeOption = Dtype.bfloat16,
 ) -> None:
-    """Train a drafter and a decider for SmolLM2-135M-Instruct from nothing, in about three hours on two cores."""
+    """Train a drafter and a decider for any causal LM that chats, from nothing, in the time and memory there is."""
     from rich.console import Console
 
     from arbordraft.training.demo import gain, train_demo
+    from arbordraft.training.targets import Target
 
-    console = Console()
-    gain(console, train_demo(console, folder, conversations))
+    console, spec = Console(), Target(target, dtype=dtype)
+    folder = folder or Path(f"arbordraft-{Path(target).name.lower()}")
+    trained = train_demo(
+        console,
+        spec,
+        folder,
+        drafter.value,
+        generation=generation_minutes,
+        training=training_minutes,
+        conversations=conversations,
+    )
+    gain(console, spec, trained)
 
 
 @app.command("sync")

@@ -1,6 +1,7 @@
 """Drafters: they propose tokens and know the law they were drawn from."""
 
 from arbordraft.drafters.base import Drafter
+from arbordraft.drafters.block import BlockDrafter
 from arbordraft.drafters.eagle import EagleDrafter
 from arbordraft.drafters.early_exit import EarlyExitDrafter
 from arbordraft.drafters.hybrid import HybridDrafter
@@ -10,6 +11,7 @@ from arbordraft.drafters.ngram import NGramDrafter
 from arbordraft.drafters.none import NoDrafter
 
 __all__ = [
+    "BlockDrafter",
     "Drafter",
     "EagleDrafter",
     "EarlyExitDrafter",

@@ -8,6 +8,7 @@ D draft vocabulary.
 """
 
 from collections.abc import Sequence
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -94,7 +95,8 @@ class EagleHead(DraftHead):
         hidden_layers: Sequence[int] | None = None,
         intermediate_size: int | None = None,
         name: str | None = None,
-    ) -> "EagleHead":
+        **own: Any,
+    ) -> Self:
         """A new head, begun with the target's last layer, its norm and its rows of the output matrix.
 
         Args:
@@ -103,12 +105,13 @@ class EagleHead(DraftHead):
             hidden_layers: hidden states to read; by default a low, a middle and a high one.
             intermediate_size: of the MLP, by default the target's.
             name: of the target.
+            **own: settings that a further kind of head has besides.
         """
         config = model.config.get_text_config()
         layers = config.num_hidden_layers
         heads = config.num_attention_heads
         rope = getattr(config, "rope_parameters", None) or {}
-        settings = EagleConfig.for_target(
+        settings = cls.config_class.for_target(
             model,
             name,
             draft_vocab_size=len(set(tokens)),
@@ -120,6 +123,7 @@ class EagleHead(DraftHead):
             rope_theta=rope.get("rope_theta", 10000.0),
             max_position_embeddings=config.max_position_embeddings,
             **mlp_settings(config, intermediate_size),
+            **own,
         )
         head = cls(settings)
         head.set_vocabulary(tokens)

@@ -30,6 +30,7 @@ class Prediction(NamedTuple):
         bias: ``[D]`` of that head.
         ahead: distance from a slot to the token it predicts, the same for all steps of a student.
         first: slots before this one have no prediction.
+        slots: ``[S]`` bool, those behind it that have one; ``None`` if all do, as whenever nothing is trained.
     """
 
     hidden: Tensor
@@ -37,6 +38,12 @@ class Prediction(NamedTuple):
     bias: Tensor | None
     ahead: int
     first: int
+    slots: Tensor | None = None
+
+    def trained(self, count: int) -> Tensor:
+        """``[count]`` bool: which of the first slots have a prediction."""
+        slots = torch.ones(count, dtype=torch.bool, device=self.hidden.device) if self.slots is None else self.slots
+        return slots[:count] & (torch.arange(count, device=slots.device) >= self.first)
 
 
 class Student(nn.Module):

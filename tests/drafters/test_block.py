@@ -1,0 +1,240 @@
+"""The block drafter: one pass a step, rows that know their parents, and a law that verification can count on."""
+
+from functools import cache
+
+import pytest
+import torch
+from companions import Rounds, check_rows, drafter, target, trained
+from models import PROMPTS, greedy_reference, left_padded, new_tokens, next_logits
+from oracles import distance_to_target, draft_trees
+from test_generate_law import small as few
+
+from arbordraft import (
+    IID,
+    BlockDrafter,
+    Coupling,
+    Fixed,
+    Lifted,
+    RecursiveRejection,
+    SpecHub,
+    SpeculativeDecoder,
+    TopDown,
+    TopTail,
+    TreeTopology,
+    WithoutReplacement,
+)
+from arbordraft.drafters import block
+from arbordraft.heads.block import BlockHead
+from arbordraft.types import SampleTree
+from arbordraft.verifiers import Matching, TopTailRule
+
+CHAIN, SIBLINGS = TreeTopology.chain(3), TreeTopology([-1, 0, 0, 1, 2])
+UNEVEN = TreeTopology([-1, 0, 0, 1, 1, 2, 3, 6])
+
+
+def made(few_tokens=False, **options):
+    """Untrained, with masks and a term that say something."""
+    of = few(0) if few_tokens else target()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        head = BlockHead.for_target(of.model, range(of.vocab_size - 1), hidden_layers=[1, 2], **options)
+        torch.nn.init.normal_(head.masks.weight[1:])
+        for part in (head.markov, head.gate, head.lm_head_markov):
+            if part is not None:
+                torch.nn.init.normal_(part.weight, std=0.3)
+    return BlockDrafter(head, of)
+
+
+class Counted(BlockDrafter):
+    """Notes what its network is asked."""
+
+    def __init__(self, head, of):
+        super().__init__(head, of)
+        inner, self.asked = self._network, []
+
+        class Network:
+            fuse, store, condition, chunk = inner.fuse, inner.store, inner.condition, inner.chunk
+
+            def __call__(_, *arguments):
+                self.asked.append(len(arguments[-1]))
+                return inner(*arguments)
+
+        self._network = Network()
+
+
+# Cost
+
+
+@pytest.mark.parametrize(
+    ("topology", "room", "rows"),
+    [
+        (TreeTopology.k_ary(3, 3), 3, 3),
+        (TreeTopology.chain(4), 4, 4),
+        (TreeTopology.chain(9), 9, 4),
+        (TreeTopology.chain(4), 2, 2),
+        (TreeTopology.chain(0), 0, None),
+    ],
+    ids=["tree", "chain", "deeper than the block", "no room", "nothing"],
+)
+def test_a_tree_costs_one_pass_of_as_many_rows_as_it_has_levels(topology, room, rows):
+    counted = Counted(drafter("block").head, target())
+    tree = Rounds(counted, target(), PROMPTS[:1]).propose(topology, WithoutReplacement(3), room=[room])
+    assert counted.asked == ([] if rows is None else [rows])
+    assert max(topology.depth_list[node] for node in tree.samples[0].tokens) == (rows or 0)
+
+
+def test_a_batch_shares_the_pass():
+    counted = Counted(drafter("block").head, target())
+    rounds = Rounds(counted, target(), [PROMPTS[0], [3, 4], PROMPTS[2]])
+    for _ in range(2):
+        tree = rounds.propose(UNEVEN, WithoutReplacement(2))
+        check_rows("block", trained("block").network, target().model, tree, rounds.tokens)
+        rounds.commit(tree, [1, 0, 3])
+    assert counted.asked == [4 * 3] * 2
+
+
+@pytest.mark.parametrize("together", [1, 2, 32])
+def test_long_prompts_are_read_in_parts(monkeypatch, together):
+    short = drafter("block")
+    monkeypatch.setattr(block, "_TOGETHER", together)
+    monkeypatch.setattr(type(short._network), "chunk", 3)
+    rounds = Rounds(short, target(), PROMPTS)
+    tree = rounds.propose(UNEVEN, WithoutReplacement(2))
+    assert check_rows("block", trained("block").network, target().model, tree, PROMPTS) > 5
+
+
+# The cache
+
+
+class Late(BlockDrafter):
+    """Takes each token's states for those of the next."""
+
+    def take_hidden(self, state, hidden):
+        super().take_hidden(state, {sample: states.roll(1, 0) for sample, states in hidden.items()})
+
+
+class Crowd(BlockDrafter):
+    """Lets the rows that ask see each other."""
+
+    def _look_ahead(self, state, context, samples):
+        plan = state.cache.plan
+        state.cache.plan = lambda handles, depths, words=None: plan(handles, depths)
+        super()._look_ahead(state, context, samples)
+        del state.cache.plan
+
+
+class Deaf(BlockDrafter):
+    """Forgets what a node's own token says."""
+
+    def __init__(self, head, of):
+        super().__init__(head, of)
+        self._network.condition = lambda rows, gates, tokens: rows
+
+
+class Open(BlockDrafter):
+    """Forgets how far the depth wants to hear it."""
+
+    def __init__(self, head, of):
+        super().__init__(head, of)
+        condition = self._network.condition
+        self._network.condition = lambda rows, gates, tokens: condition(rows, torch.ones_like(gates), tokens)
+
+
+def walk(kind):
+    """Rounds that accept more or less; counts the rows that were compared."""
+    rounds, count = Rounds(kind(drafter("block").head, target()), target(), PROMPTS), 0
+    for ends in ([0, 0, 5], [3, 1, 2], [7, 0, 6]):
+        tree = rounds.propose(UNEVEN, WithoutReplacement(2), seed=count)
+        count += check_rows("block", trained("block").network, target().model, tree, rounds.tokens)
+        rounds.commit(tree, [end if end in tree.samples[s].tokens else 0 for s, end in enumerate(ends)])
+    return count
+
+
+@pytest.mark.parametrize("wrong", [Late, Crowd, Deaf, Open])
+def test_a_wrong_state_would_be_seen(wrong):
+    assert walk(BlockDrafter) > 20
+    with pytest.raises(AssertionError, match="not close"):
+        walk(wrong)
+
+
+def test_nothing_is_kept_of_samples_that_ended():
+    rounds = Rounds(drafter("block"), target(), PROMPTS)
+    rounds.commit(rounds.propose(UNEVEN, IID(2)), [0, None, None])
+    assert [handle in rounds.state.cache for handle in rounds.state.handles] == [True, False, False]
+    assert list(rounds.state.pending) == [0]
+    rounds.commit(rounds.propose(UNEVEN, IID(2)), [None, None, None])
+    assert not rounds.state.pending
+
+
+# The law, by enumeration
+
+
+class Dictated(IID):
+    """Draws what it is told to, whatever the row."""
+
+    def __init__(self, tokens):
+        super().__init__(1)
+        self.tokens = iter(tokens)
+
+    def draw(self, draft, uniforms):
+        return [next(self.tokens)]
+
+
+TEXT = [3, 1, 4]
+
+
+@cache
+def table(path):
+    """Rows behind a drafted path: the target's, and the one that the drafter draws the children there from."""
+    rounds = Rounds(made(few_tokens=True, markov_rank=2), few(0), [TEXT])
+    (tree,) = rounds.propose(TreeTopology.chain(len(path) + 1), Dictated([*path, 0])).samples
+    real = next_logits(few(0).model, [*TEXT, *path]).double().softmax(-1)
+    return real, tree.draft_probs[len(path)].double() / tree.draft_probs[len(path)].double().sum()
+
+
+def marginal(path):
+    """The row of a depth as it is without the term of the parent: that of another parent."""
+    return table((*path[:-1], 0))[1] if path else table(path)[1]
+
+
+def deaf_trees(topology, law, rows, prefix=()):
+    """Negative control: drawn from the rows of their parents, said to be from those of their depth."""
+    for chance, tree in draft_trees(topology, law, rows, prefix):
+        told = {node: marginal(tuple(tree.path(node))) for node in tree.draft_probs}
+        yield chance, SampleTree(topology, law, tree.tokens, told)
+
+
+COUPLINGS = {
+    "chain, block": (CHAIN, IID(1), Lifted(RecursiveRejection())),
+    "iid": (SIBLINGS, IID(2), TopDown(RecursiveRejection())),
+    "without replacement, lifted": (SIBLINGS, WithoutReplacement(2), Lifted(RecursiveRejection())),
+    "top and tail": (SIBLINGS, TopTail(1, 1), TopDown(TopTailRule())),
+    "spechub": (SIBLINGS, TopTail(1, 1), TopDown(SpecHub())),
+    "most probable": (SIBLINGS, Fixed(2), TopDown(Matching())),
+}
+
+
+@pytest.mark.parametrize("name", COUPLINGS)
+def test_every_coupling_is_lossless_with_rows_that_know_their_parents(name):
+    topology, law, verifier = COUPLINGS[name]
+    assert distance_to_target(verifier, topology, law, table) < 1e-12
+
+
+def test_rows_that_forget_their_parents_would_be_seen():
+    assert not torch.allclose(table((0,))[1], table((5,))[1], atol=0.05), "the term does nothing here"
+    for name in ("chain, block", "without replacement, lifted"):
+        topology, law, verifier = COUPLINGS[name]
+        assert distance_to_target(verifier, topology, law, table, draft=deaf_trees) > 1e-3
+
+
+def test_without_the_term_siblings_go_on_alike_and_nothing_is_lost():
+    proposer = made(markov_rank=0, block_size=3)
+    (tree,) = Rounds(proposer, target(), PROMPTS[2:]).propose(SIBLINGS, IID(2)).samples
+    assert torch.equal(tree.draft_probs[1], tree.draft_probs[2])
+    decoder = SpeculativeDecoder(
+        target(), proposer, UNEVEN, Coupling(WithoutReplacement(2), Lifted(RecursiveRejection()))
+    )
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
+    output = decoder.generate(**left_padded(PROMPTS), **options)
+    expected = greedy_reference(target().model, PROMPTS, max_new_tokens=12, eos_token_id=None)
+    assert new_tokens(output.sequences, PROMPTS, output.stats.emitted) == expected

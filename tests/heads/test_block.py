@@ -1,0 +1,103 @@
+"""The block head: what depths share, what masks and the Markov term say, and what it begins as."""
+
+import pytest
+import torch
+from companions import block_row, eagle_row, target, trained
+from models import PROMPTS, VOCAB
+from torch.testing import assert_close
+
+from arbordraft import BlockDrafter
+from arbordraft.heads.block import BlockConfig, BlockHead
+from arbordraft.heads.eagle import EagleHead
+
+TEXT = PROMPTS[2]
+
+
+def made(**options):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return BlockHead.for_target(target().model, range(VOCAB), hidden_layers=[1, 2, 3], **options)
+
+
+def row(head, drafted=(), text=TEXT):
+    return block_row(head, target().model, text, list(drafted))
+
+
+def test_it_begins_as_an_eagle_head():
+    """Depth 0 is the first level of an EAGLE head with the same weights, and so it stays whatever the masks learn."""
+    head = made()
+    eagle = EagleHead(head.config)
+    eagle.load_state_dict(head.state_dict(), strict=False)
+    assert_close(row(head), eagle_row(eagle, target().model, TEXT, []), rtol=0, atol=1e-5)
+    torch.nn.init.normal_(head.masks.weight[1:])
+    assert_close(row(head), eagle_row(eagle, target().model, TEXT, []), rtol=0, atol=1e-5)
+    torch.nn.init.normal_(head.lm_head_markov.weight)
+    assert not torch.allclose(row(head), eagle_row(eagle, target().model, TEXT, []), atol=1e-2)
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_child_knows_its_parent_by_the_term_alone(rank):
+    head = made(markov_rank=rank)
+    torch.nn.init.normal_(head.masks.weight[1:])
+    if rank:
+        torch.nn.init.normal_(head.lm_head_markov.weight)
+    siblings = torch.stack([row(head, [token]) for token in range(12)])
+    differences = siblings[1:] - siblings[:1]
+    assert torch.linalg.matrix_rank(differences, atol=1e-3) == rank
+    # Who stands above the parent is nobody's business but the parent's.
+    assert torch.equal(row(head, [5, 9]), row(head, [6, 9]))
+    assert head.weight.shape == (VOCAB, 32 + rank)
+    assert head.follow(torch.randn(3, 32)).shape == (3, rank)
+
+
+def test_depths_differ_by_their_masks_and_places():
+    head = trained("block").network
+    rows = torch.stack([row(head, [7] * depth) for depth in range(4)])
+    assert (torch.pdist(rows[:, head.tokens]) > 0.1).all()
+    fresh = made(markov_rank=0)
+    with torch.no_grad():
+        fresh.masks.weight[2] = fresh.masks.weight[1]
+    assert not torch.allclose(row(fresh, [7, 7]), row(fresh, [7]), atol=1e-3)  # the same mask one place further on
+    with torch.no_grad():
+        fresh.midlayer.self_attn.o_proj.weight.zero_()
+    assert_close(row(fresh, [7, 7]), row(fresh, [7]), rtol=0, atol=1e-6)  # which only the attention sees
+
+
+def test_embeddings_of_any_scale_say_the_same():
+    head = made()
+    embeddings = torch.randn(3, 32)
+    assert_close(head.follow(30 * embeddings), head.follow(embeddings), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"block_size": 0}, ValueError, "block_size must be a whole number from 1 to 32, got 0"),
+        ({"block_size": 2.5}, TypeError, "block_size must be a whole number"),
+        ({"markov_rank": -1}, ValueError, "markov_rank must be a whole number of at least 0, got -1"),
+    ],
+    ids=["no token", "half a token", "negative rank"],
+)
+def test_settings_out_of_range(settings, error, message):
+    with pytest.raises(error, match=message):
+        BlockHead(BlockConfig(vocab_size=VOCAB, target_hidden_size=32, hidden_size=32, draft_vocab_size=5, **settings))
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_with_and_without_the_term_from_a_folder(rank, tmp_path):
+    head = made(markov_rank=rank, block_size=2)
+    head.save_pretrained(tmp_path)
+    loaded = BlockDrafter.from_pretrained(tmp_path, target())
+    assert (loaded.head.config.block_size, loaded.head.config.markov_rank) == (2, rank)
+    assert loaded.takes_candidates is (rank > 0)
+    for name, tensor in head.state_dict().items():
+        assert torch.equal(loaded.head.state_dict()[name], tensor)
+
+
+def test_depth_0_has_no_mask():
+    head = made()
+    embeddings, hidden = torch.randn(2, 32), torch.randn(2, 32)
+    with torch.no_grad():
+        head.masks.weight.fill_(torch.nan)
+    assert all(map(torch.equal, head.ask(embeddings, hidden, torch.zeros(2).long()), (embeddings, hidden)))
+    assert all(part.isnan().all() for part in head.ask(embeddings, hidden, torch.ones(2).long()))

@@ -1,0 +1,211 @@
+"""A drafter whose whole tree costs one pass: a block of rows, one per depth.
+
+Shapes: T packed rows, R of them that predict, or frontier nodes, k depths, F hidden states side by side, H hidden size,
+D draft vocabulary, V vocabulary, r rank of the Markov term.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from arbordraft.drafters.base import Garden, HeadDrafter, check_ragged, expect, grow
+from arbordraft.kernels.ragged_tree_attention import RaggedBatch, ragged_tree_attention
+from arbordraft.onnx_networks import OnnxBlock
+from arbordraft.target.cache import RaggedKVCache
+from arbordraft.target.model import RaggedModel
+from arbordraft.types import DraftContext, DraftTree, Verdict
+
+if TYPE_CHECKING:
+    from arbordraft.heads.block import BlockHead
+
+
+_TOGETHER = 32  # new slots of a sample that share the pass with its masks; both then fit into one word
+
+
+@dataclass
+class _State:
+    cache: RaggedKVCache
+    handles: list[int]
+    pending: dict[int, list[Tensor]]  # target states whose slots the cache lacks
+    block: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)  # of this step, ``[k, ...]``, see `_HeadOnRows`
+
+
+class BlockDrafter(HeadDrafter):
+    """Drafts with a block head: one pass makes the rows of all depths, a node adds what follows from its own token.
+
+    The law of a node depends on committed tokens and on the node's token, which it stands below: any coupling is as
+    lossless with it as with a drafter that runs once a level. Trees end where the block does.
+
+    Args:
+        head: the trained network, which is cast to the target's dtype, or an exported one in its place.
+        target: the model it drafts for.
+
+    Raises:
+        TypeError: if one of them is something else.
+        ValueError: if the head is damaged, or was made, or trained, for another target.
+
+    Source: see :class:`~arbordraft.heads.block.BlockHead`.
+    """
+
+    def __init__(self, head: "BlockHead | OnnxBlock", target: RaggedModel) -> None:
+        from arbordraft.heads.block import BlockHead
+
+        super().__init__(head if isinstance(head, OnnxBlock) else expect(BlockHead, head), target)
+        self.hidden_layers = tuple(head.config.hidden_layers or ())
+        self.max_positions = head.config.max_position_embeddings
+        self.takes_candidates = head.config.markov_rank > 0  # without the term, what it goes on from means nothing
+        self._network: Any = head if isinstance(head, OnnxBlock) else _HeadOnRows(self.head, target)
+
+    @classmethod
+    def from_pretrained(cls, path: str | os.PathLike[str], target: RaggedModel, **kwargs: Any) -> "BlockDrafter":
+        """Loads a head that was saved with ``save_pretrained``, from a folder or a hub.
+
+        Args:
+            path: where it is.
+            target: the model it drafts for.
+            **kwargs: passed on to ``BlockHead.from_pretrained``.
+
+        Raises:
+            ValueError: if the checkpoint is damaged, or the head was made, or trained, for another target.
+        """
+        from arbordraft.heads.block import BlockHead
+
+        check_ragged(target)
+        return cls(BlockHead.from_pretrained(path, dtype=target.model.dtype, **kwargs), target)
+
+    def start(self, tokens: Sequence[Sequence[int]], target_cache: RaggedKVCache, handles: Sequence[int]) -> _State:
+        cache = RaggedKVCache(target_cache.max_tokens)
+        ours = [cache.open(target_cache.capacity(handle)) for handle in handles]
+        return _State(cache, ours, {sample: [] for sample in range(len(tokens))})
+
+    def take_hidden(self, state: _State, hidden: Mapping[int, Tensor]) -> None:
+        for sample, states in hidden.items():
+            if sample in state.pending:
+                state.pending[sample].append(states)
+
+    def propose(self, state: _State, context: DraftContext) -> DraftTree:
+        state.block = {}
+        # A text of one token has no state to look ahead from: the target goes first.
+        room = [
+            limit if limit is None else min(limit, self.head.config.block_size) if len(tokens) > 1 else 0
+            for limit, tokens in zip(context.room, context.tokens, strict=True)
+        ]
+        return grow(replace(context, room=room), self, lambda garden, frontier: self._run(state, garden, frontier))
+
+    def commit(self, state: _State, tree: DraftTree, verdict: Verdict) -> None:
+        for sample, (handle, judged) in enumerate(zip(state.handles, verdict.samples, strict=True)):
+            if judged is None and handle in state.cache:
+                state.cache.close(handle)
+                del state.pending[sample]
+
+    def _run(self, state: _State, garden: Garden, frontier: dict[int, list[int]]) -> Tensor:
+        if not state.block:
+            self._look_ahead(state, garden.context, list(frontier))
+        places = [(sample, node) for sample, nodes in frontier.items() for node in nodes]
+        depth = garden.context.topology.depth_list[places[0][1]]
+        logits, final, gates = (
+            [part[depth] for part in parts]
+            for parts in zip(*(state.block[sample] for sample, _ in places), strict=True)
+        )
+        garden.hidden |= zip(places, final, strict=True)
+        tokens = torch.tensor([garden.tokens[sample][node] for sample, node in places])
+        return self.head.widen(self._network.condition(torch.stack(logits), torch.stack(gates), tokens))
+
+    def _look_ahead(self, state: _State, context: DraftContext, samples: list[int]) -> None:
+        """Fills the slots of committed tokens, and in the same pass predicts all depths behind the last ones."""
+        cache, handles = state.cache, [state.handles[sample] for sample in samples]
+        tokens = {h: context.tokens[s][cache.length(h) + 1 :] for s, h in zip(samples, handles, strict=True)}
+        fused = self._network.fuse(torch.cat([part for sample in samples for part in state.pending[sample]]))
+        slots = dict(zip(handles, fused.split([len(row) for row in tokens.values()]), strict=True))
+        early = {handle: row[:-_TOGETHER] for handle, row in tokens.items()}
+        for part, row, batch in cache.portions(early, self._network.chunk):
+            counts = {handle: len(taken) for handle, taken in part.items()}
+            self._network.store(row, torch.cat([slots[h][:n] for h, n in counts.items()]), batch, cache)
+            slots |= {handle: slots[handle][count:] for handle, count in counts.items()}
+        levels = min(context.topology.max_depth, max(context.room[sample] or 0 for sample in samples))
+        state.block = dict(zip(samples, self._ask(cache, tokens, slots, levels), strict=True))
+        state.pending |= {sample: [] for sample in samples}
+
+    def _ask(
+        self, cache: RaggedKVCache, tokens: Mapping[int, Sequence[int]], slots: Mapping[int, Tensor], levels: int
+    ) -> Iterator[tuple[Tensor, ...]]:
+        """Fills slots, which end with the tokens of their samples; ``[levels, ...]`` of each, see `_HeadOnRows`."""
+        packed: list[int] = []
+        depths: list[int] = []
+        words: list[int] = []
+        asked: list[int] = []
+        states: list[Tensor] = []
+        for handle, rows in slots.items():
+            count, text = len(rows), tokens[handle][-len(rows) :]
+            packed += [*text, *[text[-1]] * (levels - 1)]
+            states += [rows, rows[-1:].expand(levels - 1, -1)]
+            depths += [*[0] * count, *range(1, levels)]
+            # A slot sees itself and those before it, a mask all of them, but no mask.
+            words += [(1 << min(row + 1, count)) - 1 for row in range(count + levels - 1)]
+            asked += range(len(packed) - levels, len(packed))
+        places = [range(len(rows) + levels - 1) for rows in slots.values()]
+        batch = cache.plan(list(slots), places, torch.tensor(words)[:, None])
+        found = self._network(
+            torch.tensor(packed), torch.cat(states), torch.tensor(depths), batch, cache, torch.tensor(asked)
+        )
+        cache.commit({handle: range(len(rows)) for handle, rows in slots.items()})
+        return zip(*(part.unflatten(0, (-1, levels)) for part in found), strict=True)
+
+
+class _HeadOnRows:
+    """A block head on the packed rows of a ragged batch, with the embeddings and the attention that it borrows."""
+
+    chunk = 2048  # rows of a run, which bounds its memory
+
+    def __init__(self, head: "BlockHead", target: RaggedModel) -> None:
+        self.head, self.target = head, target
+        self._native = target.backend == "native"
+
+    @torch.no_grad()
+    def fuse(self, states: Tensor) -> Tensor:
+        """``[T, F]`` of the target to ``[T, H]``."""
+        return self.head.fuse(states.to(self.head.dtype))
+
+    @torch.no_grad()
+    def store(self, tokens: Tensor, hidden: Tensor, batch: RaggedBatch, cache: RaggedKVCache) -> None:
+        """Writes the keys and values of slots, which nothing is asked of."""
+        batch = batch.to(hidden.device)
+        rotary = self.head.rotary(batch.positions, hidden.dtype)
+        _, key, value = self.head.queries_keys_values(self._embed(tokens), hidden, rotary)
+        cache.write(0, key, value, batch.slots)
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        tokens: Tensor,
+        hidden: Tensor,
+        depths: Tensor,
+        batch: RaggedBatch,
+        cache: RaggedKVCache,
+        rows: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``[R, D]`` logits without the Markov term, ``[R, H]`` what they were made from, ``[R, r]`` its gates."""
+        batch = batch.to(hidden.device)
+        embeddings, hidden = self.head.ask(self._embed(tokens), hidden, depths.to(hidden.device))
+        rotary = self.head.rotary(batch.positions, hidden.dtype)
+        query, key, value = self.head.queries_keys_values(embeddings, hidden, rotary)
+        keys, values = cache.write(0, key, value, batch.slots)
+        scale = self.head.config.head_dim**-0.5
+        attended = ragged_tree_attention(query, keys, values, batch, scale=scale, use_native=self._native)
+        rows = rows.to(hidden.device)
+        final = self.head.norm(self.head.finish(hidden[rows], attended.flatten(1)[rows]))
+        return self.head.lm_head(final), final, self.head.gates(final)
+
+    @torch.no_grad()
+    def condition(self, logits: Tensor, gates: Tensor, tokens: Tensor) -> Tensor:
+        """``[R, D]`` logits of nodes with these tokens."""
+        if self.head.lm_head_markov is None:
+            return logits
+        return logits + self.head.lm_head_markov(gates * self.head.follow(self._embed(tokens)))
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        return self.target.model.get_input_embeddings()(tokens.to(self.target.device)).to(self.head.dtype)

@@ -1,0 +1,118 @@
+"""One decoder layer that looks several tokens ahead at once, and a low-rank term that tells nodes of a depth apart.
+
+The layer is EAGLE's, on the same slots: slot j holds the target's hidden states of token j together with token j + 1.
+Where EAGLE runs it once a level, this head has k - 1 masks behind the last slot: learned inputs in place of tokens and
+states that are not there yet. They attend to the slots but not to each other, whose keys and values would be constants:
+in a single layer, masks could hand on nothing that they read. So those of the slots serve all depths, and no depth is
+made of another.
+
+What the pass predicts of a depth d is the same for all nodes there. The Markov term adds what follows from a node's
+own token y, of low rank and as far as the depth wants it: ``logits(d, y) = W h_d + C (g_d * M e_y)`` with the token's
+embedding e_y and gates ``g_d = 2 sigmoid(G h_d)``.
+
+Shapes: ... any leading sizes, E embedding size, H hidden size, D draft vocabulary, r rank.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from arbordraft.checks import whole
+from arbordraft.heads.eagle import EagleConfig, EagleHead
+
+
+class BlockConfig(EagleConfig):
+    """Settings of a :class:`BlockHead`; see also :class:`~arbordraft.heads.eagle.EagleConfig`.
+
+    Args:
+        block_size: k, the depth of the deepest draft, 1 to 32.
+        markov_rank: r; 0 for no Markov term: all nodes of a depth then predict the same.
+    """
+
+    model_type = "arbordraft_block"
+
+    block_size: int = 4
+    markov_rank: int = 64
+
+
+class BlockHead(EagleHead):
+    """EAGLE's layer with a mask for every further depth, and the Markov term.
+
+    Raises:
+        TypeError: if a setting is no whole number.
+        ValueError: if one is out of range.
+
+    Source: masks as in P-EAGLE (arXiv:2602.01469) and DFlash (arXiv:2602.06036); the term is the gated Markov head of
+    DSpark (Cheng et al., 2026), with a projection of the target's embeddings where that has a table of its own: rare
+    tokens then share what frequent ones have learned, and a short training reaches more.
+    """
+
+    config: BlockConfig
+    config_class = BlockConfig
+    base_model_prefix = "block"
+
+    def __init__(self, config: BlockConfig) -> None:
+        depths, rank = whole("block_size", config.block_size, 1, 32), whole("markov_rank", config.markov_rank, 0)
+        super().__init__(config)
+        width = config.target_hidden_size
+        # The first row stands for depth 0, the slot as it is, and is never read.
+        self.masks = nn.Embedding(depths, width + config.hidden_size, padding_idx=0)
+        self.markov = nn.Linear(width, rank, bias=False) if rank else None
+        self.gate = nn.Linear(config.hidden_size, rank, bias=False) if rank else None
+        self.lm_head_markov = nn.Linear(rank, config.draft_vocab_size, bias=False) if rank else None
+        self.post_init()
+
+    @classmethod
+    def for_target(
+        cls,
+        model: PreTrainedModel,
+        tokens: Sequence[int],
+        *,
+        block_size: int = 4,
+        markov_rank: int = 64,
+        **options: Any,
+    ) -> Self:
+        """A new head, begun as an EAGLE head is, with a Markov term of 0 and gates of 1.
+
+        Args:
+            model: the target; a decoder of Llama's kind gives its weights, another one only its sizes.
+            tokens: target ids that can be drafted.
+            block_size: k.
+            markov_rank: r.
+            **options: further ones of :meth:`EagleHead.for_target <arbordraft.heads.eagle.EagleHead.for_target>`.
+        """
+        return super().for_target(model, tokens, block_size=block_size, markov_rank=markov_rank, **options)
+
+    def ask(self, embeddings: Tensor, hidden: Tensor, depths: Tensor) -> tuple[Tensor, Tensor]:
+        """What predicts the tokens of depths ``[...]``: the last slot, ``[..., E]`` and ``[..., H]``, or its masks."""
+        token, states = self.masks(depths).split([embeddings.shape[-1], hidden.shape[-1]], dim=-1)
+        here = depths[..., None] == 0
+        return torch.where(here, embeddings, token), torch.where(here, hidden, states)
+
+    def follow(self, embeddings: Tensor) -> Tensor:
+        """``[..., r]`` what is known of the tokens behind nodes whose own have the embeddings ``[..., E]``."""
+        if self.markov is None:
+            return embeddings[..., :0]
+        # The layer's norm, for targets scale their embeddings in different ways.
+        return self.markov(self.midlayer.input_layernorm(embeddings))
+
+    def gates(self, final: Tensor) -> Tensor:
+        """``[..., r]`` factors of :meth:`follow` at depths with the states ``h_d``, ``[..., H]``."""
+        return final[..., :0] if self.gate is None else 2 * self.gate(final).sigmoid()
+
+    @property
+    def weight(self) -> Tensor:
+        """``[D, H + r]`` of the whole head, for ``h_d`` with the gated :meth:`follow` behind it."""
+        if self.lm_head_markov is None:
+            return self.lm_head.weight
+        return torch.cat([self.lm_head.weight, self.lm_head_markov.weight], dim=1)
+
+    @torch.no_grad()
+    def _begin(self, model: PreTrainedModel) -> None:
+        super()._begin(model)
+        if self.gate is not None and self.lm_head_markov is not None:
+            self.gate.weight.zero_()
+            self.lm_head_markov.weight.zero_()

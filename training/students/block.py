@@ -1,0 +1,108 @@
+"""Training of a block head.
+
+Shapes: B sequences, L tokens, S slots, n of them at which a draft begins, H hidden size, r rank, D draft vocabulary.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from arbordraft import BlockDrafter, RaggedModel
+from arbordraft.checks import real
+from arbordraft.drafters import Drafter
+from arbordraft.heads.block import BlockHead
+from arbordraft.training.batches import Batch
+from arbordraft.training.students.base import Prediction, Student
+
+
+class BlockStudent(Student):
+    """A layer that looks several tokens ahead at once, with a Markov term that reads the token before.
+
+    No depth builds on another, so all of them learn from the first step on, and each from drafts that begin somewhere
+    else: depth d at a share ``keep ** d`` of the slots, drawn anew for every batch. Time and memory of a block then
+    stay below ``1 / (1 - keep)`` times those of one depth.
+
+    Args:
+        block_size: tokens to look ahead; phases of more drafting steps train no more.
+        markov_rank: of the Markov term, 0 for none.
+        vocabulary: size of the draft vocabulary, ``None`` for the target's whole.
+        layers: the target's hidden states to read; by default a low, a middle and a high one.
+        intermediate_size: of the MLP, by default the target's.
+        keep: share of drafts, above 0, that is trained on to the next depth.
+
+    Raises:
+        TypeError: if ``keep`` is no number.
+        ValueError: if it is out of range.
+
+    Source: sampling of places in training after P-EAGLE (arXiv:2602.01469).
+    """
+
+    network: BlockHead
+
+    def __init__(
+        self,
+        block_size: int = 4,
+        markov_rank: int = 64,
+        vocabulary: int | None = 8192,
+        layers: Sequence[int] | None = None,
+        intermediate_size: int | None = None,
+        keep: float = 0.7,
+    ) -> None:
+        super().__init__()
+        self.block_size, self.markov_rank, self.vocabulary = block_size, markov_rank, vocabulary
+        self.layers, self.intermediate_size = layers, intermediate_size
+        self.keep = real("keep", keep, 1e-3, 1)
+
+    def hidden_layers(self, target: RaggedModel) -> tuple[int, ...]:
+        count = target.num_layers
+        return tuple(self.layers or (min(2, count), count // 2, max(count - 3, 0)))
+
+    def build(self, target: RaggedModel, frequent: Callable[[int], list[int]], name: str | None = None) -> None:
+        self.network = BlockHead.for_target(
+            target.model,
+            frequent(self.vocabulary or target.vocab_size),
+            block_size=self.block_size,
+            markov_rank=self.markov_rank,
+            hidden_layers=self.hidden_layers(target),
+            intermediate_size=self.intermediate_size,
+            name=name,
+        ).float()
+
+    def unroll(self, batch: Batch, target: RaggedModel, steps: int) -> Iterator[Prediction]:
+        head, device = self.network, batch.tokens.device
+        slots = batch.tokens.shape[1] - 2  # the last slot that predicts something holds the last token but one
+        embeddings = target.model.get_input_embeddings()(batch.tokens[:, 1:-1]).to(head.dtype)
+        hidden = head.fuse(batch.inputs[:, :slots].to(head.dtype))
+        at = torch.arange(slots, device=device)
+        _, keys, values = head.queries_keys_values(embeddings, hidden, head.rotary(at, head.dtype))
+        # Slot j holds the token before the one that it predicts, the parent, whatever the depth.
+        follow, weight = head.follow(embeddings), head.weight
+        for step in range(min(steps, self.block_size, slots)):
+            begins = self._begins(slots - step, step, device)
+            inputs = head.ask(embeddings[:, begins], hidden[:, begins], torch.full_like(begins, step))
+            query, _, _ = head.queries_keys_values(*inputs, head.rotary(begins + step, head.dtype))
+            attended = _attend(query, keys, values, begins)
+            final, places = head.norm(head.finish(inputs[1], attended.flatten(2))), begins + step
+            found = torch.cat([final, head.gates(final) * follow[:, places]], dim=-1)
+            rows = found.new_zeros(len(found), slots, found.shape[-1]).index_copy(1, places, found)
+            trained = torch.zeros(slots, dtype=torch.bool, device=device).index_fill(0, places, True)
+            yield Prediction(rows, weight, None, ahead=2, first=step, slots=trained)
+
+    def drafter(self, target: RaggedModel) -> Drafter:
+        return BlockDrafter(deepcopy(self.network), target)
+
+    def _begins(self, count: int, step: int, device: torch.device) -> Tensor:
+        """``[n]`` slots, ascending, at which the drafts begin whose token of this depth is predicted."""
+        kept = max(1, round(count * self.keep**step)) if self.training else count
+        return torch.randperm(count, device=device)[:kept].sort().values
+
+
+def _attend(query: Tensor, keys: Tensor, values: Tensor, begins: Tensor) -> Tensor:
+    """``[B, n, Hq, C]`` attending to the slots ``[B, S, Hkv, C]`` up to where their drafts begin."""
+    query, keys, values = (part.transpose(1, 2) for part in (query, keys, values))
+    seen = torch.arange(keys.shape[2], device=begins.device) <= begins[:, None]
+    found = functional.scaled_dot_product_attention(query, keys, values, attn_mask=seen, enable_gqa=True)
+    return found.transpose(1, 2)

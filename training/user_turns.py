@@ -1,0 +1,117 @@
+"""What users say, written by the target: it goes on with openings, and asks about texts that it wrote as answers."""
+
+import random
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from arbordraft.training.chat import ChatFormat
+from arbordraft.training.completion import Completer, Completion, Sampling
+from arbordraft.training.openings import Opening, draw_opening, known_words
+from arbordraft.training.shards import GIVEN, PROMPT
+
+_SHORTEST = 12  # characters; less is no question
+_QUESTION = 40  # most tokens of a question behind a text
+_KEY = 60  # characters by which user turns are taken for the same
+_TEMPERATURE = 0.75  # at 1 a small model's questions make little sense
+_ENDS = (".", "?", "!", ":")  # of sentences
+
+
+@dataclass
+class Dialogue:
+    """A conversation while it is written."""
+
+    users: list[str]  # user turns still to come
+    follow_up: bool = False  # the target is to write one more
+    tokens: list[int] = field(default_factory=list)
+    roles: list[int] = field(default_factory=list)
+    temperature: float = 0.0
+    ended: bool = False  # the last answer came to its end
+    hidden: Tensor | None = None
+
+    def add(self, tokens: Sequence[int], role: int) -> None:
+        self.tokens += tokens
+        self.roles += [role] * len(tokens)
+
+    def copy(self, temperature: float) -> "Dialogue":
+        return Dialogue([*self.users], self.follow_up, [*self.tokens], [*self.roles], temperature)
+
+
+class UserTurns:
+    """Lets a target write user turns.
+
+    Args:
+        chat: the target's chat format.
+        complete: who continues texts.
+
+    Raises:
+        ValueError: if the target cannot write any, as nothing stands before them.
+    """
+
+    def __init__(self, chat: ChatFormat, complete: Completer) -> None:
+        self.chat, self.complete = chat, complete
+        self._before = chat.before_user()
+        self._start = len(chat.ids(self._before))
+        if not self._start:
+            raise ValueError("the chat template puts nothing before user turns, so the target cannot write any itself")
+        self._words = known_words(chat.tokenizer)
+
+    def first(self, count: int, source: random.Random, done: Callable[[int], object]) -> Iterator[Dialogue]:
+        """Dialogues that consist of a user turn, at most ``count``: useless ones and repetitions are left out."""
+        openings = [draw_opening(source, self._words) for _ in range(count)]
+        begun = [self._begun(opening) for opening in openings]
+        turns: dict[int, list[int]] = {}
+        for limit in sorted({opening.limit for opening in openings}):
+            group = [number for number, opening in enumerate(openings) if opening.limit == limit]
+            turns |= zip(group, self.go_on([begun[number] for number in group], limit, source, done), strict=True)
+        dialogues = [Dialogue([]) for _ in openings]
+        asking = []
+        for number, (dialogue, opening) in enumerate(zip(dialogues, openings, strict=True)):
+            if opening.around:
+                text = opening.around.format(text=self.chat.text(turns[number]).strip())
+                dialogue.add(self.chat.ids(self._before + text), GIVEN)  # it was not written in this place
+                if not opening.around.endswith(("{text}", *_ENDS)):
+                    asking.append(dialogue)
+            else:
+                dialogue.add(begun[number], GIVEN)
+                dialogue.add(turns[number], PROMPT)
+        questions = self.go_on([dialogue.tokens for dialogue in asking], _QUESTION, source, done)
+        for dialogue, question in zip(asking, questions, strict=True):
+            dialogue.add(question, PROMPT)
+        seen: set[str] = set()
+        for dialogue in dialogues:
+            turn = dialogue.tokens[self._start :]
+            key = re.sub(r"[^\w ]", "", self.chat.text(turn).lower())[:_KEY]
+            if self.asks(turn) and key not in seen:
+                seen.add(key)
+                yield dialogue
+
+    def go_on(
+        self, texts: Sequence[Sequence[int]], limit: int, source: random.Random, done: Callable[[int], object]
+    ) -> list[list[int]]:
+        """At most ``limit`` tokens behind each text, up to the end of the turn."""
+        completions = self.complete(texts, Sampling(_TEMPERATURE, limit), source.getrandbits(31), done)
+        return [self._whole(completion) for completion in completions]
+
+    def asks(self, turn: Sequence[int]) -> bool:
+        """Whether a user turn is one: not too short, and not a few words over and over."""
+        text = self.chat.text(turn)
+        words = text.lower().split()
+        return len(text.strip()) >= _SHORTEST and (len(words) <= 30 or len(set(words)) >= len(words) / 4)
+
+    def _begun(self, opening: Opening) -> list[int]:
+        return self.chat.ids(self._before + opening.text + (self.chat.to_assistant if opening.around else ""))
+
+    def _whole(self, written: Completion) -> list[int]:
+        """A turn without its end, and cut behind a sentence if it came to none."""
+        tokens = written.tokens[:-1] if written.ended else written.tokens
+        for end, token in enumerate(tokens):
+            if token in self.chat.special:
+                return tokens[:end]
+        if not written.ended:
+            for end in range(len(tokens), len(tokens) // 2, -1):
+                if self.chat.text(tokens[:end]).rstrip().endswith(_ENDS):
+                    return tokens[:end]
+        return tokens
