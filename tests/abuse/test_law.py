@@ -229,7 +229,7 @@ class Repeating(Drafter):
         for depth in range(context.topology.max_depth):
             for sample, nodes in garden.frontier(depth).items():
                 for node in nodes:
-                    text = [*context.tokens[sample], *garden.trees[sample].path(node)]
+                    text = [*context.tokens[sample], *garden.path(sample, node)]
                     token = int(next_logits(self.model, text).argmax())
                     garden.plant(sample, node, [token] * 2, [0.5] * 2, None)
         return garden.tree()
