@@ -10,13 +10,18 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from arbordraft.drafters.base import Garden, HeadDrafter, check_ragged, expect, grow
+from arbordraft.drafters.fused import FusedEagle, fusible, matrix_of
+from arbordraft.drafters.whole import grow_whole
+from arbordraft.kernels.draft_tree import Drafted, Draws, Growth, draft_from_rows
+from arbordraft.kernels.prepacked_linear.module import PrepackedLinear
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch, ragged_tree_attention
 from arbordraft.onnx_networks import OnnxBlock
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
+from arbordraft.target.stand_ins import prepack_linears
 from arbordraft.types import DraftContext, DraftTree, Verdict
 
 if TYPE_CHECKING:
@@ -54,11 +59,11 @@ class BlockDrafter(HeadDrafter):
     def __init__(self, head: "BlockHead | OnnxBlock", target: RaggedModel) -> None:
         from arbordraft.heads.block import BlockHead
 
-        super().__init__(head if isinstance(head, OnnxBlock) else expect(BlockHead, head), target)
+        super().__init__(head if isinstance(head, OnnxBlock) else expect(BlockHead, head), target, leave="midlayer")
         self.hidden_layers = tuple(head.config.hidden_layers or ())
         self.max_positions = head.config.max_position_embeddings
         self.takes_candidates = head.config.markov_rank > 0  # without the term, what it goes on from means nothing
-        self._network: Any = head if isinstance(head, OnnxBlock) else _HeadOnRows(self.head, target)
+        self._network: Any = head if isinstance(head, OnnxBlock) else _on_rows(self.head, target)
 
     @classmethod
     def from_pretrained(cls, path: str | os.PathLike[str], target: RaggedModel, **kwargs: Any) -> "BlockDrafter":
@@ -78,6 +83,8 @@ class BlockDrafter(HeadDrafter):
         return cls(BlockHead.from_pretrained(path, dtype=target.model.dtype, **kwargs), target)
 
     def start(self, tokens: Sequence[Sequence[int]], target_cache: RaggedKVCache, handles: Sequence[int]) -> _State:
+        if isinstance(self._network, _FusedHead):
+            self._network.refresh()
         cache = RaggedKVCache(target_cache.max_tokens)
         ours = [cache.open(target_cache.capacity(handle)) for handle in handles]
         return _State(cache, ours, {sample: [] for sample in range(len(tokens))})
@@ -94,7 +101,22 @@ class BlockDrafter(HeadDrafter):
             limit if limit is None else min(limit, self.head.config.block_size) if len(tokens) > 1 else 0
             for limit, tokens in zip(context.room, context.tokens, strict=True)
         ]
-        return grow(replace(context, room=room), self, lambda garden, frontier: self._run(state, garden, frontier))
+        context = replace(context, room=room, behind=self.behind(state, context))
+        network = self._network
+        if isinstance(network, _FusedHead):
+
+            def run(samples: list[int], growth: Growth, draws: Draws | None) -> Drafted:
+                self._look_ahead(state, context, samples)
+                roots = torch.tensor([context.tokens[sample][-1] for sample in samples])
+                return network.drafted([state.block[sample] for sample in samples], roots, growth, draws)
+
+            able = [sample for sample, limit in enumerate(room) if limit]
+            if (whole := grow_whole(context, self, able, run)) is not None:
+                return whole[0]
+        return grow(context, self, lambda garden, frontier: self._run(state, garden, frontier))
+
+    def behind(self, state: _State, context: DraftContext) -> Sequence[int]:
+        return [sum(map(len, state.pending.get(sample, ()))) for sample in range(len(context.tokens))]
 
     def commit(self, state: _State, tree: DraftTree, verdict: Verdict) -> None:
         for sample, (handle, judged) in enumerate(zip(state.handles, verdict.samples, strict=True)):
@@ -156,6 +178,15 @@ class BlockDrafter(HeadDrafter):
         return zip(*(part.unflatten(0, (-1, levels)) for part in found), strict=True)
 
 
+def _on_rows(head: "BlockHead", target: RaggedModel) -> "_HeadOnRows":
+    """What runs a head fastest."""
+    if fusible(head, target):
+        return _FusedHead(head, target)
+    if target.backend != "torch":
+        prepack_linears(head.midlayer, target.backend)
+    return _HeadOnRows(head, target)
+
+
 class _HeadOnRows:
     """A block head on the packed rows of a ragged batch, with the embeddings and the attention that it borrows."""
 
@@ -209,3 +240,61 @@ class _HeadOnRows:
 
     def _embed(self, tokens: Tensor) -> Tensor:
         return self.target.model.get_input_embeddings()(tokens.to(self.target.device)).to(self.head.dtype)
+
+
+class _FusedHead(_HeadOnRows):
+    """The same with a fused layer, and trees in one call behind the pass that makes their rows."""
+
+    def __init__(self, head: "BlockHead", target: RaggedModel) -> None:
+        super().__init__(head, target)
+        self._fused = FusedEagle(head, target)
+        self._read()
+
+    def refresh(self) -> None:
+        """Reads weights anew that were written to since."""
+        if self._fused.refresh():
+            self._read()
+
+    @torch.no_grad()
+    def _read(self) -> None:
+        head = self.head
+        self._table = self._correction = None
+        if isinstance(head.lm_head_markov, nn.Linear | PrepackedLinear):
+            self._table = head.follow(self._embed(torch.arange(self.target.vocab_size))).contiguous()
+            self._correction = matrix_of(head.lm_head_markov).weight
+        trimmed = head.config.draft_vocab_size != head.config.vocab_size
+        self._vocabulary = head.tokens.contiguous() if trimmed else None
+
+    @torch.no_grad()
+    def store(self, tokens: Tensor, hidden: Tensor, batch: RaggedBatch, cache: RaggedKVCache) -> None:
+        self._fused.layer(self._embed(tokens), hidden, batch, cache)
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        tokens: Tensor,
+        hidden: Tensor,
+        depths: Tensor,
+        batch: RaggedBatch,
+        cache: RaggedKVCache,
+        rows: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        out = self._fused.layer(*self.head.ask(self._embed(tokens), hidden, depths), batch, cache)
+        final = self.head.norm(out[rows])
+        return self.head.lm_head(final), final, self.head.gates(final)
+
+    def drafted(
+        self, block: Sequence[tuple[Tensor, ...]], roots: Tensor, growth: Growth, draws: Draws | None
+    ) -> Drafted:
+        """Trees from the rows that a pass has made of every sample."""
+        logits, _, gates = (torch.stack(parts) for parts in zip(*block, strict=True))
+        return draft_from_rows(
+            logits.float(),
+            growth,
+            draws,
+            vocabulary=self._vocabulary,
+            table=self._table,
+            correction=self._correction,
+            gates=None if self._table is None else gates.contiguous(),
+            roots=roots,
+        )

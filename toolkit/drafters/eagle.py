@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from arbordraft.drafters.base import Garden, HeadDrafter, check_ragged, expect, grow, plan_level
-from arbordraft.drafters.fused import FusedEagle
+from arbordraft.drafters.fused import FusedEagle, fusible
 from arbordraft.drafters.whole import Missing, feed, grow_whole
 from arbordraft.kernels.draft_tree import Drafted, Draws, Growth
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch, ragged_tree_attention
@@ -170,7 +170,7 @@ class EagleDrafter(HeadDrafter):
 
 def on_rows(head: "EagleHead", target: RaggedModel) -> "FusedEagle | HeadOnRows":
     """What runs a head fastest."""
-    if target.backend == "native" and FusedEagle.fits(head, target):
+    if fusible(head, target):
         return FusedEagle(head, target)
     if target.backend != "torch":
         prepack_linears(head.midlayer, target.backend)

@@ -24,6 +24,14 @@ if TYPE_CHECKING:
     from arbordraft.heads.eagle import EagleHead
 
 
+def fusible(head: "EagleHead", target: RaggedModel) -> bool:
+    """Whether there are kernels for the head's layer: they know its sizes, and the target's embeddings are a table."""
+    config = head.config
+    sizes = (config.head_dim, config.hidden_size, config.target_hidden_size, config.intermediate_size)
+    table = type(target.model.get_input_embeddings()) is nn.Embedding
+    return target.backend == "native" and table and not any(size % 16 for size in sizes)
+
+
 class FusedEagle:
     """An EAGLE head on a CPU, its layer fused: row by row for whoever asks, or whole trees at once.
 
@@ -38,17 +46,11 @@ class FusedEagle:
         self.head, self.target = head, target
         self._prepack()
 
-    @staticmethod
-    def fits(head: "EagleHead", target: RaggedModel) -> bool:
-        """Whether the kernels know its sizes, and the target's embeddings are a table."""
-        config = head.config
-        sizes = (config.head_dim, config.hidden_size, config.target_hidden_size, config.intermediate_size)
-        return type(target.model.get_input_embeddings()) is nn.Embedding and not any(size % 16 for size in sizes)
-
-    def refresh(self) -> None:
-        """Reads weights anew that were written to since."""
-        if self._versions != self._current():
+    def refresh(self) -> bool:
+        """Reads weights anew that were written to since; says whether there were any."""
+        if changed := self._versions != self._current():
             self._prepack()
+        return changed
 
     def _current(self) -> list[int]:
         return [version_of(parameter) for parameter in self.head.parameters()]
@@ -90,10 +92,10 @@ class FusedEagle:
         self.run = DraftRun(
             DraftWeights(
                 embedding=embeddings.weight.detach(),
-                fuse=_matrix(head.fc),
+                fuse=matrix_of(head.fc),
                 layers=[fused],
                 norm=self._norm,
-                head=_matrix(head.lm_head),
+                head=matrix_of(head.lm_head),
                 outputs=config.draft_vocab_size,
                 vocabulary=head.tokens.contiguous() if trimmed else None,
                 frequencies=(config.rope_theta**-half).float(),
@@ -113,13 +115,17 @@ class FusedEagle:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """``[R, V]`` logits, the ``[R, H]`` that they were made from, and the ``[R, H]`` output of the layer."""
         embeddings = self.target.model.get_input_embeddings()(tokens).to(hidden.dtype)
-        cosine, sine = (table[:, 0] for table in self.head.rotary(batch.positions, torch.float32))
-        layer = self._layer.layers[0]
-        pools = [cache.pools(0, (layer.kv_heads, layer.dim), hidden)]
-        out, _ = self._layer(hidden[None], pools, (cosine[None], sine[None]), batch, (), embeddings)
-        out = out[0] if rows is None else out[0, rows]
+        out = self.layer(embeddings, hidden, batch, cache)
+        out = out if rows is None else out[rows]
         final = self.head.norm(out)
         return self.head.widen(self.head.lm_head(final)), final, out
+
+    def layer(self, embeddings: Tensor, hidden: Tensor, batch: RaggedBatch, cache: RaggedKVCache) -> Tensor:
+        """``[T, H]`` the layer's output for ``[T, E]`` embeddings beside ``[T, H]`` states."""
+        cosine, sine = (table[:, 0] for table in self.head.rotary(batch.positions, torch.float32))
+        weights = self._layer.layers[0]
+        pools = [cache.pools(0, (weights.kv_heads, weights.dim), hidden)]
+        return self._layer(hidden[None], pools, (cosine[None], sine[None]), batch, (), embeddings)[0][0]
 
 
 def fused_model(model: RaggedModel) -> DraftRun | None:
@@ -177,7 +183,8 @@ def _drafts_alike(model: RaggedModel, run: DraftRun) -> bool:
     )
 
 
-def _matrix(linear: "PrepackedLinear | nn.Linear") -> Matrix:
+def matrix_of(linear: "PrepackedLinear | nn.Linear") -> Matrix:
+    """A linear's weights as native kernels read them, without its bias."""
     return Matrix(linear.prepacked) if isinstance(linear, PrepackedLinear) else matrix(linear.weight, None, int8=False)
 
 
@@ -185,4 +192,4 @@ def _wide(weight: Tensor) -> Tensor:
     return weight.detach().float().contiguous()
 
 
-__all__ = ["FusedEagle", "fused_model"]
+__all__ = ["FusedEagle", "fused_model", "fusible", "matrix_of"]
