@@ -1,6 +1,5 @@
 """What rows cost, which drafts are given up for it, and that this loses nothing."""
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -30,6 +29,7 @@ from arbordraft import (
 )
 from arbordraft.costs import StepCosts
 from arbordraft.deciders import CostAware, Decider
+from arbordraft.drafters.ngram import Guess
 from arbordraft.measuring import measure_rows
 from arbordraft.types import Plan, SampleVerdict, Verdict
 
@@ -95,13 +95,13 @@ def test_the_trim_keeps_trees_and_the_best_nodes():
     """Chances 0.9, 0.9 * 0.9 on the first branch and 0.1 on the second: two rows pay, the third does not."""
 
     class Certain(NGramDrafter):
-        def _lookup(self, index, text, wanted):
-            return dict(itertools.islice({7: 4, 8: 1}.items(), wanted))
+        def _lookup(self, text, places, wanted):
+            return [Guess(7, size=4, votes=1, rank=0), Guess(8, size=1, votes=1, rank=1)][:wanted]
 
     topology = TreeTopology.from_k_config((2, 1))
     drafter = Certain()
     state = drafter.start([[5, 6]], None, [0])
-    state.odds[0]._counts = {(4, 0): (90.0, 100.0), (1, 1): (10.0, 100.0)}
+    state.odds[0]._counts = {(4, 1, 0): (90.0, 100.0), (1, 1, 1): (10.0, 100.0)}
     costs = CostTable((1, 64), (1.0, 1.0 + 63 * 0.3))
     (tree,) = drafter.propose(state, context([[5, 6]], topology, Fixed(2), decide=CostAware(costs))).samples
     assert tree.tokens == {0: 6, 1: 7, 3: 7}
@@ -110,20 +110,21 @@ def test_the_trim_keeps_trees_and_the_best_nodes():
     assert len(tree.tokens) > 3
 
 
-def test_lookups_learn_how_often_they_come_true():
-    drafter = NGramDrafter(longest=2, shortest=1)
-    topology = TreeTopology.chain(1)
-    state = drafter.start([[1, 2, 1, 2, 1]], None, [0])
-    before = state.odds[0](2, 0)
-    tree = drafter.propose(state, context([[1, 2, 1, 2, 1]], topology, Fixed(1)))
+@pytest.mark.parametrize("right", [True, False])
+def test_lookups_learn_how_often_they_come_true(right):
+    drafter, text = NGramDrafter(longest=2, shortest=1), [1, 2, 1, 2, 1]
+    state = drafter.start([text], None, [0])
+    tree = drafter.propose(state, context([text], TreeTopology.chain(1), Fixed(1)))
     assert tree.samples[0].tokens == {0: 1, 1: 2}
-    drafter.commit(state, tree, Verdict((SampleVerdict((1,), 1, recovered=False),)))
-    assert state.odds[0](2, 0) > before
-    tree = drafter.propose(state, context([[1, 2, 1, 2, 1, 2, 1]], topology, Fixed(1)))
-    learned = state.odds[0](2, 0)
-    drafter.commit(state, tree, Verdict((SampleVerdict((), 9, recovered=True),)))
-    assert state.odds[0](2, 0) < learned
-    assert state.odds[0](1, 0) == NGramDrafter().start([[1]], None, [0]).odds[0](1, 0)  # others learn nothing
+    odds, guess = state.odds[0], Guess(2, size=2, votes=1, rank=0)
+    before = odds(guess)
+    assert tree.samples[0].chances == {1: before}
+    judged = SampleVerdict((1,), 1, recovered=False) if right else SampleVerdict((), 9, recovered=True)
+    drafter.commit(state, tree, Verdict((judged,)))
+    assert (odds(guess) > before) == right
+    new = NGramDrafter().start([[1]], None, [0]).odds[0]
+    for other in (guess._replace(size=1), guess._replace(votes=2), guess._replace(rank=1)):
+        assert odds(other) == new(other)  # others learn nothing
 
 
 def decode(decoder, **settings):

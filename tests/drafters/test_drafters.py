@@ -29,6 +29,7 @@ from arbordraft import (
 from arbordraft.deciders import Decider
 from arbordraft.drafters import Drafter
 from arbordraft.drafters.base import Garden
+from arbordraft.drafters.ngram import Guess
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.types import DraftTree, SampleTree, SampleVerdict, Verdict
 from arbordraft.verifiers import KSeq
@@ -275,9 +276,12 @@ def test_the_confidence_of_a_lookup_grows_with_the_match():
     state = drafter.start([text], RaggedKVCache(), [0])
     drafter.propose(state, context([text], TreeTopology.k_ary(2, 2), Fixed(2), greedy=True, decide=decide))
     (odds,) = state.odds
-    first, second = odds(2, 0), odds(2, 1)
+    first, second = odds(Guess(4, size=2, votes=0, rank=0)), odds(Guess(3, size=2, votes=0, rank=1))
     assert views == [[[1.0]], [[first, second]]]
-    assert first > odds(1, 0) > second > 0
+    assert first > odds(Guess(4, size=1, votes=0, rank=0)) > second > 0
+    sure = [odds(Guess(4, size, votes, rank=0)) for size, votes in ((2, 0), (2, 1), (2, 2), (3, 2), (9, 2))]
+    assert sure == sorted(set(sure)), "longer suffixes and more votes are surer"
+    assert sure[-1] < 1
 
 
 def test_ngrams_learn_what_was_committed():
