@@ -23,7 +23,8 @@ training exports
 cli
 """
 ORDER = LAYERS.split()
-ALONE = {"drafters"}  # packages whose modules import none of each other but `base`
+ALONE = {"drafters"}  # packages whose modules import none of each other but what they share
+SHARED = {"base", "whole", "fused"}
 PLACES = {"toolkit": (), "kernels": ("kernels",), "training": ("training",), "exports": ("exports",)}
 KERNEL_LIBRARIES = {"torch", "triton", "numpy"}
 
@@ -70,7 +71,7 @@ def objection(path: Path, name: list[str]) -> str | None:
         return f"{dotted} goes through the package's own __init__"
     if {here[0], unit} == {"training", "exports"} or ORDER.index(unit) > ORDER.index(here[0]):
         return f"{here[0]} imports {unit}, which stands above it"
-    if here[0] == unit in ALONE and here[-1] != "__init__" and name[2:3] != ["base"]:
+    if here[0] == unit in ALONE and here[-1] != "__init__" and not SHARED & set(name[2:3]):
         return f"{'/'.join(here)} imports its sibling {dotted}"
     return None
 

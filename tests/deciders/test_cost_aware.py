@@ -204,7 +204,7 @@ def test_free_drafts_are_drafted_whole_and_pruned(price):
     assert (plan.level, plan.next) == (0, [(1.0,), (1.0,)])
     assert 0 < plan.row < 1
     assert plan.keep([0.99] * 4) == 4
-    assert plan.keep([0.6, 0.5, 0.3, 0.1]) == (4 if price is CHEAP else 1)
+    assert plan.keep([0.8, 0.5, 0.3, 0.1]) == (4 if price is CHEAP else 1)
     assert plan.keep([0.001] * 4) == 0
 
 
@@ -227,6 +227,13 @@ def test_samples_that_fail_do_not_draft_beside_those_that_succeed():
     taught(decider, both.memory[0], right=0.0, stated=0.6)
     taught(decider, both.memory[1], right=1.0, stated=0.6)
     assert decider.plan(both).levels == [0, DEPTH]
+
+
+def test_what_a_drafter_must_read_first_has_to_pay_too():
+    decider = CostAware(costs(0.01, 0.05, widest=2.0))
+    found = [decider.plan(situation(decider, behind=[tokens])) for tokens in (0, 5, 1000)]
+    assert [plan.levels for plan in found] == [[DEPTH], [DEPTH], [0]]
+    assert found[0].gains[0] > found[1].gains[0] > 0 > found[2].gains[0]
 
 
 # Being asked instead
