@@ -318,6 +318,7 @@ class Situation:
         acceptance: how often its most probable token is the next one, its second, and so on, before anything is known.
         free: a level takes next to no time beside the target's forward, as lookups do.
         behind: committed tokens of every sample that the drafter would have to read first; none if empty.
+        left: tokens that every sample may still get; no matter how many if empty.
     """
 
     room: Sequence[int]
@@ -327,6 +328,7 @@ class Situation:
     acceptance: Sequence[float] = (0.5,)
     free: bool = False
     behind: Sequence[int] = ()
+    left: Sequence[int] = ()
 
 
 def _all_of(chances: Sequence[float]) -> int:
@@ -338,9 +340,9 @@ class Plan:
     """How far the trees of some samples go on, decided before they are drafted.
 
     The reach of a node, the chance that its path is accepted, is the product of the draft probabilities along it, each
-    times the ``trust`` in it and 1 at most. A node gets children if ``reach * next - row`` is not negative, and a level
-    is drafted if the sum of that over its nodes is at least ``level``. Trees that were drawn at random are not pruned
-    node by node, only ended, as verification would no longer be lossless.
+    times the ``trust`` in it and 1 at most, times the weight of its sample. A node gets children if ``reach * next -
+    row`` is not negative, and a level is drafted if the sum of that over its nodes is at least ``level``. Trees that
+    were drawn at random are not pruned node by node, only ended, as verification would no longer be lossless.
 
     Args:
         levels: most levels, by sample; 0 drafts nothing.
@@ -351,6 +353,7 @@ class Plan:
         row: tokens that a node must gain for its rows.
         budget: most drafts of all the samples, the likeliest ones.
         keep: how many of the drafts with these reaches, descending, are verified; all by default.
+        weights: by sample, what its tokens are worth to the batch; 1 by default.
         gains: by sample, tokens that drafting is expected to bring, less what its time could bring elsewhere; what is
             not said is not expected to beat other drafts.
     """
@@ -362,6 +365,7 @@ class Plan:
     row: float = 0.0
     budget: int | None = None
     keep: Callable[[Sequence[float]], int] = _all_of
+    weights: Sequence[float] = ()
     gains: Sequence[float] = ()
 
     @classmethod

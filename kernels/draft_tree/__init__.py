@@ -57,6 +57,7 @@ class Growth(NamedTuple):
         levels: ``[S]`` most levels.
         trust: ``[S K]``.
         next: ``[S K]``.
+        weights: ``[S]``.
         level: tokens that a level must gain.
         row: tokens that a node must gain.
         budget: most drafts in all, -1 for any number.
@@ -67,6 +68,7 @@ class Growth(NamedTuple):
     levels: Sequence[int]
     trust: Sequence[float]
     next: Sequence[float]
+    weights: Sequence[float]
     level: float
     row: float
     budget: int
@@ -128,7 +130,7 @@ def draft_from_rows(
     """
     limits = growth._asdict()
     prices = [limits.pop("level"), limits.pop("row")]
-    offsets, children, levels, trust, following, budget = limits.values()
+    offsets, children, levels, trust, following, weights, budget = limits.values()
     seeds, positions, temperature = draws or (None, None, 1.0)
     nodes, chances, fed, broken = torch.ops.arbordraft.draft_from_rows(
         scores,
@@ -142,6 +144,7 @@ def draft_from_rows(
         levels,
         trust,
         following,
+        weights,
         prices,
         budget,
         seeds,
@@ -204,6 +207,7 @@ class DraftRun:
             growth.levels,
             growth.trust,
             growth.next,
+            growth.weights,
             [growth.level, growth.row],
             growth.budget,
             seeds,

@@ -17,7 +17,7 @@ struct Shape {
 // How far trees go on; `trust` and `next` hold `known` numbers for every sample, the last ones for all that is deeper.
 struct Limits {
   const int64_t* levels;
-  const double *trust, *next;
+  const double *trust, *next, *weights;
   int64_t known, budget;  // drafts of all samples, or -1
   double level, row;
 };
@@ -32,7 +32,7 @@ class Forest {
   Forest(const Shape& shape, const Limits& limits, int64_t samples)
       : shape_(shape), limits_(limits), samples_(samples), tokens(samples * shape.nodes, -1),
         chances(samples * shape.nodes, 0.f), reach(samples * shape.nodes, 0.) {
-    for (int64_t s = 0; s < samples; ++s) reach[s * shape.nodes] = 1;
+    for (int64_t s = 0; s < samples; ++s) reach[s * shape.nodes] = limits.weights[s];
     starts_ = {0, 1};
   }
 
@@ -108,7 +108,7 @@ class Forest {
  public:
   std::vector<int64_t> tokens;  // [samples][nodes], -1 where there is none
   std::vector<float> chances;   // draft probability given the parent
-  std::vector<double> reach;    // expected probability that the path to a node is accepted
+  std::vector<double> reach;    // chance that the path to a node is accepted, times the sample's weight
 };
 
 // The highest of several numbers with their places, the first ones among equals.

@@ -23,21 +23,21 @@ struct Growing {
 
   Growing(
       int64_t samples_, int64_t outputs, at::IntArrayRef offsets, at::IntArrayRef children, at::IntArrayRef levels,
-      at::ArrayRef<double> trust, at::ArrayRef<double> next, at::ArrayRef<double> prices, int64_t budget,
-      const OptionalTensor& words, const OptionalTensor& seeds_, const OptionalTensor& positions_, double temperature_)
+      at::ArrayRef<double> trust, at::ArrayRef<double> next, at::ArrayRef<double> weights, at::ArrayRef<double> prices,
+      int64_t budget, const OptionalTensor& words, const OptionalTensor& seeds_, const OptionalTensor& positions_, double temperature_)
       : samples(samples_), vocabulary(integers(words)), seeds(seeds_ ? &*seeds_ : nullptr),
         positions(positions_ ? &*positions_ : nullptr), temperature(float(temperature_)) {
     const int64_t nodes = int64_t(offsets.size()) - 1, known = int64_t(trust.size()) / std::max<int64_t>(1, samples);
     TORCH_CHECK(
         nodes >= 1 && int64_t(children.size()) == nodes - 1 && offsets.back() == nodes - 1 &&
             int64_t(levels.size()) == samples && int64_t(trust.size()) == samples * known && known >= 1 &&
-            next.size() == trust.size() && prices.size() == 2,
+            next.size() == trust.size() && int64_t(weights.size()) == samples && prices.size() == 2,
         "the shape or the limits of the trees do not fit");
     TORCH_CHECK(!seeds || (positions && seeds->numel() == samples && positions->numel() == samples), "noise needs places");
     TORCH_CHECK(!words || words->numel() == outputs, "expected a token for each of ", outputs, " outputs");
     TORCH_CHECK(temperature > 0, "the temperature must be positive, got ", temperature);
     shape = {offsets.data(), children.data(), nodes};
-    limits = {levels.data(), trust.data(), next.data(), known, budget, prices[0], prices[1]};
+    limits = {levels.data(), trust.data(), next.data(), weights.data(), known, budget, prices[0], prices[1]};
   }
 
   // A thread's part of drawing the children of a level, from rows of scores that it may overwrite.
@@ -256,15 +256,15 @@ Grown draft_tree(
     c10::List<OptionalTensor> parameters, at::IntArrayRef ints, at::ArrayRef<double> scalars, at::TensorList keys,
     at::TensorList values, const OptionalTensor& vocabulary, const Tensor& frequencies, const Tensor& slabs,
     at::IntArrayRef offsets, at::IntArrayRef children, at::IntArrayRef levels, at::ArrayRef<double> trust,
-    at::ArrayRef<double> next, at::ArrayRef<double> prices, int64_t budget, const OptionalTensor& seeds,
-    const OptionalTensor& positions, at::ArrayRef<double> numbers) {
+    at::ArrayRef<double> next, at::ArrayRef<double> weights, at::ArrayRef<double> prices, int64_t budget,
+    const OptionalTensor& seeds, const OptionalTensor& positions, at::ArrayRef<double> numbers) {
   const int64_t samples = slabs.size(1), width = embedding.size(1), rows = tokens.numel();
   const int64_t* slab = integers(slabs);
   TORCH_CHECK(slabs.dim() == 2 && slabs.size(0) == 3, "expected slabs of shape [3, S]");
   TORCH_CHECK(ends.size() == 7 && numbers.size() == 4, "expected 7 tensors and 4 numbers");
   const int64_t outputs = int64_t(numbers[3]);
   const Growing growing(
-      samples, outputs, offsets, children, levels, trust, next, prices, budget, vocabulary, seeds, positions, numbers[2]);
+      samples, outputs, offsets, children, levels, trust, next, weights, prices, budget, vocabulary, seeds, positions, numbers[2]);
   int64_t missing = 0;
   for (int64_t s = 0; s < samples; ++s) missing += slab[2 * samples + s];
   TORCH_CHECK(rows == missing && (!states || states->size(0) == rows), "expected ", missing, " rows, got ", rows);
@@ -295,13 +295,13 @@ Grown draft_tree(
 Grown draft_from_rows(
     const Tensor& scores, const OptionalTensor& table, const OptionalTensor& correction, const OptionalTensor& gates,
     const Tensor& roots, const OptionalTensor& vocabulary, at::IntArrayRef offsets, at::IntArrayRef children, at::IntArrayRef levels,
-    at::ArrayRef<double> trust, at::ArrayRef<double> next, at::ArrayRef<double> prices, int64_t budget,
-    const OptionalTensor& seeds, const OptionalTensor& positions, double temperature) {
+    at::ArrayRef<double> trust, at::ArrayRef<double> next, at::ArrayRef<double> weights, at::ArrayRef<double> prices,
+    int64_t budget, const OptionalTensor& seeds, const OptionalTensor& positions, double temperature) {
   TORCH_CHECK(scores.dim() == 3 && roots.numel() == scores.size(0), "expected rows [S, K, D] and a root for each sample");
   TORCH_CHECK(bool(table) == bool(correction), "a correction needs its table of tokens");
   const int64_t samples = scores.size(0), depths = scores.size(1), outputs = scores.size(2);
   const Growing growing(
-      samples, outputs, offsets, children, levels, trust, next, prices, budget, vocabulary, seeds, positions, temperature);
+      samples, outputs, offsets, children, levels, trust, next, weights, prices, budget, vocabulary, seeds, positions, temperature);
   for (int64_t s = 0; s < samples; ++s) TORCH_CHECK(levels[s] <= depths, "there are rows for ", depths, " depths only");
   const float* from = data<float>(scores);
   const int64_t* root = integers(roots);

@@ -6,7 +6,7 @@ accepted. What drafts cost is measured once, what they bring is learned from eve
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, takewhile
+from itertools import accumulate, islice, takewhile
 from operator import mul
 
 from arbordraft.checks import instance, real, whole
@@ -20,6 +20,7 @@ _FALL = 0.85  # acceptance below the first level relative to that there, where n
 _WEIGHT, _LEAST = 4.0, 0.1  # drafted steps that what is known beforehand counts for, until more is known, and then
 _IDLE = 0.99  # what a step without drafts leaves of what was learned: what was bad for them may have passed
 _AHEAD = 16  # rows of a sample among which the cheapest ones are looked for
+_PACE = 4  # a batch takes as long as its last sample: tokens of those ahead are worth less, by this power
 _SOON = 16  # steps in which what a drafter has to read first is to pay
 _MARGIN = 1.1  # how much more than they take drafts must bring: not all that they take is known
 _ROUNDS = 3  # the rate that drafts bring and the drafts that are worth it settle together
@@ -90,6 +91,7 @@ class CostAware(Decider):
             instance("survival", survival, PathSurvival)
             self.anticipating = survival.anticipating
         self.decay = real("decay", decay, 0, 1)
+        self._slopes: dict[int, float] = {}
 
     def start(self) -> dict[str, _Record]:
         return {}
@@ -132,22 +134,24 @@ class CostAware(Decider):
         samples = len(records) * situation.alike
         base = self.costs.target(samples) + self.costs.rest
         rate = _MARGIN * samples / base
-        row = self.costs.target.least_slope(samples, _AHEAD * samples)
+        row = self._slope(samples)
         budget = None if self.nodes is None else len(records) * (self.nodes - 1)
         if budget is not None:
             situation = replace(situation, room=[min(room, budget) for room in situation.room])
         trust = [_trust(record) for record in records]
+        longest = max(situation.left, default=1)
+        weights = [(left / longest) ** _PACE for left in situation.left] or [1.0] * len(records)
         if situation.free:  # they are found first: how far they go on is for what was found to say
             keep = self._keeping(samples, situation.alike, rate, budget, _ROUNDS)
             ones = [(1.0,)] * len(records)
-            return Plan(situation.room, trust, ones, row=rate * row, budget=budget, keep=keep)
+            return Plan(situation.room, trust, ones, row=rate * row, budget=budget, keep=keep, weights=weights)
         following = [_expected(record, situation.acceptance) for record in records]
         draft, widest = self.costs.draft, self.costs.draft.rows[-1]
         level = draft(1) + self.costs.decide
         each = 0.0 if widest == 1 else (draft(widest) - draft(1)) / (widest - 1)
         row += each
         for _ in range(_ROUNDS):
-            gains, gained, seconds = self._chains(situation, following, rate, level, row, each)
+            gains, gained, seconds = self._chains(situation, following, weights, rate, level, row, each)
             rate = max(rate, _MARGIN * (samples + gained) / (base + seconds))
         behind = situation.behind or [0] * len(gains)
         gains = [gain - rate * each * tokens / _SOON for gain, tokens in zip(gains, behind, strict=True)]
@@ -159,6 +163,7 @@ class CostAware(Decider):
             row=rate * row,
             budget=budget,
             keep=self._keeping(samples, situation.alike, rate, budget),
+            weights=weights,
             gains=gains,
         )
 
@@ -166,6 +171,7 @@ class CostAware(Decider):
         self,
         situation: Situation,
         following: Sequence[Sequence[float]],
+        weights: Sequence[float],
         rate: float,
         extra: float,
         row: float,
@@ -178,8 +184,9 @@ class CostAware(Decider):
         samples = len(situation.room) * situation.alike
         before, rows = self.costs.target(samples), 0
         chains: list[list[float]] = []
-        for room, next_ in zip(situation.room, following, strict=True):
-            reaches = accumulate((next_[min(depth, len(next_) - 1)] for depth in range(room)), mul)
+        for room, next_, weight in zip(situation.room, following, weights, strict=True):
+            chances = (next_[min(depth, len(next_) - 1)] for depth in range(room))
+            reaches = islice(accumulate(chances, mul, initial=weight), 1, None)
             chains.append(list(takewhile(lambda reach: reach >= rate * row, reaches)))
         best, worth, gained, seconds, total, time = 0, 0.0, 0.0, 0.0, 0.0, 0.0
         for level in range(max(map(len, chains), default=0)):
@@ -193,6 +200,12 @@ class CostAware(Decider):
         drafted = sum(map(len, chains)) * situation.alike
         share = extra * best / drafted if drafted else 0.0  # of the levels, for every row in them
         return [sum(chain) - rate * (row + share) * len(chain) for chain in chains], gained, seconds
+
+    def _slope(self, samples: int) -> float:
+        """Seconds of a row more, where rows are cheapest."""
+        if samples not in self._slopes:
+            self._slopes[samples] = self.costs.target.least_slope(samples, _AHEAD * samples)
+        return self._slopes[samples]
 
     def _keeping(
         self, samples: int, alike: int, rate: float, budget: int | None, rounds: int = 1

@@ -216,6 +216,14 @@ def _same(row: Tensor) -> Tensor:
     return row
 
 
+def unread(cache: RaggedKVCache, handles: Sequence[int], tokens: Sequence[Sequence[int]], last: int = 0) -> list[int]:
+    """Committed tokens of every sample that a drafter's cache lacks, the ``last`` ones aside; 0 for closed ones."""
+    return [
+        len(text) - last - cache.length(handle) if handle in cache else 0
+        for handle, text in zip(handles, tokens, strict=True)
+    ]
+
+
 def plan_level(
     garden: "Garden",
     frontier: dict[int, list[int]],
@@ -265,7 +273,8 @@ def situation_of(context: DraftContext, drafter: Drafter, group: Sequence[int]) 
     memory = [context.memory[sample] for sample in group]
     alike = 1 if context.pathwise else context.expected_batch
     behind = [context.behind[sample] for sample in group] if context.behind else []
-    return Situation(room, memory, alike, type(drafter).__name__, drafter.acceptance, drafter.free, behind)
+    left = [(context.room[sample] or 0) + 1 for sample in group]
+    return Situation(room, memory, alike, type(drafter).__name__, drafter.acceptance, drafter.free, behind, left)
 
 
 class Garden:
@@ -303,7 +312,11 @@ class Garden:
             for group, plan in zip(self.groups, self.plans, strict=True)
             for sample, trust in zip(group, plan.trust if plan else [(1.0,)] * len(group), strict=True)
         }
-        self._reach = {sample: {0: 1.0} for sample in self.alive}  # chance that a node's path is accepted
+        # Chance that a node's path is accepted, times what the sample's tokens are worth.
+        self._reach = {sample: {0: 1.0} for sample in self.alive}
+        for group, plan in zip(self.groups, self.plans, strict=True):
+            for sample, weight in zip(group, plan.weights if plan else (), strict=False):
+                self._reach[sample][0] = weight
         for sample, given in enumerate(context.candidates or ()):
             if given is not None and sample in self.tokens:
                 tokens, row = given

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from arbordraft.drafters.base import Garden, HeadDrafter, check_ragged, expect, grow
+from arbordraft.drafters.base import Garden, HeadDrafter, check_ragged, expect, grow, unread
 from arbordraft.drafters.fused import FusedEagle, fusible, matrix_of
 from arbordraft.drafters.whole import grow_whole
 from arbordraft.kernels.draft_tree import Drafted, Draws, Growth, draft_from_rows
@@ -116,7 +116,7 @@ class BlockDrafter(HeadDrafter):
         return grow(context, self, lambda garden, frontier: self._run(state, garden, frontier))
 
     def behind(self, state: _State, context: DraftContext) -> Sequence[int]:
-        return [sum(map(len, state.pending.get(sample, ()))) for sample in range(len(context.tokens))]
+        return unread(state.cache, state.handles, context.tokens, 1)
 
     def commit(self, state: _State, tree: DraftTree, verdict: Verdict) -> None:
         for sample, (handle, judged) in enumerate(zip(state.handles, verdict.samples, strict=True)):

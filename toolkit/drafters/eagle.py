@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from arbordraft.drafters.base import Garden, HeadDrafter, check_ragged, expect, grow, plan_level
+from arbordraft.drafters.base import Garden, HeadDrafter, check_ragged, expect, grow, plan_level, unread
 from arbordraft.drafters.fused import FusedEagle, fusible
 from arbordraft.drafters.whole import Missing, feed, grow_whole
 from arbordraft.kernels.draft_tree import Drafted, Draws, Growth
@@ -92,7 +92,7 @@ class EagleDrafter(HeadDrafter):
                 state.pending[sample].append(states)
 
     def behind(self, state: _State, context: DraftContext) -> Sequence[int]:
-        return [sum(map(len, state.pending.get(sample, ()))) for sample in range(len(context.tokens))]
+        return unread(state.cache, state.handles, context.tokens, 1)
 
     def propose(self, state: _State, context: DraftContext) -> DraftTree:
         state.fed, state.hidden = {}, {}
@@ -104,14 +104,14 @@ class EagleDrafter(HeadDrafter):
         context = replace(context, room=room, behind=self.behind(state, context))
         network = self._network
         if isinstance(network, FusedEagle):
-            missing = self._missing(state, context)
+            able = [sample for sample, limit in enumerate(room) if limit]
 
             def run(samples: list[int], growth: Growth, draws: Draws | None) -> Drafted:
-                lacking = {state.handles[sample]: missing[sample] for sample in samples}
+                lacking = {state.handles[s]: missing for s, missing in self._missing(state, context, samples).items()}
                 state.pending |= {sample: [] for sample in samples}
                 return feed(network.run, state.cache, lacking, growth, draws)
 
-            if (whole := grow_whole(context, self, missing, run)) is not None:
+            if (whole := grow_whole(context, self, able, run)) is not None:
                 return whole[0]
         return grow(context, self, lambda garden, frontier: self._run(state, garden, frontier))
 
@@ -122,12 +122,14 @@ class EagleDrafter(HeadDrafter):
                 del state.pending[sample]
         state.cache.drop([handle for handle in state.handles if handle in state.cache])
 
-    def _missing(self, state: _State, context: DraftContext) -> dict[int, Missing]:
-        """The committed tokens of every sample that the cache lacks, and the target's states beside them."""
+    def _missing(self, state: _State, context: DraftContext, samples: Sequence[int]) -> dict[int, Missing]:
+        """The committed tokens of samples that the cache lacks, and the target's states beside them."""
         return {
-            sample: (context.tokens[sample][state.cache.length(state.handles[sample]) + 1 :], torch.cat(states))
-            for sample, states in state.pending.items()
-            if context.room[sample]
+            sample: (
+                context.tokens[sample][state.cache.length(state.handles[sample]) + 1 :],
+                torch.cat(state.pending[sample]),
+            )
+            for sample in samples
         }
 
     def _run(self, state: _State, garden: Garden, frontier: dict[int, list[int]]) -> Tensor:
@@ -147,7 +149,7 @@ class EagleDrafter(HeadDrafter):
     def _catch_up(self, state: _State, context: DraftContext, samples: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Fills the slots of committed tokens; the last one of each sample predicts the children of its root."""
         handles = [state.handles[sample] for sample in samples]
-        lacking = self._missing(state, context)
+        lacking = self._missing(state, context, samples)
         missing = {handle: lacking[sample][0] for sample, handle in zip(samples, handles, strict=True)}
         fused = self._network.fuse(
             torch.cat([states for sample in samples if (states := lacking[sample][1]) is not None])

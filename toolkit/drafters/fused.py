@@ -165,7 +165,7 @@ def _drafts_alike(model: RaggedModel, run: DraftRun) -> bool:
     prompt = torch.randint(model.vocab_size, (5,), generator=source).tolist()
     levels = 3
     chain = TreeTopology.chain(levels)
-    growth = Growth(chain.child_offsets, chain.child_order, [levels], [1.0], [1.0], 0.0, 0.0, -1)
+    growth = Growth(chain.child_offsets, chain.child_order, [levels], [1.0], [1.0], [1.0], 0.0, 0.0, -1)
     cache = RaggedKVCache()
     sample = cache.open(len(prompt) + levels)
     drafted = feed(run, cache, {sample: (prompt, None)}, growth, None)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from arbordraft.checkpoints import load_causal_lm, load_tokenizer
-from arbordraft.drafters.base import Drafter, Garden, check_ragged, grow, plan_level
+from arbordraft.drafters.base import Drafter, Garden, check_ragged, grow, plan_level, unread
 from arbordraft.drafters.fused import fused_model
 from arbordraft.drafters.whole import Missing, feed, grow_whole
 from arbordraft.kernels.draft_tree import Drafted, DraftRun, Draws, Growth
@@ -122,8 +122,7 @@ class LanguageModelDrafter(Drafter):
         return state
 
     def behind(self, state: _State, context: DraftContext) -> Sequence[int]:
-        lengths = [state.cache.length(handle) if handle in state.cache else 0 for handle in state.handles]
-        return [len(tokens) - length for tokens, length in zip(context.tokens, lengths, strict=True)]
+        return unread(state.cache, state.handles, context.tokens)
 
     def propose(self, state: _State, context: DraftContext) -> DraftTree:
         state.fed = {}

@@ -160,6 +160,7 @@ class NGramDrafter(Drafter):
         garden = Garden(context, Fixed(context.law.k), self)
         state.guesses = {sample: {} for sample in garden.alive}
         places: dict[tuple[int, int], Places] = {}
+        parents = context.topology.parent_list
         for depth in range(context.topology.max_depth):
             frontier = garden.frontier(depth)
             if not frontier:
@@ -167,14 +168,15 @@ class NGramDrafter(Drafter):
             for sample, nodes in frontier.items():
                 text, odds = state.texts[sample], state.odds[sample]
                 for node in nodes:
-                    here = places.get((sample, node)) if node else text.ends(self.longest)
+                    if node:
+                        here = text.behind(places[sample, parents[node]], garden.tokens[sample][node], self.longest)
+                    else:
+                        here = text.ends(self.longest)
+                    places[sample, node] = here
                     children = context.topology.child_list[node]
-                    found = self._lookup(text, here or [], len(children))
-                    guesses = state.guesses[sample][node] = list(zip(children, found, strict=False))
+                    found = self._lookup(text, here, len(children))
+                    state.guesses[sample][node] = list(zip(children, found, strict=False))
                     garden.plant(sample, node, [guess.token for guess in found], [odds(guess) for guess in found])
-                    for child, guess in guesses:
-                        if context.topology.child_list[child]:
-                            places[sample, child] = text.behind(here or [], guess.token, self.longest)
         return garden.tree()
 
     def commit(self, state: _State, tree: DraftTree, verdict: Verdict) -> None:
@@ -201,11 +203,13 @@ class NGramDrafter(Drafter):
         """Up to ``wanted`` different continuations, those of the longest suffix first."""
         guesses: dict[int, Guess] = {}
         for size in range(len(places), self.shortest - 1, -1):
+            if len(guesses) == wanted:
+                break
             after = text.continuations(places[size - 1])
             votes = 0 if len(after) > 1 else min(2, len(places[size - 1]))
             for token in after:
                 if len(guesses) == wanted:
-                    return list(guesses.values())
+                    break
                 guesses.setdefault(token, Guess(token, size, votes, len(guesses)))
         return list(guesses.values())
 

@@ -79,6 +79,7 @@ def _growth(context: DraftContext, plan: Plan, going: Sequence[int], samples: Se
         [min(plan.levels[index], context.room[sample] or 0) for index, sample in zip(going, samples, strict=True)],
         [trust[min(depth, len(trust) - 1)] for trust, _ in told for depth in depths],
         [following[min(depth, len(following) - 1)] for _, following in told for depth in depths],
+        [plan.weights[index] for index in going] if plan.weights else [1.0] * len(going),
         plan.level,
         plan.row,
         -1 if plan.budget is None else plan.budget,
@@ -108,7 +109,7 @@ def feed(
     if sum(len(tokens) for tokens, _ in missing.values()) <= CHUNK:
         return _call(run, cache, missing, growth, draws)
     ends = {}  # of prompts, of which all but the last token come first
-    idle = growth._replace(levels=[0], trust=[1.0], next=[1.0])
+    idle = growth._replace(levels=[0], trust=[1.0], next=[1.0], weights=[1.0])
     for handle, (tokens, states) in missing.items():
         for first in range(0, len(tokens) - 1, CHUNK):
             last = min(first + CHUNK, len(tokens) - 1)
