@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 VOCAB, STATES, HIDDEN, ROWS = 20, 24, 32, 40
 CHAIN = TreeTopology.chain(2)
-GROWTH = Growth(CHAIN.child_offsets, CHAIN.child_order, [2], [1.0], [1.0], 0.0, 0.0, -1)
+GROWTH = Growth(CHAIN.child_offsets, CHAIN.child_order, [2], [1.0], [1.0], [1.0], 0.0, 0.0, -1)
 
 
 def matrix(outputs, inputs):
@@ -73,6 +73,9 @@ def drafted(run=None, **changes):
     return (run or draft_run())(**given | changes)
 
 
+PAIR = GROWTH._replace(levels=[1, 1], trust=[1.0] * 2, next=[1.0] * 2, weights=[1.0] * 2)
+
+
 def growth(**changes):
     return {"growth": GROWTH._replace(**changes)}
 
@@ -116,8 +119,7 @@ def test_what_is_fed_lies_behind_the_committed_rows():
         ({"states": torch.randn(2, STATES)}, "expected 3 rows"),
         ({"states": None}, "a drafter reads states"),
         ({"slabs": torch.tensor([[0, 9], [0, 0], [3, 0]])}, "do not fit"),
-        ({"slabs": torch.tensor([[0, 9], [0, 0], [3, 0]]), **growth(levels=[1, 1], trust=[1.0] * 2, next=[1.0] * 2)},
-         "sample 1 lacks nothing"),
+        ({"slabs": torch.tensor([[0, 9], [0, 0], [3, 0]]), "growth": PAIR}, "sample 1 lacks nothing"),
         ({"slabs": torch.tensor([[0], [-1], [3]])}, "lacks nothing"),
         ({"slabs": torch.tensor([[0], [0]])}, r"slabs of shape \[3, S\]"),
         ({"slabs": torch.tensor([[ROWS - 3], [0], [3]])}, "outside its pool"),
@@ -157,7 +159,7 @@ def test_models_that_do_not_fit_are_refused(run, message):
 
 
 SCORES = torch.log_softmax(torch.randn(2, 2, VOCAB, generator=torch.Generator().manual_seed(0)), dim=-1)
-TWO = GROWTH._replace(levels=[2, 2], trust=[1.0] * 2, next=[1.0] * 2)
+TWO = GROWTH._replace(levels=[2, 2], trust=[1.0] * 2, next=[1.0] * 2, weights=[1.0] * 2)
 
 
 def from_rows(**changes):
@@ -184,7 +186,7 @@ def test_impossible_tokens_are_not_drafted():
     """A row may hold fewer possible tokens than a node has children, or none."""
     scores = torch.full((1, 1, VOCAB), -torch.inf)
     fork = TreeTopology.fork(3, 1)
-    wide = Growth(fork.child_offsets, fork.child_order, [1], [1.0], [1.0], 0.0, 0.0, -1)
+    wide = Growth(fork.child_offsets, fork.child_order, [1], [1.0], [1.0], [1.0], 0.0, 0.0, -1)
     for possible in ([], [4], [9, 2]):
         scores[0, 0, possible] = torch.tensor([1.0, 2.0])[: len(possible)]
         found = draft_from_rows(scores, wide, roots=torch.tensor([3]))
