@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from arbordraft import ConfidenceThreshold, EarlyExitDrafter, RaggedModel, builders
-from arbordraft.deciders import AcceptedAverage, Backoff, EntropyBound, FixedDepth, Heuristic, PathSurvival
+from arbordraft.deciders import AcceptedAverage, EntropyBound, FixedDepth, Heuristic, PathSurvival
 from arbordraft.pretrained import load_smollm2
 from arbordraft.prompts import MIXED, chat_batch
 
@@ -27,7 +27,7 @@ def main() -> None:
     table = Table("candidates", "decider", "output law", "tau", "drafted per step", "answers of plain decoding")
     deciders = [
         FixedDepth(), Heuristic(), AcceptedAverage(), ConfidenceThreshold(0.4), EntropyBound(0.7, 0.15),
-        PathSurvival(0.3), Backoff(),
+        PathSurvival(0.3),
     ]  # fmt: skip
     warnings.simplefilter("ignore")  # the one that says what the third column says
     for width, decider in [*((1, decider) for decider in deciders), (2, FixedDepth()), (4, FixedDepth())]:

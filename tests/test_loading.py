@@ -10,7 +10,7 @@ from models import PROMPTS, VOCAB, greedy_reference, left_padded, new_tokens, ti
 import arbordraft as ad
 from arbordraft import CostTable, loading, measuring
 from arbordraft.costs import StepCosts
-from arbordraft.deciders import Backoff, FixedDepth
+from arbordraft.deciders import FixedDepth, Heuristic
 from arbordraft.heads.base import fingerprint
 from arbordraft.heads.medusa import MedusaConfig, MedusaHead
 from arbordraft.kernels import native
@@ -292,7 +292,7 @@ def test_costs_are_measured_once(timed):
     assert ad.load(tiny(), kernels="torch", costs=steps).decider.costs is steps
     for drafter, options in (("none", {}), ("auto", {"costs": None})):
         assert isinstance(ad.load(tiny(), drafter, kernels="torch", **options).decider, FixedDepth)
-    own = Backoff()
+    own = Heuristic()
     assert ad.load(tiny(seed=5), kernels="torch", decider=own).decider is own
     assert len(timed) == 2
 

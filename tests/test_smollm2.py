@@ -29,7 +29,7 @@ from arbordraft import (
     WithoutReplacement,
 )
 from arbordraft.builders import eagle
-from arbordraft.deciders import Backoff, LearnedDecider
+from arbordraft.deciders import Heuristic, LearnedDecider
 from arbordraft.pretrained import load_smollm2
 from arbordraft.training.decider_module import DeciderModule
 from arbordraft.training.drafter_module import DrafterModule
@@ -95,7 +95,7 @@ def decoders(target, half):
     chain, tree, slim = (TreeTopology.from_k_config(counts) for counts in ((1, 1, 1, 1), (2, 2, 1), (2, 1, 1, 1)))
     return {
         "n-gram chain": lambda: SpeculativeDecoder(target, NGramDrafter(), chain, lookup),
-        "n-gram tree": lambda: SpeculativeDecoder(target, NGramDrafter(), tree, lookup, Backoff()),
+        "n-gram tree": lambda: SpeculativeDecoder(target, NGramDrafter(), tree, lookup, Heuristic()),
         "early exit": lambda: SpeculativeDecoder(target, EarlyExitDrafter(target, 24), slim, drawn),
         "bf16 copy, chain": lambda: SpeculativeDecoder(target, LanguageModelDrafter(half), chain, drawn),
         "bf16 copy, tree": lambda: SpeculativeDecoder(

@@ -360,7 +360,7 @@ DECIDER = {name: case for name, case in FILES.items() if name not in ("extra ten
     "nan": (fill("network.0.weight", torch.nan), r"NaN or infinite weights \(network\.0\.weight\)"),
     "int32": (cast("network.0.weight", torch.int32), r"network\.0\.weight must be stored as floating-point"),
     "shape": (put("network.0.weight", torch.ones(2)), "size mismatch"),
-    "another class": (config(**{"class": "Backoff"}), "that of something else"),
+    "another class": (config(**{"class": "Heuristic"}), "that of something else"),
     "nan threshold": (config(threshold=float("nan")), "threshold"),
     "nan temperature": (config(temperatures=[float("nan")]), "temperatures"),
     "unknown setting": (config(depth=3), "depth"),

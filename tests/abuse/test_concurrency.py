@@ -30,7 +30,7 @@ from arbordraft import (
     TreeTopology,
     WithoutReplacement,
 )
-from arbordraft.deciders import Backoff
+from arbordraft.deciders import Heuristic
 from arbordraft.target.cache import RaggedKVCache
 
 pytestmark = pytest.mark.timeout(120)
@@ -42,7 +42,7 @@ NEW = {"max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0}
 
 
 def lookup(target, **options):
-    return SpeculativeDecoder(target, NGramDrafter(), TREE, GREEDY, Backoff(), **options)
+    return SpeculativeDecoder(target, NGramDrafter(), TREE, GREEDY, Heuristic(), **options)
 
 
 def draft_model(target, **options):

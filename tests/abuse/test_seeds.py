@@ -36,7 +36,6 @@ from arbordraft.costs import StepCosts
 from arbordraft.deciders import (
     AcceptedAverage,
     AdaEDL,
-    Backoff,
     Bandit,
     Decider,
     EntropyBound,
@@ -87,7 +86,6 @@ DECIDERS = {
     "confidence": lambda: ConfidenceThreshold(0.42),
     "entropy": lambda: EntropyBound(0.4, 0.1),
     "survival": lambda: PathSurvival(0.25),
-    "backoff": lambda: Backoff(1, 4),
     "heuristic": lambda: Heuristic(2, 4),
     "average": lambda: AcceptedAverage(1.0, 0.5),
     "AdaEDL": lambda: AdaEDL(0.3, 0.1),

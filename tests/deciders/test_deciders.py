@@ -26,7 +26,6 @@ from arbordraft.costs import StepCosts
 from arbordraft.deciders import (
     AcceptedAverage,
     AdaEDL,
-    Backoff,
     Bandit,
     Decider,
     EntropyBound,
@@ -86,16 +85,6 @@ def lengths(decider, accepted, deepest=30):
     return found
 
 
-def test_backoff_pauses_for_ever_longer():
-    """Two failures, then pauses of 1, 2, 4, 4, ... steps with one failing attempt between them; a success ends it."""
-    drafted = lengths(Backoff(patience=2, longest=4), [0] * 18 + [1, 0, 0, 0], deepest=1)
-    assert drafted == [1, 1, 0, 1, 0, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1]
-    drafted = lengths(Backoff(patience=2, longest=4), [0] * 6 + [1, 0, 0, 0], deepest=1)
-    assert drafted == [1, 1, 0, 1, 0, 0, 1, 1, 1, 0]
-    with pytest.raises(ValueError, match="patience must be a whole number of at least 1, got 0"):
-        Backoff(patience=0)
-
-
 def test_the_heuristic_adds_two_or_takes_one():
     assert lengths(Heuristic(first=3, longest=6), [9, 9, 9, 2, 0, 0, 0, 0, 0, 0]) == [3, 5, 6, 6, 5, 4, 3, 2, 1, 1]
     with pytest.raises(ValueError, match="first must be a whole number from 1 to 8, got 9"):
@@ -149,7 +138,7 @@ def test_a_fixed_depth_is_planned_as_it_is_asked_for():
         assert (plan.trust, plan.next, plan.budget, plan.keep([0.1] * 7)) == ([(1.0,)], [(1.0,)], None, 7)
 
 
-@pytest.mark.parametrize("decider", [ConfidenceThreshold(), EntropyBound(), PathSurvival(), Backoff(), Heuristic()])
+@pytest.mark.parametrize("decider", [ConfidenceThreshold(), EntropyBound(), PathSurvival(), Heuristic()])
 def test_who_looks_at_drafts_or_history_is_asked(decider):
     assert decider.plan(Situation([3], [decider.start()])) is None
 
@@ -169,13 +158,13 @@ def test_a_bandit_finds_the_better_decider(depth, best):
 
 
 def test_a_bandit_asks_whom_each_sample_has_chosen_and_lets_all_learn():
-    decider = Bandit([Backoff(patience=1), Heuristic(first=2)])
+    decider = Bandit([AcceptedAverage(), Heuristic(first=2)])
     one, other = decider.start(), decider.start()
     decider.learn(one, Outcome(1, 0))
     assert (one.arm, other.arm) == (1, 0)
     assert decider(view(0, ((1.0,), (1.0,)), memory=[one, other])) == [True, True]
     assert decider(view(2, ((1.0,), (1.0,)), memory=[one, other])) == [False, True]
-    assert one.memories[0].failures == 1
+    assert one.memories[0].levels == pytest.approx(2.4)
     assert one.memories[1].levels == 1
 
 
@@ -202,7 +191,6 @@ def draft_model_decoder(decider):
         EntropyBound(0.2),
         PathSurvival(0.1),
         AdaEDL(0.2),
-        Backoff(1, 2),
         Heuristic(1, 3),
         AcceptedAverage(0.5, 0.5),
         Bandit([FixedDepth(1), Heuristic()]),
@@ -237,9 +225,22 @@ def test_every_sample_drafts_its_own_length():
     assert lengths[0] == [1, 3, 7]
 
 
+class EverySecond(Decider):
+    """Rests for a step after a failure."""
+
+    def start(self):
+        return []
+
+    def learn(self, memory, outcome):
+        memory[:] = [1] if outcome.drafted and not outcome.accepted else []
+
+    def forward(self, view):
+        return [not failed for failed in view.memory]
+
+
 def test_a_decoder_remembers_how_drafting_went():
-    """A drafter that is always wrong is asked, after its first failure, every second and then every third step."""
-    decoder, lengths = draft_model_decoder(Backoff(patience=1, longest=2)), []
+    """A drafter that is always wrong is asked every second step."""
+    decoder, lengths = draft_model_decoder(EverySecond()), []
     (tokens,) = greedy_reference(ragged().model, PROMPTS[:1], max_new_tokens=8, eos_token_id=None)
     wrong = next(token for token in range(VOCAB) if token not in tokens)
 
@@ -253,8 +254,8 @@ def test_a_decoder_remembers_how_drafting_went():
     decoder.drafter.propose = propose
     options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
     stats = decoder.generate(torch.tensor(PROMPTS[:1]), **options).stats
-    assert lengths == [2, 1, 2, 1, 1, 2, 1, 1]
-    assert (stats.tried, stats.acceptance_by_depth) == ({1: 3}, [0.0])
+    assert lengths == [2, 1, 2, 1, 2, 1, 2, 1]
+    assert (stats.tried, stats.acceptance_by_depth) == ({1: 4}, [0.0])
 
 
 def test_nothing_is_drafted_at_depth_zero():

@@ -24,7 +24,7 @@ from mlflow import MlflowClient, MlflowException
 import arbordraft as ad
 from arbordraft.cli import main as cli
 from arbordraft.costs import StepCosts
-from arbordraft.deciders import AdaEDL, Backoff, Bandit, FixedDepth, LearnedDecider, NodeBudget, PathSurvival
+from arbordraft.deciders import AdaEDL, Bandit, FixedDepth, LearnedDecider, NodeBudget, PathSurvival
 from arbordraft.exports.decoder_config import DecoderConfig, describe, rebuild
 from arbordraft.exports.evaluation import Evaluation, evaluate
 from arbordraft.exports.mlflow_log import log_decoder
@@ -126,7 +126,6 @@ def logged(uri, folders, parts, questions):
         ad.TopDown(OptimalTransport("full")),
         TypicalAcceptance(0.2, 0.1),
         FixedDepth(),
-        Backoff(3),
         AdaEDL(),
         Bandit([FixedDepth(1), FixedDepth(3)]),
         ad.CostAware(COSTS, 9, PathSurvival(0.4)),

@@ -13,7 +13,6 @@ from arbordraft.coupling import Coupling
 from arbordraft.deciders import (
     AcceptedAverage,
     AdaEDL,
-    Backoff,
     Bandit,
     ConfidenceThreshold,
     CostAware,
@@ -95,7 +94,6 @@ def deciders(depth: int, costs: StepCosts | None = None, learned: LearnedDecider
         "SVIP": EntropyBound(0.7, 0.15),
         "AdaEDL": AdaEDL(),
         "path survival 0.3": PathSurvival(0.3),
-        "backoff": Backoff(),
         "bandit of 1, 2 and 4 levels": Bandit([FixedDepth(levels) for levels in (1, 2, 4)], longest=depth),
     }
     if learned is not None:

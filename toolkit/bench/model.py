@@ -17,10 +17,11 @@ from arbordraft.bench.measure import Measurement, paired, precision
 from arbordraft.bench.verifiers import drafted_tree
 from arbordraft.bench.workload import Tell, Workload, quiet
 from arbordraft.coupling import Coupling
-from arbordraft.deciders import Backoff
+from arbordraft.deciders import CostAware
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import NGramDrafter
 from arbordraft.laws import DraftLaw, TopTail, WithoutReplacement
+from arbordraft.measuring import known_rows
 from arbordraft.prompts import REPEATING, VARIED, left_padded
 from arbordraft.sampling import Noise
 from arbordraft.target.cache import RaggedKVCache
@@ -155,10 +156,8 @@ def lookup_speed(
 ) -> Measurement:
     """Greedy decoding with the n-gram tree against plain ``generate``, all prompts of one ``kind`` in one batch."""
     tree, count = TreeTopology.from_k_config((2, 1, 1, 1)), len(workload.prompts)
-    # It rests while lookups fail.
-    decoder = SpeculativeDecoder(
-        target, NGramDrafter(longest=5, shortest=3), tree, Coupling.matching(2), Backoff(patience=1)
-    )
+    pays = CostAware(known_rows(target))
+    decoder = SpeculativeDecoder(target, NGramDrafter(longest=5, shortest=3), tree, Coupling.matching(2), pays)
     (inputs,) = replace(workload, batch=count).batches(target)
     request: dict[str, Any] = {**inputs, **workload.request()}
     model: Any = target.model

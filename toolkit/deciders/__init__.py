@@ -1,6 +1,6 @@
 """Deciders: before every level of drafting they say which samples go on."""
 
-from arbordraft.deciders.adaptive import AcceptedAverage, AdaEDL, Backoff, Bandit, Heuristic
+from arbordraft.deciders.adaptive import AcceptedAverage, AdaEDL, Bandit, Heuristic
 from arbordraft.deciders.base import Decider
 from arbordraft.deciders.cost_aware import CostAware
 from arbordraft.deciders.learned import LearnedDecider, RowSurvival
@@ -10,7 +10,6 @@ from arbordraft.deciders.simple import ConfidenceThreshold, EntropyBound, FixedD
 __all__ = [
     "AcceptedAverage",
     "AdaEDL",
-    "Backoff",
     "Bandit",
     "ConfidenceThreshold",
     "CostAware",

@@ -14,41 +14,6 @@ from arbordraft.types import Outcome, StepView
 
 
 @dataclass
-class _Failures:
-    failures: int = 0  # drafted steps in a row of which nothing was accepted
-    idle: int = 0  # steps in a row without drafting
-
-
-class Backoff(Decider):
-    """Rests from drafting while drafts keep failing, and tries again after ever longer pauses.
-
-    After ``patience`` drafted steps in a row without an accepted token a sample pauses for 1, 2, 4, ... steps, at most
-    ``longest``, with one attempt between pauses. An accepted token ends it. Both are at least 1.
-    """
-
-    def __init__(self, patience: int = 2, longest: int = 16) -> None:
-        super().__init__()
-        self.patience = whole("patience", patience, 1)
-        self.longest = whole("longest", longest, 1)
-
-    def start(self) -> _Failures:
-        return _Failures()
-
-    def learn(self, memory: _Failures, outcome: Outcome) -> None:
-        if outcome.drafted:
-            memory.idle = 0
-            memory.failures = 0 if outcome.accepted else memory.failures + 1
-        else:
-            memory.idle += 1
-
-    def forward(self, view: StepView) -> Sequence[bool]:
-        return [
-            past.failures < self.patience or past.idle >= min(self.longest, 2 ** min(past.failures - self.patience, 30))
-            for past in view.memory
-        ]
-
-
-@dataclass
 class _Length:
     levels: float
 

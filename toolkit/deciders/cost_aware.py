@@ -4,6 +4,7 @@ Everything is weighed in tokens: a second is worth the tokens that decoding brin
 accepted. What drafts cost is measured once, what they bring is learned from every verdict.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice, takewhile
@@ -23,6 +24,8 @@ _AHEAD = 16  # rows of a sample among which the cheapest ones are looked for
 _PACE = 4  # a batch takes as long as its last sample: tokens of those ahead are worth less, by this power
 _SOON = 16  # steps in which what a drafter has to read first is to pay
 _MARGIN = 1.1  # how much more than they take drafts must bring: not all that they take is known
+_LAG, _MOST = 0.1, 4  # more for every doubling of a batch that ends with its last sample: what others gain is half lost
+_PATIENCE, _PAUSE = 2, 4  # steps without drafts after which only every so many-th one looks for some
 _ROUNDS = 3  # the rate that drafts bring and the drafts that are worth it settle together
 
 
@@ -34,6 +37,12 @@ class _Record:
     accepted: list[float] = field(default_factory=lambda: [0.0] * _DEPTHS)  # those of which one was accepted
     stated: list[float] = field(default_factory=lambda: [0.0] * _DEPTHS)  # as many as were expected to
     presumed: list[float] = field(default_factory=lambda: [_WEIGHT] * _DEPTHS)  # what was known beforehand counts for
+    idle: int = 0  # steps since drafts of this drafter were verified
+
+    @property
+    def rests(self) -> bool:
+        """Whether this step is not one to look for drafts: to weigh them takes time, too."""
+        return self.idle >= _PATIENCE and self.idle % _PAUSE > 0
 
     def fade(self, share: float) -> None:
         for sums in (self.tried, self.accepted, self.stated):
@@ -97,6 +106,8 @@ class CostAware(Decider):
         return {}
 
     def learn(self, memory: dict[str, _Record], outcome: Outcome) -> None:
+        for source, record in memory.items():
+            record.idle = 0 if outcome.drafted and source == outcome.source else record.idle + 1
         if not outcome.drafted:
             for record in memory.values():
                 record.fade(_IDLE)
@@ -130,10 +141,13 @@ class CostAware(Decider):
         return [goes_on and together >= plan.level for goes_on in going]
 
     def _plan(self, situation: Situation) -> Plan:
-        records = [memory.get(situation.source, _Record()) for memory in situation.memory]
+        records = [memory.setdefault(situation.source, _Record()) for memory in situation.memory]
+        if all(record.rests for record in records):
+            return Plan.everything([0] * len(records))
         samples = len(records) * situation.alike
         base = self.costs.target(samples) + self.costs.rest
-        rate = _MARGIN * samples / base
+        margin = _MARGIN + (_LAG * min(_MOST, math.log2(len(records))) if situation.left else 0.0)
+        rate = margin * samples / base
         row = self._slope(samples)
         budget = None if self.nodes is None else len(records) * (self.nodes - 1)
         if budget is not None:
@@ -142,9 +156,10 @@ class CostAware(Decider):
         longest = max(situation.left, default=1)
         weights = [(left / longest) ** _PACE for left in situation.left] or [1.0] * len(records)
         if situation.free:  # they are found first: how far they go on is for what was found to say
-            keep = self._keeping(samples, situation.alike, rate, budget, _ROUNDS)
+            keep = self._keeping(samples, situation.alike, rate, budget, margin)
             ones = [(1.0,)] * len(records)
-            return Plan(situation.room, trust, ones, row=rate * row, budget=budget, keep=keep, weights=weights)
+            levels = [0 if record.rests else room for record, room in zip(records, situation.room, strict=True)]
+            return Plan(levels, trust, ones, row=rate * row, budget=budget, keep=keep, weights=weights)
         following = [_expected(record, situation.acceptance) for record in records]
         draft, widest = self.costs.draft, self.costs.draft.rows[-1]
         level = draft(1) + self.costs.decide
@@ -152,7 +167,7 @@ class CostAware(Decider):
         row += each
         for _ in range(_ROUNDS):
             gains, gained, seconds = self._chains(situation, following, weights, rate, level, row, each)
-            rate = max(rate, _MARGIN * (samples + gained) / (base + seconds))
+            rate = max(rate, margin * (samples + gained) / (base + seconds))
         behind = situation.behind or [0] * len(gains)
         gains = [gain - rate * each * tokens / _SOON for gain, tokens in zip(gains, behind, strict=True)]
         return Plan(
@@ -208,9 +223,9 @@ class CostAware(Decider):
         return self._slopes[samples]
 
     def _keeping(
-        self, samples: int, alike: int, rate: float, budget: int | None, rounds: int = 1
+        self, samples: int, alike: int, rate: float, budget: int | None, margin: float | None = None
     ) -> Callable[[Sequence[float]], int]:
-        """How many drafts are worth their rows where decoding brings ``rate``, or more with what they bring."""
+        """How many drafts are worth their rows where decoding brings ``rate``, or by what they bring."""
         before = self.costs.target(samples)
         base = before + self.costs.rest
 
@@ -218,9 +233,9 @@ class CostAware(Decider):
             gained = list(accumulate(chances[:budget], initial=0.0))
             taken = [self.costs.target(samples + drafts * alike) - before for drafts in range(len(gained))]
             worth, count = rate, 0
-            for _ in range(rounds):
+            for _ in range(1 if margin is None else _ROUNDS):
                 count = max(range(len(gained)), key=lambda drafts: gained[drafts] * alike - worth * taken[drafts])
-                worth = max(worth, _MARGIN * (samples + gained[count] * alike) / (base + taken[count]))
+                worth = max(worth, (margin or 0.0) * (samples + gained[count] * alike) / (base + taken[count]))
             return count
 
         return keep

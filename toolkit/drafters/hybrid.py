@@ -69,7 +69,9 @@ class HybridDrafter(Drafter):
     def take_hidden(self, state: _State, hidden: Mapping[int, Tensor]) -> None:
         count = len(self.hidden_layers)
         for part, own in ((self.first, state.first), (self.otherwise, state.otherwise)):
-            if part.hidden_layers:
+            if part.hidden_layers == self.hidden_layers:  # nearly always: lookups want none
+                part.take_hidden(own, hidden)
+            elif part.hidden_layers:
                 wanted = [self.hidden_layers.index(layer) for layer in part.hidden_layers]
                 part.take_hidden(own, {s: h.unflatten(1, (count, -1))[:, wanted].flatten(1) for s, h in hidden.items()})
 
