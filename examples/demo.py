@@ -25,23 +25,15 @@ from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from arbordraft import (
-    CostAware,
-    Coupling,
     EagleDrafter,
-    HybridDrafter,
-    NGramDrafter,
     RaggedModel,
     SpeculativeDecoder,
-    TreeTopology,
     builders,
 )
 from arbordraft.bench.decoding import answers
 from arbordraft.cli.display import step_tree
-from arbordraft.costs import StepCosts
-from arbordraft.drafters import Drafter
-from arbordraft.measuring import measure_costs
 from arbordraft.pretrained import load_smollm2
-from arbordraft.prompts import MIXED, VARIED, chat_batch
+from arbordraft.prompts import MIXED, chat_batch
 
 Inputs = dict[str, Tensor]
 Decoded = tuple[list[list[int]], float | None]  # new tokens of every prompt, up to its end, and tau of ours
@@ -94,12 +86,6 @@ def timed(decoders: dict[str, Callable[[int], Decoded]], new_tokens: int, rounds
     return [Run(name, *result, statistics.median(seconds[name])) for name, result in results.items()]
 
 
-def where_it_pays(target: RaggedModel, drafter: Drafter, costs: StepCosts) -> SpeculativeDecoder:
-    """Chains that are drafted and verified as far as it pays on this machine."""
-    chain = TreeTopology.chain(6)
-    return SpeculativeDecoder(target, drafter, chain, Coupling.matching(), CostAware(costs))
-
-
 def draw_steps(console: Console, target: RaggedModel, tokenizer: Any, question: str) -> None:
     """Draws the first steps of an answer."""
     drawn = 0
@@ -120,13 +106,11 @@ def draw_steps(console: Console, target: RaggedModel, tokenizer: Any, question: 
 def compare(model: PreTrainedModel, target: RaggedModel, inputs: Inputs, new_tokens: int) -> list[Run]:
     """All decoders in turn; our plain decoding comes third."""
     head = EagleDrafter.from_pretrained(TRAINED, target)
-    costs = measure_costs(target, head, target.tokenizer, VARIED[:2])
-    lookups_else_head = HybridDrafter(NGramDrafter(longest=5, shortest=3), head)
     decoders = {
         "arbordraft, plain": builders.plain(target),
-        "arbordraft, lookups": builders.lookup(target, costs.target),
-        "arbordraft, trained head": where_it_pays(target, head, costs),
-        "arbordraft, lookups else head": where_it_pays(target, lookups_else_head, costs),
+        "arbordraft, lookups": builders.lookup(target),
+        "arbordraft, trained head": builders.eagle(target, head),
+        "arbordraft, lookups else head": builders.eagle(target, head, lookup=True),
     }
     references = {
         "transformers, generate": partial(theirs, model, inputs),

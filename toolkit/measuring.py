@@ -39,7 +39,7 @@ Kept = TypeVar("Kept", CostTable, StepCosts)
 _ROWS = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128)
 _MOST_ROWS, _LONGEST = 2**14, 2**20  # of a forward that is timed, and of the text before it: their memory is real
 _KEPT_ROWS = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 64)
-_KEPT_REPEATS = 10  # what is kept for ever is worth a second
+_KEPT_REPEATS, _KEPT_BATCHES = 10, (1, 4, 16)  # what is kept for ever is worth some seconds
 _BATCHES = (1, 2, 4, 8, 16)
 
 
@@ -111,8 +111,8 @@ def known_costs(target: RaggedModel, drafter: Drafter, *, renew: bool = False) -
 
 def _on_noise(target: RaggedModel, drafter: Drafter, rows: CostTable) -> StepCosts:
     source = random.Random(0)
-    texts = [[source.randrange(target.vocab_size) for _ in range(8)] for _ in range(max(_BATCHES))]
-    return measure_steps(target, drafter, texts, batches=sorted(2 * _BATCHES), rows=rows)
+    texts = [[source.randrange(target.vocab_size) for _ in range(8)] for _ in range(max(_KEPT_BATCHES))]
+    return measure_steps(target, drafter, texts, batches=sorted(2 * _KEPT_BATCHES), new_tokens=12, rows=rows)
 
 
 def _known(path: Path, load: Callable[[Path], Kept], measure: Callable[[], Kept], renew: bool) -> Kept:

@@ -159,6 +159,8 @@ inline std::vector<std::pair<int64_t, float>> likeliest(const float* scores, int
   return drawn;
 }
 
+constexpr float kBoundExcess = 0.015f;  // by which the bound of the noise exceeds it on average
+
 // The same of scores / temperature + noise. `vocabulary` names the tokens of the scores, ascending, or is null for
 // 0..size-1. The mass of what does not come first is a float's estimate: nobody's law depends on it.
 inline std::vector<std::pair<int64_t, float>> likeliest(
@@ -198,9 +200,10 @@ inline std::vector<std::pair<int64_t, float>> likeliest(
   top = float(best.found[0].first);
   f32x16 total = splat(0.f);
   int64_t i = 0;
-  for (; i + kLanes <= size; i += kLanes) total += exp(min(splat(0.f), load(noise.data() + i) - splat(top)));
+  const float above = top + kBoundExcess;
+  for (; i + kLanes <= size; i += kLanes) total += exp(min(splat(0.f), load(noise.data() + i) - splat(above)));
   mass = sum(total);
-  for (; i < size; ++i) mass += std::exp(std::min(0.f, noise[i] - top));
+  for (; i < size; ++i) mass += std::exp(std::min(0.f, noise[i] - above));
   for (const auto& [score, place] : best.found)
     if (const double chance = std::exp(score - best.found[0].first) / mass; chance > 0)
       drawn.emplace_back(place, float(std::min(1., chance)));

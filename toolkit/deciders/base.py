@@ -24,6 +24,11 @@ class Decider(nn.Module):
 
     anticipating = False
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "forward" in vars(cls) and "plan" not in vars(cls):  # whoever answers otherwise has other plans, too
+            cls.plan = Decider.plan  # type: ignore[method-assign]
+
     def start(self) -> Any:
         """What is remembered of a new sample; changed by :meth:`learn`, shown in ``view.memory``."""
 
