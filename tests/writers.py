@@ -18,7 +18,7 @@ from arbordraft.training.spool import Journal, Progress
 from arbordraft.tuning import Choice, Setting, Tuned
 
 COSTS = CostTable((1,), (1e-3,))
-TUNED = Tuned("ngram", 0.0, StepCosts(COSTS, COSTS), [0.5], [Choice(1, Setting("plain"), 1.0, 1.0)])
+TUNED = Tuned("ngram", 0.0, StepCosts(COSTS, COSTS), [Choice(1, Setting("plain"), 1.0, 1.0)])
 ROW = DecodeRow("float32", 1, 0.0, "plain", "exact", 1.0, 1.0, acceptance=[0.5])
 CHECKPOINT = {"state_dict": {"weight": torch.zeros(1000)}}
 

@@ -1,7 +1,7 @@
 """Which way of speculating is fastest, for one target and drafter on this machine and somebody's own prompts.
 
-Costs and acceptance are measured, settings that cannot win are left out by what both predict, and the others compete:
-all decode some prompts in turns, the slower half drops out, and the rest decode more.
+Costs are measured, and settings compete: all decode some prompts in turns, the slower half drops out, and the rest
+decode more. All of them draft only what pays by these costs; which drafters, and how large a tree, is what is chosen.
 
 Shapes: B samples.
 """
@@ -17,22 +17,17 @@ from typing import TYPE_CHECKING, Any, Self
 from arbordraft import builders
 from arbordraft.checks import each, real, whole
 from arbordraft.costs import StepCosts
-from arbordraft.deciders import CostAware
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter, NGramDrafter
 from arbordraft.files import write_text
 from arbordraft.measuring import measure_costs
-from arbordraft.metrics import DecodeStats
-from arbordraft.prompts import chat_batches, check_texts, plain_request
+from arbordraft.prompts import chat_batches, plain_request
 from arbordraft.target.model import RaggedModel
-from arbordraft.topology import TreeTopology
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_CHAINS = (1, 2, 3, 4, 6, 8)
-_TREES = (4, 8, 16, 32)
-_NEAR = 0.7  # settings predicted to be this much slower than the best are not measured
+_TREES = (8, 16, 32)
 _LARGEST = 4096  # batch whose prompts are laid out
 
 
@@ -41,23 +36,15 @@ class Setting:
     """A way of speculating.
 
     Args:
-        kind: ``plain``, ``lookup``, ``chain``, ``tree``, or ``lookup or tree``: copy where the text repeats itself, and
-            draft a tree elsewhere.
-        size: levels of a chain, nodes of a tree, root included.
-        stop: whether a cost-aware decider shortens chains.
+        kind: ``plain``, ``lookup``, ``tree``, or ``lookup or tree``: copy where that brings more, else draft a tree.
+        size: most nodes of a tree, root included.
     """
 
     kind: str
     size: int = 0
-    stop: bool = False
 
     def __str__(self) -> str:
-        match self.kind:
-            case "chain":
-                return f"chain of {self.size}" + (", cost-aware" if self.stop else "")
-            case "tree" | "lookup or tree":
-                return f"{self.kind} of {self.size}"
-        return self.kind
+        return f"{self.kind} of {self.size}" if self.size else self.kind
 
     def decoder(self, target: RaggedModel, drafter: Drafter, costs: StepCosts, batch: int = 1) -> SpeculativeDecoder:
         """What it stands for.
@@ -73,12 +60,6 @@ class Setting:
                 return builders.plain(target)
             case "lookup":
                 return builders.lookup(target, costs, expected_batch=batch)
-            case "chain":
-                chain = builders.ems_sd(target, drafter, self.size)
-                if not self.stop:
-                    return chain
-                parts = (target, drafter, chain.topology, chain.coupling, CostAware(costs))
-                return SpeculativeDecoder(*parts, expected_batch=batch)
             case "tree" | "lookup or tree":
                 return builders.fitted(target, drafter, self.size, lookup=self.kind != "tree", costs=costs)
         raise ValueError(f"there is no way of speculating called {self.kind!r}")
@@ -118,7 +99,6 @@ class Tuned:
     Args:
         drafter: name of the drafter, as for :func:`~arbordraft.loading.drafter_named`.
         temperature: 0 for greedy.
-        acceptance: of a chain's drafts by depth.
         choices: by batch size, ascending.
 
     Raises:
@@ -129,12 +109,10 @@ class Tuned:
     drafter: str
     temperature: float
     costs: StepCosts
-    acceptance: list[float]
     choices: list[Choice]
 
     def __post_init__(self) -> None:
         real("temperature", self.temperature, 0)
-        each("acceptance", self.acceptance, lambda name, value: real(name, value, 0, 1))
         if not self.choices:
             raise ValueError("it holds no choice for any batch size")
         for index, choice in enumerate(self.choices):
@@ -191,7 +169,7 @@ def tune(
     new_tokens: int = 96,
     tell: Callable[[str], None] = lambda what: None,
 ) -> Tuned:
-    """Measures, predicts and lets settings compete.
+    """Measures and lets settings compete.
 
     Args:
         name: of the drafter.
@@ -210,72 +188,20 @@ def tune(
     temperature, new_tokens = real("temperature", temperature, 0), whole("new_tokens", new_tokens, 1)
     tell("measuring forwards and drafts")
     costs = measure_costs(target, drafter, tokenizer, prompts)
-    tell("measuring acceptance")
-    acceptance = measure_acceptance(target, drafter, tokenizer, prompts, temperature, new_tokens)
     choices = []
     for batch in sorted(set(batches)):
-        settings = (_PLAIN, *plausible(costs, acceptance, drafter, batch))
-        decoders = {each: each.decoder(target, drafter, costs, batch) for each in settings}
+        decoders = {each: each.decoder(target, drafter, costs, batch) for each in grid(drafter)}
         inputs = chat_batches(tokenizer, list(islice(cycle(prompts), max(batch, len(prompts)))), batch)
         choices.append(_compete(batch, decoders, inputs, temperature, new_tokens, tell))
-    return Tuned(name, temperature, costs, acceptance, choices)
+    return Tuned(name, temperature, costs, choices)
 
 
 def grid(drafter: Drafter) -> list[Setting]:
     """All settings that tuning knows for a drafter."""
     settings = [_PLAIN, Setting("lookup")]
     if isinstance(drafter, NGramDrafter):
-        return settings + [Setting("chain", levels) for levels in _CHAINS]
-    settings += [Setting("chain", levels, stop) for levels in _CHAINS for stop in (False, True)]
+        return settings
     return settings + [Setting(kind, nodes) for kind in ("tree", "lookup or tree") for nodes in _TREES]
-
-
-def plausible(costs: StepCosts, acceptance: Sequence[float], drafter: Drafter, batch: int) -> list[Setting]:
-    """The settings of the grid that may be the fastest; those that nothing is predicted of among them."""
-    settings = grid(drafter)
-    predicted = {setting: predict(setting, costs, acceptance, drafter, batch) for setting in settings}
-    best = max(filter(None, predicted.values()), default=0.0)
-    return [setting for setting, speed in predicted.items() if speed is None or speed >= _NEAR * best]
-
-
-def predict(
-    setting: Setting, costs: StepCosts, acceptance: Sequence[float], drafter: Drafter, batch: int
-) -> float | None:
-    """Expected tokens per second; ``None`` where it depends on what texts repeat, and for plain decoding."""
-    if setting.kind == "chain" and not isinstance(drafter, NGramDrafter):
-        emitted = reach = 1.0
-        for depth in range(setting.size):
-            reach *= acceptance[min(depth, len(acceptance) - 1)]
-            emitted += reach
-        return batch * emitted / costs.step(batch, setting.size)
-    if setting.kind == "tree":
-        topology = TreeTopology.sequoia(drafter.acceptance, setting.size, 6)
-        chances = [1.0]
-        for node, parent in enumerate(topology.parent_list[1:], 1):
-            rank = topology.child_list[parent].index(node)
-            chances.append(chances[parent] * drafter.acceptance[rank])
-        widths = [sum(bool(topology.child_list[node]) for node in level) for level in topology.levels[:-1]]
-        seconds = costs.rest + costs.target(batch * setting.size) + sum(costs.draft(batch * width) for width in widths)
-        return batch * sum(chances) / seconds
-    return None
-
-
-def measure_acceptance(
-    target: RaggedModel,
-    drafter: Drafter,
-    tokenizer: "PreTrainedTokenizerBase",
-    prompts: Sequence[str],
-    temperature: float,
-    new_tokens: int,
-) -> list[float]:
-    """How often a chain's drafts are accepted, by depth, when those before them were."""
-    check_texts(prompts)
-    decoder = builders.ems_sd(target, drafter, 4)
-    stats = DecodeStats(decoder.coupling.exactness, [], [])
-    for inputs in chat_batches(tokenizer, prompts, 8):
-        output: Any = decoder.generate(**inputs, **plain_request(temperature, new_tokens), return_dict_in_generate=True)
-        stats += output.stats
-    return stats.acceptance_by_depth or [0.0]
 
 
 def _compete(
@@ -314,4 +240,4 @@ def _compete(
     return Choice(batch, best, speeds[best], speeds[_PLAIN], rivals)
 
 
-__all__ = ["Choice", "Setting", "Tuned", "grid", "measure_acceptance", "tune"]
+__all__ = ["Choice", "Setting", "Tuned", "grid", "tune"]

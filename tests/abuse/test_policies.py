@@ -36,7 +36,7 @@ from arbordraft.deciders import (
     PathSurvival,
 )
 from arbordraft.measuring import measure_costs, measure_rows
-from arbordraft.tuning import Choice, Setting, Tuned, measure_acceptance, tune
+from arbordraft.tuning import Choice, Setting, Tuned, tune
 
 NAN, INF = math.nan, math.inf
 TABLE = CostTable((1, 8), (1.0, 2.0))
@@ -264,7 +264,7 @@ def tuning(**given):
 
 def tuned(**given):
     choices = [Choice(2, Setting("plain"), 1.0, 1.0)]
-    fields = {"drafter": "none", "temperature": 0.0, "costs": STEPS, "acceptance": [0.5], "choices": choices}
+    fields = {"drafter": "none", "temperature": 0.0, "costs": STEPS, "choices": choices}
     return Tuned(**fields | given)
 
 
@@ -274,10 +274,6 @@ def tuned_decoder(**given):
 
 def timed(**given):
     return measure_costs(ragged(), NoDrafter(), None, **given)
-
-
-def counted(**given):
-    return measure_acceptance(ragged(), NoDrafter(), None, **{"temperature": 0.0, "new_tokens": 4} | given)
 
 
 TUNING = cases(
@@ -292,10 +288,8 @@ TUNING = cases(
     (tuning, {"prompts": []}, ValueError, "prompts must hold at least one text"),
     (tuning, {"prompts": "abc"}, TypeError, "prompts must be a list of texts"),
     (timed, {"prompts": []}, ValueError, "prompts must hold at least one text"),
-    (counted, {"prompts": [3]}, TypeError, "prompts must be a list of texts"),
     (tuned, {"choices": []}, ValueError, "holds no choice for any batch size"),
     (tuned, {"temperature": NAN}, ValueError, "temperature must be a number of at least 0, got nan"),
-    (tuned, {"acceptance": [1.5]}, ValueError, r"acceptance\[0\] must be a number from 0 to 1, got 1.5"),
     (tuned_decoder, {"batch": 0}, ValueError, "batch must be a whole number of at least 1, got 0"),
     (tuned_decoder, {"batch": 2.0}, TypeError, "batch must be a whole number of at least 1, got 2.0"),
 )
@@ -399,7 +393,7 @@ def test_damaged_cost_tables_are_named(tmp_path, text):
 
 @pytest.mark.parametrize(
     "change",
-    [{"choices": []}, {"temperature": -1}, {"acceptance": [2]}, {"costs": {}}, {"choices": 3}],
+    [{"choices": []}, {"temperature": -1}, {"costs": {}}, {"choices": 3}],
     ids=lambda change: f"{change}",
 )
 def test_damaged_tunings_are_named(tmp_path, change):

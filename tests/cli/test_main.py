@@ -142,12 +142,12 @@ def test_bench_tries_the_whole_grid_beside_what_was_chosen(tmp_path, asked):
     model, prompts = asked
     file = tmp_path / "tuned.json"
     cheap = CostTable((1,), (1e-3,))
-    chosen = Choice(2, Setting("chain", 2), 5.0, 4.0)
-    Tuned("early-exit:1", 0.0, StepCosts(cheap, cheap), [0.5], [chosen]).save(file)
+    chosen = Choice(2, Setting("tree", 8), 5.0, 4.0)
+    Tuned("early-exit:1", 0.0, StepCosts(cheap, cheap), [chosen]).save(file)
     options = ["--batches", "2", "--repeats", "1"]
     found = bench(tmp_path, "tuned", str(file), *model, *prompts, *options)["measurements"]
     known = grid(NoDrafter())
-    assert found[0]["decoder"] == "chosen: chain of 2"
+    assert found[0]["decoder"] == "chosen: tree of 8"
     assert {row["decoder"].removeprefix("chosen: ") for row in found} == set(map(str, known))
     assert found[0]["speed_up"] == 1
 

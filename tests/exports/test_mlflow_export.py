@@ -578,7 +578,7 @@ def test_the_commands(uri, client, folders, questions, tmp_path):
     assert result.exit_code == 0, result.output
     assert "parity: True" in result.output
     assert "version 1 of commanded, candidate" in result.output
-    tuned = Tuned("ngram", 0.0, COSTS, [0.5], [Choice(1, Setting("chain", 2), 9.0, 8.0)])
+    tuned = Tuned("ngram", 0.0, COSTS, [Choice(1, Setting("lookup"), 9.0, 8.0)])
     tuned.save(tmp_path / "tuned.json")
     options = ["--target", folders["target"], "--tuned", str(tmp_path / "tuned.json"), "--kernels", "torch", *asked]
     result = run.invoke(cli.app, ["export", "mlflow", "ngram", *options], env={"COLUMNS": "200"})
