@@ -105,7 +105,7 @@ def expectations(drafts: Mapping[str, Tensor], tree: TreeTopology, tokens: int) 
         for step in range(steps):
             metrics[f"val/acceptance_{label}_pos_{step + 1}"] = float(labels[step][valid[step]].mean())
         if label == "greedy":
-            acceptance = (torch.bincount(ranks[0], minlength=_RANKS)[:_RANKS] / len(ranks[0])).tolist()
+            acceptance = (torch.bincount(ranks[0], minlength=_RANKS)[:_RANKS].double() / len(ranks[0])).tolist()
             if tree.max_depth <= steps:
                 metrics["val/tau_greedy_tree"] = walked_tau(tree_accepted(ranks, tree), answers, tokens)
     return metrics, acceptance

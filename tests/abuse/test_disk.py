@@ -170,7 +170,11 @@ def test_generation_goes_on_behind_a_full_disk(world, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(WriteError, match=r"tokens-00001.*No space left.*files before it are kept.*free some space"):
         data_of(arguments).generate()
-    assert sorted(path.name for path in (tmp_path / "data").iterdir()) == ["manifest.json", "tokens-00000.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "data").iterdir()) == [
+        "manifest.json",
+        "minutes-0.json",
+        "tokens-00000.safetensors",
+    ]
     monkeypatch.undo()
     first = (tmp_path / "data" / "tokens-00000.safetensors").stat().st_mtime_ns
     data_of(arguments).generate()
