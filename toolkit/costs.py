@@ -82,6 +82,7 @@ class StepCosts:
         draft: what a level adds to a step besides the target's rows, by the rows that the drafter is given.
         decide: asking a learned decider about a level, if there is one.
         rest: verification and bookkeeping of a step without drafts.
+        start: what drafting takes besides its levels, once per step.
 
     Raises:
         TypeError: if a table is none, or a time no number.
@@ -97,12 +98,14 @@ class StepCosts:
     draft: CostTable
     decide: float = 0.0
     rest: float = 0.0
+    start: float = 0.0
 
     def __post_init__(self) -> None:
         instance("target", self.target, CostTable)
         instance("draft", self.draft, CostTable)
         object.__setattr__(self, "decide", real("decide", self.decide, 0))
         object.__setattr__(self, "rest", real("rest", self.rest, 0))
+        object.__setattr__(self, "start", real("start", self.start, 0))
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -125,7 +128,8 @@ class StepCosts:
     def step(self, samples: int, levels: float) -> float:
         """Seconds of a step in which ``samples`` chains of ``levels`` drafts, on average, are drafted and verified."""
         rows = samples * (1 + levels)
-        return self.rest + self.target(rows) + levels * (self.draft(samples) + self.decide)
+        drafting = self.start + levels * (self.draft(samples) + self.decide) if levels else 0.0
+        return self.rest + self.target(rows) + drafting
 
     def level(self, planned: int, rows: int) -> float:
         """Seconds that one level more takes: its drafting, and its rows in the target's forward.

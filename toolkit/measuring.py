@@ -178,13 +178,13 @@ def measure_steps(
         texts: tokens to begin with.
         decider: asked before every level, though nothing stops here; none costs nothing.
         batches: numbers of samples to decode at a time, ascending from 1.
-        depth: of the chains.
+        depth: of the chains, at least 2 whatever is said: a level is what the others take beside the first.
         new_tokens: length of the answers.
         rows: numbers of rows to time the target's forward with, see :func:`measure_rows`; or what they cost.
     """
-    level: dict[int, float] = {}
+    depth, level = max(2, depth), dict[int, float]()
     questions: list[float] = []
-    rest, endless = [], cycle(texts)
+    rest, start, endless = [], [], cycle(texts)
 
     def decode(batch: int, levels: int, watch: Decider) -> tuple[float, float]:
         """Seconds of a step besides the target's forward: of drafting, and of the rest."""
@@ -203,18 +203,19 @@ def measure_steps(
     for batch in batches:
         idle = decode(batch, 0, FixedDepth())
         watch = FixedDepth() if decider is None else _Stopwatch(decider)
-        busy = decode(batch, depth, watch)
+        once, busy = decode(batch, 1, FixedDepth()), decode(batch, depth, watch)
         asked = watch.questions if isinstance(watch, _Stopwatch) else []
         questions += asked
         answering = sum(asked) / max(1, len(asked)) * depth
-        more = (sum(busy) - sum(idle) - answering) / depth
+        more = (sum(busy) - sum(once) - answering) / (depth - 1)
         level[batch] = min(level.get(batch, math.inf), max(more, 1e-9))
+        start.append(max(0.0, sum(once) - sum(idle) - level[batch]))
         rest.append(sum(idle))
     decide = statistics.median(questions) if questions else 0.0
     if not isinstance(rows, CostTable):
         # Forwards take longer behind long texts: these are as long as the prompts and half an answer.
         rows = measure_rows(target, rows, context=int(statistics.median(map(len, texts))) + 64)
-    return StepCosts(rows, CostTable(tuple(level), tuple(level.values())), decide, min(rest))
+    return StepCosts(rows, CostTable(tuple(level), tuple(level.values())), decide, min(rest), min(start))
 
 
 class _Stopwatch(Decider):

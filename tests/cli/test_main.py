@@ -117,7 +117,7 @@ def test_bench_of_the_cpu_kernels(tmp_path, asked):
         ("decode", ["--drafter", "early-exit:1", "--batch", "2"], 5 + 5),
         ("batching", ["--batches", "1,2", "--repeats", "1"], 2 * 5),
         ("product", ["--drafter", "early-exit:1", "--batches", "2", "--nodes", "6"], 2 * 5),
-        ("deciders", ["--drafter", "early-exit:1", "--batches", "2", "--depth", "2", "--repeats", "1"], 1 + 2 + 8),
+        ("deciders", ["--drafter", "early-exit:1", "--batches", "2", "--depth", "2", "--repeats", "1"], 1 + 2 + 7),
         ("compare", ["--drafter", "early-exit:1", "--repeats", "1"], 6),
         ("verifiers", ["--drafter", "early-exit:1", "--temperatures", "1", "--children", "2", "--no-trees"], 7),
         (

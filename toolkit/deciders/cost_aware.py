@@ -208,12 +208,12 @@ class CostAware(Decider):
             here = [chain[level] for chain in chains if len(chain) > level]
             rows += len(here) * situation.alike
             total += sum(here) * situation.alike
-            time = (level + 1) * extra + each * rows + self.costs.target(samples + rows) - before
+            time = self.costs.start + (level + 1) * extra + each * rows + self.costs.target(samples + rows) - before
             if total - rate * time > worth:
                 best, worth, gained, seconds = level + 1, total - rate * time, total, time
         chains = [chain[:best] for chain in chains]
         drafted = sum(map(len, chains)) * situation.alike
-        share = extra * best / drafted if drafted else 0.0  # of the levels, for every row in them
+        share = (self.costs.start + extra * best) / drafted if drafted else 0.0  # of the levels, for every row in them
         return [sum(chain) - rate * (row + share) * len(chain) for chain in chains], gained, seconds
 
     def _slope(self, samples: int) -> float:
