@@ -64,7 +64,7 @@ class SpeculativeDecoder(nn.Module):
             (:meth:`Coupling.shared <arbordraft.Coupling.shared>`), chains are drawn at random and judged as a block.
             Either decodes greedily and samples, losslessly.
         decider: how much of the tree is drafted and verified, per sample and step; by default all of it.
-            :class:`~arbordraft.CostAware` drafts what pays, which is what :func:`arbordraft.load` and the builders do.
+            :class:`~arbordraft.CostAware` drafts what pays: :func:`arbordraft.load` and ``builders.fitted`` use it.
         expected_batch: samples that any other request takes its batch to have, all of them like itself, where what pays
             depends on it (:class:`~arbordraft.CostAware`). Its text depends on what is
             verified, and must not depend on what happens to share its batch.

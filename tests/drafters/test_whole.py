@@ -314,7 +314,9 @@ def test_a_temperature_beside_greedy_drafts(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_plans_that_ask_for_more_levels_than_there_is_room(kind):
-    plan = lambda situation: Plan.everything([9] * len(situation.room))  # noqa: E731
+    def plan(situation):
+        return Plan.everything([9] * len(situation.room))
+
     assert check(*pair(kind), BINARY, plan, **GREEDY, room=[3, 1, 0, 2]) > 0
 
 

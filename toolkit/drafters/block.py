@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from arbordraft.drafters.base import Garden, HeadDrafter, check_ragged, expect, grow, unread
+from arbordraft.drafters.base import Garden, check_ragged, expect, grow
 from arbordraft.drafters.fused import FusedEagle, fusible, matrix_of
+from arbordraft.drafters.slots import SlotDrafter, SlotState
 from arbordraft.drafters.whole import grow_whole
 from arbordraft.kernels.draft_tree import Drafted, Draws, Growth, draft_from_rows
 from arbordraft.kernels.prepacked_linear.module import PrepackedLinear
@@ -22,7 +23,7 @@ from arbordraft.onnx_networks import OnnxBlock
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.stand_ins import prepack_linears
-from arbordraft.types import DraftContext, DraftTree, Verdict
+from arbordraft.types import DraftContext, DraftTree
 
 if TYPE_CHECKING:
     from arbordraft.heads.block import BlockHead
@@ -32,14 +33,11 @@ _TOGETHER = 32  # new slots of a sample that share the pass with its masks; both
 
 
 @dataclass
-class _State:
-    cache: RaggedKVCache
-    handles: list[int]
-    pending: dict[int, list[Tensor]]  # target states whose slots the cache lacks
+class _State(SlotState):
     block: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)  # of this step, ``[k, ...]``, see `_HeadOnRows`
 
 
-class BlockDrafter(HeadDrafter):
+class BlockDrafter(SlotDrafter):
     """Drafts with a block head: one pass makes the rows of all depths, a node adds what follows from its own token.
 
     The law of a node depends on committed tokens and on the node's token, which it stands below: any coupling is as
@@ -56,12 +54,12 @@ class BlockDrafter(HeadDrafter):
     Source: see :class:`~arbordraft.heads.block.BlockHead`.
     """
 
+    state_class = _State
+
     def __init__(self, head: "BlockHead | OnnxBlock", target: RaggedModel) -> None:
         from arbordraft.heads.block import BlockHead
 
-        super().__init__(head if isinstance(head, OnnxBlock) else expect(BlockHead, head), target, leave="midlayer")
-        self.hidden_layers = tuple(head.config.hidden_layers or ())
-        self.max_positions = head.config.max_position_embeddings
+        super().__init__(head if isinstance(head, OnnxBlock) else expect(BlockHead, head), target)
         self.takes_candidates = head.config.markov_rank > 0  # without the term, what it goes on from means nothing
         self._network: Any = head if isinstance(head, OnnxBlock) else _on_rows(self.head, target)
 
@@ -85,14 +83,8 @@ class BlockDrafter(HeadDrafter):
     def start(self, tokens: Sequence[Sequence[int]], target_cache: RaggedKVCache, handles: Sequence[int]) -> _State:
         if isinstance(self._network, _FusedHead):
             self._network.refresh()
-        cache = RaggedKVCache(target_cache.max_tokens)
-        ours = [cache.open(target_cache.capacity(handle)) for handle in handles]
-        return _State(cache, ours, {sample: [] for sample in range(len(tokens))})
-
-    def take_hidden(self, state: _State, hidden: Mapping[int, Tensor]) -> None:
-        for sample, states in hidden.items():
-            if sample in state.pending:
-                state.pending[sample].append(states)
+        state: _State = super().start(tokens, target_cache, handles)
+        return state
 
     def propose(self, state: _State, context: DraftContext) -> DraftTree:
         state.block = {}
@@ -114,15 +106,6 @@ class BlockDrafter(HeadDrafter):
             if (whole := grow_whole(context, self, able, run)) is not None:
                 return whole[0]
         return grow(context, self, lambda garden, frontier: self._run(state, garden, frontier))
-
-    def behind(self, state: _State, context: DraftContext) -> Sequence[int]:
-        return unread(state.cache, state.handles, context.tokens, 1)
-
-    def commit(self, state: _State, tree: DraftTree, verdict: Verdict) -> None:
-        for sample, (handle, judged) in enumerate(zip(state.handles, verdict.samples, strict=True)):
-            if judged is None and handle in state.cache:
-                state.cache.close(handle)
-                del state.pending[sample]
 
     def _run(self, state: _State, garden: Garden, frontier: dict[int, list[int]]) -> Tensor:
         if not state.block:

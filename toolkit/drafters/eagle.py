@@ -4,15 +4,16 @@ Shapes: T packed rows, R rows whose predictions are wanted, F hidden states side
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from arbordraft.drafters.base import Garden, HeadDrafter, check_ragged, expect, grow, plan_level, unread
+from arbordraft.drafters.base import Garden, check_ragged, expect, grow, plan_level
 from arbordraft.drafters.fused import FusedEagle, fusible
+from arbordraft.drafters.slots import SlotDrafter, SlotState
 from arbordraft.drafters.whole import Missing, feed, grow_whole
 from arbordraft.kernels.draft_tree import Drafted, Draws, Growth
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch, ragged_tree_attention
@@ -27,15 +28,12 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class _State:
-    cache: RaggedKVCache
-    handles: list[int]
-    pending: dict[int, list[Tensor]]  # target states whose slots the cache lacks
+class _State(SlotState):
     fed: dict[int, list[int]] = field(default_factory=dict)  # nodes behind the committed slots, in cache order
     hidden: dict[int, dict[int, Tensor]] = field(default_factory=dict)  # the layer's output at each node
 
 
-class EagleDrafter(HeadDrafter):
+class EagleDrafter(SlotDrafter):
     """Drafts with an EAGLE-3 head, whose one layer reads the target's hidden states and then its own.
 
     Where the target has been, slots are filled from its states; the slots of draft trees are given up after every
@@ -53,13 +51,12 @@ class EagleDrafter(HeadDrafter):
     """
 
     takes_candidates = True
+    state_class = _State
 
     def __init__(self, head: "EagleHead | OnnxEagle", target: RaggedModel) -> None:
         from arbordraft.heads.eagle import EagleHead
 
-        super().__init__(head if isinstance(head, OnnxEagle) else expect(EagleHead, head), target, leave="midlayer")
-        self.hidden_layers = tuple(head.config.hidden_layers or ())
-        self.max_positions = head.config.max_position_embeddings
+        super().__init__(head if isinstance(head, OnnxEagle) else expect(EagleHead, head), target)
         self._network: Any = head if isinstance(head, OnnxEagle) else on_rows(self.head, target)
 
     @classmethod
@@ -82,17 +79,8 @@ class EagleDrafter(HeadDrafter):
     def start(self, tokens: Sequence[Sequence[int]], target_cache: RaggedKVCache, handles: Sequence[int]) -> _State:
         if isinstance(self._network, FusedEagle):
             self._network.refresh()
-        cache = RaggedKVCache(target_cache.max_tokens)
-        ours = [cache.open(target_cache.capacity(handle)) for handle in handles]
-        return _State(cache, ours, {sample: [] for sample in range(len(tokens))})
-
-    def take_hidden(self, state: _State, hidden: Mapping[int, Tensor]) -> None:
-        for sample, states in hidden.items():
-            if sample in state.pending:
-                state.pending[sample].append(states)
-
-    def behind(self, state: _State, context: DraftContext) -> Sequence[int]:
-        return unread(state.cache, state.handles, context.tokens, 1)
+        state: _State = super().start(tokens, target_cache, handles)
+        return state
 
     def propose(self, state: _State, context: DraftContext) -> DraftTree:
         state.fed, state.hidden = {}, {}
@@ -116,10 +104,7 @@ class EagleDrafter(HeadDrafter):
         return grow(context, self, lambda garden, frontier: self._run(state, garden, frontier))
 
     def commit(self, state: _State, tree: DraftTree, verdict: Verdict) -> None:
-        for sample, (handle, judged) in enumerate(zip(state.handles, verdict.samples, strict=True)):
-            if judged is None and handle in state.cache:
-                state.cache.close(handle)
-                del state.pending[sample]
+        super().commit(state, tree, verdict)
         state.cache.drop([handle for handle in state.handles if handle in state.cache])
 
     def _missing(self, state: _State, context: DraftContext, samples: Sequence[int]) -> dict[int, Missing]:
