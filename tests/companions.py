@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
-from models import PROMPTS, VOCAB, context, greedy_reference, next_logits, tiny
+from models import PROMPTS, VOCAB, context, greedy_reference, joined, next_logits, tiny
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
@@ -206,7 +206,7 @@ class Rounds:
         self.handles = [self.cache.open(len(prompt)) for prompt in prompts]
         known = {handle: prompt[:-1] for handle, prompt in zip(self.handles, self.tokens, strict=True)}
         hidden = target.prefill(known, self.cache, hidden=drafter.hidden_layers)
-        self.state = drafter.start(self.tokens, self.cache, self.handles)
+        self.state = joined(drafter, self.tokens, self.cache, self.handles)
         self.take_hidden({sample: hidden[handle] for sample, handle in enumerate(self.handles) if handle in hidden})
 
     def take_hidden(self, hidden: dict[int, Tensor]) -> None:
@@ -238,7 +238,6 @@ class Rounds:
             living.items(), hidden.split([len(sample.tokens) for sample in living.values()]), strict=True
         ):
             if (one := judged[s]) is None:
-                seen[s] = share[:1]  # it emitted one token more and was done
                 self.cache.close(self.handles[s])
                 continue
             path = [0, *(list(sample.tokens).index(node) for node in one.path)]
@@ -246,4 +245,7 @@ class Rounds:
             self.tokens[s] += [*(sample.tokens[node] for node in one.path), one.token]
         self.cache.commit(kept)
         self.drafter.commit(self.state, tree, Verdict(tuple(judged)))
+        for s in living:
+            if judged[s] is None:
+                self.drafter.leave(self.state, s)
         self.take_hidden(seen)

@@ -12,10 +12,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from arbordraft import CostTable, RaggedModel, TreeTopology
 from arbordraft.costs import StepCosts
 from arbordraft.deciders import Decider, FixedDepth
+from arbordraft.drafters import Drafter
 from arbordraft.laws import DraftLaw, Fixed
 from arbordraft.masks import SlicedCausalMask
 from arbordraft.processors import Warp
 from arbordraft.sampling import GumbelNoise, Noise, SharedSource
+from arbordraft.target.cache import RaggedKVCache
 from arbordraft.types import DraftContext, Plan, Situation
 
 VOCAB = 61
@@ -217,11 +219,15 @@ def context(
 
     noise: Noise | GumbelNoise | None = None if greedy else Noise.draw(generators, topology.num_nodes)
     if law.shared and not greedy:
-        noise = SharedSource([seed + sample for sample in range(len(tokens))]).at([len(text) for text in tokens])
+        sources = [SharedSource(seed + sample) for sample in range(len(tokens))]
+        noise = GumbelNoise(sources, [len(text) for text in tokens])
 
     def path(sample: int, drafted: Sequence[int]) -> list[int]:
         return [*tokens[sample], *drafted]
 
+    temperature = warp.untruncated_temperature if law.shared and not greedy else warp.temperature
+    if greedy and temperature is not None:
+        temperature = 0.0 if temperature == 1 else None
     decider = FixedDepth() if decide is None else decide
     if plan is None:
         plan = decider.plan if isinstance(decider, Decider) else _unplanned
@@ -233,9 +239,22 @@ def context(
         law=Fixed(law.k) if greedy else law,
         pathwise=greedy or law.shared,
         warp=lambda logits, place_of: warp(logits, lambda row: path(*place_of(row))),
-        temperature=warp.untruncated_temperature if law.shared and not greedy else warp.temperature,
+        temperatures=None if temperature is None else [temperature] * len(tokens),
         plan=plan,
         decide=decider,
         memory=[decider.start() if isinstance(decider, Decider) else None for _ in tokens],
         noise=noise,
     )
+
+
+def joined(
+    drafter: Drafter, prompts: Sequence[Sequence[int]], cache: RaggedKVCache | None = None, handles: Sequence[int] = ()
+) -> object:
+    """A drafter's state of a batch whose prompts the target has read."""
+    cache = RaggedKVCache() if cache is None else cache
+    handles = handles or [cache.open(len(prompt)) for prompt in prompts]
+    state = drafter.open(cache)
+    for sample, (prompt, handle) in enumerate(zip(prompts, handles, strict=True)):
+        drafter.join(state, sample, prompt, handle)
+    drafter.read(state, {sample: prompt[:-1] for sample, prompt in enumerate(prompts)})
+    return state

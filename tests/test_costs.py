@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from models import PROMPTS, context, left_padded, ragged, tiny
+from models import PROMPTS, context, joined, left_padded, ragged, tiny
 
 from arbordraft import (
     CostTable,
@@ -100,7 +100,7 @@ def test_the_trim_keeps_trees_and_the_best_nodes():
 
     topology = TreeTopology.from_k_config((2, 1))
     drafter = Certain()
-    state = drafter.start([[5, 6]], None, [0])
+    state = joined(drafter, [[5, 6]])
     state.odds[0]._counts = {(4, 1, 0): (90.0, 100.0), (1, 1, 1): (10.0, 100.0)}
     costs = CostTable((1, 64), (1.0, 1.0 + 63 * 0.3))
     (tree,) = drafter.propose(state, context([[5, 6]], topology, Fixed(2), decide=CostAware(costs))).samples
@@ -113,7 +113,7 @@ def test_the_trim_keeps_trees_and_the_best_nodes():
 @pytest.mark.parametrize("right", [True, False])
 def test_lookups_learn_how_often_they_come_true(right):
     drafter, text = NGramDrafter(longest=2, shortest=1), [1, 2, 1, 2, 1]
-    state = drafter.start([text], None, [0])
+    state = joined(drafter, [text])
     tree = drafter.propose(state, context([text], TreeTopology.chain(1), Fixed(1)))
     assert tree.samples[0].tokens == {0: 1, 1: 2}
     odds, guess = state.odds[0], Guess(2, size=2, votes=1, rank=0)
@@ -122,7 +122,7 @@ def test_lookups_learn_how_often_they_come_true(right):
     judged = SampleVerdict((1,), 1, recovered=False) if right else SampleVerdict((), 9, recovered=True)
     drafter.commit(state, tree, Verdict((judged,)))
     assert (odds(guess) > before) == right
-    new = NGramDrafter().start([[1]], None, [0]).odds[0]
+    new = joined(NGramDrafter(), [[1]]).odds[0]
     for other in (guess._replace(size=1), guess._replace(votes=2), guess._replace(rank=1)):
         assert odds(other) == new(other)  # others learn nothing
 

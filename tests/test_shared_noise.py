@@ -73,14 +73,14 @@ def test_noise_of_the_other_kind_is_refused():
     with pytest.raises(TypeError, match="noise must be of type GumbelNoise"):
         Coupling.shared()(tree, rows, Noise(uniforms, uniforms, uniforms))
     with pytest.raises(TypeError, match="noise must be of type Noise"):
-        Coupling.matching()(tree, rows, SharedSource([1]).at([1]))
+        Coupling.matching()(tree, rows, GumbelNoise([SharedSource(1)], [1]))
     with pytest.raises(TypeError, match="has no law given the drafts"):
         SharedMatching().law(tree.samples[0], {0: rows[0], 1: rows[1]})
 
 
 def test_a_row_without_tokens_is_refused():
     with pytest.raises(ValueError, match="no token has any probability; check the processors"):
-        SharedSource([1]).at([3]).draw(torch.full((1, 5), -torch.inf), None, [(0, 0)])
+        GumbelNoise([SharedSource(1)], [3]).draw(torch.full((1, 5), -torch.inf), None, [(0, 0)])
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,8 @@ def test_draws_need_not_sort_to_truncate(processors, monkeypatch):
     """Rows of few different scores, so that many are equal where top-k and top-p cut."""
     generator, warp = torch.Generator().manual_seed(0), Warp(processors)
     logits = torch.randn(400, 50, generator=generator).mul(2).bfloat16().mul(4).round().div(4)
-    places, noise = [(row, 0) for row in range(400)], SharedSource(range(400)).at([0] * 400)
+    places = [(row, 0) for row in range(400)]
+    noise = GumbelNoise([SharedSource(seed) for seed in range(400)], [0] * 400)
     written = SoftmaxRows(logits, lambda taken, rows: warp(taken, lambda row: []))
     expected = written.draw(range(400), noise, places)
     sorted_rows = []
@@ -171,14 +172,14 @@ def test_sampling_has_the_law_of_the_target(name):
 @contextmanager
 def other_keys(monkeypatch, keys):
     """Changes seeds and positions before draws are made of them; given the depths, and the call's number too."""
-    real, calls = GumbelNoise.draw, []
+    real, kept, calls = GumbelNoise.draw, GumbelNoise.keys, []
 
     def changed(self, scores, lowest, places, temperature=1.0):
         calls.append(None)
-        seeds, positions = SharedSource.keys(self.source, self._positions(places))
-        seeds, positions = keys(seeds, positions, torch.tensor([depth for _, depth in places]), len(calls))
+        seeds, positions = kept(self, places)
+        changed_keys = keys(seeds, positions, torch.tensor([depth for _, depth in places]), len(calls))
         with monkeypatch.context() as inner:
-            inner.setattr(self.source, "keys", lambda *_: (seeds, positions), raising=False)
+            inner.setattr(GumbelNoise, "keys", lambda *_: changed_keys)
             return real(self, scores, lowest, places, temperature)
 
     with monkeypatch.context() as patch:

@@ -1,20 +1,17 @@
-"""The decoder: one step reads as the algorithm, the rest keeps Hugging Face's conventions.
+"""The decoder: Hugging Face's conventions around the steps of a batch.
 
-Shapes: B samples, n_b nodes of sample b, T = sum of n_b packed rows, V vocabulary.
+Shapes: B samples, L prompt columns.
 """
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from arbordraft import texts
-from arbordraft.checks import each, instance, whole
-from arbordraft.coupling import Coupling
-from arbordraft.deciders import Decider, FixedDepth
-from arbordraft.drafters import Drafter, LanguageModelDrafter
+from arbordraft.checks import each, whole
+from arbordraft.engine import Batch
 from arbordraft.huggingface import (
     DecodingError,
     Stopping,
@@ -26,32 +23,21 @@ from arbordraft.huggingface import (
     with_stop_strings,
     without_padding,
 )
-from arbordraft.kernels.ragged_tree_attention import RaggedBatch
-from arbordraft.kernels.verify import row_max
-from arbordraft.laws import Fixed
-from arbordraft.masks import SlicedCausalMask, stack_words
 from arbordraft.metrics import DecodeStats
 from arbordraft.processors import Warp
 from arbordraft.prompts import left_padded
-from arbordraft.sampling import GumbelNoise, Noise, SharedSource, SoftmaxRows
-from arbordraft.state import DecodeState
-from arbordraft.static.runner import StaticStepping
-from arbordraft.target.cache import RaggedKVCache
+from arbordraft.state import Emission, Sample
+from arbordraft.stepping import Stepper
+from arbordraft.target.cache import CacheOverflow
 from arbordraft.target.exactness import ExactnessReport, exactness_report
-from arbordraft.target.model import RaggedModel
-from arbordraft.topology import TreeTopology
-from arbordraft.types import DraftContext, DraftTree, SampleVerdict, Verdict
-from arbordraft.verifiers import matching_verdict
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+    from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
     from transformers.generation.streamers import BaseStreamer
     from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-_AHEAD = 256  # new tokens for which a sample's slab has room from the start
 
-
-class SpeculativeDecoder(nn.Module):
+class SpeculativeDecoder(Stepper):
     """Decodes batches of different samples with draft trees, each at its own pace, without padding.
 
     Args:
@@ -84,97 +70,6 @@ class SpeculativeDecoder(nn.Module):
         TypeError: if a part is of another kind.
         ValueError: if the parts do not fit: vocabulary, tokenizer, draft law or topology.
     """
-
-    def __init__(
-        self,
-        target: "RaggedModel | PreTrainedModel",
-        drafter: "Drafter | RaggedModel | PreTrainedModel",
-        topology: TreeTopology | None = None,
-        coupling: Coupling | None = None,
-        decider: Decider | None = None,
-        *,
-        expected_batch: int = 1,
-        max_cache_tokens: int | None = None,
-        buckets: Sequence[int] | None = None,
-        compiler: str | None = None,
-    ) -> None:
-        super().__init__()
-        target, drafter = _wrapped(target), as_drafter(drafter)
-        topology = drafter.default_topology() if topology is None else topology
-        instance("topology", topology, TreeTopology)
-        coupling = Coupling.of(drafter.default_law(topology.width)) if coupling is None else coupling
-        instance("coupling", coupling, Coupling)
-        decider = FixedDepth() if decider is None else decider
-        instance("decider", decider, Decider)
-        if max_cache_tokens is not None:
-            max_cache_tokens = whole("max_cache_tokens", max_cache_tokens, 1)
-        drafter.check(target, coupling.law)
-        coupling.check(topology)
-        for law in drafter.laws(coupling.law):
-            if not coupling.verifier.supports(law):
-                raise ValueError(f"{drafter} also proposes by {law}, for which {coupling.verifier} is not valid")
-        if decider.anticipating and not coupling.verifier.shared:
-            raise ValueError(
-                f"{decider} looks at tokens that are still to be verified, which would bias the output unless target "
-                "and drafter share their noise: Coupling.shared(k)"
-            )
-        self.target: RaggedModel = target
-        self.drafter: Drafter = drafter
-        self.topology = topology
-        self.mask = SlicedCausalMask(topology)
-        self.coupling = coupling
-        self.decider = decider
-        self.expected_batch = whole("expected_batch", expected_batch, 1)
-        self.max_cache_tokens = max_cache_tokens
-        self.on_step: Callable[[DecodeState, DraftTree, Verdict], None] | None = None
-        if compiler is not None and buckets is None:
-            raise ValueError("compiler is for steps of fixed shapes: say which, with buckets=(8, 16, 32, 64)")
-        self.static = None
-        if buckets is not None:
-            self.static = StaticStepping(target, drafter, topology, coupling, buckets, compiler)
-
-    def step(self, state: DecodeState) -> Verdict:
-        """One round: draft a tree per sample, run the target once over all of them, keep what it accepts.
-
-        Args:
-            state: advanced in place; every active sample gains at least one token.
-        """
-        noise = self._noise(state)
-        with state.stats.phase("draft"):
-            tree = self.drafter.propose(state.drafts, self._context(state, noise))
-        if self.static is not None:
-            return self._static_step(self.static, state, tree, noise)
-        with state.stats.phase("target"):
-            logits, hidden = self._run_target(state, tree)
-        with state.stats.phase("verify"):
-            tree, logits, hidden, best = self._drop_failed(state, tree, logits, hidden)
-            verdict = self._judge(state, tree, logits, best, noise)
-        with state.stats.phase("commit"):
-            shares = hidden.split(tree.lengths)
-            self._commit(state, tree, verdict, lambda sample, path: shares[sample][path], state.cache.commit)
-        return verdict
-
-    def _noise(self, state: DecodeState) -> Noise | GumbelNoise | None:
-        if state.greedy:
-            return None
-        if self.coupling.verifier.shared:
-            return state.shared.at([len(tokens) for tokens in state.tokens])
-        return Noise.draw(state.generators, self.topology.num_nodes)
-
-    def _static_step(
-        self, static: StaticStepping, state: DecodeState, tree: DraftTree, noise: Noise | GumbelNoise | None
-    ) -> Verdict:
-        """The same in fixed shapes; the target's forward, verification and compaction are one phase."""
-        with state.stats.phase("target"):
-            result = static(tree, self._plan(state, tree), noise, state.cache, state.warp)
-            state.stats.count_padding(result.rows - sum(tree.lengths))
-        with state.stats.phase("commit"):
-            self._give_up(state, result.failed)
-            accepted = result.hidden  # of roots and paths already
-            self._commit(
-                state, tree, result.verdict, lambda sample, path: accepted[sample, : len(path)], state.cache.advance
-            )
-        return result.verdict
 
     def exactness_report(self) -> ExactnessReport:
         """How exactly this decoder's output equals plain decoding of its target, on this machine."""
@@ -302,7 +197,7 @@ class SpeculativeDecoder(nn.Module):
         tokenizer, ends = self.target.tokenizer, texts.stops(stop)
         prompts = [texts.encode(tokenizer, messages, raw=raw) for messages in conversations]
         assert tokenizer is not None  # or encode() has raised
-        self._check_positions(prompts, settings["max_new_tokens"])
+        self.check_positions(max(map(len, prompts)), settings["max_new_tokens"])
         inputs = {name: tensor.to(self.target.device) for name, tensor in left_padded(prompts).items()}
         answer = texts.stream if streamed else texts.write
         return answer(self.generate, tokenizer, inputs, settings, ends)
@@ -382,18 +277,44 @@ class SpeculativeDecoder(nn.Module):
         streamers = per_sample_streamers(spec_streamer, len(input_ids))
         # Not a named parameter: transformers would take it for an option of this method and pass it twice.
         mask = model_kwargs.get("attention_mask")
-        state = self._start(input_ids, mask, logits_processor, stopping_criteria, generation_config, seeds, streamers)
-        while state.active:
-            self.step(state)
+        samples = self._samples(input_ids, mask, logits_processor, stopping_criteria, generation_config, seeds)
+        for sample, streamer in zip(samples, streamers, strict=False):
+            streamer.put(torch.tensor(sample.tokens))
+            sample.emit = _told(streamer)
+        stats = self._decode(samples)
         for streamer in streamers:
             streamer.end()
-        if self.static is not None:
-            self.static.close(state.cache)
 
-        output = pack_output(input_ids, state, generation_config)
-        if state.failures:
-            raise DecodingError(state.failures, output)
+        output = pack_output(input_ids, samples, stats, generation_config)
+        if failures := {index: str(s.failure) for index, s in enumerate(samples) if s.failure is not None}:
+            raise DecodingError(failures, output)
         return output if generation_config.return_dict_in_generate else output.sequences
+
+    def _decode(self, samples: Sequence[Sample]) -> DecodeStats:
+        """Decodes samples as one batch to their ends; raises what their own processors, criteria or streamers raise."""
+        reuse = self.target.row_invariant and self.static is None
+        batch = Batch(self, self.max_cache_tokens, len(samples), None, reuse, closed=True)
+        for sample in samples:
+            self.check(sample)
+            batch.check(sample)
+        batch.add(samples)
+        batch.admit()
+        if batch.waiting:
+            raise CacheOverflow(
+                f"the KV cache may hold {self.max_cache_tokens} tokens and has no room for all of these "
+                f"{len(samples)} samples: raise max_cache_tokens, shorten the prompts, lower max_new_tokens or decode "
+                "fewer samples at once"
+            )
+        busy = True
+        while busy:
+            busy = batch.advance()
+            for sample in samples:
+                if sample.failure is not None and not isinstance(sample.failure, FloatingPointError):
+                    raise sample.failure
+        self.close(batch.state)
+        stats = batch.state.stats
+        stats.emitted, stats.forwards = [s.emitted for s in samples], [s.forwards for s in samples]
+        return stats
 
     def _nothing(
         self, input_ids: Tensor, streamer: Any, kwargs: dict[str, Any]
@@ -408,12 +329,7 @@ class SpeculativeDecoder(nn.Module):
     def _stats(self, batch: int) -> DecodeStats:
         return DecodeStats(self.coupling.exactness.value, [0] * batch, [0] * batch)
 
-    def _open_cache(self, batch: int) -> RaggedKVCache:
-        if self.static is not None:
-            return self.static.open(batch, self.max_cache_tokens)
-        return RaggedKVCache(self.max_cache_tokens)
-
-    def _start(
+    def _samples(
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None,
@@ -421,211 +337,25 @@ class SpeculativeDecoder(nn.Module):
         criteria: "StoppingCriteriaList",
         config: "GenerationConfig",
         seeds: Sequence[int] | None,
-        streamers: Sequence["BaseStreamer"],
-    ) -> DecodeState:
+    ) -> list[Sample]:
         check_prompts(input_ids, attention_mask, self.target.vocab_size)
         batch, padded = input_ids.shape
         padding = [0] * batch if attention_mask is None else (attention_mask == 0).sum(dim=1).tolist()
         prompts = [row[pad:] for row, pad in zip(input_ids.tolist(), padding, strict=True)]
         stopping = Stopping(criteria)
         budget = stopping.max_length - padded
-        self._check_positions(prompts, budget)
+        self.check_positions(max(map(len, prompts)), budget)
         if seeds is None:
             seeds = torch.randint(2**62, (batch,)).tolist()  # follows torch.manual_seed
-        generators = each("seeds", seeds, lambda _, seed: Noise.source(seed))
-        if len(generators) != batch:
-            raise ValueError(f"{len(generators)} seeds for {batch} samples")
-
-        stats = self._stats(batch)
-        warp = Warp(without_padding(processors, padding, config), batch, padding)
-        if self.static is not None:
-            self.static.check(warp, greedy=not config.do_sample)
-        cache = self._open_cache(batch)
-        with stats.phase("prefill"):
-            # Under a limit a sample gets all it can need at once, so that an overflow comes now or never.
-            likely = budget if self.max_cache_tokens is not None else min(budget, _AHEAD)
-            ahead = self.topology.num_nodes + likely
-            handles = [cache.open(len(prompt) + ahead) for prompt in prompts]
-            known = {handle: prompt[:-1] for handle, prompt in zip(handles, prompts, strict=True)}
-            hidden = self.target.prefill(known, cache, hidden=self.drafter.hidden_layers)
-            drafts = self.drafter.start(prompts, cache, handles)
-            if self.drafter.hidden_layers:
-                seen = {sample: hidden[handle] for sample, handle in enumerate(handles) if handle in hidden}
-                self.drafter.take_hidden(drafts, seen)
-
-        state = DecodeState(
-            tokens=prompts,
-            budget=[budget] * batch,
-            handles=handles,
-            cache=cache,
-            drafts=drafts,
-            generators=generators,
-            shared=SharedSource(seeds),
-            warp=warp,
-            greedy=not config.do_sample,
-            stopping=stopping,
-            stats=stats,
-            padding=padding,
-            streamers=streamers,
-            memory=[self.decider.start() for _ in prompts],
-        )
-        for sample, prompt in enumerate(prompts):
-            state.stream(sample, prompt)
-        return state
-
-    def _context(self, state: DecodeState, noise: Noise | GumbelNoise | None) -> DraftContext:
-        shared = isinstance(noise, GumbelNoise)
-        warp = state.warp.untruncated if shared else state.warp
-        return DraftContext(
-            tokens=state.tokens,
-            # The last token of a verdict is not drafted, so a tree need not be deeper than the budget less one.
-            room=[budget - 1 if budget > 0 else None for budget in state.budget],
-            topology=self.topology,
-            mask=self.mask,
-            law=Fixed(self.coupling.law.k) if state.greedy else self.coupling.law,
-            pathwise=state.greedy or shared,
-            warp=lambda logits, place_of: warp(
-                logits, lambda row: state.path(*place_of(row)), lambda row: place_of(row)[0]
-            ),
-            temperature=state.warp.untruncated_temperature if shared else state.warp.temperature,
-            plan=self.decider.plan,
-            decide=self.decider,
-            memory=state.memory,
-            noise=noise,
-            expected_batch=self.expected_batch,
-            vocab_size=self.target.vocab_size,
-        )
-
-    def _plan(self, state: DecodeState, tree: DraftTree) -> RaggedBatch:
-        depths = self.topology.depth_list
-        living = [(handle, sample) for handle, sample in zip(state.handles, tree.samples, strict=True) if sample]
-        batch = state.cache.plan(
-            [handle for handle, _ in living],
-            [[depths[node] for node in sample.tokens] for _, sample in living],
-            stack_words([self.mask.select(list(sample.tokens), list(sample.tokens)) for _, sample in living]),
-        )
-        needed = sum(len(state.tokens[index]) - 1 + nodes for index, nodes in enumerate(tree.lengths) if nodes)
-        state.stats.count_forward(batch, rows=sum(tree.lengths), keys=needed)
-        return batch
-
-    def _run_target(self, state: DecodeState, tree: DraftTree) -> tuple[Tensor, Tensor]:
-        batch = self._plan(state, tree)
-        return self.target.run(tree.packed_tokens(), batch, state.cache, hidden=self.drafter.hidden_layers)
-
-    def _drop_failed(
-        self, state: DecodeState, tree: DraftTree, logits: Tensor, hidden: Tensor
-    ) -> tuple[DraftTree, Tensor, Tensor, Tensor]:
-        """Ends samples whose logits are not numbers, so that they cannot disturb or lose the others.
-
-        Returns:
-            What is left of the tree, its logits and hidden states, and the most probable tokens, which came up on the
-            way.
-        """
-        highest, best = row_max(logits)
-        # NaN and +inf reach the maximum; -inf alone is a banned token. Plain numbers: an operator takes longer.
-        sound = [math.isfinite(value) for value in highest.tolist()]
-        if all(sound):
-            return tree, logits, hidden, best
-        owner = [sample for sample, _, _ in tree.rows()]
-        self._give_up(state, sorted({sample for sample, good in zip(owner, sound, strict=True) if not good}))
-        kept = torch.tensor([sample not in state.failures for sample in owner])
-        samples = (None if index in state.failures else sample for index, sample in enumerate(tree.samples))
-        return DraftTree(tuple(samples)), logits[kept], hidden[kept], best[kept]
-
-    def _give_up(self, state: DecodeState, samples: Sequence[int]) -> None:
-        for sample in samples:
-            state.failures[sample] = "the target's logits are NaN or infinite"
-            state.budget[sample] = 0
-            state.cache.close(state.handles[sample])
-
-    def _judge(
-        self, state: DecodeState, tree: DraftTree, logits: Tensor, best: Tensor, noise: Noise | GumbelNoise | None
-    ) -> Verdict:
-        target = self._target_rows(state, tree, logits)
-        if noise is not None:
-            return self.coupling(tree, target, noise)
-        if state.warp.processors:
-            return matching_verdict(tree, lambda rows, _: row_max(target.scores_of(rows))[1].tolist())
-        tokens = best.tolist()
-        return matching_verdict(tree, lambda rows, _: [tokens[row] for row in rows])
-
-    def _target_rows(self, state: DecodeState, tree: DraftTree, logits: Tensor) -> SoftmaxRows:
-        """The target's rows, put through the request's processors where they are read, each along its own path."""
-        if (temperature := state.warp.temperature) is not None:
-            return SoftmaxRows(logits, temperature=temperature)
-        places = list(tree.rows())
-
-        def along_paths(processing: Callable[..., Any]) -> Callable[[Tensor, Sequence[int]], Any]:
-            def process(logits: Tensor, rows: Sequence[int]) -> Any:
-                def path_of(index: int) -> list[int]:
-                    sample, node, _ = places[rows[index]]
-                    return state.path(sample, tree.samples[sample].path(node))  # type: ignore[union-attr]
-
-                return processing(logits, path_of, lambda index: places[rows[index]][0])
-
-            return process
-
-        return SoftmaxRows(logits, along_paths(state.warp), along_paths(state.warp.trimmed))
-
-    def _commit(
-        self,
-        state: DecodeState,
-        tree: DraftTree,
-        verdict: Verdict,
-        accepted: Callable[[int, list[int]], Tensor],
-        keep: Callable[[Mapping[int, Sequence[int]]], None],
-    ) -> None:
-        """Takes over what was accepted.
-
-        Args:
-            state: the batch.
-            tree: the drafts.
-            verdict: what became of them.
-            accepted: the hidden states of some of a sample's rows, which begin with its root and follow its path.
-            keep: commits rows of the cache.
-        """
-        if self.on_step is not None:
-            self.on_step(state, tree, verdict)
-        kept: dict[int, list[int]] = {}
-        seen: dict[int, Tensor] = {}
-        remaining: list[SampleVerdict | None] = []
-        for sample, (drafted, judged) in enumerate(zip(tree.samples, verdict.samples, strict=True)):
-            remaining.append(None)
-            if drafted is None or judged is None:
-                continue
-            nodes = list(drafted.tokens)
-            path = [0, *(nodes.index(node) for node in judged.path)]
-            emitted = state.append(sample, [*(drafted.tokens[node] for node in judged.path), judged.token])
-            seen[sample] = accepted(sample, path[:emitted])
-            state.stats.record(sample, drafted, judged, emitted)
-            self.decider.learn(state.memory[sample], drafted.outcome(judged))
-            if state.budget[sample] > 0:
-                remaining[sample] = judged
-                kept[state.handles[sample]] = path
-            else:
-                state.cache.close(state.handles[sample])
-        keep(kept)
-        self.drafter.commit(state.drafts, tree, Verdict(tuple(remaining)))
-        if self.drafter.hidden_layers and seen:
-            self.drafter.take_hidden(state.drafts, seen)
-
-    def _check_positions(self, prompts: Sequence[Sequence[int]], budget: int) -> None:
-        longest = max(len(prompt) for prompt in prompts)
-        for part, limit in (("target", self.target.max_positions), ("drafter", self.drafter.max_positions)):
-            if limit is not None and longest + budget > limit:
-                raise ValueError(
-                    f"a prompt of {longest} tokens and {budget} new ones exceed the {part}'s {limit} positions; "
-                    "shorten the prompt or lower max_new_tokens"
-                )
+        seeds = each("seeds", seeds, lambda _, seed: whole("seed", seed, 0, 2**64 - 1))
+        if len(seeds) != batch:
+            raise ValueError(f"{len(seeds)} seeds for {batch} samples")
+        warp = Warp(without_padding(processors, padding, config), batch)
+        return [
+            Sample(prompt, budget, seed, not config.do_sample, warp, stopping, pad)
+            for prompt, seed, pad in zip(prompts, seeds, padding, strict=True)
+        ]
 
 
-def _wrapped(target: Any) -> RaggedModel:
-    return target if isinstance(target, RaggedModel) else RaggedModel(target)
-
-
-def as_drafter(drafter: Any) -> Drafter:
-    """A drafter as it is, a model as a draft model."""
-    if isinstance(drafter, RaggedModel) or hasattr(drafter, "get_output_embeddings"):
-        return LanguageModelDrafter(drafter)
-    instance("drafter", drafter, Drafter)
-    return drafter
+def _told(streamer: "BaseStreamer") -> Callable[[Emission], None]:
+    return lambda gain: streamer.put(torch.tensor(gain.tokens))

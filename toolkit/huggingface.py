@@ -29,11 +29,10 @@ if TYPE_CHECKING:
 
 
 class Decoded(Protocol):
-    """What of a decoding state ends up in the output."""
+    """What of a sample ends up in the output."""
 
-    tokens: list[list[int]]
-    padding: list[int]
-    stats: DecodeStats
+    tokens: list[int]
+    padding: int
 
 
 class DecodingError(RuntimeError):
@@ -272,12 +271,14 @@ def per_sample_streamers(
     return streamers
 
 
-def pack_output(input_ids: Tensor, state: Decoded, config: "GenerationConfig") -> "SpeculativeOutput":
+def pack_output(
+    input_ids: Tensor, samples: Sequence[Decoded], stats: DecodeStats, config: "GenerationConfig"
+) -> "SpeculativeOutput":
     """The committed tokens behind the prompts as given, padded on the right."""
     from arbordraft.output import SpeculativeOutput
 
     columns = input_ids.shape[1]
-    new = [tokens[columns - padding :] for tokens, padding in zip(state.tokens, state.padding, strict=True)]
+    new = [sample.tokens[columns - sample.padding :] for sample in samples]
     pad = config.pad_token_id if config.pad_token_id is not None else config.eos_token_id
     if isinstance(pad, list):
         pad = pad[0]
@@ -285,4 +286,4 @@ def pack_output(input_ids: Tensor, state: Decoded, config: "GenerationConfig") -
     sequences[:, :columns] = input_ids
     for row, tokens in zip(sequences, new, strict=True):
         row[columns : columns + len(tokens)] = torch.tensor(tokens)
-    return SpeculativeOutput(sequences=sequences, stats=state.stats)  # type: ignore[arg-type]
+    return SpeculativeOutput(sequences=sequences, stats=stats)  # type: ignore[arg-type]

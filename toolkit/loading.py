@@ -15,7 +15,7 @@ from arbordraft.checkpoints import load_causal_lm, load_tokenizer, read_config
 from arbordraft.costs import CostTable, StepCosts
 from arbordraft.coupling import Coupling
 from arbordraft.deciders import CostAware, Decider
-from arbordraft.decoder import SpeculativeDecoder, as_drafter
+from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import (
     BlockDrafter,
     Drafter,
@@ -33,6 +33,7 @@ from arbordraft.measuring import known_costs
 from arbordraft.onnx_graph import FUSE, MARKOV, MODEL, Graph
 from arbordraft.onnx_networks import OnnxBlock, OnnxEagle, OnnxMedusa, OnnxModel
 from arbordraft.pretrained import load_smollm2
+from arbordraft.stepping import as_drafter
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
 

@@ -76,10 +76,10 @@ class DecodeStats:
         self.pad_rows += rows
         self.pad_keys += min(rows, 1)
 
-    def record(self, sample: int, tree: SampleTree, verdict: SampleVerdict, emitted: int) -> None:
-        """Counts one verdict of which ``emitted`` tokens were committed."""
-        self.forwards[sample] += 1
-        self.emitted[sample] += emitted
+    def record(self, tree: SampleTree, verdict: SampleVerdict, emitted: int) -> None:
+        """Counts one verdict of which ``emitted`` tokens were committed, to the first sample."""
+        self.forwards[0] += 1
+        self.emitted[0] += emitted
         self.drafted += len(tree.tokens) - 1
         for node in verdict.path:
             depth = tree.topology.depth_list[node]

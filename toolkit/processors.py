@@ -79,9 +79,7 @@ class Warp:
         processors: what ``generate()`` prepared: penalties, temperature, top-k, top-p, user-defined ones.
             They must be functions of the tokens before a row and of its scores; processors known not to be
             are refused.
-        batch_size: number of samples of the batch.
-        padding: columns in front of each sample's prompt in the batch that the processors were prepared for; their
-            paths have none of them.
+        batch_size: number of samples of the batch that the processors were prepared for.
 
     Raises:
         TypeError: if a processor cannot be called, or ``batch_size`` is no whole number.
@@ -93,11 +91,9 @@ class Warp:
         self,
         processors: "LogitsProcessorList | Sequence[LogitsProcessor]",
         batch_size: int = 1,
-        padding: Sequence[int] = (),
     ) -> None:
         self.processors = list(processors)
-        self._own = {columns: [_counting_less(one, columns) for one in self.processors] for columns in {0, *padding}}
-        self._padding = padding
+        self._own = {0: self.processors}  # by the columns of padding that those who count columns are told of
         whole("batch_size", batch_size, 0)
         for processor in self.processors:
             if not callable(processor):
@@ -137,44 +133,45 @@ class Warp:
         self,
         logits: Tensor,
         path_of: Callable[[int], Sequence[int]],
-        sample_of: Callable[[int], int] = lambda row: row,
+        padding_of: Callable[[int], int] = lambda row: 0,
     ) -> Tensor:
         """Processed logits in float32 (float64 stays float64).
 
         Args:
             logits: ``[R, V]``, left as they are.
             path_of: token ids that precede the prediction of a row, prompt included; called only if needed.
-            sample_of: the sample that a row belongs to, by default that of the same number.
+            padding_of: columns in front of a row's prompt in the batch that the processors were prepared for, which
+                its path has not.
         """
-        return self._processed(logits, path_of, sample_of)
+        return self._processed(logits, path_of, padding_of)
 
     def untruncated(
         self,
         logits: Tensor,
         path_of: Callable[[int], Sequence[int]],
-        sample_of: Callable[[int], int] = lambda row: row,
+        padding_of: Callable[[int], int] = lambda row: 0,
     ) -> Tensor:
         """The same without top-k and top-p, which take long and which drafts that are but guesses can do without."""
         truncating = {place for place, one in enumerate(self.processors) if _truncates(one)}
-        return self._processed(logits, path_of, sample_of, truncating)
+        return self._processed(logits, path_of, padding_of, truncating)
 
     def trimmed(
         self,
         logits: Tensor,
         path_of: Callable[[int], Sequence[int]],
-        sample_of: Callable[[int], int] = lambda row: row,
+        padding_of: Callable[[int], int] = lambda row: 0,
     ) -> "tuple[Tensor, LogitsProcessor | None]":
         """What to draw from: scores, and top-k or top-p if it comes last and is still to be done."""
         last = len(self.processors) - 1
         if last < 0 or not _truncates(self.processors[last]):
-            return self(logits, path_of, sample_of), None
-        return self._processed(logits, path_of, sample_of, {last}), self.processors[last]
+            return self(logits, path_of, padding_of), None
+        return self._processed(logits, path_of, padding_of, {last}), self.processors[last]
 
     def _processed(
         self,
         logits: Tensor,
         path_of: Callable[[int], Sequence[int]],
-        sample_of: Callable[[int], int],
+        padding_of: Callable[[int], int],
         skipped: Collection[int] = (),
     ) -> Tensor:
         """What all processors but those at some places make of logits."""
@@ -189,14 +186,20 @@ class Warp:
             elif len(scores):
                 if not paths:
                     paths = [torch.tensor([list(path_of(row))], device=scores.device) for row in range(len(scores))]
-                    columns = [self._padding[sample_of(row)] if self._padding else 0 for row in range(len(scores))]
+                    columns = [padding_of(row) for row in range(len(scores))]
                 # A clone per row: processors are free to write into the scores they are given.
                 rows = [
-                    _called(self._own[columns[row]][place], path, scores[row : row + 1].clone())
+                    _called(self._for(columns[row])[place], path, scores[row : row + 1].clone())
                     for row, path in enumerate(paths)
                 ]
                 scores = torch.cat(rows)
         return scores
+
+    def _for(self, columns: int) -> "Sequence[LogitsProcessor]":
+        """The processors for texts that begin this many columns later."""
+        if columns not in self._own:
+            self._own[columns] = [_counting_less(one, columns) for one in self.processors]
+        return self._own[columns]
 
 
 def _dividing(processors: Sequence[Any]) -> float | None:

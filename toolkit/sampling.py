@@ -4,18 +4,20 @@ Shapes: B samples, N topology nodes, R rows, V vocabulary.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from arbordraft.checks import whole
 from arbordraft.kernels import choice
 from arbordraft.kernels.gumbel import gumbel, gumbel_argmax
+from arbordraft.kernels.verify import row_max
 from arbordraft.processors import surely_kept, truncate, truncated, widened
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ class SoftmaxRows:
         process: given ``[R, V]`` of the logits and the numbers of these rows, returns their scores; row by row.
         trim: likewise, but what :meth:`~arbordraft.processors.Warp.trimmed` returns; to go with ``process``.
         temperature: of logits that are divided by it and not processed otherwise; in place of both.
+        best: ``[T]`` the most probable tokens, where these and not random ones are wanted.
     """
 
     def __init__(
@@ -40,8 +43,10 @@ class SoftmaxRows:
         process: Callable[[Tensor, Sequence[int]], Tensor] | None = None,
         trim: "Callable[[Tensor, Sequence[int]], tuple[Tensor, LogitsProcessor | None]] | None" = None,
         temperature: float | None = None,
+        best: Tensor | None = None,
     ) -> None:
         self._logits, self._process, self._trim, self._temperature = scores, process, trim, temperature
+        self._best = best
         self._found: dict[int, Tensor] = {}
 
     def __len__(self) -> int:
@@ -67,9 +72,11 @@ class SoftmaxRows:
     def draw(self, rows: Sequence[int], noise: "GumbelNoise", places: Sequence[tuple[int, int]]) -> list[int]:
         """Draws behind some rows, in which the noise is that of ``places``: see :meth:`GumbelNoise.draw`.
 
-        What would have been drawn without top-k or top-p is also drawn with it if it is kept. That can nearly always be
-        told without sorting the row.
+        Greedy rows give their most probable tokens. What would have been drawn without top-k or top-p is also drawn
+        with it if it is kept. That can nearly always be told without sorting the row.
         """
+        if self._best is not None:
+            return self.most_probable(rows)
         if self._process is None:
             return noise.draw(self._taken(rows), None, places, self._temperature or 1.0)
         if self._trim is None:
@@ -85,10 +92,63 @@ class SoftmaxRows:
                 tokens[row] = token
         return tokens
 
+    def most_probable(self, rows: Sequence[int]) -> list[int]:
+        """The most probable tokens behind some rows."""
+        if self._best is None or self._process is not None:
+            found: list[int] = row_max(self.scores_of(rows))[1].tolist()
+            return found
+        return self._best[list(rows)].tolist()
+
     def _taken(self, rows: Sequence[int]) -> Tensor:
         if list(rows) == list(range(len(self))):
             return self._logits
         return self._logits[rows[0] : rows[0] + 1] if len(rows) == 1 else self._logits[list(rows)]
+
+
+class MixedRows(SoftmaxRows):
+    """Rows that are not all processed alike.
+
+    Args:
+        kinds: all T rows in each of several ways.
+        kind_of: ``[T]`` which of them is each row's own.
+    """
+
+    def __init__(self, kinds: Sequence[SoftmaxRows], kind_of: Sequence[int]) -> None:
+        self._kinds, self._kind_of = kinds, kind_of
+
+    def __len__(self) -> int:
+        return len(self._kind_of)
+
+    def __getitem__(self, row: int) -> Tensor:
+        return self._kinds[self._kind_of[row]][row]
+
+    def scores_of(self, rows: Sequence[int]) -> Tensor:
+        parts, order = [], []
+        for kind, places in self._split(rows):
+            parts.append(kind.scores_of([rows[place] for place in places]))
+            order += places
+        return torch.cat(parts)[torch.tensor(order).argsort()]
+
+    def draw(self, rows: Sequence[int], noise: "GumbelNoise", places: Sequence[tuple[int, int]]) -> list[int]:
+        tokens = [0] * len(rows)
+        for kind, own in self._split(rows):
+            drawn = kind.draw([rows[at] for at in own], noise, [places[at] for at in own])
+            for at, token in zip(own, drawn, strict=True):
+                tokens[at] = token
+        return tokens
+
+    def most_probable(self, rows: Sequence[int]) -> list[int]:
+        tokens = [0] * len(rows)
+        for kind, own in self._split(rows):
+            for at, token in zip(own, kind.most_probable([rows[at] for at in own]), strict=True):
+                tokens[at] = token
+        return tokens
+
+    def _split(self, rows: Sequence[int]) -> "Iterator[tuple[SoftmaxRows, list[int]]]":
+        """The kinds of some rows, each with the places among them that are its own."""
+        for number, kind in enumerate(self._kinds):
+            if own := [place for place, row in enumerate(rows) if self._kind_of[row] == number]:
+                yield kind, own
 
 
 @dataclass(frozen=True)
@@ -122,64 +182,53 @@ class Noise:
     @classmethod
     def draw(cls, generators: Sequence[np.random.Generator], nodes: int) -> Self:
         """Draws from one :meth:`source` per sample, always as much, so that a request's stream is its own."""
-        uniforms = torch.zeros(3, len(generators), nodes, dtype=torch.float64)
-        for sample, source in enumerate(generators):
-            uniforms[:, sample] = torch.from_numpy(source.random((3, nodes)))
+        return cls.of([source.random((3, nodes)) for source in generators], nodes)
+
+    @classmethod
+    def of(cls, drawn: "Sequence[npt.NDArray[np.float64] | None]", nodes: int) -> Self:
+        """What was drawn for every sample, ``[3, N]``; ``None`` for those that do not take part."""
+        uniforms = torch.zeros(3, len(drawn), nodes, dtype=torch.float64)
+        for sample, own in enumerate(drawn):
+            if own is not None:
+                uniforms[:, sample] = torch.from_numpy(own)
         return cls(*uniforms)
 
 
 class SharedSource:
-    """Where the noise comes from that target and drafter share: of every sample, a function of its seed alone.
+    """Where the noise comes from that target and drafter share: for one text, a function of its seed alone.
 
     Args:
-        seeds: one per sample, 0 to 2**64 - 1.
+        seed: 0 to 2**64 - 1.
 
     Raises:
-        TypeError: if a seed is no whole number.
-        ValueError: if one is out of range.
+        TypeError: if the seed is no whole number.
+        ValueError: if it is out of range.
     """
 
-    def __init__(self, seeds: Sequence[int]) -> None:
-        checked = [whole("seed", seed, 0, 2**64 - 1) for seed in seeds]
-        self.seeds = [seed - 2**64 if seed >= 2**63 else seed for seed in checked]  # as int64 has them
-        self._rows: dict[tuple[int, int], Tensor] = {}
+    def __init__(self, seed: int) -> None:
+        seed = whole("seed", seed, 0, 2**64 - 1)
+        self.seed = seed - 2**64 if seed >= 2**63 else seed  # as int64 has it
+        self.rows: dict[int, Tensor] = {}  # ``[V]`` float32 noise by position, which steps that overlap share
 
-    def at(self, lengths: Sequence[int]) -> "GumbelNoise":
-        """The noise of a step.
-
-        Args:
-            lengths: committed tokens of every sample, prompt included.
-        """
-        self._rows = {place: row for place, row in self._rows.items() if place[1] >= lengths[place[0]]}
-        return GumbelNoise(self, tuple(lengths))
-
-    def rows(self, places: Sequence[tuple[int, int]], vocabulary: int) -> list[Tensor]:
-        """``[V]`` float32 noise at some positions, which steps that overlap share."""
-        if missing := [place for place in dict.fromkeys(places) if place not in self._rows]:
-            noise = gumbel(*self.keys(missing), vocabulary)
-            self._rows |= zip(missing, noise.float(), strict=True)
-        return [self._rows[place] for place in places]
-
-    def keys(self, places: Sequence[tuple[int, int]], device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-        """``[R]`` seeds and positions of places, each a sample and a position, as kernels take them."""
-        seeds = torch.tensor([self.seeds[sample] for sample, _ in places], device=device)
-        return seeds, torch.tensor([position for _, position in places], device=device)
+    def forget(self, length: int) -> None:
+        """Gives up the rows of committed positions."""
+        self.rows = {position: row for position, row in self.rows.items() if position >= length}
 
 
 @dataclass(frozen=True)
 class GumbelNoise:
-    """The noise of one step that target and drafter share, by sample, position in its text and token.
+    """The noise of one step that target and drafter share, by seed, position in the text and token.
 
     Positions count from the beginning of a sample's own text, so the noise behind a node follows from its depth: no
     matter in which step, at which node or beside which samples it is asked for, it is the same.
 
     Args:
-        source: of all steps.
+        sources: by sample; ``None`` where nothing is drawn, since decoding is greedy.
         lengths: committed tokens of every sample, prompt included: the position of what follows their roots.
     """
 
-    source: SharedSource
-    lengths: tuple[int, ...]
+    sources: Sequence[SharedSource | None]
+    lengths: Sequence[int]
 
     def perturb(self, scores: Tensor, places: Sequence[tuple[int, int]]) -> Tensor:
         """Adds to draft scores the noise with which the target will draw.
@@ -191,10 +240,15 @@ class GumbelNoise:
         Returns:
             ``[R, V]`` of the same dtype: the noise is rounded, as drafts are but guesses.
         """
-        positions = self._positions(places)
+        drawn = [row for row, (sample, _) in enumerate(places) if self.sources[sample] is not None]
+        if len(drawn) < len(places):
+            mixed = scores.clone()
+            if drawn:
+                mixed[drawn] = self.perturb(scores[drawn], [places[row] for row in drawn])
+            return mixed
         if not scores.is_cpu or choice.wants_triton("perturb", scores):
-            return scores + gumbel(*self.source.keys(positions, scores.device), scores.shape[1]).to(scores.dtype)
-        rows = self.source.rows(positions, scores.shape[1])
+            return scores + gumbel(*self.keys(places, scores.device), scores.shape[1]).to(scores.dtype)
+        rows = self._rows(places, scores.shape[1])
         return torch.stack([score + row for score, row in zip(scores, rows, strict=True)])
 
     def draw(
@@ -215,14 +269,29 @@ class GumbelNoise:
         Raises:
             ValueError: if no score of a row is above -inf.
         """
-        keys = self.source.keys(self._positions(places), scores.device)
-        tokens: list[int] = gumbel_argmax(scores, *keys, temperature, lowest).tolist()
+        tokens: list[int] = gumbel_argmax(scores, *self.keys(places, scores.device), temperature, lowest).tolist()
         if min(tokens) < 0:
             raise ValueError("cannot draw from a row in which no token has any probability; check the processors")
         return tokens
 
-    def _positions(self, places: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        return [(sample, self.lengths[sample] + depth) for sample, depth in places]
+    def keys(self, places: Sequence[tuple[int, int]], device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+        """``[R]`` seeds and positions of places, each a sample that draws and a depth, as kernels take them."""
+        seeds = torch.tensor([self.sources[sample].seed for sample, _ in places], device=device)  # type: ignore[union-attr]
+        return seeds, torch.tensor([self.lengths[sample] + depth for sample, depth in places], device=device)
+
+    def _rows(self, places: Sequence[tuple[int, int]], vocabulary: int) -> list[Tensor]:
+        """``[V]`` float32 noise at some places."""
+        rows = [(self.sources[sample].rows, self.lengths[sample] + depth) for sample, depth in places]  # type: ignore[union-attr]
+        missing = {
+            (sample, depth): None
+            for (sample, depth), (known, position) in zip(places, rows, strict=True)
+            if position not in known
+        }
+        if missing:
+            noise = gumbel(*self.keys(list(missing)), vocabulary).float()
+            for (sample, depth), row in zip(missing, noise, strict=True):
+                self.sources[sample].rows[self.lengths[sample] + depth] = row  # type: ignore[union-attr]
+        return [known[position] for known, position in rows]
 
 
 def residual(target: Tensor, draft: Tensor) -> Tensor:

@@ -1,88 +1,215 @@
 """What changes while a batch is decoded.
 
-Shapes: B samples.
+Shapes: B samples, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
+import numpy.typing as npt
+from torch import Tensor
 
-from arbordraft.huggingface import Stopping
 from arbordraft.metrics import DecodeStats
 from arbordraft.processors import Warp
-from arbordraft.sampling import SharedSource
+from arbordraft.sampling import Noise, SharedSource
 from arbordraft.target.cache import RaggedKVCache
+from arbordraft.types import SampleTree, SampleVerdict
 
-if TYPE_CHECKING:
-    from transformers.generation.streamers import BaseStreamer
+
+class TokenLogprobs(NamedTuple):
+    """Of a token that was emitted, by the target's own logits: no processor has changed them.
+
+    Args:
+        logprob: its log-probability.
+        others: the most probable tokens with theirs, descending.
+    """
+
+    logprob: float
+    others: tuple[tuple[int, float], ...]
+
+
+class Emission(NamedTuple):
+    """What a sample gained in a step.
+
+    Args:
+        tokens: committed ones.
+        tree: what was drafted for it.
+        verdict: what became of that.
+        logprobs: one per token, if they are wanted.
+    """
+
+    tokens: Sequence[int]
+    tree: SampleTree
+    verdict: SampleVerdict
+    logprobs: Sequence[TokenLogprobs] | None = None
+
+
+def logprobs_of(logits: Tensor, tokens: Sequence[int], others: int) -> list[TokenLogprobs]:
+    """Log-probabilities of emitted tokens.
+
+    Args:
+        logits: ``[R, V]``, the rows behind which they stand.
+        tokens: R of them.
+        others: how many of the most probable ones are wanted besides.
+    """
+    rows = logits.double().log_softmax(dim=-1)
+    best = rows.topk(min(others, rows.shape[1]))
+    return [
+        TokenLogprobs(row[token].item(), tuple(zip(ids, values, strict=True)))
+        for row, token, ids, values in zip(rows, tokens, best.indices.tolist(), best.values.tolist(), strict=True)
+    ]
+
+
+class SampleError(Exception):
+    """What one sample brought along has failed: its processors, say. The others can go on.
+
+    Args:
+        number: the sample's.
+        cause: what was raised.
+    """
+
+    def __init__(self, number: int, cause: Exception) -> None:
+        super().__init__(f"sample {number}: {cause}")
+        self.number, self.cause = number, cause
+
+
+@dataclass(eq=False)
+class Sample:
+    """One text and what is wanted of it: its settings are its own, whatever shares its batch.
+
+    Args:
+        tokens: committed tokens, prompt included, padding not.
+        budget: tokens it may still emit; 0 when it is finished.
+        seed: of its noise, 0 to 2**64 - 1.
+        greedy: whether the target decodes at temperature 0.
+        warp: its logits processors; samples that share one are processed together.
+        stopping: whether it ends with a token, given that token and what returns all tokens so far.
+        padding: left padding that the caller's batch has in front of the prompt.
+        emit: is told what it gains.
+        logprobs: log-probabilities of emitted tokens are wanted, and of as many of the most probable ones; ``None`` for
+            none.
+
+    Attributes:
+        prompt: length of the prompt.
+        unread: tokens of the prompt that the target must read before decoding begins.
+        number: its place in the batch.
+        handle: the sample in the target's cache.
+        memory: what the decider remembers of it.
+        emitted: committed tokens behind the prompt.
+        forwards: target forwards that it took part in.
+        stopped: whether its criteria ended it.
+        failure: why it was given up.
+        following: ``[V]`` target row behind the committed tokens, for decoders that draft from it.
+    """
+
+    tokens: list[int]
+    budget: int
+    seed: int
+    greedy: bool
+    warp: Warp
+    stopping: Callable[[int, Callable[[], list[int]]], bool]
+    padding: int = 0
+    emit: Callable[[Emission], None] | None = None
+    logprobs: int | None = None
+    prompt: int = field(init=False)
+    unread: int = field(init=False)
+    number: int = field(init=False, default=-1)
+    handle: int = field(init=False, default=-1)
+    memory: Any = field(init=False, default=None)
+    emitted: int = field(init=False, default=0)
+    forwards: int = field(init=False, default=0)
+    stopped: bool = field(init=False, default=False)
+    failure: Exception | None = field(init=False, default=None)
+    following: Tensor | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.prompt = len(self.tokens)
+        self.unread = self.prompt - 1  # the last one is the root of the first tree
+        self._uniforms: npt.NDArray[np.float64] | None = None
+
+    @property
+    def active(self) -> bool:
+        """Whether it takes part in the next step."""
+        return self.budget > 0 and not self.unread
+
+    @cached_property
+    def _generator(self) -> np.random.Generator:
+        return Noise.source(self.seed)
+
+    def uniforms(self, nodes: int) -> "npt.NDArray[np.float64]":
+        """``[3, N]`` noise of its own for this step: the same if the step has to be taken again."""
+        if self._uniforms is None:
+            self._uniforms = self._generator.random((3, nodes))
+        return self._uniforms
+
+    @cached_property
+    def shared(self) -> SharedSource:
+        """Source of the noise that target and drafter share."""
+        return SharedSource(self.seed)
+
+    def path(self, drafted: Sequence[int] = ()) -> list[int]:
+        """Its own tokens with drafted ones behind: what logits processors and stopping criteria are told."""
+        return [*self.tokens, *drafted]
+
+    def append(self, gain: Emission) -> int:
+        """Commits tokens one by one until the sample ends; returns how many.
+
+        What its own criteria raise ends it, too, with the token that they were asked about.
+        """
+        kept, self._uniforms = 0, None
+        try:
+            for token in gain.tokens[: self.budget]:
+                self.tokens.append(token)
+                self.budget -= 1
+                kept += 1
+                if self.stopping(token, self.path):
+                    self.budget, self.stopped = 0, True
+                    break
+            self.emitted += kept
+            if self.emit is not None:
+                self.emit(gain._replace(tokens=gain.tokens[:kept], logprobs=gain.logprobs and gain.logprobs[:kept]))
+        except Exception as error:
+            self.fail(error)
+        return kept
+
+    def fail(self, reason: Exception) -> None:
+        """Ends it."""
+        self.failure, self.budget = reason, 0
 
 
 @dataclass
 class DecodeState:
-    """A batch between two steps. Every list has one entry per sample.
+    """A batch between two steps.
 
     Args:
-        tokens: committed tokens, prompt included, padding not.
-        budget: tokens a sample may still emit; 0 when it is finished.
-        padding: left padding that the caller's batch has in front of the prompt.
-        handles: the samples in the target's cache.
-        cache: the target's cache; it holds all committed tokens but the last.
+        cache: the target's cache; it holds all committed tokens of a sample but the last, as far as they were read.
         drafts: the drafter's own state.
-        generators: sources of noise.
-        shared: source of the noise that target and drafter share.
-        warp: the request's logits processors.
-        greedy: whether the target decodes at temperature 0.
-        stopping: the request's stopping criteria.
-        stats: what is counted.
-        memory: what the decider remembers of each sample.
-        streamers: receivers of committed tokens; none if empty.
-        failures: why samples were given up.
-        following: ``[V]`` target row behind the committed tokens of a sample, for decoders that draft from it.
+        stats: what is counted, all samples together.
+        samples: by their numbers; ``None`` where a number is free.
+        closed: whether nobody else will join.
     """
 
-    tokens: list[list[int]]
-    budget: list[int]
-    padding: list[int]
-    handles: list[int]
     cache: RaggedKVCache
     drafts: Any
-    generators: Sequence[np.random.Generator]
-    shared: SharedSource
-    warp: Warp
-    greedy: bool
-    stopping: Stopping
     stats: DecodeStats
-    memory: list[Any]
-    streamers: "Sequence[BaseStreamer]" = ()
-    failures: dict[int, str] = field(default_factory=dict)
-    following: dict[int, torch.Tensor] = field(default_factory=dict)
+    samples: list[Sample | None] = field(default_factory=list)
+    closed: bool = False
+
+    def __getitem__(self, number: int) -> Sample:
+        """The sample with a number that is taken."""
+        sample = self.samples[number]
+        assert sample is not None
+        return sample
 
     @property
-    def active(self) -> list[int]:
-        """Samples that are not finished."""
-        return [sample for sample, budget in enumerate(self.budget) if budget > 0]
+    def active(self) -> list[Sample]:
+        """Samples that take part in the next step."""
+        return [sample for sample in self.samples if sample is not None and sample.active]
 
-    def path(self, sample: int, drafted: Sequence[int] = ()) -> list[int]:
-        """A sample's own tokens with drafted ones behind: what logits processors and stopping criteria are told."""
-        return [*self.tokens[sample], *drafted]
-
-    def append(self, sample: int, tokens: Sequence[int]) -> int:
-        """Commits tokens one by one until the sample ends; returns how many."""
-        kept = 0
-        for token in tokens[: self.budget[sample]]:
-            self.tokens[sample].append(token)
-            self.budget[sample] -= 1
-            kept += 1
-            if self.stopping(token, lambda: self.path(sample)):
-                self.budget[sample] = 0
-                break
-        self.stream(sample, tokens[:kept])
-        return kept
-
-    def stream(self, sample: int, tokens: Sequence[int]) -> None:
-        """Hands committed tokens to the sample's streamer."""
-        if self.streamers:
-            self.streamers[sample].put(torch.tensor(tokens))
+    def enter(self, sample: Sample) -> None:
+        """Gives a sample the lowest free number."""
+        sample.number = next((n for n, other in enumerate(self.samples) if other is None), len(self.samples))
+        self.samples[sample.number : sample.number + 1] = [sample]

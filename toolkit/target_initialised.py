@@ -4,8 +4,8 @@ Shapes: B samples, R rows, V vocabulary, W candidates.
 """
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter
 from arbordraft.laws import WithoutReplacement
 from arbordraft.sampling import GumbelNoise, Noise
-from arbordraft.state import DecodeState
+from arbordraft.state import DecodeState, Sample
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
 from arbordraft.types import DraftContext, DraftTree, Verdict
@@ -77,37 +77,39 @@ class TargetInitialisedDecoder(SpeculativeDecoder):
             stacklevel=2,
         )
 
-    def _start(self, *args: Any) -> DecodeState:
-        state = super()._start(*args)
-        roots = [tokens[-1] for tokens in state.tokens]
-        batch = state.cache.plan(state.handles, [[0]] * len(roots))
-        logits, _ = self.target.run(torch.tensor(roots), batch, state.cache)
-        state.cache.drop(state.handles)
-        rows = state.warp(logits, state.path).softmax(dim=-1)
-        state.following = dict(enumerate(rows))
-        return state
+    def _look(self, state: DecodeState, samples: Sequence[Sample]) -> None:
+        """Gives samples that have just begun the row behind their text."""
+        handles = [sample.handle for sample in samples]
+        batch = state.cache.plan(handles, [[0]] * len(handles))
+        logits, _ = self.target.run(torch.tensor([sample.tokens[-1] for sample in samples]), batch, state.cache)
+        state.cache.drop(handles)
+        rows = self._warped(state, logits, lambda row: (samples[row].number, ())).softmax(dim=-1)
+        for sample, row in zip(samples, rows, strict=True):
+            sample.following = row
 
-    def _context(self, state: DecodeState, noise: Noise | GumbelNoise | None) -> DraftContext:
+    def _context(self, state: DecodeState, cohort: Sequence[Sample], noise: Noise | GumbelNoise | None) -> DraftContext:
+        if begun := [sample for sample in cohort if sample.following is None]:
+            self._look(state, begun)
         law, children = WithoutReplacement(self.width), list(self.topology.child_list[0])
-        candidates: list[tuple[list[int], Tensor] | None] = []
-        for sample, budget in enumerate(state.budget):
-            row = state.following[sample] if budget > 0 else None
-            if row is None:
-                candidates.append(None)
-            elif not isinstance(noise, Noise):
-                best = row.topk(min(self.width, len(row)))
-                candidates.append((best.indices[best.values > 0].tolist(), row))
+        context = super()._context(state, cohort, noise)
+        candidates: list[tuple[list[int], Tensor] | None] = [None] * len(state.samples)
+        room: list[int | None] = [None] * len(state.samples)
+        for sample in cohort:
+            row, number = sample.following, sample.number
+            assert row is not None
+            # Nothing is emitted behind the drafted levels, so these may use up the whole budget.
+            room[number] = sample.budget
+            if isinstance(noise, Noise):
+                candidates[number] = law.draw(row, noise.draft[number, children].tolist()), row
             else:
-                candidates.append((law.draw(row, noise.draft[sample, children].tolist()), row))
-        context = super()._context(state, noise)
-        # Nothing is emitted behind the drafted levels, so these may use up the whole budget.
-        room = [budget if budget > 0 else None for budget in state.budget]
+                best = row.topk(min(self.width, len(row)))
+                candidates[number] = best.indices[best.values > 0].tolist(), row
         return replace(context, room=room, candidates=candidates)
 
     def _judge(
         self, state: DecodeState, tree: DraftTree, logits: Tensor, best: Tensor, noise: Noise | GumbelNoise | None
     ) -> Verdict:
-        rows = self._target_rows(state, tree, logits).scores.softmax(dim=-1)
+        rows = self._target_rows(state, tree, logits, best).scores.softmax(dim=-1)
         if noise is None:  # tests are then about certainties
             certain = functional.one_hot(rows.argmax(dim=-1), rows.shape[-1]).to(rows.dtype)
             nothing = torch.zeros(len(tree.samples), self.topology.num_nodes, dtype=torch.float64)
@@ -115,10 +117,10 @@ class TargetInitialisedDecoder(SpeculativeDecoder):
         else:
             verdict = self.coupling(tree, rows, noise)
         verifier: LongestBranch = self.coupling.verifier  # type: ignore[assignment]
-        for sample, ((drafted, target), judged) in enumerate(zip(tree.split(rows), verdict.samples, strict=True)):
+        for number, ((drafted, target), judged) in enumerate(zip(tree.split(rows), verdict.samples, strict=True)):
             if drafted is not None and judged is not None:
                 end = (0, *judged.path)[-1]
                 last = next((node for node in drafted.children(end) if drafted.tokens[node] == judged.token), end)
                 greedy = noise is None
-                state.following[sample] = target[last] if greedy else verifier.following(drafted, target, last)
+                state[number].following = target[last] if greedy else verifier.following(drafted, target, last)
         return verdict

@@ -147,6 +147,11 @@ class Pieces:
         self._shown, self._read = self._read, len(self._tokens)
         return self._certain(news)
 
+    @property
+    def ended(self) -> bool:
+        """Whether a stop has come."""
+        return self._ended
+
     def end(self) -> str:
         """What is left when no tokens follow."""
         return self._certain(self._news()) + self._held

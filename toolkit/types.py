@@ -381,7 +381,7 @@ class DraftContext:
 
     Args:
         tokens: committed tokens of every sample, prompt included.
-        room: greatest useful depth of each sample's tree; ``None`` for a sample that is finished.
+        room: greatest useful depth of each sample's tree; ``None`` for one that does not take part.
         topology: the planned shape.
         mask: the topology's sliced mask.
         law: how children are drawn. At temperature 0, where the verdict depends on the tokens alone, the most probable
@@ -391,7 +391,8 @@ class DraftContext:
         warp: the request's logits processors. Given ``[R, V]`` logits and, per row, the sample and the drafted tokens
             before the prediction, it returns ``[R, V]`` scores.
         plan: says before anything is drafted how far the trees of some samples go on; ``None`` to be asked instead.
-        temperature: all that ``warp`` does is to divide by it; ``None`` if it does more.
+        temperatures: by sample, all that ``warp`` does is to divide by it; 0 where it does nothing, as decoding is
+            greedy. ``None`` if it does more for some sample.
         decide: says before every level which samples go on.
         memory: what the decider remembers of each sample.
         noise: of this step: uniforms, or the shared one, which drafters add to their scores; ``None`` at temperature 0.
@@ -400,6 +401,7 @@ class DraftContext:
             drafter gives roots theirs.
         vocab_size: V, the target's; ``None`` if the drafter has as many ids, come what may.
         behind: committed tokens of every sample that the drafter has not read, if there are any.
+        closed: whether nobody else will join the batch, so that it counts which sample ends last.
     """
 
     tokens: Sequence[Sequence[int]]
@@ -409,7 +411,7 @@ class DraftContext:
     law: DraftLaw
     pathwise: bool
     warp: Callable[[Tensor, Callable[[int], tuple[int, Sequence[int]]]], Tensor]
-    temperature: float | None
+    temperatures: Sequence[float] | None
     plan: Callable[[Situation], Plan | None]
     decide: Callable[[StepView], Sequence[bool]]
     memory: Sequence[Any]
@@ -418,3 +420,4 @@ class DraftContext:
     candidates: "Sequence[tuple[Sequence[int], Tensor] | None] | None" = None
     vocab_size: int | None = None
     behind: Sequence[int] = ()
+    closed: bool = False

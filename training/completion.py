@@ -13,7 +13,6 @@ from torch import Tensor
 
 from arbordraft import NoDrafter, RaggedModel, SpeculativeDecoder, builders
 from arbordraft.prompts import left_padded
-from arbordraft.target.cache import RaggedKVCache
 from arbordraft.training.chat import ids_behind
 from arbordraft.training.loops import LoopCriteria, before_loop
 
@@ -75,8 +74,11 @@ class _Recorder(NoDrafter):
         self.hidden_layers = tuple(layers)
         self._seen: dict[int, list[Tensor]] = {}
 
-    def start(self, tokens: Sequence[Sequence[int]], target_cache: RaggedKVCache, handles: Sequence[int]) -> None:
-        self._seen = {sample: [] for sample in range(len(tokens))}
+    def join(self, state: Any, sample: int, tokens: Sequence[int], handle: int) -> None:
+        self._seen[sample] = []
+
+    def share(self, state: Any, source: int, sample: int, tokens: int) -> None:
+        self._seen[sample] = [torch.cat(self._seen[source])[:tokens]]
 
     def take_hidden(self, state: Any, hidden: Mapping[int, Tensor]) -> None:
         for sample, states in hidden.items():

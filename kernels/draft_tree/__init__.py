@@ -96,12 +96,12 @@ class Draws(NamedTuple):
     Args:
         seeds: ``[S]`` int64.
         positions: ``[S]`` int64, of what follows the roots.
-        temperature: by which scores are divided before the noise is added.
+        temperatures: ``[S]`` by which scores are divided before the noise is added; 0 adds none.
     """
 
     seeds: Tensor
     positions: Tensor
-    temperature: float
+    temperatures: Sequence[float]
 
 
 def draft_from_rows(
@@ -131,7 +131,7 @@ def draft_from_rows(
     limits = growth._asdict()
     prices = [limits.pop("level"), limits.pop("row")]
     offsets, children, levels, trust, following, weights, budget = limits.values()
-    seeds, positions, temperature = draws or (None, None, 1.0)
+    seeds, positions, temperatures = draws or (None, None, ())
     nodes, chances, fed, broken = torch.ops.arbordraft.draft_from_rows(
         scores,
         table,
@@ -149,7 +149,7 @@ def draft_from_rows(
         budget,
         seeds,
         positions,
-        temperature,
+        temperatures,
     )
     return Drafted(nodes.tolist(), chances.tolist(), fed.tolist(), broken)
 
@@ -188,7 +188,7 @@ class DraftRun:
             draws: by default the most probable tokens are drafted.
         """
         weights = self.weights
-        seeds, positions, temperature = draws or (None, None, 1.0)
+        seeds, positions, temperatures = draws or (None, None, ())
         nodes, chances, fed, broken = torch.ops.arbordraft.draft_tree(
             tokens,
             states,
@@ -212,7 +212,8 @@ class DraftRun:
             growth.budget,
             seeds,
             positions,
-            [weights.epsilon, weights.factor, temperature, float(weights.outputs)],
+            temperatures,
+            [weights.epsilon, weights.factor, float(weights.outputs)],
         )
         return Drafted(nodes.tolist(), chances.tolist(), fed.tolist(), broken)
 

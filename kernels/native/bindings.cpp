@@ -248,10 +248,10 @@ TORCH_LIBRARY(arbordraft, m) {
   m.def("draft_tree(Tensor tokens, Tensor? states, Tensor embedding, Tensor?[] ends, Tensor?[] parameters, int[] ints, "
         "float[] scalars, Tensor(a!)[] keys, Tensor(b!)[] values, Tensor? vocabulary, Tensor frequencies, Tensor slabs, "
         "int[] offsets, int[] children, int[] levels, float[] trust, float[] next, float[] weights, float[] prices, int budget, "
-        "Tensor? seeds, Tensor? positions, float[] numbers) -> (Tensor, Tensor, Tensor, int)");
+        "Tensor? seeds, Tensor? positions, float[] temperatures, float[] numbers) -> (Tensor, Tensor, Tensor, int)");
   m.def("draft_from_rows(Tensor scores, Tensor? table, Tensor? correction, Tensor? gates, Tensor roots, Tensor? vocabulary, int[] offsets, "
         "int[] children, int[] levels, float[] trust, float[] next, float[] weights, float[] prices, int budget, Tensor? seeds, "
-        "Tensor? positions, float temperature) -> (Tensor, Tensor, Tensor, int)");
+        "Tensor? positions, float[] temperatures) -> (Tensor, Tensor, Tensor, int)");
   m.def("gumbel(Tensor seeds, Tensor positions, int vocabulary) -> Tensor");
   m.def("gumbel_argmax(Tensor scores, Tensor seeds, Tensor positions, float temperature) -> Tensor");
 }

@@ -19,14 +19,15 @@ struct Growing {
   int64_t samples;
   const int64_t* vocabulary;  // target ids of a row's scores, or null
   const Tensor *seeds, *positions;  // of shared noise, or null
-  float temperature;
+  at::ArrayRef<double> temperatures;  // by which scores are divided; 0 draws without noise
 
   Growing(
       int64_t samples_, int64_t outputs, at::IntArrayRef offsets, at::IntArrayRef children, at::IntArrayRef levels,
       at::ArrayRef<double> trust, at::ArrayRef<double> next, at::ArrayRef<double> weights, at::ArrayRef<double> prices,
-      int64_t budget, const OptionalTensor& words, const OptionalTensor& seeds_, const OptionalTensor& positions_, double temperature_)
+      int64_t budget, const OptionalTensor& words, const OptionalTensor& seeds_, const OptionalTensor& positions_,
+      at::ArrayRef<double> temperatures_)
       : samples(samples_), vocabulary(integers(words)), seeds(seeds_ ? &*seeds_ : nullptr),
-        positions(positions_ ? &*positions_ : nullptr), temperature(float(temperature_)) {
+        positions(positions_ ? &*positions_ : nullptr), temperatures(temperatures_) {
     const int64_t nodes = int64_t(offsets.size()) - 1, known = int64_t(trust.size()) / std::max<int64_t>(1, samples);
     TORCH_CHECK(
         nodes >= 1 && int64_t(children.size()) == nodes - 1 && offsets.back() == nodes - 1 &&
@@ -35,7 +36,9 @@ struct Growing {
         "the shape or the limits of the trees do not fit");
     TORCH_CHECK(!seeds || (positions && seeds->numel() == samples && positions->numel() == samples), "noise needs places");
     TORCH_CHECK(!words || words->numel() == outputs, "expected a token for each of ", outputs, " outputs");
-    TORCH_CHECK(temperature > 0, "the temperature must be positive, got ", temperature);
+    TORCH_CHECK(!seeds || int64_t(temperatures.size()) == samples, "noise needs a temperature for every sample");
+    for (const double temperature : temperatures)
+      TORCH_CHECK(temperature >= 0, "temperatures must not be negative, got ", temperature);
     shape = {offsets.data(), children.data(), nodes};
     limits = {levels.data(), trust.data(), next.data(), weights.data(), known, budget, prices[0], prices[1]};
   }
@@ -46,9 +49,11 @@ struct Growing {
       std::vector<std::vector<std::pair<int64_t, float>>>& drawn, int thread, int threads) const {
     for (int64_t r = thread; r < int64_t(frontier.size()); r += threads) {
       const int64_t children = std::min(forest.children(frontier[r]), outputs);
-      drawn[r] = seeds ? likeliest(scores + r * outputs, outputs, children, vocabulary,
-                                   noise_key(*seeds, *positions, frontier[r].sample, depth), temperature)
-                       : likeliest(scores + r * outputs, outputs, children);
+      const int64_t s = frontier[r].sample;
+      drawn[r] = seeds && temperatures[s] > 0
+          ? likeliest(scores + r * outputs, outputs, children, vocabulary, noise_key(*seeds, *positions, s, depth),
+                      float(temperatures[s]))
+          : likeliest(scores + r * outputs, outputs, children);
       if (vocabulary)
         for (auto& [token, chance] : drawn[r]) token = vocabulary[token];
     }
@@ -257,14 +262,16 @@ Grown draft_tree(
     at::TensorList values, const OptionalTensor& vocabulary, const Tensor& frequencies, const Tensor& slabs,
     at::IntArrayRef offsets, at::IntArrayRef children, at::IntArrayRef levels, at::ArrayRef<double> trust,
     at::ArrayRef<double> next, at::ArrayRef<double> weights, at::ArrayRef<double> prices, int64_t budget,
-    const OptionalTensor& seeds, const OptionalTensor& positions, at::ArrayRef<double> numbers) {
+    const OptionalTensor& seeds, const OptionalTensor& positions, at::ArrayRef<double> temperatures,
+    at::ArrayRef<double> numbers) {
   const int64_t samples = slabs.size(1), width = embedding.size(1), rows = tokens.numel();
   const int64_t* slab = integers(slabs);
   TORCH_CHECK(slabs.dim() == 2 && slabs.size(0) == 3, "expected slabs of shape [3, S]");
-  TORCH_CHECK(ends.size() == 7 && numbers.size() == 4, "expected 7 tensors and 4 numbers");
-  const int64_t outputs = int64_t(numbers[3]);
+  TORCH_CHECK(ends.size() == 7 && numbers.size() == 3, "expected 7 tensors and 3 numbers");
+  const int64_t outputs = int64_t(numbers[2]);
   const Growing growing(
-      samples, outputs, offsets, children, levels, trust, next, weights, prices, budget, vocabulary, seeds, positions, numbers[2]);
+      samples, outputs, offsets, children, levels, trust, next, weights, prices, budget, vocabulary, seeds, positions,
+      temperatures);
   int64_t missing = 0;
   for (int64_t s = 0; s < samples; ++s) missing += slab[2 * samples + s];
   TORCH_CHECK(rows == missing && (!states || states->size(0) == rows), "expected ", missing, " rows, got ", rows);
@@ -296,12 +303,13 @@ Grown draft_from_rows(
     const Tensor& scores, const OptionalTensor& table, const OptionalTensor& correction, const OptionalTensor& gates,
     const Tensor& roots, const OptionalTensor& vocabulary, at::IntArrayRef offsets, at::IntArrayRef children, at::IntArrayRef levels,
     at::ArrayRef<double> trust, at::ArrayRef<double> next, at::ArrayRef<double> weights, at::ArrayRef<double> prices,
-    int64_t budget, const OptionalTensor& seeds, const OptionalTensor& positions, double temperature) {
+    int64_t budget, const OptionalTensor& seeds, const OptionalTensor& positions, at::ArrayRef<double> temperatures) {
   TORCH_CHECK(scores.dim() == 3 && roots.numel() == scores.size(0), "expected rows [S, K, D] and a root for each sample");
   TORCH_CHECK(bool(table) == bool(correction), "a correction needs its table of tokens");
   const int64_t samples = scores.size(0), depths = scores.size(1), outputs = scores.size(2);
   const Growing growing(
-      samples, outputs, offsets, children, levels, trust, next, weights, prices, budget, vocabulary, seeds, positions, temperature);
+      samples, outputs, offsets, children, levels, trust, next, weights, prices, budget, vocabulary, seeds, positions,
+      temperatures);
   for (int64_t s = 0; s < samples; ++s) TORCH_CHECK(levels[s] <= depths, "there are rows for ", depths, " depths only");
   const float* from = data<float>(scores);
   const int64_t* root = integers(roots);

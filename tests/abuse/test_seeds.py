@@ -259,10 +259,9 @@ class Moody(Decider):
 class Gossip(NGramDrafter):
     """All samples of a batch learn together, as they once did."""
 
-    def start(self, *arguments):
-        state = super().start(*arguments)
-        state.odds = state.odds[:1] * len(state.odds)
-        return state
+    def join(self, state, sample, tokens, handle):
+        super().join(state, sample, tokens, handle)
+        state.odds[sample] = next(iter(state.odds.values()))
 
 
 def decide_together(monkeypatch):

@@ -5,7 +5,7 @@ from string import ascii_letters, digits
 
 import pytest
 import torch
-from models import PROMPTS, VOCAB, context, greedy_reference, left_padded, new_tokens, next_logits, tiny
+from models import PROMPTS, VOCAB, context, greedy_reference, joined, left_padded, new_tokens, next_logits, tiny
 from test_generate_law import BUSH, FEW, PAIR, fit, small_decoder
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -35,7 +35,6 @@ from arbordraft.exports.onnx import plans
 from arbordraft.exports.onnx.sources import of
 from arbordraft.exports.onnx.writing import write
 from arbordraft.loading import drafter_named, load_drafter
-from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target_initialised import TargetInitialisedDecoder
 from arbordraft.training.students import LanguageModelStudent
 from arbordraft.vocabulary import tokenizer_hashes
@@ -221,8 +220,7 @@ def test_children_are_drawn_from_the_rows_that_are_told(size):
     expected = torch.zeros(FEW)
     expected[:shared] = next_logits(draft.model, read)[:shared].softmax(-1)
     for seed in range(60):
-        cache = RaggedKVCache()
-        state = drafter.start([text], cache, [cache.open()])
+        state = joined(drafter, [text])
         step = context([text], BUSH, IID(2), seed=seed)
         object.__setattr__(step, "vocab_size", FEW)
         (tree,) = drafter.propose(state, step).samples

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from models import PROMPTS, VOCAB, context, greedy_reference, left_padded, new_tokens, ragged, tiny
+from models import PROMPTS, VOCAB, context, greedy_reference, joined, left_padded, new_tokens, ragged, tiny
 from oracles import distance_to_target, draft_trees, random_table
 from torch.testing import assert_close
 
@@ -195,7 +195,7 @@ def test_an_eagle_drafter_shows_what_its_head_is_given():
     handles = [cache.open(len(prompt)) for prompt in prompts]
     known = {handle: prompt[:-1] for handle, prompt in zip(handles, prompts, strict=True)}
     hidden = target.prefill(known, cache, hidden=drafter.hidden_layers)
-    state = drafter.start(prompts, cache, handles)
+    state = joined(drafter, prompts, cache, handles)
     drafter.take_hidden(state, {sample: hidden[handle] for sample, handle in enumerate(handles)})
     tree = drafter.propose(state, context(prompts, TREE, WithoutReplacement(2), decide=decide))
     assert tree.lengths == [TREE.num_nodes] * 2

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from models import PROMPTS, VOCAB, context, greedy_reference, next_logits, ragged, tiny, tiny_tokenizer
+from models import PROMPTS, VOCAB, context, greedy_reference, joined, next_logits, ragged, tiny, tiny_tokenizer
 from torch.testing import assert_close
 from transformers import TopKLogitsWarper
 
@@ -44,7 +44,7 @@ def started(drafter, target, prompts=PROMPTS):
     cache = RaggedKVCache()
     handles = [cache.open(len(prompt)) for prompt in prompts]
     target.prefill({handle: prompt[:-1] for handle, prompt in zip(handles, prompts, strict=True)}, cache)
-    return drafter.start(prompts, cache, handles), cache, handles
+    return joined(drafter, prompts, cache, handles), cache, handles
 
 
 def check_rows(tree, tokens, model):
@@ -155,6 +155,9 @@ def walk(drafter, target, model, steps, topology=UNEVEN):
             target(tree.packed_tokens(), cache.plan(list(kept), depths, words), cache)
             cache.commit(kept)
         drafter.commit(state, tree, judged)
+        for sample, (drafted, end) in enumerate(zip(steps[number - 1][0] if number else ends, ends, strict=True)):
+            if end is None and drafted is not None:
+                drafter.leave(state, sample)
     return state, cache, handles, tokens
 
 
@@ -173,7 +176,7 @@ WALK = [
 def test_the_draft_cache_follows_every_kind_of_verdict(architecture):
     drafter = LanguageModelDrafter(ragged(architecture, seed=3))
     state, _, _, tokens = walk(drafter, ragged(), drafter.model.model, WALK)
-    assert [handle in state.cache for handle in state.handles] == [True, False, True]
+    assert list(state.handles) == [0, 2]
     # What was accepted is kept: only the last token is to be fed, and the leaf before it where a leaf was accepted.
     assert [len(tokens[sample]) - state.cache.length(state.handles[sample]) for sample in (0, 2)] == [2, 1]
 
@@ -225,7 +228,7 @@ def test_a_drafter_equal_to_the_target_is_always_right(lift, law, sampling):
 
 def ngram_tree(text, topology, k=2, **options):
     drafter = NGramDrafter(**options)
-    state = drafter.start([text], RaggedKVCache(), [0])
+    state = joined(drafter, [text])
     (tree,) = drafter.propose(state, context([text], topology, Fixed(k), greedy=True)).samples
     return tree.tokens
 
@@ -273,9 +276,9 @@ def test_the_confidence_of_a_lookup_grows_with_the_match():
         views.append(view.confidence)
         return [True]
 
-    state = drafter.start([text], RaggedKVCache(), [0])
+    state = joined(drafter, [text])
     drafter.propose(state, context([text], TreeTopology.k_ary(2, 2), Fixed(2), greedy=True, decide=decide))
-    (odds,) = state.odds
+    odds = state.odds[0]
     first, second = odds(Guess(4, size=2, votes=0, rank=0)), odds(Guess(3, size=2, votes=0, rank=1))
     assert views == [[[1.0]], [[first, second]]]
     assert first > odds(Guess(4, size=1, votes=0, rank=0)) > second > 0
@@ -286,7 +289,7 @@ def test_the_confidence_of_a_lookup_grows_with_the_match():
 
 def test_ngrams_learn_what_was_committed():
     drafter, topology = NGramDrafter(), TreeTopology.chain(2)
-    state = drafter.start([[1, 2, 3], [1, 2, 3]], RaggedKVCache(), [0, 1])
+    state = joined(drafter, [[1, 2, 3], [1, 2, 3]])
     tokens = [[1, 2, 3], [1, 2, 3]]
     for addition in (5, 1, 2):
         tree = drafter.propose(state, context(tokens, topology, Fixed(1), greedy=True, room=[2, None]))

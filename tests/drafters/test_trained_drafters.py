@@ -382,8 +382,11 @@ class Sometimes(Drafter):
         super().__init__()
         self.rounds, self.hidden_layers = iter(rounds), layers
 
-    def start(self, tokens, target_cache, handles):
-        return {sample: [] for sample in range(len(tokens))}
+    def open(self, target_cache):
+        return {}
+
+    def join(self, state, sample, tokens, handle):
+        state[sample] = []
 
     def take_hidden(self, state, hidden):
         for sample, shown in hidden.items():

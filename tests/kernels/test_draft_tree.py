@@ -81,7 +81,7 @@ def growth(**changes):
 
 
 def draws(seeds=1, positions=1, heat=1.0):
-    return {"draws": Draws(torch.zeros(seeds, dtype=torch.int64), torch.zeros(positions, dtype=torch.int64), heat)}
+    return {"draws": Draws(torch.zeros(seeds, dtype=torch.int64), torch.zeros(positions, dtype=torch.int64), [heat])}
 
 
 def test_what_fits_is_drafted():
@@ -134,7 +134,7 @@ def test_what_is_fed_lies_behind_the_committed_rows():
         (growth(offsets=[0, 1, 2]), "do not fit"),
         (draws(seeds=2), "noise needs places"),
         (draws(positions=2), "noise needs places"),
-        (draws(heat=0.0), "temperature must be positive"),
+        (draws(heat=-1.0), "temperatures must not be negative"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip

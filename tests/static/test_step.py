@@ -29,7 +29,7 @@ from arbordraft import (
 from arbordraft.kernels.verify.tops import take_tops
 from arbordraft.laws import AdaptiveTopTail
 from arbordraft.processors import Warp
-from arbordraft.sampling import Noise, SharedSource
+from arbordraft.sampling import GumbelNoise, Noise, SharedSource
 from arbordraft.static.bucket import Bucket, fitting
 from arbordraft.static.step import StaticStep, StepKind
 from arbordraft.target.cache import RaggedKVCache
@@ -271,7 +271,8 @@ def test_any_trees_fit_into_their_bucket(case):
     part = bucket.read(table)
     assert not part["seeds"].any()
     seeds = [2**64 - 1 - sample for sample in range(samples)]
-    bucket.fill(other := torch.full((bucket.size,), -77), tree, batch, SharedSource(seeds).at([9] * samples), 1000)
+    shared = GumbelNoise([SharedSource(seed) for seed in seeds], [9] * samples)
+    bucket.fill(other := torch.full((bucket.size,), -77), tree, batch, shared, 1000)
     assert bucket.read(other)["seeds"].tolist() == [seed - 2**64 for seed in seeds] + [0] * (
         bucket.samples + 1 - samples
     )

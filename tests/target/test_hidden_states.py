@@ -103,9 +103,9 @@ class Watcher(NGramDrafter):
 
     hidden_layers = ALL
 
-    def start(self, tokens, target_cache, handles):
-        self.seen = {sample: [] for sample in range(len(tokens))}
-        return super().start(tokens, target_cache, handles)
+    def join(self, state, sample, tokens, handle):
+        vars(self).setdefault("seen", {})[sample] = []
+        super().join(state, sample, tokens, handle)
 
     def take_hidden(self, state, hidden):
         for sample, states in hidden.items():

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
-from models import VOCAB, context, greedy_reference, left_padded, new_tokens, next_logits, ragged, tiny
+from models import VOCAB, context, greedy_reference, joined, left_padded, new_tokens, next_logits, ragged, tiny
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.testing import assert_close
@@ -237,7 +237,7 @@ def forced_draft(drafter, target, text, start, steps, greedy, temperature):
     cache = RaggedKVCache()
     handle = cache.open(64)
     hidden = target.prefill({handle: text[: start - 1]}, cache, hidden=drafter.hidden_layers)
-    state = drafter.start([text[:start]], cache, [handle])
+    state = joined(drafter, [text[:start]], cache, [handle])
     drafter.take_hidden(state, {0: hidden[handle]})
     step = context([text[:start]], TreeTopology.chain(steps), Fixed(1), greedy=greedy, decide=decide)
     object.__setattr__(step, "warp", warp)

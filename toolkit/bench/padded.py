@@ -41,25 +41,21 @@ class PaddedDecoder(SpeculativeDecoder):
             raise ValueError("padded batches are made for chains of drafts")
         self.pad_input, self.pad_cache = pad_input, pad_cache
 
-    def _open_cache(self, batch: int) -> RaggedKVCache:
+    def _open_cache(self, samples: int, max_tokens: int | None) -> RaggedKVCache:
         return _PaddedCache(self.pad_cache)
-
-    def _start(self, *arguments: Any) -> DecodeState:
-        state = super()._start(*arguments)
-        self._cache(state).align(state.handles)
-        return state
 
     def _run_target(self, state: DecodeState, tree: DraftTree) -> tuple[Tensor, Tensor]:
         cache, lengths = self._cache(state), tree.lengths
+        cache.align()
         longest = max(lengths)
         rows = [longest if self.pad_input else length for length in lengths]
-        taking = [sample for sample, count in enumerate(rows) if count]
+        taking = [number for number, count in enumerate(rows) if count]
         batch = cache.plan_padded(
-            [state.handles[sample] for sample in taking],
+            [cache.samples[number] for number in taking],
             [lengths[sample] for sample in taking],
             [rows[sample] for sample in taking],
         )
-        needed = sum(len(state.tokens[index]) - 1 + nodes for index, nodes in enumerate(lengths) if nodes)
+        needed = sum(len(state[number].tokens) - 1 + nodes for number, nodes in enumerate(lengths) if nodes)
         state.stats.count_forward(batch, rows=sum(lengths), keys=needed)
         tokens, start = torch.zeros(sum(rows), dtype=torch.int64), 0
         real: list[int] = []
@@ -87,11 +83,17 @@ class _PaddedCache(RaggedKVCache):
         self._real: dict[int, list[bool]] = {}  # which of a sample's columns behind its prompt belong to a token
         self._finished: set[int] = set()
 
-    def align(self, samples: Sequence[int]) -> None:
-        """Lets the prompts end in the same column."""
-        longest = max(self._slabs[sample].length for sample in samples)
-        for sample in samples:
-            slab = self._slabs[sample]
+    @property
+    def samples(self) -> list[int]:
+        """Handles of all samples, finished ones too, as they came."""
+        return list(self._slabs)
+
+    def align(self) -> None:
+        """Lets the prompts end in the same column, unless they do already."""
+        if self._real:
+            return
+        longest = max(slab.length for slab in self._slabs.values())
+        for sample, slab in self._slabs.items():
             missing = longest - slab.length if self.pad else 0
             self._reserve(slab, slab.length + missing)
             slab.tree_positions += [0] * missing

@@ -33,8 +33,9 @@ Network = TypeVar("Network", bound="Companion")
 class Drafter(nn.Module):
     """Proposes a draft tree per sample.
 
-    Everything a drafter remembers about a batch (its caches, its indices) is in the state that :meth:`start` returns
-    and that travels with the decoder's own, so one drafter serves many batches at once.
+    Everything a drafter remembers about a batch (its caches, its indices) is in the state that :meth:`open` returns
+    and that travels with the decoder's own, so one drafter serves many batches at once. Samples join a batch and leave
+    it between two steps; all that is kept of them is kept by their number.
     """
 
     max_positions: int | None = None  # length of the longest text it can draft for, if there is a limit
@@ -63,36 +64,55 @@ class Drafter(nn.Module):
     def check(self, target: RaggedModel, law: DraftLaw) -> None:
         """Raises ValueError if the drafter cannot propose to this target, or cannot draw by this law."""
 
-    def start(self, tokens: Sequence[Sequence[int]], target_cache: RaggedKVCache, handles: Sequence[int]) -> Any:
-        """State for a batch of prompts.
+    def open(self, target_cache: RaggedKVCache) -> Any:
+        """State of a batch that nobody has joined yet.
 
         Args:
-            tokens: the prompts.
-            target_cache: the target's cache, in which all but the last token of each prompt are committed.
-            handles: the samples' handles in that cache.
+            target_cache: the target's.
         """
+
+    def join(self, state: Any, sample: int, tokens: Sequence[int], handle: int) -> None:
+        """Takes in a sample whose prompt nobody has read yet.
+
+        Args:
+            state: what :meth:`open` returned.
+            sample: its number, which no other has until it leaves.
+            tokens: its prompt.
+            handle: the sample in the target's cache.
+        """
+
+    def share(self, state: Any, source: int, sample: int, tokens: int) -> None:
+        """Takes over what is known of the first tokens of another sample, with which a prompt begins, too.
+
+        The next token is the same in both texts as well, and the target reads at least one itself before the last.
+        """
+
+    def read(self, state: Any, tokens: Mapping[int, Sequence[int]]) -> None:
+        """Learns what the target has just read of prompts; it never reads their last tokens beforehand."""
+
+    def leave(self, state: Any, sample: int) -> None:
+        """Forgets a sample."""
 
     def behind(self, state: Any, context: DraftContext) -> Sequence[int]:
         """Committed tokens of every sample that it would have to read before it drafts; none for all by default."""
         return ()
 
     def propose(self, state: Any, context: DraftContext) -> DraftTree:
-        """Grows one tree per sample that is not finished."""
+        """Grows one tree per sample that takes part; a step may ask for some samples first and for others then."""
         raise NotImplementedError
 
     def commit(self, state: Any, tree: DraftTree, verdict: Verdict) -> None:
-        """Learns what became of a tree; a sample without a verdict is finished."""
+        """Learns what became of a tree and forgets the rest; without a verdict for a sample, nothing of it is kept."""
 
     def take_hidden(self, state: Any, hidden: Mapping[int, Tensor]) -> None:
-        """Receives the target's hidden states of newly committed tokens, behind :meth:`start` and :meth:`commit`.
+        """Receives the target's hidden states of tokens that it has read, or that were committed: behind both.
 
         Never called for drafters that want none.
 
         Args:
-            state: what :meth:`start` returned.
-            hidden: ``[n, F]`` by sample, those that have just finished included: the states of ``hidden_layers`` side
-                by side, of all tokens behind the last ones observed, except for the last committed one, which the
-                target has not seen yet.
+            state: what :meth:`open` returned.
+            hidden: ``[n, F]`` by sample: the states of ``hidden_layers`` side by side, of all tokens behind the last
+                ones observed, except for the last committed one, which the target has not seen yet.
         """
         raise NotImplementedError
 
@@ -216,11 +236,13 @@ def _same(row: Tensor) -> Tensor:
     return row
 
 
-def unread(cache: RaggedKVCache, handles: Sequence[int], tokens: Sequence[Sequence[int]], last: int = 0) -> list[int]:
-    """Committed tokens of every sample that a drafter's cache lacks, the ``last`` ones aside; 0 for closed ones."""
+def unread(
+    cache: RaggedKVCache, handles: Mapping[int, int], tokens: Sequence[Sequence[int]], last: int = 0
+) -> list[int]:
+    """Committed tokens of every sample that a drafter's cache lacks, the ``last`` ones aside; 0 for unknown ones."""
     return [
-        len(text) - last - cache.length(handle) if handle in cache else 0
-        for handle, text in zip(handles, tokens, strict=True)
+        max(0, len(text) - last - cache.length(handles[sample])) if sample in handles else 0
+        for sample, text in enumerate(tokens)
     ]
 
 
@@ -228,7 +250,7 @@ def plan_level(
     garden: "Garden",
     frontier: dict[int, list[int]],
     cache: RaggedKVCache,
-    handles: Sequence[int],
+    handles: Mapping[int, int],
     fed: dict[int, list[int]],
 ) -> tuple[Tensor, RaggedBatch]:
     """Plans the packed forward of the frontier nodes, behind the nodes that were fed before.
@@ -273,7 +295,7 @@ def situation_of(context: DraftContext, drafter: Drafter, group: Sequence[int]) 
     memory = [context.memory[sample] for sample in group]
     alike = 1 if context.pathwise else context.expected_batch
     behind = [context.behind[sample] for sample in group] if context.behind else []
-    left = [(context.room[sample] or 0) + 1 for sample in group]
+    left = [(context.room[sample] or 0) + 1 for sample in group] if context.closed else []
     return Situation(room, memory, alike, type(drafter).__name__, drafter.acceptance, drafter.free, behind, left)
 
 
@@ -428,7 +450,7 @@ class Garden:
             del self.tokens[sample][node], self.chances[sample][node]
 
     def tree(self) -> DraftTree:
-        """The result; every sample that is not finished has at least its root."""
+        """The result; every sample that takes part has at least its root."""
         gains: dict[int, float] = {}
         for group, plan in zip(self.groups, self.plans, strict=True):
             if plan is not None and self.law.deterministic:  # of what was drawn at random nothing is given up

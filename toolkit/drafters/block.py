@@ -23,7 +23,7 @@ from arbordraft.onnx_networks import OnnxBlock
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.stand_ins import prepack_linears
-from arbordraft.types import DraftContext, DraftTree
+from arbordraft.types import DraftContext, DraftTree, Verdict
 
 if TYPE_CHECKING:
     from arbordraft.heads.block import BlockHead
@@ -80,14 +80,13 @@ class BlockDrafter(SlotDrafter):
         check_ragged(target)
         return cls(BlockHead.from_pretrained(path, dtype=target.model.dtype, **kwargs), target)
 
-    def start(self, tokens: Sequence[Sequence[int]], target_cache: RaggedKVCache, handles: Sequence[int]) -> _State:
+    def open(self, target_cache: RaggedKVCache) -> _State:
         if isinstance(self._network, _FusedHead):
             self._network.refresh()
-        state: _State = super().start(tokens, target_cache, handles)
+        state: _State = super().open(target_cache)
         return state
 
     def propose(self, state: _State, context: DraftContext) -> DraftTree:
-        state.block = {}
         # A text of one token has no state to look ahead from: the target goes first.
         room = [
             limit if limit is None else min(limit, self.head.config.block_size) if len(tokens) > 1 else 0
@@ -107,8 +106,11 @@ class BlockDrafter(SlotDrafter):
                 return whole[0]
         return grow(context, self, lambda garden, frontier: self._run(state, garden, frontier))
 
+    def commit(self, state: _State, tree: DraftTree, verdict: Verdict) -> None:
+        state.block = {}
+
     def _run(self, state: _State, garden: Garden, frontier: dict[int, list[int]]) -> Tensor:
-        if not state.block:
+        if next(iter(frontier)) not in state.block:
             self._look_ahead(state, garden.context, list(frontier))
         places = [(sample, node) for sample, nodes in frontier.items() for node in nodes]
         depth = garden.context.topology.depth_list[places[0][1]]
@@ -132,7 +134,7 @@ class BlockDrafter(SlotDrafter):
             self._network.store(row, torch.cat([slots[h][:n] for h, n in counts.items()]), batch, cache)
             slots |= {handle: slots[handle][count:] for handle, count in counts.items()}
         levels = min(context.topology.max_depth, max(context.room[sample] or 0 for sample in samples))
-        state.block = dict(zip(samples, self._ask(cache, tokens, slots, levels), strict=True))
+        state.block |= zip(samples, self._ask(cache, tokens, slots, levels), strict=True)
         state.pending |= {sample: [] for sample in samples}
 
     def _ask(

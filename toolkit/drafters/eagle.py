@@ -76,14 +76,13 @@ class EagleDrafter(SlotDrafter):
         check_ragged(target)
         return cls(EagleHead.from_pretrained(path, dtype=target.model.dtype, **kwargs), target)
 
-    def start(self, tokens: Sequence[Sequence[int]], target_cache: RaggedKVCache, handles: Sequence[int]) -> _State:
+    def open(self, target_cache: RaggedKVCache) -> _State:
         if isinstance(self._network, FusedEagle):
             self._network.refresh()
-        state: _State = super().start(tokens, target_cache, handles)
+        state: _State = super().open(target_cache)
         return state
 
     def propose(self, state: _State, context: DraftContext) -> DraftTree:
-        state.fed, state.hidden = {}, {}
         # A text of one token has no state to start from: the target goes first.
         room = [
             limit if limit is None or len(tokens) > 1 else 0
@@ -104,8 +103,8 @@ class EagleDrafter(SlotDrafter):
         return grow(context, self, lambda garden, frontier: self._run(state, garden, frontier))
 
     def commit(self, state: _State, tree: DraftTree, verdict: Verdict) -> None:
-        super().commit(state, tree, verdict)
-        state.cache.drop([handle for handle in state.handles if handle in state.cache])
+        state.cache.drop(list(state.handles.values()))
+        state.fed, state.hidden = {}, {}
 
     def _missing(self, state: _State, context: DraftContext, samples: Sequence[int]) -> dict[int, Missing]:
         """The committed tokens of samples that the cache lacks, and the target's states beside them."""
@@ -118,7 +117,7 @@ class EagleDrafter(SlotDrafter):
         }
 
     def _run(self, state: _State, garden: Garden, frontier: dict[int, list[int]]) -> Tensor:
-        if not state.fed:
+        if next(iter(frontier)) not in state.fed:
             logits, final, out = self._catch_up(state, garden.context, list(frontier))
         else:
             parents = garden.context.topology.parent_list
@@ -150,7 +149,7 @@ class EagleDrafter(SlotDrafter):
             last |= dict(zip(part, zip(*outputs, strict=True), strict=True))
         for sample in samples:
             state.pending[sample] = []
-        state.fed = {sample: [] for sample in samples}
+        state.fed |= {sample: [] for sample in samples}
         logits, final, out = (torch.stack(rows) for rows in zip(*(last[handle] for handle in handles), strict=True))
         return logits, final, out
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class _State:
-    cache: RaggedKVCache
-    handles: Sequence[int]
+    cache: RaggedKVCache  # the target's
+    handles: dict[int, int] = field(default_factory=dict)
     fed: dict[int, list[int]] = field(default_factory=dict)
 
 
@@ -85,11 +85,17 @@ class EarlyExitDrafter(Drafter):
         if target is not self.model:
             raise ValueError("EarlyExitDrafter must be built from the target that it drafts for")
 
-    def start(self, tokens: Sequence[Sequence[int]], target_cache: RaggedKVCache, handles: Sequence[int]) -> _State:
-        return _State(target_cache, handles)
+    def open(self, target_cache: RaggedKVCache) -> _State:
+        return _State(target_cache)
+
+    def join(self, state: _State, sample: int, tokens: Sequence[int], handle: int) -> None:
+        state.handles[sample] = handle
+
+    def leave(self, state: _State, sample: int) -> None:
+        del state.handles[sample]
 
     def propose(self, state: _State, context: DraftContext) -> DraftTree:
-        state.fed = {sample: [] for sample in range(len(state.handles))}
+        state.fed = {sample: [] for sample in state.handles}  # nothing stays behind in the target's cache
         tree = grow(context, self, lambda garden, frontier: self._run(state, garden, frontier))
         state.cache.drop([state.handles[sample] for sample, nodes in state.fed.items() if nodes])
         return tree

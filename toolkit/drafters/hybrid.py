@@ -63,12 +63,31 @@ class HybridDrafter(Drafter):
         self.first.check(target, Fixed(law.k))
         self.otherwise.check(target, law)
 
-    def start(self, tokens: Sequence[Sequence[int]], target_cache: RaggedKVCache, handles: Sequence[int]) -> _State:
-        return _State(*(part.start(tokens, target_cache, handles) for part in (self.first, self.otherwise)))
+    def _parts(self, state: _State) -> tuple[tuple[Drafter, Any], tuple[Drafter, Any]]:
+        return (self.first, state.first), (self.otherwise, state.otherwise)
+
+    def open(self, target_cache: RaggedKVCache) -> _State:
+        return _State(self.first.open(target_cache), self.otherwise.open(target_cache))
+
+    def join(self, state: _State, sample: int, tokens: Sequence[int], handle: int) -> None:
+        for part, own in self._parts(state):
+            part.join(own, sample, tokens, handle)
+
+    def share(self, state: _State, source: int, sample: int, tokens: int) -> None:
+        for part, own in self._parts(state):
+            part.share(own, source, sample, tokens)
+
+    def read(self, state: _State, tokens: Mapping[int, Sequence[int]]) -> None:
+        for part, own in self._parts(state):
+            part.read(own, tokens)
+
+    def leave(self, state: _State, sample: int) -> None:
+        for part, own in self._parts(state):
+            part.leave(own, sample)
 
     def take_hidden(self, state: _State, hidden: Mapping[int, Tensor]) -> None:
         count = len(self.hidden_layers)
-        for part, own in ((self.first, state.first), (self.otherwise, state.otherwise)):
+        for part, own in self._parts(state):
             if part.hidden_layers == self.hidden_layers:  # nearly always: lookups want none
                 part.take_hidden(own, hidden)
             elif part.hidden_layers:
@@ -82,8 +101,9 @@ class HybridDrafter(Drafter):
             tree is not None and (len(tree.tokens) == 1 or tree.gain < hope)
             for tree, hope in zip(draft.samples, hopes, strict=True)
         ]
+        if not any(waits):
+            return draft
         room = [limit if waiting else None for limit, waiting in zip(context.room, waits, strict=True)]
-        # Asked even if nobody waits: it forgets what it fed in the step before.
         others = self.otherwise.propose(state.otherwise, replace(context, room=room))
         pairs = zip(draft.samples, others.samples, strict=True)
         return DraftTree(tuple(b if b is not None and len(b.tokens) > 1 else a for a, b in pairs))
@@ -98,5 +118,5 @@ class HybridDrafter(Drafter):
         return hopes
 
     def commit(self, state: _State, tree: DraftTree, verdict: Verdict) -> None:
-        self.first.commit(state.first, tree, verdict)
-        self.otherwise.commit(state.otherwise, tree, verdict)
+        for part, own in self._parts(state):
+            part.commit(own, tree, verdict)

@@ -4,7 +4,7 @@ Shapes: T packed rows, R frontier nodes, V vocabulary.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -36,8 +36,9 @@ _PLACES = ("cache_dir", "gguf_file", "local_files_only", "revision", "subfolder"
 
 @dataclass
 class _State:
+    target: RaggedKVCache
     cache: RaggedKVCache
-    handles: list[int]
+    handles: dict[int, int] = field(default_factory=dict)
     fed: dict[int, list[int]] = field(default_factory=dict)  # nodes behind the committed tokens, in cache order
 
 
@@ -114,18 +115,27 @@ class LanguageModelDrafter(Drafter):
                 "tokenizer), or pass same_tokenizer=True to LanguageModelDrafter"
             )
 
-    def start(self, tokens: Sequence[Sequence[int]], target_cache: RaggedKVCache, handles: Sequence[int]) -> _State:
-        cache = RaggedKVCache(target_cache.max_tokens)
-        state = _State(cache, [cache.open(target_cache.capacity(handle)) for handle in handles])
-        known = (self._readable(prompt[:-1]).tolist() for prompt in tokens)
-        self.model.prefill(dict(zip(state.handles, known, strict=True)), cache)
-        return state
+    def open(self, target_cache: RaggedKVCache) -> _State:
+        return _State(target_cache, RaggedKVCache(target_cache.max_tokens))
+
+    def join(self, state: _State, sample: int, tokens: Sequence[int], handle: int) -> None:
+        state.handles[sample] = state.cache.open(state.target.capacity(handle))
+
+    def share(self, state: _State, source: int, sample: int, tokens: int) -> None:
+        filled = min(tokens, state.cache.length(state.handles[source]))
+        state.cache.share(state.handles[source], state.handles[sample], filled)
+
+    def read(self, state: _State, tokens: Mapping[int, Sequence[int]]) -> None:
+        known = {state.handles[sample]: self._readable(part).tolist() for sample, part in tokens.items()}
+        self.model.prefill(known, state.cache)
+
+    def leave(self, state: _State, sample: int) -> None:
+        state.cache.close(state.handles.pop(sample))
 
     def behind(self, state: _State, context: DraftContext) -> Sequence[int]:
         return unread(state.cache, state.handles, context.tokens)
 
     def propose(self, state: _State, context: DraftContext) -> DraftTree:
-        state.fed = {}
         context = replace(context, behind=self.behind(state, context))
         fused = self._in_one_call()
         if fused is not None and context.vocab_size in (None, self.model.vocab_size):
@@ -140,8 +150,9 @@ class LanguageModelDrafter(Drafter):
 
             able = [sample for sample, room in enumerate(context.room) if room]
             if (whole := grow_whole(context, self, able, run)) is not None:
-                tree, state.fed = whole
-                for sample, nodes in state.fed.items():
+                tree, fed = whole
+                state.fed |= fed
+                for sample, nodes in fed.items():
                     depths = [context.topology.depth_list[node] - 1 for node in nodes]
                     state.cache.wrote(state.handles[sample], depths)
                 return tree
@@ -149,14 +160,12 @@ class LanguageModelDrafter(Drafter):
 
     def commit(self, state: _State, tree: DraftTree, verdict: Verdict) -> None:
         kept: dict[int, list[int]] = {}
-        for sample, (handle, judged) in enumerate(zip(state.handles, verdict.samples, strict=True)):
-            if judged is not None:
-                fed = state.fed.get(sample, [])
-                # A leaf was never fed: the next catch-up brings it.
-                kept[handle] = [fed.index(node) for node in judged.path if node in fed]
-            elif handle in state.cache:
-                state.cache.close(handle)
+        for sample, handle in state.handles.items():
+            judged, fed = verdict.samples[sample], state.fed.get(sample, [])
+            # A leaf was never fed: the next catch-up brings it.
+            kept[handle] = [] if judged is None else [fed.index(node) for node in judged.path if node in fed]
         state.cache.commit(kept)
+        state.fed = {}
 
     def _in_one_call(self) -> DraftRun | None:
         if not isinstance(self.model, RaggedModel) or self.model.backend != "native":
@@ -166,7 +175,7 @@ class LanguageModelDrafter(Drafter):
         return self._fused[1]
 
     def _run(self, state: _State, garden: Garden, frontier: dict[int, list[int]]) -> Tensor:
-        if not state.fed:
+        if next(iter(frontier)) not in state.fed:
             return self._catch_up(state, garden.context, list(frontier))
         tokens, batch = plan_level(garden, frontier, state.cache, state.handles, state.fed)
         return self._fitted(self.model(self._readable(tokens), batch, state.cache), garden.context)
@@ -183,7 +192,7 @@ class LanguageModelDrafter(Drafter):
         packed = self._readable([token for tokens in missing for token in tokens])
         logits = self.model(packed, batch, state.cache, rows=last)
         state.cache.commit({handle: range(len(tokens)) for handle, tokens in zip(handles, missing, strict=True)})
-        state.fed = {sample: [] for sample in samples}
+        state.fed |= {sample: [] for sample in samples}
         return self._fitted(logits, context)
 
     def _readable(self, tokens: Tensor | Sequence[int]) -> Tensor:

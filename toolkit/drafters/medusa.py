@@ -4,7 +4,7 @@ Shapes: R frontier nodes, F hidden states side by side, H hidden size, V vocabul
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from arbordraft.kernels.draft_tree import Drafted, Draws, Growth, draft_from_row
 from arbordraft.onnx_networks import OnnxMedusa
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
-from arbordraft.types import DraftContext, DraftTree
+from arbordraft.types import DraftContext, DraftTree, Verdict
 
 if TYPE_CHECKING:
     from arbordraft.heads.medusa import MedusaHead
@@ -69,14 +69,16 @@ class MedusaDrafter(HeadDrafter):
         check_ragged(target)
         return cls(MedusaHead.from_pretrained(path, dtype=target.model.dtype, **kwargs), target)
 
-    def start(self, tokens: Sequence[Sequence[int]], target_cache: RaggedKVCache, handles: Sequence[int]) -> _State:
+    def open(self, target_cache: RaggedKVCache) -> _State:
         return _State()
+
+    def leave(self, state: _State, sample: int) -> None:
+        state.seen.pop(sample, None)
 
     def take_hidden(self, state: _State, hidden: Mapping[int, Tensor]) -> None:
         state.seen |= {sample: states[-1] for sample, states in hidden.items()}
 
     def propose(self, state: _State, context: DraftContext) -> DraftTree:
-        state.prepared = {}
         heads = self.head.config.num_heads
         # A text of one token has no state to look ahead from: the target goes first.
         room = [
@@ -93,6 +95,9 @@ class MedusaDrafter(HeadDrafter):
             if (whole := grow_whole(context, self, able, run)) is not None:
                 return whole[0]
         return grow(context, self, lambda garden, frontier: self._run(state, garden, frontier))
+
+    def commit(self, state: _State, tree: DraftTree, verdict: Verdict) -> None:
+        state.prepared = {}
 
     @torch.no_grad()
     def _drafted(
@@ -114,9 +119,9 @@ class MedusaDrafter(HeadDrafter):
     def _run(self, state: _State, garden: Garden, frontier: dict[int, list[int]]) -> Tensor:
         """``[R, V]``: the row of every sample, once for each of its nodes."""
         depth = garden.context.topology.depth_list[next(iter(frontier.values()))[0]]
-        if not state.prepared:
+        if next(iter(frontier)) not in state.prepared:
             prepared = self.head.prepare(torch.stack([state.seen[sample] for sample in frontier]))
-            state.prepared = dict(zip(frontier, prepared, strict=True))
+            state.prepared |= zip(frontier, prepared, strict=True)
         rows = self.head.logits(torch.stack([state.prepared[sample] for sample in frontier]), depth)
         nodes = torch.tensor([len(nodes) for nodes in frontier.values()], device=self.target.device)
         return self.head.widen(rows).repeat_interleave(nodes, dim=0)

@@ -111,8 +111,8 @@ class _Odds:
 
 @dataclass
 class _State:
-    texts: list[_Text]
-    odds: list[_Odds]
+    texts: dict[int, _Text] = field(default_factory=dict)
+    odds: dict[int, _Odds] = field(default_factory=dict)
     # What was just looked up for every sample: the guesses below a node, each with its child.
     guesses: dict[int, dict[int, list[tuple[int, Guess]]]] = field(default_factory=dict)
 
@@ -153,12 +153,18 @@ class NGramDrafter(Drafter):
         if not law.deterministic:
             raise ValueError(f"n-gram lookups are certain, not drawn by {law}; couple them as Fixed({law.k})")
 
-    def start(self, tokens: Sequence[Sequence[int]], target_cache: RaggedKVCache, handles: Sequence[int]) -> _State:
-        return _State([_Text(prompt) for prompt in tokens], [_Odds() for _ in tokens])
+    def open(self, target_cache: RaggedKVCache) -> _State:
+        return _State()
+
+    def join(self, state: _State, sample: int, tokens: Sequence[int], handle: int) -> None:
+        state.texts[sample], state.odds[sample] = _Text(tokens), _Odds()
+
+    def leave(self, state: _State, sample: int) -> None:
+        del state.texts[sample], state.odds[sample]
 
     def propose(self, state: _State, context: DraftContext) -> DraftTree:
         garden = Garden(context, Fixed(context.law.k), self)
-        state.guesses = {sample: {} for sample in garden.alive}
+        state.guesses |= {sample: {} for sample in garden.alive}
         places: dict[tuple[int, int], Places] = {}
         parents = context.topology.parent_list
         for depth in range(context.topology.max_depth):
@@ -185,6 +191,7 @@ class NGramDrafter(Drafter):
                 tokens = [*(drafted.tokens[node] for node in judged.path), judged.token]
                 self._learn(state.odds[sample], state.guesses.get(sample, {}), tokens)
                 state.texts[sample].extend(tokens)
+        state.guesses = {}
 
     @staticmethod
     def _learn(odds: _Odds, guesses: dict[int, list[tuple[int, Guess]]], tokens: Sequence[int]) -> None:

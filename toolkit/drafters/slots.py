@@ -4,15 +4,16 @@ Shapes: F hidden states side by side.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from arbordraft.drafters.base import HeadDrafter, unread
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
-from arbordraft.types import DraftContext, DraftTree, Verdict
+from arbordraft.types import DraftContext
 
 
 @dataclass
@@ -20,14 +21,16 @@ class SlotState:
     """Of a batch.
 
     Args:
+        target: the target's cache.
         cache: the drafter's slots.
-        handles: the samples' handles in it.
+        handles: the samples in it.
         pending: target states whose slots the cache lacks, ``[n, F]`` each.
     """
 
+    target: RaggedKVCache
     cache: RaggedKVCache
-    handles: list[int]
-    pending: dict[int, list[Tensor]]
+    handles: dict[int, int] = field(default_factory=dict)
+    pending: dict[int, list[Tensor]] = field(default_factory=dict)
 
 
 class SlotDrafter(HeadDrafter):
@@ -45,21 +48,26 @@ class SlotDrafter(HeadDrafter):
         self.hidden_layers = tuple(head.config.hidden_layers or ())
         self.max_positions = head.config.max_position_embeddings
 
-    def start(self, tokens: Sequence[Sequence[int]], target_cache: RaggedKVCache, handles: Sequence[int]) -> Any:
-        cache = RaggedKVCache(target_cache.max_tokens)
-        ours = [cache.open(target_cache.capacity(handle)) for handle in handles]
-        return self.state_class(cache, ours, {sample: [] for sample in range(len(tokens))})
+    def open(self, target_cache: RaggedKVCache) -> Any:
+        return self.state_class(target_cache, RaggedKVCache(target_cache.max_tokens))
+
+    def join(self, state: Any, sample: int, tokens: Sequence[int], handle: int) -> None:
+        state.handles[sample] = state.cache.open(state.target.capacity(handle))
+        state.pending[sample] = []
+
+    def share(self, state: Any, source: int, sample: int, tokens: int) -> None:
+        filled = min(tokens, state.cache.length(state.handles[source]))
+        state.cache.share(state.handles[source], state.handles[sample], filled)
+        if filled < tokens:
+            state.pending[sample] = [torch.cat(state.pending[source])[: tokens - filled]]
+
+    def leave(self, state: Any, sample: int) -> None:
+        state.cache.close(state.handles.pop(sample))
+        del state.pending[sample]
 
     def take_hidden(self, state: Any, hidden: Mapping[int, Tensor]) -> None:
         for sample, states in hidden.items():
-            if sample in state.pending:
-                state.pending[sample].append(states)
+            state.pending[sample].append(states)
 
     def behind(self, state: Any, context: DraftContext) -> Sequence[int]:
         return unread(state.cache, state.handles, context.tokens, 1)
-
-    def commit(self, state: Any, tree: DraftTree, verdict: Verdict) -> None:
-        for sample, (handle, judged) in enumerate(zip(state.handles, verdict.samples, strict=True)):
-            if judged is None and handle in state.cache:
-                state.cache.close(handle)
-                del state.pending[sample]

@@ -43,9 +43,7 @@ def grow_whole(
         draws, and processors that do more than divide by a temperature.
     """
     told = context.candidates is None and context.law.deterministic and context.pathwise
-    if not told or context.temperature is None or not usable():
-        return None
-    if context.noise is None and context.temperature != 1:  # it changes no token, but how likely they are
+    if not told or context.temperatures is None or not usable():
         return None
     garden = Garden(context, context.law, drafter)
     plans = [plan for plan in garden.plans if plan is not None]
@@ -90,8 +88,9 @@ def _draws(context: DraftContext, samples: Sequence[int]) -> Draws | None:
     noise = context.noise
     if not isinstance(noise, GumbelNoise):
         return None
-    seeds, positions = noise.source.keys([(sample, noise.lengths[sample]) for sample in samples])
-    return Draws(seeds, positions, context.temperature or 1.0)
+    seeds = torch.tensor([source.seed if (source := noise.sources[sample]) else 0 for sample in samples])
+    positions = torch.tensor([noise.lengths[sample] for sample in samples])
+    return Draws(seeds, positions, [context.temperatures[sample] for sample in samples])  # type: ignore[index]
 
 
 def feed(

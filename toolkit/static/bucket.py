@@ -133,7 +133,7 @@ class Bucket:
         self._fill_rows(into, tree, batch, noise if isinstance(noise, Noise) else None, dummy)
         self._fill_samples(into, tree, batch, dummy)
         if isinstance(noise, GumbelNoise):
-            into.seeds[: len(tree.samples)] = noise.source.seeds
+            into.seeds[: len(tree.samples)] = [source.seed if source else 0 for source in noise.sources]
         return self._fill_nodes(into, tree)
 
     def _fill_rows(

@@ -44,6 +44,10 @@ class StaticCache(RaggedKVCache):
         self.dummy = self.open(1 + rows)
 
     @property
+    def reserved(self) -> int:
+        return self.capacity(self.dummy)
+
+    @property
     def dummy_start(self) -> int:
         """The dummy's first pool row."""
         return self._slabs[self.dummy].start

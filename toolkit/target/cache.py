@@ -47,6 +47,11 @@ class RaggedKVCache(nn.Module):
         self._rows = 0  # rows of every pool
         self._next = 0
 
+    @property
+    def reserved(self) -> int:
+        """Rows that no sample can have."""
+        return 0
+
     def open(self, tokens: int = 0) -> int:
         """Adds a sample with room for ``tokens`` rows and returns its handle.
 
@@ -57,6 +62,27 @@ class RaggedKVCache(nn.Module):
         capacity = max(tokens, 1)
         self._slabs[sample] = _Slab(self._allocate(capacity), capacity)
         return sample
+
+    def share(self, source: int, sample: int, tokens: int) -> None:
+        """Copies the first committed rows of one sample into another, which is empty and has room for them.
+
+        Args:
+            source: handle of the one.
+            sample: handle of the other.
+            tokens: how many rows.
+
+        Raises:
+            ValueError: if there are not as many, the other is not empty or has no room.
+        """
+        ours, theirs = self._slabs[sample], self._slabs[source]
+        if not 0 <= tokens <= min(theirs.length, ours.capacity) or ours.length or ours.tree_positions:
+            raise ValueError(
+                f"cannot copy {tokens} of {theirs.length} rows to a sample with {ours.length} and room for "
+                f"{ours.capacity}"
+            )
+        for pool in self._pools():
+            pool[ours.start : ours.start + tokens] = pool[theirs.start : theirs.start + tokens]
+        ours.length = tokens
 
     def __contains__(self, sample: object) -> bool:
         return sample in self._slabs

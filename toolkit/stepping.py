@@ -1,0 +1,563 @@
+"""One step of decoding, which reads as the algorithm.
+
+Shapes: B samples, n_b nodes of sample b, T = sum of n_b packed rows, R of them, V vocabulary.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from arbordraft.checks import instance, whole
+from arbordraft.coupling import Coupling
+from arbordraft.deciders import Decider, FixedDepth
+from arbordraft.drafters import Drafter, LanguageModelDrafter
+from arbordraft.kernels.ragged_tree_attention import RaggedBatch
+from arbordraft.kernels.verify import row_max
+from arbordraft.laws import Fixed
+from arbordraft.masks import SlicedCausalMask, stack_words
+from arbordraft.metrics import DecodeStats
+from arbordraft.processors import Warp, widened
+from arbordraft.sampling import GumbelNoise, MixedRows, Noise, SoftmaxRows
+from arbordraft.state import DecodeState, Emission, Sample, SampleError, logprobs_of
+from arbordraft.static.runner import StaticStepping
+from arbordraft.target.cache import RaggedKVCache
+from arbordraft.target.model import RaggedModel
+from arbordraft.topology import TreeTopology
+from arbordraft.types import DraftContext, DraftTree, SampleTree, SampleVerdict, Verdict
+from arbordraft.verifiers import matching_verdict
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_CHUNK = 2048  # rows of a forward over prompts, which bounds its memory
+
+
+class Stepper(nn.Module):
+    """The parts of a decoder, assembled: takes a batch a step further, whatever its samples want.
+
+    Its arguments are those of :class:`~arbordraft.SpeculativeDecoder`.
+    """
+
+    def __init__(
+        self,
+        target: "RaggedModel | PreTrainedModel",
+        drafter: "Drafter | RaggedModel | PreTrainedModel",
+        topology: TreeTopology | None = None,
+        coupling: Coupling | None = None,
+        decider: Decider | None = None,
+        *,
+        expected_batch: int = 1,
+        max_cache_tokens: int | None = None,
+        buckets: Sequence[int] | None = None,
+        compiler: str | None = None,
+    ) -> None:
+        super().__init__()
+        target, drafter = wrapped(target), as_drafter(drafter)
+        topology = drafter.default_topology() if topology is None else topology
+        instance("topology", topology, TreeTopology)
+        coupling = Coupling.of(drafter.default_law(topology.width)) if coupling is None else coupling
+        instance("coupling", coupling, Coupling)
+        decider = FixedDepth() if decider is None else decider
+        instance("decider", decider, Decider)
+        if max_cache_tokens is not None:
+            max_cache_tokens = whole("max_cache_tokens", max_cache_tokens, 1)
+        drafter.check(target, coupling.law)
+        coupling.check(topology)
+        for law in drafter.laws(coupling.law):
+            if not coupling.verifier.supports(law):
+                raise ValueError(f"{drafter} also proposes by {law}, for which {coupling.verifier} is not valid")
+        if decider.anticipating and not coupling.verifier.shared:
+            raise ValueError(
+                f"{decider} looks at tokens that are still to be verified, which would bias the output unless target "
+                "and drafter share their noise: Coupling.shared(k)"
+            )
+        self.target: RaggedModel = target
+        self.drafter: Drafter = drafter
+        self.topology = topology
+        self.mask = SlicedCausalMask(topology)
+        self.coupling = coupling
+        self.decider = decider
+        self.expected_batch = whole("expected_batch", expected_batch, 1)
+        self.max_cache_tokens = max_cache_tokens
+        self.on_step: Callable[[DecodeState, DraftTree, Verdict], None] | None = None
+        if compiler is not None and buckets is None:
+            raise ValueError("compiler is for steps of fixed shapes: say which, with buckets=(8, 16, 32, 64)")
+        self.static = None
+        if buckets is not None:
+            self.static = StaticStepping(target, drafter, topology, coupling, buckets, compiler)
+
+    def open(self, samples: int, max_tokens: int | None = None, *, closed: bool = False) -> DecodeState:
+        """A batch that nobody has joined yet.
+
+        Args:
+            samples: how many there will be at a time, at most.
+            max_tokens: bound on the rows of each KV cache; by default the decoder's own.
+            closed: whether all of them are there from the start and none follows: then it counts who ends last.
+        """
+        cache = self._open_cache(samples, self.max_cache_tokens if max_tokens is None else max_tokens)
+        stats = DecodeStats(self.coupling.exactness.value, [0], [0])
+        return DecodeState(cache, self.drafter.open(cache), stats, closed=closed)
+
+    def close(self, state: DecodeState) -> None:
+        """Ends a batch."""
+        for sample in state.samples:
+            if sample is not None:
+                self.leave(state, sample)
+        if self.static is not None:
+            self.static.close(state.cache)
+
+    def _open_cache(self, samples: int, max_tokens: int | None) -> RaggedKVCache:
+        if self.static is not None:
+            return self.static.open(samples, max_tokens)
+        return RaggedKVCache(max_tokens)
+
+    def check(self, sample: Sample) -> None:
+        """Raises ValueError if a sample wants what this decoder's kind of steps cannot do."""
+        if self.static is not None:
+            self.static.check(sample.warp, sample.greedy)
+            if sample.logprobs is not None:
+                raise ValueError("steps of fixed shapes download no log-probabilities: build it with buckets=None")
+
+    def join(self, state: DecodeState, sample: Sample, rows: int) -> None:
+        """Takes in a sample whose prompt is still to be read.
+
+        Args:
+            state: the batch.
+            sample: gets a number and a place in the cache.
+            rows: cache rows to set aside for it; it gets more as it needs them, if there are.
+
+        Raises:
+            CacheOverflow: if there are not as many rows left; nothing has changed then.
+        """
+        sample.handle = state.cache.open(rows)
+        sample.memory = self.decider.start()
+        state.enter(sample)
+        try:
+            self.drafter.join(state.drafts, sample.number, sample.tokens, sample.handle)
+        except BaseException:
+            state.cache.close(sample.handle)
+            state.samples[sample.number] = None
+            raise
+
+    def share(self, state: DecodeState, source: Sample, sample: Sample, tokens: int) -> None:
+        """Copies what is known of a prompt's first tokens from another sample, instead of reading them.
+
+        Args:
+            state: the batch.
+            source: begins with the same ``tokens + 1`` tokens, and has read ``tokens`` of them.
+            sample: has read none; at least one is left to read before the last.
+            tokens: how many.
+        """
+        state.cache.share(source.handle, sample.handle, tokens)
+        self.drafter.share(state.drafts, source.number, sample.number, tokens)
+        sample.unread -= tokens
+
+    def read(self, state: DecodeState, tokens: Mapping[int, int]) -> None:
+        """Lets the target read some more of prompts.
+
+        Args:
+            state: the batch.
+            tokens: how many, by the sample's number; at most what each has not read yet.
+        """
+        with state.stats.phase("prefill"):
+            parts: dict[int, list[int]] = {}
+            for number, count in tokens.items():
+                sample = state[number]
+                done = sample.prompt - 1 - sample.unread
+                parts[number] = sample.tokens[done : done + count]
+            handles = {number: state[number].handle for number in parts}
+            hidden = self.target.prefill(
+                {handles[number]: part for number, part in parts.items()},
+                state.cache,
+                chunk=_CHUNK,
+                hidden=self.drafter.hidden_layers,
+            )
+            if self.drafter.hidden_layers:
+                seen = {number: hidden[handle] for number, handle in handles.items() if handle in hidden}
+                self.drafter.take_hidden(state.drafts, seen)
+            self.drafter.read(state.drafts, parts)
+            for number, part in parts.items():
+                state[number].unread -= len(part)
+
+    def leave(self, state: DecodeState, sample: Sample) -> None:
+        """Gives back all that a sample holds."""
+        self.drafter.leave(state.drafts, sample.number)
+        state.cache.close(sample.handle)
+        state.samples[sample.number] = None
+
+    def step(self, state: DecodeState) -> Verdict:
+        """One round: draft a tree per sample, run the target once over all of them, keep what it accepts.
+
+        Args:
+            state: advanced in place; every active sample gains at least one token.
+
+        Raises:
+            SampleError: if a sample's own processors fail; nothing was committed then, and the step can be taken
+                again without that sample.
+        """
+        cohorts = self._cohorts(state)
+        if self.static is not None:
+            return self._static_step(self.static, state, cohorts)
+        noises = [self._noise(state, cohort) for cohort in cohorts]
+        try:
+            with state.stats.phase("draft"):
+                tree = _joined(
+                    [
+                        self.drafter.propose(state.drafts, self._context(state, cohort, noise))
+                        for cohort, noise in zip(cohorts, noises, strict=True)
+                    ]
+                )
+            with state.stats.phase("target"):
+                logits, hidden = self._run_target(state, tree)
+            with state.stats.phase("verify"):
+                tree, logits, hidden, best = self._drop_failed(state, tree, logits, hidden)
+                verdict = self._judge_all(state, cohorts, noises, tree, logits, best)
+        except BaseException:
+            self._take_back(state)
+            raise
+        with state.stats.phase("commit"):
+            shares, own = hidden.split(tree.lengths), logits.split(tree.lengths)
+            self._commit(state, tree, verdict, lambda number, path: shares[number][path], state.cache.commit, own)
+        return verdict
+
+    def _cohorts(self, state: DecodeState) -> list[list[Sample]]:
+        """The active samples, those together that are drafted for and judged in the same way."""
+        cohorts: dict[Any, list[Sample]] = {}
+        for sample in state.active:
+            if self.static is not None:
+                kind: Any = sample.greedy, sample.warp.constants
+            elif self.coupling.verifier.shared:
+                kind = self._temperature(sample) is None  # whether drafting calls processors
+            else:
+                kind = sample.greedy, self._temperature(sample) is None
+            cohorts.setdefault(kind, []).append(sample)
+        return list(cohorts.values())
+
+    def _temperature(self, sample: Sample) -> float | None:
+        """All that processors do to draft scores: a division; 0 for none, where nothing is drawn."""
+        if sample.greedy:
+            return 0.0 if sample.warp.temperature == 1 else None
+        return sample.warp.untruncated_temperature if self.coupling.verifier.shared else sample.warp.temperature
+
+    def _noise(self, state: DecodeState, cohort: Sequence[Sample]) -> Noise | GumbelNoise | None:
+        if all(sample.greedy for sample in cohort):
+            return None
+        if self.coupling.verifier.shared:
+            lengths = [len(sample.tokens) if sample else 0 for sample in state.samples]
+            sources = [None] * len(lengths)
+            for sample in cohort:
+                if not sample.greedy:
+                    sample.shared.forget(len(sample.tokens))
+                    sources[sample.number] = sample.shared  # type: ignore[call-overload]
+            return GumbelNoise(sources, lengths)
+        drawn = [None] * len(state.samples)
+        for sample in cohort:
+            drawn[sample.number] = sample.uniforms(self.topology.num_nodes)  # type: ignore[call-overload]
+        return Noise.of(drawn, self.topology.num_nodes)
+
+    def _static_step(self, static: StaticStepping, state: DecodeState, cohorts: Sequence[Sequence[Sample]]) -> Verdict:
+        """The same in fixed shapes, cohort by cohort; forward, verification and compaction are one phase."""
+        verdicts: list[SampleVerdict | None] = [None] * len(state.samples)
+        for cohort in cohorts:
+            noise = self._noise(state, cohort)
+            with state.stats.phase("draft"):
+                tree = self.drafter.propose(state.drafts, self._context(state, cohort, noise))
+            with state.stats.phase("target"):
+                result = static(tree, self._plan(state, tree), noise, state.cache, cohort[0].warp)
+                state.stats.count_padding(result.rows - sum(tree.lengths))
+            with state.stats.phase("commit"):
+                self._give_up(state, result.failed)
+                accepted = result.hidden  # of roots and paths already
+                self._commit(
+                    state,
+                    tree,
+                    result.verdict,
+                    lambda number, path, accepted=accepted: accepted[number, : len(path)],  # type: ignore[misc]
+                    state.cache.advance,
+                )
+            for sample in cohort:
+                verdicts[sample.number] = result.verdict.samples[sample.number]
+        return Verdict(tuple(verdicts))
+
+    def _take_back(self, state: DecodeState) -> None:
+        """Forgets what a step has written that did not come to its end."""
+        active = state.active
+        state.cache.drop([sample.handle for sample in active])
+        nothing = (None,) * len(state.samples)
+        self.drafter.commit(state.drafts, DraftTree(nothing), Verdict(nothing))
+
+    def _context(self, state: DecodeState, cohort: Sequence[Sample], noise: Noise | GumbelNoise | None) -> DraftContext:
+        shared = self.coupling.verifier.shared
+        greedy = noise is None
+        room: list[int | None] = [None] * len(state.samples)
+        temperatures = [0.0] * len(state.samples)
+        told = True
+        for sample in cohort:
+            # The last token of a verdict is not drafted, so a tree need not be deeper than the budget less one.
+            room[sample.number] = sample.budget - 1
+            temperature = self._temperature(sample)
+            told = told and temperature is not None
+            temperatures[sample.number] = temperature or 0.0
+        return DraftContext(
+            tokens=[sample.tokens if sample else () for sample in state.samples],
+            room=room,
+            topology=self.topology,
+            mask=self.mask,
+            law=Fixed(self.coupling.law.k) if greedy else self.coupling.law,
+            pathwise=greedy or shared,
+            warp=lambda logits, place_of: self._warped(state, logits, place_of),
+            temperatures=temperatures if told else None,
+            plan=self.decider.plan,
+            decide=self.decider,
+            memory=[sample.memory if sample else None for sample in state.samples],
+            noise=noise,
+            expected_batch=self.expected_batch,
+            vocab_size=self.target.vocab_size,
+            closed=state.closed,
+        )
+
+    def _warped(
+        self, state: DecodeState, logits: Tensor, place_of: Callable[[int], tuple[int, Sequence[int]]]
+    ) -> Tensor:
+        """Draft logits, put through their samples' processors."""
+        owners = [state[place_of(row)[0]] for row in range(len(logits))]
+        shared = self.coupling.verifier.shared
+
+        def process(logits: Tensor, rows: Sequence[int], warp: Warp) -> Tensor:
+            truncated = warp.untruncated if shared and not owners[rows[0]].greedy else warp
+            return truncated(
+                logits,
+                lambda row: owners[rows[row]].path(place_of(rows[row])[1]),
+                lambda row: owners[rows[row]].padding,
+            )
+
+        kinds = _alike(owners)
+        if len(kinds) == 1:
+            return _blamed(process, logits, range(len(owners)), owners)
+        scores = widened(logits).clone()
+        for rows in kinds.values():
+            scores[rows] = _blamed(process, logits[rows], rows, owners)
+        return scores
+
+    def _plan(self, state: DecodeState, tree: DraftTree) -> RaggedBatch:
+        depths = self.topology.depth_list
+        living = [(state[number], drafted) for number, drafted in enumerate(tree.samples) if drafted]
+        batch = state.cache.plan(
+            [sample.handle for sample, _ in living],
+            [[depths[node] for node in drafted.tokens] for _, drafted in living],
+            stack_words([self.mask.select(list(drafted.tokens), list(drafted.tokens)) for _, drafted in living]),
+        )
+        needed = sum(len(sample.tokens) - 1 + len(drafted.tokens) for sample, drafted in living)
+        state.stats.count_forward(batch, rows=sum(tree.lengths), keys=needed)
+        return batch
+
+    def _run_target(self, state: DecodeState, tree: DraftTree) -> tuple[Tensor, Tensor]:
+        batch = self._plan(state, tree)
+        return self.target.run(tree.packed_tokens(), batch, state.cache, hidden=self.drafter.hidden_layers)
+
+    def _drop_failed(
+        self, state: DecodeState, tree: DraftTree, logits: Tensor, hidden: Tensor
+    ) -> tuple[DraftTree, Tensor, Tensor, Tensor]:
+        """Ends samples whose logits are not numbers, so that they cannot disturb or lose the others.
+
+        Returns:
+            What is left of the tree, its logits and hidden states, and the most probable tokens, which came up on the
+            way.
+        """
+        highest, best = row_max(logits)
+        # NaN and +inf reach the maximum; -inf alone is a banned token. Plain numbers: an operator takes longer.
+        sound = [math.isfinite(value) for value in highest.tolist()]
+        if all(sound):
+            return tree, logits, hidden, best
+        owner = [number for number, _, _ in tree.rows()]
+        failed = {number for number, good in zip(owner, sound, strict=True) if not good}
+        self._give_up(state, sorted(failed))
+        kept = torch.tensor([number not in failed for number in owner])
+        samples = (None if number in failed else sample for number, sample in enumerate(tree.samples))
+        return DraftTree(tuple(samples)), logits[kept], hidden[kept], best[kept]
+
+    def _give_up(self, state: DecodeState, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            state[number].fail(FloatingPointError("the target's logits are NaN or infinite"))
+            state.cache.drop([state[number].handle])
+
+    def _judge_all(
+        self,
+        state: DecodeState,
+        cohorts: Sequence[Sequence[Sample]],
+        noises: Sequence[Noise | GumbelNoise | None],
+        tree: DraftTree,
+        logits: Tensor,
+        best: Tensor,
+    ) -> Verdict:
+        if len(cohorts) == 1:
+            return self._judge(state, tree, logits, best, noises[0])
+        owner = [number for number, _, _ in tree.rows()]
+        verdicts: list[SampleVerdict | None] = [None] * len(tree.samples)
+        for cohort, noise in zip(cohorts, noises, strict=True):
+            numbers = {sample.number for sample in cohort}
+            part = DraftTree(tuple(one if number in numbers else None for number, one in enumerate(tree.samples)))
+            rows = torch.tensor([row for row, number in enumerate(owner) if number in numbers], dtype=torch.int64)
+            judged = self._judge(state, part, logits[rows], best[rows], noise)
+            for number in numbers:
+                verdicts[number] = judged.samples[number]
+        return Verdict(tuple(verdicts))
+
+    def _judge(
+        self, state: DecodeState, tree: DraftTree, logits: Tensor, best: Tensor, noise: Noise | GumbelNoise | None
+    ) -> Verdict:
+        target = self._target_rows(state, tree, logits, best)
+        if noise is not None:
+            return self.coupling(tree, target, noise)
+        return matching_verdict(tree, lambda rows, _: target.most_probable(rows))
+
+    def _target_rows(self, state: DecodeState, tree: DraftTree, logits: Tensor, best: Tensor) -> SoftmaxRows:
+        """The target's rows, put through the samples' processors where they are read, each along its own path."""
+        places = list(tree.rows())
+        owners = [state[number] for number, _, _ in places]
+        kinds = _alike(owners)
+        made = [self._rows_of(tree, places, owners, owners[rows[0]], logits, best) for rows in kinds.values()]
+        if len(made) == 1:
+            return made[0]
+        kind_of = [0] * len(places)
+        for kind, rows in enumerate(kinds.values()):
+            for row in rows:
+                kind_of[row] = kind
+        return MixedRows(made, kind_of)
+
+    @staticmethod
+    def _rows_of(
+        tree: DraftTree,
+        places: Sequence[tuple[int, int, int]],
+        owners: Sequence[Sample],
+        sample: Sample,
+        logits: Tensor,
+        best: Tensor,
+    ) -> SoftmaxRows:
+        """Rows of which some are processed as this sample's."""
+        warp, best_of = sample.warp, best if sample.greedy else None
+        if (temperature := warp.temperature) is not None:
+            return SoftmaxRows(logits, temperature=temperature, best=best_of)
+
+        def along_paths(processing: Callable[..., Any]) -> Callable[[Tensor, Sequence[int]], Any]:
+            def process(logits: Tensor, rows: Sequence[int], _: Warp) -> Any:
+                def path_of(index: int) -> list[int]:
+                    number, node, _ = places[rows[index]]
+                    return owners[rows[index]].path(tree.samples[number].path(node))  # type: ignore[union-attr]
+
+                return processing(logits, path_of, lambda index: owners[rows[index]].padding)
+
+            return lambda logits, rows: _blamed(process, logits, rows, owners)
+
+        return SoftmaxRows(logits, along_paths(warp), along_paths(warp.trimmed), best=best_of)
+
+    def _commit(
+        self,
+        state: DecodeState,
+        tree: DraftTree,
+        verdict: Verdict,
+        accepted: Callable[[int, list[int]], Tensor],
+        keep: Callable[[Mapping[int, Sequence[int]]], None],
+        logits: Sequence[Tensor] = (),
+    ) -> None:
+        """Takes over what was accepted.
+
+        Args:
+            state: the batch.
+            tree: the drafts.
+            verdict: what became of them.
+            accepted: the hidden states of some of a sample's rows, which begin with its root and follow its path.
+            keep: commits rows of the cache.
+            logits: ``[n_b, V]`` of every sample.
+        """
+        if self.on_step is not None:
+            self.on_step(state, tree, verdict)
+        kept: dict[int, list[int]] = {}
+        seen: dict[int, Tensor] = {}
+        remaining: list[SampleVerdict | None] = []
+        for number, (drafted, judged) in enumerate(zip(tree.samples, verdict.samples, strict=True)):
+            remaining.append(None)
+            if drafted is None or judged is None:
+                continue
+            sample = state[number]
+            nodes = list(drafted.tokens)
+            path = [0, *(nodes.index(node) for node in judged.path)]
+            tokens = [*(drafted.tokens[node] for node in judged.path), judged.token]
+            found = None
+            if sample.logprobs is not None:
+                found = logprobs_of(logits[number][path], tokens, sample.logprobs)
+            emitted = sample.append(Emission(tokens, drafted, judged, found))
+            seen[number] = accepted(number, path[:emitted])
+            state.stats.record(drafted, judged, emitted)
+            sample.forwards += 1
+            self.decider.learn(sample.memory, drafted.outcome(judged))
+            remaining[number] = judged if emitted == len(tokens) else _cut(drafted, judged, emitted)
+            kept[sample.handle] = path[:emitted]
+        keep(kept)
+        self.drafter.commit(state.drafts, tree, Verdict(tuple(remaining)))
+        if self.drafter.hidden_layers and seen:
+            self.drafter.take_hidden(state.drafts, seen)
+
+    def check_positions(self, longest: int, budget: int) -> None:
+        """Raises ValueError if a prompt with its answer is too long for a part."""
+        for part, limit in (("target", self.target.max_positions), ("drafter", self.drafter.max_positions)):
+            if limit is not None and longest + budget > limit:
+                raise ValueError(
+                    f"a prompt of {longest} tokens and {budget} new ones exceed the {part}'s {limit} positions; "
+                    "shorten the prompt or lower max_new_tokens"
+                )
+
+
+def _joined(trees: Sequence[DraftTree]) -> DraftTree:
+    """The trees of several cohorts as those of one batch."""
+    if len(trees) == 1:
+        return trees[0]
+    return DraftTree(
+        tuple(next(filter(None, own), None) for own in zip(*(tree.samples for tree in trees), strict=True))
+    )
+
+
+def _cut(drafted: SampleTree, judged: SampleVerdict, emitted: int) -> SampleVerdict:
+    """What is left of a verdict of which only the first tokens were committed, as the text ends there."""
+    return SampleVerdict(judged.path[: emitted - 1], drafted.tokens[judged.path[emitted - 1]], recovered=False)
+
+
+def _alike(owners: Sequence[Sample]) -> dict[tuple[int, bool], list[int]]:
+    """Rows whose samples want the same done to them."""
+    kinds: dict[tuple[int, bool], list[int]] = {}
+    for row, sample in enumerate(owners):
+        kinds.setdefault((id(sample.warp), sample.greedy), []).append(row)
+    return kinds
+
+
+def _blamed(
+    process: Callable[[Tensor, Sequence[int], Warp], Any], logits: Tensor, rows: Sequence[int], owners: Sequence[Sample]
+) -> Any:
+    """Processes rows of samples that are alike; finds out which of them it is if that fails."""
+    rows, warp = list(rows), owners[rows[0]].warp
+    try:
+        return process(logits, rows, warp)
+    except Exception as error:
+        for number in sorted({owners[row].number for row in rows}):
+            own = [place for place, row in enumerate(rows) if owners[row].number == number]
+            try:
+                process(logits[own], [rows[place] for place in own], warp)
+            except Exception as cause:
+                raise SampleError(number, cause) from cause
+        raise SampleError(owners[rows[0]].number, error) from error
+
+
+def wrapped(target: Any) -> RaggedModel:
+    """A target as it is, or a model of transformers wrapped."""
+    return target if isinstance(target, RaggedModel) else RaggedModel(target)
+
+
+def as_drafter(drafter: Any) -> Drafter:
+    """A drafter as it is, a model as a draft model."""
+    if isinstance(drafter, RaggedModel) or hasattr(drafter, "get_output_embeddings"):
+        return LanguageModelDrafter(drafter)
+    instance("drafter", drafter, Drafter)
+    return drafter
