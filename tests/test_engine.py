@@ -1,11 +1,15 @@
 """Requests that join and leave a batch: each gets what it would get alone, whatever happens around it."""
 
+import asyncio
+import gc
 import itertools
 import random
+import threading
 
 import pytest
 import torch
-from models import EOS, PROMPTS, VOCAB, ragged
+from models import EOS, PROMPTS, VOCAB, ragged, tiny
+from transformers import LogitsProcessor
 
 from arbordraft import (
     Coupling,
@@ -14,13 +18,15 @@ from arbordraft import (
     Lifted,
     NGramDrafter,
     NoDrafter,
+    RaggedModel,
     RecursiveRejection,
     SpeculativeDecoder,
     TreeTopology,
     WithoutReplacement,
 )
-from arbordraft.engine import Engine
+from arbordraft.engine import Engine, EngineClosed, QueueFull
 from arbordraft.requests import Request
+from arbordraft.target.cache import CacheOverflow, RaggedKVCache
 
 TREE = TreeTopology.from_k_config((2, 2, 1))
 
@@ -93,3 +99,338 @@ def test_generate_says_the_same():
                 prompt=prompt, max_new_tokens=20, seed=number, temperature=0.8 if do_sample else 0, ends=[EOS]
             )
             assert alone(made, request) == [ids[0, len(prompt) :].tolist()]
+
+
+def test_log_probabilities_are_the_models_own():
+    model, request = ragged().model, Request(prompt=PROMPTS[2], max_new_tokens=9, temperature=1.4, seed=3, logprobs=2)
+    (answer,) = Engine(decoder(), max_tokens=500).submit(request).result()
+    assert len(answer.logprobs) == len(answer.tokens)
+    known = list(request.prompt)
+    for token, found in zip(answer.tokens, answer.logprobs, strict=True):
+        with torch.no_grad():
+            row = model(torch.tensor([known])).logits[0, -1].double().log_softmax(-1)
+        assert found.logprob == pytest.approx(row[token].item(), abs=1e-4)
+        assert [other for other, _ in found.others] == row.topk(2).indices.tolist()
+        known.append(token)
+
+
+def test_events_tell_what_was_drafted():
+    stream = Engine(decoder(), max_tokens=500).submit(Request(prompt=PROMPTS[2], max_new_tokens=12, ends=()))
+    events = list(stream)
+    assert events[-1].finish_reason == "length"
+    assert [token for event in events for token in event.tokens] == stream.answers[0].tokens
+    for event in events[:-1]:
+        path = [event.tree.tokens[node] for node in event.verdict.path]
+        assert [*path, event.verdict.token][: len(event.tokens)] == list(event.tokens)
+    (answer,) = stream.answers
+    assert answer.forwards == len(events) - 1
+    assert answer.drafted >= answer.accepted > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason", "length"),
+    [({"ends": ()}, "length", 12), ({"ends": None}, None, None), ({"ends": "third"}, "stop", 3)],
+    ids=["budget", "the model's own", "a token"],
+)
+def test_answers_say_why_they_ended(settings, reason, length):
+    made, asked = decoder(), {"prompt": PROMPTS[0], "max_new_tokens": 12}
+    (whole,) = alone(made, Request(**asked, ends=()))
+    if settings["ends"] == "third":
+        third = whole[2]
+        settings, length = {"ends": [third]}, whole.index(third) + 1
+    (answer,) = Engine(made, max_tokens=500).submit(Request(**asked, **settings)).result()
+    if reason is None:
+        length = whole.index(EOS) + 1 if EOS in whole else 12
+        reason = "stop" if EOS in whole else "length"
+    assert (answer.finish_reason, answer.tokens) == (reason, whole[:length])
+
+
+# A request's own failures
+
+
+class Fragile(LogitsProcessor):
+    """Fails once a text has some length."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __call__(self, input_ids, scores):
+        if input_ids.shape[1] >= self.length:
+            raise RuntimeError("broken on purpose")
+        return scores
+
+
+@pytest.mark.parametrize("name", COUPLINGS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_processor_that_fails_ends_its_own_request(name, temperature):
+    made = decoder(*COUPLINGS[name])
+    engine = Engine(made, max_tokens=500, max_samples=8)
+    others = [r for r in requests(7) if r.n == 1]
+    streams = [engine.submit(request) for request in others]
+    lost = engine.submit(
+        Request(prompt=text(9, 1), max_new_tokens=20, processors=[Fragile(12)], temperature=temperature, ends=())
+    )
+    engine.run()
+    with pytest.raises(RuntimeError, match="broken on purpose"):
+        lost.result()
+    assert len(lost.answers[0].tokens) <= 3
+    assert [stream.result()[0].tokens for stream in streams] == [alone(made, request)[0] for request in others]
+
+
+def test_logits_that_are_no_numbers_end_their_own_request():
+    model = tiny()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[60] = torch.nan
+    made = SpeculativeDecoder(RaggedModel(model, kernels="torch", self_test=False), NGramDrafter())
+    engine = Engine(made, max_tokens=500)
+    kept, lost = (
+        engine.submit(Request(prompt=prompt, max_new_tokens=8, ends=())) for prompt in (PROMPTS[0], [5, 60, 7])
+    )
+    engine.run()
+    with pytest.raises(FloatingPointError, match="NaN"):
+        lost.result()
+    assert kept.result()[0].tokens == alone(made, kept.request)[0]
+
+
+def test_whatever_else_goes_wrong_ends_what_was_admitted_and_no_more(monkeypatch):
+    made = decoder()
+    engine = Engine(made, max_tokens=500, max_samples=2)
+    streams = [engine.submit(Request(prompt=PROMPTS[0], max_new_tokens=6)) for _ in range(3)]
+    engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(made, "_run_target", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    for stream in streams[:2]:
+        with pytest.raises(ZeroDivisionError):
+            stream.result()
+    assert streams[2].result()[0].tokens == alone(made, streams[2].request)[0]
+
+
+def test_cancelled_requests_give_back_their_room():
+    made = decoder()
+    engine = Engine(made, max_tokens=100, max_samples=4, reuse=False)
+    long = Request(prompt=PROMPTS[0], max_new_tokens=60, ends=())
+    first, second, third = (engine.submit(long) for _ in range(3))
+    for _ in range(3):
+        engine.step()
+    assert first.answers[0].tokens
+    assert not second.answers[0].tokens, "there is room for one"
+    second.cancel()
+    first.cancel()
+    assert third.result()[0].tokens == alone(made, long)[0]
+    for cancelled in (first, second):
+        assert cancelled.result()[0].finish_reason == "cancelled"
+
+
+# Admission
+
+
+def test_what_can_never_be_answered_is_refused_at_once():
+    engine = Engine(decoder(), max_tokens=100)
+    cases = [
+        ({"prompt": [5] * 90, "max_new_tokens": 20}, CacheOverflow, "raise that limit"),
+        ({"prompt": [VOCAB]}, ValueError, "outside the target's vocabulary"),
+        ({"prompt": [5], "max_new_tokens": 128}, ValueError, "positions"),
+        ({"prompt": [5], "max_new_tokens": 5, "stop": ["x"]}, ValueError, "tokenizer"),
+    ]
+    for settings, error, message in cases:
+        with pytest.raises(error, match=message):
+            engine.submit(Request(**settings))
+    with pytest.raises(TypeError, match="request must be of type Request"):
+        engine.submit([5])
+    assert not engine.step()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"prompt": []}, "prompt is empty"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"min_p": -0.1}, "min_p"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"seed": 2**64}, "seed"),
+        ({"n": 0}, "n must"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"stop": [""]}, "stop"),
+        ({"logit_bias": {3: float("nan")}}, "logit_bias"),
+    ],
+    ids=str,
+)
+def test_settings_out_of_range(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Request(**{"prompt": [5], **settings})
+
+
+def test_priority_comes_first_and_then_who_came_first():
+    engine, ended = Engine(decoder(), max_tokens=200, max_samples=1), []
+    streams = {
+        name: engine.submit(Request(prompt=PROMPTS[0], max_new_tokens=3, priority=priority, ends=()))
+        for name, priority in (("b", 0), ("c", 0), ("a", 1), ("d", -1))
+    }
+    while engine.step():
+        ended += [name for name, stream in streams.items() if stream.done and name not in ended]
+    assert "".join(ended + [name for name in streams if name not in ended]) == "abcd"
+
+
+def test_a_full_queue():
+    engine = Engine(decoder(), max_tokens=300, max_samples=1, max_waiting=2)
+    request = Request(prompt=PROMPTS[0], max_new_tokens=3)
+    for _ in range(3):
+        engine.submit(request)
+    with pytest.raises(QueueFull, match="ask again later"):
+        engine.submit(request)
+    engine.run()
+    engine.submit(request)
+
+
+def test_nobody_overflows_once_admitted():
+    """Random requests in a cache that holds a few of them at a time."""
+    rng = random.Random(5)
+    engine = Engine(decoder(), max_tokens=150, max_samples=6, max_rows=8)
+    asked = [
+        Request(prompt=text(rng.randrange(1, 60), n), max_new_tokens=rng.randrange(1, 40), seed=n, temperature=n % 2)
+        for n in range(30)
+    ]
+    streams = [engine.submit(request) for request in asked]
+    engine.run()
+    assert all(stream.result()[0].tokens for stream in streams)
+
+
+# Common beginnings
+
+
+class Counted(RaggedKVCache):
+    """Counts what is copied."""
+
+    copied = 0
+
+    def share(self, source, sample, tokens):
+        type(self).copied += tokens
+        super().share(source, sample, tokens)
+
+
+@pytest.mark.parametrize("rows", [8, 100])
+def test_common_beginnings_are_copied(monkeypatch, rows):
+    """From a finished text, from a living one, and from one that is still being read."""
+    made, system = decoder(), text(50, 1)
+    asked = [Request(prompt=[*system, *text(n, n)], max_new_tokens=5, seed=n, temperature=n % 2) for n in range(3, 9)]
+    expected = [alone(made, request) for request in asked]
+    monkeypatch.setattr("arbordraft.stepping.RaggedKVCache", Counted)
+    monkeypatch.setattr(Counted, "copied", 0)
+    engine = Engine(made, max_tokens=2000, max_samples=3, max_rows=rows, reuse=True)
+    first = engine.submit(asked[0])
+    assert first.result()[0].tokens == expected[0][0]
+    assert Counted.copied == 0
+    streams = [engine.submit(request) for request in asked[1:]]
+    engine.run()
+    assert [[answer.tokens for answer in stream.answers] for stream in streams] == expected[1:]
+    assert Counted.copied >= 5 * 50 - 5
+
+
+def test_several_answers_read_their_prompt_once(monkeypatch):
+    monkeypatch.setattr("arbordraft.stepping.RaggedKVCache", Counted)
+    monkeypatch.setattr(Counted, "copied", 0)
+    engine = Engine(decoder(), max_tokens=2000, reuse=True)
+    stream = engine.submit(Request(prompt=text(60, 2), n=4, seed=5, temperature=1.0, max_new_tokens=6))
+    engine.run()
+    assert Counted.copied == 3 * 58
+    assert len({tuple(answer.tokens) for answer in stream.answers}) > 1
+
+
+def test_a_copy_of_other_rows_would_be_seen(monkeypatch):
+    """Negative control."""
+    made, share = decoder(), RaggedKVCache.share
+
+    def wrong(self, source, sample, tokens):
+        share(self, source, sample, tokens)
+        for pool in self._pools():
+            start = self._slabs[sample].start
+            pool[start : start + tokens] *= -1
+
+    monkeypatch.setattr(RaggedKVCache, "share", wrong)
+    engine, prompt = Engine(made, max_tokens=2000, reuse=True), text(60, 2)
+    engine.submit(Request(prompt=prompt, max_new_tokens=2)).result()
+    again = engine.submit(Request(prompt=prompt, max_new_tokens=20)).result()
+    assert again[0].tokens != alone(made, Request(prompt=prompt, max_new_tokens=20))[0]
+
+
+# Who waits, and how
+
+
+def test_a_thread_of_its_own_and_many_clients():
+    made, asked = decoder(), requests(14)
+    expected = [alone(made, request) for request in asked]
+    found = [None] * len(asked)
+    with Engine(made, max_tokens=600, max_samples=4, max_rows=16) as engine:
+
+        def client(number):
+            found[number] = [answer.tokens for answer in engine.submit(asked[number]).result()]
+
+        threads = [threading.Thread(target=client, args=(number,)) for number in range(len(asked))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert found == expected
+    with pytest.raises(EngineClosed):
+        engine.submit(asked[0])
+
+
+@pytest.mark.parametrize("threaded", [True, False])
+def test_asynchronous_readers(threaded):
+    made, asked = decoder(), requests(8)
+
+    async def read(engine, request):
+        gathered = [[] for _ in range(request.n)]
+        async for event in engine.submit(request):
+            gathered[event.answer] += event.tokens
+        return gathered
+
+    async def main():
+        engine = Engine(made, max_tokens=600, max_samples=4)
+        if threaded:
+            engine.start()
+        try:
+            return await asyncio.gather(*(read(engine, request) for request in asked))
+        finally:
+            engine.close()
+
+    assert asyncio.run(main()) == [alone(made, request) for request in asked]
+
+
+@pytest.mark.parametrize("drain", [True, False])
+@pytest.mark.parametrize("threaded", [True, False])
+def test_closing(drain, threaded):
+    made = decoder()
+    engine = Engine(made, max_tokens=600, max_samples=2)
+    streams = [engine.submit(Request(prompt=PROMPTS[0], max_new_tokens=80, ends=())) for _ in range(4)]
+    if threaded:
+        engine.start()
+    engine.close(drain=drain)
+    for stream in streams:
+        if drain:
+            assert len(stream.result()[0].tokens) == 80
+        else:
+            with pytest.raises(EngineClosed, match="before the answer had ended"):
+                stream.result()
+
+
+def test_many_requests_leave_nothing_behind():
+    made = decoder(NGramDrafter())
+    engine = Engine(made, max_tokens=300, max_samples=4)
+
+    def live():
+        gc.collect()
+        return sum(isinstance(one, torch.Tensor) for one in gc.get_objects())
+
+    for round_ in range(3):
+        for number in range(40):
+            engine.submit(Request(prompt=text(20, number), max_new_tokens=3, seed=number, temperature=1.0))
+        engine.run()
+        if round_ == 0:
+            before = live()
+    assert live() <= before + 5
+    assert len(engine._batch.state.samples) <= 5 * 4

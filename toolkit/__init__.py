@@ -21,10 +21,12 @@ from arbordraft.drafters import (
     NGramDrafter,
     NoDrafter,
 )
+from arbordraft.engine import Engine
 from arbordraft.huggingface import DecodingError
 from arbordraft.laws import IID, Fixed, TopTail, WithoutReplacement
 from arbordraft.loading import load
 from arbordraft.metrics import DecodeStats
+from arbordraft.requests import Request
 from arbordraft.target.hook import UnsupportedModel
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
@@ -43,6 +45,7 @@ __all__ = [
     "DecodingError",
     "EagleDrafter",
     "EarlyExitDrafter",
+    "Engine",
     "Fixed",
     "HybridDrafter",
     "LanguageModelDrafter",
@@ -53,6 +56,7 @@ __all__ = [
     "NoDrafter",
     "RaggedModel",
     "RecursiveRejection",
+    "Request",
     "SpecHub",
     "SpeculativeDecoder",
     "TopDown",

@@ -212,7 +212,7 @@ class Engine:
             raise ValueError("stop needs a tokenizer: build the target as RaggedModel(model, tokenizer)")
         ends = request.ends
         if ends is None:
-            known = target.model.generation_config.eos_token_id  # type: ignore[union-attr]
+            known = target.model.generation_config.eos_token_id
             ends = () if known is None else (known,) if isinstance(known, int) else tuple(known)
         warp = self._warp(request)
         seeds = torch.randint(2**62, (request.n,)).tolist()

@@ -126,7 +126,7 @@ class Request:
 
         chain: list[Any] = []
         if self.logit_bias:
-            chain.append(SequenceBiasLogitsProcessor({(token,): bias for token, bias in self.logit_bias.items()}))
+            chain.append(SequenceBiasLogitsProcessor([[[token], bias] for token, bias in self.logit_bias.items()]))
         if self.repetition_penalty != 1:
             chain.append(RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
         if self.presence_penalty or self.frequency_penalty:
@@ -212,7 +212,7 @@ class Event(NamedTuple):
     """What is new of one answer.
 
     Args:
-        index: of the answer.
+        answer: its number, from 0.
         tokens: those that were committed; none in the event that says how it ended.
         logprobs: one per token, if they are wanted.
         tree: what was drafted in that step.
@@ -220,7 +220,7 @@ class Event(NamedTuple):
         finish_reason: see :class:`Answer`.
     """
 
-    index: int
+    answer: int
     tokens: Sequence[int] = ()
     logprobs: Sequence[TokenLogprobs] = ()
     tree: SampleTree | None = None

@@ -19,9 +19,9 @@ from arbordraft.kernels.verify import row_max
 from arbordraft.laws import Fixed
 from arbordraft.masks import SlicedCausalMask, stack_words
 from arbordraft.metrics import DecodeStats
-from arbordraft.processors import Warp, widened
-from arbordraft.sampling import GumbelNoise, MixedRows, Noise, SoftmaxRows
-from arbordraft.state import DecodeState, Emission, Sample, SampleError, logprobs_of
+from arbordraft.processing import draft_scores, target_rows
+from arbordraft.sampling import GumbelNoise, Noise
+from arbordraft.state import DecodeState, Emission, Sample, logprobs_of
 from arbordraft.static.runner import StaticStepping
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
@@ -308,7 +308,7 @@ class Stepper(nn.Module):
             mask=self.mask,
             law=Fixed(self.coupling.law.k) if greedy else self.coupling.law,
             pathwise=greedy or shared,
-            warp=lambda logits, place_of: self._warped(state, logits, place_of),
+            warp=lambda logits, place_of: draft_scores(state, logits, place_of, untruncated=shared),
             temperatures=temperatures if told else None,
             plan=self.decider.plan,
             decide=self.decider,
@@ -318,29 +318,6 @@ class Stepper(nn.Module):
             vocab_size=self.target.vocab_size,
             closed=state.closed,
         )
-
-    def _warped(
-        self, state: DecodeState, logits: Tensor, place_of: Callable[[int], tuple[int, Sequence[int]]]
-    ) -> Tensor:
-        """Draft logits, put through their samples' processors."""
-        owners = [state[place_of(row)[0]] for row in range(len(logits))]
-        shared = self.coupling.verifier.shared
-
-        def process(logits: Tensor, rows: Sequence[int], warp: Warp) -> Tensor:
-            truncated = warp.untruncated if shared and not owners[rows[0]].greedy else warp
-            return truncated(
-                logits,
-                lambda row: owners[rows[row]].path(place_of(rows[row])[1]),
-                lambda row: owners[rows[row]].padding,
-            )
-
-        kinds = _alike(owners)
-        if len(kinds) == 1:
-            return _blamed(process, logits, range(len(owners)), owners)
-        scores = widened(logits).clone()
-        for rows in kinds.values():
-            scores[rows] = _blamed(process, logits[rows], rows, owners)
-        return scores
 
     def _plan(self, state: DecodeState, tree: DraftTree) -> RaggedBatch:
         depths = self.topology.depth_list
@@ -409,50 +386,10 @@ class Stepper(nn.Module):
     def _judge(
         self, state: DecodeState, tree: DraftTree, logits: Tensor, best: Tensor, noise: Noise | GumbelNoise | None
     ) -> Verdict:
-        target = self._target_rows(state, tree, logits, best)
+        target = target_rows(state, tree, logits, best)
         if noise is not None:
             return self.coupling(tree, target, noise)
         return matching_verdict(tree, lambda rows, _: target.most_probable(rows))
-
-    def _target_rows(self, state: DecodeState, tree: DraftTree, logits: Tensor, best: Tensor) -> SoftmaxRows:
-        """The target's rows, put through the samples' processors where they are read, each along its own path."""
-        places = list(tree.rows())
-        owners = [state[number] for number, _, _ in places]
-        kinds = _alike(owners)
-        made = [self._rows_of(tree, places, owners, owners[rows[0]], logits, best) for rows in kinds.values()]
-        if len(made) == 1:
-            return made[0]
-        kind_of = [0] * len(places)
-        for kind, rows in enumerate(kinds.values()):
-            for row in rows:
-                kind_of[row] = kind
-        return MixedRows(made, kind_of)
-
-    @staticmethod
-    def _rows_of(
-        tree: DraftTree,
-        places: Sequence[tuple[int, int, int]],
-        owners: Sequence[Sample],
-        sample: Sample,
-        logits: Tensor,
-        best: Tensor,
-    ) -> SoftmaxRows:
-        """Rows of which some are processed as this sample's."""
-        warp, best_of = sample.warp, best if sample.greedy else None
-        if (temperature := warp.temperature) is not None:
-            return SoftmaxRows(logits, temperature=temperature, best=best_of)
-
-        def along_paths(processing: Callable[..., Any]) -> Callable[[Tensor, Sequence[int]], Any]:
-            def process(logits: Tensor, rows: Sequence[int], _: Warp) -> Any:
-                def path_of(index: int) -> list[int]:
-                    number, node, _ = places[rows[index]]
-                    return owners[rows[index]].path(tree.samples[number].path(node))  # type: ignore[union-attr]
-
-                return processing(logits, path_of, lambda index: owners[rows[index]].padding)
-
-            return lambda logits, rows: _blamed(process, logits, rows, owners)
-
-        return SoftmaxRows(logits, along_paths(warp), along_paths(warp.trimmed), best=best_of)
 
     def _commit(
         self,
@@ -523,31 +460,6 @@ def _joined(trees: Sequence[DraftTree]) -> DraftTree:
 def _cut(drafted: SampleTree, judged: SampleVerdict, emitted: int) -> SampleVerdict:
     """What is left of a verdict of which only the first tokens were committed, as the text ends there."""
     return SampleVerdict(judged.path[: emitted - 1], drafted.tokens[judged.path[emitted - 1]], recovered=False)
-
-
-def _alike(owners: Sequence[Sample]) -> dict[tuple[int, bool], list[int]]:
-    """Rows whose samples want the same done to them."""
-    kinds: dict[tuple[int, bool], list[int]] = {}
-    for row, sample in enumerate(owners):
-        kinds.setdefault((id(sample.warp), sample.greedy), []).append(row)
-    return kinds
-
-
-def _blamed(
-    process: Callable[[Tensor, Sequence[int], Warp], Any], logits: Tensor, rows: Sequence[int], owners: Sequence[Sample]
-) -> Any:
-    """Processes rows of samples that are alike; finds out which of them it is if that fails."""
-    rows, warp = list(rows), owners[rows[0]].warp
-    try:
-        return process(logits, rows, warp)
-    except Exception as error:
-        for number in sorted({owners[row].number for row in rows}):
-            own = [place for place, row in enumerate(rows) if owners[row].number == number]
-            try:
-                process(logits[own], [rows[place] for place in own], warp)
-            except Exception as cause:
-                raise SampleError(number, cause) from cause
-        raise SampleError(owners[rows[0]].number, error) from error
 
 
 def wrapped(target: Any) -> RaggedModel:

@@ -16,6 +16,7 @@ from arbordraft.deciders import Decider
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter
 from arbordraft.laws import WithoutReplacement
+from arbordraft.processing import draft_scores, target_rows
 from arbordraft.sampling import GumbelNoise, Noise
 from arbordraft.state import DecodeState, Sample
 from arbordraft.target.model import RaggedModel
@@ -83,7 +84,7 @@ class TargetInitialisedDecoder(SpeculativeDecoder):
         batch = state.cache.plan(handles, [[0]] * len(handles))
         logits, _ = self.target.run(torch.tensor([sample.tokens[-1] for sample in samples]), batch, state.cache)
         state.cache.drop(handles)
-        rows = self._warped(state, logits, lambda row: (samples[row].number, ())).softmax(dim=-1)
+        rows = draft_scores(state, logits, lambda row: (samples[row].number, ()), untruncated=False).softmax(dim=-1)
         for sample, row in zip(samples, rows, strict=True):
             sample.following = row
 
@@ -109,7 +110,7 @@ class TargetInitialisedDecoder(SpeculativeDecoder):
     def _judge(
         self, state: DecodeState, tree: DraftTree, logits: Tensor, best: Tensor, noise: Noise | GumbelNoise | None
     ) -> Verdict:
-        rows = self._target_rows(state, tree, logits, best).scores.softmax(dim=-1)
+        rows = target_rows(state, tree, logits, best).scores.softmax(dim=-1)
         if noise is None:  # tests are then about certainties
             certain = functional.one_hot(rows.argmax(dim=-1), rows.shape[-1]).to(rows.dtype)
             nothing = torch.zeros(len(tree.samples), self.topology.num_nodes, dtype=torch.float64)

@@ -125,8 +125,9 @@ class BlockDrafter(SlotDrafter):
     def _look_ahead(self, state: _State, context: DraftContext, samples: list[int]) -> None:
         """Fills the slots of committed tokens, and in the same pass predicts all depths behind the last ones."""
         cache, handles = state.cache, [state.handles[sample] for sample in samples]
-        tokens = {h: context.tokens[s][cache.length(h) + 1 :] for s, h in zip(samples, handles, strict=True)}
-        fused = self._network.fuse(torch.cat([part for sample in samples for part in state.pending[sample]]))
+        lacking = [self.missing(state, context, sample) for sample in samples]
+        tokens = {handle: row for handle, (row, _) in zip(handles, lacking, strict=True)}
+        fused = self._network.fuse(torch.cat([states for _, states in lacking]))
         slots = dict(zip(handles, fused.split([len(row) for row in tokens.values()]), strict=True))
         early = {handle: row[:-_TOGETHER] for handle, row in tokens.items()}
         for part, row, batch in cache.portions(early, self._network.chunk):
@@ -135,7 +136,6 @@ class BlockDrafter(SlotDrafter):
             slots |= {handle: slots[handle][count:] for handle, count in counts.items()}
         levels = min(context.topology.max_depth, max(context.room[sample] or 0 for sample in samples))
         state.block |= zip(samples, self._ask(cache, tokens, slots, levels), strict=True)
-        state.pending |= {sample: [] for sample in samples}
 
     def _ask(
         self, cache: RaggedKVCache, tokens: Mapping[int, Sequence[int]], slots: Mapping[int, Tensor], levels: int

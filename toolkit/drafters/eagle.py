@@ -4,7 +4,6 @@ Shapes: T packed rows, R rows whose predictions are wanted, F hidden states side
 """
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from arbordraft.drafters.base import Garden, check_ragged, expect, grow, plan_level
 from arbordraft.drafters.fused import FusedEagle, fusible
 from arbordraft.drafters.slots import SlotDrafter, SlotState
-from arbordraft.drafters.whole import Missing, feed, grow_whole
+from arbordraft.drafters.whole import feed, grow_whole
 from arbordraft.kernels.draft_tree import Drafted, Draws, Growth
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch, ragged_tree_attention
 from arbordraft.onnx_networks import OnnxEagle
@@ -94,8 +93,7 @@ class EagleDrafter(SlotDrafter):
             able = [sample for sample, limit in enumerate(room) if limit]
 
             def run(samples: list[int], growth: Growth, draws: Draws | None) -> Drafted:
-                lacking = {state.handles[s]: missing for s, missing in self._missing(state, context, samples).items()}
-                state.pending |= {sample: [] for sample in samples}
+                lacking = {state.handles[sample]: self.missing(state, context, sample) for sample in samples}
                 return feed(network.run, state.cache, lacking, growth, draws)
 
             if (whole := grow_whole(context, self, able, run)) is not None:
@@ -105,16 +103,6 @@ class EagleDrafter(SlotDrafter):
     def commit(self, state: _State, tree: DraftTree, verdict: Verdict) -> None:
         state.cache.drop(list(state.handles.values()))
         state.fed, state.hidden = {}, {}
-
-    def _missing(self, state: _State, context: DraftContext, samples: Sequence[int]) -> dict[int, Missing]:
-        """The committed tokens of samples that the cache lacks, and the target's states beside them."""
-        return {
-            sample: (
-                context.tokens[sample][state.cache.length(state.handles[sample]) + 1 :],
-                torch.cat(state.pending[sample]),
-            )
-            for sample in samples
-        }
 
     def _run(self, state: _State, garden: Garden, frontier: dict[int, list[int]]) -> Tensor:
         if next(iter(frontier)) not in state.fed:
@@ -133,11 +121,9 @@ class EagleDrafter(SlotDrafter):
     def _catch_up(self, state: _State, context: DraftContext, samples: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Fills the slots of committed tokens; the last one of each sample predicts the children of its root."""
         handles = [state.handles[sample] for sample in samples]
-        lacking = self._missing(state, context, samples)
-        missing = {handle: lacking[sample][0] for sample, handle in zip(samples, handles, strict=True)}
-        fused = self._network.fuse(
-            torch.cat([states for sample in samples if (states := lacking[sample][1]) is not None])
-        )
+        lacking = [self.missing(state, context, sample) for sample in samples]
+        missing = {handle: tokens for handle, (tokens, _) in zip(handles, lacking, strict=True)}
+        fused = self._network.fuse(torch.cat([states for _, states in lacking]))
         inputs = dict(zip(handles, fused.split([len(tokens) for tokens in missing.values()]), strict=True))
         last: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         for part, tokens, batch in state.cache.portions(missing, self._network.chunk):
@@ -147,8 +133,6 @@ class EagleDrafter(SlotDrafter):
             ends = torch.tensor(counts).cumsum(0) - 1
             outputs = self._network(tokens, torch.cat(hidden), batch, state.cache, ends)
             last |= dict(zip(part, zip(*outputs, strict=True), strict=True))
-        for sample in samples:
-            state.pending[sample] = []
         state.fed |= {sample: [] for sample in samples}
         logits, final, out = (torch.stack(rows) for rows in zip(*(last[handle] for handle in handles), strict=True))
         return logits, final, out

@@ -144,8 +144,7 @@ class LanguageModelDrafter(Drafter):
                 lacking: dict[int, Missing] = {}
                 for sample in samples:
                     handle = state.handles[sample]
-                    tokens = self._readable(context.tokens[sample][state.cache.length(handle) :]).tolist()
-                    lacking[handle] = tokens, None
+                    lacking[handle] = self._readable(_missing(state, context, sample)).tolist(), None
                 return feed(fused, state.cache, lacking, growth, draws)
 
             able = [sample for sample, room in enumerate(context.room) if room]
@@ -183,10 +182,7 @@ class LanguageModelDrafter(Drafter):
     def _catch_up(self, state: _State, context: DraftContext, samples: list[int]) -> Tensor:
         """Feeds the committed tokens that the draft cache lacks; the last one is the root."""
         handles = [state.handles[sample] for sample in samples]
-        missing = [
-            context.tokens[sample][state.cache.length(handle) :]
-            for sample, handle in zip(samples, handles, strict=True)
-        ]
+        missing = [_missing(state, context, sample) for sample in samples]
         batch = state.cache.plan(handles, [range(len(tokens)) for tokens in missing])
         last = torch.tensor([len(tokens) for tokens in missing]).cumsum(0) - 1
         packed = self._readable([token for tokens in missing for token in tokens])
@@ -201,6 +197,13 @@ class LanguageModelDrafter(Drafter):
     @staticmethod
     def _fitted(logits: Tensor, context: DraftContext) -> Tensor:
         return logits if context.vocab_size is None else fit_logits(logits, context.vocab_size)
+
+
+def _missing(state: _State, context: DraftContext, sample: int) -> Sequence[int]:
+    """Committed tokens that the draft cache lacks."""
+    handle, tokens = state.handles[sample], context.tokens[sample]
+    state.cache.shorten(handle, len(tokens) - 1)  # a step that is taken again has read the last one
+    return tokens[state.cache.length(handle) :]
 
 
 def shrink(model: "PreTrainedModel", layers: int | Sequence[int]) -> "PreTrainedModel":

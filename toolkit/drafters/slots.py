@@ -25,12 +25,14 @@ class SlotState:
         cache: the drafter's slots.
         handles: the samples in it.
         pending: target states whose slots the cache lacks, ``[n, F]`` each.
+        last: ``[1, F]`` the state of the last slot that was filled.
     """
 
     target: RaggedKVCache
     cache: RaggedKVCache
     handles: dict[int, int] = field(default_factory=dict)
     pending: dict[int, list[Tensor]] = field(default_factory=dict)
+    last: dict[int, Tensor] = field(default_factory=dict)
 
 
 class SlotDrafter(HeadDrafter):
@@ -64,6 +66,17 @@ class SlotDrafter(HeadDrafter):
     def leave(self, state: Any, sample: int) -> None:
         state.cache.close(state.handles.pop(sample))
         del state.pending[sample]
+        state.last.pop(sample, None)
+
+    def missing(self, state: Any, context: DraftContext, sample: int) -> tuple[Sequence[int], Tensor]:
+        """The committed tokens that a sample's slots lack, and the target's states beside them, which are now read."""
+        handle, tokens = state.handles[sample], context.tokens[sample]
+        if not state.pending[sample]:  # a step that is taken again has filled the last one
+            state.cache.shorten(handle, len(tokens) - 2)
+            state.pending[sample] = [state.last[sample]]
+        states = torch.cat(state.pending[sample])
+        state.pending[sample], state.last[sample] = [], states[-1:].clone()
+        return tokens[state.cache.length(handle) + 1 :], states
 
     def take_hidden(self, state: Any, hidden: Mapping[int, Tensor]) -> None:
         for sample, states in hidden.items():

@@ -84,6 +84,11 @@ class RaggedKVCache(nn.Module):
             pool[ours.start : ours.start + tokens] = pool[theirs.start : theirs.start + tokens]
         ours.length = tokens
 
+    def shorten(self, sample: int, tokens: int) -> None:
+        """Gives up what was committed of a sample behind its first tokens."""
+        slab = self._slabs[sample]
+        slab.length = min(slab.length, tokens)
+
     def __contains__(self, sample: object) -> bool:
         return sample in self._slabs
 

@@ -1,0 +1,119 @@
+"""The rows of a batch, each put through its own sample's processors.
+
+Shapes: T packed rows, R of them, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from arbordraft.processors import Warp, widened
+from arbordraft.sampling import MixedRows, SoftmaxRows
+from arbordraft.state import DecodeState, Sample, SampleError
+from arbordraft.types import DraftTree
+
+
+def draft_scores(
+    state: DecodeState,
+    logits: Tensor,
+    place_of: Callable[[int], tuple[int, Sequence[int]]],
+    untruncated: bool,
+) -> Tensor:
+    """Draft logits, put through processors.
+
+    Args:
+        state: the batch.
+        logits: ``[R, V]``.
+        place_of: of every row the sample's number and the drafted tokens before the prediction.
+        untruncated: leave out top-k and top-p where tokens are drawn, since drafts are but guesses there.
+
+    Raises:
+        SampleError: if a processor fails.
+    """
+    owners = [state[place_of(row)[0]] for row in range(len(logits))]
+
+    def process(logits: Tensor, rows: Sequence[int], warp: Warp) -> Tensor:
+        processing = warp.untruncated if untruncated and not owners[rows[0]].greedy else warp
+        return processing(
+            logits,
+            lambda row: owners[rows[row]].path(place_of(rows[row])[1]),
+            lambda row: owners[rows[row]].padding,
+        )
+
+    kinds = _alike(owners)
+    if len(kinds) == 1:
+        return _blamed(process, logits, range(len(owners)), owners)
+    scores = widened(logits).clone()
+    for rows in kinds.values():
+        scores[rows] = _blamed(process, logits[rows], rows, owners)
+    return scores
+
+
+def target_rows(state: DecodeState, tree: DraftTree, logits: Tensor, best: Tensor) -> SoftmaxRows:
+    """The target's rows, put through processors where they are read, each along its own path.
+
+    Args:
+        state: the batch.
+        tree: the drafts.
+        logits: ``[T, V]``.
+        best: ``[T]`` their most probable tokens.
+    """
+    places = list(tree.rows())
+    owners = [state[number] for number, _, _ in places]
+    kinds = _alike(owners)
+
+    def path_of(row: int) -> list[int]:
+        number, node, _ = places[row]
+        return owners[row].path(tree.samples[number].path(node))  # type: ignore[union-attr]
+
+    made = [_rows_of(owners, path_of, owners[rows[0]], logits, best) for rows in kinds.values()]
+    if len(made) == 1:
+        return made[0]
+    kind_of = [0] * len(places)
+    for kind, rows in enumerate(kinds.values()):
+        for row in rows:
+            kind_of[row] = kind
+    return MixedRows(made, kind_of)
+
+
+def _rows_of(
+    owners: Sequence[Sample], path_of: Callable[[int], list[int]], sample: Sample, logits: Tensor, best: Tensor
+) -> SoftmaxRows:
+    """All rows as this sample's are processed."""
+    warp, best_of = sample.warp, best if sample.greedy else None
+    if (temperature := warp.temperature) is not None:
+        return SoftmaxRows(logits, temperature=temperature, best=best_of)
+
+    def along_paths(processing: Callable[..., Any]) -> Callable[[Tensor, Sequence[int]], Any]:
+        def process(logits: Tensor, rows: Sequence[int], _: Warp) -> Any:
+            return processing(logits, lambda row: path_of(rows[row]), lambda row: owners[rows[row]].padding)
+
+        return lambda logits, rows: _blamed(process, logits, rows, owners)
+
+    return SoftmaxRows(logits, along_paths(warp), along_paths(warp.trimmed), best=best_of)
+
+
+def _alike(owners: Sequence[Sample]) -> dict[tuple[int, bool], list[int]]:
+    """Rows whose samples want the same done to them."""
+    kinds: dict[tuple[int, bool], list[int]] = {}
+    for row, sample in enumerate(owners):
+        kinds.setdefault((id(sample.warp), sample.greedy), []).append(row)
+    return kinds
+
+
+def _blamed(
+    process: Callable[[Tensor, Sequence[int], Warp], Any], logits: Tensor, rows: Sequence[int], owners: Sequence[Sample]
+) -> Any:
+    """Processes rows of samples that are alike; finds out which of them it is if that fails."""
+    rows, warp = list(rows), owners[rows[0]].warp
+    try:
+        return process(logits, rows, warp)
+    except Exception as error:
+        for number in sorted({owners[row].number for row in rows}):
+            own = [place for place, row in enumerate(rows) if owners[row].number == number]
+            try:
+                process(logits[own], [rows[place] for place in own], warp)
+            except Exception as cause:
+                raise SampleError(number, cause) from cause
+        raise SampleError(owners[rows[0]].number, error) from error
