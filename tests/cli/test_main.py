@@ -116,6 +116,7 @@ def test_bench_of_the_cpu_kernels(tmp_path, asked):
     [
         ("decode", ["--drafter", "early-exit:1", "--batch", "2"], 5 + 5),
         ("batching", ["--batches", "1,2", "--repeats", "1"], 2 * 5),
+        ("policy", ["--drafter", "early-exit:1", "--batches", "2"], 2 * 4),
         ("product", ["--drafter", "early-exit:1", "--batches", "2", "--nodes", "6"], 2 * 5),
         ("deciders", ["--drafter", "early-exit:1", "--batches", "2", "--depth", "2", "--repeats", "1"], 1 + 2 + 7),
         ("compare", ["--drafter", "early-exit:1", "--repeats", "1"], 6),

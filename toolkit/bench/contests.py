@@ -45,6 +45,15 @@ def drafter_gain(
     return decoders
 
 
+def policy(target: RaggedModel, drafters: Mapping[str, Drafter]) -> dict[str, SpeculativeDecoder]:
+    """Plain decoding, and what drafts only as far as it pays: nothing should be slower than plain decoding."""
+    decoders = {"plain": builders.plain(target), "lookup": builders.lookup(target)}
+    for name, drafter in drafters.items():
+        decoders[name] = builders.fitted(target, drafter)
+        decoders[f"lookup, else {name}"] = builders.fitted(target, drafter, lookup=True)
+    return decoders
+
+
 def padding(target: RaggedModel, drafter: Drafter, length: int = 7) -> dict[str, SpeculativeDecoder]:
     """EMS-SD's comparison: the same greedy chains in a padded batch, half padded ones and an unpadded one.
 

@@ -113,6 +113,16 @@ def decode(run: Run, drafter: DraftersOption = None) -> None:
         run.decode(target, contests.drafter_gain(target, drafters, workload), workload)
 
 
+@measurement(DECODING, batches="1,2,4,8,16", temperatures="0,1", repeats=5)
+def policy(run: Run, drafter: DraftersOption = None) -> None:
+    """Drafting as far as it pays against plain decoding: the default, and nothing of it should be slower."""
+    names = named(drafter)
+    target = run.target()
+    drafters = drafters_of(names, target)
+    for workload in map(contests.whole_batches, run.workloads()):
+        run.decode(target, contests.policy(target, drafters), workload)
+
+
 @measurement(DECODING - {"repeats"}, dtype=Dtype.float32, new_tokens=24, temperatures="0.3,0.6,1")
 def verifiers(
     run: Run,
