@@ -17,7 +17,7 @@ allocator checks files topology masks processors sampling laws types costs metri
 target onnx_graph
 verifiers coupling
 heads onnx_networks drafters deciders static
-output huggingface texts prompts state processing stepping requests engine decoder target_initialised
+output huggingface texts prompts state processing stepping batching requests streams engine decoder target_initialised
 measuring builders loading tuning drawing mlflow_server bench
 training exports
 cli

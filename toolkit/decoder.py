@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from arbordraft import texts
+from arbordraft.batching import Batch
 from arbordraft.checks import each, whole
-from arbordraft.engine import Batch
 from arbordraft.huggingface import (
     DecodingError,
     Stopping,

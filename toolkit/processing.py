@@ -59,6 +59,9 @@ def target_rows(state: DecodeState, tree: DraftTree, logits: Tensor, best: Tenso
         logits: ``[T, V]``.
         best: ``[T]`` their most probable tokens.
     """
+    living = [state[number] for number, drafted in enumerate(tree.samples) if drafted]
+    if len(_alike(living)) == 1 and (temperature := living[0].warp.temperature) is not None:  # nearly always
+        return SoftmaxRows(logits, temperature=temperature, best=best.tolist() if living[0].greedy else None)
     places = list(tree.rows())
     owners = [state[number] for number, _, _ in places]
     kinds = _alike(owners)
@@ -67,7 +70,8 @@ def target_rows(state: DecodeState, tree: DraftTree, logits: Tensor, best: Tenso
         number, node, _ = places[row]
         return owners[row].path(tree.samples[number].path(node))  # type: ignore[union-attr]
 
-    made = [_rows_of(owners, path_of, owners[rows[0]], logits, best) for rows in kinds.values()]
+    likeliest = best.tolist()
+    made = [_rows_of(owners, path_of, owners[rows[0]], logits, likeliest) for rows in kinds.values()]
     if len(made) == 1:
         return made[0]
     kind_of = [0] * len(places)
@@ -78,7 +82,7 @@ def target_rows(state: DecodeState, tree: DraftTree, logits: Tensor, best: Tenso
 
 
 def _rows_of(
-    owners: Sequence[Sample], path_of: Callable[[int], list[int]], sample: Sample, logits: Tensor, best: Tensor
+    owners: Sequence[Sample], path_of: Callable[[int], list[int]], sample: Sample, logits: Tensor, best: Sequence[int]
 ) -> SoftmaxRows:
     """All rows as this sample's are processed."""
     warp, best_of = sample.warp, best if sample.greedy else None

@@ -1,23 +1,18 @@
-"""What a user asks of an engine, and the answers as they come.
+"""What a user asks of an engine.
 
 Shapes: V vocabulary.
 """
 
-import asyncio
-import threading
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from arbordraft.checks import each, positive, real, whole
 from arbordraft.processors import Warp
-from arbordraft.state import Emission, TokenLogprobs
 from arbordraft.texts import Pieces, stops
-from arbordraft.types import SampleTree, SampleVerdict
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessor, PreTrainedTokenizerBase
@@ -186,169 +181,4 @@ class Ends:
         return self._pieces.ended
 
 
-@dataclass
-class Answer:
-    """One answer, as far as it has come.
-
-    Args:
-        tokens: its token ids, the one that ended it included.
-        finish_reason: ``stop`` if a token or a text ended it, ``length`` if there was no more budget, ``cancelled``;
-            ``None`` as long as it goes on.
-        forwards: target forwards that it took part in.
-        drafted: tokens that were drafted for it.
-        accepted: how many of them were accepted.
-        logprobs: one per token, if they were wanted.
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-    forwards: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-
-
-class Event(NamedTuple):
-    """What is new of one answer.
-
-    Args:
-        answer: its number, from 0.
-        tokens: those that were committed; none in the event that says how it ended.
-        logprobs: one per token, if they are wanted.
-        tree: what was drafted in that step.
-        verdict: what became of it.
-        finish_reason: see :class:`Answer`.
-    """
-
-    answer: int
-    tokens: Sequence[int] = ()
-    logprobs: Sequence[TokenLogprobs] = ()
-    tree: SampleTree | None = None
-    verdict: SampleVerdict | None = None
-    finish_reason: str | None = None
-
-
-class Stream:
-    """The answers to a request while they come; to be iterated over, with ``for`` or ``async for``, by one reader.
-
-    An error that ended an answer is raised where its next event is asked for.
-
-    Args:
-        request: what was asked.
-        drive: takes a step of the engine if nobody else does; returns whether somebody else does.
-
-    Attributes:
-        answers: one per answer wanted.
-    """
-
-    def __init__(self, request: Request, drive: Callable[[], bool]) -> None:
-        self.request = request
-        self.answers = [Answer() for _ in range(request.n)]
-        self._drive = drive
-        self._events: deque[Event | Exception] = deque()
-        self._news = threading.Condition()
-        self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
-        self._cancelled = False
-        self._failed = False
-
-    @property
-    def done(self) -> bool:
-        """Whether all answers have ended, or one of them failed."""
-        return self._failed or all(answer.finish_reason is not None for answer in self.answers)
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether somebody has asked for the end."""
-        return self._cancelled
-
-    def cancel(self) -> None:
-        """Ends all answers before the next step; what has come stays."""
-        self._cancelled = True
-
-    def result(self) -> list[Answer]:
-        """Waits for the end; raises what ended it early."""
-        for _ in self:
-            pass
-        return self.answers
-
-    def __iter__(self) -> Iterator[Event]:
-        while True:
-            with self._news:
-                if self._events:
-                    event = self._events.popleft()
-                elif self.done:
-                    return
-                else:
-                    event = None
-            if event is None:
-                if self._drive():
-                    with self._news:
-                        self._news.wait_for(lambda: self._events or self.done, timeout=1.0)
-                continue
-            if isinstance(event, Exception):
-                raise event
-            yield event
-
-    async def __aiter__(self) -> AsyncIterator[Event]:
-        arrived = asyncio.Event()
-        with self._news:
-            self._waiting.append((asyncio.get_running_loop(), arrived))
-        try:
-            while True:
-                arrived.clear()
-                while self._events:
-                    event = self._events.popleft()
-                    if isinstance(event, Exception):
-                        raise event
-                    yield event
-                if self.done:
-                    return
-                if await asyncio.to_thread(self._drive):
-                    await arrived.wait()
-        finally:
-            with self._news:
-                self._waiting.clear()
-
-    def told(self, index: int) -> Callable[[Emission], None]:
-        """What takes what one of the answers gains."""
-
-        def take(gain: Emission) -> None:
-            answer = self.answers[index]
-            answer.tokens += gain.tokens
-            answer.logprobs += gain.logprobs or ()
-            answer.forwards += 1
-            answer.drafted += len(gain.tree.tokens) - 1
-            answer.accepted += min(len(gain.verdict.path), len(gain.tokens))
-            self._put(Event(index, gain.tokens, gain.logprobs or (), gain.tree, gain.verdict))
-
-        return take
-
-    def end(self, index: int, reason: str) -> None:
-        """Says how one of the answers has ended."""
-        self.answers[index].finish_reason = reason
-        self._put(Event(index, finish_reason=reason))
-
-    def fail(self, error: Exception) -> None:
-        """Says that the request cannot be answered to its end."""
-        if not self._failed:
-            self._failed = True
-            self._put(error)
-
-    def _put(self, event: Event | Exception) -> None:
-        with self._news:
-            self._events.append(event)
-            self._news.notify_all()
-            waiting = list(self._waiting)
-        for loop, arrived in waiting:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(arrived.set)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if not self.done:
-            self.cancel()
-
-
-__all__ = ["Answer", "CountPenalty", "Ends", "Event", "Request", "Stream"]
+__all__ = ["CountPenalty", "Ends", "Request"]

@@ -34,7 +34,7 @@ class SoftmaxRows:
         process: given ``[R, V]`` of the logits and the numbers of these rows, returns their scores; row by row.
         trim: likewise, but what :meth:`~arbordraft.processors.Warp.trimmed` returns; to go with ``process``.
         temperature: of logits that are divided by it and not processed otherwise; in place of both.
-        best: ``[T]`` the most probable tokens, where these and not random ones are wanted.
+        best: T most probable tokens, where these and not random ones are wanted.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class SoftmaxRows:
         process: Callable[[Tensor, Sequence[int]], Tensor] | None = None,
         trim: "Callable[[Tensor, Sequence[int]], tuple[Tensor, LogitsProcessor | None]] | None" = None,
         temperature: float | None = None,
-        best: Tensor | None = None,
+        best: Sequence[int] | None = None,
     ) -> None:
         self._logits, self._process, self._trim, self._temperature = scores, process, trim, temperature
         self._best = best
@@ -97,7 +97,7 @@ class SoftmaxRows:
         if self._best is None or self._process is not None:
             found: list[int] = row_max(self.scores_of(rows))[1].tolist()
             return found
-        return self._best[list(rows)].tolist()
+        return [self._best[row] for row in rows]
 
     def _taken(self, rows: Sequence[int]) -> Tensor:
         if list(rows) == list(range(len(self))):

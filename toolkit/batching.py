@@ -1,0 +1,212 @@
+"""A batch that samples join and leave: who is admitted, whose prompt is read, who has ended.
+
+Shapes: none; samples are counted, not stacked.
+"""
+
+import heapq
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from arbordraft.state import Sample, SampleError
+from arbordraft.stepping import Stepper
+from arbordraft.target.cache import CacheOverflow
+
+_LEAST = 32  # tokens of a common beginning that are worth copying, or waiting for
+_AHEAD = 256  # new tokens for which a sample has room from the start where nothing limits the cache
+_KEPT = 4  # finished texts for every sample at a time
+
+
+@dataclass(order=True)
+class Entry:
+    """A sample on its way; entries are ordered as they are admitted.
+
+    Args:
+        rank: the lowest one comes first.
+        sample: the sample.
+        finished: is told when it has ended.
+        cancelled: whether nobody wants it any more.
+    """
+
+    rank: tuple[int, int]
+    sample: Sample = field(compare=False)
+    finished: Callable[[Sample], None] = field(compare=False, default=lambda sample: None)
+    cancelled: Callable[[], bool] = field(compare=False, default=lambda: False)
+
+
+class Batch:
+    """Samples from their arrival to their end.
+
+    Args:
+        decoder: does the steps.
+        max_tokens: bound on the rows of each cache; ``None`` for none.
+        max_samples: samples at a time.
+        max_rows: tokens of prompts that are read between two steps; ``None`` for all.
+        reuse: copy common beginnings.
+        closed: whether all samples are there from the start.
+
+    Attributes:
+        waiting: a heap of what is still to be admitted.
+        living: what was admitted and has not ended, in that order.
+    """
+
+    def __init__(
+        self,
+        decoder: Stepper,
+        max_tokens: int | None,
+        max_samples: int,
+        max_rows: int | None,
+        reuse: bool,
+        closed: bool = False,
+    ) -> None:
+        self.decoder, self.max_samples, self.max_rows, self.reuse = decoder, max_samples, max_rows, reuse
+        self.state = decoder.open(max_samples, max_tokens, closed=closed)
+        self.waiting: list[Entry] = []
+        self.living: list[Entry] = []
+        self._kept: OrderedDict[int, Sample] = OrderedDict()  # finished ones by number, the least recently used first
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is something to do."""
+        return bool(self.waiting or self.living)
+
+    def check(self, sample: Sample) -> None:
+        """Raises CacheOverflow if a sample could never have as much room as it may need."""
+        limit, rows = self.state.cache.max_tokens, self._rows(sample)
+        if limit is not None and rows + self.state.cache.reserved > limit:
+            raise CacheOverflow(
+                f"a prompt of {sample.prompt} tokens, {sample.budget} new ones and the largest tree take {rows} rows, "
+                f"the cache may hold {limit}: raise that limit, shorten the prompt or lower max_new_tokens"
+            )
+
+    def add(self, samples: Sequence[Sample]) -> None:
+        """Lets samples wait for their admission, in this order."""
+        self.waiting += [Entry((0, number), sample) for number, sample in enumerate(samples)]
+
+    def advance(self, mutex: "threading.Lock | None" = None) -> bool:
+        """Admits, reads and decodes a bit; returns whether there is more to do."""
+        with mutex or threading.Lock():
+            self._sweep()
+            self.admit()
+        self._read()
+        while self.state.closed and any(entry.sample.unread for entry in self.living):
+            self._read()
+        if any(entry.sample.active for entry in self.living):
+            try:
+                self.decoder.step(self.state)
+            except SampleError as error:
+                self.state[error.number].fail(error.cause)
+        self._retire()
+        return self.busy
+
+    def lose(self, reason: Exception) -> None:
+        """Ends all that was admitted, and begins anew: nobody knows where a step was left."""
+        for entry in self.living:
+            entry.sample.fail(reason)
+            entry.finished(entry.sample)
+        self.living.clear()
+        self._kept.clear()
+        self.state = self.decoder.open(self.max_samples, self.state.cache.max_tokens, closed=self.state.closed)
+
+    def close(self, reason: Exception) -> None:
+        """Ends everything."""
+        waiting, self.waiting = self.waiting, []
+        for entry in [*self.living, *waiting]:
+            entry.sample.fail(reason)
+            entry.finished(entry.sample)
+        self.living.clear()
+        self.decoder.close(self.state)
+
+    def _rows(self, sample: Sample) -> int:
+        nodes = self.decoder.topology.num_nodes
+        # Under a limit a sample gets all it can need at once, so that there is room for it or it waits.
+        likely = sample.budget if self.state.cache.max_tokens is not None else min(sample.budget, _AHEAD)
+        return len(sample.tokens) + likely + nodes
+
+    def _sweep(self) -> None:
+        """Lets go of what nobody wants any more."""
+        gone = [entry for entry in self.waiting if entry.cancelled()]
+        if gone:
+            self.waiting = [entry for entry in self.waiting if entry not in gone]
+            heapq.heapify(self.waiting)
+        for entry in gone:
+            entry.finished(entry.sample)
+        for entry in [entry for entry in self.living if entry.cancelled()]:
+            self.living.remove(entry)
+            entry.finished(entry.sample)
+            self.decoder.leave(self.state, entry.sample)
+
+    def admit(self) -> None:
+        """Admits those who come next as far as there is room."""
+        while self.waiting and len(self.living) < self.max_samples:
+            sample = self.waiting[0].sample
+            try:
+                self.decoder.join(self.state, sample, self._rows(sample))
+            except CacheOverflow:
+                if not self._kept:
+                    return  # until somebody leaves
+                self.decoder.leave(self.state, self._kept.popitem(last=False)[1])
+                continue
+            self.living.append(heapq.heappop(self.waiting))
+
+    def _read(self) -> None:
+        """Reads some of the prompts that are not read yet, the first ones first."""
+        left = self.max_rows
+        portions: dict[int, int] = {}
+        reading: list[Sample] = []
+        for sample in (entry.sample for entry in self.living if entry.sample.unread):
+            if left == 0:
+                break
+            if self.reuse and sample.unread == sample.prompt - 1:
+                source, common = self._longest(sample)
+                ahead = max((_common(sample, other, other.prompt) for other in reading), default=0)
+                if ahead >= common + _LEAST:
+                    continue  # somebody is about to read what this one could copy
+                if source is not None:
+                    self.decoder.share(self.state, source, sample, common)
+                    if source.number in self._kept:
+                        self._kept.move_to_end(source.number)
+            portions[sample.number] = sample.unread if left is None else min(sample.unread, left)
+            left = None if left is None else left - portions[sample.number]
+            reading.append(sample)
+        if portions:
+            self.decoder.read(self.state, portions)
+
+    def _longest(self, sample: Sample) -> tuple[Sample | None, int]:
+        """Who has read most of a prompt's beginning, and how much of it."""
+        best, most = None, _LEAST - 1
+        for other in self.state.samples:
+            if other is not None and other is not sample:
+                known = other.prompt - 1 - other.unread if other.unread else len(other.tokens) - 1
+                if (common := _common(sample, other, known)) > most:
+                    best, most = other, common
+        return best, most if best is not None else 0
+
+    def _retire(self) -> None:
+        for entry in [entry for entry in self.living if not entry.sample.budget]:
+            self.living.remove(entry)
+            sample = entry.sample
+            if self.reuse and not self.state.closed and sample.failure is None and not sample.unread:
+                self._kept[sample.number] = sample
+                if len(self._kept) > _KEPT * self.max_samples:
+                    self.decoder.leave(self.state, self._kept.popitem(last=False)[1])
+            else:
+                self.decoder.leave(self.state, sample)
+            entry.finished(sample)
+
+
+def _common(sample: Sample, other: Sample, known: int) -> int:
+    """Tokens of a prompt that could be copied from another sample, which has read ``known`` of its own.
+
+    Their next token is equal, too, and at least one more is left to read in front of the prompt's last.
+    """
+    limit = min(known, sample.prompt - 2, len(other.tokens) - 1)
+    if limit < _LEAST or sample.tokens[:_LEAST] != other.tokens[:_LEAST]:
+        return 0
+    pairs = zip(sample.tokens[: limit + 1], other.tokens, strict=False)
+    equal = next((place for place, (ours, theirs) in enumerate(pairs) if ours != theirs), limit + 1)
+    return min(limit, equal - 1)
+
+
+__all__ = ["Batch", "Entry"]
