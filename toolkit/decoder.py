@@ -278,10 +278,11 @@ class SpeculativeDecoder(Stepper):
         # Not a named parameter: transformers would take it for an option of this method and pass it twice.
         mask = model_kwargs.get("attention_mask")
         samples = self._samples(input_ids, mask, logits_processor, stopping_criteria, generation_config, seeds)
+        batch = self._batch(samples)
         for sample, streamer in zip(samples, streamers, strict=False):
             streamer.put(torch.tensor(sample.tokens))
             sample.emit = _told(streamer)
-        stats = self._decode(samples)
+        stats = self._decode(batch, samples)
         for streamer in streamers:
             streamer.end()
 
@@ -290,8 +291,8 @@ class SpeculativeDecoder(Stepper):
             raise DecodingError(failures, output)
         return output if generation_config.return_dict_in_generate else output.sequences
 
-    def _decode(self, samples: Sequence[Sample]) -> DecodeStats:
-        """Decodes samples as one batch to their ends; raises what their own processors, criteria or streamers raise."""
+    def _batch(self, samples: Sequence[Sample]) -> Batch:
+        """A batch of these samples and no others, for all of which there is room."""
         reuse = self.target.row_invariant and self.static is None
         batch = Batch(self, self.max_cache_tokens, len(samples), None, reuse, closed=True)
         for sample in samples:
@@ -305,6 +306,10 @@ class SpeculativeDecoder(Stepper):
                 f"{len(samples)} samples: raise max_cache_tokens, shorten the prompts, lower max_new_tokens or decode "
                 "fewer samples at once"
             )
+        return batch
+
+    def _decode(self, batch: Batch, samples: Sequence[Sample]) -> DecodeStats:
+        """Decodes a batch to its end; raises what processors, criteria or streamers of its samples raise."""
         busy = True
         while busy:
             busy = batch.advance()

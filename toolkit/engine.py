@@ -39,7 +39,8 @@ class Engine:
 
     Requests are admitted in their order as soon as the cache holds all that they may need, so an admitted one never
     fails for lack of room. Prompts are read in portions between the steps of those that decode already. What a prompt
-    has in common with the beginning of a text that is still there is copied, not computed.
+    has in common with the beginning of a text that is still there is copied, not computed. Weights are those that the
+    model had when the engine was made.
 
     Args:
         decoder: does the steps; any number of engines and other calls may use it at a time.

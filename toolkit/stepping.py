@@ -98,6 +98,7 @@ class Stepper(nn.Module):
             closed: whether all of them are there from the start and none follows: then it counts who ends last.
         """
         cache = self._open_cache(samples, self.max_cache_tokens if max_tokens is None else max_tokens)
+        self.target.begin(cache)
         stats = DecodeStats(self.coupling.exactness.value, [0], [0])
         return DecodeState(cache, self.drafter.open(cache), stats, closed=closed)
 

@@ -292,7 +292,7 @@ def test_a_real_process(arguments, status, line):
 SHARED = {"--model", "--dtype", "--prompts", "--limit", "--new-tokens", "--seed", "--json"}
 BENCHES = {
     **dict.fromkeys(
-        ["decode", "batching", "product", "deciders", "compare", "tuned"], SHARED | {"--batches", "--repeats"}
+        ["decode", "batching", "policy", "product", "deciders", "compare", "tuned"], SHARED | {"--batches", "--repeats"}
     ),
     "lookup": SHARED | {"--repeats"},
     "cpu": SHARED | {"--repeats"},

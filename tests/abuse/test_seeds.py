@@ -294,8 +294,6 @@ def test_batches_that_decide_together_would_be_seen(monkeypatch, decider):
 
 
 def test_noise_of_one_source_would_be_seen(monkeypatch):
-    draw = Noise.draw.__func__
-    monkeypatch.setattr(
-        Noise, "draw", classmethod(lambda cls, sources, nodes: draw(cls, sources[:1] * len(sources), nodes))
-    )
+    drawn = Noise.of.__func__
+    monkeypatch.setattr(Noise, "of", classmethod(lambda cls, own, nodes: drawn(cls, own[:1] * len(own), nodes)))
     assert next(leaks(build("lookup"), [[0, 1, 2], [2, 0]]), None)

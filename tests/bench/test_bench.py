@@ -89,9 +89,11 @@ def test_the_worked_example_of_the_paper():
         found, counts, commit = [], [], decoder._commit
 
         def watched(state, tree, verdict, *rest, commit=commit, counts=counts):
-            before = [len(tokens) for tokens in state.tokens]
+            before = [sample and len(sample.tokens) for sample in state.samples]
             commit(state, tree, verdict, *rest)
-            counts.append([len(tokens) - old for tokens, old in zip(state.tokens, before, strict=True)])
+            counts.append(
+                [sample and len(sample.tokens) - old for sample, old in zip(state.samples, before, strict=True)]
+            )
 
         decoder._commit = watched
         found, stats = decoded(decoder, prompts)

@@ -326,6 +326,14 @@ class RaggedModel(nn.Module):
         with self._lock:
             self._prepared = self._prepare()
 
+    def begin(self, cache: RaggedKVCache) -> None:
+        """Ties a cache to the weights as they are now, which its first forward would do otherwise.
+
+        Raises:
+            ValueError: if the model is in training mode.
+        """
+        self._prepared_for(cache)
+
     def network(self) -> nn.Module:
         """The modules that run: called like the model, with ``ragged=`` (see :class:`~arbordraft.target.hook.Forward`).
 
