@@ -25,6 +25,11 @@ class UnsupportedModel(ValueError):
     """The model cannot be run on packed rows."""
 
 
+def unsupported(model: nn.Module, failure: Exception) -> UnsupportedModel:
+    """What to say of a model that failed on packed rows."""
+    return UnsupportedModel(f"{type(model).__name__} failed on packed tokens ({failure}): {REQUIREMENT}")
+
+
 class AttentionCall(NamedTuple):
     """What a layer asks its attention for."""
 
