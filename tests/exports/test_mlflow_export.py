@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import companions
@@ -341,6 +342,27 @@ def test_served_over_http(served, logged, parts, questions):
     assert [row["tau"] for row in found] == pytest.approx(
         [e / f for e, f in zip(stats.emitted, stats.forwards, strict=True)]
     )
+
+
+def test_served_to_several_clients_at_once(served, questions):
+    """MLflow answers in threads; each client gets what it gets alone, greedy or sampled, whatever the others ask."""
+    asked = [(questions * 2)[client : client + 1 + client % 3] for client in range(6)]
+    bodies = [
+        {
+            "dataframe_records": [{"prompt": question} for question in asked[client]],
+            "params": {"max_new_tokens": 12, "temperature": float(client % 2), "seed": client},
+        }
+        for client in range(6)
+    ]
+
+    def ask(body):
+        answer = httpx.post(f"{served}/invocations", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["predictions"]
+
+    alone = [ask(body) for body in bodies]
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        assert list(pool.map(ask, bodies * 4)) == alone * 4
 
 
 def test_served_requests_may_sample(served, questions):
