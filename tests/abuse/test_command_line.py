@@ -144,6 +144,14 @@ USAGE = {
         r"prompts.jsonl is no database of MLflow",
     ),
     "promoting below a file": ("export promote x --uri sqlite:///file/m.db", r"file is a file, not a folder"),
+    "promoting what is not there": (
+        "export promote nosuch --uri sqlite:///:memory:",
+        r"sqlite:///:memory: does not have it: Registered Model with name=nosuch not found",
+    ),
+    "fetching what is not there": (
+        "export mlflow models:/nosuch@candidate --target model --uri sqlite:///:memory:",
+        r"sqlite:///:memory: does not have it: Registered Model with name=nosuch not found",
+    ),
     "mlflow of no batch": ("export mlflow ngram --batch 0", r"--batch"),
     "mlflow of no tree": ("export mlflow ngram --tree bush:1", r"unknown tree"),
     "training with nothing": (
@@ -181,6 +189,21 @@ def test_wrong_input_is_one_line_and_status_2(place, monkeypatch, capsys, comman
     assert re.fullmatch(rf"error: .*(?:{message}).*\n", said), said
     assert "Traceback" not in said
     assert sorted(path.relative_to(place) for path in place.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "command", ["promote x", "mlflow models:/x@candidate --target model", "mlflow ngram --target model"]
+)
+def test_a_server_that_is_away_is_told_at_once(place, monkeypatch, capsys, command):
+    """Before any prompt is decoded, and without what stands in its address for nobody's eyes."""
+    monkeypatch.chdir(place)
+    monkeypatch.setattr("arbordraft.exports.mlflow_log.evaluate", lambda *_, **__: pytest.fail("measured first"))
+    status, said = run(["export", *shlex.split(command), "--uri", "http://me:secret@127.0.0.1:9"], monkeypatch, capsys)
+    assert status == 1, said
+    assert re.fullmatch(
+        r"error: the tracking server http://127\.0\.0\.1:9 does not answer .*another with --uri.*\n", said
+    )
+    assert "secret" not in said
 
 
 FAILURES = {

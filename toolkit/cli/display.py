@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -21,10 +21,15 @@ if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
 
 
+def terminal(**options: Any) -> Console:
+    """A console on which texts are texts: brackets in prompts and paths are no markup, colons no emoji."""
+    return Console(markup=False, emoji=False, **options)
+
+
 @contextmanager
 def progress(console: Console, *, transient: bool = False) -> Iterator[Callable[[str], None]]:
     """A line that says what is going on, for as long as the block runs; gives the function that sets it."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=transient) as bar:
         task = bar.add_task("starting")
         yield lambda what: bar.update(task, description=what)

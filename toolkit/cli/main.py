@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from arbordraft import tuning
 from arbordraft.allocator import keep_freed_memory
@@ -15,7 +14,7 @@ from arbordraft.bench.plots import plot, read_rows
 from arbordraft.cli.bench import app as bench
 from arbordraft.cli.chat import chat
 from arbordraft.cli.decoders import Law, Verifier, load_decoder
-from arbordraft.cli.display import progress, stats_table, stream_panels, tree_text
+from arbordraft.cli.display import progress, stats_table, stream_panels, terminal, tree_text
 from arbordraft.cli.doctor import doctor
 from arbordraft.cli.export import app as export
 from arbordraft.cli.failures import ending
@@ -54,7 +53,7 @@ app.command()(doctor)
 app.add_typer(bench, name="bench")
 app.add_typer(train, name="train")
 app.add_typer(export, name="export")
-console = Console()
+console = terminal()
 
 
 @app.command()

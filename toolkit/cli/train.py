@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from arbordraft.cli.display import terminal
 from arbordraft.cli.options import DtypeOption, ModelOption, finite
 from arbordraft.loading import SMALL, Dtype
 from arbordraft.training.fit import data_of, known_configs, run
@@ -74,12 +75,10 @@ def demo(
     dtype: DtypeOption = Dtype.bfloat16,
 ) -> None:
     """Train a drafter and a decider for any causal LM that chats, from nothing, in the time and memory there is."""
-    from rich.console import Console
-
     from arbordraft.training.demo import gain, train_demo
     from arbordraft.training.targets import Target
 
-    console, spec = Console(), Target(target, dtype=dtype)
+    console, spec = terminal(), Target(target, dtype=dtype)
     folder = folder or Path(f"arbordraft-{Path(target).name.lower()}")
     trained = train_demo(
         console,
