@@ -30,6 +30,7 @@ def place(tmp_path_factory):
     (root / "bytes").write_bytes(b"a\xff\xfeb\n")
     (root / "prompts.jsonl").write_text(PROMPT * 2)
     (root / "other.jsonl").write_text(PROMPT + '{"question": "x"}\n')
+    (root / "turns.jsonl").write_text('{"turns": [3]}\n')
     (root / "list.json").write_text("[1]")
     return root
 
@@ -53,6 +54,9 @@ USAGE = {
     "confidence below zero": ("generate a --confidence -1", r"--confidence"),
     "confidence that is no number": ("generate a --confidence nan", r"--confidence"),
     "seed that is a word": ("generate a --seed x", r"--seed"),
+    "a system prompt without a template": ("generate a --raw --system b", r"--system is for the chat template"),
+    "top-k below zero": ("generate a --top-k -1", r"--top-k"),
+    "an empty stop": ("generate a --stop ''", r"stop must not hold an empty text"),
     "no such precision": ("generate a --dtype int3", r"--dtype"),
     "no such law": ("generate a --law nope", r"--law"),
     "no such verifier": ("generate a --verifier nope", r"--verifier"),
@@ -104,6 +108,7 @@ USAGE = {
     "judging nobody": ("bench verifiers", r"name at least one --drafter"),
     "measuring half a head": ("bench kernels --groups 0.5", r"--groups.*comma-separated numbers"),
     "prompts without messages": ("bench cpu --prompts other.jsonl", r"other\.jsonl:2 is not \{\"messages\""),
+    "turns that are a number": ("bench cpu --prompts turns.jsonl", r"turns\.jsonl:1 is not .*or \{\"turns\": \["),
     "prompts without a line": ("bench cpu --prompts empty", r"empty holds no prompts"),
     "judging on one prompt": (
         "bench verifiers --drafter none --model model --limit 1 --new-tokens 2",
