@@ -75,7 +75,7 @@ def place(tmp_path_factory):
     [
         ("tree chain:2 --png '[red]/[b]x[/y].png'", r"wrote \[red\]/\[b\]x\[/y\]\.png"),
         ("tree chain:2 --png ':smile:.png'", r"wrote :smile:\.png"),
-        ("generate '[INST] a [/INST]' --raw --model model --max-new-tokens 2", r"\[INST\] a \[/INST\]"),
+        ("generate '[INST] a [/INST]' b --raw --model model --max-new-tokens 2", r"> \[INST\] a \[/INST\]\n"),
     ],
     ids=["brackets", "colons", "a prompt"],
 )
@@ -84,3 +84,13 @@ def test_texts_of_users_are_no_markup(place, monkeypatch, command, said):
     result = CliRunner().invoke(cli.app, shlex.split(command))
     assert result.exit_code == 0, result.output
     assert re.search(said, result.output), result.output
+
+
+def test_commands_to_paste_are_not_wrapped(place, monkeypatch):
+    monkeypatch.chdir(place)
+    out = "a-folder-whose-path-is-longer-than-any-line-of-a-terminal-that-has-eighty-columns-as-most-of-them"
+    result = CliRunner().invoke(cli.app, ["export", "sglang", "model", out, "--target", "model"], env={"COLUMNS": "80"})
+    assert result.exit_code == 0, result.output
+    card = (place / out / "README.md").read_text().replace("THIS_FOLDER", out)
+    assert "launch_server" in card
+    assert card in result.output

@@ -19,6 +19,9 @@ from arbordraft.topology import TreeTopology
 from arbordraft.types import SampleTree, SampleVerdict
 
 
+_NOTICED = 0.1  # seconds
+
+
 def terminal(**options: Any) -> Console:
     """A console on which texts are texts: brackets in prompts and paths are no markup, colons no emoji."""
     return Console(markup=False, emoji=False, **options)
@@ -130,7 +133,7 @@ def verdict(stats: DecodeStats) -> str | None:
         return None
     plain = stats.seconds["target"] * max(stats.emitted) / max(stats.forwards)
     spent = sum(seconds for phase, seconds in stats.seconds.items() if phase != "prefill")
-    if spent <= plain:
+    if spent - plain < _NOTICED:
         return None
     return (
         f"Drafting cost more than it brought: behind the prompts {spent:.2f} s instead of at most {plain:.2f} s. "

@@ -33,7 +33,7 @@ QuantizeOption = Annotated[
 ToleranceOption = Annotated[
     float,
     typer.Option(
-        min=0, callback=finite, help="Greatest difference of a float32 graph's logits; more layers round more."
+        min=0, callback=finite, help="Greatest difference of a float32 graph's outputs, as a share of the greatest."
     ),
 ]
 LeastOption = Annotated[
@@ -131,7 +131,7 @@ def engine(
     options = {"layout": layout, "speculative_tokens": speculative_tokens, "dtype": dtype}
     _write(export, drafter, out, target=target, force=force, **options)
     card = (out / "README.md").read_text()  # how to serve it
-    console.print(card.replace("THIS_FOLDER", str(out)))
+    console.print(card.replace("THIS_FOLDER", str(out)), soft_wrap=True)  # commands are copied
 
 
 @app.command("mlflow")
