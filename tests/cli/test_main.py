@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -158,6 +159,11 @@ def test_bench_names_what_it_cannot_read(asked):
     for wrong in (["batching", "--batches", "1,x"], ["verifiers"], ["decode", "--drafter", "early-exit:99"]):
         result = runner.invoke(cli.app, ["bench", *wrong, *model, *prompts])
         assert result.exit_code != 0
+
+
+def test_the_questions_that_come_with_it():
+    questions = read_prompts(Path(__file__).resolve().parents[2] / "examples" / "questions.jsonl")
+    assert len(set(questions)) >= 10
 
 
 def test_prompts_as_chats_or_as_turns(tmp_path):

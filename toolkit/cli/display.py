@@ -18,7 +18,6 @@ from arbordraft.texts import Pieces
 from arbordraft.topology import TreeTopology
 from arbordraft.types import SampleTree, SampleVerdict
 
-
 _NOTICED = 0.1  # seconds
 
 

@@ -59,7 +59,7 @@ TopPOption = Annotated[float, typer.Option(min=0, max=1, callback=finite, help="
 PromptsOption = Annotated[
     Path | None,
     typer.Option(
-        exists=True, dir_okay=False, help="JSON lines with 'messages', such as MT-Bench's; else built-in ones."
+        exists=True, dir_okay=False, help="JSON lines with 'messages', or 'turns' as MT-Bench's; else built-in ones."
     ),
 ]
 LimitOption = Annotated[int | None, typer.Option(min=1, help="Use only this many prompts, from the first.")]

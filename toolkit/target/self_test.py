@@ -36,7 +36,8 @@ def check_logits(target: "RaggedModel") -> None:
     if any(parameter.is_meta for parameter in target.model.parameters()):
         raise ValueError("the model's weights are on the meta device, which holds no numbers: load it onto another")
     name = type(target.model).__name__
-    _compare(target, target.model, RaggedKVCache(), f"{name}: packed logits differ from single ones")
+    fault = f"{name} has something that packed trees do not support: packed logits differ from single ones"
+    _compare(target, target.model, RaggedKVCache(), fault)
 
     spans = exceeded_spans(target)
     if not spans:

@@ -1,4 +1,6 @@
-"""Windows and chunks longer than any test text: a model that is accepted is right beyond them, too."""
+"""Which models are refused, and why; one that is accepted is right beyond windows longer than any test text, too."""
+
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,16 +39,44 @@ HIDDEN = {
 TOLD = ("mistral", "gemma2", "gemma3_text", "gemma3", "gpt_oss", "phi3")
 
 
+_GPT = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+# What does not route its attention through the interface, as docs/choosing.md lists it.
+REFUSED = {
+    "stablelm": _SIZES,
+    "nemotron": _SIZES,
+    "gptj": {**_GPT, "rotary_dim": 4},
+    "gpt_neo": {
+        **_SIZES,
+        "num_layers": 2,
+        "num_heads": 4,
+        "attention_types": [[["global", "local"], 1]],
+    },
+    "mpt": {"vocab_size": VOCAB, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 128},
+    "xglm": {"vocab_size": VOCAB, "d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48},
+    "codegen": {**_GPT, "rotary_dim": 4},
+    "diffllama": _SIZES,
+    "rwkv": {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2},
+}
+CHOOSING = Path(__file__).resolve().parents[2] / "docs" / "choosing.md"
+
+
 def built(architecture, **options):
     """A random model whose attention tells tokens apart."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(architecture, **{**HIDDEN[architecture], **options})
+    config = AutoConfig.for_model(architecture, **{**(HIDDEN | REFUSED)[architecture], **options})
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim > 1:
                 weight.normal_(std=weight.shape[-1] ** -0.5)
     return model
+
+
+@pytest.mark.parametrize("architecture", REFUSED)
+def test_models_that_are_refused_are_listed(architecture):
+    with pytest.raises(UnsupportedModel, match=r"AttentionInterface|a mask of its own|packed trees do not support"):
+        RaggedModel(built(architecture), kernels="torch")
+    assert f"`{architecture}`" in CHOOSING.read_text()
 
 
 @pytest.mark.parametrize("architecture", HIDDEN)
