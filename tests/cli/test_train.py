@@ -21,7 +21,7 @@ def train(world, *options):
     config = save_config(world / "config.yaml", world, results={"output": str(world / "out")})
     result = CliRunner().invoke(cli.app, ["train", "drafter", "fit", "--config", str(config), *options])
     assert result.exit_code == 0, result.output
-    return result.output.splitlines()
+    return [line for line in result.stdout.splitlines() if line.strip()]
 
 
 def test_a_training_ends_with_its_best_and_the_next_command(world):
