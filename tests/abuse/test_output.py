@@ -70,6 +70,16 @@ def place(tmp_path_factory):
     return root
 
 
+def test_a_benchmark_in_a_pipe_prints_nothing_else(place):
+    options = ["--model", str(place / "model"), "--new-tokens", "4", "--repeats", "1", "--limit", "1", "--batches", "1"]
+    result = CliRunner().invoke(cli.app, ["bench", "decode", "--drafter", "ngram", *options])
+    assert result.exit_code == 0, result.output
+    head, *rows = [line.split("\t") for line in result.stdout.strip().splitlines()]
+    assert {"decoder", "tokens_per_second"} < set(head)
+    assert rows
+    assert all(len(row) == len(head) for row in rows)
+
+
 @pytest.mark.parametrize(
     ("command", "said"),
     [

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
@@ -26,11 +26,17 @@ def terminal(**options: Any) -> Console:
     return Console(markup=False, emoji=False, **options)
 
 
+def bars(console: Console, *columns: ProgressColumn, transient: bool = False) -> Progress:
+    """A display of progress that stands on a terminal or nowhere: it is none of what a pipe is to get."""
+    place = console if console.is_terminal else terminal(stderr=True)
+    return Progress(*columns, console=place, transient=transient, disable=not place.is_terminal)
+
+
 @contextmanager
 def progress(console: Console, *, transient: bool = False) -> Iterator[Callable[[str], None]]:
     """A line that says what is going on, for as long as the block runs; gives the function that sets it."""
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=transient) as bar:
+    with bars(console, *columns, transient=transient) as bar:
         task = bar.add_task("starting")
         yield lambda what: bar.update(task, description=what)
 

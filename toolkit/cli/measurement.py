@@ -9,14 +9,14 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from arbordraft.bench.decoding import Decode, in_turns
 from arbordraft.bench.measure import save
 from arbordraft.bench.plots import plot
 from arbordraft.bench.tables import print_rows
 from arbordraft.bench.workload import Workload
-from arbordraft.cli.display import terminal
+from arbordraft.cli.display import bars, terminal
 from arbordraft.cli.options import LimitOption, ModelOption, PromptsOption, numbers, output_file
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.loading import Dtype, Kernels, load_target
@@ -155,7 +155,7 @@ class Run:
         """Shows what is going on with a bar, and the results at the end."""
         torch.manual_seed(self.workload.seed)
         columns = (SpinnerColumn(), BarColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-        with Progress(*columns, console=console) as self._progress:
+        with bars(console, *columns) as self._progress:
             self._task = self._progress.add_task("loading the model" if "model" in self.shared else "", total=None)
             yield
         tables: dict[Any, list[Any]] = {}
