@@ -91,7 +91,7 @@ def generate(
     if ends:
         settings |= {"stop_strings": list(ends), "tokenizer": tokenizer}
     inputs = {name: tensor.to(decoder.target.device) for name, tensor in left_padded(encoded).items()}
-    streamers = [AnswerStreamer(Pieces(tokenizer, ends)) for _ in questions]
+    streamers: list[Any] = [AnswerStreamer(Pieces(tokenizer, ends)) for _ in questions]
     console = terminal()
     with show_answers(console, questions, streamers, quiet=json or max_new_tokens == 0):
         start = time.perf_counter()

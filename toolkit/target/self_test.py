@@ -111,7 +111,7 @@ def _packed_logits(
         target.prefill(dict(zip(samples, prompts, strict=True)), cache)
         words = ancestor_words(topology.visible.cpu()).repeat(len(prompts), 1)
         batch = cache.plan(samples, [topology.depth_list] * len(prompts), words)
-        return target(torch.tensor(tree * len(prompts)), batch, cache)  # type: ignore[no-any-return]
+        return target(torch.tensor(tree * len(prompts)), batch, cache)
     except UnsupportedModel:
         raise
     except Exception as failure:
