@@ -85,9 +85,10 @@ def test_a_benchmark_in_a_pipe_prints_nothing_else(place):
     [
         ("tree chain:2 --png '[red]/[b]x[/y].png'", r"wrote \[red\]/\[b\]x\[/y\]\.png"),
         ("tree chain:2 --png ':smile:.png'", r"wrote :smile:\.png"),
+        (f"tree chain:2 --png {'long ' * 30!r}.png", rf"wrote {'long ' * 30}\.png\n"),
         ("generate '[INST] a [/INST]' b --raw --model model --max-new-tokens 2", r"> \[INST\] a \[/INST\]\n"),
     ],
-    ids=["brackets", "colons", "a prompt"],
+    ids=["brackets", "colons", "a long path", "a prompt"],
 )
 def test_texts_of_users_are_no_markup(place, monkeypatch, command, said):
     monkeypatch.chdir(place)

@@ -200,7 +200,7 @@ def mlflow(
     for measure, value in logged.evaluation.report().items():
         console.print(f"{measure}: {value}")
     registered = f", version {logged.version} of {name}, {alias}" if logged.version else ""
-    console.print(f"logged {logged.uri} in run {logged.run}{registered}")
+    console.print(f"logged {logged.uri} in run {logged.run}{registered}", soft_wrap=True)
 
 
 @app.command("promote")
@@ -225,7 +225,7 @@ def promote(
             tell=tell,
             prompts=_held_out(prompts),
         )
-    console.print(verdict.reason)
+    console.print(verdict.reason, soft_wrap=True)
     if not verdict.promoted:
         raise typer.Exit(1)
 

@@ -90,7 +90,7 @@ def tune(
         )
         verdict = f"{choice.setting}: {gain}" if choice.pays else "do not speculate: plain decoding is the fastest"
         console.print(f"batch {choice.batch}: {verdict}")
-    console.print(f"wrote {output}")
+    console.print(f"wrote {output}", soft_wrap=True)
 
 
 @app.command("plot")
@@ -100,7 +100,7 @@ def redraw(
 ) -> None:
     """Draw a picture of measurements that 'arbordraft bench --json' wrote."""
     plot(read_rows(results), png)
-    console.print(f"wrote {png}")
+    console.print(f"wrote {png}", soft_wrap=True)
 
 
 @app.command("tree")
@@ -116,7 +116,7 @@ def draw_tree(
     console.print(f"{topology.num_nodes} nodes with the root, {topology.max_depth} levels of drafts")
     if png is not None:
         draw_png(topology, png)
-        console.print(f"wrote {png}")
+        console.print(f"wrote {png}", soft_wrap=True)
 
 
 def main() -> None:

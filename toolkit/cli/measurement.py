@@ -168,7 +168,7 @@ class Run:
             plot(self.rows, png)
         for path in (self.shared["json"], png):
             if path is not None:
-                console.print(f"wrote {path}")
+                console.print(f"wrote {path}", soft_wrap=True)
 
 
 def measurement(
