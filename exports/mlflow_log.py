@@ -99,11 +99,11 @@ def log_decoder(
     config = DecoderConfig.of(decoder, target, None if drafter is None else os.fspath(drafter))
     with server(uri) as (mlflow, client), tempfile.TemporaryDirectory() as scratch:
         inputs = training_models(client, training_run)
+        place = client.get_experiment_by_name(experiment)  # a server that is away says so before anything is measured
         tell("measuring parity, tau and speed")
         evaluation = evaluate(decoder, tokenizer, prompts, new_tokens=new_tokens, tell=tell)
         files = _pack(decoder, config, Path(scratch))
         tags = {} if training_run is None else {TRAINING: training_run}
-        place = client.get_experiment_by_name(experiment)
         place_id = place.experiment_id if place else client.create_experiment(experiment)
         with (
             mlflow.start_run(experiment_id=place_id, run_name=run_name, tags=tags, nested=True) as run,

@@ -35,13 +35,14 @@ def promote_decoder(
     """Gives the alias ``champion`` to the ``candidate`` if it passes.
 
     Both decode the prompts here and now: figures of other machines or other prompts would decide nothing. A candidate
-    has to say what its target says, token for token, and to be better than the champion in one of the metrics.
+    has to say what its target says, token for token, and to be better than the champion in one of the metrics. Where
+    speed is one of them, it has to be faster than plain decoding, too, also if there is no champion yet.
 
     Args:
         name: registered model.
         prompts: held-out prompts.
         by: metrics of which one has to be higher: ``tau``, ``tokens_per_second``.
-        margin: by which share; measured speeds differ by a few percent between two runs of the same decoder.
+        margin: by which share higher; measured speeds differ by a few percent between two runs of the same decoder.
         new_tokens: longest answer.
         uri: tracking server; by default as in :func:`~arbordraft.exports.mlflow_log.log_decoder`.
         tell: is told what is going on.
@@ -84,8 +85,13 @@ def judge(
     if not measured.parity:
         said = f"{measured.equal} of {measured.prompts} answers are the target's own"
         return Promotion(False, f"version {candidate} fails parity: {said}, its output law is {measured.exactness}")
+    speeds = f"{measured.tokens_per_second:.4g} tokens/s against {measured.plain_tokens_per_second:.4g}"
+    slow = measured.tokens_per_second <= measured.plain_tokens_per_second * (1 + margin)
+    if slow and "tokens_per_second" in by:
+        return Promotion(False, f"version {candidate} is no faster than plain decoding by {margin:.0%}: {speeds}")
     if bar is None:
-        return Promotion(True, f"version {candidate} is the first champion: tau {measured.tau:.2f}")
+        told = f"tau {measured.tau:.2f}, {speeds} of plain decoding"
+        return Promotion(True, f"version {candidate} is the first champion: {told}")
     shown = [f"{metric} {getattr(measured, metric):.4g} against {getattr(bar, metric):.4g}" for metric in by]
     better = any(getattr(measured, metric) > getattr(bar, metric) * (1 + margin) for metric in by)
     told = f"{', '.join(shown)} of version {champion}"

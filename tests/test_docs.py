@@ -114,6 +114,7 @@ def problem(line: str, whole: bool) -> str | None:
         return f"there is no configuration {unknown[0]}" if unknown else None
     for name in arguments:
         if name.endswith((".jsonl", ".txt")):  # prompts, which are to be there
+            Path(name).parent.mkdir(parents=True, exist_ok=True)
             Path(name).touch()
     try:
         command.make_context(name, arguments, parent=context)

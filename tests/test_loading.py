@@ -153,6 +153,7 @@ def test_a_gguf_file(tmp_path):
         ("model", {"revision": "a", "device": "cpu"}, ValueError, "device, revision: the model is in memory already"),
         ("target", {"kernels": "native"}, ValueError, "kernels: the model is in memory already"),
         ("target", {"keep_weights": False}, ValueError, "keep_weights: the model is in memory already"),
+        ("target", {"int8": True}, ValueError, "int8: the model is in memory already"),
         ("target", {"tokenizer": 1}, ValueError, "tokenizer: the model is in memory already"),
     ],
     ids=str,

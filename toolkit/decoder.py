@@ -116,7 +116,7 @@ class SpeculativeDecoder(Stepper):
         Examples:
             >>> from tokenizers import Tokenizer, models
             >>> from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-            >>> from arbordraft import NGramDrafter
+            >>> from arbordraft import NGramDrafter, RaggedModel
             >>> words = Tokenizer(models.WordLevel({"echo": 0}, unk_token="echo"))
             >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
             >>> config = LlamaConfig(vocab_size=1, hidden_size=8, num_attention_heads=1, num_hidden_layers=1)
@@ -177,7 +177,7 @@ class SpeculativeDecoder(Stepper):
         Examples:
             >>> from tokenizers import Tokenizer, models
             >>> from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-            >>> from arbordraft import NGramDrafter
+            >>> from arbordraft import NGramDrafter, RaggedModel
             >>> words = Tokenizer(models.WordLevel({"echo": 0}, unk_token="echo"))
             >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
             >>> config = LlamaConfig(vocab_size=1, hidden_size=8, num_attention_heads=1, num_hidden_layers=1)

@@ -79,7 +79,7 @@ class Stopping:
         if not self._others:
             return False
         ids = torch.tensor([path()])
-        return any(bool(criterion(ids, None).all()) for criterion in self._others)
+        return any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in self._others)  # some say a bool
 
 
 def with_stop_strings(

@@ -77,6 +77,7 @@ def load(
     kernels: str = "auto",
     device: str | torch.device | None = None,
     keep_weights: bool = True,
+    int8: bool = False,
     tokenizer: "PreTrainedTokenizerBase | None" = None,
     revision: str | None = None,
     topology: TreeTopology | None = None,
@@ -98,6 +99,7 @@ def load(
         kernels: see :class:`~arbordraft.RaggedModel`.
         device: of models by name; by default the GPU if torch sees one, else the CPU.
         keep_weights: see :class:`~arbordraft.RaggedModel`.
+        int8: see :class:`~arbordraft.RaggedModel`.
         tokenizer: by default the one that belongs to the model, if there is one.
         revision: of a model on the hub.
         topology: the largest tree; by default what suits the drafter. Every step drafts and verifies of it what pays.
@@ -127,7 +129,7 @@ def load(
     if isinstance(costs, str) and costs not in ("auto", "renew"):
         raise ValueError(f"costs must be auto, renew, a CostTable, StepCosts or None, got {costs!r}")
     if isinstance(model, str | os.PathLike):
-        target = _target_named(os.fspath(model), dtype, kernels, device, keep_weights, tokenizer, revision)
+        target = _target_named(os.fspath(model), dtype, kernels, device, keep_weights, tokenizer, revision, int8)
     else:
         given: dict[str, Any] = {"dtype": dtype, "device": device, "revision": revision}
         if isinstance(model, RaggedModel):
@@ -135,6 +137,7 @@ def load(
                 "kernels": None if kernels == "auto" else kernels,
                 "tokenizer": tokenizer,
                 "keep_weights": None if keep_weights else False,
+                "int8": int8 or None,
             }
         if clash := [name for name, value in given.items() if value is not None]:
             raise ValueError(f"{', '.join(clash)}: the model is in memory already; say so where it is made")
@@ -143,7 +146,7 @@ def load(
         else:
             if tokenizer is None and (home := getattr(model, "name_or_path", "")):
                 tokenizer = load_tokenizer(home, local_files_only=True)
-            target = RaggedModel(model, tokenizer, kernels=kernels, keep_weights=keep_weights)
+            target = RaggedModel(model, tokenizer, kernels=kernels, keep_weights=keep_weights, int8=int8)
     proposer = (
         drafter_named(os.fspath(drafter), target) if isinstance(drafter, str | os.PathLike) else as_drafter(drafter)
     )
@@ -166,13 +169,14 @@ def _target_named(
     keep_weights: bool = True,
     tokenizer: "PreTrainedTokenizerBase | None" = None,
     revision: str | None = None,
+    int8: bool = False,
 ) -> RaggedModel:
     place = torch.device("cuda" if torch.cuda.is_available() else "cpu") if device is None else torch.device(device)
     if place.type == "cpu" and kernels in ("auto", "native"):
         native.load_in_background()
     model, own = load_model(name, _dtype(dtype, place), revision)
     model.to(place)  # type: ignore[arg-type]
-    return RaggedModel(model, tokenizer or own, kernels=kernels, keep_weights=keep_weights)
+    return RaggedModel(model, tokenizer or own, kernels=kernels, keep_weights=keep_weights, int8=int8)
 
 
 def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:

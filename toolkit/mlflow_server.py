@@ -49,8 +49,37 @@ def connect(uri: str) -> MlflowClient:
 
 def reason(error: BaseException) -> str:
     """An error in one short line, without the credentials that a URI may hold."""
-    text = re.sub(r"(?<=://)[^/@\s]*@", "", " ".join(f"{type(error).__name__}: {error}".split()))
+    text = _public(" ".join(f"{type(error).__name__}: {error}".split()))
     return text if len(text) <= 300 else text[:299] + "…"
+
+
+@contextlib.contextmanager
+def explained(uri: str | None) -> Iterator[None]:
+    """Says in a line for people what a server does not know, or that it does not answer.
+
+    Args:
+        uri: tracking server, as for :func:`resolve_uri`.
+
+    Raises:
+        ValueError: for a name that the server does not know.
+        ConnectionError: if it does not answer.
+    """
+    try:
+        yield
+    except Exception as error:
+        code, place = getattr(error, "error_code", None), _public(resolve_uri(uri))
+        if code == "RESOURCE_DOES_NOT_EXIST":
+            raise ValueError(f"{place} does not have it: {getattr(error, 'message', error)}") from error
+        if code is not None and isinstance(error.__context__, OSError):  # as those of requests are
+            raise ConnectionError(
+                f"the tracking server {place} does not answer ({reason(error.__context__)}): start it, or name another "
+                "with --uri or MLFLOW_TRACKING_URI"
+            ) from error
+        raise
+
+
+def _public(text: str) -> str:
+    return re.sub(r"(?<=://)[^/@\s]*@", "", text)
 
 
 @contextlib.contextmanager

@@ -93,7 +93,10 @@ MIXED = (
 
 
 def read_prompts(path: Path) -> list[str]:
-    """First user turns of a file with one JSON object per line, each with ``messages`` as chat APIs take them.
+    """First user turns of a file with one JSON object per line.
+
+    Args:
+        path: each line has ``messages`` as chat APIs take them, or ``turns``, a list of texts, as MT-Bench's own.
 
     Raises:
         ValueError: if a line is something else, or the file is not UTF-8.
@@ -103,10 +106,15 @@ def read_prompts(path: Path) -> list[str]:
         if not line.strip():
             continue
         try:
-            messages = json.loads(line)["messages"]
-            prompts.append(next(message["content"] for message in messages if message["role"] == "user"))
-        except (ValueError, KeyError, TypeError, StopIteration) as error:
-            raise ValueError(f'{path}:{number} is not {{"messages": [{{"role": "user", "content": ...}}]}}') from error
+            said = json.loads(line)
+            users = (message["content"] for message in said.get("messages", ()) if message["role"] == "user")
+            prompts.append(said["turns"][0] if "turns" in said else next(users))
+            if not isinstance(prompts[-1], str):
+                raise TypeError("a turn is no text")
+        except (ValueError, AttributeError, LookupError, TypeError, StopIteration) as error:
+            raise ValueError(
+                f'{path}:{number} is not {{"messages": [{{"role": "user", "content": ...}}]}} or {{"turns": [...]}}'
+            ) from error
     return prompts
 
 

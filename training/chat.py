@@ -24,8 +24,8 @@ class ChatFormat:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         if not tokenizer.chat_template:
             raise ValueError(
-                "the target's tokenizer has no chat template, so nothing tells which tokens are the assistant's; set "
-                "tokenizer.chat_template, or load the instruction-tuned version of the model"
+                "the target's tokenizer has no chat template, so nothing tells which tokens are the assistant's: name "
+                "a file with one (--data.target.chat_template), or take the instruction-tuned version of the model"
             )
         self.tokenizer = tokenizer
         _, _, self.to_user, self.to_assistant = self._pieces("user", "assistant", "user")

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from arbordraft.bench.contests import drafter_gain
 from arbordraft.bench.decoding import DecodeRow, in_turns
-from arbordraft.bench.tables import rows_table
+from arbordraft.bench.tables import print_rows
 from arbordraft.bench.workload import Workload
 from arbordraft.loading import load_drafter, load_model
 from arbordraft.training.decider_module import DeciderModule
@@ -98,7 +98,7 @@ def gain(console: Console, target: Target, drafter: Path) -> None:
     for temperature in (0.0, 1.0):
         workload = Workload(new_tokens=128, temperature=temperature, repeats=1)
         rows += in_turns(model, drafter_gain(model, drafters, workload), workload)
-    console.print(rows_table(rows))
+    print_rows(console, rows)
 
 
 def _train(console: Console, module: type, output: Path, arguments: list[str]) -> None:

@@ -61,6 +61,7 @@ def run(module: Any, arguments: list[str], *, go: bool = True) -> Any:
     Raises:
         ValueError: if a configuration or the checkpoint to go on with is missing or damaged.
     """
+    from jsonargparse import ArgumentError
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.cli import LightningCLI
 
@@ -78,7 +79,12 @@ def run(module: Any, arguments: list[str], *, go: bool = True) -> Any:
             parser.link_arguments("results.output", "checkpoints.dirpath", lambda output: f"{output}/checkpoints")
 
         def parse_arguments(self, parser: Any, args: Any) -> None:
-            self.config = parser.parse_args(args)  # without the warning that the process has arguments, too
+            for each in (parser, *self._subcommand_parsers.values()):
+                each.exit_on_error = False  # or it prints a hundred lines of usage
+            try:
+                self.config = parser.parse_args(args)  # without the warning that the process has arguments, too
+            except ArgumentError as error:
+                parser.exit(2, f"error: {' '.join(str(error).split())}; usage: {command} fit --help\n")
             subcommand = self.config["subcommand"]
             if (path := self.config[subcommand].get("ckpt_path")) is not None:  # Lightning opens it right after this
                 check_resumable(path, fit=subcommand == "fit")
@@ -95,6 +101,7 @@ def run(module: Any, arguments: list[str], *, go: bool = True) -> Any:
                 super()._run_subcommand(subcommand)
 
     keep_freed_memory()
+    command = f"arbordraft train {'decider' if module.__name__.startswith('Decider') else 'drafter'}"
     return CLI(
         module,
         SelfDistillationDataModule,
@@ -102,7 +109,7 @@ def run(module: Any, arguments: list[str], *, go: bool = True) -> Any:
         # Lightning's own writes the configuration into a log folder, which a tracker with a database has not.
         save_config_callback=None,
         auto_configure_optimizers=False,  # the modules bring their own
-        parser_kwargs={"allow_abbrev": False},
+        parser_kwargs={"allow_abbrev": False, "prog": command},
         seed_everything_default=0,
         trainer_defaults={"logger": False, "enable_checkpointing": True},
     )

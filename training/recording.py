@@ -1,6 +1,7 @@
 """What a training leaves behind: the best network as a folder, its card, and a record for the tracker."""
 
 import json
+import logging
 import math
 import os
 from collections.abc import Mapping
@@ -116,6 +117,14 @@ class Recorder(Callback):  # type: ignore[misc]  # Lightning is not type-checked
                 tracker.log_text((self.result / "README.md").read_text(), "model-card.md")
                 if self.alias is not None and tracker.registers:
                     tracker.register(self.result, self.alias)
+
+    @rank_zero_only  # type: ignore[untyped-decorator, unused-ignore]
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Says how an interrupted training goes on."""
+        last = self.output / "checkpoints" / "last.ckpt"
+        if isinstance(exception, KeyboardInterrupt) and trainer.state.fn == TrainerFn.FITTING:
+            how = f" and --ckpt_path {last}" if last.exists() else ": text that was written is kept"
+            logging.getLogger("arbordraft").warning("the training goes on with the same command%s", how)
 
     def _publish(self, trainer: Trainer, pl_module: LightningModule, metrics: Mapping[str, float]) -> None:
         with new_folder(self.result, force=True, kept=_KEPT) as folder:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from arbordraft import RaggedModel
+from arbordraft.files import read_text
 from arbordraft.loading import SMALL, load_model
 
 
@@ -18,6 +19,7 @@ class Target:
         dtype: of its weights: ``float32``, ``bfloat16`` or ``float16``.
         device: where it runs; ``auto`` for the device that this process trains on.
         kernels: how weights are read on a CPU, see :class:`~arbordraft.RaggedModel`.
+        chat_template: file with a template that says how roles are written, for base models, which bring none.
     """
 
     model: str = SMALL
@@ -25,6 +27,7 @@ class Target:
     dtype: str = "bfloat16"
     device: str = "auto"
     kernels: str = "auto"
+    chat_template: str | None = None
 
     def load(self, device: torch.device | str = "cpu") -> RaggedModel:
         """The model with its tokenizer.
@@ -33,6 +36,7 @@ class Target:
             device: what ``auto`` stands for.
 
         Raises:
+            OSError: if the chat template cannot be read.
             ValueError: if the dtype is unknown, the model is damaged, incomplete or no causal LM, or it has no
                 tokenizer.
         """
@@ -42,5 +46,7 @@ class Target:
         model, tokenizer = load_model(self.model, dtype, self.revision)
         if tokenizer is None:
             raise ValueError(f"{self.model} has no tokenizer, which the texts to learn from need: save it beside it")
+        if self.chat_template is not None:
+            tokenizer.chat_template = read_text(self.chat_template)
         device = device if self.device == "auto" else self.device
         return RaggedModel(model.to(device), tokenizer, kernels=self.kernels)  # type: ignore[arg-type]

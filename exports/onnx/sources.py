@@ -52,7 +52,7 @@ def export(
         hidden_layers: hidden states that a causal LM's graph is to show, as transformers numbers them.
         opset: 20, or 23 with attention as one operator.
         quantization: of the matrices.
-        tolerance: greatest difference of a float32 graph's logits; more layers round more.
+        tolerance: greatest difference of a float32 graph's outputs, as a share of the greatest of them.
         least_acceptance: of tokens drawn from a quantised graph, by the float32 one.
         force: replace a folder that is there.
         tell: is told what is being done.

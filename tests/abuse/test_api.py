@@ -291,6 +291,20 @@ class Matcher(LogitsProcessor):
         return scores
 
 
+@pytest.mark.parametrize("said", [bool, lambda over: torch.tensor([over])], ids=["bool", "tensor"])
+def test_criteria_that_say_whether_to_stop_as_they_like(said):
+    """As transformers takes them; it sees a text grow token by token."""
+
+    def over(ids, scores, **_):
+        return said(ids.shape[1] >= 8)
+
+    model = ragged().model
+    expected = model.generate(IDS, **NEW, do_sample=False, stopping_criteria=StoppingCriteriaList([over]))
+    found = generate(**NEW, stopping_criteria=StoppingCriteriaList([over]))
+    assert expected.shape == (1, 8)
+    assert torch.equal(found, expected)
+
+
 def test_processors_that_follow_one_text():
     library = type("Grammar", (Matcher,), {"__module__": "xgrammar.contrib.hf"})
     refused(ValueError, "xgrammar's Grammar follows one text", lambda: generate(logits_processor=[library()]))
@@ -411,7 +425,12 @@ def in_inference_mode(weight):
         weight.mul_(-1.5)
 
 
-@pytest.mark.parametrize("change", [through_data, through_numpy, in_inference_mode])
+def by_low_rank(weight):
+    """What PEFT's merge_adapter() does."""
+    weight.data += 0.5 * torch.ones(weight.shape[0], 1) @ torch.ones(1, weight.shape[1])
+
+
+@pytest.mark.parametrize("change", [through_data, through_numpy, in_inference_mode, by_low_rank])
 def test_hidden_changes_are_noticed(change, kernels):
     from prepacked_models import logits, plain, small
 

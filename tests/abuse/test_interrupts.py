@@ -222,6 +222,7 @@ def test_a_signal_ends_a_command(world, command, moment, number):
     assert run.returncode == (130 if number == signal.SIGINT else 143), run.stderr
     assert "Traceback" not in run.stderr
     assert run.stderr.splitlines()[-1] == ("interrupted" if number == signal.SIGINT else "terminated")
+    assert ("the training goes on with the same command" in run.stderr) is (command == "train")
     left = list(out.rglob("*"))
     assert not [path for path in left if path.name.startswith(".")]
     if moment == "curve.json":

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from arbordraft import CostTable, NoDrafter
 from arbordraft.cli import main as cli
 from arbordraft.costs import StepCosts
 from arbordraft.prompts import read_prompts
+from arbordraft.texts import Pieces
 from arbordraft.tuning import Choice, Setting, Tuned, grid
 
 runner = CliRunner()
@@ -160,6 +162,19 @@ def test_bench_names_what_it_cannot_read(asked):
         assert result.exit_code != 0
 
 
+def test_the_questions_that_come_with_it():
+    questions = read_prompts(Path(__file__).resolve().parents[2] / "examples" / "questions.jsonl")
+    assert len(set(questions)) >= 10
+
+
+def test_prompts_as_chats_or_as_turns(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    chat = {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]}
+    turns = {"question_id": 81, "category": "writing", "turns": ["b", "c"]}
+    path.write_text(f"{json.dumps(chat)}\n\n{json.dumps(turns)}\n")
+    assert read_prompts(path) == ["a", "b"]
+
+
 def test_a_prompt_file_of_another_kind_is_named(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"messages": [{"role": "user", "content": "a"}]}\n{"question": "b"}\n')
@@ -198,10 +213,13 @@ def test_titles_of_any_prompt(prompt):
     """Nothing at all, or what would be markup."""
     from rich.console import Console
 
-    from arbordraft.cli.display import stream_panels
+    from arbordraft.cli.display import AnswerStreamer, show_answers
 
-    console = Console(record=True, width=80, file=io.StringIO())
-    with stream_panels(console, tiny_tokenizer(), [prompt]) as (streamer,):
-        streamer.on_finalized_text("answer", stream_end=True)
+    console, tokenizer = Console(record=True, width=80, file=io.StringIO(), force_terminal=True), tiny_tokenizer()
+    streamer = AnswerStreamer(Pieces(tokenizer))
+    with show_answers(console, [prompt], [streamer]):
+        streamer.put(torch.tensor([1, 2]))  # the prompt
+        streamer.put(torch.tensor(tokenizer("answer")["input_ids"]))
+        streamer.end()
     assert "answer" in (text := console.export_text())
     assert prompt.strip() in text

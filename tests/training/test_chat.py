@@ -3,12 +3,15 @@
 import random
 import re
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from chats import BRACKETS, CHATML, END, START, chat_tokenizer
+from models import tiny
 
 from arbordraft.training.chat import ChatFormat
 from arbordraft.training.openings import draw_opening, known_words
+from arbordraft.training.targets import Target
 
 
 @pytest.mark.parametrize("spaced", [False, True])
@@ -45,6 +48,22 @@ def test_a_system_message_that_the_template_does_not_take_is_an_error(template):
     chat = ChatFormat(chat_tokenizer(template))
     with pytest.raises(ValueError, match=r"takes no system message .*leave them out"):
         chat.before_user("be brief")
+
+
+def test_base_models_get_a_template_from_a_file(tmp_path):
+    tiny().save_pretrained(tmp_path)
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    template = tmp_path / "chat.jinja"  # where nobody looks by himself would be chat_template.jinja
+    template.write_text(BRACKETS)
+    base = Target(str(tmp_path), dtype="float32", kernels="torch")
+    with pytest.raises(ValueError, match=r"--data\.target\.chat_template"):
+        ChatFormat(base.load().tokenizer)
+    chat = ChatFormat(replace(base, chat_template=str(template)).load().tokenizer)
+    assert chat.to_assistant == ChatFormat(chat_tokenizer(BRACKETS)).to_assistant
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        replace(base, chat_template=str(tmp_path / "nowhere")).load()
 
 
 def test_a_tokenizer_without_a_template_is_an_error():

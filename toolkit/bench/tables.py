@@ -1,38 +1,107 @@
-"""Measurements as tables."""
+"""Measurements as people and programs read them: no number is ever cut."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
+from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
+
+
+def print_rows(console: Console, rows: Sequence[Any]) -> None:
+    """Prints measurements of one kind: as a table, or one by one where it is too wide, or as tab-separated values.
+
+    Args:
+        console: a terminal; anything else, such as a pipe, gets the values, with all columns and their digits.
+        rows: dataclasses of one kind, at least one.
+    """
+    table = rows_table(rows)
+    if not console.is_terminal:
+        for line in _tab_separated(rows):
+            print(line, file=console.file)  # a console would expand the tabs
+        print(file=console.file)
+    elif Measurement.get(console, console.options.update(width=10**4), table).maximum <= console.width:
+        console.print(table)
+    else:
+        for part in _records(rows):
+            console.print(part, soft_wrap=True)
 
 
 def rows_table(rows: Sequence[Any]) -> Table:
     """Measurements of one kind as a table; what is the same in all rows stands below."""
-    columns = {name: [getattr(row, name) for row in rows] for name in (field.name for field in fields(rows[0]))}
-    varied = {name: values for name, values in columns.items() if len(rows) == 1 or any(v != values[0] for v in values)}
-    alike = {name: values[0] for name, values in columns.items() if name not in varied and values[0] not in (None, "")}
-    same = ", ".join(f"{name} {_short(value)}" for name, value in alike.items())
+    varied, same = _varied(rows)
     table = Table(title=getattr(rows[0], "table", None), caption=same, caption_justify="left")
     for name, values in varied.items():
-        table.add_column(name.replace("_", " "), justify="left" if isinstance(values[0], str) else "right")
+        table.add_column(_spoken(name), justify="left" if isinstance(values[0], str) else "right", no_wrap=True)
     for row in zip(*varied.values(), strict=True):
         table.add_row(*map(_short, row))
     return table
 
 
-def _short(value: Any) -> str:
+def _varied(rows: Sequence[Any]) -> tuple[dict[str, list[Any]], str]:
+    """Columns by name, and what is the same in all rows."""
+    columns = {name: [getattr(row, name) for row in rows] for name in (field.name for field in fields(rows[0]))}
+    varied = {name: values for name, values in columns.items() if len(rows) == 1 or any(v != values[0] for v in values)}
+    alike = {name: values[0] for name, values in columns.items() if name not in varied and values[0] not in (None, "")}
+    return varied, ", ".join(f"{name} {_short(value)}" for name, value in alike.items())
+
+
+def _records(rows: Sequence[Any]) -> Iterator[Text]:
+    """A line for every number, a paragraph for every row."""
+    varied, same = _varied(rows)
+    if title := getattr(rows[0], "table", None):
+        yield Text(title, style="italic")
+    for row in zip(*varied.values(), strict=True):
+        yield (
+            Text("\n")
+            .join(
+                Text.assemble((f"{_spoken(name)}  ", "bold"), _short(value))
+                for name, value in zip(varied, row, strict=True)
+            )
+            .append("\n")
+        )
+    if same:
+        yield Text(same, style="dim")
+
+
+def _tab_separated(rows: Sequence[Any]) -> Iterator[str]:
+    names = [field.name for field in fields(rows[0])]
+    yield "\t".join(names)
+    for row in rows:
+        yield "\t".join(_plain(getattr(row, name)) for name in names)
+
+
+def _spoken(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _plain(value: Any) -> str:
     match value:
         case None:
-            return "-"
+            return ""
+        case float():
+            return f"{value:.6g}"
+        case list() | tuple():
+            return " ".join(map(_plain, value))
+        case dict():
+            return " ".join(f"{name}={_plain(part)}" for name, part in value.items())
+    return " ".join(str(value).split())
+
+
+def _short(value: Any) -> Text:
+    match value:
         case bool():
-            return "[green]yes[/]" if value else "[red]no[/]"
+            return Text("yes", style="green") if value else Text("no", style="red")
+        case None:
+            return Text("-")
         case float():
             if 0 < abs(value) < 1e-3:
-                return f"{value:.1e}"
-            return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3f}"
+                return Text(f"{value:.1e}")
+            return Text(f"{value:.0f}" if abs(value) >= 100 else f"{value:.3f}")
         case list():
-            return " ".join(f"{part:.2f}" for part in value) or "-"
+            return Text(" ".join(f"{part:.2f}" for part in value) or "-")
         case dict():
-            return " ".join(f"{name} {part:.0%}" for name, part in value.items()) or "-"
-    return str(value)
+            return Text(" ".join(f"{name} {part:.0%}" for name, part in value.items()) or "-")
+    return Text(str(value))

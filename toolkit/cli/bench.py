@@ -258,15 +258,17 @@ def kernels(
         shapes = roofline.fitting(shapes, torch.cuda.get_device_properties(here).total_memory, console.print)
     else:
         console.print(
-            "[bold]There is no GPU: the kernels run in Triton's interpreter, on tiny problems. That shows whether "
-            "they are right; it says nothing about time, and none is given."
+            "There is no GPU: the kernels run in Triton's interpreter, on tiny problems. That shows whether "
+            "they are right; it says nothing about time, and none is given.",
+            style="bold",
         )
     base = (lists[2][-2:][0], lists[3][0], lists[4][0])
     alike = [shape for shape in shapes if (shape.tree, shape.group, shape.size) == base]
     chosen = problems.chosen(here, shapes, stepped, alike if flex else [])
     rows = run.take(kernel_bench.measured(chosen, watch, console.print), run.workload)
     if wrong := [row for row in rows if not row.correct]:
-        console.print(f"[red]{len(wrong)} of {len(rows)} results differ from float64 by more than rounding explains")
+        told = f"{len(wrong)} of {len(rows)} results differ from float64 by more than rounding explains"
+        console.print(told, style="red")
         raise typer.Exit(1)
     console.print(f"all {len(rows)} results agree with float64 as far as rounding allows")
 

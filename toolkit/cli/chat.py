@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from arbordraft.cli.decoders import load_decoder
-from arbordraft.cli.display import step_tree
+from arbordraft.cli.display import step_tree, terminal
 from arbordraft.cli.failures import Terminated
 from arbordraft.cli.options import (
     AutoDtypeOption,
@@ -51,13 +51,13 @@ def chat(
 
     Without a terminal every line of the input is a message, and the exit status is 1 if one could not be answered.
     """
-    console = Console(highlight=False, soft_wrap=True)
+    console = terminal(highlight=False, soft_wrap=True)
     with console.status("loading the model"):  # which only a terminal shows
         decoder = load_decoder(model, drafter, dtype=dtype, kernels=kernels)
     settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     session = Session(decoder, settings, console, system)
     if sys.stdin.isatty():
-        console.print(f"{decoder.target.chosen}\nType a message, or /help.", style="dim", markup=False)
+        console.print(f"{decoder.target.chosen}\nType a message, or /help.", style="dim")
         converse(session, _typed(session))
     else:
         converse(session, (line.rstrip("\n") for line in sys.stdin))
@@ -150,7 +150,7 @@ def converse(session: Session, lines: Iterator[str]) -> None:
     commands: dict[str, Callable[[], None]] = {
         "/tree": session.show_tree,
         "/clear": session.clear,
-        "/help": lambda: session.console.print(HELP, markup=False),
+        "/help": lambda: session.console.print(HELP),
     }
     for line in lines:
         text = line.strip()
@@ -159,7 +159,7 @@ def converse(session: Session, lines: Iterator[str]) -> None:
         if text in commands:
             commands[text]()
         elif text.startswith("/") and " " not in text:
-            session.console.print(f"unknown command {text}: /help lists them", markup=False)
+            session.console.print(f"unknown command {text}: /help lists them")
         elif text:
             session.answer(text)
 

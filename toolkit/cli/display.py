@@ -2,73 +2,148 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
+from torch import Tensor
 
 from arbordraft.metrics import DecodeStats
+from arbordraft.texts import Pieces
 from arbordraft.topology import TreeTopology
 from arbordraft.types import SampleTree, SampleVerdict
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-    from transformers.generation.streamers import BaseStreamer
+_NOTICED = 0.1  # seconds
+
+
+def terminal(**options: Any) -> Console:
+    """A console on which texts are texts: brackets in prompts and paths are no markup, colons no emoji."""
+    return Console(markup=False, emoji=False, **options)
+
+
+def bars(console: Console, *columns: ProgressColumn, transient: bool = False) -> Progress:
+    """A display of progress that stands on a terminal or nowhere: it is none of what a pipe is to get."""
+    place = console if console.is_terminal else terminal(stderr=True)
+    return Progress(*columns, console=place, transient=transient, disable=not place.is_terminal)
 
 
 @contextmanager
 def progress(console: Console, *, transient: bool = False) -> Iterator[Callable[[str], None]]:
     """A line that says what is going on, for as long as the block runs; gives the function that sets it."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=transient) as bar:
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    with bars(console, *columns, transient=transient) as bar:
         task = bar.add_task("starting")
         yield lambda what: bar.update(task, description=what)
 
 
+class AnswerStreamer:
+    """One answer while it grows: ``text`` is what is certain of it.
+
+    Args:
+        pieces: what makes text of tokens.
+        show: is given every new piece.
+    """
+
+    def __init__(self, pieces: Pieces, show: Callable[[str], object] = lambda piece: None) -> None:
+        self.text, self.show = "", show
+        self._pieces, self._begun = pieces, False
+
+    def put(self, tokens: Tensor) -> None:
+        """Takes committed tokens; first of all come those of the prompt."""
+        if self._begun:
+            self._add(self._pieces.add(tokens.flatten().tolist()))
+        self._begun = True
+
+    def end(self) -> None:
+        """Takes what no more tokens can change."""
+        self._add(self._pieces.end())
+
+    def _add(self, piece: str) -> None:
+        self.text += piece
+        if piece:
+            self.show(piece)
+
+
 @contextmanager
-def stream_panels(
-    console: Console, tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str]
-) -> "Iterator[list[BaseStreamer]]":
-    """Shows every answer while it grows: gives one streamer per prompt, each with a panel of its own."""
-    from transformers import TextStreamer
+def show_answers(
+    console: Console, prompts: Sequence[str], streamers: Sequence[AnswerStreamer], *, quiet: bool = False
+) -> Iterator[None]:
+    """Shows answers while they grow: each in a panel of its own, or in a pipe as plain text, one after the other.
 
-    titles = [Text(next(iter(prompt.splitlines()), "")[:70]) for prompt in prompts]  # plain: no prompt is markup
-    answers = [Text() for _ in prompts]
+    Args:
+        console: where.
+        prompts: the titles.
+        streamers: the answers, in the same order.
+        quiet: do not show them after all.
+    """
+    if quiet:
+        yield
+    elif console.is_terminal:
+        titles = [Text(next(iter(prompt.splitlines()), "")[:70]) for prompt in prompts]
 
-    def render() -> Group:
-        return Group(*(Panel(answer, title=title) for answer, title in zip(answers, titles, strict=True)))
+        def render() -> Group:
+            return Group(*(Panel(Text(s.text), title=title) for s, title in zip(streamers, titles, strict=True)))
 
-    class PanelStreamer(TextStreamer):
-        def __init__(self, answer: Text) -> None:
-            super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-            self.answer = answer
+        with Live(get_renderable=render, console=console, refresh_per_second=8, vertical_overflow="visible"):
+            yield
+        console.line()
+    else:
+        title, *others = [f"> {' '.join(prompt.split())}\n" if len(prompts) > 1 else "" for prompt in prompts]
+        print(title, end="", file=console.file)
+        streamers[0].show = lambda piece: print(piece, end="", file=console.file, flush=True)
+        yield
+        print(file=console.file)
+        for title, streamer in zip(others, streamers[1:], strict=True):
+            print(f"\n{title}{streamer.text}", file=console.file)
+        print(file=console.file)
 
-        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-            self.answer.append(text)
 
-    with Live(get_renderable=render, console=console, refresh_per_second=8, vertical_overflow="visible"):
-        yield [PanelStreamer(answer) for answer in answers]
-    console.line()
+def show_stats(console: Console, stats: DecodeStats, seconds: float, kernels: str) -> None:
+    """Prints what a decoding run gained and the kernels that it ran on: a table, or in a pipe plain lines."""
+    figures = {
+        "output law": stats.exactness,
+        "tokens": str(sum(stats.emitted)),
+        "tokens/s": f"{sum(stats.emitted) / seconds:.1f}",
+        "tau (tokens per target forward)": f"{stats.tau:.2f}",
+        "acceptance by depth": " ".join(f"{rate:.2f}" for rate in stats.acceptance_by_depth) or "-",
+        "drafted tokens": str(stats.drafted),
+        "pad rows / pad keys": f"{stats.pad_rows} / {stats.pad_keys}",
+        "seconds by phase": "  ".join(f"{name} {spent:.2f}" for name, spent in stats.seconds.items()),
+        "kernels": kernels,
+    }
+    if console.is_terminal:
+        table = Table(show_header=False)
+        for row in figures.items():
+            table.add_row(*row)
+        console.print(table)
+    else:
+        for name, value in figures.items():
+            print(f"{name}: {value}", file=console.file)
+    if said := verdict(stats):
+        console.print(said, soft_wrap=True)
 
 
-def stats_table(stats: DecodeStats, seconds: float, kernels: str) -> Table:
-    """What a decoding run gained, and the kernels that it ran on, as a table."""
-    table = Table(title=f"output law: {stats.exactness}", show_header=False)
-    table.add_row("tokens", str(sum(stats.emitted)))
-    table.add_row("tokens/s", f"{sum(stats.emitted) / seconds:.1f}")
-    table.add_row("tau (tokens per target forward)", f"{stats.tau:.2f}")
-    rates = " ".join(f"{rate:.2f}" for rate in stats.acceptance_by_depth) or "-"
-    table.add_row("acceptance by depth", rates)
-    table.add_row("drafted tokens", str(stats.drafted))
-    table.add_row("pad rows / pad keys", f"{stats.pad_rows} / {stats.pad_keys}")
-    table.add_row("seconds by phase", "  ".join(f"{name} {spent:.2f}" for name, spent in stats.seconds.items()))
-    table.add_row("kernels", kernels)
-    return table
+def verdict(stats: DecodeStats) -> str | None:
+    """A plain sentence if drafting certainly cost more than it brought.
+
+    Plain decoding needs a forward for every token of the longest answer, none of which takes longer than one with
+    drafts: this bounds its time from above.
+    """
+    if not stats.drafted or "target" not in stats.seconds:
+        return None
+    plain = stats.seconds["target"] * max(stats.emitted) / max(stats.forwards)
+    spent = sum(seconds for phase, seconds in stats.seconds.items() if phase != "prefill")
+    if spent - plain < _NOTICED:
+        return None
+    return (
+        f"Drafting cost more than it brought: behind the prompts {spent:.2f} s instead of at most {plain:.2f} s. "
+        "Try --drafter none, or let 'arbordraft tune' choose."
+    )
 
 
 def tree_text(topology: TreeTopology) -> Tree:

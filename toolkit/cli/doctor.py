@@ -13,11 +13,11 @@ from typing import Annotated, Any
 import torch
 import typer
 from packaging.requirements import Requirement
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from arbordraft.bench.measure import provenance
+from arbordraft.cli.display import terminal
 from arbordraft.kernels import native
 from arbordraft.kernels.native.build import cache_folder
 from arbordraft.target.model import RaggedModel
@@ -194,7 +194,7 @@ def _extra(extra: str, parts: dict[str, str | None]) -> dict[str, Any]:
 
 
 def _show(report: dict[str, Any]) -> None:
-    console = Console(highlight=False, soft_wrap=True)
+    console = terminal(highlight=False, soft_wrap=True)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in _lines(report):
         table.add_row(Text(name, style="bold"), Text(value))

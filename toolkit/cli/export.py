@@ -7,22 +7,22 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Column, Table
 
 from arbordraft.cli.decoders import Law, load_decoder
-from arbordraft.cli.display import progress
+from arbordraft.cli.display import progress, terminal
 from arbordraft.cli.options import DtypeOption, ModelOption, finite, parse_topology
 from arbordraft.deciders import LearnedDecider
 from arbordraft.exports import onnx
 from arbordraft.exports.evaluation import HELD_OUT
 from arbordraft.exports.folder import Export, Quantization
 from arbordraft.loading import Dtype, Kernels, drafter_named, load_target
+from arbordraft.mlflow_server import explained
 from arbordraft.prompts import read_prompts
 from arbordraft.tuning import Tuned
 
 app = typer.Typer(no_args_is_help=True, help="Export drafters, deciders and targets for deployment.")
-console = Console()
+console = terminal()
 
 OutArgument = Annotated[Path, typer.Argument(help="Folder to write.")]
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace the folder if it is there.")]
@@ -33,7 +33,7 @@ QuantizeOption = Annotated[
 ToleranceOption = Annotated[
     float,
     typer.Option(
-        min=0, callback=finite, help="Greatest difference of a float32 graph's logits; more layers round more."
+        min=0, callback=finite, help="Greatest difference of a float32 graph's outputs, as a share of the greatest."
     ),
 ]
 LeastOption = Annotated[
@@ -131,7 +131,7 @@ def engine(
     options = {"layout": layout, "speculative_tokens": speculative_tokens, "dtype": dtype}
     _write(export, drafter, out, target=target, force=force, **options)
     card = (out / "README.md").read_text()  # how to serve it
-    console.print(card.replace("THIS_FOLDER", str(out)), markup=False)
+    console.print(card.replace("THIS_FOLDER", str(out)), soft_wrap=True)  # commands are copied
 
 
 @app.command("mlflow")
@@ -165,7 +165,11 @@ def mlflow(
     from arbordraft.exports.mlflow_registry import fetch_drafter
 
     topology = parse_topology(tree)
-    with progress(console, transient=True) as tell, tempfile.TemporaryDirectory() as scratch:
+    with (
+        explained(uri),
+        progress(console, transient=True) as tell,
+        tempfile.TemporaryDirectory() as scratch,
+    ):
         if drafter.startswith("models:/"):
             tell("fetching the drafter")
             fetched, run = fetch_drafter(drafter, scratch, uri)
@@ -196,7 +200,7 @@ def mlflow(
     for measure, value in logged.evaluation.report().items():
         console.print(f"{measure}: {value}")
     registered = f", version {logged.version} of {name}, {alias}" if logged.version else ""
-    console.print(f"logged {logged.uri} in run {logged.run}{registered}")
+    console.print(f"logged {logged.uri} in run {logged.run}{registered}", soft_wrap=True)
 
 
 @app.command("promote")
@@ -211,7 +215,7 @@ def promote(
     """Make the candidate champion if it loses nothing and gains something; exits with 1 if it does not."""
     from arbordraft.exports.mlflow_promote import promote_decoder
 
-    with progress(console, transient=True) as tell:
+    with explained(uri), progress(console, transient=True) as tell:
         verdict = promote_decoder(
             name,
             by=by.split(","),
@@ -221,7 +225,7 @@ def promote(
             tell=tell,
             prompts=_held_out(prompts),
         )
-    console.print(verdict.reason, markup=False)
+    console.print(verdict.reason, soft_wrap=True)
     if not verdict.promoted:
         raise typer.Exit(1)
 

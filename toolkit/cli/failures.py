@@ -156,7 +156,8 @@ def _quiet() -> Iterator[deque[str]]:
 
     noise, package = _Noise(), logging.getLogger("arbordraft")
     theirs.get_logger()  # which gives it the handler that is taken away here
-    loud = [logging.getLogger(name) for name in ("", "transformers", "huggingface_hub")]
+    os.environ.setdefault("MLFLOW_CONFIGURE_LOGGING", "false")  # its import would bring a handler of its own
+    loud = [logging.getLogger(name) for name in ("", "transformers", "huggingface_hub", "mlflow")]
     before, bars, show = [logger.handlers for logger in loud], theirs.is_progress_bar_enabled(), warnings.showwarning
     shown = [logging.lastResort] if logging.lastResort is not None else []
 

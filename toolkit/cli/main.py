@@ -1,47 +1,37 @@
 """The command line: chat, generate, tune, tree, plot, doctor, bench, train, export."""
 
 import sys
-import time
-from copy import copy
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from arbordraft import tuning
 from arbordraft.allocator import keep_freed_memory
 from arbordraft.bench.plots import plot, read_rows
 from arbordraft.cli.bench import app as bench
 from arbordraft.cli.chat import chat
-from arbordraft.cli.decoders import Law, Verifier, load_decoder
-from arbordraft.cli.display import progress, stats_table, stream_panels, tree_text
+from arbordraft.cli.display import progress, terminal, tree_text
 from arbordraft.cli.doctor import doctor
 from arbordraft.cli.export import app as export
 from arbordraft.cli.failures import ending
+from arbordraft.cli.generate import generate
 from arbordraft.cli.measurement import texts
 from arbordraft.cli.options import (
     SHAPES,
-    AutoDtypeOption,
     DrafterOption,
     DtypeOption,
-    KernelsOption,
     LimitOption,
     ModelOption,
     PromptsOption,
     TemperatureOption,
-    TopPOption,
-    finite,
     numbers,
     output_file,
     parse_topology,
 )
 from arbordraft.cli.train import app as train
-from arbordraft.deciders import ConfidenceThreshold
 from arbordraft.drawing import draw_png
-from arbordraft.files import read_text
 from arbordraft.loading import Dtype, Kernels, drafter_named, load_target
-from arbordraft.prompts import chat_batch
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -50,69 +40,12 @@ app = typer.Typer(
     help="Multi-draft speculative decoding: several tokens per forward pass, the same output law.",
 )
 app.command()(chat)
+app.command()(generate)
 app.command()(doctor)
 app.add_typer(bench, name="bench")
 app.add_typer(train, name="train")
 app.add_typer(export, name="export")
-console = Console()
-
-
-@app.command()
-def generate(
-    prompts: Annotated[list[str] | None, typer.Argument(help="One or many prompts, decoded as one batch.")] = None,
-    file: Annotated[
-        Path | None,
-        typer.Option(exists=True, dir_okay=False, help="Text file with one prompt per line, added to the others."),
-    ] = None,
-    model: ModelOption = "smollm2",
-    drafter: DrafterOption = "auto",
-    tree: Annotated[
-        str | None, typer.Option(help=f"Shape of the draft tree, by default what pays here: {SHAPES}.")
-    ] = None,
-    law: Annotated[Law | None, typer.Option(help="Draft law; by default what suits drafter and tree.")] = None,
-    verifier: Annotated[
-        Verifier | None, typer.Option(help="How recursive rejection is applied; all choices are exact.")
-    ] = None,
-    confidence: Annotated[
-        float | None, typer.Option(min=0, max=1, callback=finite, help="Stop drafting below this draft probability.")
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=0, help="Tokens per prompt.")] = 128,
-    temperature: TemperatureOption = 0.0,
-    top_p: TopPOption = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed; prompt i uses seed + i, whatever shares its batch.")] = 0,
-    raw: Annotated[bool, typer.Option("--raw", help="Do not apply the chat template.")] = False,
-    dtype: AutoDtypeOption = None,
-    kernels: KernelsOption = Kernels.auto,
-) -> None:
-    """Decode one or many prompts as a ragged batch, streaming, and report what speculation gained."""
-    questions = [*(prompts or []), *_lines(file)]
-    if not questions:
-        raise typer.BadParameter("give at least one prompt, or --file")
-    topology = None if tree is None else parse_topology(tree)
-    decoder = load_decoder(
-        model,
-        drafter,
-        law=law,
-        verifier=verifier,
-        topology=topology,
-        decider=None if confidence is None else ConfidenceThreshold(confidence),
-        dtype=dtype,
-        kernels=kernels,
-    )
-    tokenizer: Any = copy(decoder.target.tokenizer)
-    if raw:
-        tokenizer.chat_template = None
-    inputs = chat_batch(tokenizer, questions)
-    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
-    if temperature > 0:
-        settings |= {"temperature": temperature, "top_p": top_p, "seeds": [seed + i for i in range(len(questions))]}
-    if max_new_tokens == 0:
-        return
-    with stream_panels(console, tokenizer, questions) as streamers:
-        start = time.perf_counter()
-        output: Any = decoder.generate(**inputs, **settings, streamer=streamers, return_dict_in_generate=True)
-        seconds = time.perf_counter() - start
-    console.print(stats_table(output.stats, seconds, decoder.target.chosen))
+console = terminal()
 
 
 @app.command()
@@ -157,7 +90,7 @@ def tune(
         )
         verdict = f"{choice.setting}: {gain}" if choice.pays else "do not speculate: plain decoding is the fastest"
         console.print(f"batch {choice.batch}: {verdict}")
-    console.print(f"wrote {output}")
+    console.print(f"wrote {output}", soft_wrap=True)
 
 
 @app.command("plot")
@@ -167,7 +100,7 @@ def redraw(
 ) -> None:
     """Draw a picture of measurements that 'arbordraft bench --json' wrote."""
     plot(read_rows(results), png)
-    console.print(f"wrote {png}")
+    console.print(f"wrote {png}", soft_wrap=True)
 
 
 @app.command("tree")
@@ -183,7 +116,7 @@ def draw_tree(
     console.print(f"{topology.num_nodes} nodes with the root, {topology.max_depth} levels of drafts")
     if png is not None:
         draw_png(topology, png)
-        console.print(f"wrote {png}")
+        console.print(f"wrote {png}", soft_wrap=True)
 
 
 def main() -> None:
@@ -193,7 +126,3 @@ def main() -> None:
         command = typer.main.get_command(app)
         with command.make_context("arbordraft", sys.argv[1:]) as context:  # main() would print panels, not lines
             command.invoke(context)
-
-
-def _lines(file: Path | None) -> list[str]:
-    return [line for line in read_text(file).splitlines() if line.strip()] if file else []

@@ -9,14 +9,14 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from arbordraft.bench.decoding import Decode, in_turns
 from arbordraft.bench.measure import save
 from arbordraft.bench.plots import plot
-from arbordraft.bench.tables import rows_table
+from arbordraft.bench.tables import print_rows
 from arbordraft.bench.workload import Workload
+from arbordraft.cli.display import bars, terminal
 from arbordraft.cli.options import LimitOption, ModelOption, PromptsOption, numbers, output_file
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.loading import Dtype, Kernels, load_target
@@ -27,7 +27,7 @@ app = typer.Typer(
     no_args_is_help=True,
     help="Measure forwards, verification and decoding; whatever is compared takes turns in one run.",
 )
-console = Console()
+console = terminal()
 
 
 def whole(text: str) -> str:
@@ -154,21 +154,21 @@ class Run:
     def progress(self) -> Iterator[None]:
         """Shows what is going on with a bar, and the results at the end."""
         torch.manual_seed(self.workload.seed)
-        columns = (SpinnerColumn(), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        with Progress(*columns, console=console) as self._progress:
+        columns = (SpinnerColumn(), BarColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+        with bars(console, *columns) as self._progress:
             self._task = self._progress.add_task("loading the model" if "model" in self.shared else "", total=None)
             yield
         tables: dict[Any, list[Any]] = {}
         for row in self.rows:
             tables.setdefault((type(row), getattr(row, "table", None)), []).append(row)
         for rows in tables.values():
-            console.print(rows_table(rows))
+            print_rows(console, rows)
         png = self.shared.get("png")
         if png is not None:
             plot(self.rows, png)
         for path in (self.shared["json"], png):
             if path is not None:
-                console.print(f"wrote {path}")
+                console.print(f"wrote {path}", soft_wrap=True)
 
 
 def measurement(

@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
 from arbordraft.files import check_writable
@@ -20,6 +21,19 @@ def finite(value: float | None) -> float | None:
     return value
 
 
+def device_here(name: str | None) -> str | None:
+    """Refuses at once what is no device, or none of this machine."""
+    if name is None:
+        return None
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise typer.BadParameter(f"{name!r} is no device of torch; write cpu, cuda or cuda:1") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise typer.BadParameter(f"{name!r} is not there: torch sees {torch.cuda.device_count()} GPUs")
+    return name
+
+
 DRAFTERS = (
     "'auto' (a head trained for the model if one is known, else lookups), 'ngram' (lookups), 'none', "
     "'early-exit:LAYERS', folder of a trained drafter, or a draft model's hub name."
@@ -34,6 +48,9 @@ DtypeOption = Annotated[Dtype, typer.Option(help="Precision of the weights.")]
 AutoDtypeOption = Annotated[
     Dtype | None, typer.Option(help="Precision of the weights; by default bfloat16 where this machine is fast at it.")
 ]
+DeviceOption = Annotated[
+    str | None, typer.Option(callback=device_here, help="cpu, cuda or cuda:1; by default a GPU if torch sees one.")
+]
 KernelsOption = Annotated[
     Kernels, typer.Option(help="How weights are read on a CPU; 'auto' takes the fastest that work, 'torch' its own.")
 ]
@@ -42,7 +59,7 @@ TopPOption = Annotated[float, typer.Option(min=0, max=1, callback=finite, help="
 PromptsOption = Annotated[
     Path | None,
     typer.Option(
-        exists=True, dir_okay=False, help="JSON lines with 'messages', such as MT-Bench's; else built-in ones."
+        exists=True, dir_okay=False, help="JSON lines with 'messages', or 'turns' as MT-Bench's; else built-in ones."
     ),
 ]
 LimitOption = Annotated[int | None, typer.Option(min=1, help="Use only this many prompts, from the first.")]

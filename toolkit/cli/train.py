@@ -1,11 +1,14 @@
 """``arbordraft train``: drafters and deciders through LightningCLI, and what belongs to their data and records."""
 
+import logging
+import shlex
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from arbordraft.cli.display import terminal
 from arbordraft.cli.options import DtypeOption, ModelOption, finite
 from arbordraft.loading import SMALL, Dtype
 from arbordraft.training.fit import data_of, known_configs, run
@@ -27,7 +30,8 @@ def drafter(context: typer.Context) -> None:
     """Train a drafter: fit | validate [--config NAME_OR_FILE] [--print_config] [--key.key VALUE ...]."""
     from arbordraft.training.drafter_module import DrafterModule
 
-    run(DrafterModule, context.args)
+    trained = run(DrafterModule, _soberly(context.args))
+    _show_best(trained, "decode --drafter {best}")
 
 
 @app.command("decider", context_settings=_PASS_ON)
@@ -35,7 +39,8 @@ def decider(context: typer.Context) -> None:
     """Train a decider for a trained drafter: fit | validate, with the same options as 'drafter'."""
     from arbordraft.training.decider_module import DeciderModule
 
-    run(DeciderModule, context.args)
+    trained = run(DeciderModule, _soberly(context.args))
+    _show_best(trained, "deciders --drafter {drafter} --learned {best}")
 
 
 @app.command("generate", context_settings=_PASS_ON)
@@ -74,12 +79,10 @@ def demo(
     dtype: DtypeOption = Dtype.bfloat16,
 ) -> None:
     """Train a drafter and a decider for any causal LM that chats, from nothing, in the time and memory there is."""
-    from rich.console import Console
-
     from arbordraft.training.demo import gain, train_demo
     from arbordraft.training.targets import Target
 
-    console, spec = Console(), Target(target, dtype=dtype)
+    console, spec = terminal(), Target(target, dtype=dtype)
     folder = folder or Path(f"arbordraft-{Path(target).name.lower()}")
     trained = train_demo(
         console,
@@ -103,3 +106,36 @@ def sync_spool(
 
     for run_folder, records in sync(spool, uri).items():
         typer.echo(f"{run_folder}: {records} records")
+
+
+def _soberly(arguments: list[str]) -> list[str]:
+    """The same; Lightning's adverts and notes on what this machine has not are kept aside from now on."""
+    import lightning.pytorch  # noqa: F401  # sets the levels itself
+
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    return arguments
+
+
+def _show_best(trained: Any, measure: str) -> None:
+    """Says what came of a training, where it lies and what to do next.
+
+    Args:
+        trained: what ran.
+        measure: the benchmark of it.
+    """
+    from arbordraft.training.recording import Recorder
+
+    recorder = next(each for each in trained.trainer.callbacks if isinstance(each, Recorder))
+    if trained.subcommand != "fit":
+        return
+    if not recorder.curve:
+        typer.echo("nothing was published: there was no validation with a result")
+        return
+    monitor, best = recorder.monitor, str(recorder.result)
+    point = max(recorder.curve, key=lambda point: point[monitor])
+    typer.echo(f"best of {len(recorder.curve)} validations: {monitor} {point[monitor]:.4g} at step {point['step']}")
+    typer.echo(f"wrote {best}")
+    named = {"best": best, "drafter": str(trained.config.fit.model.get("drafter"))}
+    options = measure.format(**{name: shlex.quote(value) for name, value in named.items()})
+    typer.echo(f"measure it: arbordraft bench {options} --model {shlex.quote(trained.datamodule.spec.model)}")

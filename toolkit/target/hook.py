@@ -17,12 +17,18 @@ REQUIREMENT = (
     "arbordraft needs every layer to be softmax attention that goes through transformers' AttentionInterface "
     "(falcon, bloom, linear-attention and state-space models do not)"
 )
+_UNTOLD = f"the model does not hand its arguments on to its layers: {REQUIREMENT}"
 # Arguments that models hand to their attention although they concern the caller only.
 _IGNORED = frozenset({"cache_position", "dropout", "is_causal", "logits_to_keep", "position_ids", "use_cache"})
 
 
 class UnsupportedModel(ValueError):
     """The model cannot be run on packed rows."""
+
+
+def unsupported(model: nn.Module, failure: Exception) -> UnsupportedModel:
+    """What to say of a model that failed on packed rows."""
+    return UnsupportedModel(f"{type(model).__name__} failed on packed tokens ({failure}): {REQUIREMENT}")
 
 
 class AttentionCall(NamedTuple):
@@ -129,8 +135,12 @@ def _attention(
     return out[None], None
 
 
-def run_layer(index: int, forward: Callable[..., Any], *args: Any, ragged: Attending, **kwargs: Any) -> Any:
+def run_layer(
+    index: int, forward: Callable[..., Any], *args: Any, ragged: Attending | None = None, **kwargs: Any
+) -> Any:
     """Calls a decoder layer as the forward that it is part of wants it: observed, followed by something, or not."""
+    if ragged is None:
+        raise UnsupportedModel(_UNTOLD)
     if index in ragged.hidden:
         ragged.hidden[index] = (args[0] if args else kwargs["hidden_states"])[0]
     if ragged.depth is None:
@@ -143,8 +153,12 @@ def run_layer(index: int, forward: Callable[..., Any], *args: Any, ragged: Atten
     return ragged.last
 
 
-def run_stack(count: int, forward: Callable[..., Any], *args: Any, ragged: Attending, **kwargs: Any) -> Any:
+def run_stack(
+    count: int, forward: Callable[..., Any], *args: Any, ragged: Attending | None = None, **kwargs: Any
+) -> Any:
     """Calls the owner of all ``count`` decoder layers, whose output is that of the final norm."""
+    if ragged is None:
+        raise UnsupportedModel(_UNTOLD)
     output = forward(*args, ragged=ragged, **kwargs)
     if count in ragged.hidden:
         ragged.hidden[count] = output[0][0]

@@ -18,12 +18,21 @@ from torch import Tensor, nn
 from arbordraft.kernels import native
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.target.cache import RaggedKVCache
-from arbordraft.target.hook import HOOK, REQUIREMENT, Forward, UnsupportedModel, register, run_layer, run_stack
+from arbordraft.target.hook import (
+    HOOK,
+    REQUIREMENT,
+    Forward,
+    UnsupportedModel,
+    register,
+    run_layer,
+    run_stack,
+    unsupported,
+)
 from arbordraft.target.memory import check_movable
 from arbordraft.target.observation import decoder_list, final_module, observe
+from arbordraft.target.self_test import check_logits
 from arbordraft.target.stand_ins import PrepackedLayers, Prepacking, choose
 from arbordraft.target.view import ModelView
-from arbordraft.topology import TreeTopology, ancestor_words
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -276,46 +285,13 @@ class RaggedModel(nn.Module):
         return {sample: torch.cat(parts) for sample, parts in features.items()}
 
     def self_test(self) -> None:
-        """Compares packed logits, of two prompts and a small tree, with the model's own single-path logits.
+        """Compares packed with single logits, within and beyond the windows of its attention.
 
         Raises:
+            ValueError: if there are no weights, or NaN or infinite ones.
             UnsupportedModel: if they differ by more than rounding.
         """
-        if any(parameter.is_meta for parameter in self.model.parameters()):
-            raise ValueError("the model's weights are on the meta device, which holds no numbers: load it onto another")
-        generator = torch.Generator().manual_seed(0)
-        prompts = [torch.randint(self.vocab_size, (n,), generator=generator).tolist() for n in (5, 2)]
-        topology = TreeTopology.from_parents([-1, 0, 0, 1])
-        tree = torch.randint(self.vocab_size, (topology.num_nodes,), generator=generator).tolist()
-
-        cache = RaggedKVCache()
-        samples = [cache.open() for _ in prompts]
-        try:
-            self.prefill(dict(zip(samples, prompts, strict=True)), cache)
-            words = ancestor_words(topology.visible.cpu()).repeat(2, 1)
-            packed = self(torch.tensor(tree * 2), cache.plan(samples, [topology.depth_list] * 2, words), cache)
-        except UnsupportedModel:
-            raise
-        except Exception as failure:
-            raise self._unsupported(failure) from failure
-        single = []
-        for prompt in prompts:
-            for node in range(topology.num_nodes):
-                path = [tree[n] for n in topology.path(node)]
-                ids = torch.tensor([prompt + path], device=self.device)
-                with torch.no_grad():
-                    single.append(self.model(ids, use_cache=False).logits[0, -1])
-        expected = torch.stack(single).double()
-        spread = (expected - expected.mean(dim=-1, keepdim=True)).square().mean().sqrt()
-        error = ((packed.double() - expected).square().mean().sqrt() / spread).item()
-        # Half precision rounds differently for every shape, and 8-bit weights are others; a wrong mask or position is
-        # far above any of these bounds.
-        bound = 0.3 if self.int8 else 1e-3 if packed.dtype in (torch.float32, torch.float64) else 0.1
-        if not error < bound:
-            raise UnsupportedModel(
-                f"{type(self.model).__name__}: packed logits differ from single ones by {error:.1e} of their spread "
-                f"(bound {bound:.0e}); its attention uses something that packed trees do not support"
-            )
+        check_logits(self)
 
     def refresh(self) -> None:
         """Takes the model's weights and modules anew before the next cache is begun.
@@ -341,6 +317,10 @@ class RaggedModel(nn.Module):
             ValueError: if the model is in training mode.
         """
         return self._latest().view.model
+
+    def prepared(self, view: ModelView) -> Any:
+        """What a cache's ``weights`` must be for its rows to run in another view of the model."""
+        return _Prepared(self, view, None, layered=False)
 
     def _prepared_for(self, cache: RaggedKVCache) -> _Prepared:
         """What a cache was begun with, as it holds results of one set of weights; or what is current now."""
@@ -392,14 +372,11 @@ class RaggedModel(nn.Module):
         except UnsupportedModel:
             raise
         except Exception as failure:
-            raise self._unsupported(failure) from failure
+            raise unsupported(self.model, failure) from failure
         prepacking = Prepacking(view.model, seen, self.backend, int8=self.int8)
         if prepacking.left:
             warnings.warn(f"not prepacked, as they are not plain linears: {'; '.join(prepacking.left)}", stacklevel=5)
         return prepacking
-
-    def _unsupported(self, failure: Exception) -> UnsupportedModel:
-        return UnsupportedModel(f"{type(self.model).__name__} failed on packed tokens ({failure}): {REQUIREMENT}")
 
 
 def check_model(model: Any) -> None:

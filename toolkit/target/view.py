@@ -36,10 +36,10 @@ class ModelView:
 
     Args:
         model: what to copy.
-        attention: name of the attention that the copy's layers shall ask for.
+        attention: name of the attention that the copy's layers shall ask for; by default the model's own.
     """
 
-    def __init__(self, model: nn.Module, attention: str) -> None:
+    def __init__(self, model: nn.Module, attention: str | None = None) -> None:
         self._attention = attention
         self._inside = {id(module) for module in model.modules()}
         self._copies: dict[int, Any] = {}
@@ -49,7 +49,7 @@ class ModelView:
 
         modules = list(model.modules())
         tables = [vars(module) for module in modules] + [module._modules for module in modules]
-        tables += [vars(value) for value in self._kept if _is_config(value)]
+        tables += [vars(value) for value in self._kept if is_config(value)]
         self._tables: list[tuple[dict[str, Any], list[str], list[Any]]] = []
         for table in tables:
             names = _lasting(table)
@@ -83,7 +83,7 @@ class ModelView:
             # A scripted module keeps its state out of our reach, and holds no attention of ours.
             known = id(value) in self._inside and not isinstance(value, torch.jit.ScriptModule)
             return self._copied_module(value) if known else value
-        if _is_config(value):
+        if is_config(value):
             return self._copied_config(value)
         if isinstance(value, MethodType):
             return MethodType(self._copied(value.__func__), self._copied(value.__self__))
@@ -109,7 +109,8 @@ class ModelView:
         copy = object.__new__(type(config))
         self._remember(config, copy)
         vars(copy).update({name: self._copied(value) for name, value in vars(config).items()})
-        vars(copy)["_attn_implementation_internal"] = self._attention
+        if self._attention is not None:
+            vars(copy)["_attn_implementation_internal"] = self._attention
         return copy
 
     def _copied_function(self, function: FunctionType) -> FunctionType:
@@ -137,7 +138,8 @@ class ModelView:
         self._kept.append(value)
 
 
-def _is_config(value: Any) -> bool:
+def is_config(value: Any) -> bool:
+    """Whether a value is a configuration, which names the attention that its model shall ask for."""
     return hasattr(type(value), "_attn_implementation")
 
 
@@ -153,4 +155,4 @@ def heard(hooks: Mapping[int, Any]) -> list[Any]:
     return [h for h in hooks.values() if getattr(h, "__module__", "") != "transformers.utils.output_capturing"]
 
 
-__all__ = ["ModelView", "heard"]
+__all__ = ["ModelView", "heard", "is_config"]

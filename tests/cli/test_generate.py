@@ -1,0 +1,136 @@
+"""``arbordraft generate``: every option reaches the decoder, and each kind of reader gets what it can read."""
+
+import io
+import json
+
+import pytest
+import torch
+from models import tiny_checkpoint, tiny_tokenizer
+from rich.console import Console
+from transformers import AutoTokenizer
+from typer.testing import CliRunner
+
+import arbordraft as ad
+from arbordraft.cli import main as cli
+from arbordraft.cli.display import AnswerStreamer, show_answers, verdict
+from arbordraft.metrics import DecodeStats
+from arbordraft.texts import Pieces
+
+TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tiny_checkpoint(tmp_path_factory.mktemp("model"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}x{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def decoder(folder):
+    return ad.load(folder, "none", dtype="float32", kernels="torch", device="cpu")
+
+
+def generate(folder, *arguments):
+    command = ["generate", *arguments, "--model", folder, "--max-new-tokens", str(TOKENS), "--dtype", "float32"]
+    result = CliRunner().invoke(cli.app, [*command, "--drafter", "none", "--device", "cpu"])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def answers(folder, *arguments):
+    return [answer["text"] for answer in json.loads(generate(folder, *arguments, "--json"))["answers"]]
+
+
+def test_json_says_what_a_table_says(folder, decoder):
+    found = json.loads(generate(folder, "abc", "[/b]", "--raw", "--json"))
+    assert [answer["text"] for answer in found["answers"]] == decoder.complete(
+        ["abc", "[/b]"], max_new_tokens=TOKENS, raw=True
+    )
+    assert [answer["prompt"] for answer in found["answers"]] == ["abc", "[/b]"]
+    assert found["tau"] == 1
+    assert found["drafted"] == 0
+    assert found["tokens_per_second"] > 0
+    assert found["verdict"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings"),
+    [
+        ([], {}),
+        (["--temperature", "2", "--seed", "7"], {"temperature": 2.0, "seed": 7}),
+        (["--temperature", "2", "--seed", "7", "--top-k", "2"], {"temperature": 2.0, "seed": 7, "top_k": 2}),
+        (["--temperature", "2", "--seed", "7", "--top-p", ".3"], {"temperature": 2.0, "seed": 7, "top_p": 0.3}),
+        (["--system", "xyz"], {"system": "xyz"}),
+    ],
+    ids=lambda given: " ".join(given) if isinstance(given, list) else "",
+)
+def test_options_reach_the_decoder(folder, decoder, arguments, settings):
+    expected = decoder.complete("abc", max_new_tokens=TOKENS, **settings)
+    assert answers(folder, "abc", *arguments) == [expected]
+    less = dict(list(settings.items())[:-1])
+    assert not settings or decoder.complete("abc", max_new_tokens=TOKENS, **less) != expected, "it changes nothing"
+
+
+def test_answers_end_before_a_stop(folder, decoder):
+    whole = decoder.complete("abc", max_new_tokens=TOKENS, raw=True)
+    stop = whole[4:6]
+    (found,) = answers(folder, "abc", "--raw", "--stop", "no such text", "--stop", stop)
+    assert found == whole[: whole.index(stop)]
+    assert stop not in generate(folder, "abc", "--raw", "--stop", stop).partition("output law")[0]
+
+
+def test_eight_bits_are_asked_for(folder, monkeypatch):
+    monkeypatch.setattr("arbordraft.kernels.native.problem", lambda: "no compiler here")
+    result = CliRunner().invoke(cli.app, ["generate", "a", "--raw", "--model", folder, "--int8"])
+    assert isinstance(result.exception, ValueError)
+    assert "int8" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("device", "says"), [("gpu", "no device of torch"), ("cuda:77", "is not there: torch sees")], ids=["word", "GPU 77"]
+)
+def test_devices_that_are_not_there(folder, device, says):
+    result = CliRunner().invoke(cli.app, ["generate", "a", "--model", folder, "--device", device])
+    assert result.exit_code == 2
+    assert says in " ".join(result.output.split())
+
+
+class Pipe(io.StringIO):
+    """Keeps what had been written at every flush."""
+
+    def __init__(self):
+        super().__init__()
+        self.flushed = []
+
+    def flush(self):
+        self.flushed.append(self.getvalue())
+
+
+def test_a_pipe_streams():
+    """Every piece leaves as soon as it is certain, not at the end."""
+    pipe, tokenizer = Pipe(), tiny_tokenizer()
+    streamers = [AnswerStreamer(Pieces(tokenizer)) for _ in range(2)]
+    with show_answers(Console(file=pipe), ["first", "second"], streamers):
+        for streamer in streamers:
+            streamer.put(torch.tensor([1, 2, 3]))
+        for token in tokenizer("xyz")["input_ids"]:
+            streamers[0].put(torch.tensor([token]))
+            streamers[1].put(torch.tensor([token]))
+        during = list(pipe.flushed)
+        for streamer in streamers:
+            streamer.end()
+    assert during[-3:] == ["> first\nx", "> first\nxy", "> first\nxyz"]
+    assert pipe.getvalue() == "> first\nxyz\n\n> second\nxyz\n\n"
+
+
+@pytest.mark.parametrize(
+    ("drafted", "draft", "said"), [(9, 14.2, "20.70 s instead of at most 13.00 s"), (9, 6.4, None), (0, 14.2, None)]
+)
+def test_drafting_that_costs_more_than_it_brings_is_told(drafted, draft, said):
+    """Plain decoding takes one forward per token: here at most twice as many."""
+    stats = DecodeStats("exact", [8, 20], [6, 10], drafted=drafted)
+    stats.seconds = {"prefill": 3.0, "draft": draft, "target": 6.5}
+    assert verdict(stats) is None if said is None else said in verdict(stats)

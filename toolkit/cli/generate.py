@@ -1,0 +1,128 @@
+"""``arbordraft generate``: prompts in, answers out as they grow, and what speculation gained."""
+
+import json as json_format
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from arbordraft.cli.decoders import Law, Verifier, load_decoder
+from arbordraft.cli.display import AnswerStreamer, show_answers, show_stats, terminal, verdict
+from arbordraft.cli.options import (
+    SHAPES,
+    AutoDtypeOption,
+    DeviceOption,
+    DrafterOption,
+    KernelsOption,
+    ModelOption,
+    TemperatureOption,
+    TopPOption,
+    finite,
+    parse_topology,
+)
+from arbordraft.deciders import ConfidenceThreshold
+from arbordraft.files import read_text
+from arbordraft.loading import Kernels
+from arbordraft.metrics import DecodeStats
+from arbordraft.prompts import left_padded
+from arbordraft.texts import Pieces, encode, settings_of, stops, user_turn
+
+
+def generate(
+    prompts: Annotated[list[str] | None, typer.Argument(help="One or many prompts, decoded as one batch.")] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="Text file with one prompt per line, added to the others."),
+    ] = None,
+    model: ModelOption = "smollm2",
+    drafter: DrafterOption = "auto",
+    tree: Annotated[
+        str | None, typer.Option(help=f"Shape of the draft tree, by default what pays here: {SHAPES}.")
+    ] = None,
+    law: Annotated[Law | None, typer.Option(help="Draft law; by default what suits drafter and tree.")] = None,
+    verifier: Annotated[
+        Verifier | None, typer.Option(help="How recursive rejection is applied; all choices are exact.")
+    ] = None,
+    confidence: Annotated[
+        float | None, typer.Option(min=0, max=1, callback=finite, help="Stop drafting below this draft probability.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt that stands before every prompt.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=0, help="Tokens per prompt.")] = 128,
+    temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from this many best tokens; 0 for all of them.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed; prompt i uses seed + i, whatever shares its batch.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="Text before which an answer ends. May be repeated.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Do not apply the chat template.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print answers and figures as JSON, when all is done.")] = False,
+    dtype: AutoDtypeOption = None,
+    device: DeviceOption = None,
+    kernels: KernelsOption = Kernels.auto,
+    int8: Annotated[
+        bool, typer.Option("--int8", help="8-bit copies of the weights: faster on a CPU, and another model.")
+    ] = False,
+) -> None:
+    """Decode one or many prompts as a ragged batch, streaming, and report what speculation gained."""
+    questions = [*(prompts or []), *_lines(file)]
+    if not questions:
+        raise typer.BadParameter("give at least one prompt, or --file")
+    if raw and system is not None:
+        raise typer.BadParameter("--system is for the chat template, which --raw leaves out: write it into the prompt")
+    topology, ends = None if tree is None else parse_topology(tree), stops(stop)
+    settings = settings_of(max_new_tokens, temperature, top_p, top_k, seed, len(questions))
+    decoder = load_decoder(
+        model,
+        drafter,
+        law=law,
+        verifier=verifier,
+        topology=topology,
+        decider=None if confidence is None else ConfidenceThreshold(confidence),
+        dtype=dtype,
+        device=device,
+        kernels=kernels,
+        int8=int8,
+    )
+    tokenizer: Any = decoder.target.tokenizer
+    encoded = [
+        encode(tokenizer, user_turn(prompt, system), raw=raw, name=f"prompt {number}")
+        for number, prompt in enumerate(questions, 1)
+    ]
+    if ends:
+        settings |= {"stop_strings": list(ends), "tokenizer": tokenizer}
+    inputs = {name: tensor.to(decoder.target.device) for name, tensor in left_padded(encoded).items()}
+    streamers: list[Any] = [AnswerStreamer(Pieces(tokenizer, ends)) for _ in questions]
+    console = terminal()
+    with show_answers(console, questions, streamers, quiet=json or max_new_tokens == 0):
+        start = time.perf_counter()
+        output: Any = decoder.generate(**inputs, **settings, streamer=streamers, return_dict_in_generate=True)
+        seconds = time.perf_counter() - start
+    if json:
+        texts = [streamer.text for streamer in streamers]
+        figures = _figures(questions, texts, output.stats, seconds, decoder.target.chosen)
+        typer.echo(json_format.dumps(figures, indent=2, ensure_ascii=False))
+    elif max_new_tokens:
+        show_stats(console, output.stats, seconds, decoder.target.chosen)
+
+
+def _figures(prompts: list[str], texts: list[str], stats: DecodeStats, seconds: float, kernels: str) -> dict[str, Any]:
+    """What ``--json`` prints."""
+    answers = [
+        {"prompt": prompt, "text": text, "tokens": tokens, "tau": tokens / max(1, forwards)}
+        for prompt, text, tokens, forwards in zip(prompts, texts, stats.emitted, stats.forwards, strict=True)
+    ]
+    return {
+        "answers": answers,
+        "exactness": stats.exactness,
+        "tau": stats.tau,
+        "tokens_per_second": sum(stats.emitted) / seconds,
+        "acceptance_by_depth": stats.acceptance_by_depth,
+        "drafted": stats.drafted,
+        "seconds": stats.seconds,
+        "kernels": kernels,
+        "verdict": verdict(stats),
+    }
+
+
+def _lines(file: Path | None) -> list[str]:
+    return [line for line in read_text(file).splitlines() if line.strip()] if file else []

@@ -1,0 +1,131 @@
+"""Whether packed rows give the logits that a model itself gives to each path alone.
+
+Shapes: V vocabulary.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from arbordraft.checkpoints import check_finite
+from arbordraft.target.cache import RaggedKVCache
+from arbordraft.target.hook import HOOK, UnsupportedModel, unsupported
+from arbordraft.target.view import ModelView, is_config
+from arbordraft.topology import TreeTopology, ancestor_words
+
+if TYPE_CHECKING:
+    from arbordraft.target.model import RaggedModel
+
+TREE = TreeTopology.from_parents([-1, 0, 0, 1])
+PROMPTS = (5, 2)  # tokens
+SPANS = ("attention_chunk_size", "sliding_window")  # what configurations call the reach of a layer's attention
+SHORT = 4  # of these, so that the test goes beyond them
+
+
+def check_logits(target: "RaggedModel") -> None:
+    """Compares packed logits, of two prompts and a small tree, with single ones; and again with short windows.
+
+    Beyond a window or chunk of the model's attention both could differ although they agree within it. Where texts may
+    be longer than that, copies of the model's modules whose windows and chunks have a few tokens are compared, too.
+
+    Raises:
+        ValueError: if the weights are on the meta device, or hold NaN or infinities.
+        UnsupportedModel: if the logits differ by more than rounding.
+    """
+    if any(parameter.is_meta for parameter in target.model.parameters()):
+        raise ValueError("the model's weights are on the meta device, which holds no numbers: load it onto another")
+    name = type(target.model).__name__
+    fault = f"{name} has something that packed trees do not support: packed logits differ from single ones"
+    _compare(target, target.model, RaggedKVCache(), fault)
+
+    spans = exceeded_spans(target)
+    if not spans:
+        return
+    own, packed = ModelView(target.model), ModelView(target.model, HOOK)
+    for view in (own, packed):
+        _shorten(view.model, spans)
+    cache = RaggedKVCache()
+    cache.weights = target.prepared(packed)
+    named = ", ".join(f"{span}={length}" for span, length in spans.items())
+    fault = (
+        f"{name}: beyond {named} packed logits would differ from single ones. It does not tell transformers' "
+        "AttentionInterface about that limit, or keeps to it with a cache only; for texts within it, set "
+        f"model.config.max_position_embeddings = {min(spans.values())} before it is wrapped. With a limit of {SHORT} "
+        "tokens they differ"
+    )
+    _compare(target, own.model, cache, fault, cached=True)
+
+
+def exceeded_spans(target: "RaggedModel") -> dict[str, int]:
+    """The windows and chunks of a model's attention that its texts can be longer than."""
+    config = target.model.config.get_text_config()
+    lengths = {span: getattr(config, span, None) for span in SPANS}
+    longest = target.max_positions or float("inf")
+    return {span: length for span, length in lengths.items() if isinstance(length, int) and SHORT < length < longest}
+
+
+def _shorten(model: nn.Module, spans: dict[str, int]) -> None:
+    """Shortens windows and chunks wherever the modules and configurations of a view keep them."""
+    places: dict[int, Any] = {}
+    for module in model.modules():
+        places |= {id(place): place for place in (module, *filter(is_config, vars(module).values()))}
+    for place in places.values():
+        for span, length in spans.items():
+            kept = vars(place).get(span)
+            if isinstance(kept, int) and kept >= length:  # some modules count one token more than the configuration
+                setattr(place, span, SHORT + kept - length)
+
+
+def _compare(target: "RaggedModel", model: Any, cache: RaggedKVCache, fault: str, *, cached: bool = False) -> None:
+    """Raises unless packed rows give what ``model`` says of single paths, by itself or going on from its own cache."""
+    generator = torch.Generator().manual_seed(0)
+    topology = TreeTopology.from_parents([-1, 0, 0, 1])
+    prompts = [torch.randint(target.vocab_size, (n,), generator=generator).tolist() for n in PROMPTS]
+    tree = torch.randint(target.vocab_size, (topology.num_nodes,), generator=generator).tolist()
+    paths = [[tree[node] for node in topology.path(end)] for end in range(topology.num_nodes)]
+    packed = _packed_logits(target, prompts, tree, topology, cache).double()
+    expected = torch.stack([_own_logits(model, prompt, path, cached) for prompt in prompts for path in paths]).double()
+    if not expected.isfinite().all():
+        check_finite(target.model.state_dict(), "the model")
+        raise ValueError(
+            f"{type(target.model).__name__} itself gives NaN or infinite logits in {target.model.dtype}, though its "
+            "weights are finite: load it with another dtype"
+        )
+    spread = (expected - expected.mean(dim=-1, keepdim=True)).square().mean().sqrt()
+    error = ((packed - expected).square().mean().sqrt() / spread).item()
+    # Half precision rounds differently for every shape, and 8-bit weights, which no copy has, are others; a wrong mask
+    # or position is far above any of these bounds.
+    wide = target.model.dtype in (torch.float32, torch.float64)
+    bound = 0.3 if target.int8 and model is target.model else 1e-3 if wide else 0.1
+    if not error < bound:
+        raise UnsupportedModel(f"{fault} by {error:.1e} of their spread (bound {bound:.0e})")
+
+
+def _packed_logits(
+    target: "RaggedModel", prompts: list[list[int]], tree: list[int], topology: TreeTopology, cache: RaggedKVCache
+) -> Tensor:
+    """``[prompts * nodes, V]``: the same tree behind every prompt, in one forward."""
+    samples = [cache.open() for _ in prompts]
+    try:
+        target.prefill(dict(zip(samples, prompts, strict=True)), cache)
+        words = ancestor_words(topology.visible.cpu()).repeat(len(prompts), 1)
+        batch = cache.plan(samples, [topology.depth_list] * len(prompts), words)
+        return target(torch.tensor(tree * len(prompts)), batch, cache)
+    except UnsupportedModel:
+        raise
+    except Exception as failure:
+        raise unsupported(target.model, failure) from failure
+
+
+def _own_logits(model: Any, prompt: list[int], path: list[int], cached: bool) -> Tensor:
+    """``[V]`` behind a path, by the model alone."""
+    with torch.no_grad():
+        past = {"past_key_values": model(_row(model, prompt), use_cache=True).past_key_values} if cached else {}
+        row = _row(model, path if cached else prompt + path)
+        logits: Tensor = model(row, use_cache=cached, **past).logits[0, -1]
+    return logits
+
+
+def _row(model: Any, tokens: list[int]) -> Tensor:
+    return torch.tensor([tokens], device=model.device)
