@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
 OPTIONAL = {"accelerate", "gguf", "lightning", "matplotlib", "mlflow", "triton"}
 OPTIONAL |= {"onnx", "onnxruntime", "onnxscript"}
+OPTIONAL |= {"fastapi", "openai", "prometheus_client", "pydantic", "starlette", "uvicorn"}
 
 # Runs in a fresh interpreter: imports every module below the package and reports where each came from.
 WALK = """

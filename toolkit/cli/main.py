@@ -1,4 +1,4 @@
-"""The command line: chat, generate, tune, tree, plot, doctor, bench, train, export."""
+"""The command line: chat, serve, trace, generate, tune, tree, plot, doctor, bench, train, export."""
 
 import sys
 import time
@@ -36,6 +36,8 @@ from arbordraft.cli.options import (
     output_file,
     parse_topology,
 )
+from arbordraft.cli.serve import serve
+from arbordraft.cli.trace import trace
 from arbordraft.cli.train import app as train
 from arbordraft.deciders import ConfidenceThreshold
 from arbordraft.drawing import draw_png
@@ -50,6 +52,8 @@ app = typer.Typer(
     help="Multi-draft speculative decoding: several tokens per forward pass, the same output law.",
 )
 app.command()(chat)
+app.command()(serve)
+app.command()(trace)
 app.command()(doctor)
 app.add_typer(bench, name="bench")
 app.add_typer(train, name="train")
