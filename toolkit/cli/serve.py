@@ -24,9 +24,7 @@ def serve(
         str | None,
         typer.Option(envvar="ARBORDRAFT_API_KEY", help="What clients must show; by default nothing."),
     ] = None,
-    name: Annotated[
-        str | None, typer.Option(help="What clients call the model; by default as above, a folder by its last part.")
-    ] = None,
+    name: Annotated[str | None, typer.Option(help="What clients call the model; by default as above.")] = None,
     max_samples: Annotated[int, typer.Option(min=1, help="Answers that are decoded at a time.")] = 16,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens that the cache holds, which bounds memory.")] = 65_536,
     max_rows: Annotated[
