@@ -1,5 +1,6 @@
 """What goes wrong has a clear status, ends in time, and is nobody else's problem."""
 
+import asyncio
 import json
 import threading
 import time
@@ -104,6 +105,15 @@ def test_wrong_requests_are_refused_by_name(served, name):
     assert chat(served.client, max_tokens=2).usage.completion_tokens <= 2  # and the next one is answered
 
 
+def test_what_another_page_can_post_is_refused(served):
+    """Browsers send a text without asking the server, JSON only to pages that it allows."""
+    reply = httpx.post(
+        f"{served.url}/v1/completions", content='{"prompt": "a"}', headers={"Content-Type": "text/plain"}
+    )
+    assert reply.status_code == 400
+    assert "Access-Control-Allow-Origin" not in reply.headers
+
+
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "nowhere", 404), ("GET", "v1/completions", 405)])
 def test_wrong_addresses(served, method, path, status):
     reply = httpx.request(method, f"{served.url}/{path}")
@@ -175,6 +185,19 @@ def test_a_full_queue_says_when_to_come_again(held, gate):
             thread.join(20)
         assert len(replies) == 2
         assert chat(served.client, max_tokens=3).choices
+
+
+def test_a_crowd_is_answered_or_told_to_come_again():
+    async def crowd(url):
+        async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=200)) as client:
+            body = {"prompt": "abc", "max_tokens": 2, "seed": 1}
+            return await asyncio.gather(*(client.post(f"{url}/v1/completions", json=body) for _ in range(300)))
+
+    with serving(tiny_decoder(), max_waiting=20) as served:
+        replies = asyncio.run(crowd(served.url))
+        assert {reply.status_code for reply in replies} == {200, 429}
+        assert len({reply.json()["choices"][0]["text"] for reply in replies if reply.status_code == 200}) == 1
+        assert (served.engine.living, served.engine.waiting) == (0, 0)
 
 
 def poisoned():

@@ -1,7 +1,7 @@
 """The endpoints; one event loop carries all of their streams."""
 
 import hmac
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -114,7 +114,7 @@ async def _answer(service: Service, question: Question, http: Request, kind: typ
     return Response(_json(shape.whole(answers, usage_of(call.stream))), media_type="application/json")
 
 
-async def _chunks(call: Call, http: Request, shape: Shape, usage: bool) -> AsyncIterator[BaseModel]:
+async def _chunks(call: Call, http: Request, shape: Shape, usage: bool) -> AsyncGenerator[BaseModel, None]:
     async with aclosing(call.pieces(http)) as pieces:
         async for piece in pieces:
             yield shape.chunk(piece)
@@ -122,7 +122,7 @@ async def _chunks(call: Call, http: Request, shape: Shape, usage: bool) -> Async
         yield shape.last(usage_of(call.stream))
 
 
-async def _events(first: BaseModel, others: AsyncIterator[BaseModel]) -> AsyncIterator[str]:
+async def _events(first: BaseModel, others: AsyncGenerator[BaseModel, None]) -> AsyncIterator[str]:
     """Server-sent events; the last one says that all is done, or what went wrong."""
     async with aclosing(others):
         try:

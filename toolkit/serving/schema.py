@@ -30,6 +30,11 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "tools": ([],),
 }
+# Fields that an engine's request has under the same names.
+_SETTINGS = (
+    *("n", "seed", "stop", "temperature", "top_p", "top_k", "min_p", "logit_bias"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
 
 
 def _spelt(text: str) -> str:
@@ -137,9 +142,7 @@ class Question(Fields, ABC):
         Raises:
             ValueError: for values out of range.
         """
-        names = ("n", "seed", "stop", "temperature", "top_p", "top_k", "min_p", "presence_penalty")
-        names += ("frequency_penalty", "repetition_penalty", "logit_bias")
-        settings = {name: getattr(self, name) for name in names}
+        settings = {name: getattr(self, name) for name in _SETTINGS}
         ends = () if self.ignore_eos else None
         return Request(prompt=prompt, max_new_tokens=most, logprobs=self.others, ends=ends, **settings)
 

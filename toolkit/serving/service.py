@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -35,7 +35,7 @@ class Service:
         ValueError: without a tokenizer, or for values out of range.
     """
 
-    def __init__(self, engine: Engine, name: str, default_tokens: int) -> None:
+    def __init__(self, engine: Engine, name: str, default_tokens: int = 1024) -> None:
         self.engine = instance("engine", engine, Engine)
         self.name = instance("name", name, str)
         self.default_tokens = whole("default_tokens", default_tokens, 1)
@@ -120,7 +120,7 @@ class Call:
     def __init__(self, stream: Stream, speller: Speller, watch: Watch) -> None:
         self.stream, self.speller, self.watch = stream, speller, watch
 
-    async def pieces(self, http: HttpRequest) -> AsyncIterator[Piece]:
+    async def pieces(self, http: HttpRequest) -> AsyncGenerator[Piece, None]:
         """What is said, by and by. If the client leaves, or nobody reads on, the engine stops at once.
 
         Raises:
