@@ -70,7 +70,7 @@ def test_package_list_matches_the_tree():
 
 def test_wheel_contents(wheel):
     names = zipfile.ZipFile(wheel).namelist()
-    assert "arbordraft/py.typed" in names
+    assert {"arbordraft/py.typed", "arbordraft/serving/page.html"} <= set(names)
     assert {name.split("/")[0].split("-")[0] for name in names} == {"arbordraft"}
     assert [name for name in names if {"tests", "examples", "docs"} & set(name.split("/"))] == []
     assert any(name.endswith("dist-info/licenses/LICENSE") for name in names)
