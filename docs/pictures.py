@@ -54,7 +54,7 @@ def page_of_step() -> None:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         tab = browser.new_page(viewport={"width": 1200, "height": 340})
-        tab.set_content(page({"model": "smollm2", **answer}))
+        tab.set_content(page({"model": "smollm2", "exactness": "pathwise", **answer}))
         tab.screenshot(path=PICTURES / "page.png")
         browser.close()
 

@@ -191,7 +191,8 @@ def test_steps_tell_what_became_of_the_drafts(decoder, client):
 
 def test_models_health_and_page(served, client):
     assert [model.id for model in client.models.list()] == ["tiny"]
-    assert client.models.retrieve("tiny").id == "tiny"
+    assert client.models.retrieve("tiny").exactness == "pathwise"
+    assert chat(client, max_tokens=1).system_fingerprint.endswith("-pathwise")
     assert httpx.get(f"{served.url}/health").json() == {"status": "ok"}
     page = httpx.get(served.url)
     assert page.headers["content-type"].startswith("text/html")

@@ -17,7 +17,7 @@ from arbordraft.topology import TreeTopology
 from arbordraft.types import SampleTree, SampleVerdict
 
 TREE = SampleTree(TreeTopology.from_parents([-1, 0, 0, 1, 1]), Fixed(2), {0: 5, 1: 6, 2: 7, 4: 9})
-MARKED = {"model": "tiny", "prompt": "<b>who</b>", "text": "</script><b>me</b>", "steps": []}
+MARKED = {"model": "tiny", "exactness": "exact", "prompt": "<b>who</b>", "text": "</script><b>me</b>", "steps": []}
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def ask(tab, text="hello there"):
 
 def test_a_chat_streams_and_draws_its_steps(served, tab):
     tab.goto(served.url)
-    assert tab.locator("#model").text_content() == "tiny"
+    assert tab.locator("#model").text_content() == "tiny, pathwise"
     ask(tab)  # the field has the focus: nobody has to click
     steps, tokens = tab.evaluate("steps"), tab.evaluate("steps.reduce((sum, step) => sum + step.emitted, 0)")
     greedy = {"model": "tiny", "messages": [{"role": "user", "content": "hello there"}], "temperature": 0}

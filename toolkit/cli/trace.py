@@ -57,5 +57,6 @@ def trace(
         speller, answer = Speller(tokenizer, (), 1, steps=True), Piece(0)
         for event in Engine(decoder).submit(request):
             answer += speller(event)
-    write_text(output, page({"model": model, "prompt": prompt, "text": answer.text, "steps": answer.steps}))
+    said = {"prompt": prompt, "text": answer.text, "steps": answer.steps}
+    write_text(output, page({"model": model, "exactness": decoder.coupling.exactness.value, **said}))
     console.print(f"{len(answer.tokens)} tokens in {len(answer.steps)} steps: wrote {output}", markup=False)

@@ -4,6 +4,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from typing import Any
 
 from openai import BaseModel
@@ -17,6 +18,7 @@ from openai.types.completion_usage import CompletionTokensDetails
 
 from arbordraft.requests import Stream
 from arbordraft.serving.pieces import Piece
+from arbordraft.serving.service import Service
 
 Spell = Callable[[int], str]
 
@@ -25,19 +27,20 @@ class Shape(ABC):
     """How the answers to one request are written.
 
     Args:
-        model: name of the model.
+        service: what answers.
         spell: the text of a token, for log-probabilities.
         logprobs: whether they are wanted.
     """
 
     prefix: str
 
-    def __init__(self, model: str, spell: Spell, logprobs: bool) -> None:
+    def __init__(self, service: Service, spell: Spell, logprobs: bool) -> None:
         self.spell, self.logprobs = spell, logprobs
         self.head: dict[str, Any] = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
-            "model": model,
+            "model": service.name,
+            "system_fingerprint": f"arbordraft-{version('arbordraft')}-{service.exactness}",
         }
 
     @abstractmethod
@@ -58,8 +61,8 @@ class ChatShape(Shape):
 
     prefix = "chatcmpl"
 
-    def __init__(self, model: str, spell: Spell, logprobs: bool) -> None:
-        super().__init__(model, spell, logprobs)
+    def __init__(self, service: Service, spell: Spell, logprobs: bool) -> None:
+        super().__init__(service, spell, logprobs)
         self._begun: set[int] = set()
 
     def whole(self, answers: Sequence[Piece], usage: CompletionUsage) -> BaseModel:
@@ -113,8 +116,8 @@ class TextShape(Shape):
 
     prefix = "cmpl"
 
-    def __init__(self, model: str, spell: Spell, logprobs: bool) -> None:
-        super().__init__(model, spell, logprobs)
+    def __init__(self, service: Service, spell: Spell, logprobs: bool) -> None:
+        super().__init__(service, spell, logprobs)
         self._offsets: dict[int, int] = {}
 
     def whole(self, answers: Sequence[Piece], usage: CompletionUsage) -> BaseModel:

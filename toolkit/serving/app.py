@@ -77,7 +77,13 @@ def _endpoints(service: Service, api_key: str | None) -> APIRouter:
             raise ApiError(401, "wrong or no API key: send Authorization: Bearer KEY", code="invalid_api_key")
 
     router = APIRouter(prefix="/v1", dependencies=[Depends(authorized)])
-    known = Model(id=service.name, object="model", created=service.created, owned_by="arbordraft")
+    known = Model(
+        id=service.name,
+        object="model",
+        created=service.created,
+        owned_by="arbordraft",
+        exactness=service.exactness,  # ours: what is promised about the law of the answers
+    )
 
     @router.get("/models")
     def models() -> dict[str, Any]:
@@ -101,7 +107,7 @@ def _endpoints(service: Service, api_key: str | None) -> APIRouter:
 
 async def _answer(service: Service, question: Question, http: Request, kind: type[Shape]) -> Response:
     call = await service.take(question)
-    shape = kind(service.name, call.speller.token, question.others is not None)
+    shape = kind(service, call.speller.token, question.others is not None)
     if question.stream:
         chunks = _chunks(call, http, shape, question.stream_options.include_usage)
         first = await anext(chunks)  # what fails before that has a status of its own

@@ -63,9 +63,10 @@ def failed(error: Exception) -> HTTPException:
         return error
     if isinstance(error, EngineClosed):
         return closing()
-    _LOG.error("an answer failed: %s", error, exc_info=error)
     if isinstance(error, FloatingPointError):
+        _LOG.warning("an answer failed: %s", error)
         return ApiError(500, f"{error}: this prompt or the weights are to blame", code="not_finite")
+    _LOG.error("an answer failed", exc_info=error)
     return ApiError(500, "the answer failed inside the server, whose log says why", code="engine_failed")
 
 

@@ -12,8 +12,8 @@ def page(recorded: Mapping[str, Any] | None = None) -> str:
     """One file of HTML that fetches nothing but a server's answers.
 
     Args:
-        recorded: an answer to show instead of chatting: ``model``, ``prompt``, ``text``, ``seconds`` and ``steps``,
-            which are those of :func:`~arbordraft.serving.pieces.step_of`.
+        recorded: an answer to show instead of chatting: ``model``, ``exactness``, ``prompt``, ``text`` and ``steps``,
+            which are those of a :class:`~arbordraft.serving.pieces.Piece`.
     """
     text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     if recorded is None:

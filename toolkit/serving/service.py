@@ -45,6 +45,7 @@ class Service:
         self.tokenizer: PreTrainedTokenizerBase = tokenizer
         self.metrics = Metrics(engine)
         self.created = int(time.time())
+        self.exactness = engine.decoder.coupling.exactness.value
         self.closing = False
         # One thread, so that who comes first is served first, and long prompts hold up nobody's stream.
         self._desk = ThreadPoolExecutor(1, thread_name_prefix="arbordraft-desk")
