@@ -249,9 +249,16 @@ def test_an_engine_that_stumbles_says_so_and_goes_on(served, monkeypatch):
     monkeypatch.setattr(engine.decoder, "step", stumbles)
     with pytest.raises(openai.InternalServerError) as failure:
         chat(served.client)
-    assert failure.value.code == "engine_failed"
+    assert failure.value.code == "internal_error"
     assert "no more" not in str(failure.value)  # what happens inside is for the log
     assert chat(served.client, max_tokens=2).choices
+
+
+def test_what_nobody_foresaw_has_the_same_shape(served, monkeypatch):
+    monkeypatch.setattr(served.server._service.metrics, "text", lambda: 1 / 0)
+    reply = httpx.get(f"{served.url}/metrics")
+    assert (reply.status_code, reply.json()["error"]["code"]) == (500, "internal_error")
+    assert "division" not in reply.text
 
 
 def test_shutting_down_lets_answers_end_and_takes_no_more(held, gate):

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 
 from arbordraft.checks import whole
 from arbordraft.serving.answers import ChatShape, Shape, TextShape, usage_of
-from arbordraft.serving.errors import ApiError, as_body
+from arbordraft.serving.errors import ApiError, as_body, crashed
 from arbordraft.serving.page import page
 from arbordraft.serving.pieces import Piece
 from arbordraft.serving.schema import ChatQuestion, CompletionQuestion, Question
@@ -52,6 +52,7 @@ def build_app(service: Service, *, api_key: str | None = None, max_body: int = 4
     app.add_middleware(_BodyLimit, most=max_body)
     app.add_exception_handler(HTTPException, _told)
     app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(Exception, _unforeseen)
 
     @app.get("/", response_class=HTMLResponse)
     def show() -> str:
@@ -150,6 +151,10 @@ def _json(answer: BaseModel) -> str:
 
 async def _told(http: Request, error: HTTPException) -> Response:
     return JSONResponse(as_body(error), error.status_code, error.headers)
+
+
+async def _unforeseen(http: Request, error: Exception) -> Response:
+    return await _told(http, crashed())  # uvicorn logs it
 
 
 async def _invalid(http: Request, error: RequestValidationError) -> Response:

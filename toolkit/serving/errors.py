@@ -67,7 +67,12 @@ def failed(error: Exception) -> HTTPException:
         _LOG.warning("an answer failed: %s", error)
         return ApiError(500, f"{error}: this prompt or the weights are to blame", code="not_finite")
     _LOG.error("an answer failed", exc_info=error)
-    return ApiError(500, "the answer failed inside the server, whose log says why", code="engine_failed")
+    return crashed()
+
+
+def crashed() -> ApiError:
+    """What nobody foresaw; what exactly is not for clients."""
+    return ApiError(500, "the request failed inside the server, whose log says why", code="internal_error")
 
 
 def closing() -> ApiError:

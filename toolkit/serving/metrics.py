@@ -42,7 +42,7 @@ class Metrics:
         self.accepted = counter("accepted_tokens", "Drafted tokens that were accepted")
         self.first = histogram("first_token", "From a request to its first token", _WAITS)
         self.between = histogram("between_tokens", "Between two arrivals of an answer's tokens", _WAITS)
-        self.whole = histogram("request", "From a request to its end", _ANSWERS)
+        self.whole = histogram("request", "From a request to its end, if it was finished", _ANSWERS)
         self._totals = [0, 0]
 
     def text(self) -> bytes:
@@ -95,4 +95,5 @@ class Watch:
     def ended(self, outcome: str) -> None:
         """Counts how it ended."""
         self._metrics.requests.labels(outcome).inc()
-        self._metrics.whole.observe(perf_counter() - self._start)
+        if outcome == "finished":
+            self._metrics.whole.observe(perf_counter() - self._start)
