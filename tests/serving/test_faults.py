@@ -191,7 +191,7 @@ def test_a_crowd_is_answered_or_told_to_come_again():
     async def crowd(url):
         async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=200)) as client:
             body = {"prompt": "abc", "max_tokens": 2, "seed": 1}
-            return await asyncio.gather(*(client.post(f"{url}/v1/completions", json=body) for _ in range(300)))
+            return await asyncio.gather(*(client.post(f"{url}/v1/completions", json=body) for _ in range(150)))
 
     with serving(tiny_decoder(), max_waiting=20) as served:
         replies = asyncio.run(crowd(served.url))

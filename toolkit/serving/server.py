@@ -22,7 +22,9 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, app: FastAPI, *, grace: float = 30.0, ready: Callable[[], None] = lambda: None) -> None:
-        super().__init__(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5))
+        # Clients keep idle connections for five seconds; who closes them first must not be the server.
+        patience = {"timeout_keep_alive": 30, "timeout_graceful_shutdown": 5}
+        super().__init__(uvicorn.Config(app, log_level="warning", access_log=False, **patience))
         self._service, self._grace, self._ready = app.state.service, real("grace", grace, 0), ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
