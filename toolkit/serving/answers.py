@@ -5,13 +5,14 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Literal
 
 from openai import BaseModel
 from openai.types import Completion, CompletionChoice, CompletionUsage
 from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage, chat_completion
 from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
 from openai.types.chat.chat_completion_chunk import ChoiceDelta
+from openai.types.chat.chat_completion_chunk import ChoiceLogprobs as ChunkLogprobs
 from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenLogprob, TopLogprob
 from openai.types.completion_choice import Logprobs
 from openai.types.completion_usage import CompletionTokensDetails
@@ -67,7 +68,7 @@ class ChatShape(Shape):
 
     def whole(self, answers: Sequence[Piece], usage: CompletionUsage) -> BaseModel:
         choices = [
-            chat_completion.Choice.model_construct(
+            chat_completion.Choice(
                 index=answer.index,
                 message=ChatCompletionMessage(role="assistant", content=answer.text),
                 finish_reason=answer.finish_reason,
@@ -81,11 +82,11 @@ class ChatShape(Shape):
     def chunk(self, piece: Piece) -> BaseModel:
         role = {} if piece.index in self._begun else {"role": "assistant"}
         self._begun.add(piece.index)
-        choice = ChunkChoice.model_construct(
+        choice = ChunkChoice(
             index=piece.index,
-            delta=ChoiceDelta.model_construct(content=piece.text, **role),
+            delta=ChoiceDelta(content=piece.text, **role),
             finish_reason=piece.finish_reason,
-            logprobs={"content": self._logprobs(piece)} if self.logprobs else None,
+            logprobs=ChunkLogprobs(content=self._logprobs(piece)) if self.logprobs else None,
             **_extension(piece),
         )
         return self._chunk(choices=[choice])
@@ -94,7 +95,7 @@ class ChatShape(Shape):
         return self._chunk(choices=[], usage=usage)
 
     def _chunk(self, **content: Any) -> BaseModel:
-        return ChatCompletionChunk.model_construct(object="chat.completion.chunk", **self.head, **content)
+        return ChatCompletionChunk(object="chat.completion.chunk", **self.head, **content)
 
     def _logprobs(self, piece: Piece) -> list[ChatCompletionTokenLogprob]:
         return [
@@ -109,6 +110,16 @@ class ChatShape(Shape):
         text = self.spell(token)
         spelt = None if "\ufffd" in text else list(text.encode())  # of a part of a character there is no saying
         return {"token": text, "bytes": spelt, "logprob": logprob}
+
+
+class _TextChoice(CompletionChoice):
+    """OpenAI's type knows no chunk before the last, which has no reason to end."""
+
+    finish_reason: Literal["stop", "length"] | None = None
+
+
+class _Text(Completion):
+    choices: list[_TextChoice]
 
 
 class TextShape(Shape):
@@ -130,10 +141,10 @@ class TextShape(Shape):
         return self._completion(choices=[], usage=usage)
 
     def _completion(self, **content: Any) -> BaseModel:
-        return Completion.model_construct(object="text_completion", **self.head, **content)
+        return _Text(object="text_completion", **self.head, **content)
 
-    def _choice(self, piece: Piece) -> CompletionChoice:
-        return CompletionChoice.model_construct(
+    def _choice(self, piece: Piece) -> "_TextChoice":
+        return _TextChoice(
             index=piece.index,
             text=piece.text,
             finish_reason=piece.finish_reason,
@@ -159,7 +170,7 @@ class TextShape(Shape):
 def usage_of(stream: Stream) -> CompletionUsage:
     """What a request has cost so far: OpenAI's counts, and what speculation did for them."""
     prompt, written = len(stream.request.prompt), sum(len(answer.tokens) for answer in stream.answers)
-    details = CompletionTokensDetails.model_construct(
+    details = CompletionTokensDetails(
         accepted_prediction_tokens=sum(answer.accepted for answer in stream.answers),
         drafted_tokens=sum(answer.drafted for answer in stream.answers),
         target_forwards=sum(answer.forwards for answer in stream.answers),

@@ -146,7 +146,7 @@ def _event(data: str) -> str:
 
 
 def _json(answer: BaseModel) -> str:
-    return str(answer.model_dump_json(exclude_unset=True, warnings=False))
+    return str(answer.model_dump_json(exclude_unset=True))
 
 
 async def _told(http: Request, error: HTTPException) -> Response:

@@ -132,12 +132,14 @@ class Call:
         try:
             async for event in self.stream:
                 self.watch.saw(event)
-                if piece := self.speller(event):
+                if (piece := self.speller(event)) and not self.stream.cancelled:
                     yield piece
-            if not self.stream.cancelled:
-                outcome = "finished"
+            if self.stream.cancelled:
+                raise ApiError(499, "the client has left", code="cancelled")
+            outcome = "finished"
         except Exception as error:
-            outcome = "failed"
+            if not self.stream.cancelled:
+                outcome = "failed"
             raise failed(error) from error
         finally:
             follower.cancel()
