@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
 OPTIONAL = {"accelerate", "gguf", "lightning", "matplotlib", "mlflow", "triton"}
 OPTIONAL |= {"onnx", "onnxruntime", "onnxscript"}
+OPTIONAL |= {"fastapi", "openai", "prometheus_client", "pydantic", "starlette", "uvicorn"}
 
 # Runs in a fresh interpreter: imports every module below the package and reports where each came from.
 WALK = """
@@ -69,7 +70,7 @@ def test_package_list_matches_the_tree():
 
 def test_wheel_contents(wheel):
     names = zipfile.ZipFile(wheel).namelist()
-    assert "arbordraft/py.typed" in names
+    assert {"arbordraft/py.typed", "arbordraft/serving/page.html"} <= set(names)
     assert {name.split("/")[0].split("-")[0] for name in names} == {"arbordraft"}
     assert [name for name in names if {"tests", "examples", "docs"} & set(name.split("/"))] == []
     assert any(name.endswith("dist-info/licenses/LICENSE") for name in names)

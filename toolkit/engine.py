@@ -120,6 +120,23 @@ class Engine:
             self._wanted.notify_all()
         return stream
 
+    @property
+    def waiting(self) -> int:
+        """Answers that are still to be admitted."""
+        return len(self._batch.waiting)
+
+    @property
+    def living(self) -> int:
+        """Answers that are being decoded."""
+        return len(self._batch.living)
+
+    def room(self, prompt: int) -> int:
+        """Most new tokens that may be asked for behind a prompt of some tokens; below 1 if it is too long itself."""
+        decoder, cache = self.decoder, self._batch.state.cache
+        limits = [self.max_tokens - cache.reserved - decoder.topology.num_nodes]
+        limits += [part.max_positions for part in (decoder.target, decoder.drafter) if part.max_positions is not None]
+        return min(limits) - prompt
+
     def step(self) -> bool:
         """Admits, reads and decodes a bit; returns whether there is more to do.
 
@@ -196,6 +213,8 @@ class Engine:
         decoder, target = self.decoder, self.decoder.target
         if max(request.prompt) >= target.vocab_size:
             raise ValueError(f"the prompt holds ids outside the target's vocabulary of {target.vocab_size} tokens")
+        if max(request.logit_bias, default=0) >= target.vocab_size:
+            raise ValueError(f"logit_bias names ids outside the target's vocabulary of {target.vocab_size} tokens")
         decoder.check_positions(len(request.prompt), request.max_new_tokens)
         if request.stop and target.tokenizer is None:
             raise ValueError("stop needs a tokenizer: build the target as RaggedModel(model, tokenizer)")

@@ -119,7 +119,7 @@ class Stream:
             yield event
 
     async def __aiter__(self) -> AsyncIterator[Event]:
-        arrived = asyncio.Event()
+        arrived, driven = asyncio.Event(), False
         with self._news:
             self._waiting.append((asyncio.get_running_loop(), arrived))
         try:
@@ -132,7 +132,7 @@ class Stream:
                     yield event
                 if self.done:
                     return
-                if await asyncio.to_thread(self._drive):
+                if driven or (driven := await asyncio.to_thread(self._drive)):
                     await arrived.wait()
         finally:
             with self._news:

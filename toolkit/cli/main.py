@@ -1,4 +1,4 @@
-"""The command line: chat, generate, tune, tree, plot, doctor, bench, train, export."""
+"""The command line: chat, serve, trace, generate, tune, tree, plot, doctor, bench, train, export."""
 
 import sys
 from pathlib import Path
@@ -29,6 +29,8 @@ from arbordraft.cli.options import (
     output_file,
     parse_topology,
 )
+from arbordraft.cli.serve import serve
+from arbordraft.cli.trace import trace
 from arbordraft.cli.train import app as train
 from arbordraft.drawing import draw_png
 from arbordraft.loading import Dtype, Kernels, drafter_named, load_target
@@ -40,6 +42,8 @@ app = typer.Typer(
     help="Multi-draft speculative decoding: several tokens per forward pass, the same output law.",
 )
 app.command()(chat)
+app.command()(serve)
+app.command()(trace)
 app.command()(generate)
 app.command()(doctor)
 app.add_typer(bench, name="bench")

@@ -1,0 +1,94 @@
+"""``arbordraft serve`` and ``trace`` as users start them."""
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+from chats import chat_tokenizer
+from models import tiny
+from typer.testing import CliRunner
+
+from arbordraft.cli import serve as module
+from arbordraft.cli.main import app, main
+from arbordraft.serving.server import bound
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A tiny model that can chat."""
+    folder = tmp_path / "tiny-model"
+    tiny(max_position_embeddings=512).save_pretrained(folder)
+    chat_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def free_port():
+    with bound("127.0.0.1", 0) as listener:
+        return listener.getsockname()[1]
+
+
+def test_a_server_answers_until_it_is_told_to_end(folder, capsys, monkeypatch):
+    """It has the main thread, as signals go there; a second one is the client."""
+    port, chunks = free_port(), []
+
+    def use() -> None:
+        try:
+            for _ in range(600):
+                try:
+                    httpx.get(f"http://127.0.0.1:{port}/health")
+                    break
+                except httpx.ConnectError:
+                    time.sleep(0.05)
+            with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="secret", max_retries=0) as client:
+                asked = {"model": "tiny-model", "messages": [{"role": "user", "content": "hello"}], "seed": 1}
+                stream = client.chat.completions.create(**asked, max_tokens=50, stream=True)
+                chunks.append(next(stream))
+                os.kill(os.getpid(), signal.SIGTERM)  # while it is being answered
+                chunks.extend(stream)
+        except BaseException:
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise
+
+    command = ["arbordraft", "serve", folder, "--drafter", "ngram", "--port", str(port), "--api-key", "secret"]
+    monkeypatch.setattr(sys, "argv", [*command, "--kernels", "torch"])
+    client = threading.Thread(target=use)
+    client.start()
+    with pytest.raises(SystemExit) as ended:
+        main()
+    client.join(20)
+    shown = capsys.readouterr()
+    assert ended.value.code == 143
+    assert f"tiny-model is at http://127.0.0.1:{port}/v1" in shown.out
+    assert shown.err.splitlines() == ["terminated"]
+    assert len(chunks) > 5
+    assert chunks[-1].choices[0].finish_reason is not None  # nothing was cut off
+
+
+def test_a_taken_port_is_told_before_the_model_is_read(monkeypatch):
+    monkeypatch.setattr(module, "load_decoder", lambda *_, **__: pytest.fail("read"))
+    with bound("127.0.0.1", 0) as listener:
+        listener.listen()
+        result = CliRunner().invoke(app, ["serve", "nothing", "--port", str(listener.getsockname()[1])])
+    assert isinstance(result.exception, ValueError)
+    assert "cannot listen on 127.0.0.1" in str(result.exception)
+
+
+def test_missing_libraries_are_named(monkeypatch):
+    monkeypatch.setattr(module, "find_spec", lambda name: None if name == "uvicorn" else name)
+    result = CliRunner().invoke(app, ["serve"])
+    assert isinstance(result.exception, ImportError)
+    assert str(result.exception) == "serving needs uvicorn; run: pip install 'arbordraft[serve]'"
+
+
+def test_trace_writes_a_page(folder, tmp_path):
+    file = tmp_path / "page.html"
+    arguments = ["trace", "hello", "-o", str(file), "--model", folder, "--drafter", "ngram", "--kernels", "torch"]
+    result = CliRunner().invoke(app, [*arguments, "--max-new-tokens", "9", "--temperature", "1", "--seed", "2"])
+    assert result.exit_code == 0, result.output
+    assert "9 tokens in " in result.output
+    assert '"model": ' in file.read_text()

@@ -1,0 +1,319 @@
+"""What goes wrong has a clear status, ends in time, and is nobody else's problem."""
+
+import asyncio
+import json
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+import torch
+from chats import chat_tokenizer
+from models import tiny
+from served import POSITIONS, serving, tiny_decoder
+
+from arbordraft import NGramDrafter, RaggedModel, SpeculativeDecoder, TreeTopology
+from arbordraft.engine import Engine
+from arbordraft.serving.app import build_app
+from arbordraft.serving.server import bound
+from arbordraft.serving.service import Service
+
+HELLO = [{"role": "user", "content": "hello there"}]
+LONG = {"max_tokens": 400, "extra_body": {"ignore_eos": True}}
+
+
+def chat(client, messages=HELLO, **settings):
+    return client.chat.completions.create(model="tiny", messages=messages, **settings)
+
+
+def until(true, seconds=10):
+    end = time.monotonic() + seconds
+    while not true() and time.monotonic() < end:
+        time.sleep(0.01)
+    return true()
+
+
+@pytest.fixture
+def gate():
+    """Steps wait for it; it opens at the end at the latest."""
+    opened = threading.Event()
+    yield opened
+    opened.set()
+
+
+@pytest.fixture
+def held(gate):
+    """A decoder whose steps wait for the gate."""
+    decoder = tiny_decoder()
+    decoder.on_step = lambda *_: gate.wait(20)
+    return decoder
+
+
+@pytest.fixture(scope="module")
+def served():
+    with serving(tiny_decoder(), max_body=5000) as served:
+        yield served
+
+
+def asked(**fields):
+    return json.dumps({"messages": HELLO, **fields})
+
+
+WRONG = {
+    "cut off": ('{"messages": [', 400, "invalid_json", "no JSON"),
+    "nothing": ("", 400, None, "the body"),
+    "not an object": ("[1]", 400, None, "the body"),
+    "no messages": ("{}", 400, None, "messages"),
+    "empty messages": (asked(messages=[]), 400, None, "messages"),
+    "an empty prompt": ('{"prompt": []}', 400, None, "empty"),
+    "two prompts": ('{"prompt": ["a", "b"]}', 400, None, "send a request for each"),
+    "unknown tokens": ('{"prompt": [61]}', 400, None, "vocabulary"),
+    "negative tokens": ('{"prompt": [-1]}', 400, None, "prompt[0]"),
+    "an image": (asked(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), 400, None, "got image_url"),
+    "a tool's message": (asked(messages=[{"role": "tool", "content": "x"}]), 400, None, "messages.0.role"),
+    "half a character": ('{"prompt": "\\ud800"}', 400, None, "surrogate"),
+    "an unknown field": (asked(temprature=1), 400, "unsupported", "temprature is not supported"),
+    "a format": (asked(response_format={"type": "json_object"}), 400, "unsupported", "response_format"),
+    "tools": (asked(tools=[{"type": "function"}]), 400, "unsupported", "tools"),
+    "echo": ('{"prompt": "a", "echo": true}', 400, "unsupported", "echo"),
+    "temperature": (asked(temperature=-1), 400, None, "temperature"),
+    "NaN": (asked(temperature=float("nan")), 400, None, "temperature"),
+    "top_p": (asked(top_p=1.5), 400, None, "top_p"),
+    "n": (asked(n=0), 400, None, "n: "),
+    "seed": (asked(seed=-1), 400, None, "seed"),
+    "an empty stop": (asked(stop=""), 400, None, "stop"),
+    "top_logprobs alone": (asked(top_logprobs=2), 400, None, "logprobs"),
+    "a bias outside": (asked(logit_bias={"61": 1}), 400, None, "logit_bias"),
+    "no tokens": (asked(max_tokens=0), 400, None, "max_tokens"),
+    "too many tokens": (asked(max_tokens=POSITIONS), 400, "context_length_exceeded", "lower max_tokens"),
+    "a long prompt": (json.dumps({"prompt": "a" * 600}), 400, "context_length_exceeded", "shorten the prompt"),
+    "another model": (asked(model="gpt-5"), 404, "model_not_found", "gpt-5"),
+    "a long body": (json.dumps({"prompt": "a" * 10_000_000}), 413, "body_too_large", "5000 bytes"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_requests_are_refused_by_name(served, name):
+    body, status, code, cause = WRONG[name]
+    path = "completions" if '"prompt"' in body else "chat/completions"
+    headers = {"Content-Type": "application/json"}
+    reply = httpx.post(f"{served.url}/v1/{path}", content=body, headers=headers, timeout=20)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"], error["type"]) == (status, code, "invalid_request_error")
+    assert cause in error["message"]
+    assert chat(served.client, max_tokens=2).usage.completion_tokens <= 2  # and the next one is answered
+
+
+def test_what_another_page_can_post_is_refused(served):
+    """Browsers send a text without asking the server, JSON only to pages that it allows."""
+    reply = httpx.post(
+        f"{served.url}/v1/completions", content='{"prompt": "a"}', headers={"Content-Type": "text/plain"}
+    )
+    assert reply.status_code == 400
+    assert "Access-Control-Allow-Origin" not in reply.headers
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", "nowhere", 404), ("GET", "v1/completions", 405)])
+def test_wrong_addresses(served, method, path, status):
+    reply = httpx.request(method, f"{served.url}/{path}")
+    assert reply.status_code == status
+    assert reply.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_fields_that_ask_for_nothing_are_taken(served):
+    nothing = {"response_format": {"type": "text"}, "tools": [], "store": False, "user": "me", "top_p": None}
+    assert chat(served.client, max_tokens=2, extra_body=nothing).choices
+
+
+def test_a_key_is_asked_for():
+    with serving(tiny_decoder(), api_key="secret") as served:
+        assert chat(served.client, max_tokens=2).choices
+        served.key = "wrong"
+        with pytest.raises(openai.AuthenticationError) as refused:
+            chat(served.client)
+        assert refused.value.code == "invalid_api_key"
+        assert httpx.get(f"{served.url}/v1/models").status_code == 401
+        assert httpx.get(f"{served.url}/health").status_code == 200
+
+
+@pytest.mark.parametrize("streaming", [True, False], ids=["streamed", "whole"])
+def test_a_client_that_leaves_is_not_answered_any_more(streaming):
+    decoder = tiny_decoder()
+    decoder.on_step = lambda *_: time.sleep(0.05)
+    with serving(decoder) as served:
+        if streaming:
+            stream = chat(served.client, stream=True, **LONG)
+            next(stream)
+            stream.close()
+        else:
+            with pytest.raises(openai.APITimeoutError):
+                chat(served.client.with_options(timeout=0.5), **LONG)
+        assert until(lambda: served.engine.living == 0, 3)  # its 400 tokens take more than ten seconds
+        assert 'outcome="cancelled"} 1.0' in httpx.get(f"{served.url}/metrics").text
+
+
+def test_a_client_that_leaves_the_queue_is_not_answered(held, gate):
+    with serving(held, max_samples=1) as served:
+        asking = threading.Thread(target=lambda: chat(served.client, max_tokens=5))
+        asking.start()
+        assert until(lambda: served.engine.living == 1)
+        with pytest.raises(openai.APITimeoutError):
+            chat(served.client.with_options(timeout=0.3), max_tokens=5)
+        assert served.engine.waiting == 1
+        gate.set()
+        asking.join(20)
+        assert until(lambda: served.engine.waiting == 0)
+        counted = httpx.get(f"{served.url}/metrics").text
+        assert 'outcome="cancelled"} 1.0' in counted
+        assert 'outcome="finished"} 1.0' in counted
+
+
+def test_a_full_queue_says_when_to_come_again(held, gate):
+    with serving(held, max_samples=1, max_waiting=1) as served:
+        replies = []
+        asking = [threading.Thread(target=lambda: replies.append(chat(served.client, max_tokens=3))) for _ in range(2)]
+        for count, thread in enumerate(asking, 1):
+            thread.start()
+            assert until(lambda count=count: served.engine.living + served.engine.waiting == count)
+        with pytest.raises(openai.RateLimitError) as refused:
+            chat(served.client)
+        assert refused.value.code == "queue_full"
+        assert int(refused.value.response.headers["Retry-After"]) >= 1
+        gate.set()
+        for thread in asking:
+            thread.join(20)
+        assert len(replies) == 2
+        assert chat(served.client, max_tokens=3).choices
+
+
+def test_a_crowd_is_answered_or_told_to_come_again():
+    async def crowd(url):
+        async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=200)) as client:
+            body = {"prompt": "abc", "max_tokens": 2, "seed": 1}
+            return await asyncio.gather(*(client.post(f"{url}/v1/completions", json=body) for _ in range(150)))
+
+    with serving(tiny_decoder(), max_waiting=20) as served:
+        replies = asyncio.run(crowd(served.url))
+        assert {reply.status_code for reply in replies} == {200, 429}
+        assert len({reply.json()["choices"][0]["text"] for reply in replies if reply.status_code == 200}) == 1
+        assert (served.engine.living, served.engine.waiting) == (0, 0)
+
+
+def poisoned():
+    """A decoder whose model gives NaN behind any "9", which is drafted only where the text has it."""
+    model = tiny(max_position_embeddings=POSITIONS)
+    tokenizer = chat_tokenizer()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[tokenizer.convert_tokens_to_ids("9")] = float("nan")
+    target = RaggedModel(model, tokenizer, kernels="torch", self_test=False)
+    return SpeculativeDecoder(target, NGramDrafter(), TreeTopology.chain(3))
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
+def test_nan_fails_its_own_request_alone(streaming):
+    decoder = poisoned()
+    banned = {str(decoder.target.tokenizer.convert_tokens_to_ids("9")): -100}
+    with serving(decoder) as served:
+        sound = {"seed": 1, "max_tokens": 60, "logit_bias": banned}
+        expected = chat(served.client, **sound).choices[0].message.content
+        replies = []
+        asking = threading.Thread(target=lambda: replies.append(chat(served.client, **sound)))
+        asking.start()
+        with pytest.raises(openai.InternalServerError) as failure:
+            chat(served.client, [{"role": "user", "content": "9"}], stream=streaming)
+        assert failure.value.code == "not_finite"
+        asking.join(20)
+        assert replies[0].choices[0].message.content == expected
+        assert httpx.get(f"{served.url}/health").status_code == 200
+
+
+def test_what_fails_in_the_middle_of_a_stream_is_an_event_of_it():
+    decoder = poisoned()
+    nine = decoder.target.tokenizer.convert_tokens_to_ids("9")
+    with serving(decoder) as served:
+        said = []
+        stream = chat(served.client, stream=True, temperature=0, logit_bias={str(nine): 100})
+        with pytest.raises(openai.APIError, match="NaN"):
+            said.extend(chunk.choices[0].delta.content for chunk in stream)
+        assert said == ["9"]
+
+
+def test_an_engine_that_stumbles_says_so_and_goes_on(served, monkeypatch):
+    engine = served.engine
+
+    def stumbles(state):
+        monkeypatch.undo()
+        raise MemoryError("no more")
+
+    monkeypatch.setattr(engine.decoder, "step", stumbles)
+    with pytest.raises(openai.InternalServerError) as failure:
+        chat(served.client)
+    assert failure.value.code == "internal_error"
+    assert "no more" not in str(failure.value)  # what happens inside is for the log
+    assert chat(served.client, max_tokens=2).choices
+
+
+def test_what_nobody_foresaw_has_the_same_shape(served, monkeypatch):
+    monkeypatch.setattr(served.server._service.metrics, "text", lambda: 1 / 0)
+    reply = httpx.get(f"{served.url}/metrics")
+    assert (reply.status_code, reply.json()["error"]["code"]) == (500, "internal_error")
+    assert "division" not in reply.text
+
+
+def test_shutting_down_lets_answers_end_and_takes_no_more(held, gate):
+    with serving(held, grace=20) as served:
+        asked, replies = served.client, []
+        asking = threading.Thread(target=lambda: replies.append(chat(asked, seed=1, max_tokens=20)))
+        asking.start()
+        assert until(lambda: served.engine.living == 1)
+        served.stop()
+        assert until(lambda: httpx.get(f"{served.url}/health").status_code == 503)
+        with pytest.raises(openai.InternalServerError) as refused:
+            chat(served.client)
+        assert (refused.value.status_code, refused.value.code) == (503, "shutting_down")
+        gate.set()
+        asking.join(20)
+        assert replies[0].choices[0].finish_reason in ("length", "stop")
+        served.thread.join(20)
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{served.url}/health")
+
+
+def test_what_does_not_end_in_time_is_told():
+    decoder = tiny_decoder()
+    decoder.on_step = lambda *_: time.sleep(0.05)
+    with serving(decoder, grace=0.3) as served:
+        stream = chat(served.client, stream=True, **LONG)
+        next(stream)
+        served.stop()
+        with pytest.raises(openai.APIError, match="shutting down"):
+            list(stream)
+
+
+def test_an_address_that_is_taken_is_an_early_error():
+    with bound("127.0.0.1", 0) as listener:
+        listener.listen()
+        with pytest.raises(ValueError, match="cannot listen on 127"):
+            bound("127.0.0.1", listener.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "cause"),
+    [
+        (("model", 0), {}, ValueError, "default_tokens"),
+        ((7, 10), {}, TypeError, "name"),
+        (("model", 10), {"max_body": 0}, ValueError, "max_body"),
+    ],
+    ids=["default_tokens", "name", "max_body"],
+)
+def test_wrong_settings(arguments, options, error, cause):
+    engine = Engine(tiny_decoder(), max_tokens=1000)
+    with pytest.raises(error, match=cause):
+        build_app(Service(engine, *arguments), **options)
+
+
+def test_a_server_needs_a_tokenizer():
+    target = RaggedModel(tiny(), kernels="torch", self_test=False)
+    with pytest.raises(ValueError, match="tokenizer"):
+        Service(Engine(SpeculativeDecoder(target, NGramDrafter())), "tiny", 10)

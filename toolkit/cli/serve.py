@@ -1,0 +1,69 @@
+"""``arbordraft serve``: the OpenAI-compatible server, and the page that shows what it does."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from arbordraft.cli.decoders import load_decoder
+from arbordraft.cli.options import AutoDtypeOption, DrafterOption, KernelsOption
+from arbordraft.engine import Engine
+from arbordraft.loading import Kernels
+
+_LIBRARIES = ("fastapi", "openai", "prometheus_client", "uvicorn")
+
+
+def serve(
+    model: Annotated[str, typer.Argument(help="Hub name, folder or GGUF file of a causal LM.")] = "smollm2",
+    drafter: DrafterOption = "auto",
+    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 is open to the network.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 for any that is free.")] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="ARBORDRAFT_API_KEY", help="What clients must show; by default nothing."),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="What clients call the model; by default as above.")] = None,
+    max_samples: Annotated[int, typer.Option(min=1, help="Answers that are decoded at a time.")] = 16,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens that the cache holds, which bounds memory.")] = 65_536,
+    max_rows: Annotated[
+        int, typer.Option(min=1, help="Tokens of prompts that are read between two steps, so that no stream stalls.")
+    ] = 256,
+    max_waiting: Annotated[int, typer.Option(min=0, help="Answers that may wait; more are refused with 429.")] = 256,
+    max_body: Annotated[int, typer.Option(min=1, help="Longest body of a request, in bytes.")] = 4 * 2**20,
+    default_tokens: Annotated[int, typer.Option(min=1, help="Longest answer to whoever does not say.")] = 1024,
+    grace: Annotated[float, typer.Option(min=0, help="Seconds that answers have to end when the server does.")] = 30.0,
+    dtype: AutoDtypeOption = None,
+    kernels: KernelsOption = Kernels.auto,
+) -> None:
+    """Serve a model to OpenAI's clients, and a page that chats and draws every step.
+
+    Ctrl-C or SIGTERM ends it once the running answers have ended; a second Ctrl-C at once.
+    """
+    if missing := [library for library in _LIBRARIES if find_spec(library) is None]:
+        raise ImportError(f"serving needs {', '.join(missing)}; run: pip install 'arbordraft[serve]'")
+    from arbordraft.serving.app import build_app
+    from arbordraft.serving.server import Server, bound, url_of
+    from arbordraft.serving.service import Service
+
+    console = Console(highlight=False, soft_wrap=True)
+    with bound(host, port) as listener:
+        with console.status("loading the model"):
+            decoder = load_decoder(model, drafter, dtype=dtype, kernels=kernels)
+        engine = Engine(
+            decoder, max_tokens=max_tokens, max_samples=max_samples, max_rows=max_rows, max_waiting=max_waiting
+        )
+        service, url = Service(engine, name or _name(model), default_tokens), url_of(listener)
+        app = build_app(service, api_key=api_key, max_body=max_body)
+
+        def ready() -> None:
+            console.print(f"{decoder.target.chosen}", style="dim", markup=False)
+            console.print(f"{service.name} is at {url}/v1, and to look at: {url}", markup=False)
+
+        Server(app, grace=grace, ready=ready).run(sockets=[listener])
+
+
+def _name(model: str) -> str:
+    path = Path(model)
+    return path.resolve().name if path.exists() else model

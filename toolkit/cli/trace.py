@@ -1,0 +1,62 @@
+"""``arbordraft trace``: an answer with all of its steps, as a page to look at."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from arbordraft.cli.decoders import load_decoder
+from arbordraft.cli.options import (
+    AutoDtypeOption,
+    DrafterOption,
+    KernelsOption,
+    ModelOption,
+    TemperatureOption,
+    TopPOption,
+    output_file,
+)
+from arbordraft.engine import Engine
+from arbordraft.files import write_text
+from arbordraft.loading import Kernels
+from arbordraft.requests import Request
+from arbordraft.texts import encode, user_turn
+
+
+def trace(
+    prompt: Annotated[str, typer.Argument(help="What to answer.")],
+    output: Annotated[Path, typer.Option("--output", "-o", callback=output_file, help="Page to write.")] = Path(
+        "trace.html"
+    ),
+    model: ModelOption = "smollm2",
+    drafter: DrafterOption = "auto",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 128,
+    temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = 1.0,
+    seed: Annotated[int | None, typer.Option(min=0, help="By default each answer's is drawn anew.")] = None,
+    dtype: AutoDtypeOption = None,
+    kernels: KernelsOption = Kernels.auto,
+) -> None:
+    """Answer a prompt and write a page that shows every step: what was drafted, and what became of it."""
+    from arbordraft.serving.page import page
+    from arbordraft.serving.pieces import Piece, Speller
+
+    console = Console(highlight=False, soft_wrap=True)
+    with console.status("loading the model") as status:
+        decoder = load_decoder(model, drafter, dtype=dtype, kernels=kernels)
+        tokenizer = decoder.target.tokenizer
+        assert tokenizer is not None
+        request = Request(
+            prompt=encode(tokenizer, user_turn(prompt, None), raw=False),
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+        )
+        status.update("answering")
+        speller, answer = Speller(tokenizer, (), 1, steps=True), Piece(0)
+        for event in Engine(decoder).submit(request):
+            answer += speller(event)
+    said = {"prompt": prompt, "text": answer.text, "steps": answer.steps}
+    write_text(output, page({"model": model, "exactness": decoder.coupling.exactness.value, **said}))
+    console.print(f"{len(answer.tokens)} tokens in {len(answer.steps)} steps: wrote {output}", markup=False)

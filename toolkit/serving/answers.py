@@ -1,0 +1,187 @@
+"""Answers in OpenAI's shapes: whole, or as the chunks of a stream."""
+
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from typing import Any, Literal
+
+from openai import BaseModel
+from openai.types import Completion, CompletionChoice, CompletionUsage
+from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage, chat_completion
+from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
+from openai.types.chat.chat_completion_chunk import ChoiceDelta
+from openai.types.chat.chat_completion_chunk import ChoiceLogprobs as ChunkLogprobs
+from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenLogprob, TopLogprob
+from openai.types.completion_choice import Logprobs
+from openai.types.completion_usage import CompletionTokensDetails
+
+from arbordraft.serving.pieces import Piece
+from arbordraft.serving.service import Service
+from arbordraft.streams import Stream
+
+Spell = Callable[[int], str]
+
+
+class Shape(ABC):
+    """How the answers to one request are written.
+
+    Args:
+        service: what answers.
+        spell: the text of a token, for log-probabilities.
+        logprobs: whether they are wanted.
+    """
+
+    prefix: str
+
+    def __init__(self, service: Service, spell: Spell, logprobs: bool) -> None:
+        self.spell, self.logprobs = spell, logprobs
+        self.head: dict[str, Any] = {
+            "id": f"{self.prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": service.name,
+            "system_fingerprint": f"arbordraft-{version('arbordraft')}-{service.exactness}",
+        }
+
+    @abstractmethod
+    def whole(self, answers: Sequence[Piece], usage: CompletionUsage) -> BaseModel:
+        """All answers at once."""
+
+    @abstractmethod
+    def chunk(self, piece: Piece) -> BaseModel:
+        """What is new, for a stream."""
+
+    @abstractmethod
+    def last(self, usage: CompletionUsage) -> BaseModel:
+        """The chunk without answers that ends a stream which wants to know its usage."""
+
+
+class ChatShape(Shape):
+    """Answers of /v1/chat/completions."""
+
+    prefix = "chatcmpl"
+
+    def __init__(self, service: Service, spell: Spell, logprobs: bool) -> None:
+        super().__init__(service, spell, logprobs)
+        self._begun: set[int] = set()
+
+    def whole(self, answers: Sequence[Piece], usage: CompletionUsage) -> BaseModel:
+        choices = [
+            chat_completion.Choice(
+                index=answer.index,
+                message=ChatCompletionMessage(role="assistant", content=answer.text),
+                finish_reason=answer.finish_reason,
+                logprobs=chat_completion.ChoiceLogprobs(content=self._logprobs(answer)) if self.logprobs else None,
+                **_extension(answer),
+            )
+            for answer in answers
+        ]
+        return ChatCompletion(object="chat.completion", choices=choices, usage=usage, **self.head)
+
+    def chunk(self, piece: Piece) -> BaseModel:
+        role = {} if piece.index in self._begun else {"role": "assistant"}
+        self._begun.add(piece.index)
+        choice = ChunkChoice(
+            index=piece.index,
+            delta=ChoiceDelta(content=piece.text, **role),
+            finish_reason=piece.finish_reason,
+            logprobs=ChunkLogprobs(content=self._logprobs(piece)) if self.logprobs else None,
+            **_extension(piece),
+        )
+        return self._chunk(choices=[choice])
+
+    def last(self, usage: CompletionUsage) -> BaseModel:
+        return self._chunk(choices=[], usage=usage)
+
+    def _chunk(self, **content: Any) -> BaseModel:
+        return ChatCompletionChunk(object="chat.completion.chunk", **self.head, **content)
+
+    def _logprobs(self, piece: Piece) -> list[ChatCompletionTokenLogprob]:
+        return [
+            ChatCompletionTokenLogprob(
+                **self._of(token, known.logprob),
+                top_logprobs=[TopLogprob(**self._of(other, logprob)) for other, logprob in known.others],
+            )
+            for token, known in zip(piece.tokens, piece.logprobs, strict=False)
+        ]
+
+    def _of(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self.spell(token)
+        spelt = None if "\ufffd" in text else list(text.encode())  # of a part of a character there is no saying
+        return {"token": text, "bytes": spelt, "logprob": logprob}
+
+
+class _TextChoice(CompletionChoice):
+    """OpenAI's type knows no chunk before the last, which has no reason to end."""
+
+    finish_reason: Literal["stop", "length"] | None = None
+
+
+class _Text(Completion):
+    choices: list[_TextChoice]
+
+
+class TextShape(Shape):
+    """Answers of /v1/completions."""
+
+    prefix = "cmpl"
+
+    def __init__(self, service: Service, spell: Spell, logprobs: bool) -> None:
+        super().__init__(service, spell, logprobs)
+        self._offsets: dict[int, int] = {}
+
+    def whole(self, answers: Sequence[Piece], usage: CompletionUsage) -> BaseModel:
+        return self._completion(choices=[self._choice(answer) for answer in answers], usage=usage)
+
+    def chunk(self, piece: Piece) -> BaseModel:
+        return self._completion(choices=[self._choice(piece)])
+
+    def last(self, usage: CompletionUsage) -> BaseModel:
+        return self._completion(choices=[], usage=usage)
+
+    def _completion(self, **content: Any) -> BaseModel:
+        return _Text(object="text_completion", **self.head, **content)
+
+    def _choice(self, piece: Piece) -> "_TextChoice":
+        return _TextChoice(
+            index=piece.index,
+            text=piece.text,
+            finish_reason=piece.finish_reason,
+            logprobs=self._logprobs(piece) if self.logprobs else None,
+            **_extension(piece),
+        )
+
+    def _logprobs(self, piece: Piece) -> Logprobs:
+        spelt = [self.spell(token) for token in piece.tokens]
+        offsets, offset = [], self._offsets.get(piece.index, 0)
+        for text in spelt:
+            offsets.append(offset)
+            offset += len(text)
+        self._offsets[piece.index] = offset
+        return Logprobs(
+            tokens=spelt,
+            token_logprobs=[known.logprob for known in piece.logprobs],
+            top_logprobs=[{self.spell(token): value for token, value in known.others} for known in piece.logprobs],
+            text_offset=offsets,
+        )
+
+
+def usage_of(stream: Stream) -> CompletionUsage:
+    """What a request has cost so far: OpenAI's counts, and what speculation did for them."""
+    prompt, written = len(stream.request.prompt), sum(len(answer.tokens) for answer in stream.answers)
+    details = CompletionTokensDetails(
+        accepted_prediction_tokens=sum(answer.accepted for answer in stream.answers),
+        drafted_tokens=sum(answer.drafted for answer in stream.answers),
+        target_forwards=sum(answer.forwards for answer in stream.answers),
+    )
+    return CompletionUsage(
+        prompt_tokens=prompt,
+        completion_tokens=written,
+        total_tokens=prompt + written,
+        completion_tokens_details=details,
+    )
+
+
+def _extension(piece: Piece) -> dict[str, Any]:
+    return {"arbordraft": {"steps": list(piece.steps)}} if piece.steps else {}

@@ -1,0 +1,189 @@
+"""The endpoints; one event loop carries all of their streams."""
+
+import hmac
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
+from openai import BaseModel
+from openai.types import Model
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+
+from arbordraft.checks import whole
+from arbordraft.serving.answers import ChatShape, Shape, TextShape, usage_of
+from arbordraft.serving.errors import ApiError, as_body, crashed
+from arbordraft.serving.page import page
+from arbordraft.serving.pieces import Piece
+from arbordraft.serving.schema import ChatQuestion, CompletionQuestion, Question
+from arbordraft.serving.service import Call, Service
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+
+def build_app(service: Service, *, api_key: str | None = None, max_body: int = 4 * 2**20) -> FastAPI:
+    """The server as an ASGI app, for any server of those; :class:`~arbordraft.serving.server.Server` is one.
+
+    Args:
+        service: answers; it starts and ends with the app.
+        api_key: what clients of ``/v1`` must show, if they must.
+        max_body: longest body of a request, in bytes.
+
+    Raises:
+        TypeError: for arguments of another kind.
+        ValueError: for values out of range.
+    """
+    whole("max_body", max_body, 1)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service.engine.start()
+        yield
+        await service.close()
+
+    # FastAPI's own pages would fetch their scripts from other servers.
+    app = FastAPI(title="arbordraft", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.service = service
+    app.include_router(_endpoints(service, api_key))
+    app.add_middleware(_BodyLimit, most=max_body)
+    app.add_exception_handler(HTTPException, _told)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(Exception, _unforeseen)
+
+    @app.get("/", response_class=HTMLResponse)
+    def show() -> str:
+        return page()
+
+    @app.get("/health")
+    def health() -> Response:
+        if service.closing:
+            return JSONResponse({"status": "shutting down"}, 503)
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/metrics")
+    def metrics() -> Response:
+        return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    return app
+
+
+def _endpoints(service: Service, api_key: str | None) -> APIRouter:
+    def authorized(http: Request) -> None:
+        shown = http.headers.get("Authorization", "").removeprefix("Bearer ")
+        if api_key is not None and not hmac.compare_digest(shown.encode(), api_key.encode()):
+            raise ApiError(401, "wrong or no API key: send Authorization: Bearer KEY", code="invalid_api_key")
+
+    router = APIRouter(prefix="/v1", dependencies=[Depends(authorized)])
+    known = Model(
+        id=service.name,
+        object="model",
+        created=service.created,
+        owned_by="arbordraft",
+        exactness=service.exactness,  # ours: what is promised about the law of the answers
+    )
+
+    @router.get("/models")
+    def models() -> dict[str, Any]:
+        return {"object": "list", "data": [known.to_dict()]}
+
+    @router.get("/models/{name:path}")
+    def model(name: str) -> dict[str, Any]:
+        service.check_model(name)
+        return known.to_dict()
+
+    @router.post("/chat/completions")
+    async def chat(question: ChatQuestion, http: Request) -> Response:
+        return await _answer(service, question, http, ChatShape)
+
+    @router.post("/completions")
+    async def complete(question: CompletionQuestion, http: Request) -> Response:
+        return await _answer(service, question, http, TextShape)
+
+    return router
+
+
+async def _answer(service: Service, question: Question, http: Request, kind: type[Shape]) -> Response:
+    call = await service.take(question)
+    shape = kind(service, call.speller.token, question.others is not None)
+    if question.stream:
+        chunks = _chunks(call, http, shape, question.stream_options.include_usage)
+        first = await anext(chunks)  # what fails before that has a status of its own
+        return StreamingResponse(
+            _events(first, chunks), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+        )
+    answers = [Piece(index) for index in range(question.n)]
+    async for piece in call.pieces(http):
+        answers[piece.index] += piece
+    return Response(_json(shape.whole(answers, usage_of(call.stream))), media_type="application/json")
+
+
+async def _chunks(call: Call, http: Request, shape: Shape, usage: bool) -> AsyncGenerator[BaseModel, None]:
+    async with aclosing(call.pieces(http)) as pieces:
+        async for piece in pieces:
+            yield shape.chunk(piece)
+    if usage:
+        yield shape.last(usage_of(call.stream))
+
+
+async def _events(first: BaseModel, others: AsyncGenerator[BaseModel, None]) -> AsyncIterator[str]:
+    """Server-sent events; the last one says that all is done, or what went wrong."""
+    async with aclosing(others):
+        try:
+            yield _event(_json(first))
+            async for chunk in others:
+                yield _event(_json(chunk))
+            yield _event("[DONE]")
+        except HTTPException as error:
+            yield _event(JSONResponse(as_body(error)).body.decode())
+
+
+def _event(data: str) -> str:
+    return f"data: {data}\n\n"
+
+
+def _json(answer: BaseModel) -> str:
+    return str(answer.model_dump_json(exclude_unset=True))
+
+
+async def _told(http: Request, error: HTTPException) -> Response:
+    return JSONResponse(as_body(error), error.status_code, error.headers)
+
+
+async def _unforeseen(http: Request, error: Exception) -> Response:
+    return await _told(http, crashed())  # uvicorn logs it
+
+
+async def _invalid(http: Request, error: RequestValidationError) -> Response:
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"][1:] if isinstance(part, str | int))
+    if first["type"] == "json_invalid":
+        return await _told(http, ApiError(400, f"the body is no JSON: {first['ctx']['error']}", code="invalid_json"))
+    reason = first["ctx"]["error"] if first["type"] == "value_error" else first["msg"]
+    message = f"{where or 'the body'}: {reason}"
+    return await _told(http, ApiError(400, message, param=where or None))
+
+
+class _BodyLimit:
+    """Refuses long bodies, of which it keeps nothing; they are read to their end, as many clients listen only then."""
+
+    def __init__(self, app: "ASGIApp", most: int) -> None:
+        self.app, self.most = app, most
+
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        length = 0
+
+        async def limited() -> "Message":
+            nonlocal length
+            while True:
+                message = await receive()
+                length += len(message.get("body", b""))
+                if length <= self.most:
+                    return message
+                if not message.get("more_body"):
+                    raise ApiError(413, f"the body is longer than {self.most} bytes", code="body_too_large")
+
+        await self.app(scope, limited, send)

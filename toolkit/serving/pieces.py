@@ -1,0 +1,104 @@
+"""What an engine says, as text and as pictures of its steps."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from arbordraft.state import TokenLogprobs
+from arbordraft.streams import Event
+from arbordraft.texts import Pieces
+from arbordraft.types import SampleTree, SampleVerdict
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Step = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What is new of one answer; two of them add up.
+
+    Args:
+        index: of the answer.
+        text: what can be shown of it.
+        tokens: what was committed.
+        logprobs: one per token, if they are wanted.
+        steps: see :func:`step_of`, if they are wanted.
+        finish_reason: see :class:`~arbordraft.streams.Answer`.
+    """
+
+    index: int
+    text: str = ""
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    steps: tuple[Step, ...] = ()
+    finish_reason: str | None = None
+
+    def __add__(self, later: "Piece") -> "Piece":
+        return Piece(
+            self.index,
+            self.text + later.text,
+            self.tokens + later.tokens,
+            self.logprobs + later.logprobs,
+            self.steps + later.steps,
+            later.finish_reason,
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.text or self.logprobs or self.steps or self.finish_reason)
+
+
+class Speller:
+    """Spells what one request is answered.
+
+    Args:
+        tokenizer: of the model.
+        stop: texts before which an answer ends.
+        n: number of answers.
+        steps: whether the steps are wanted.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", stop: Sequence[str], n: int, steps: bool) -> None:
+        self._tokenizer, self._steps = tokenizer, steps
+        self._answers = [Pieces(tokenizer, stop) for _ in range(n)]
+        self._start = perf_counter()
+
+    def __call__(self, event: Event) -> Piece:
+        """What an event adds."""
+        answer = self._answers[event.answer]
+        if event.finish_reason is not None:
+            return Piece(event.answer, answer.end(), finish_reason=event.finish_reason)
+        steps: tuple[Step, ...] = ()
+        if self._steps and event.tree is not None and event.verdict is not None:
+            shown = step_of(event.tree, event.verdict, len(event.tokens), self.token)
+            steps = ({**shown, "seconds": round(perf_counter() - self._start, 4)},)
+        return Piece(event.answer, answer.add(event.tokens), tuple(event.tokens), tuple(event.logprobs), steps)
+
+    def token(self, token: int) -> str:
+        """How a token looks by itself; bytes of a character that is not whole show as ``\\ufffd``."""
+        return str(self._tokenizer.decode([token]))
+
+
+def step_of(tree: SampleTree, verdict: SampleVerdict, emitted: int, spell: Callable[[int], str]) -> Step:
+    """One step of one answer as plain data.
+
+    Args:
+        tree: what was drafted.
+        verdict: what became of it.
+        emitted: tokens that were committed: fewer than the verdict has if the answer ended among them.
+        spell: the text of a token.
+
+    Returns:
+        ``nodes``, the committed token that the drafts follow first: of each the text, the place of the parent in this
+        list (-1 for the first) and whether it was accepted; then the text of the target's own ``token``, whether that
+        was ``recovered`` in the place of rejected drafts (else it is a bonus), and ``emitted``.
+    """
+    place_of = {node: place for place, node in enumerate(tree.tokens)}
+    parents = tree.topology.parent_list
+    nodes = [
+        {"text": spell(token), "parent": place_of.get(parents[node], -1), "accepted": node in verdict.path}
+        for node, token in tree.tokens.items()
+    ]
+    return {"nodes": nodes, "token": spell(verdict.token), "recovered": verdict.recovered, "emitted": emitted}

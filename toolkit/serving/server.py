@@ -1,0 +1,65 @@
+"""uvicorn, with an end that loses nobody's answer silently."""
+
+import socket
+from collections.abc import Callable
+
+import uvicorn
+from fastapi import FastAPI
+
+from arbordraft.checks import real, whole
+
+
+class Server(uvicorn.Server):
+    """Serves an app until SIGINT or SIGTERM.
+
+    Then it answers 503 to what comes, lets what runs end for ``grace`` seconds, and tells the rest that it is over. A
+    second SIGINT waits for nobody.
+
+    Args:
+        app: what :func:`~arbordraft.serving.app.build_app` made.
+        grace: seconds.
+        ready: is told when clients can come.
+    """
+
+    def __init__(self, app: FastAPI, *, grace: float = 30.0, ready: Callable[[], None] = lambda: None) -> None:
+        # Clients keep idle connections for five seconds; who closes them first must not be the server.
+        patience = {"timeout_keep_alive": 30, "timeout_graceful_shutdown": 5}
+        super().__init__(uvicorn.Config(app, log_level="warning", access_log=False, **patience))
+        self._service, self._grace, self._ready = app.state.service, real("grace", grace, 0), ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begins to listen."""
+        await super().startup(sockets)
+        self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Ends what runs while it still listens, and then listening."""
+        await self._service.close(self._grace, lambda: self.force_exit)
+        await super().shutdown(sockets)
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket that is bound, and not listening yet: whoever asks too early is refused instead of left waiting.
+
+    Args:
+        host: name or address.
+        port: 0 for any that is free.
+
+    Raises:
+        ValueError: if that cannot be.
+    """
+    whole("port", port, 0, 65535)
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise ValueError(f"cannot listen on {host}, port {port}: {error.strerror}; choose others") from error
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """Where the server can be reached."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,154 @@
+"""What the endpoints share: an engine that is asked for text."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request as HttpRequest
+
+from arbordraft.checks import instance, whole
+from arbordraft.engine import Engine, EngineClosed, QueueFull
+from arbordraft.serving.errors import ApiError, closing, failed, refused
+from arbordraft.serving.metrics import Metrics, Watch
+from arbordraft.serving.pieces import Piece, Speller
+from arbordraft.serving.schema import Question
+from arbordraft.streams import Stream
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_POLL = 0.05  # seconds between two looks at what still runs
+
+
+class Service:
+    """Answers questions by an engine.
+
+    Args:
+        engine: does the work, in a thread of its own.
+        name: of the model, for clients.
+        default_tokens: longest answer to a question that does not say, less where there is no room for it.
+
+    Raises:
+        TypeError: for arguments of another kind.
+        ValueError: without a tokenizer, or for values out of range.
+    """
+
+    def __init__(self, engine: Engine, name: str, default_tokens: int = 1024) -> None:
+        self.engine = instance("engine", engine, Engine)
+        self.name = instance("name", name, str)
+        self.default_tokens = whole("default_tokens", default_tokens, 1)
+        tokenizer = engine.decoder.target.tokenizer
+        if tokenizer is None:
+            raise ValueError("a server speaks text: build the target as RaggedModel(model, tokenizer)")
+        self.tokenizer: PreTrainedTokenizerBase = tokenizer
+        self.metrics = Metrics(engine)
+        self.created = int(time.time())
+        self.exactness = engine.decoder.coupling.exactness.value
+        self.closing = False
+        # One thread, so that who comes first is served first, and long prompts hold up nobody's stream.
+        self._desk = ThreadPoolExecutor(1, thread_name_prefix="arbordraft-desk")
+
+    async def close(self, seconds: float = 0.0, hurry: Callable[[], bool] = lambda: False) -> None:
+        """Takes nothing more, lets what runs come to its end for some time, and then ends it with an error.
+
+        Args:
+            seconds: how long.
+            hurry: whether not to wait any longer.
+        """
+        self.closing = True
+        end = time.monotonic() + seconds
+        while (self.engine.waiting or self.engine.living) and time.monotonic() < end and not hurry():
+            await asyncio.sleep(_POLL)
+        await asyncio.to_thread(self.engine.close)
+        self._desk.shutdown(wait=False)
+
+    async def take(self, question: Question) -> "Call":
+        """Asks the engine.
+
+        Raises:
+            ApiError: if the question is not taken.
+        """
+        watch = Watch(self.metrics)
+        try:
+            stream = await self._submitted(question)
+        except BaseException:
+            watch.ended("refused")
+            raise
+        watch.taken(len(stream.request.prompt))
+        stop = tuple(stream.request.stop)
+        return Call(stream, Speller(self.tokenizer, stop, question.n, question.arbordraft.steps), watch)
+
+    def check_model(self, name: str) -> None:
+        """Raises ApiError for a name that is not the model's."""
+        if name != self.name:
+            raise ApiError(404, f"there is no model {name}, only {self.name}", param="model", code="model_not_found")
+
+    async def _submitted(self, question: Question) -> Stream:
+        if self.closing:
+            raise closing()
+        if question.model is not None:
+            self.check_model(question.model)
+        return await asyncio.get_running_loop().run_in_executor(self._desk, self._submit, question)
+
+    def _submit(self, question: Question) -> Stream:
+        try:
+            prompt = question.encode(self.tokenizer)
+            room = self.engine.room(len(prompt))
+            most = question.most or max(1, min(self.default_tokens, room))
+            if most > room:
+                raise ApiError(
+                    400,
+                    f"a prompt of {len(prompt)} tokens and {most} new ones are too long, at most {len(prompt) + room} "
+                    "together fit: shorten the prompt or lower max_tokens",
+                    code="context_length_exceeded",
+                )
+            return self.engine.submit(question.request(prompt, most))
+        except (TypeError, ValueError, QueueFull, EngineClosed) as error:
+            raise refused(error) from error
+
+
+class Call:
+    """A question that was taken.
+
+    Args:
+        stream: what the engine says.
+        speller: spells it.
+        watch: counts it.
+    """
+
+    def __init__(self, stream: Stream, speller: Speller, watch: Watch) -> None:
+        self.stream, self.speller, self.watch = stream, speller, watch
+
+    async def pieces(self, http: HttpRequest) -> AsyncGenerator[Piece, None]:
+        """What is said, by and by. If the client leaves, or nobody reads on, the engine stops at once.
+
+        Raises:
+            HTTPException: if the answer fails.
+        """
+        follower = asyncio.create_task(_cancel_when_gone(http, self.stream))
+        outcome = "cancelled"
+        try:
+            async for event in self.stream:
+                self.watch.saw(event)
+                if (piece := self.speller(event)) and not self.stream.cancelled:
+                    yield piece
+            if self.stream.cancelled:
+                raise ApiError(499, "the client has left", code="cancelled")
+            outcome = "finished"
+        except Exception as error:
+            if not self.stream.cancelled:
+                outcome = "failed"
+            raise failed(error) from error
+        finally:
+            follower.cancel()
+            if not self.stream.done:
+                self.stream.cancel()
+            self.watch.ended(outcome)
+
+
+async def _cancel_when_gone(http: HttpRequest, stream: Stream) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+    stream.cancel()
