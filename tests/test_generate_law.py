@@ -115,12 +115,11 @@ def test_a_biased_rule_would_be_seen():
 
 def test_noise_used_twice_would_be_seen(monkeypatch):
     """Negative control: a step that repeats the uniforms of the one before it."""
-    draw = Noise.draw
-    first = []
+    drawn, first = Noise.of, []
 
-    def again(generators, nodes):
-        first.append(first[0] if first else draw(generators, nodes))
+    def again(own, nodes):
+        first.append(first[0] if first else drawn(own, nodes))
         return first[0]
 
-    monkeypatch.setattr(Noise, "draw", again)
+    monkeypatch.setattr(Noise, "of", again)
     assert fit(LAWFUL["spechub as in the paper"]()) < 1e-6

@@ -20,6 +20,7 @@ from arbordraft.huggingface import (
     pack_output,
     per_sample_streamers,
     refuse_unsupported,
+    whole_lengths,
     with_stop_strings,
     without_padding,
 )
@@ -234,6 +235,7 @@ class SpeculativeDecoder(Stepper):
         """
         if input_ids is None:
             input_ids = kwargs.pop("inputs", None)  # transformers' own name for it
+        kwargs |= whole_lengths(kwargs)
         check_options(kwargs)
         if kwargs.get("temperature") == 0:
             kwargs |= {"temperature": None, "do_sample": False}

@@ -168,6 +168,13 @@ _OTHER_WAYS = (
 _EXPECTED = frozenset({"attention_mask", "logits_to_keep", "past_key_values", "position_ids", "use_cache"})
 
 
+def whole_lengths(options: Mapping[str, Any]) -> dict[str, int]:
+    """Lengths that were given as whole floats, as arithmetic gives them and transformers takes them."""
+    names = ("max_new_tokens", "max_length", "min_new_tokens", "min_length")
+    given = {name: options.get(name) for name in names}
+    return {name: int(value) for name, value in given.items() if isinstance(value, float) and value.is_integer()}
+
+
 def check_options(options: Mapping[str, Any]) -> None:
     """Raises TypeError or ValueError for arguments of ``generate()`` that make no sense, or none here."""
     from transformers import GenerationConfig

@@ -169,6 +169,13 @@ OPTION_CASES = {
 }
 
 
+@pytest.mark.parametrize("options", [{"max_new_tokens": 3.0}, {"max_length": 8.0, "max_new_tokens": None}], ids=str)
+def test_lengths_may_be_whole_floats(options):
+    """As arithmetic gives them, and transformers takes them."""
+    whole = {name: value and int(value) for name, value in options.items()}
+    assert generate(**options).tolist() == generate(**whole).tolist()
+
+
 @pytest.mark.parametrize("case", OPTION_CASES)
 def test_options(case):
     options, kind, match = OPTION_CASES[case]

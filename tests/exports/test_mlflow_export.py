@@ -227,7 +227,7 @@ def test_evaluation(parts, questions):
 
 def test_wrong_answers_fail_parity(parts, questions, monkeypatch):
     """The control: a verdict that keeps a draft too many."""
-    from arbordraft import decoder as module
+    from arbordraft import stepping as module
 
     real = module.matching_verdict
 

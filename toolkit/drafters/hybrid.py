@@ -96,11 +96,11 @@ class HybridDrafter(Drafter):
 
     def propose(self, state: _State, context: DraftContext) -> DraftTree:
         draft = self.first.propose(state.first, context)
-        hopes = self._hopes(replace(context, behind=self.otherwise.behind(state.otherwise, context)))
-        waits = [
-            tree is not None and (len(tree.tokens) == 1 or tree.gain < hope)
-            for tree, hope in zip(draft.samples, hopes, strict=True)
-        ]
+        waits = [tree is not None and len(tree.tokens) == 1 for tree in draft.samples]
+        if any(length > 1 for length in draft.lengths):
+            hopes = self._hopes(replace(context, behind=self.otherwise.behind(state.otherwise, context)))
+            known = zip(draft.samples, hopes, waits, strict=True)
+            waits = [waiting or (tree is not None and tree.gain < hope) for tree, hope, waiting in known]
         if not any(waits):
             return draft
         room = [limit if waiting else None for limit, waiting in zip(context.room, waits, strict=True)]
