@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from arbordraft.cli.decoders import load_decoder
+from arbordraft.cli.display import terminal
 from arbordraft.cli.options import AutoDtypeOption, DrafterOption, KernelsOption
 from arbordraft.engine import Engine
 from arbordraft.loading import Kernels
@@ -47,7 +47,7 @@ def serve(
     from arbordraft.serving.server import Server, bound, url_of
     from arbordraft.serving.service import Service
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = terminal(highlight=False, soft_wrap=True)
     with bound(host, port) as listener:
         with console.status("loading the model"):
             decoder = load_decoder(model, drafter, dtype=dtype, kernels=kernels)
@@ -58,8 +58,8 @@ def serve(
         app = build_app(service, api_key=api_key, max_body=max_body)
 
         def ready() -> None:
-            console.print(f"{decoder.target.chosen}", style="dim", markup=False)
-            console.print(f"{service.name} is at {url}/v1, and to look at: {url}", markup=False)
+            console.print(f"{decoder.target.chosen}", style="dim")
+            console.print(f"{service.name} is at {url}/v1, and to look at: {url}")
 
         Server(app, grace=grace, ready=ready).run(sockets=[listener])
 

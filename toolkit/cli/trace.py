@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from arbordraft.cli.decoders import load_decoder
+from arbordraft.cli.display import terminal
 from arbordraft.cli.options import (
     AutoDtypeOption,
     DrafterOption,
@@ -41,7 +41,7 @@ def trace(
     from arbordraft.serving.page import page
     from arbordraft.serving.pieces import Piece, Speller
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = terminal(highlight=False, soft_wrap=True)
     with console.status("loading the model") as status:
         decoder = load_decoder(model, drafter, dtype=dtype, kernels=kernels)
         tokenizer = decoder.target.tokenizer
@@ -59,4 +59,4 @@ def trace(
             answer += speller(event)
     said = {"prompt": prompt, "text": answer.text, "steps": answer.steps}
     write_text(output, page({"model": model, "exactness": decoder.coupling.exactness.value, **said}))
-    console.print(f"{len(answer.tokens)} tokens in {len(answer.steps)} steps: wrote {output}", markup=False)
+    console.print(f"{len(answer.tokens)} tokens in {len(answer.steps)} steps: wrote {output}")
