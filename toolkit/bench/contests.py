@@ -145,12 +145,8 @@ def against_transformers(
     for name, drafter in drafters.items():
         if isinstance(drafter, LanguageModelDrafter) and isinstance(drafter.model, RaggedModel):
             decoders[f"transformers assisted by {name}"] = theirs(model, assistant_model=drafter.model.model)
-    decoders["arbordraft plain"] = builders.plain(target)
-    decoders["arbordraft lookup"] = builders.lookup(target)
-    for name, drafter in drafters.items():
-        decoders[f"arbordraft, {name}"] = builders.fitted(target, drafter)
-        decoders[f"arbordraft, lookup, else {name}"] = builders.fitted(target, drafter, lookup=True)
-    return decoders
+    ours = policy(target, drafters)
+    return decoders | {f"arbordraft, {name}": decoder for name, decoder in ours.items()}
 
 
 def against_grid(target: RaggedModel, drafter: Drafter, tuned: Tuned, batch: int) -> dict[str, SpeculativeDecoder]:
