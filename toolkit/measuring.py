@@ -38,7 +38,8 @@ Kept = TypeVar("Kept", CostTable, StepCosts)
 
 _ROWS = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128)
 _MOST_ROWS, _LONGEST = 2**14, 2**20  # of a forward that is timed, and of the text before it: their memory is real
-_KEPT_ROWS = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 64)
+# Kernels take rows in blocks: the first row of a block may cost as much as all of it.
+_KEPT_ROWS = (1, 2, 4, 5, 8, 9, 16, 17, 24, 25, 32, 33, 48, 49, 64)
 _KEPT_REPEATS, _KEPT_BATCHES = 10, (1, 4, 16)  # what is kept for ever is worth some seconds
 _BATCHES = (1, 2, 4, 8, 16)
 
@@ -137,7 +138,7 @@ def cost_file(target: RaggedModel, drafter: Drafter | None = None) -> Path:
     device = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else cpu()
     versions = [torch.__version__, *map(version, ("arbordraft", "transformers"))]
     kernels = [str(model.dtype), target.backend, str(target.prepacking)]
-    parts = [device, torch.get_num_threads(), versions, type(model).__name__, shapes, kernels]
+    parts = [device, torch.get_num_threads(), versions, type(model).__name__, shapes, kernels, _KEPT_ROWS]
     if drafter is not None:
         network = drafter.state_dict()
         parts += [repr(drafter), [(name, list(tensor.shape)) for name, tensor in network.items()]]

@@ -25,7 +25,7 @@ _PACE = 4  # a batch takes as long as its last sample: tokens of those ahead are
 _SOON = 16  # steps in which what a drafter has to read first is to pay
 _MARGIN = 1.1  # how much more than they take drafts must bring: not all that they take is known
 _LAG, _MOST = 0.1, 4  # more for every doubling of a batch that ends with its last sample: what others gain is half lost
-_PATIENCE, _PAUSE = 2, 4  # steps without drafts after which only every so many-th one looks for some
+_PATIENCE, _PAUSE = 2, 16  # steps without drafts after which fewer look for some, and the fewest: one in so many
 _ROUNDS = 3  # the rate that drafts bring and the drafts that are worth it settle together
 
 
@@ -37,12 +37,16 @@ class _Record:
     accepted: list[float] = field(default_factory=lambda: [0.0] * _DEPTHS)  # those of which one was accepted
     stated: list[float] = field(default_factory=lambda: [0.0] * _DEPTHS)  # as many as were expected to
     presumed: list[float] = field(default_factory=lambda: [_WEIGHT] * _DEPTHS)  # what was known beforehand counts for
-    idle: int = 0  # steps since drafts of this drafter were verified
+    steps: int = 0
+    idle: int = 0  # of them since drafts of this drafter were verified
 
     @property
     def rests(self) -> bool:
-        """Whether this step is not one to look for drafts: to weigh them takes time, too."""
-        return self.idle >= _PATIENCE and self.idle % _PAUSE > 0
+        """Whether this step is not one to look for drafts: to weigh them takes time, too.
+
+        The longer nothing paid, the fewer are; those of samples that began together are the same ones.
+        """
+        return self.idle >= _PATIENCE and self.steps % min(_PAUSE, 1 << (self.idle.bit_length() - 1)) > 0
 
     def fade(self, share: float) -> None:
         for sums in (self.tried, self.accepted, self.stated):
@@ -107,6 +111,7 @@ class CostAware(Decider):
 
     def learn(self, memory: dict[str, _Record], outcome: Outcome) -> None:
         for source, record in memory.items():
+            record.steps += 1
             record.idle = 0 if outcome.drafted and source == outcome.source else record.idle + 1
         if not outcome.drafted:
             for record in memory.values():
