@@ -3,10 +3,11 @@
 import io
 import subprocess
 import sys
-from types import SimpleNamespace
+import time
 
 import pytest
 from models import tiny, tiny_tokenizer
+from prepacked_models import small
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -16,6 +17,7 @@ from arbordraft.cli.chat import Session, converse
 from arbordraft.cli.display import step_tree
 from arbordraft.cli.failures import Terminated
 from arbordraft.cli.main import app
+from arbordraft.target.cache import RaggedKVCache
 from arbordraft.types import SampleTree, SampleVerdict
 
 CHAT = [sys.executable, "-c", "from arbordraft.cli.main import main; main()", "chat"]
@@ -78,7 +80,7 @@ def test_clear_forgets(session):
 
 def test_the_status_line_counts(session):
     session.answer("abc")
-    tokens = session._stats.emitted[0]
+    tokens = len(session._answer.tokens)
     assert f"{tokens} tokens " in session.status()
     assert session.status().startswith("tau ")
     assert session.status().endswith("pathwise")
@@ -91,18 +93,19 @@ def test_a_message_that_is_too_long_leaves_the_session_usable(session, capsys):
     assert session.messages[0]["content"] == "abc"
 
 
-class Stopping:
-    """Says something and is then interrupted."""
+def interrupted(session, stop):
+    """Makes a step of the session's decoder wait, and its console raise ``stop`` once a piece was shown."""
+    shows = session.console.print
 
-    def __init__(self, stop):
-        self.stop, self.closed = stop, False
+    def show(*args, **kwargs):
+        shows(*args, **kwargs)
+        if session.engine.living and not stopped:
+            stopped.append(True)
+            raise stop
 
-    def __iter__(self):
-        yield "half"
-        raise self.stop
-
-    def close(self):
-        self.closed = True
+    stopped = []
+    session.decoder.on_step = lambda *_: time.sleep(0.02)
+    session.console.print = show
 
 
 @pytest.mark.parametrize(
@@ -111,22 +114,40 @@ class Stopping:
     ids=["Ctrl-C", "Ctrl-C without a terminal", "SIGTERM"],
 )
 def test_what_stops_an_answer(session, stop, terminal, survives):
+    session.settings = {"max_new_tokens": 40}
     session.console = Console(file=io.StringIO(), force_terminal=terminal, color_system=None)
-    pieces = Stopping(stop)
-    session.decoder = SimpleNamespace(chat=lambda *_, **__: pieces)
+    interrupted(session, stop)
     if survives:
         session.answer("abc")
-        assert "half [stopped]" in shown(session)
-        assert session.messages[-1]["content"] == "half"
+        assert shown(session).endswith(" [stopped]\n")
+        assert session.messages[-1]["content"] == shown(session).removesuffix(" [stopped]\n")
     else:
         with pytest.raises(type(stop)):
             session.answer("abc")
-    assert pieces.closed
+    assert session._answer is None or len(session._answer.tokens) < 40
+    wait = time.monotonic() + 10
+    while session.engine.living and time.monotonic() < wait:
+        time.sleep(0.01)
+    assert not session.engine.living  # nobody decodes what nobody reads
+
+
+@pytest.mark.parametrize("turns", [["abcdefgh" * 4, "i"], ["abcdefgh" * 4]], ids=["second turn", "first turn"])
+def test_a_turn_reads_only_what_is_new(turns, monkeypatch):
+    tokenizer, copied = tiny_tokenizer(), []
+    tokenizer.chat_template = TEMPLATE
+    target = RaggedModel(small(), tokenizer, kernels="native")
+    decoder = SpeculativeDecoder(target, NGramDrafter(), TreeTopology.chain(3))
+    share = RaggedKVCache.share
+    monkeypatch.setattr(RaggedKVCache, "share", lambda *args: copied.append(args[-1]) or share(*args))
+    session = Session(decoder, {"max_new_tokens": 8}, Console(file=io.StringIO()))
+    converse(session, iter(turns))
+    assert [count >= len(turns[0]) for count in copied] == [True] * (len(turns) - 1)
+    assert session.messages[-1]["content"] == decoder.chat(session.messages[:-1], max_new_tokens=8)
 
 
 @pytest.mark.parametrize("text", ["[red]", "[/bold]", "\\["], ids=repr)
 def test_no_answer_is_markup(session, text):
-    session.decoder = SimpleNamespace(chat=lambda *_, **__: (piece for piece in [text]))
+    session._pieces = lambda _: (piece for piece in [text])
     session.answer("abc")
     assert shown(session) == f"{text}\n"
 

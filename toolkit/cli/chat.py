@@ -2,7 +2,8 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,11 +24,13 @@ from arbordraft.cli.options import (
     TopPOption,
 )
 from arbordraft.decoder import SpeculativeDecoder
+from arbordraft.engine import Engine
 from arbordraft.kernels.native.build import cache_folder
 from arbordraft.loading import Kernels
-from arbordraft.metrics import DecodeStats
-from arbordraft.state import DecodeState
-from arbordraft.types import DraftTree, SampleTree, SampleVerdict, Verdict
+from arbordraft.requests import Request
+from arbordraft.streams import Answer
+from arbordraft.texts import Pieces, encode
+from arbordraft.types import SampleTree, SampleVerdict
 
 HELP = """\
 /tree    the draft tree of the last step, accepted nodes marked
@@ -69,8 +72,10 @@ def chat(
 class Session:
     """A conversation and what its last step did.
 
+    What was said before is still in the engine's cache: a turn reads only what is new.
+
     Args:
-        settings: of every answer, as ``decoder.chat`` takes them.
+        settings: of every answer, as :class:`~arbordraft.Request` takes them.
         messages: what was said so far, without the system prompt.
         failed: whether any message could not be answered.
     """
@@ -81,25 +86,23 @@ class Session:
     system: str | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
     failed: bool = False
-    _stats: DecodeStats | None = None
+    _answer: Answer | None = None
     _last: tuple[SampleTree, SampleVerdict] | None = None
     _seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        self.decoder.on_step = self._watch
+        self.engine = Engine(self.decoder, max_samples=1).start()  # so that Ctrl-C never meets a step half done
 
     def answer(self, text: str) -> None:
         """Streams the answer to a message; one that fails or is stopped leaves the conversation usable."""
-        system = [] if self.system is None else [{"role": "system", "content": self.system}]
         asked = [*self.messages, {"role": "user", "content": text}]
         said: list[str] = []
         start = time.perf_counter()
-        pieces: Any = None
         try:
-            pieces = self.decoder.chat([*system, *asked], stream=True, **self.settings)
-            for piece in pieces:
-                said.append(piece)
-                self.console.print(Text(piece), end="")
+            with closing(self._pieces(asked)) as pieces:
+                for piece in pieces:
+                    said.append(piece)
+                    self.console.print(Text(piece), end="")
         except Terminated:
             raise
         except KeyboardInterrupt:
@@ -109,13 +112,23 @@ class Session:
         except (ValueError, RuntimeError) as error:  # too long for the model, or no sound numbers: the rest may go on
             self.failed = True
             Console(stderr=True, soft_wrap=True).print(Text(f"error: {' '.join(str(error).split())}", style="red"))
-        finally:
-            if pieces is not None:
-                pieces.close()  # which ends the decoding
         self._seconds = time.perf_counter() - start
         self.console.print()
         if said:
             self.messages = [*asked, {"role": "assistant", "content": "".join(said)}]
+
+    def _pieces(self, asked: list[dict[str, str]]) -> Generator[str]:
+        """The text that answers these messages, as it comes; whoever stops reading ends it."""
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        prompt = encode(self.decoder.target.tokenizer, [*system, *asked], raw=False)
+        assert self.decoder.target.tokenizer is not None
+        spelt = Pieces(self.decoder.target.tokenizer)
+        with self.engine.submit(Request(prompt=prompt, **self.settings)) as stream:
+            (self._answer,) = stream.answers
+            for event in stream:
+                if event.tree is not None and event.verdict is not None:
+                    self._last = event.tree, event.verdict
+                yield spelt.add(event.tokens) if event.finish_reason is None else spelt.end()
 
     def show_tree(self) -> None:
         """Draws what the last step drafted."""
@@ -127,22 +140,17 @@ class Session:
 
     def clear(self) -> None:
         """Forgets the conversation."""
-        self.messages, self._last, self._stats = [], None, None
+        self.messages, self._last, self._answer = [], None, None
         self.console.print("forgotten")
 
     def status(self) -> str:
         """What the last answer gained, in one line."""
-        if self._stats is None:
+        if self._answer is None:
             return "no answer yet"
-        tokens = sum(self._stats.emitted)
+        tokens, forwards = len(self._answer.tokens), self._answer.forwards
         speed = tokens / self._seconds if self._seconds else 0.0
-        return f"tau {self._stats.tau:.2f}   {speed:.0f} tokens/s   {tokens} tokens   {self._stats.exactness}"
-
-    def _watch(self, state: DecodeState, tree: DraftTree, verdict: Verdict) -> None:
-        self._stats = state.stats
-        for drafted, judged in zip(tree.samples, verdict.samples, strict=True):
-            if drafted is not None and judged is not None:
-                self._last = drafted, judged
+        exactness = self.decoder.coupling.exactness
+        return f"tau {tokens / max(1, forwards):.2f}   {speed:.0f} tokens/s   {tokens} tokens   {exactness}"
 
 
 def converse(session: Session, lines: Iterator[str]) -> None:
