@@ -1,14 +1,16 @@
 """What a request is answered does not depend on load: in bfloat16, the very tokens that it gets alone."""
 
+import gc
 import random
 
 import pytest
 import torch
 from models import PAYS, VOCAB
 from native_drafters import KINDS, built
+from prepacked_models import small
 from test_engine import Fragile
 
-from arbordraft import CostAware, HybridDrafter, NGramDrafter, NoDrafter, SpeculativeDecoder, TreeTopology
+from arbordraft import CostAware, HybridDrafter, NGramDrafter, NoDrafter, RaggedModel, SpeculativeDecoder, TreeTopology
 from arbordraft.engine import Engine
 from arbordraft.requests import Request
 
@@ -84,3 +86,28 @@ def test_kernels_that_depend_on_the_batch_would_be_seen():
     """Negative control: PyTorch's own products in bfloat16."""
     asked = requests(24, 150, seed=1)
     assert under_load(decoder("eagle", "torch"), asked, seed=2) != alone(decoder("plain", "torch"), asked)
+
+
+def served(engine, requests):
+    """Answers so many different requests, and says how many objects are left of them."""
+    for number in range(0, requests, 8):
+        for seed in range(number, number + 8):
+            prompt, temperature = [3 + seed % 50, 4 + seed % 7, 5], seed % 2 * (1 + seed % 1000 / 1000)
+            engine.submit(Request(prompt=prompt, max_new_tokens=2, seed=seed, temperature=temperature))
+        engine.run()
+    gc.collect()
+    return len(gc.get_objects())
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("keeps", [False, True], ids=["as it is", "control: all streams are kept"])
+def test_requests_leave_nothing_behind(keeps, monkeypatch):
+    """One small object for every tenth request would be found."""
+    kept, submit = [], Engine.submit
+    if keeps:
+        monkeypatch.setattr(Engine, "submit", lambda *args: kept.append(submit(*args)))
+    decoder = SpeculativeDecoder(RaggedModel(small(), kernels="native"), NGramDrafter(), TreeTopology.chain(2))
+    engine = Engine(decoder, max_tokens=500, max_samples=8)
+    before = served(engine, 2_000)
+    after = served(engine, 2_000 if keeps else 20_000)
+    assert (after - before < 2_000) is not keeps
