@@ -66,10 +66,10 @@ def replicas(app):
     return {actor["name"] for actor in actors if actor["name"].startswith(f"SERVE_REPLICA::{app}#")}
 
 
-def chat(url, *, max_retries=0, timeout=60, http_client=None, **settings):
+def chat(url, *, key="secret", max_retries=0, timeout=60, http_client=None, **settings):
     """OpenAI's client, which keeps its connection open as long as its stream is read."""
     client = openai.OpenAI(
-        base_url=f"{url}/v1", api_key="none", max_retries=max_retries, timeout=timeout, http_client=http_client
+        base_url=f"{url}/v1", api_key=key, max_retries=max_retries, timeout=timeout, http_client=http_client
     )
     return client.chat.completions.create(model="tiny", messages=HELLO, **settings)
 
@@ -81,9 +81,10 @@ def served(cluster, folder, tmp_path_factory):
     options = {"model": folder, "drafter": "ngram", "name": "tiny", "max-samples": 4, "max-tokens": 8000, "port": port}
     options |= {"min-replicas": 2, "max-replicas": 2, "cpus-per-replica": SHARE, "max-waiting": 8}
     command = [sys.executable, EXAMPLES / "serve_ray.py", *(f"--{name}={value}" for name, value in options.items())]
+    settings = {"RAY_ADDRESS": cluster, "ARBORDRAFT_API_KEY": "secret"}
     with log.open("w") as output:
         process = subprocess.Popen(
-            list(map(str, command)), env={**os.environ, "RAY_ADDRESS": cluster}, stdout=output, stderr=output
+            list(map(str, command)), env={**os.environ, **settings}, stdout=output, stderr=output
         )
     try:
         assert until(lambda: "is ready at" in log.read_text() or process.poll() is not None, 120), log.read_text()
@@ -153,6 +154,12 @@ def test_a_replica_whose_engine_only_fails_is_replaced(single):
             chat(url, max_tokens=2)
     assert until(lambda: replicas("single") not in (set(), {broken}), 60)
     assert chat(url, max_tokens=2, max_retries=5).choices
+
+
+def test_a_key_is_asked_for(served):
+    with pytest.raises(openai.AuthenticationError):
+        chat(served[0], key="wrong")
+    assert chat(served[0], max_tokens=2).choices
 
 
 def test_a_crowd_is_answered_or_told_to_come_again(served):
