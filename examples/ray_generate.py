@@ -43,7 +43,7 @@ def main() -> None:
         ShardWriter,
         fn_constructor_args=[arguments, shards],
         batch_size=1,
-        concurrency=settings.actors,
+        compute=ray.data.ActorPoolStrategy(size=settings.actors),
         num_cpus=settings.cpus_per_actor,
         num_gpus=settings.gpus_per_actor,
     )

@@ -207,6 +207,35 @@ def test_whatever_else_goes_wrong_ends_what_was_admitted_and_no_more(monkeypatch
     assert streams[2].result()[0].tokens == alone(made, streams[2].request)[0]
 
 
+@pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
+def test_steps_that_all_fail_end_those_who_wait(monkeypatch, error):
+    """Nobody can be admitted; with a thread that steps, their readers would hang."""
+
+    def fails(*_):
+        raise error
+
+    made = decoder()
+    engine = Engine(made, max_tokens=500)
+    with monkeypatch.context() as patch:
+        patch.setattr(made, "join", fails)
+        stream = engine.submit(Request(prompt=PROMPTS[0], max_new_tokens=6))
+        for failures in range(3):
+            assert engine.healthy
+            assert engine.waiting == 1
+            assert not stream.done, failures
+            with pytest.raises(error):
+                engine.step()
+        assert not engine.healthy
+        with engine:
+            for lost in (stream, engine.submit(stream.request)):
+                with pytest.raises((error, EngineClosed)):
+                    lost.result()
+            patch.undo()
+            assert engine.submit(stream.request).result()[0].tokens == alone(made, stream.request)[0]
+            assert engine.healthy
+    assert not engine.healthy
+
+
 def test_cancelled_requests_give_back_their_room():
     made = decoder()
     engine = Engine(made, max_tokens=100, max_samples=4, reuse=False)

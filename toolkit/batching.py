@@ -100,12 +100,19 @@ class Batch:
         self._retire()
         return self.busy
 
-    def lose(self, reason: Exception) -> None:
-        """Ends all that was admitted, and begins anew: nobody knows where a step was left."""
-        for entry in self.living:
+    def lose(self, reason: Exception, everybody: bool = False) -> None:
+        """Ends all that was admitted, and begins anew: nobody knows where a step was left.
+
+        Args:
+            reason: what they are told.
+            everybody: end those that wait, too.
+        """
+        lost, self.living = self.living, []
+        if everybody:
+            lost, self.waiting = lost + self.waiting, []
+        for entry in lost:
             entry.sample.fail(reason)
             entry.finished(entry.sample)
-        self.living.clear()
         self._kept.clear()
         self.state = self.decoder.open(self.max_samples, self.state.cache.max_tokens, closed=self.state.closed)
 

@@ -21,6 +21,7 @@ from arbordraft.stepping import Stepper
 from arbordraft.streams import Stream
 
 _MOST_WARPS = 256
+_FAILURES = 3  # steps in a row after which the next one will fail, too
 
 
 class EngineClosed(RuntimeError):
@@ -94,6 +95,7 @@ class Engine:
         self._wanted = threading.Condition(self._mutex)
         self._thread: threading.Thread | None = None
         self._closed = self._drains = False
+        self._failed = 0  # steps in a row
 
     def submit(self, request: Request) -> Stream:
         """Asks for answers; may be called from any thread.
@@ -130,6 +132,11 @@ class Engine:
         """Answers that are being decoded."""
         return len(self._batch.living)
 
+    @property
+    def healthy(self) -> bool:
+        """Whether there is reason to ask it: it is not closed, and one of its last three steps succeeded."""
+        return not self._closed and self._failed < _FAILURES
+
     def room(self, prompt: int) -> int:
         """Most new tokens that may be asked for behind a prompt of some tokens; below 1 if it is too long itself."""
         decoder, cache = self.decoder, self._batch.state.cache
@@ -140,14 +147,20 @@ class Engine:
     def step(self) -> bool:
         """Admits, reads and decodes a bit; returns whether there is more to do.
 
-        Whatever goes wrong beyond a single request is raised here, and ends all requests that were being answered.
+        Whatever goes wrong beyond a single request is raised here, and ends all requests that were being answered; of
+        three such steps in a row, the last one ends those that wait, too.
         """
         with self._stepping:
             try:
-                return self._batch.advance(self._mutex)
+                busy = self._batch.advance(self._mutex)
             except BaseException as error:
-                self._batch.lose(error if isinstance(error, Exception) else EngineClosed("the engine was interrupted"))
+                self._failed += 1
+                reason = error if isinstance(error, Exception) else EngineClosed("the engine was interrupted")
+                with self._mutex:
+                    self._batch.lose(reason, everybody=self._failed >= _FAILURES)
                 raise
+            self._failed = 0
+            return busy
 
     def run(self) -> None:
         """Steps until nothing is left to do."""
@@ -196,7 +209,7 @@ class Engine:
                     return
             try:
                 self.step()
-            except Exception:  # its requests have been told
+            except BaseException:  # its requests have been told, and there is nobody else to tell
                 continue
 
     def _driven(self) -> bool:

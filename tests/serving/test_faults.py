@@ -254,6 +254,20 @@ def test_an_engine_that_stumbles_says_so_and_goes_on(served, monkeypatch):
     assert chat(served.client, max_tokens=2).choices
 
 
+def test_health_tells_of_an_engine_that_only_fails(served, monkeypatch):
+    def status():
+        return httpx.get(f"{served.url}/health").status_code
+
+    monkeypatch.setattr(served.engine.decoder, "step", lambda state: 1 / 0)
+    for expected in (200, 200, 503):
+        with pytest.raises(openai.InternalServerError):
+            chat(served.client)
+        assert status() == expected
+    monkeypatch.undo()
+    assert chat(served.client, max_tokens=2).choices
+    assert status() == 200
+
+
 def test_what_nobody_foresaw_has_the_same_shape(served, monkeypatch):
     monkeypatch.setattr(served.server._service.metrics, "text", lambda: 1 / 0)
     reply = httpx.get(f"{served.url}/metrics")

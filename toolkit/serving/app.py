@@ -60,9 +60,7 @@ def build_app(service: Service, *, api_key: str | None = None, max_body: int = 4
 
     @app.get("/health")
     def health() -> Response:
-        if service.closing:
-            return JSONResponse({"status": "shutting down"}, 503)
-        return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": service.problem or "ok"}, 503 if service.problem else 200)
 
     @app.get("/metrics")
     def metrics() -> Response:

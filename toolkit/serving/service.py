@@ -50,6 +50,13 @@ class Service:
         # One thread, so that who comes first is served first, and long prompts hold up nobody's stream.
         self._desk = ThreadPoolExecutor(1, thread_name_prefix="arbordraft-desk")
 
+    @property
+    def problem(self) -> str | None:
+        """Why it should not be asked, if there is a reason."""
+        if self.closing:
+            return "shutting down"
+        return None if self.engine.healthy else "one step after the other fails"
+
     async def close(self, seconds: float = 0.0, hurry: Callable[[], bool] = lambda: False) -> None:
         """Takes nothing more, lets what runs come to its end for some time, and then ends it with an error.
 

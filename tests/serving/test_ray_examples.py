@@ -1,0 +1,257 @@
+"""The examples that serve and answer with Ray, with two processes on this machine."""
+
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import openai
+import pyarrow as pa
+import pytest
+import ray
+from chats import chat_tokenizer
+from models import tiny
+from ray import serve
+
+from arbordraft.serving.server import bound
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SHARE = 0.2  # of a processor, for every process: Ray's books, not what they use
+HELLO = [{"role": "user", "content": "hello there"}]
+LONG = {"max_tokens": 1900, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model that can chat, takes seconds for a long answer, and has the shapes of row-invariant kernels."""
+    folder = tmp_path_factory.mktemp("tiny-model")
+    tiny(head_dim=16, max_position_embeddings=2048, num_hidden_layers=24).save_pretrained(folder)
+    chat_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Ray on this machine; its address."""
+    context = ray.init(num_cpus=2, object_store_memory=200 * 2**20, include_dashboard=False, log_to_driver=False)
+    yield context.address_info["gcs_address"]
+    serve.shutdown()
+    ray.shutdown()
+
+
+def free_port():
+    with bound("127.0.0.1", 0) as listener:
+        return listener.getsockname()[1]
+
+
+def until(true, seconds):
+    end = time.monotonic() + seconds
+    while not (found := true()) and time.monotonic() < end:
+        time.sleep(0.1)
+    return found
+
+
+def replicas(app):
+    """Names of the actors that answer, once all are there."""
+    found = serve.status().applications.get(app)
+    if found is None or found.status != "RUNNING":
+        return set()
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    return {actor["name"] for actor in actors if actor["name"].startswith(f"SERVE_REPLICA::{app}#")}
+
+
+def chat(url, *, key="secret", max_retries=0, timeout=60, http_client=None, **settings):
+    """OpenAI's client, which keeps its connection open as long as its stream is read."""
+    client = openai.OpenAI(
+        base_url=f"{url}/v1", api_key=key, max_retries=max_retries, timeout=timeout, http_client=http_client
+    )
+    return client.chat.completions.create(model="tiny", messages=HELLO, **settings)
+
+
+@pytest.fixture(scope="module")
+def served(cluster, folder, tmp_path_factory):
+    """Two replicas, started as users do: where they are, and the process that ends with them."""
+    port, log = free_port(), tmp_path_factory.mktemp("log") / "log"
+    options = {"model": folder, "drafter": "ngram", "name": "tiny", "max-samples": 4, "max-tokens": 8000, "port": port}
+    options |= {"min-replicas": 2, "max-replicas": 2, "cpus-per-replica": SHARE, "max-waiting": 8}
+    command = [sys.executable, EXAMPLES / "serve_ray.py", *(f"--{name}={value}" for name, value in options.items())]
+    settings = {"RAY_ADDRESS": cluster, "ARBORDRAFT_API_KEY": "secret"}
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            list(map(str, command)), env={**os.environ, **settings}, stdout=output, stderr=output
+        )
+    try:
+        assert until(lambda: "is ready at" in log.read_text() or process.poll() is not None, 120), log.read_text()
+        assert process.poll() is None, log.read_text()
+        yield f"http://127.0.0.1:{port}", process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def single(served, folder):
+    """Another application beside it, whose only replica can be broken: where it is, and Ray's handle."""
+    example = runpy.run_path(str(EXAMPLES / "serve_ray.py"), run_name="serve_ray")
+
+    class Fragile(example["Replica"]):
+        def fail(self):
+            self.service.engine.decoder.step = lambda state: 1 / 0
+
+    deployment = serve.deployment(
+        serve.ingress()(Fragile), health_check_period_s=0.5, ray_actor_options={"num_cpus": SHARE}
+    )
+    settings = example["Settings"](model=folder, drafter="ngram", name="tiny", max_tokens=8000)
+    handle = serve.run(deployment.bind(settings.model_dump(), None), name="single", route_prefix="/single")
+    yield f"{served[0]}/single", handle
+    serve.delete("single")
+
+
+def test_answers_stream_through_ray(single):
+    url, _ = single
+    asked = {"seed": 3, "temperature": 1, "max_tokens": 60, "extra_body": {"ignore_eos": True}}
+    chunks = list(chat(url, **asked, stream=True))
+    assert len(chunks) > 5
+    assert "".join(chunk.choices[0].delta.content for chunk in chunks) == chat(url, **asked).choices[0].message.content
+
+
+def test_errors_keep_their_shape(single):
+    with pytest.raises(openai.BadRequestError) as refused:
+        chat(single[0], max_tokens=2048)
+    assert refused.value.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("streaming", [True, False], ids=["streamed", "whole"])
+def test_a_client_that_leaves_is_not_answered_any_more(single, streaming):
+    def cancelled():
+        counted = httpx.get(f"{single[0]}/metrics").text.splitlines()
+        lines = [line for line in counted if 'requests_total{outcome="cancelled"}' in line]
+        return sum(float(line.split()[-1]) for line in lines)
+
+    before = cancelled()
+    if streaming:
+        stream = chat(single[0], stream=True, **LONG)
+        next(stream)
+        stream.close()
+    else:
+        with pytest.raises(openai.APITimeoutError):
+            chat(single[0], timeout=0.3, **LONG)
+    assert until(lambda: cancelled() == before + 1, 10)
+
+
+def test_a_replica_whose_engine_only_fails_is_replaced(single):
+    url, handle = single
+    (broken,) = replicas("single")
+    handle.fail.remote().result()
+    for _ in range(3):
+        with pytest.raises(openai.InternalServerError):
+            chat(url, max_tokens=2)
+    assert until(lambda: replicas("single") not in (set(), {broken}), 60)
+    assert chat(url, max_tokens=2, max_retries=5).choices
+
+
+def test_a_key_is_asked_for(served):
+    with pytest.raises(openai.AuthenticationError):
+        chat(served[0], key="wrong")
+    assert chat(served[0], max_tokens=2).choices
+
+
+def test_a_crowd_is_answered_or_told_to_come_again(served):
+    url, _ = served
+    statuses = []
+    client = httpx.Client(event_hooks={"response": [lambda reply: statuses.append(reply.status_code)]}, timeout=60)
+
+    def ask(number):
+        return chat(url, max_retries=20, http_client=client, seed=number, max_tokens=20).choices
+
+    with ThreadPoolExecutor(30) as crowd:
+        assert all(crowd.map(ask, range(30)))
+    assert set(statuses) == {200, 503}
+
+
+@pytest.mark.usefixtures("kernels")
+def test_no_request_is_lost_with_a_replica(served):
+    """Whoever asks again gets the same answer; OpenAI's client does so by itself, but for streams that have begun."""
+    url, _ = served
+    statuses, broken = [], []
+    client = httpx.Client(event_hooks={"response": [lambda reply: statuses.append(reply.status_code)]}, timeout=60)
+
+    def ask(number):
+        settings = {
+            "seed": number,
+            "temperature": number % 3 / 2,
+            "max_tokens": 300,
+            "extra_body": {"ignore_eos": True},
+        }
+        if number % 4:
+            return chat(url, max_retries=8, http_client=client, **settings).choices[0].message.content
+        while True:
+            try:
+                stream = chat(url, max_retries=8, http_client=client, stream=True, **settings)
+                return "".join(chunk.choices[0].delta.content for chunk in stream)
+            except (openai.APIError, httpx.TransportError) as error:
+                broken.append(error)
+
+    expected = [ask(number) for number in range(16)]
+    assert len(set(expected)) > 8
+    assert (set(statuses), broken) == ({200}, [])
+    before = replicas("arbordraft")
+    with ThreadPoolExecutor(8) as crowd:
+        answers = [crowd.submit(ask, number) for number in range(16)]
+        assert until(lambda: any(answer.done() for answer in answers), 60)
+        ray.kill(ray.get_actor(min(before), namespace="serve"))
+        assert [answer.result(60) for answer in answers] == expected
+    assert broken or max(statuses) >= 500, "nobody noticed"
+    assert until(lambda: len(replicas("arbordraft")) == 2 and replicas("arbordraft") != before, 60)
+
+
+def test_an_interrupt_lets_answers_end(served):
+    url, process = served
+    stream = chat(url, stream=True, **LONG)
+    chunks = [next(stream)]
+    process.send_signal(signal.SIGTERM)
+    chunks += stream
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert process.wait(60) == 0
+    assert "arbordraft" not in serve.status().applications
+
+
+@pytest.mark.usefixtures("kernels")
+def test_two_actors_answer_like_one_engine(cluster, folder, tmp_path, monkeypatch):
+    texts = ["hello", "hello", "who is it", *(f"number {number}" for number in range(6)), "a" * 2100]
+    rows = [{"id": at, "prompt": text} for at, text in enumerate(texts)]
+    prompts, answers = tmp_path / "prompts.jsonl", tmp_path / "answers"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = f"{prompts} {answers} --model={folder} --drafter=ngram --max-new-tokens=40 --temperature=1"
+    command += f" --max-tokens=4000 --batch=2 --actors=2 --cpus-per-actor={SHARE}"
+    monkeypatch.setattr(sys, "argv", ["ray_batch.py", *command.split()])
+    example = runpy.run_path(str(EXAMPLES / "ray_batch.py"), run_name="__main__")
+    lines = [line for file in answers.iterdir() for line in file.read_text().splitlines()]
+    found = sorted(map(json.loads, lines), key=lambda row: row["id"])
+
+    def alone(seed):
+        request = {"max_new_tokens": 40, "temperature": 1.0, "top_p": 1.0, "seed": seed}
+        answer = example["Answers"](folder, "ngram", {"max_tokens": 4000}, request)
+        return answer(pa.Table.from_pylist(rows)).to_pylist()
+
+    assert found == alone(0)
+    assert found != alone(1)
+    assert found[0]["answer"] != found[1]["answer"]  # their ids differ
+    assert {row["finish_reason"] for row in found[:-1]} <= {"stop", "length"}
+    assert (found[-1]["answer"], found[-1]["finish_reason"]) == (None, None)
+    assert "positions" in found[-1]["error"]
+
+
+def test_a_file_without_prompts_is_refused_at_once(cluster, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "texts.jsonl"
+    path.write_text('{"text": "hello"}\n')
+    monkeypatch.setattr(sys, "argv", ["ray_batch.py", str(path), str(tmp_path / "answers")])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(EXAMPLES / "ray_batch.py"), run_name="__main__")
+    assert "it needs prompt" in capsys.readouterr().err
