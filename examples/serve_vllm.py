@@ -29,7 +29,8 @@ from arbordraft.prompts import MIXED, REPEATING, VARIED, chat_batch
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "compare"))
-from vllm_process import Tokens, Vllm, VllmConfig, find_vllm  # noqa: E402
+from peers import Config, Peer, Tokens, find  # noqa: E402
+from vllm_cpu import config as vllm_config  # noqa: E402
 
 PROMPTS = [*VARIED, *MIXED, *REPEATING[:4]]  # 20
 TOLERANCE = 0.05  # relative difference of mean acceptance lengths
@@ -69,12 +70,11 @@ def ours(drafter: Path, prompts: list[str], levels: int, new_tokens: int) -> tup
     return tokens, answers(output, inputs), Acceptance("arbordraft", 1 + sum(rates), rates, chains, 0, len(prompts))
 
 
-def served(
-    python: Path, config: VllmConfig, model: Path, prompts: Tokens, new_tokens: int, logs: Path
-) -> tuple[Tokens, dict[str, Any]]:
+def served(python: Path, config: Config, prompts: Tokens, new_tokens: int, logs: Path) -> tuple[Tokens, dict[str, Any]]:
     """vLLM's answers, and what it counted."""
-    with closing(Vllm(python, config, model, logs / f"{config.name}.log")) as vllm:
-        return vllm.generate_counted(prompts, new_tokens)
+    with closing(Peer("vLLM", "vllm_cpu", python, config, logs / f"{config.name}.log")) as vllm:
+        answer = vllm.generate(prompts, new_tokens)
+        return answer.tokens, answer.counters
 
 
 def main() -> int:
@@ -91,7 +91,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args()
     console = Console(highlight=False)
-    version, line = find_vllm(arguments.vllm_python)
+    version, line = find("vLLM", "vllm", arguments.vllm_python)
     console.print(line, soft_wrap=True)
     if arguments.check or version is None:
         return 0
@@ -103,8 +103,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         console.print("vLLM without drafts: starting")
-        alone = VllmConfig("plain", "float32", counted=True)
-        plain, _ = served(arguments.vllm_python, alone, model, tokens, arguments.new_tokens, folder)
+        alone = vllm_config("plain", model, "float32", counted=True)
+        plain, _ = served(arguments.vllm_python, alone, tokens, arguments.new_tokens, folder)
 
         def equal(texts: Tokens) -> int:
             return sum(map(eq, texts, plain))
@@ -118,9 +118,9 @@ def main() -> int:
             console.print(f"vLLM with the drafter in the layout {layout}: starting")
             settings = {"method": arguments.method, "model": str(drafter), "num_speculative_tokens": arguments.levels}
             # The speculators layout names its target itself: that folder alone is served.
-            config = VllmConfig(layout, "float32", None if layout == "speculators" else settings, counted=True)
-            place = drafter if layout == "speculators" else model
-            texts, counted = served(arguments.vllm_python, config, place, tokens, arguments.new_tokens, folder)
+            place, speculative = (drafter, None) if layout == "speculators" else (model, settings)
+            config = vllm_config(layout, place, "float32", speculative, counted=True)
+            texts, counted = served(arguments.vllm_python, config, tokens, arguments.new_tokens, folder)
             chains = counted["num_drafts"]
             rates = [count / chains for count in counted["num_accepted_tokens_per_pos"]]
             length = 1 + counted["num_accepted_tokens"] / chains

@@ -84,13 +84,21 @@ def test_every_example_is_tested():
 
 
 @pytest.mark.parametrize(
-    "script", [COMPARE / "vllm_cpu.py", ROOT / "examples" / "serve_vllm.py"], ids=lambda at: at.name
+    ("script", "options", "peer", "library"),
+    [
+        ("compare/vllm_cpu.py", ["--python"], "vLLM", "vllm"),
+        ("compare/openvino_cpu.py", ["--python"], "OpenVINO GenAI", "openvino_genai"),
+        ("compare/llama_cpp.py", ["--gguf", "no.gguf", "--python"], "llama.cpp", "xllamacpp"),
+        ("compare/serving.py", ["--vllm-python"], "vLLM", "vllm"),
+        ("serve_vllm.py", ["--vllm-python"], "vLLM", "vllm"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and value.endswith(".py") else "",
 )
-def test_comparison_says_that_vllm_is_missing(tmp_path, script):
+def test_comparison_says_that_the_peer_is_missing(tmp_path, script, options, peer, library):
     venv.create(tmp_path, symlinks=True)
-    shown = run(str(script), "--check", "--vllm-python", str(tmp_path / "bin" / "python"))
-    assert shown.startswith("vLLM is not measured: ")
-    assert "No module named 'vllm'" in shown
+    shown = run(str(ROOT / "examples" / script), "--check", *options, str(tmp_path / "bin" / "python"))
+    assert shown.startswith(f"{peer} is not measured: ")
+    assert f"No module named '{library}'" in shown
     assert shown.count("\n") == 1
 
 
@@ -127,27 +135,81 @@ def stops(process: int) -> bool:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_comparison_freezes_vllm_between_requests(tmp_path, monkeypatch):
+def test_comparison_freezes_a_peer_between_requests(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(COMPARE)
-    from vllm_process import Vllm, VllmConfig, VllmError
+    from peers import Peer, PeerError
+    from vllm_cpu import config
 
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     tmp_path.joinpath("vllm.py").write_text(FAKE_VLLM)
-    vllm = Vllm(Path(sys.executable), VllmConfig("n-gram", "bfloat16", {"method": "ngram"}), tmp_path, tmp_path / "log")
+    counting = config("n-gram", tmp_path, speculative={"method": "ngram"}, counted=True)
+    vllm = Peer("vLLM", "vllm_cpu", Path(sys.executable), counting, tmp_path / "log")
     try:
         for _ in range(2):
-            assert vllm.generate([[7, 8], [9]], 3)[1] == [[7, 7, 7], [9, 9, 9]]
-            assert stops(vllm.process.pid)
+            answer = vllm.generate([[7, 8], [9]], 3)
+            assert answer.tokens == [[7, 7, 7], [9, 9, 9]]
+            assert answer.counters == {"num_drafts": 4, "num_accepted_tokens_per_pos": [3, 1]}
+            assert stops(vllm.program.process.pid)
         assert vllm.cpu_seconds() > 0
-        counters = {"num_drafts": 4, "num_accepted_tokens_per_pos": [3, 1]}
-        assert vllm.generate_counted([[7]], 2) == ([[7, 7]], counters)
     finally:
         vllm.close()
-    assert set(vllm.log.read_text().split()) == {"starting", "decoding"}
+    assert set(vllm.program.log.read_text().split()) == {"starting", "decoding"}
 
     tmp_path.joinpath("vllm.py").write_text("raise RuntimeError('broken')")
-    with pytest.raises(VllmError, match="broken"):
-        Vllm(Path(sys.executable), VllmConfig("plain", "bfloat16"), tmp_path, tmp_path / "log")
+    with pytest.raises(PeerError, match="broken"):
+        Peer("vLLM", "vllm_cpu", Path(sys.executable), config("plain", tmp_path), tmp_path / "log")
+
+
+def test_prompts_under_load_have_the_lengths_that_are_asked_for(monkeypatch):
+    monkeypatch.syspath_prepend(COMPARE)
+    from passages import prompts
+
+    from arbordraft.pretrained import load_smollm2
+
+    _, tokenizer = load_smollm2()
+    texts = list(prompts(tokenizer, 24, seed=3))
+    assert texts == list(prompts(tokenizer, 24, seed=3))
+    assert set(texts).isdisjoint(prompts(tokenizer, 24, seed=4))
+    turns = ([{"role": "user", "content": text}] for text in texts)
+    lengths = [len(tokenizer.apply_chat_template(turn, add_generation_prompt=True)["input_ids"]) for turn in turns]
+    assert min(lengths) < 200 < 500 < max(lengths)
+    assert all(45 <= length <= 1020 for length in lengths)
+
+
+@pytest.mark.parametrize(
+    ("greets", "first"), [(False, 100.0), (True, 150.0)], ids=["text at once", "a greeting before the text"]
+)
+def test_a_greeting_is_no_first_token(monkeypatch, greets, first):
+    monkeypatch.syspath_prepend(COMPARE)
+    from servers import ServerKind
+    from serving import Load, measure
+
+    class Program:
+        def cpu_seconds(self):
+            return 0.0
+
+        def freeze(self):
+            pass
+
+    class Known:
+        kind, program = ServerKind("known", [], greets=greets), Program()
+
+        def wake(self):
+            pass
+
+        def run(self, *_):
+            return {
+                "errors": ["", "gone"],
+                "ttfts": [0.1, 0],
+                "itls": [[0.05, 0.2], []],
+                "output_lens": [3, 0],
+                "duration": 2,
+            }
+
+    cell = measure(Known(), Known(), Load(clients=1), [], tokens=3, limit=1)
+    assert cell.first_token == [first] * 3
+    assert cell.between[2] == pytest.approx(200, abs=3)
+    assert (cell.requests, cell.failed, cell.tokens_per_second, cell.counted) == (2, 1, 1.5, 1.0)
 
 
 def test_readme_shows_the_quickstart():

@@ -1,6 +1,6 @@
-"""Engines that decode the same batches take turns. Nothing is said here of which engines those are, save vLLM."""
+"""Engines that decode the same batches take turns: those of this process, and at most one peer beside them."""
 
-import os
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -8,16 +8,17 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import chain
 from operator import eq
-from pathlib import Path
 
+from peers import Config, Peer, Tokens
+from processes import machine_seconds
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
-from vllm_process import Tokens, Vllm, VllmConfig
 
 from arbordraft.bench.measure import Measurement
 from arbordraft.prompts import chat_batch
 
-TRIALS = 2  # calls per batch to find the fastest of several ways to run vLLM
+GENERATE = "generate"  # of transformers
+TRIALS = 2  # calls per batch to find the fastest of several ways to run a peer
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,12 @@ class Batch:
 
 @dataclass(frozen=True)
 class Run:
-    """One timed call; and how many cores this process, vLLM's and all others kept busy meanwhile."""
+    """One timed call; and how many cores this process, the peer's and all others kept busy meanwhile."""
 
     seconds: float
     answers: Tokens
     own_cores: float
-    vllm_cores: float
+    peer_cores: float
     other_cores: float
 
     @property
@@ -53,9 +54,17 @@ class Run:
 
 @dataclass(frozen=True)
 class Case:
-    """All rounds of one batch, beside one vLLM or none."""
+    """All rounds of one batch.
 
-    vllm: str
+    Args:
+        beside: the peer and how it was run.
+        peer: its name among the engines; empty without one.
+        batch: number of prompts.
+        runs: by engine.
+    """
+
+    beside: str
+    peer: str
     batch: int
     runs: dict[str, list[Run]]
 
@@ -69,9 +78,13 @@ class Case:
         return statistics.median(run.speed / other.speed for run, other in rounds)
 
     def pairs(self) -> list[tuple[str, str]]:
-        """What is compared: every engine with `generate` and with vLLM."""
-        references = [name for name in ("generate", "vLLM") if name in self.runs]
-        return [(name, reference) for reference in references for name in self.runs if name != reference]
+        """What is compared: every engine with its references."""
+        return [(name, reference) for reference in self.references for name in self.runs if name != reference]
+
+    @property
+    def references(self) -> list[str]:
+        """Transformers and the peer, as far as they are there."""
+        return [name for name in (GENERATE, self.peer) if name in self.runs]
 
     def same_answers(self, engine: str, reference: str) -> int:
         """How many answers of the first round are equal."""
@@ -80,7 +93,7 @@ class Case:
     def measurement(self, engine: str, reference: str) -> Measurement:
         """One pair as it is stored."""
         ours, other = (statistics.median(run.seconds for run in self.runs[name]) * 1e3 for name in (engine, reference))
-        case = f"{self.vllm}, batch {self.batch}, {engine} against {reference}"
+        case = f"{self.beside}, batch {self.batch}, {engine} against {reference}"
         detail = (
             f"{self.speed(engine):.1f} against {self.speed(reference):.1f} tokens/s, "
             f"{self.same_answers(engine, reference)} of {self.batch} answers equal"
@@ -118,39 +131,44 @@ class Task:
 
         return run
 
-    def cases(self, engines: dict[str, Engine], repeats: int, vllm: Vllm | None) -> list[Case]:
+    def cases(self, engines: dict[str, Engine], repeats: int, peer: Peer | None) -> list[Case]:
         """Measures every batch."""
-        beside = "no vLLM" if vllm is None else f"vLLM {vllm.config.name}"
-        if vllm is not None:
-            engines = {**engines, "vLLM": lambda batch: vllm.generate(batch.prompts, self.new_tokens)}
+        beside, name = "no peer", ""
+        if peer is not None:
+            beside, name = f"{peer.name} {peer.config.name}", peer.name
+            engines = {**engines, name: lambda batch: _asked(peer, batch, self.new_tokens)}
         cases = []
         for batch in self.batches:
             self.tell(f"{beside}, batch {len(batch.prompts)}: measuring {', '.join(engines)}")
-            runs = _take_turns(engines, batch, repeats, vllm)
+            runs = _take_turns(engines, batch, repeats, peer)
             self._check(runs)
-            cases.append(Case(beside, len(batch.prompts), runs))
+            cases.append(Case(beside, name, len(batch.prompts), runs))
         return cases
 
     def beside(
         self,
-        configs: Sequence[VllmConfig],
-        start: Callable[[VllmConfig], Vllm],
+        configs: Sequence[Config],
+        start: Callable[[Config], Peer],
         engines: dict[str, Engine],
         repeats: int,
     ) -> tuple[list[Case], list[Case]]:
-        """Cases of vLLM alone in every way, and of all engines beside the way that was fastest over all batches."""
+        """Cases of a peer alone in every way, and of all engines beside the way that was fastest over all batches."""
         alone: list[Case] = []
         with ExitStack() as stack:
             fastest, highest = None, 0.0
             for config in configs:
-                vllm = stack.enter_context(closing(start(config)))
-                cases = self.cases({}, TRIALS, vllm)
-                alone += cases
-                speed = statistics.geometric_mean(case.speed("vLLM") for case in cases)
+                peer = stack.enter_context(closing(start(config)))
+                if len(configs) > 1:
+                    cases = self.cases({}, TRIALS, peer)
+                    alone += cases
+                    speed = statistics.geometric_mean(case.speed(peer.name) for case in cases)
+                else:
+                    speed = math.inf
+                loser = peer
                 if speed > highest:
-                    vllm, fastest, highest = fastest, vllm, speed
-                if vllm is not None:
-                    vllm.close()
+                    loser, fastest, highest = fastest, peer, speed
+                if loser is not None:
+                    loser.close()
             return alone, self.cases(engines, repeats, fastest)
 
     def _cut(self, answer: list[int]) -> list[int]:
@@ -166,7 +184,12 @@ class Task:
                     raise RuntimeError(f"{name} gave {len(answer)} tokens that end with {answer[-1:]}")
 
 
-def _take_turns(engines: dict[str, Engine], batch: Batch, repeats: int, vllm: Vllm | None) -> dict[str, list[Run]]:
+def _asked(peer: Peer, batch: Batch, new_tokens: int) -> tuple[float, Tokens]:
+    answer = peer.generate(batch.prompts, new_tokens)
+    return answer.seconds, answer.tokens
+
+
+def _take_turns(engines: dict[str, Engine], batch: Batch, repeats: int, peer: Peer | None) -> dict[str, list[Run]]:
     """Every engine once unmeasured, then rounds in which each begins in turn."""
     for engine in engines.values():
         engine(batch)
@@ -175,24 +198,17 @@ def _take_turns(engines: dict[str, Engine], batch: Batch, repeats: int, vllm: Vl
     for turn in range(repeats):
         first = turn % len(names)
         for name in names[first:] + names[:first]:
-            runs[name].append(_timed(engines[name], batch, vllm))
+            runs[name].append(_timed(engines[name], batch, peer))
     return runs
 
 
-def _timed(engine: Engine, batch: Batch, vllm: Vllm | None) -> Run:
+def _timed(engine: Engine, batch: Batch, peer: Peer | None) -> Run:
     """One call, and who kept the machine busy during it."""
 
     def used() -> tuple[float, float, float, float]:
-        return time.perf_counter(), time.process_time(), vllm.cpu_seconds() if vllm else 0.0, _machine_seconds()
+        return time.perf_counter(), time.process_time(), peer.cpu_seconds() if peer else 0.0, machine_seconds()
 
     before = used()
     seconds, answers = engine(batch)
     wall, own, theirs, machine = (after - start for after, start in zip(used(), before, strict=True))
     return Run(seconds, answers, own / wall, theirs / wall, max(0.0, machine - own - theirs) / wall)
-
-
-def _machine_seconds() -> float:
-    """For how long the machine's cores have been busy, or taken away by a hypervisor."""
-    ticks = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
-    user, nice, system, _idle, _waiting, interrupts, soft, stolen = map(int, ticks)
-    return (user + nice + system + interrupts + soft + stolen) / os.sysconf("SC_CLK_TCK")

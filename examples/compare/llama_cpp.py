@@ -1,0 +1,104 @@
+"""Greedy decoding on a CPU, measured in one run: arbordraft, transformers' generate and llama.cpp.
+
+llama.cpp's server decodes plainly and with its own lookup in the text, called in its process by xllamacpp; see
+README.md and program.py.
+"""
+
+import argparse
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from peers import Config, Generate, Tokens
+
+NGRAMS = ["4:8", "3:4", "12:48"]  # as long as what pays here; short drafts; its default
+
+
+def load(settings: dict[str, Any]) -> Generate:
+    """Starts a server within this process, with a slot for every prompt of the largest batch."""
+    import xllamacpp
+
+    parameters = xllamacpp.CommonParams()
+    parameters.model.path = settings["model"]
+    for name, value in settings["parameters"].items():
+        setattr(parameters, name, value)
+    for threads in (parameters.cpuparams, parameters.cpuparams_batch):
+        threads.n_threads = settings["threads"]
+    if settings["ngram"]:
+        parameters.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
+        lookup = parameters.speculative.ngram_simple
+        lookup.size_n, lookup.size_m = settings["ngram"]
+    server = xllamacpp.Server(parameters)
+
+    def generate(prompts: Tokens, new_tokens: int) -> tuple[Tokens, dict[str, Any]]:
+        def answer(prompt: list[int]) -> list[int]:
+            sampling = {"temperature": 0, "samplers": ["top_k"], "top_k": 1, "n_predict": new_tokens}
+            asked = {"prompt": prompt, "return_tokens": True, "verbose": True, "cache_prompt": False}
+            return server.handle_completions(asked | sampling)["__verbose"]["tokens"]  # OpenAI's reply has none
+
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            return list(pool.map(answer, prompts)), {}
+
+    return generate
+
+
+def quantised(source: Path, target: Path, kind: str) -> Path:
+    """A GGUF file with the matrices of another one in another format."""
+    from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, LlamaFileType
+    from gguf.quants import dequantize, quantize
+
+    reader = GGUFReader(source)
+    known = {name: field for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    writer = GGUFWriter(target, known.pop("general.architecture").contents())
+    known.pop("general.file_type", None)
+    writer.add_file_type(LlamaFileType[f"MOSTLY_{kind}"])
+    for name, field in known.items():
+        element = field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
+        writer.add_key_value(name, field.contents(), field.types[0], element)
+    for tensor in reader.tensors:
+        values = dequantize(tensor.data, tensor.tensor_type)
+        wanted = GGMLQuantizationType[kind if len(tensor.shape) > 1 else "F32"]
+        writer.add_tensor(tensor.name, quantize(values, wanted), raw_dtype=wanted)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
+
+
+def configs(arguments: argparse.Namespace, _model: Path, scratch: Path) -> list[list[Config]]:
+    """Plain and with lookup; of the lookups the fastest is compared."""
+    file = arguments.gguf
+    if arguments.weights is not None:
+        file = quantised(file, scratch / f"{arguments.weights}.gguf", arguments.weights)
+    slots = max(arguments.batches)
+    parameters = {
+        "n_parallel": slots,
+        "n_ctx": 2048 * slots,
+        "fit_params": False,  # or it would choose the size itself
+        "cache_prompt": False,  # the other engines read every prompt anew
+        "cache_ram_mib": 0,
+        "n_threads_http": slots,
+    }
+
+    def config(ngram: str | None) -> Config:
+        name = f"{file.stem}, {f'n-gram {ngram}' if ngram else 'plain'}"
+        drafts = list(map(int, ngram.split(":"))) if ngram else None
+        settings = {"model": str(file), "parameters": parameters, "threads": arguments.threads, "ngram": drafts}
+        return Config(name, settings)
+
+    return [[config(None)], [config(ngram) for ngram in arguments.ngrams]]
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Those of llama.cpp alone."""
+    parser.add_argument("--gguf", type=Path, required=True, help="file of the model")
+    parser.add_argument("--weights", choices=["Q8_0", "Q4_0", "Q4_1", "BF16"], help="another format than the file's")
+    parser.add_argument("--ngrams", nargs="+", default=NGRAMS, metavar="LOOKED-UP:DRAFTED", help="of llama.cpp")
+
+
+if __name__ == "__main__":
+    from program import PeerKind, run
+
+    sys.exit(run(PeerKind("llama.cpp", "xllamacpp", __file__, options, configs), __doc__))

@@ -1,0 +1,47 @@
+"""Prompts of chosen lengths, made of real text that every Python brings along. The same seed gives the same prompts."""
+
+import json
+import math
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from pydoc_data.topics import topics
+
+from transformers import PreTrainedTokenizerBase
+
+TASKS = (
+    "Summarise this passage in a few sentences.",
+    "List the most important points of this passage.",
+    "Explain this passage to somebody who begins to program.",
+    "Write three questions about this passage, and answer them.",
+)
+QUESTIONS = Path(__file__).resolve().parents[1] / "questions.jsonl"
+
+
+def prompts(
+    tokenizer: PreTrainedTokenizerBase, count: int, seed: int, shortest: int = 50, longest: int = 1000
+) -> Iterator[str]:
+    """Questions about passages of Python's reference, and between them questions alone, behind some context.
+
+    Args:
+        tokenizer: counts.
+        count: how many.
+        seed: chooses.
+        shortest: tokens, chat template included; lengths are spread evenly by their logarithm.
+        longest: tokens.
+    """
+    drawn = random.Random(seed)
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    reference = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    questions = [json.loads(line)["turns"][0] for line in QUESTIONS.read_text().splitlines()]
+
+    def tokens(prompt: str) -> int:
+        messages = [{"role": "user", "content": prompt}]
+        return len(tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"])
+
+    for number in range(count):
+        length = round(math.exp(drawn.uniform(math.log(shortest), math.log(longest))))
+        task = drawn.choice(questions if number % 4 == 0 else TASKS)
+        room = max(1, length - tokens(f"{task}\n\n"))
+        start = drawn.randrange(len(reference) - room)
+        yield f"{task}\n\n{tokenizer.decode(reference[start : start + room])}"

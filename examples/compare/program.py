@@ -1,0 +1,240 @@
+"""The program around a peer: greedy decoding on a CPU, measured in one run by arbordraft, transformers and the peer.
+
+All engines decode the same chats of SmolLM2-135M-Instruct on the same cores, up to the same end of an answer. They take
+turns, so that a slow moment of the machine meets all of them; whole calls are timed, prompts included. A peer lives in
+an environment of its own; without it the others are measured alone. Linux only.
+"""
+
+import argparse
+import json
+import os
+import re
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from peers import Config, Peer, PeerError, find
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from rounds import GENERATE, Batch, Case, Engine, Task
+
+import arbordraft
+from arbordraft import SpeculativeDecoder, builders
+from arbordraft.bench.measure import save
+from arbordraft.loading import load_drafter
+from arbordraft.pretrained import NAME, fetch_smollm2, load_smollm2
+from arbordraft.prompts import MIXED, VARIED, read_prompts
+
+QUIET = 0.05  # share of the cores that others may take before the figures come with a warning
+console = Console(highlight=False)
+
+
+@dataclass(frozen=True)
+class PeerKind:
+    """What there is to know of a peer; the rest is in its file.
+
+    Args:
+        name: for people.
+        library: what its environment must be able to import.
+        file: its file, whose ``load`` runs in that environment.
+        options: adds those that it alone has.
+        configs: groups of ways to run it by the options, the model's folder and a folder to fill; the fastest of each
+            group is compared.
+    """
+
+    name: str
+    library: str
+    file: str
+    options: Callable[[argparse.ArgumentParser], None]
+    configs: Callable[[argparse.Namespace, Path, Path], list[list[Config]]]
+
+
+def decoders(load: dict[str, Any], drafter: Path | None) -> dict[str, SpeculativeDecoder]:
+    """The decoders of arbordraft that are compared.
+
+    Args:
+        load: arguments of ``arbordraft.load``.
+        drafter: folder of a trained one, which is then compared, too, with lookups.
+    """
+    target = arbordraft.load(drafter="none", costs=None, **{"dtype": "bfloat16"} | load).target
+    ours = {"plain": builders.plain(target), "n-gram": builders.lookup(target)}
+    if drafter is not None:
+        ours["drafter and n-gram"] = builders.fitted(target, load_drafter(drafter, target), lookup=True)
+    return ours
+
+
+@dataclass
+class Findings:
+    """All that was measured."""
+
+    cases: list[Case] = field(default_factory=list)
+    alone: list[Case] = field(default_factory=list)  # of the peer without the others
+    peers: list[dict[str, Any]] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+
+def compare(
+    kind: PeerKind, python: Path, groups: list[list[Config]], task: Task, engines: dict[str, Engine], repeats: int
+) -> Findings:
+    """Measures our engines beside every group of ways to run the peer."""
+    findings = Findings()
+
+    def start(config: Config) -> Peer:
+        task.tell(f"{kind.name} {config.name}: starting, which may take minutes")
+        peer = Peer(kind.name, Path(kind.file).stem, python, config, logs / f"{len(findings.peers)}.log")
+        console.print(f"{kind.name} {config.name}: up after {peer.start_seconds:.0f} s")
+        set_by_all = {
+            name: value for name, value in os.environ.items() if re.match("VLLM_|OMP_|KMP_|GOMP_|LD_PRE", name)
+        }
+        environment = {name: _without_folders(value) for name, value in (set_by_all | config.environment).items()}
+        settings = json.loads(_without_folders(json.dumps(config.settings)))
+        about = {"name": config.name, "environment": environment, "settings": settings}
+        findings.peers.append(about | {"start_seconds": peer.start_seconds})
+        return peer
+
+    with tempfile.TemporaryDirectory() as folder:
+        logs = Path(folder)
+        for configs in groups:
+            try:
+                alone, cases = task.beside(configs, start, engines, repeats)
+            except PeerError as error:
+                findings.errors.append(str(error))
+            else:
+                findings.alone += alone
+                findings.cases += cases
+    return findings
+
+
+def show(findings: Findings) -> None:
+    """Prints what was found: speeds, their ratios, and how many answers are those of the first engine."""
+    for error in findings.errors:
+        console.print(Text(error, style="red"))
+    for beside in dict.fromkeys(case.beside for case in findings.cases):
+        cases = [case for case in findings.cases if case.beside == beside]
+        references = cases[0].references
+        first = next(iter(cases[0].runs))
+        table = Table("batch", "engine", "tokens/s", *(f"/ {name}" for name in references), f"as {first}", title=beside)
+        for column in table.columns[2:]:
+            column.justify = "right"
+        for case in cases:
+            for name in case.runs:
+                ratios = [f"{case.ratio(name, reference):.2f} x" for reference in references]
+                same = f"{case.same_answers(name, first)} of {case.batch}"
+                table.add_row(str(case.batch), name, f"{case.speed(name):.1f}", *ratios, same)
+            table.add_section()
+        console.print(table)
+    if findings.cases:
+        show_disturbance(findings.cases)
+
+
+def show_disturbance(cases: Sequence[Case]) -> None:
+    """Prints what else kept the machine busy while an engine was timed."""
+    timed = [(name == case.peer, run) for case in cases for name, runs in case.runs.items() for run in runs]
+    peer = max((run.peer_cores for is_peer, run in timed if not is_peer), default=0.0)
+    own = max((run.own_cores for is_peer, run in timed if is_peer), default=0.0)
+    others = [run.other_cores for _, run in timed]
+    console.print(f"cores kept busy while the other was timed: at most {peer:.2f} by the peer, {own:.2f} here")
+    usual, worst = statistics.median(others), max(others)
+    console.print(f"cores that other programs or a hypervisor took: {usual:.2f} in the median, {worst:.2f} at most")
+    if usual > QUIET * (os.cpu_count() or 1):
+        console.print("[red]the machine was not quiet, and engines that use every core suffer most: measure again")
+
+
+def store(path: Path, findings: Findings, **settings: Any) -> None:
+    """Writes the medians as measurements, and the rest as their settings."""
+    rounds = [
+        {"case": case.beside, "batch": case.batch, "engine": name, "tokens": sum(map(len, run.answers))}
+        | {key: round(value, 4) for key, value in vars(run).items() if key != "answers"}
+        for case in findings.cases
+        for name, runs in case.runs.items()
+        for run in runs
+    ]
+    trials = [
+        {"case": case.beside, "batch": case.batch, "tokens_per_second": case.speed(case.peer)}
+        for case in findings.alone
+    ]
+    measurements = [case.measurement(*pair) for case in findings.cases for pair in case.pairs()]
+    sys.argv[1:] = [_without_folders(argument) for argument in sys.argv[1:]]  # they become part of the provenance
+    save(path, measurements, **settings, peers=findings.peers, alone=trials, errors=findings.errors, rounds=rounds)
+
+
+def _without_folders(text: str) -> str:
+    """Where files lie on this machine says nothing to those who read the results."""
+    return re.sub(r'[^\s=:"]*/', "", text)
+
+
+def _argument(text: str) -> tuple[str, Any]:
+    """``NAME=VALUE``, the value as JSON or else as a text."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def _parse(kind: PeerKind, description: str | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", type=Path, help=f"Python of the environment that {kind.name} is installed in")
+    parser.add_argument("--check", action="store_true", help=f"only tell whether {kind.name} can be measured")
+    parser.add_argument(
+        "--load", type=_argument, nargs="+", default=[], metavar="NAME=VALUE", help="of arbordraft.load"
+    )
+    parser.add_argument("--drafter", type=Path, help="folder of a trained drafter, to compare too")
+    parser.add_argument("--without-generate", action="store_true", help="leave transformers out")
+    parser.add_argument("--prompts", type=Path, help="file in MT-Bench's format; by default built-in prompts")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8, 16])
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=5, help="rounds per batch; medians are reported")
+    parser.add_argument("--threads", type=int, default=2, help="cores that every engine may use")
+    parser.add_argument("--json", type=Path, help="write the figures and their provenance to this file")
+    kind.options(parser)
+    return parser.parse_args()
+
+
+def run(kind: PeerKind, description: str | None) -> int:
+    """Runs the comparison; the exit status is 1 if the peer can be imported but fails."""
+    arguments = _parse(kind, description)
+    version, line = find(kind.name, kind.library, arguments.python)
+    console.print(Text(line), soft_wrap=True)
+    if arguments.check:
+        return 0
+    texts = list(chain.from_iterable(zip(VARIED, MIXED, strict=True)))
+    if arguments.prompts is not None:
+        texts = read_prompts(arguments.prompts)
+    if len(texts) < max(arguments.batches):
+        sys.exit(f"a batch of {max(arguments.batches)} needs as many prompts, and there are {len(texts)}")
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])  # the peer inherits it
+    torch.set_num_threads(arguments.threads)
+
+    folder = fetch_smollm2()
+    model, tokenizer = load_smollm2(torch.bfloat16)
+    batches = [Batch.of(tokenizer, texts[:size]) for size in sorted(arguments.batches)]
+    end = model.generation_config.eos_token_id
+    load = dict(arguments.load)
+    with console.status("") as status, tempfile.TemporaryDirectory() as scratch:
+        task = Task(batches, arguments.max_new_tokens, {end} if isinstance(end, int) else set(end), status.update)
+        ours = decoders(load, arguments.drafter)
+        engines = {f"arbordraft {name}": task.in_process(decoder.generate) for name, decoder in ours.items()}
+        if not arguments.without_generate:
+            engines[GENERATE] = task.in_process(model.generate)
+        if version is None:
+            findings = Findings(task.cases(engines, arguments.repeats, None))
+        else:
+            groups = kind.configs(arguments, folder, Path(scratch))
+            findings = compare(kind, arguments.python, groups, task, engines, arguments.repeats)
+    show(findings)
+    if arguments.json is not None:
+        settings = {"model": NAME, "load": load, "max_new_tokens": arguments.max_new_tokens}
+        settings |= {"prompts": arguments.prompts.name if arguments.prompts else "built in"}
+        store(arguments.json, findings, **settings, repeats=arguments.repeats, peer=kind.name, peer_version=version)
+        console.print(f"wrote {arguments.json}")
+    return len(findings.errors) > 0
