@@ -1,18 +1,23 @@
 """Answers in OpenAI's shapes: whole, or as the chunks of a stream."""
 
+import secrets
 import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from string import ascii_letters, digits
 from typing import Any, Literal
 
 from openai import BaseModel
 from openai.types import Completion, CompletionChoice, CompletionUsage
 from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage, chat_completion
 from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
-from openai.types.chat.chat_completion_chunk import ChoiceDelta
+from openai.types.chat.chat_completion_chunk import ChoiceDelta, ChoiceDeltaToolCall
+from openai.types.chat.chat_completion_chunk import ChoiceDeltaToolCallFunction as DeltaFunction
 from openai.types.chat.chat_completion_chunk import ChoiceLogprobs as ChunkLogprobs
+from openai.types.chat.chat_completion_message_function_tool_call import ChatCompletionMessageFunctionToolCall
+from openai.types.chat.chat_completion_message_function_tool_call import Function as MessageFunction
 from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenLogprob, TopLogprob
 from openai.types.completion_choice import Logprobs
 from openai.types.completion_usage import CompletionTokensDetails
@@ -70,7 +75,7 @@ class ChatShape(Shape):
         choices = [
             chat_completion.Choice(
                 index=answer.index,
-                message=ChatCompletionMessage(role="assistant", content=answer.text),
+                message=_message(answer),
                 finish_reason=answer.finish_reason,
                 logprobs=chat_completion.ChoiceLogprobs(content=self._logprobs(answer)) if self.logprobs else None,
                 **_extension(answer),
@@ -84,7 +89,7 @@ class ChatShape(Shape):
         self._begun.add(piece.index)
         choice = ChunkChoice(
             index=piece.index,
-            delta=ChoiceDelta(content=piece.text, **role),
+            delta=ChoiceDelta(**_said(piece), **role),
             finish_reason=piece.finish_reason,
             logprobs=ChunkLogprobs(content=self._logprobs(piece)) if self.logprobs else None,
             **_extension(piece),
@@ -181,6 +186,44 @@ def usage_of(stream: Stream) -> CompletionUsage:
         total_tokens=prompt + written,
         completion_tokens_details=details,
     )
+
+
+def _message(answer: Piece) -> ChatCompletionMessage:
+    if not answer.calls:
+        return ChatCompletionMessage(role="assistant", content=answer.text)
+    names, arguments = dict[int, str](), dict[int, str]()
+    for piece in answer.calls:
+        names.setdefault(piece.index, piece.name or "")
+        arguments[piece.index] = arguments.get(piece.index, "") + piece.arguments
+    calls = [
+        ChatCompletionMessageFunctionToolCall(
+            id=_call_id(), type="function", function=MessageFunction(name=name, arguments=arguments[index])
+        )
+        for index, name in names.items()
+    ]
+    return ChatCompletionMessage(role="assistant", content=answer.text or None, tool_calls=calls)
+
+
+def _said(piece: Piece) -> dict[str, Any]:
+    """Fields of a chunk: there is content, even if it is empty, where an answer is no call."""
+    calls = [
+        ChoiceDeltaToolCall(index=part.index, function=DeltaFunction(arguments=part.arguments))
+        if part.name is None
+        else ChoiceDeltaToolCall(
+            index=part.index,
+            id=_call_id(),
+            type="function",
+            function=DeltaFunction(name=part.name, arguments=part.arguments),
+        )
+        for part in piece.calls
+    ]
+    content = {} if not piece.text and (calls or piece.finish_reason == "tool_calls") else {"content": piece.text}
+    return {**content, "tool_calls": calls} if calls else content
+
+
+def _call_id() -> str:
+    """Nine letters and digits: there are chat templates that take no others back."""
+    return "".join(secrets.choice(ascii_letters + digits) for _ in range(9))
 
 
 def _extension(piece: Piece) -> dict[str, Any]:
