@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from arbordraft import texts
 from arbordraft.batching import Batch
 from arbordraft.checks import each, whole
+from arbordraft.grammars import Grammar, grammars_of
 from arbordraft.huggingface import (
     DecodingError,
     Stopping,
@@ -33,7 +34,7 @@ from arbordraft.target.cache import CacheOverflow
 from arbordraft.target.exactness import ExactnessReport, exactness_report
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+    from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
     from transformers.generation.streamers import BaseStreamer
     from transformers.generation.utils import GenerateDecoderOnlyOutput
 
@@ -89,6 +90,7 @@ class SpeculativeDecoder(Stepper):
         raw: bool = False,
         system: str | None = None,
         stop: str | Sequence[str] | None = None,
+        grammar: Grammar | None = None,
     ) -> str | list[str] | texts.TextStream:
         """Text in, text out: what the model answers to a text, or behind it with ``raw=True``.
 
@@ -104,6 +106,7 @@ class SpeculativeDecoder(Stepper):
             raw: continue the text itself, without the tokenizer's chat template.
             system: system prompt of the chat template.
             stop: the answer ends before this text, or the first of several.
+            grammar: the form that answers have to have.
 
         Returns:
             The answer, without special tokens; a list of them for a list of texts; with ``stream=True`` an iterator of
@@ -139,6 +142,7 @@ class SpeculativeDecoder(Stepper):
         if not conversations:
             return []
         settings = texts.settings_of(max_new_tokens, temperature, top_p, top_k, seed, len(conversations))
+        settings["grammar"] = grammar
         answers = self._answer(conversations, settings, raw, stream, stop)
         return answers[0] if isinstance(text, str) and isinstance(answers, list) else answers
 
@@ -154,6 +158,7 @@ class SpeculativeDecoder(Stepper):
         stream: bool = False,
         raw: bool = False,
         stop: str | Sequence[str] | None = None,
+        grammar: Grammar | None = None,
     ) -> str | texts.TextStream:
         """The next message of a conversation.
 
@@ -167,6 +172,7 @@ class SpeculativeDecoder(Stepper):
             stream: as there.
             raw: continue the contents, a blank line between two, without the chat template.
             stop: as there.
+            grammar: as there.
 
         Returns:
             Its content; with ``stream=True`` an iterator of pieces.
@@ -189,6 +195,7 @@ class SpeculativeDecoder(Stepper):
             'echo echo'
         """
         settings = texts.settings_of(max_new_tokens, temperature, top_p, top_k, seed, 1)
+        settings["grammar"] = grammar
         answers = self._answer([texts.check_messages(messages)], settings, raw, stream, stop)
         return answers[0] if isinstance(answers, list) else answers
 
@@ -210,6 +217,7 @@ class SpeculativeDecoder(Stepper):
         *,
         streamer: "BaseStreamer | Sequence[BaseStreamer] | None" = None,
         seeds: Sequence[int] | None = None,
+        grammar: Grammar | Sequence[Grammar | None] | None = None,
         **kwargs: Any,
     ) -> "Tensor | GenerateDecoderOnlyOutput":
         """Generates like ``model.generate``, with the same arguments and return types.
@@ -219,6 +227,8 @@ class SpeculativeDecoder(Stepper):
             streamer: one, or one per sample; it receives only committed tokens.
             seeds: one whole number from 0 to 2**64 - 1 per sample; they make a sample's output independent of what
                 shares its batch.
+            grammar: the form that answers have to have: one for all, or one per sample, ``None`` for those that are
+                free.
             **kwargs: those of ``transformers``' ``generate``: ``attention_mask``, ``generation_config``,
                 ``max_new_tokens``, ``do_sample``, ``temperature`` (0 means greedy), ``logits_processor``,
                 ``stopping_criteria``, ``stop_strings`` with ``tokenizer``, ``return_dict_in_generate``, ...
@@ -252,6 +262,7 @@ class SpeculativeDecoder(Stepper):
             custom_generate=self.decode_loop,
             spec_streamer=streamer,
             seeds=seeds,
+            grammar=grammar,
             **kwargs,
         )
         return output
@@ -266,6 +277,7 @@ class SpeculativeDecoder(Stepper):
         generation_config: "GenerationConfig",
         spec_streamer: "BaseStreamer | Sequence[BaseStreamer] | None" = None,
         seeds: Sequence[int] | None = None,
+        grammar: Grammar | Sequence[Grammar | None] | None = None,
         **model_kwargs: Any,
     ) -> "Tensor | GenerateDecoderOnlyOutput":
         """The decoding method behind ``model.generate(..., custom_generate=decoder.decode_loop)``.
@@ -279,7 +291,7 @@ class SpeculativeDecoder(Stepper):
         streamers = per_sample_streamers(spec_streamer, len(input_ids))
         # Not a named parameter: transformers would take it for an option of this method and pass it twice.
         mask = model_kwargs.get("attention_mask")
-        samples = self._samples(input_ids, mask, logits_processor, stopping_criteria, generation_config, seeds)
+        samples = self._samples(input_ids, mask, logits_processor, stopping_criteria, generation_config, seeds, grammar)
         batch = self._batch(samples)
         for sample, streamer in zip(samples, streamers, strict=False):
             streamer.put(torch.tensor(sample.tokens))
@@ -344,6 +356,7 @@ class SpeculativeDecoder(Stepper):
         criteria: "StoppingCriteriaList",
         config: "GenerationConfig",
         seeds: Sequence[int] | None,
+        grammar: Grammar | Sequence[Grammar | None] | None,
     ) -> list[Sample]:
         check_prompts(input_ids, attention_mask, self.target.vocab_size)
         batch, padded = input_ids.shape
@@ -357,11 +370,24 @@ class SpeculativeDecoder(Stepper):
         seeds = each("seeds", seeds, lambda _, seed: whole("seed", seed, 0, 2**64 - 1))
         if len(seeds) != batch:
             raise ValueError(f"{len(seeds)} seeds for {batch} samples")
-        warp = Warp(without_padding(processors, padding, config), batch)
+        warps = self._warps(without_padding(processors, padding, config), grammars_of(grammar, batch), config)
         return [
             Sample(prompt, budget, seed, not config.do_sample, warp, stopping, pad)
-            for prompt, seed, pad in zip(prompts, seeds, padding, strict=True)
+            for prompt, seed, warp, pad in zip(prompts, seeds, warps, padding, strict=True)
         ]
+
+    def _warps(
+        self, processors: "Sequence[LogitsProcessor]", grammars: Sequence[Grammar | None], config: "GenerationConfig"
+    ) -> list[Warp]:
+        """The processors of every sample; those in the same grammar share them, and so are processed together."""
+        ends = config.eos_token_id
+        ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+        made: dict[Grammar | None, Warp] = {}
+        for grammar in grammars:
+            if grammar not in made:
+                constraint = [] if grammar is None else [self.compiler(grammar, ends)]
+                made[grammar] = Warp([*constraint, *processors], len(grammars))
+        return [made[grammar] for grammar in grammars]
 
 
 def _told(streamer: "BaseStreamer") -> Callable[[Emission], None]:

@@ -8,7 +8,7 @@ import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -17,6 +17,7 @@ from arbordraft.checks import instance, whole
 from arbordraft.processors import Warp
 from arbordraft.requests import Ends, Request
 from arbordraft.state import Sample
+from arbordraft.stateful import StatefulProcessor
 from arbordraft.stepping import Stepper
 from arbordraft.streams import Stream
 
@@ -88,7 +89,7 @@ class Engine:
             reuse = decoder.target.row_invariant and decoder.static is None
         self._batch = Batch(decoder, self.max_tokens, self.max_samples, self.max_rows, reuse)
         self._numbers = itertools.count()
-        self._warps: OrderedDict[tuple[float, ...], Warp] = OrderedDict()
+        self._warps: OrderedDict[tuple[Any, ...], Warp] = OrderedDict()
         self._mutex = threading.Lock()  # over the queue and the flags
         self._stepping = threading.Lock()  # over the batch
         self._wanted = threading.Condition(self._mutex)
@@ -222,7 +223,8 @@ class Engine:
         if ends is None:
             known = target.model.generation_config.eos_token_id
             ends = () if known is None else (known,) if isinstance(known, int) else tuple(known)
-        warp = self._warp(request)
+        constraint = None if request.grammar is None else decoder.compiler(request.grammar, ends)
+        warp = self._warp(request, constraint)
         seeds = torch.randint(2**62, (request.n,)).tolist()
         if request.seed is not None:
             seeds = [request.seed + index for index in range(request.n)]
@@ -244,13 +246,13 @@ class Engine:
             entries.append(Entry(rank, sample, _teller(stream, index), lambda: stream.cancelled))
         return entries
 
-    def _warp(self, request: Request) -> Warp:
+    def _warp(self, request: Request, constraint: StatefulProcessor | None) -> Warp:
         """The processors of a request; those with the same settings share them, and so are processed together."""
         if not request.plain:
-            return request.warp()
-        settings = (request.temperature, request.top_k, request.top_p, request.min_p)
+            return request.warp(constraint)
+        settings = (request.temperature, request.top_k, request.top_p, request.min_p, constraint)
         with self._mutex:
-            warp = self._warps.pop(settings, None) or request.warp()
+            warp = self._warps.pop(settings, None) or request.warp(constraint)
             self._warps[settings] = warp
             if len(self._warps) > _MOST_WARPS:
                 self._warps.popitem(last=False)

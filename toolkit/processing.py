@@ -39,6 +39,7 @@ def draft_scores(
             logits,
             lambda row: owners[rows[row]].path(place_of(rows[row])[1]),
             lambda row: owners[rows[row]].padding,
+            lambda row: owners[rows[row]].state(place_of(rows[row])[1]),
         )
 
     kinds = _alike(owners)
@@ -66,12 +67,12 @@ def target_rows(state: DecodeState, tree: DraftTree, logits: Tensor, best: Tenso
     owners = [state[number] for number, _, _ in places]
     kinds = _alike(owners)
 
-    def path_of(row: int) -> list[int]:
+    def drafted(row: int) -> list[int]:
         number, node, _ = places[row]
-        return owners[row].path(tree.samples[number].path(node))  # type: ignore[union-attr]
+        return tree.samples[number].path(node)  # type: ignore[union-attr]
 
     likeliest = best.tolist()
-    made = [_rows_of(owners, path_of, owners[rows[0]], logits, likeliest) for rows in kinds.values()]
+    made = [_rows_of(owners, drafted, owners[rows[0]], logits, likeliest) for rows in kinds.values()]
     if len(made) == 1:
         return made[0]
     kind_of = [0] * len(places)
@@ -82,7 +83,7 @@ def target_rows(state: DecodeState, tree: DraftTree, logits: Tensor, best: Tenso
 
 
 def _rows_of(
-    owners: Sequence[Sample], path_of: Callable[[int], list[int]], sample: Sample, logits: Tensor, best: Sequence[int]
+    owners: Sequence[Sample], drafted: Callable[[int], list[int]], sample: Sample, logits: Tensor, best: Sequence[int]
 ) -> SoftmaxRows:
     """All rows as this sample's are processed."""
     warp, best_of = sample.warp, best if sample.greedy else None
@@ -91,7 +92,12 @@ def _rows_of(
 
     def along_paths(processing: Callable[..., Any]) -> Callable[[Tensor, Sequence[int]], Any]:
         def process(logits: Tensor, rows: Sequence[int], _: Warp) -> Any:
-            return processing(logits, lambda row: path_of(rows[row]), lambda row: owners[rows[row]].padding)
+            return processing(
+                logits,
+                lambda row: owners[rows[row]].path(drafted(rows[row])),
+                lambda row: owners[rows[row]].padding,
+                lambda row: owners[rows[row]].state(drafted(rows[row])),
+            )
 
         return lambda logits, rows: _blamed(process, logits, rows, owners)
 

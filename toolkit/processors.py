@@ -14,6 +14,7 @@ from torch import Tensor
 from arbordraft.checks import whole
 from arbordraft.kernels import choice
 from arbordraft.kernels.verify import lowest_kept
+from arbordraft.stateful import PathState, StatefulProcessor
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessor, LogitsProcessorList
@@ -77,8 +78,8 @@ class Warp:
 
     Args:
         processors: what ``generate()`` prepared: penalties, temperature, top-k, top-p, user-defined ones.
-            They must be functions of the tokens before a row and of its scores; processors known not to be
-            are refused.
+            They must be functions of the tokens before a row and of its scores, or follow a text as a
+            :class:`~arbordraft.stateful.StatefulProcessor`; processors known to do neither are refused.
         batch_size: number of samples of the batch that the processors were prepared for.
 
     Raises:
@@ -94,15 +95,21 @@ class Warp:
     ) -> None:
         self.processors = list(processors)
         self._own = {0: self.processors}  # by the columns of padding that those who count columns are told of
+        places = [place for place, one in enumerate(self.processors) if isinstance(one, StatefulProcessor)]
+        self._followers = {place: number for number, place in enumerate(places)}
+        self.stateful = [self.processors[place] for place in places]
         whole("batch_size", batch_size, 0)
         for processor in self.processors:
             if not callable(processor):
                 raise TypeError(f"a logits processor is a function of input_ids and scores, got {processor!r}")
+            if isinstance(processor, StatefulProcessor):
+                continue
             names = {cls.__name__ for cls in type(processor).__mro__}
             if (library := type(processor).__module__.partition(".")[0]) in _FOLLOWING:
                 raise ValueError(
                     f"{library}'s {type(processor).__name__} follows one text token by token; it cannot judge the "
-                    "nodes of a tree, which branch"
+                    "nodes of a tree, which branch: pass a grammar=, or make it a StatefulProcessor, with fork() "
+                    "and accept(token)"
                 )
             if refused := names & _NOT_FOR_TREES:
                 raise ValueError(f"{refused.pop()} cannot judge the nodes of a tree: they are not one sequence")
@@ -134,6 +141,7 @@ class Warp:
         logits: Tensor,
         path_of: Callable[[int], Sequence[int]],
         padding_of: Callable[[int], int] = lambda row: 0,
+        state_of: Callable[[int], PathState] = lambda row: PathState(()),
     ) -> Tensor:
         """Processed logits in float32 (float64 stays float64).
 
@@ -142,36 +150,40 @@ class Warp:
             path_of: token ids that precede the prediction of a row, prompt included; called only if needed.
             padding_of: columns in front of a row's prompt in the batch that the processors were prepared for, which
                 its path has not.
+            state_of: the stateful processors behind a row's path; called only if there are some.
         """
-        return self._processed(logits, path_of, padding_of)
+        return self._processed(logits, path_of, padding_of, state_of)
 
     def untruncated(
         self,
         logits: Tensor,
         path_of: Callable[[int], Sequence[int]],
         padding_of: Callable[[int], int] = lambda row: 0,
+        state_of: Callable[[int], PathState] = lambda row: PathState(()),
     ) -> Tensor:
         """The same without top-k and top-p, which take long and which drafts that are but guesses can do without."""
         truncating = {place for place, one in enumerate(self.processors) if _truncates(one)}
-        return self._processed(logits, path_of, padding_of, truncating)
+        return self._processed(logits, path_of, padding_of, state_of, truncating)
 
     def trimmed(
         self,
         logits: Tensor,
         path_of: Callable[[int], Sequence[int]],
         padding_of: Callable[[int], int] = lambda row: 0,
+        state_of: Callable[[int], PathState] = lambda row: PathState(()),
     ) -> "tuple[Tensor, LogitsProcessor | None]":
         """What to draw from: scores, and top-k or top-p if it comes last and is still to be done."""
         last = len(self.processors) - 1
         if last < 0 or not _truncates(self.processors[last]):
-            return self(logits, path_of, padding_of), None
-        return self._processed(logits, path_of, padding_of, {last}), self.processors[last]
+            return self(logits, path_of, padding_of, state_of), None
+        return self._processed(logits, path_of, padding_of, state_of, {last}), self.processors[last]
 
     def _processed(
         self,
         logits: Tensor,
         path_of: Callable[[int], Sequence[int]],
         padding_of: Callable[[int], int],
+        state_of: Callable[[int], PathState],
         skipped: Collection[int] = (),
     ) -> Tensor:
         """What all processors but those at some places make of logits."""
@@ -181,7 +193,9 @@ class Warp:
         for place, processor in enumerate(self.processors):
             if place in skipped:
                 continue
-            if type(processor).__name__ in _PATH_FREE:  # a subclass may look at the path after all
+            if place in self._followers:
+                scores = _followed(self._followers[place], scores, logits, state_of)
+            elif type(processor).__name__ in _PATH_FREE:  # a subclass may look at the path after all
                 scores = truncate(processor, scores)
             elif len(scores):
                 if not paths:
@@ -193,6 +207,8 @@ class Warp:
                     for row, path in enumerate(paths)
                 ]
                 scores = torch.cat(rows)
+        if self.stateful and bool((scores.amax(dim=1) == -math.inf).any()):
+            raise ValueError("no token may come next: processors forbid what a grammar, or another one, demands")
         return scores
 
     def _for(self, columns: int) -> "Sequence[LogitsProcessor]":
@@ -200,6 +216,16 @@ class Warp:
         if columns not in self._own:
             self._own[columns] = [_counting_less(one, columns) for one in self.processors]
         return self._own[columns]
+
+
+def _followed(number: int, scores: Tensor, logits: Tensor, state_of: Callable[[int], PathState]) -> Tensor:
+    """What the stateful processor with a number makes of scores, which are overwritten unless they are the logits."""
+    scores = scores.clone() if scores is logits else scores
+    for row, own in enumerate(scores):
+        processed = state_of(row).processors[number](own)
+        if processed is not own:
+            own.copy_(processed)
+    return scores
 
 
 def _dividing(processors: Sequence[Any]) -> float | None:
@@ -225,7 +251,8 @@ def _called(processor: Any, path: Tensor, scores: Tensor) -> Tensor:
     except AssertionError as error:
         raise ValueError(
             f"{type(processor).__name__} did not expect a row of a draft tree ({error or 'an assertion failed'}): "
-            "processors have to be functions of the tokens before a row and of its scores"
+            "processors have to be functions of the tokens before a row and of its scores, or a StatefulProcessor, "
+            "with fork() and accept(token)"
         ) from error
 
 

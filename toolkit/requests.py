@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from arbordraft.checks import each, positive, real, whole
+from arbordraft.checks import each, instance, positive, real, whole
+from arbordraft.grammars import Grammar
 from arbordraft.processors import Warp
+from arbordraft.stateful import StatefulProcessor
 from arbordraft.texts import Pieces, stops
 
 if TYPE_CHECKING:
@@ -33,7 +35,9 @@ class Request:
         presence_penalty: taken off the score of every token that the answer has already.
         frequency_penalty: the same for every time that it has it.
         logit_bias: added to the scores of some tokens.
-        processors: further logits processors of transformers, which see this sample's own tokens.
+        processors: further logits processors of transformers, which see this sample's own tokens, or
+            :class:`~arbordraft.stateful.StatefulProcessor` ones.
+        grammar: the form that the answer has to have.
         stop: the answer ends with the first of these texts; they need the target's tokenizer.
         ends: token ids that end an answer; by default those of the model's ``generation_config``.
         seed: 0 to 2**64 - 1; answer i gets ``seed + i``. By default torch's generator gives some.
@@ -57,7 +61,8 @@ class Request:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    processors: "Sequence[LogitsProcessor]" = ()
+    processors: "Sequence[LogitsProcessor | StatefulProcessor]" = ()
+    grammar: Grammar | None = None
     stop: str | Sequence[str] = ()
     ends: Sequence[int] | None = None
     seed: int | None = None
@@ -81,6 +86,8 @@ class Request:
             "n": whole("n", self.n, 1),
             "priority": whole("priority", self.priority),
         }
+        if self.grammar is not None:
+            instance("grammar", self.grammar, Grammar)
         if self.ends is not None:
             checked["ends"] = each("ends", self.ends, lambda name, token: whole(name, token, 0))
         if self.seed is not None:
@@ -99,12 +106,15 @@ class Request:
 
     @property
     def plain(self) -> bool:
-        """Whether all that happens to scores is what temperature, top-k, top-p and min-p do."""
+        """Whether all that happens to scores is what a grammar, temperature, top-k, top-p and min-p do."""
         penalties = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
         return not (penalties or self.logit_bias or self.processors)
 
-    def warp(self) -> Warp:
+    def warp(self, constraint: StatefulProcessor | None = None) -> Warp:
         """Its processors, in the order in which transformers applies them.
+
+        Args:
+            constraint: follows the grammar, if there is one; comes first, so that nothing else is truncated or drawn.
 
         Raises:
             TypeError: if one of the user's is none.
@@ -119,7 +129,7 @@ class Request:
             TopPLogitsWarper,
         )
 
-        chain: list[Any] = []
+        chain: list[Any] = [] if constraint is None else [constraint]
         if self.logit_bias:
             chain.append(SequenceBiasLogitsProcessor([[[token], bias] for token, bias in self.logit_bias.items()]))
         if self.repetition_penalty != 1:

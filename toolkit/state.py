@@ -15,6 +15,7 @@ from torch import Tensor
 from arbordraft.metrics import DecodeStats
 from arbordraft.processors import Warp
 from arbordraft.sampling import Noise, SharedSource
+from arbordraft.stateful import PathState
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.types import SampleTree, SampleVerdict
 
@@ -103,6 +104,7 @@ class Sample:
         stopped: whether its criteria ended it.
         failure: why it was given up.
         following: ``[V]`` target row behind the committed tokens, for decoders that draft from it.
+        place: its stateful processors behind the committed tokens; ``None`` if it has none.
     """
 
     tokens: list[int]
@@ -124,10 +126,13 @@ class Sample:
     stopped: bool = field(init=False, default=False)
     failure: Exception | None = field(init=False, default=None)
     following: Tensor | None = field(init=False, default=None)
+    place: PathState | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.prompt = len(self.tokens)
         self.unread = self.prompt - 1  # the last one is the root of the first tree
+        if self.warp.stateful:
+            self.place = PathState([template.fork() for template in self.warp.stateful])
         self._uniforms: npt.NDArray[np.float64] | None = None
 
     @property
@@ -154,6 +159,11 @@ class Sample:
         """Its own tokens with drafted ones behind: what logits processors and stopping criteria are told."""
         return [*self.tokens, *drafted]
 
+    def state(self, drafted: Sequence[int]) -> PathState:
+        """Its stateful processors behind drafted tokens."""
+        assert self.place is not None
+        return self.place.along(drafted)
+
     def append(self, gain: Emission) -> int:
         """Commits tokens one by one until the sample ends; returns how many.
 
@@ -169,6 +179,8 @@ class Sample:
                     self.budget, self.stopped = 0, True
                     break
             self.emitted += kept
+            if self.place is not None:
+                self.place = self.place.along(gain.tokens[:kept])
             if self.emit is not None:
                 self.emit(gain._replace(tokens=gain.tokens[:kept], logprobs=gain.logprobs and gain.logprobs[:kept]))
         except Exception as error:

@@ -5,6 +5,7 @@ Shapes: B samples, n_b nodes of sample b, T = sum of n_b packed rows, R of them,
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from arbordraft.checks import instance, whole
 from arbordraft.coupling import Coupling
 from arbordraft.deciders import Decider, FixedDepth
 from arbordraft.drafters import Drafter, LanguageModelDrafter
+from arbordraft.grammars import GrammarCompiler
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.kernels.verify import row_max
 from arbordraft.laws import Fixed
@@ -101,6 +103,11 @@ class Stepper(nn.Module):
         self.target.begin(cache)
         stats = DecodeStats(self.coupling.exactness.value, [0], [0])
         return DecodeState(cache, self.drafter.open(cache), stats, closed=closed)
+
+    @cached_property
+    def compiler(self) -> GrammarCompiler:
+        """Makes processors of grammars for the target."""
+        return GrammarCompiler(self.target.tokenizer, self.target.vocab_size)
 
     def close(self, state: DecodeState) -> None:
         """Ends a batch."""
@@ -318,6 +325,7 @@ class Stepper(nn.Module):
             expected_batch=self.expected_batch,
             vocab_size=self.target.vocab_size,
             closed=state.closed,
+            places=[sample.place if sample else None for sample in state.samples],
         )
 
     def _plan(self, state: DecodeState, tree: DraftTree) -> RaggedBatch:

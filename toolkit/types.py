@@ -16,6 +16,7 @@ from torch import Tensor
 from arbordraft.laws import DraftLaw
 from arbordraft.masks import SlicedCausalMask
 from arbordraft.sampling import GumbelNoise, Noise
+from arbordraft.stateful import PathState
 from arbordraft.topology import TreeTopology
 
 Row = TypeVar("Row")
@@ -402,6 +403,7 @@ class DraftContext:
         vocab_size: V, the target's; ``None`` if the drafter has as many ids, come what may.
         behind: committed tokens of every sample that the drafter has not read, if there are any.
         closed: whether nobody else will join the batch, so that it counts which sample ends last.
+        places: by sample, its stateful processors behind the committed tokens; ``None`` where it has none.
     """
 
     tokens: Sequence[Sequence[int]]
@@ -421,3 +423,4 @@ class DraftContext:
     vocab_size: int | None = None
     behind: Sequence[int] = ()
     closed: bool = False
+    places: Sequence[PathState | None] = ()

@@ -1,0 +1,134 @@
+"""Grammars for the tokens of one model.
+
+Shapes: V vocabulary.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Self
+
+from torch import Tensor
+
+from arbordraft.grammars.grammar import Grammar
+from arbordraft.stateful import Allowed
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+    from transformers import PreTrainedTokenizerBase
+
+_KEPT = 256  # compiled grammars
+
+
+class GrammarState:
+    """Where a text is in its grammar: a :class:`~arbordraft.stateful.Constraint`.
+
+    Args:
+        matcher: the engine's own state, which nobody else changes.
+    """
+
+    def __init__(self, matcher: "LLMatcher") -> None:
+        self._matcher: LLMatcher | None = matcher  # none where a draft was forbidden
+        self._allowed: Allowed | None = None
+
+    def fork(self) -> Self:
+        if self._matcher is None:
+            return self
+        return type(self)(self._matcher.deep_copy())
+
+    def accept(self, token: int) -> None:
+        self._allowed = None
+        if self._matcher is not None and not self._matcher.try_consume_tokens([token]):
+            self._matcher = None
+
+    def allowed(self) -> Allowed | None:
+        """The tokens that may come next.
+
+        Raises:
+            ValueError: if the engine gave up: the grammar is too complex at this place.
+        """
+        if self._allowed is None and self._matcher is not None:
+            bits = self._matcher.compute_bitmask()
+            if self._matcher.is_error() or not any(bits):
+                reason = self._matcher.get_error() or "no token may come next"
+                raise ValueError(f"the grammar cannot be followed any further: {reason}")
+            self._allowed = Allowed(bits)
+        return self._allowed
+
+    def __call__(self, scores: Tensor) -> Tensor:
+        allowed = self.allowed()
+        return scores if allowed is None else allowed.mask(scores)
+
+
+class GrammarCompiler:
+    """Makes states of grammars for one tokenizer, and keeps the latest ones.
+
+    Args:
+        tokenizer: a fast one.
+        vocab_size: V, the model's; at least the tokenizer's.
+
+    Raises:
+        TypeError: if the tokenizer is no fast one.
+        ValueError: if there is none, or it has more tokens than the model.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase | None", vocab_size: int) -> None:
+        if tokenizer is None:
+            raise ValueError("grammars need a tokenizer: build the target as RaggedModel(model, tokenizer)")
+        if getattr(tokenizer, "backend_tokenizer", None) is None:
+            raise TypeError(
+                f"grammars need a fast tokenizer, of the library tokenizers; {type(tokenizer).__name__} is none"
+            )
+        if len(tokenizer) > vocab_size:
+            raise ValueError(
+                f"the tokenizer has {len(tokenizer)} tokens, the target {vocab_size}: a grammar could ask for tokens "
+                "that the target cannot say"
+            )
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._engines: dict[tuple[int, ...], LLTokenizer] = {}  # by the tokens that end a text
+        self._compiled: OrderedDict[tuple[Grammar, tuple[int, ...]], GrammarState] = OrderedDict()
+        self._mutex = threading.Lock()
+
+    def __call__(self, grammar: Grammar, ends: Sequence[int]) -> GrammarState:
+        """The state in which an answer begins; to be forked, not changed.
+
+        Args:
+            grammar: what the answer may be.
+            ends: tokens that end it, one at least.
+
+        Raises:
+            ValueError: if there are no ends, or the grammar cannot be met with this tokenizer.
+        """
+        key = grammar, tuple(sorted(ends))
+        if not ends:
+            raise ValueError("an answer in a grammar ends with an end token: give at least one (eos_token_id, ends)")
+        with self._mutex:
+            state = self._compiled.pop(key, None) or self._compile(*key)
+            self._compiled[key] = state
+            if len(self._compiled) > _KEPT:
+                self._compiled.popitem(last=False)
+        return state
+
+    def _compile(self, grammar: Grammar, ends: tuple[int, ...]) -> GrammarState:
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(self._engine(ends), grammar.definition, log_level=0)
+        if matcher.is_error():
+            raise ValueError(f"invalid {grammar.kind}: {matcher.get_error()}")
+        state = GrammarState(matcher)
+        state.allowed()
+        return state
+
+    def _engine(self, ends: tuple[int, ...]) -> "LLTokenizer":
+        if ends not in self._engines:
+            from llguidance.hf import from_tokenizer
+
+            try:
+                engine = from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=list(ends))  # type: ignore[arg-type]
+            except ValueError as error:
+                raise ValueError(f"grammars cannot be followed with this tokenizer: {error}") from error
+            self._engines[ends] = engine
+        return self._engines[ends]
+
+
+__all__ = ["GrammarCompiler", "GrammarState"]

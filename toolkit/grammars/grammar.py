@@ -1,0 +1,152 @@
+"""What an answer may be, as a value."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from arbordraft.checks import instance
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+_PLAIN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """The form that an answer has to have; made by one of its class methods, for any tokenizer.
+
+    An answer follows its grammar from its first token on, and ends where the grammar lets it end: nothing else is
+    possible, whatever the temperature. Only an answer that reaches ``max_new_tokens`` stops in the middle.
+
+    Args:
+        kind: which class method made it.
+        definition: the same as the engine, llguidance, reads it.
+    """
+
+    kind: str
+    definition: str
+
+    @classmethod
+    def json_schema(cls, schema: str | Mapping[str, Any], *, whitespace: bool = False) -> "Grammar":
+        """JSON that is valid by a schema.
+
+        Args:
+            schema: JSON Schema (2020-12), as a mapping or as text.
+            whitespace: let the model break and indent lines; by default JSON is written as ``json.dumps`` does, which
+                leaves it less to decide.
+
+        Raises:
+            TypeError: if it is of another type.
+            ValueError: if it is no JSON, no schema, too large, or has a keyword that cannot be enforced while a text is
+                written; which is said.
+            ModuleNotFoundError: without the extra ``grammar``, here and in the other class methods.
+
+        Examples:
+            >>> Grammar.json_schema({"enum": ["yes", "no"]}).kind
+            'json_schema'
+            >>> Grammar.json_schema({"type": "array", "uniqueItems": True})
+            Traceback (most recent call last):
+            ValueError: invalid json_schema: Unimplemented keys: ["uniqueItems"]
+        """
+        try:
+            schema = json.loads(schema) if isinstance(schema, str) else schema
+        except ValueError as error:
+            raise ValueError(f"the JSON schema is no JSON: {error}") from error
+        if not isinstance(schema, Mapping):
+            raise TypeError(f"a JSON schema is a mapping or JSON text of one, got {type(schema).__name__}")
+        try:
+            text = json.dumps(dict(schema), ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"the schema cannot be written as JSON: {error}") from error
+        options = {"whitespace_flexible": True} if whitespace else _PLAIN
+        return cls._checked("json_schema", _matcher().grammar_from_json_schema(text, overrides=options))
+
+    @classmethod
+    def json(cls, *, whitespace: bool = False) -> "Grammar":
+        """Any JSON object; ``whitespace`` as in :meth:`json_schema`."""
+        return cls.json_schema({"type": "object"}, whitespace=whitespace)
+
+    @classmethod
+    def regex(cls, pattern: str) -> "Grammar":
+        """Text that a regular expression matches as a whole.
+
+        Args:
+            pattern: in the syntax of Rust's ``regex``: no look-around, no back references, no anchors.
+
+        Raises:
+            TypeError: if it is no text.
+            ValueError: if it is no such expression, or too complex.
+        """
+        instance("pattern", pattern, str)
+        return cls._checked("regex", _matcher().grammar_from_regex(pattern))
+
+    @classmethod
+    def lark(cls, text: str) -> "Grammar":
+        """Text of a context-free grammar in llguidance's variant of Lark's EBNF.
+
+        Args:
+            text: rules; the first one to be derived is called ``start``.
+
+        Raises:
+            TypeError: if it is no text.
+            ValueError: if it is no such grammar, or too complex.
+
+        Examples:
+            >>> Grammar.lark('start: "a" inner? "b"\\ninner: "(" start ")"').kind
+            'lark'
+        """
+        instance("text", text, str)
+        return cls._checked("lark", _matcher().grammar_from_lark(text))
+
+    @classmethod
+    def choice(cls, texts: Sequence[str]) -> "Grammar":
+        """One of several texts.
+
+        Raises:
+            TypeError: if these are no texts.
+            ValueError: if there is none, or one is empty.
+        """
+        if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
+            raise TypeError(f"choices must be a list of texts, got {texts!r}")
+        if not texts or "" in texts:
+            raise ValueError("choices must hold at least one text, and no empty one")
+        quoted = " | ".join(json.dumps(text) for text in texts)
+        return cls._checked("choice", _matcher().grammar_from_lark(f"start: {quoted}"))
+
+    @classmethod
+    def _checked(cls, kind: str, definition: str) -> "Grammar":
+        failed, messages = _matcher().validate_grammar_with_warnings(definition)
+        if failed:
+            raise ValueError(f"invalid {kind}: {'; '.join(messages)}")
+        return cls(kind, definition)
+
+
+def grammars_of(grammar: Grammar | Sequence[Grammar | None] | None, batch: int) -> list[Grammar | None]:
+    """One grammar per sample, or ``None``.
+
+    Raises:
+        TypeError: if one is something else.
+        ValueError: if there are more or fewer than samples.
+    """
+    grammars = list(grammar) if isinstance(grammar, Sequence) else [grammar] * batch
+    for one in grammars:
+        if one is not None:
+            instance("grammar", one, Grammar)
+    if len(grammars) != batch:
+        raise ValueError(
+            f"{len(grammars)} grammars for {batch} samples; pass one for all, or a list with one per sample"
+        )
+    return grammars
+
+
+def _matcher() -> "type[LLMatcher]":
+    try:
+        from llguidance import LLMatcher
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("grammars need llguidance: pip install 'arbordraft[grammar]'") from error
+    return LLMatcher
+
+
+__all__ = ["Grammar", "grammars_of"]

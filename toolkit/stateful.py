@@ -1,0 +1,120 @@
+"""Logits processors that follow a text token by token, along the paths of draft trees.
+
+Shapes: V vocabulary.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Protocol, Self, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@runtime_checkable
+class StatefulProcessor(Protocol):
+    """A logits processor that knows where it is in a text, as a grammar does.
+
+    Trees branch, so it has to be forked: the state behind a node is a fork of its parent's that accepted one token
+    more. What is given to a decoder is a template, which begins behind the prompt; every sample starts from a fork.
+    """
+
+    def fork(self) -> Self:
+        """An independent copy in the same state."""
+        ...
+
+    def accept(self, token: int) -> None:
+        """Goes on behind a token.
+
+        Drafts are guesses, so it may be one whose score it makes -inf. That never becomes text, nor does what follows
+        it: then any state will do.
+        """
+        ...
+
+    def __call__(self, scores: Tensor) -> Tensor:
+        """``[V]`` scores of the token that comes next, processed; those given may be overwritten."""
+        ...
+
+
+class Allowed:
+    """The tokens that may come next.
+
+    Args:
+        bits: one for every token, the first ones in the lowest bits; tokens beyond them are not allowed.
+    """
+
+    def __init__(self, bits: bytes) -> None:
+        self._bits = bits
+
+    def __contains__(self, token: int) -> bool:
+        return token >> 3 < len(self._bits) and bool(self._bits[token >> 3] >> (token & 7) & 1)
+
+    @cached_property
+    def only(self) -> int | None:
+        """The token, if there is but one."""
+        number = int.from_bytes(self._bits, "little")
+        return number.bit_length() - 1 if number and not number & (number - 1) else None
+
+    def mask(self, scores: Tensor) -> Tensor:
+        """``[V]`` scores with -inf for all others, overwritten."""
+        if self.only is not None:
+            kept = scores[self.only].clone()
+            scores.fill_(-torch.inf)
+            scores[self.only] = kept
+            return scores
+        return scores.masked_fill_(self._forbidden(len(scores)).to(scores.device), -torch.inf)
+
+    def _forbidden(self, vocabulary: int) -> Tensor:
+        bits = np.unpackbits(np.frombuffer(self._bits, np.uint8), count=vocabulary, bitorder="little")
+        return torch.from_numpy(bits == 0)
+
+
+@runtime_checkable
+class Constraint(StatefulProcessor, Protocol):
+    """A stateful processor that only forbids tokens, and says which: then none of those is drafted."""
+
+    def allowed(self) -> Allowed | None:
+        """The tokens that may come next; ``None`` for all of them."""
+        ...
+
+
+class PathState:
+    """The stateful processors of a text behind one path of a tree, and behind those that go on from it.
+
+    Args:
+        processors: in their states behind this path.
+    """
+
+    def __init__(self, processors: Sequence[StatefulProcessor]) -> None:
+        self.processors = processors
+        self._longer: dict[int, PathState] = {}
+
+    def along(self, tokens: Sequence[int]) -> "PathState":
+        """The same some tokens later."""
+        state = self
+        for token in tokens:
+            if token not in state._longer:
+                forks = [processor.fork() for processor in state.processors]
+                for fork in forks:
+                    fork.accept(token)
+                state._longer[token] = PathState(forks)
+            state = state._longer[token]
+        return state
+
+    @cached_property
+    def _allowed(self) -> list[Allowed]:
+        said = [processor.allowed() for processor in self.processors if isinstance(processor, Constraint)]
+        return [allowed for allowed in said if allowed is not None]
+
+    def allows(self, token: int) -> bool:
+        """Whether no constraint forbids a token to come next."""
+        return all(token in allowed for allowed in self._allowed)
+
+    @property
+    def only(self) -> int | None:
+        """The token that must come next, if there is but one."""
+        return next((allowed.only for allowed in self._allowed if allowed.only is not None), None)
+
+
+__all__ = ["Allowed", "Constraint", "PathState", "StatefulProcessor"]
