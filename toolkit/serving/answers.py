@@ -23,6 +23,8 @@ from openai.types.completion_choice import Logprobs
 from openai.types.completion_usage import CompletionTokensDetails
 
 from arbordraft.serving.pieces import Piece
+from arbordraft.serving.reading import CallPiece
+from arbordraft.serving.schema import Question
 from arbordraft.serving.service import Service
 from arbordraft.streams import Stream
 
@@ -35,13 +37,14 @@ class Shape(ABC):
     Args:
         service: what answers.
         spell: the text of a token, for log-probabilities.
-        logprobs: whether they are wanted.
+        question: what was asked.
     """
 
     prefix: str
 
-    def __init__(self, service: Service, spell: Spell, logprobs: bool) -> None:
-        self.spell, self.logprobs = spell, logprobs
+    def __init__(self, service: Service, spell: Spell, question: Question) -> None:
+        self.spell, self.logprobs = spell, question.others is not None
+        self.calling = bool(question.functions)
         self.head: dict[str, Any] = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -67,8 +70,8 @@ class ChatShape(Shape):
 
     prefix = "chatcmpl"
 
-    def __init__(self, service: Service, spell: Spell, logprobs: bool) -> None:
-        super().__init__(service, spell, logprobs)
+    def __init__(self, service: Service, spell: Spell, question: Question) -> None:
+        super().__init__(service, spell, question)
         self._begun: set[int] = set()
 
     def whole(self, answers: Sequence[Piece], usage: CompletionUsage) -> BaseModel:
@@ -89,7 +92,7 @@ class ChatShape(Shape):
         self._begun.add(piece.index)
         choice = ChunkChoice(
             index=piece.index,
-            delta=ChoiceDelta(**_said(piece), **role),
+            delta=ChoiceDelta(**role, **self._said(piece)),
             finish_reason=piece.finish_reason,
             logprobs=ChunkLogprobs(content=self._logprobs(piece)) if self.logprobs else None,
             **_extension(piece),
@@ -101,6 +104,11 @@ class ChatShape(Shape):
 
     def _chunk(self, **content: Any) -> BaseModel:
         return ChatCompletionChunk(object="chat.completion.chunk", **self.head, **content)
+
+    def _said(self, piece: Piece) -> dict[str, Any]:
+        """New words and calls; an empty text without either, but where the answer may call."""
+        said: dict[str, Any] = {} if self.calling and not piece.text else {"content": piece.text}
+        return {**said, "tool_calls": [_delta(part) for part in piece.calls]} if piece.calls else said
 
     def _logprobs(self, piece: Piece) -> list[ChatCompletionTokenLogprob]:
         return [
@@ -132,8 +140,8 @@ class TextShape(Shape):
 
     prefix = "cmpl"
 
-    def __init__(self, service: Service, spell: Spell, logprobs: bool) -> None:
-        super().__init__(service, spell, logprobs)
+    def __init__(self, service: Service, spell: Spell, question: Question) -> None:
+        super().__init__(service, spell, question)
         self._offsets: dict[int, int] = {}
 
     def whole(self, answers: Sequence[Piece], usage: CompletionUsage) -> BaseModel:
@@ -204,21 +212,12 @@ def _message(answer: Piece) -> ChatCompletionMessage:
     return ChatCompletionMessage(role="assistant", content=answer.text or None, tool_calls=calls)
 
 
-def _said(piece: Piece) -> dict[str, Any]:
-    """Fields of a chunk: there is content, even if it is empty, where an answer is no call."""
-    calls = [
-        ChoiceDeltaToolCall(index=part.index, function=DeltaFunction(arguments=part.arguments))
-        if part.name is None
-        else ChoiceDeltaToolCall(
-            index=part.index,
-            id=_call_id(),
-            type="function",
-            function=DeltaFunction(name=part.name, arguments=part.arguments),
-        )
-        for part in piece.calls
-    ]
-    content = {} if not piece.text and (calls or piece.finish_reason == "tool_calls") else {"content": piece.text}
-    return {**content, "tool_calls": calls} if calls else content
+def _delta(piece: CallPiece) -> ChoiceDeltaToolCall:
+    function = DeltaFunction(arguments=piece.arguments)
+    if piece.name is None:
+        return ChoiceDeltaToolCall(index=piece.index, function=function)
+    function = DeltaFunction(name=piece.name, arguments=piece.arguments)
+    return ChoiceDeltaToolCall(index=piece.index, id=_call_id(), type="function", function=function)
 
 
 def _call_id() -> str:

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from os.path import commonprefix
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -135,9 +135,7 @@ def call_format(tokenizer: "PreTrainedTokenizerBase", ends: Collection[int]) -> 
         raise ValueError(f"the model's chat template refuses tools: {error}") from error
     if "offered_function" not in offered:
         raise ValueError("the model's chat template knows no tools: ask without them, or serve a model that does")
-    added = {
-        str(token.content): index for index, token in tokenizer.added_tokens_decoder.items() if index not in ends
-    }
+    added = {str(token.content): index for index, token in tokenizer.added_tokens_decoder.items() if index not in ends}
     stops = [str(tokenizer.decode([token])) for token in ends]
     reasons = []
     for quoted in (False, True):
@@ -163,7 +161,8 @@ def _texts(written: Written, quoted: bool, stops: Collection[str]) -> dict[str, 
     anywhere = 0 <= place < spoken.index(_FIRST["name"])
     if anywhere:
         lead = _around(spoken, _FIRST)[0][place + len(_WORDS) :]
-        opening = commonprefix([before[::-1], lead[::-1]])[::-1].lstrip("\n")
+        shared = takewhile(lambda pair: pair[0] == pair[1], zip(reversed(before), reversed(lead), strict=False))
+        opening = "".join(letter for letter, _ in shared)[::-1].lstrip("\n")
     else:
         plain = written({"role": "assistant", "content": _WORDS})
         opening = before.removeprefix(plain[: plain.index(_WORDS)])

@@ -90,8 +90,10 @@ class Speller:
         if reader is not None:
             text, called = reader.add(text)
         if ended:
-            reason = "tool_calls" if reader is not None and reader.called and event.finish_reason == "stop" else event.finish_reason
-            return Piece(event.answer, text + (reader.end() if reader else ""), finish_reason=reason, calls=called)
+            text += reader.end() if reader is not None else ""
+            reason = "tool_calls" if reader is not None and reader.called else "stop"
+            reason = reason if event.finish_reason == "stop" else event.finish_reason
+            return Piece(event.answer, text, finish_reason=reason, calls=called)
         steps: tuple[Step, ...] = ()
         if self._steps and event.tree is not None and event.verdict is not None:
             shown = step_of(event.tree, event.verdict, len(event.tokens), self.token)

@@ -1,7 +1,7 @@
 """What clients may ask: OpenAI's fields and some of ours; all others are refused by their names."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -11,7 +11,7 @@ from arbordraft.requests import Request
 from arbordraft.serving.calls import CallFormat
 from arbordraft.serving.errors import ApiError
 from arbordraft.serving.fields import Fields, Text
-from arbordraft.serving.structure import Function, NamedTool, ResponseFormat, Tool, ToolCall, grammar_of
+from arbordraft.serving.structure import Function, ResponseFormat, Tool, ToolCall, ToolChoice, grammar_of
 from arbordraft.texts import encode
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Message(Fields):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text = ""
-    tool_calls: list[ToolCall] = []
+    tool_calls: Sequence[ToolCall] = ()
     tool_call_id: Text | None = None
 
     @field_validator("content", mode="before")
@@ -172,8 +172,8 @@ class ChatQuestion(Question):
     top_logprobs: int | None = Field(None, ge=0, le=20)
 
     response_format: ResponseFormat = ResponseFormat()
-    tools: list[Tool] = []
-    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    tools: Sequence[Tool] = ()
+    tool_choice: ToolChoice = ToolChoice()
     parallel_tool_calls: bool = True
 
     @model_validator(mode="after")
@@ -183,11 +183,13 @@ class ChatQuestion(Question):
         names = [tool.function.name for tool in self.tools]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ApiError(400, f"tools: several have the name {min(twice)}", param="tools")
-        chosen = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
-        if chosen is not None and chosen not in names:
-            raise ApiError(400, f"tool_choice: there is no {chosen} among the tools", param="tool_choice")
-        if self.tool_choice == "required" and not names:
+        chosen = self.tool_choice.function
+        if chosen is not None and chosen.name not in names:
+            raise ApiError(400, f"tool_choice: there is no {chosen.name} among the tools", param="tool_choice")
+        if self.tool_choice.type == "required" and not names:
             raise ApiError(400, "tool_choice: there are no tools to call", param="tool_choice")
+        if self.ignore_eos and (self.functions or self.response_format.content is not None):
+            raise ApiError(400, "ignore_eos: with tools and JSON the model must be able to end", param="ignore_eos")
         known = {call.id for said in self.messages for call in said.tool_calls}
         for index, said in enumerate(self.messages):
             if said.tool_call_id is not None and said.tool_call_id not in known:
@@ -210,9 +212,9 @@ class ChatQuestion(Question):
     @property
     def functions(self) -> dict[str, Function]:
         known = {tool.function.name: tool.function for tool in self.tools}
-        if isinstance(self.tool_choice, NamedTool):
+        if self.tool_choice.function is not None:
             return {name: known[name] for name in [self.tool_choice.function.name]}
-        return {} if self.tool_choice == "none" else known
+        return {} if self.tool_choice.type == "none" else known
 
     def encode(self, tokenizer: "PreTrainedTokenizerBase", calls: CallFormat | None) -> list[int]:
         names = {call.id: call.function.name for said in self.messages for call in said.tool_calls}
@@ -229,7 +231,7 @@ class ChatQuestion(Question):
             grammar_of(tool.function.parameters, f"tools.{index}.function.parameters")
         text = calls.grammar(
             {name: function.parameters for name, function in self.functions.items()},
-            required=self.tool_choice not in ("none", "auto"),
+            required=self.tool_choice.type != "auto",
             parallel=self.parallel_tool_calls,
             answer=self.response_format.content,
         )

@@ -96,11 +96,22 @@ class FunctionName(Fields):
     name: str
 
 
-class NamedTool(Fields):
-    """Chooses a function."""
+class ToolChoice(Fields):
+    """Whether tools are called, and which: one of three words, or the name of a function."""
 
-    type: Literal["function"]
-    function: FunctionName
+    type: Literal["none", "auto", "required", "function"] = "auto"
+    function: FunctionName | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _word(cls, given: Any) -> Any:
+        return {"type": given} if isinstance(given, str) else given
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if (self.type == "function") != (self.function is not None):
+            raise ValueError("the type function goes with the field function, and no other type does")
+        return self
 
 
 class CalledFunction(Fields):
@@ -133,4 +144,4 @@ class ToolCall(Fields):
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
 
-__all__ = ["Function", "NamedTool", "ResponseFormat", "Tool", "ToolCall", "grammar_of"]
+__all__ = ["Function", "ResponseFormat", "Tool", "ToolCall", "ToolChoice", "grammar_of"]
