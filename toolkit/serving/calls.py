@@ -142,11 +142,11 @@ def call_format(tokenizer: "PreTrainedTokenizerBase", ends: Collection[int]) -> 
         try:
             texts = _texts(written, quoted, stops)
         except Exception as error:  # the same
-            reasons.append(str(error))
+            reasons.append((not isinstance(error, ValueError), str(error)))
             continue
         marked = texts["opening"].startswith(tuple(added))  # by a token that is no word, wherever it stands
         return CallFormat(**{**texts, "anywhere": marked or texts["anywhere"]}, quoted=quoted, added=added)
-    raise ValueError(f"the model's chat template writes calls in a way that is not supported: {reasons[0]}")
+    raise ValueError(f"the model's chat template writes calls in a way that is not supported: {min(reasons)[1]}")
 
 
 def _texts(written: Written, quoted: bool, stops: Collection[str]) -> dict[str, Any]:
