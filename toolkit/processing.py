@@ -3,6 +3,7 @@
 Shapes: T packed rows, R of them, V vocabulary.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -92,12 +93,16 @@ def _rows_of(
 
     def along_paths(processing: Callable[..., Any]) -> Callable[[Tensor, Sequence[int]], Any]:
         def process(logits: Tensor, rows: Sequence[int], _: Warp) -> Any:
-            return processing(
+            processed = processing(
                 logits,
                 lambda row: owners[rows[row]].path(drafted(rows[row])),
                 lambda row: owners[rows[row]].padding,
                 lambda row: owners[rows[row]].state(drafted(rows[row])),
             )
+            scores = processed[0] if isinstance(processed, tuple) else processed
+            if warp.stateful and bool((scores.amax(dim=1) == -math.inf).any()):
+                raise ValueError("no token may come next: some processor forbids what another one demands")
+            return processed
 
         return lambda logits, rows: _blamed(process, logits, rows, owners)
 

@@ -207,8 +207,6 @@ class Warp:
                     for row, path in enumerate(paths)
                 ]
                 scores = torch.cat(rows)
-        if self.stateful and bool((scores.amax(dim=1) == -math.inf).any()):
-            raise ValueError("no token may come next: processors forbid what a grammar, or another one, demands")
         return scores
 
     def _for(self, columns: int) -> "Sequence[LogitsProcessor]":

@@ -4,7 +4,8 @@ Shapes: V vocabulary.
 """
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import and_
 from typing import Protocol, Self, runtime_checkable
 
 import numpy as np
@@ -50,6 +51,9 @@ class Allowed:
     def __contains__(self, token: int) -> bool:
         return token >> 3 < len(self._bits) and bool(self._bits[token >> 3] >> (token & 7) & 1)
 
+    def __and__(self, other: "Allowed") -> "Allowed":
+        return Allowed(bytes(map(and_, self._bits, other._bits)))
+
     @cached_property
     def only(self) -> int | None:
         """The token, if there is but one."""
@@ -58,10 +62,9 @@ class Allowed:
 
     def mask(self, scores: Tensor) -> Tensor:
         """``[V]`` scores with -inf for all others, overwritten."""
-        if self.only is not None:
-            kept = scores[self.only].clone()
+        if self.only is not None:  # however unlikely a model takes it to be
             scores.fill_(-torch.inf)
-            scores[self.only] = kept
+            scores[self.only : self.only + 1] = 0.0
             return scores
         return scores.masked_fill_(self._forbidden(len(scores)).to(scores.device), -torch.inf)
 
@@ -102,19 +105,20 @@ class PathState:
             state = state._longer[token]
         return state
 
+    def allowed(self, tokens: Sequence[int]) -> Allowed | None:
+        """What constraints let come next some tokens later; ``None`` for everything.
+
+        Also where a processor fails: it will fail again, and be told of, when the target's rows are processed.
+        """
+        try:
+            return self.along(tokens)._allowed
+        except Exception:
+            return None
+
     @cached_property
-    def _allowed(self) -> list[Allowed]:
-        said = [processor.allowed() for processor in self.processors if isinstance(processor, Constraint)]
-        return [allowed for allowed in said if allowed is not None]
-
-    def allows(self, token: int) -> bool:
-        """Whether no constraint forbids a token to come next."""
-        return all(token in allowed for allowed in self._allowed)
-
-    @property
-    def only(self) -> int | None:
-        """The token that must come next, if there is but one."""
-        return next((allowed.only for allowed in self._allowed if allowed.only is not None), None)
+    def _allowed(self) -> Allowed | None:
+        said = (one.allowed() for one in self.processors if isinstance(one, Constraint))
+        return reduce(and_, [allowed for allowed in said if allowed is not None] or [None])  # type: ignore[arg-type]
 
 
 __all__ = ["Allowed", "Constraint", "PathState", "StatefulProcessor"]

@@ -439,7 +439,8 @@ class Stepper(nn.Module):
             seen[number] = accepted(number, path[:emitted])
             state.stats.record(drafted, judged, emitted)
             sample.forwards += 1
-            self.decider.learn(sample.memory, drafted.outcome(judged))
+            if drafted.guesses or not drafted.certain:  # what had to be tells nothing of who drafts
+                self.decider.learn(sample.memory, drafted.outcome(judged))
             remaining[number] = judged if emitted == len(tokens) else _cut(drafted, judged, emitted)
             kept[sample.handle] = path[:emitted]
         keep(kept)

@@ -4,7 +4,7 @@ Shapes: B samples, n_b nodes of sample b (root included, 0 if it is finished), T
 size of a drafter.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -58,6 +58,7 @@ class SampleTree:
         chances: draft probability of every node below the root, given its parent; may be left out.
         source: which drafter proposed it, see :attr:`Situation.source`.
         gain: tokens that its drafts are expected to bring, less what their rows could bring elsewhere.
+        certain: nodes whose tokens are the only ones that constraints allow behind their parents.
 
     Siblings may repeat a token if they were drawn with replacement, or if they are certain. Of equal certain ones only
     the first is ever accepted: the others waste their rows, no more.
@@ -74,6 +75,7 @@ class SampleTree:
     chances: Mapping[int, float] = field(default_factory=dict)
     source: str = ""
     gain: float = 0.0
+    certain: Collection[int] = ()
 
     def __post_init__(self) -> None:
         nodes, parents = list(self.tokens), self.topology.parent_list
@@ -106,9 +108,15 @@ class SampleTree:
         """What became of it."""
         path = (0, *judged.path)
         levels = max(map(self.topology.depth_list.__getitem__, self.tokens))
-        tried = [self.children(node) for node in path]
-        stated = [sum(self.chances.get(child, 0.0) for child in children) for children in tried if children]
-        return Outcome(levels, len(judged.path), tuple(stated), self.source)
+        tried = [children for node in path if (children := self.children(node))]
+        stated = [sum(self.chances.get(child, 0.0) for child in children) for children in tried]
+        certain = [depth for depth, children in enumerate(tried) if children[0] in self.certain]
+        return Outcome(levels, len(judged.path), tuple(stated), self.source, tuple(certain))
+
+    @property
+    def guesses(self) -> int:
+        """Drafts that need not be right."""
+        return len(self.tokens) - 1 - len(self.certain)
 
     def path(self, node: int) -> list[int]:
         """Drafted tokens from below the root down to ``node``."""
@@ -214,12 +222,14 @@ class Outcome(NamedTuple):
         stated: of the root and the accepted nodes below it, as far as they have verified children: the sum of these
             children's draft probabilities. One more than was accepted, unless the path ended at a leaf.
         source: which drafter proposed them, see :attr:`Situation.source`.
+        certain: depths of ``stated`` at which nothing was guessed, see :attr:`SampleTree.certain`.
     """
 
     drafted: int
     accepted: int
     stated: tuple[float, ...] = ()
     source: str = ""
+    certain: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,6 +13,8 @@ from arbordraft.bench import contests, model, problems, roofline
 from arbordraft.bench import cpu as cpu_bench
 from arbordraft.bench import kernels as kernel_bench
 from arbordraft.bench import verifiers as acceptance
+from arbordraft.bench.decoding import in_turns
+from arbordraft.bench.grammars import GrammarContest
 from arbordraft.bench.onnx import draft_steps
 from arbordraft.cli.measurement import (
     CASES,
@@ -207,6 +209,16 @@ def compare(
     drafters = drafters_of(drafter, target)
     for workload in run.workloads():
         run.decode(target, contests.against_transformers(target, drafters, workload), workload)
+
+
+@measurement(DECODING - {"prompts"}, new_tokens=160, batches="1,8")
+def grammars(run: Run) -> None:
+    """Texts turned into JSON by schemas: masked plain decoding, forced tokens with lookups, and transformers."""
+    contest = GrammarContest(run.target(), run.shared["limit"])
+    for workload in run.workloads():
+        workload = replace(workload, prompts=contest.prompts)
+        rows = run.take(in_turns(contest.target, contest.decoders(workload), workload, run.tell), workload)
+        run.take([contest.masks(workload, rows[0])], workload)
 
 
 @measurement(DECODING - {"temperatures"}, new_tokens=96, batches="1,8")

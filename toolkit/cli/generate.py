@@ -23,6 +23,7 @@ from arbordraft.cli.options import (
 )
 from arbordraft.deciders import ConfidenceThreshold
 from arbordraft.files import read_text
+from arbordraft.grammars import Grammar
 from arbordraft.loading import Kernels
 from arbordraft.metrics import DecodeStats
 from arbordraft.prompts import left_padded
@@ -54,6 +55,11 @@ def generate(
     top_k: Annotated[int, typer.Option(min=0, help="Sample from this many best tokens; 0 for all of them.")] = 0,
     seed: Annotated[int, typer.Option(min=0, help="Seed; prompt i uses seed + i, whatever shares its batch.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Text before which an answer ends. May be repeated.")] = None,
+    json_schema: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="File of a JSON Schema: answers are valid JSON by it."),
+    ] = None,
+    regex: Annotated[str | None, typer.Option(help="Regular expression that answers match as a whole.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Do not apply the chat template.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print answers and figures as JSON, when all is done.")] = False,
     dtype: AutoDtypeOption = None,
@@ -71,6 +77,7 @@ def generate(
         raise typer.BadParameter("--system is for the chat template, which --raw leaves out: write it into the prompt")
     topology, ends = None if tree is None else parse_topology(tree), stops(stop)
     settings = settings_of(max_new_tokens, temperature, top_p, top_k, seed, len(questions))
+    settings["grammar"] = _grammar(json_schema, regex)
     decoder = load_decoder(
         model,
         drafter,
@@ -122,6 +129,15 @@ def _figures(prompts: list[str], texts: list[str], stats: DecodeStats, seconds: 
         "kernels": kernels,
         "verdict": verdict(stats),
     }
+
+
+def _grammar(json_schema: Path | None, regex: str | None) -> Grammar | None:
+    """What the options ask for."""
+    if json_schema is not None and regex is not None:
+        raise typer.BadParameter("an answer has one form: give --json-schema or --regex")
+    if json_schema is not None:
+        return Grammar.json_schema(read_text(json_schema))
+    return None if regex is None else Grammar.regex(regex)
 
 
 def _lines(file: Path | None) -> list[str]:

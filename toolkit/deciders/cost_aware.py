@@ -116,6 +116,8 @@ class CostAware(Decider):
         record = memory.setdefault(outcome.source, _Record())
         record.fade(self.decay)
         for depth, stated in enumerate(outcome.stated):
+            if depth in outcome.certain:
+                continue
             at = min(depth, _DEPTHS - 1)
             record.tried[at] += 1
             record.accepted[at] += depth < outcome.accepted

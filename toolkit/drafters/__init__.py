@@ -4,6 +4,7 @@ from arbordraft.drafters.base import Drafter
 from arbordraft.drafters.block import BlockDrafter
 from arbordraft.drafters.eagle import EagleDrafter
 from arbordraft.drafters.early_exit import EarlyExitDrafter
+from arbordraft.drafters.grammar import GrammarDrafter
 from arbordraft.drafters.hybrid import HybridDrafter
 from arbordraft.drafters.language_model import LanguageModelDrafter
 from arbordraft.drafters.medusa import MedusaDrafter
@@ -15,6 +16,7 @@ __all__ = [
     "Drafter",
     "EagleDrafter",
     "EarlyExitDrafter",
+    "GrammarDrafter",
     "HybridDrafter",
     "LanguageModelDrafter",
     "MedusaDrafter",

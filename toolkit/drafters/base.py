@@ -18,6 +18,7 @@ from arbordraft.laws import IID, DraftLaw, SharedNoise
 from arbordraft.masks import stack_words
 from arbordraft.onnx_networks import OnnxNetwork
 from arbordraft.sampling import GumbelNoise, SoftmaxRows
+from arbordraft.stateful import Allowed
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.stand_ins import prepack_linears
@@ -213,7 +214,7 @@ def grow(context: DraftContext, drafter: Drafter, run: "Callable[[Garden, dict[i
         likeliest, chances = tree_expand(scores, min(garden.law.k if certain else 1, scores.shape[1]))
         tops, odds = likeliest.tolist(), chances.exp().tolist()
         sound = [math.isfinite(values[0]) for values in odds]
-        if not all(sound):
+        if any(not good and garden.allowed(*place) is None for good, place in zip(sound, places, strict=True)):
             warnings.warn("the drafter produced NaN or infinite logits; nothing is drafted there", stacklevel=2)
         for row, (sample, node) in enumerate(places):
             if not sound[row] or (node == 0 and context.candidates is not None):
@@ -316,6 +317,7 @@ class Garden:
         self.tokens: dict[int, dict[int, int]] = {sample: {0: context.tokens[sample][-1]} for sample in self.alive}
         self.rows: dict[int, dict[int, Tensor]] = {sample: {} for sample in self.alive}
         self.chances: dict[int, dict[int, float]] = {sample: {} for sample in self.alive}
+        self.certain: dict[int, set[int]] = {sample: set() for sample in self.alive}
         # What deciders may see: how every node's path came about, and what drafters that have it put into `hidden`.
         self.hidden: dict[tuple[int, int], Tensor] = {}
         self._paths: dict[int, dict[int, tuple[Draw, ...]]] = {sample: {0: ()} for sample in self.alive}
@@ -347,6 +349,25 @@ class Garden:
     def path(self, sample: int, node: int) -> list[int]:
         """Drafted tokens from below the root down to a node."""
         return [self.tokens[sample][passed] for passed in self.context.topology.path(node)[1:]]
+
+    def allowed(self, sample: int, node: int) -> Allowed | None:
+        """What may stand behind a node; ``None`` for everything, or where that is not known."""
+        place = self.context.places[sample] if self.context.places else None
+        return None if place is None else place.allowed(self.path(sample, node))
+
+    def force(self) -> None:
+        """Gives every root the tokens that have to follow it, as far as the topology's first path goes.
+
+        They wait for no plan, and no plan gives them up: the target has to read them in any case.
+        """
+        for sample in self.alive:
+            node, children = 0, self.context.topology.child_list[0]
+            for _ in range(self.context.room[sample] or 0):
+                allowed = self.allowed(sample, node)
+                if not children or allowed is None or allowed.only is None:
+                    break
+                self.plant(sample, node, [allowed.only], [1.0])
+                node, children = children[0], self.context.topology.child_list[children[0]]
 
     def frontier(self, depth: int) -> dict[int, list[int]]:
         """The nodes at ``depth`` that get children, for every sample that still goes on."""
@@ -423,8 +444,16 @@ class Garden:
         confidence: Sequence[float],
         read: Callable[[], Tensor] | None = None,
     ) -> None:
-        """Gives a node its children, fewer than planned if there are fewer tokens; ``read`` gives its draft row."""
+        """Gives a node its children, fewer than planned if there are fewer tokens; ``read`` gives its draft row.
+
+        Of tokens that were not drawn at random those that constraints forbid are left out.
+        """
         origin = Origin(read, self.hidden.get((sample, node)))
+        if (allowed := self.allowed(sample, node)) is not None and self.law.deterministic:
+            kept = [pair for pair in zip(tokens, confidence, strict=False) if pair[0] in allowed]
+            tokens, confidence = [token for token, _ in kept], [chance for _, chance in kept]
+            if allowed.only is not None and kept:
+                self.certain[sample].add(self.context.topology.child_list[node][0])
         for child, token, probability in zip(self.context.topology.child_list[node], tokens, confidence, strict=False):
             self._paths[sample][child] = (*self._paths[sample][node], Draw(probability, origin))
             self.add(sample, node, child, token, probability)
@@ -434,7 +463,8 @@ class Garden:
         trust = self._trust[sample]
         self.tokens[sample][node], self.chances[sample][node] = token, chance
         depth = min(self.context.topology.depth_list[parent], len(trust) - 1)
-        self._reach[sample][node] = self._reach[sample][parent] * min(1.0, trust[depth] * chance)
+        likely = 1.0 if node in self.certain[sample] else min(1.0, trust[depth] * chance)
+        self._reach[sample][node] = self._reach[sample][parent] * likely
 
     def _chances(self, group: Sequence[int]) -> list[float]:
         return [chance for sample in group for node, chance in self._reach[sample].items() if node]
@@ -442,12 +472,26 @@ class Garden:
     def _trim(self, group: Sequence[int], plan: Plan) -> None:
         """Gives up the drafts that are too unlikely to be worth their rows."""
         # Parents stand before their children: both the chance, which cannot rise, and the node agree on that.
+        trunks = {sample: self._trunk(sample) for sample in group}
         ranked = sorted(
-            (-reach, node, sample) for sample in group for node, reach in self._reach[sample].items() if node
+            (node not in trunks[sample], -reach, node, sample)
+            for sample in group
+            for node, reach in self._reach[sample].items()
+            if node
         )
-        kept = plan.keep([-reach for reach, _, _ in ranked])
-        for _, node, sample in ranked[kept:]:
+        kept = max(plan.keep([-reach for _, reach, _, _ in ranked]), sum(map(len, trunks.values())))
+        for _, _, node, sample in ranked[kept:]:
             del self.tokens[sample][node], self.chances[sample][node]
+            self.certain[sample].discard(node)
+
+    def _trunk(self, sample: int) -> set[int]:
+        """The nodes that are certain to be accepted."""
+        trunk: set[int] = set()
+        for node in sorted(self.certain[sample]):
+            parent = self.context.topology.parent_list[node]
+            if parent == 0 or parent in trunk:
+                trunk.add(node)
+        return trunk
 
     def tree(self) -> DraftTree:
         """The result; every sample that takes part has at least its root."""
@@ -458,7 +502,8 @@ class Garden:
             price = plan.row if plan else 0.0
             for sample in group:
                 reach = self._reach[sample]
-                gains[sample] = sum(reach[node] - price for node in self.tokens[sample] if node)
+                trunk = self._trunk(sample)  # its rows have to be computed sooner or later
+                gains[sample] = sum(reach[node] - price * (node not in trunk) for node in self.tokens[sample] if node)
         # Children were planted parent by parent, which need not be the order of their numbers.
         grown = {
             sample: SampleTree(
@@ -469,6 +514,7 @@ class Garden:
                 self.chances[sample],
                 self.source,
                 gains[sample],
+                frozenset(self.certain[sample]),
             )
             for sample, tokens in self.tokens.items()
         }

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from arbordraft.checks import whole
 from arbordraft.drafters.base import Drafter, Garden
 from arbordraft.laws import DraftLaw, Fixed
+from arbordraft.stateful import Allowed
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
@@ -74,7 +75,7 @@ class Guess(NamedTuple):
 
     Args:
         token: what came next.
-        size: length of the suffix that speaks for it.
+        size: length of the suffix that speaks for it; 0 if it is the only token that is allowed.
         votes: how often it came next there: 1, or 2 for more than once; 0 if another token did, too.
         rank: its place among the continuations of its node.
     """
@@ -96,10 +97,12 @@ class _Odds:
         self._counts: dict[tuple[int, int, int], tuple[float, float]] = {}
 
     def __call__(self, guess: Guess) -> float:
-        right, tried = self._of(guess)
+        right, tried = self._of(guess) if guess.size else (1.0, 1.0)
         return right / tried
 
     def learn(self, guess: Guess, right: bool) -> None:
+        if not guess.size:
+            return
         before, tried = self._of(guess)
         self._counts[guess[1:]] = before + right, tried + 1
 
@@ -121,7 +124,8 @@ class NGramDrafter(Drafter):
     """Continues the longest suffix of the text that occurred before in the prompt or in the output.
 
     Every node of the tree looks up its own path: first the longest suffix, then shorter ones while children are
-    missing. Among the continuations of one suffix the most frequent comes first, then the latest. The draft probability
+    missing. Among the continuations of one suffix the most frequent comes first, then the latest. Where a grammar
+    leaves only one token, that is the continuation, and what it forbids is none. The draft probability
     it states is how often lookups of that length came true so far in the sample: what deciders and costs weigh, and
     never the law.
 
@@ -164,6 +168,7 @@ class NGramDrafter(Drafter):
 
     def propose(self, state: _State, context: DraftContext) -> DraftTree:
         garden = Garden(context, Fixed(context.law.k), self)
+        garden.force()
         state.guesses |= {sample: {} for sample in garden.alive}
         places: dict[tuple[int, int], Places] = {}
         parents = context.topology.parent_list
@@ -180,7 +185,7 @@ class NGramDrafter(Drafter):
                         here = text.ends(self.longest)
                     places[sample, node] = here
                     children = context.topology.child_list[node]
-                    found = self._lookup(text, here, len(children))
+                    found = self._lookup(text, here, len(children), garden.allowed(sample, node))
                     state.guesses[sample][node] = list(zip(children, found, strict=False))
                     garden.plant(sample, node, [guess.token for guess in found], [odds(guess) for guess in found])
         return garden.tree()
@@ -206,8 +211,10 @@ class NGramDrafter(Drafter):
             else:
                 return
 
-    def _lookup(self, text: _Text, places: Places, wanted: int) -> list[Guess]:
-        """Up to ``wanted`` different continuations, those of the longest suffix first."""
+    def _lookup(self, text: _Text, places: Places, wanted: int, allowed: Allowed | None) -> list[Guess]:
+        """Up to ``wanted`` different continuations that are allowed, those of the longest suffix first."""
+        if allowed is not None and allowed.only is not None:
+            return [Guess(allowed.only, 0, 0, 0)]
         guesses: dict[int, Guess] = {}
         for size in range(len(places), self.shortest - 1, -1):
             if len(guesses) == wanted:
@@ -217,7 +224,8 @@ class NGramDrafter(Drafter):
             for token in after:
                 if len(guesses) == wanted:
                     break
-                guesses.setdefault(token, Guess(token, size, votes, len(guesses)))
+                if allowed is None or token in allowed:
+                    guesses.setdefault(token, Guess(token, size, votes, len(guesses)))
         return list(guesses.values())
 
     def extra_repr(self) -> str:

@@ -1,0 +1,342 @@
+"""Grammars and other processors that follow a text, on the paths of trees: what plain decoding says is said."""
+
+import json
+from collections import Counter
+from functools import cache
+from itertools import product
+
+import jsonschema
+import pytest
+import torch
+from models import EOS, PAYS, left_padded, new_tokens, next_logits, tiny
+from scipy.stats import chisquare
+from spellers import speller, speller_tokenizer
+from transformers import LogitsProcessor, LogitsProcessorList, TopPLogitsWarper
+
+from arbordraft import (
+    IID,
+    Coupling,
+    EarlyExitDrafter,
+    Fixed,
+    LanguageModelDrafter,
+    Lifted,
+    Matching,
+    NGramDrafter,
+    NoDrafter,
+    RaggedModel,
+    RecursiveRejection,
+    SpecHub,
+    SpeculativeDecoder,
+    TopDown,
+    TopTail,
+    TreeTopology,
+    WithoutReplacement,
+    builders,
+)
+from arbordraft.drafters import GrammarDrafter, HybridDrafter
+from arbordraft.grammars import Grammar
+from arbordraft.stateful import Allowed
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "kind": {"enum": ["cat", "dog", "axolotl"]},
+        "tags": {"type": "array", "items": {"enum": ["one", "two"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "kind", "tags"],
+    "additionalProperties": False,
+}
+GRAMMARS = [Grammar.json_schema(PERSON), None, Grammar.regex("[a-c]{2}(, [a-c]{2}){3}")]
+TEXTS = ["Ada is one cat, a cat. ", "yes yes no", '{"name": "Ada", "age": 36, "kind": "cat"}']
+TREE = TreeTopology.from_k_config((2, 2, 1, 1))
+LENGTH = 60
+
+
+def draft():
+    return LanguageModelDrafter(speller(seed=3))
+
+
+def exit_early():
+    return EarlyExitDrafter(speller(), 1)
+
+
+DECODERS = {
+    "lookup, chain": lambda: SpeculativeDecoder(speller(), NGramDrafter()),
+    "lookup, tree": lambda: SpeculativeDecoder(speller(), NGramDrafter(shortest=1), TREE),
+    "model, chain": lambda: SpeculativeDecoder(speller(), draft(), TreeTopology.chain(3), Coupling.shared()),
+    "model, tree": lambda: SpeculativeDecoder(speller(), draft(), TREE),
+    "head, tree": lambda: SpeculativeDecoder(speller(), exit_early(), TREE),
+    "forced alone": lambda: SpeculativeDecoder(speller(), GrammarDrafter()),
+    "forced, else model": lambda: SpeculativeDecoder(speller(), HybridDrafter(GrammarDrafter(), draft()), TREE),
+    "lookup, else model": lambda: SpeculativeDecoder(speller(), HybridDrafter(NGramDrafter(), draft()), TREE),
+    "what pays": lambda: builders.fitted(speller(), draft(), lookup=True, costs=PAYS),
+    "lookups that pay": lambda: builders.lookup(speller(), PAYS),
+}
+
+
+def decoded(decoder, temperature, grammar=None, **options):
+    """New tokens of every sample, and the stats."""
+    prompts = [speller_tokenizer()(text).input_ids for text in TEXTS]
+    output = decoder.generate(
+        **left_padded(prompts),
+        max_new_tokens=LENGTH,
+        do_sample=temperature > 0,
+        seeds=[11, 12, 13],
+        grammar=GRAMMARS if grammar is None else grammar,
+        return_dict_in_generate=True,
+        **({"temperature": temperature} if temperature else {}),
+        **options,
+    )
+    return new_tokens(output.sequences, prompts, output.stats.emitted), output.stats
+
+
+@cache
+def plainly(temperature):
+    return decoded(builders.plain(speller()), temperature)[0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", DECODERS)
+def test_drafts_change_nothing(name, temperature):
+    tokens, stats = decoded(DECODERS[name](), temperature)
+    assert tokens == plainly(temperature)
+    assert stats.forwards[0] < stats.emitted[0]
+    text = speller_tokenizer().decode(tokens[0][:-1])
+    assert tokens[0][-1] == EOS
+    jsonschema.validate(json.loads(text), PERSON)
+
+
+def test_grammars_matter():
+    """Without them the texts are others, so that the equality above says something."""
+    free = decoded(builders.plain(speller()), 0.0, [None] * 3)[0]
+    assert [ours == theirs for ours, theirs in zip(plainly(0.0), free, strict=True)] == [False, True, False]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_forced_tokens_cost_no_steps(temperature):
+    tokens, stats = decoded(DECODERS["forced alone"](), temperature)
+    assert stats.emitted[0] / stats.forwards[0] > 1.5
+    assert stats.forwards[1] == len(tokens[1])  # no grammar, no drafts
+
+
+def test_what_is_forbidden_is_never_drafted():
+    """Lookups would go on as the prompt does; the grammar lets them only as far as it allows."""
+    seen = []
+    decoder = SpeculativeDecoder(speller(), NGramDrafter(shortest=1), TREE)
+    compiled = decoder.compiler(GRAMMARS[2], [EOS])
+
+    def watch(state, tree, verdict):
+        if tree.samples[2] is None:
+            return
+        place = compiled.fork()
+        for token in state[2].tokens[state[2].prompt :]:
+            place.accept(token)
+        seen.extend((place, tree.samples[2].path(node)) for node in tree.samples[2].tokens if node)
+
+    decoder.on_step = watch
+    decoded(decoder, 1.0)
+    assert seen
+    for place, path in seen:
+        for token in path:
+            assert token in place.allowed()
+            place = place.fork()
+            place.accept(token)
+
+
+class Alternating(LogitsProcessor):
+    """Every third token in turn, counted from the prompt's end: by the path, or by a state."""
+
+    def __init__(self, prompt):
+        self.prompt = prompt
+
+    def __call__(self, input_ids, scores):
+        return _only(scores, (input_ids.shape[1] - self.prompt) % 3)
+
+
+def _only(scores, rest):
+    banned = torch.arange(scores.shape[-1]) % 3 != rest
+    return scores.masked_fill(banned, -torch.inf)
+
+
+class Following:
+    """The same with a state of its own."""
+
+    def __init__(self, count=0):
+        self.count = count
+
+    def fork(self):
+        return type(self)(self.count)
+
+    def accept(self, token):
+        self.count += 1
+
+    def __call__(self, scores):
+        return _only(scores, self.count % 3)
+
+
+class Entangled(Following):
+    """A fork that is none."""
+
+    def fork(self):
+        return self
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("kind", "right"), [(Following, True), (Entangled, False)], ids=["forked", "not forked"])
+def test_a_users_own_stateful_processor(kind, right, temperature):
+    prompt = speller_tokenizer()(TEXTS[0]).input_ids
+    settings = {"max_new_tokens": 20, "do_sample": temperature > 0, "seeds": [5], "eos_token_id": None}
+    outputs = [
+        decoder.generate(torch.tensor([prompt]), logits_processor=LogitsProcessorList([processor]), **settings)
+        for decoder, processor in [
+            (builders.plain(speller()), Alternating(len(prompt))),
+            (DECODERS["model, tree"](), kind()),
+        ]
+    ]
+    assert torch.equal(*outputs) == right
+
+
+class Failing(Following):
+    """Fails behind its third token."""
+
+    def accept(self, token):
+        super().accept(token)
+        if self.count > 2:
+            raise RuntimeError("lost the thread")
+
+
+@pytest.mark.parametrize("name", ["lookup, tree", "model, tree"])
+def test_one_that_fails_says_so(name):
+    with pytest.raises(RuntimeError, match="lost the thread"):
+        decoded(DECODERS[name](), 0.0, [None] * 3, logits_processor=LogitsProcessorList([Failing()]))
+
+
+FEW, SAMPLES, DEPTH, TOP_P = 6, 500, 3, 0.9
+TEXT = [1, 2, 3, 1, 2, 4, 1, 2]
+# Where each state leads: it branches, is forced, and comes back.
+AUTOMATON = {0: {1: 1, 2: 2, 5: 0}, 1: {3: 2}, 2: {0: 0, 1: 1, 4: 3, 5: 2}, 3: {2: 0}}
+
+
+class Automaton:
+    """Follows the table above."""
+
+    def __init__(self, state=0):
+        self.state = state
+
+    def fork(self):
+        return type(self)(self.state)
+
+    def accept(self, token):
+        self.state = AUTOMATON.get(self.state, {}).get(token)
+
+    def allowed(self):
+        if self.state is None:
+            return None
+        return Allowed(sum(1 << token for token in AUTOMATON[self.state]).to_bytes(1, "little"))
+
+    def __call__(self, scores):
+        return scores if self.state is None else self.allowed().mask(scores)
+
+
+class Careless(Automaton):
+    """Does not see one of the tokens: the wrong law, which the test has to notice."""
+
+    def accept(self, token):
+        if token != 1:
+            super().accept(token)
+
+
+@cache
+def small(seed):
+    return RaggedModel(tiny(seed=seed, sharpness=1.5, vocab_size=FEW), kernels="torch")
+
+
+@cache
+def exact_law():
+    """Probability of every text of some tokens, by the model, the automaton and top-p."""
+
+    @cache
+    def row(text, state):
+        scores = next_logits(small(0).model, [*TEXT, *text])[None].double()
+        scores[0, [token for token in range(FEW) if token not in AUTOMATON[state]]] = -torch.inf
+        return TopPLogitsWarper(TOP_P)(None, scores).softmax(-1)[0].tolist()
+
+    law = {}
+    for text in product(range(FEW), repeat=DEPTH):
+        state, chance = 0, 1.0
+        for at, token in enumerate(text):
+            chance *= row(text[:at], state)[token]
+            state = AUTOMATON[state].get(token)
+            if not chance or state is None:
+                break
+        law[text] = chance if state is not None else 0.0
+    return law
+
+
+def fit(decoder, processor):
+    """P-value of what many samples of one prompt emitted; texts too rare to count share one cell."""
+    output = decoder.generate(
+        torch.tensor([TEXT] * SAMPLES),
+        do_sample=True,
+        top_k=0,
+        top_p=TOP_P,
+        max_new_tokens=DEPTH,
+        eos_token_id=None,
+        logits_processor=LogitsProcessorList([processor]),
+        return_dict_in_generate=True,
+    )
+    assert output.stats.accepted.total() > SAMPLES / 4  # drafting took part in it
+    law = exact_law()
+    assert sum(law.values()) == pytest.approx(1)
+    counted = Counter(map(tuple, output.sequences[:, len(TEXT) :].tolist()))
+    if any(law[text] == 0 for text in counted):
+        return 0.0
+    cells = [text for text in law if law[text] * SAMPLES >= 5]
+    seen, expected = [counted[text] for text in cells], [law[text] * SAMPLES for text in cells]
+    return chisquare([*seen, SAMPLES - sum(seen)], [*expected, SAMPLES - sum(expected)]).pvalue
+
+
+def model():
+    return LanguageModelDrafter(small(1))
+
+
+LAWS = {
+    "block, chain": lambda: SpeculativeDecoder(
+        small(0), model(), TreeTopology.chain(3), Coupling(IID(1), Lifted(RecursiveRejection()))
+    ),
+    "with replacement": lambda: SpeculativeDecoder(
+        small(0), model(), TREE, Coupling(IID(2), TopDown(RecursiveRejection()))
+    ),
+    "without replacement": lambda: SpeculativeDecoder(
+        small(0), model(), TREE, Coupling(WithoutReplacement(2), TopDown(RecursiveRejection()))
+    ),
+    "hub pairs": lambda: SpeculativeDecoder(
+        small(0), model(), TreeTopology.k_ary(2, 3), Coupling(TopTail(1, 1), TopDown(SpecHub()))
+    ),
+    "fixed": lambda: SpeculativeDecoder(small(0), model(), TREE, Coupling(Fixed(2), TopDown(Matching()))),
+    "lookup": lambda: SpeculativeDecoder(small(0), NGramDrafter(shortest=1), TREE),
+    "forced, else random": lambda: SpeculativeDecoder(
+        small(0),
+        HybridDrafter(GrammarDrafter(), model()),
+        TREE,
+        Coupling(WithoutReplacement(2), TopDown(RecursiveRejection())),
+    ),
+    "shared noise": lambda: SpeculativeDecoder(small(0), model(), TREE),
+}
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_the_law_is_the_masked_targets(name):
+    torch.manual_seed(7)
+    assert fit(LAWS[name](), Automaton()) > 1e-3
+
+
+def test_another_law_is_noticed():
+    torch.manual_seed(7)
+    assert fit(LAWS["shared noise"](), Careless()) < 1e-6
+
+
+def test_plain_decoding_drafts_nothing():
+    assert decoded(SpeculativeDecoder(speller(), NoDrafter()), 0.0)[1].tau == 1
