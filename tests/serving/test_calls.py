@@ -108,7 +108,9 @@ def test_models_are_held_to_the_format(style, how):
     assert follows(tokenizer, one)
     assert follows(tokenizer, one, required=True, parallel=False)
     assert follows(tokenizer, WORDS)
-    assert follows(tokenizer, written(form, CALLS[:1], "So.\n"))  # by words alone, where calls come first
+    behind = written(form, CALLS[:1], "So.\n")
+    assert follows(tokenizer, behind)  # as words alone, where calls come first
+    assert follows(tokenizer, behind.replace("look", "luck")) == (not form.anywhere)
     assert follows(tokenizer, two, required=True)
     assert follows(tokenizer, "null", answer={"type": "null"})
     assert follows(tokenizer, one, answer={"type": "null"})

@@ -8,7 +8,7 @@ import httpx
 import jsonschema
 import openai
 import pytest
-from callers import TEMPLATES, caller
+from callers import MARKS, TEMPLATES, caller
 from pydantic import BaseModel, Field
 from served import serving
 
@@ -160,50 +160,68 @@ def test_pydantic_functions_come_back(client):
 def test_what_was_cut_off_says_so(client):
     with pytest.raises(openai.LengthFinishReasonError):
         client.chat.completions.parse(model="tiny", messages=HELLO, response_format=Animal, max_tokens=4)
-    choice = chat(client, tools=TOOLS, tool_choice="required", max_tokens=32, seed=1).choices[0]
+    asked = {"tools": TOOLS[:1], "tool_choice": "required", "parallel_tool_calls": False, "seed": 1}
+    length = chat(client, **asked).usage.completion_tokens
+    choice = chat(client, **asked, max_tokens=length - 7).choices[0]
     assert choice.finish_reason == "length"
     (call,) = choice.message.tool_calls
+    assert call.function.arguments.startswith("{")
     with pytest.raises(json.JSONDecodeError):
         json.loads(call.function.arguments)
 
 
-CHOICES = {"required": "required", "named": NOW, "auto": "auto", "none": "none"}
-
-
-@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("name", ["required", "named"])
 @pytest.mark.parametrize("style", TEMPLATES)
-def test_tools_are_chosen_as_asked(style, name):
-    decoder = caller(style)
-    with serving(decoder, max_tokens=12_000, default_tokens=200) as served:
-        asked = {"tools": TOOLS, "tool_choice": CHOICES[name], "parallel_tool_calls": False, "seed": 3, "n": 3}
+def test_functions_are_called_as_asked(style, name):
+    with serving(caller(style), max_tokens=12_000, default_tokens=200) as served:
+        asked = {
+            "tools": TOOLS,
+            "tool_choice": "required" if name == "required" else NOW,
+            "parallel_tool_calls": False,
+            "seed": 3,
+            "n": 3,
+        }
         reply = chat(served.client, **asked)
-    if name in ("required", "named"):
-        for choice in reply.choices:
-            ((called, arguments),) = calls_of(choice)
-            jsonschema.validate(arguments, SCHEMAS[called])
-            assert called == "now" or name == "required"
-            assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
-        return
-    # A random model calls nothing of its own accord, and what it says instead is what it would say anyway.
+    for choice in reply.choices:
+        ((called, arguments),) = calls_of(choice)
+        jsonschema.validate(arguments, SCHEMAS[called])
+        assert called == "now" or name == "required"
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+
+
+@pytest.mark.parametrize("name", ["auto", "none"])
+@pytest.mark.parametrize("style", TEMPLATES)
+def test_words_are_what_they_are_without_a_grammar(style, name):
+    """A random model hardly ever begins a call. What it must not write are bytes that are no characters."""
+    decoder = caller(style)
+    tokenizer = decoder.target.tokenizer
+    bytes_only = {token: -100.0 for token in range(len(tokenizer)) if "\ufffd" in tokenizer.decode([token])}
     tools = [TOOLS[0], NOW] if name == "auto" else None
-    answers, texts = alone(decoder, tools=tools, seed=3, n=3)
-    assert [choice.message.content for choice in reply.choices] == texts
-    assert reply.usage.completion_tokens == sum(len(answer.tokens) for answer in answers)
-    assert not any(choice.message.tool_calls for choice in reply.choices)
+    answers, texts = alone(decoder, tools=tools, seed=3, n=3, logit_bias=bytes_only)
+    with serving(decoder, max_tokens=12_000, default_tokens=200) as served:
+        reply = chat(served.client, tools=TOOLS, tool_choice=name, seed=3, n=3, logit_bias=bytes_only)
+    marks = {*tokenizer.convert_tokens_to_ids(MARKS[style])}
+    wordy = [index for index, answer in enumerate(answers) if name == "none" or not marks & {*answer.tokens}]
+    assert wordy
+    for index in wordy:
+        assert reply.choices[index].message.content == texts[index]
+        assert reply.choices[index].finish_reason == answers[index].finish_reason
+        assert reply.choices[index].message.tool_calls is None
 
 
-def biased(served, text, bias):
-    """Makes a random model want to call."""
-    return {str(served.engine.decoder.target.tokenizer.convert_tokens_to_ids(text)): bias}
+def biased(served, **tokens):
+    """What makes a random model want, or not want, to say something."""
+    known = {"call": "<tool_call>", "end": "<eos>"}
+    tokenizer = served.engine.decoder.target.tokenizer
+    return {str(tokenizer.convert_tokens_to_ids(known[name])): bias for name, bias in tokens.items()}
 
 
 def test_a_model_that_begins_a_call_has_to_end_it(served, client):
-    asked = {"tools": TOOLS, "logit_bias": biased(served, "<tool_call>", 7), "seed": 1, "n": 8}
-    whole = chat(client, **asked)
-    final, _ = streamed(client, **asked)
+    asked = {"tools": TOOLS, "logit_bias": biased(served, call=5, end=3), "seed": 1, "n": 16}
+    whole, (final, _) = chat(client, **asked), streamed(client, **asked)
     both = 0
     for one, other in zip(whole.choices, final.choices, strict=True):
-        assert (one.message.content, one.finish_reason) == (other.message.content, other.finish_reason)
+        assert ((one.message.content or None), one.finish_reason) == (other.message.content, other.finish_reason)
         assert calls_of(one) == calls_of(other)
         for called, arguments in calls_of(one):
             jsonschema.validate(arguments, SCHEMAS[called])
@@ -213,25 +231,27 @@ def test_a_model_that_begins_a_call_has_to_end_it(served, client):
     assert both
 
 
-def test_several_calls_have_their_own_ids(served, client):
-    asked = {"tools": TOOLS, "tool_choice": "required", "logit_bias": biased(served, "\u010a", 6), "seed": 1}
-    whole, (final, _) = chat(client, **asked).choices[0], streamed(client, **asked)
-    for choice in (whole, final.choices[0]):
+def test_several_calls_have_their_own_ids(client):
+    asked = {"tools": TOOLS, "tool_choice": "required", "seed": 1, "n": 4}
+    whole, (final, _) = chat(client, **asked), streamed(client, **asked)
+    assert [calls_of(choice) for choice in whole.choices] == [calls_of(choice) for choice in final.choices]
+    assert any(len(calls_of(choice)) > 1 for choice in whole.choices)
+    for choice in (*whole.choices, *final.choices):
         ids = [call.id for call in choice.message.tool_calls]
-        assert len({*ids}) == len(ids) > 1
+        assert len({*ids}) == len(ids)
         assert all(len(name) == 9 and name.isalnum() for name in ids)
-    assert calls_of(whole) == calls_of(final.choices[0])
-    alone = chat(client, **asked, parallel_tool_calls=False).choices[0]
-    assert len(alone.message.tool_calls) == 1
+    single = chat(client, **asked, parallel_tool_calls=False)
+    assert [len(calls_of(choice)) for choice in single.choices] == [1, 1, 1, 1]
 
 
 def test_tools_or_json(served, client):
     form = json_format({"enum": ["left", "right"]})
-    reply = chat(client, tools=TOOLS, response_format=form, seed=5, n=4)
-    assert {choice.message.content for choice in reply.choices} <= {'"left"', '"right"'}
-    banned = biased(served, '"', -100)
-    reply = chat(client, tools=TOOLS, response_format=form, seed=5, n=4, logit_bias=banned, max_tokens=4)
-    assert not any((choice.message.content or "").startswith('"') for choice in reply.choices)
+    asked = {"tools": TOOLS, "response_format": form, "seed": 5, "n": 4}
+    for choice in chat(client, **asked, logit_bias=biased(served, call=-100)).choices:
+        assert choice.message.content in ('"left"', '"right"')
+    for choice in chat(client, **asked, logit_bias=biased(served, call=100)).choices:
+        assert calls_of(choice)
+        assert choice.message.content is None
 
 
 def test_logprobs_steps_and_usage_go_with_calls(client):

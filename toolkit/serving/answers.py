@@ -4,7 +4,7 @@ import secrets
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from string import ascii_letters, digits
 from typing import Any, Literal
@@ -57,7 +57,7 @@ class Shape(ABC):
         """All answers at once."""
 
     @abstractmethod
-    def chunk(self, piece: Piece) -> BaseModel:
+    def chunks(self, piece: Piece) -> Iterator[BaseModel]:
         """What is new, for a stream."""
 
     @abstractmethod
@@ -72,7 +72,7 @@ class ChatShape(Shape):
 
     def __init__(self, service: Service, spell: Spell, question: Question) -> None:
         super().__init__(service, spell, question)
-        self._begun: set[int] = set()
+        self._begun = 0
 
     def whole(self, answers: Sequence[Piece], usage: CompletionUsage) -> BaseModel:
         choices = [
@@ -87,9 +87,14 @@ class ChatShape(Shape):
         ]
         return ChatCompletion(object="chat.completion", choices=choices, usage=usage, **self.head)
 
-    def chunk(self, piece: Piece) -> BaseModel:
-        role = {} if piece.index in self._begun else {"role": "assistant"}
-        self._begun.add(piece.index)
+    def chunks(self, piece: Piece) -> Iterator[BaseModel]:
+        while self._begun < piece.index:  # clients count answers as they see them
+            yield self._news(Piece(self._begun))
+        yield self._news(piece)
+
+    def _news(self, piece: Piece) -> BaseModel:
+        role = {"role": "assistant"} if piece.index == self._begun else {}
+        self._begun = max(self._begun, piece.index + 1)
         choice = ChunkChoice(
             index=piece.index,
             delta=ChoiceDelta(**role, **self._said(piece)),
@@ -147,8 +152,8 @@ class TextShape(Shape):
     def whole(self, answers: Sequence[Piece], usage: CompletionUsage) -> BaseModel:
         return self._completion(choices=[self._choice(answer) for answer in answers], usage=usage)
 
-    def chunk(self, piece: Piece) -> BaseModel:
-        return self._completion(choices=[self._choice(piece)])
+    def chunks(self, piece: Piece) -> Iterator[BaseModel]:
+        yield self._completion(choices=[self._choice(piece)])
 
     def last(self, usage: CompletionUsage) -> BaseModel:
         return self._completion(choices=[], usage=usage)

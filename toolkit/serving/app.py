@@ -124,7 +124,8 @@ async def _answer(service: Service, question: Question, http: Request, kind: typ
 async def _chunks(call: Call, http: Request, shape: Shape, usage: bool) -> AsyncGenerator[BaseModel, None]:
     async with aclosing(call.pieces(http)) as pieces:
         async for piece in pieces:
-            yield shape.chunk(piece)
+            for chunk in shape.chunks(piece):
+                yield chunk
     if usage:
         yield shape.last(usage_of(call.stream))
 

@@ -4,7 +4,8 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from itertools import takewhile
+from functools import cached_property
+from itertools import groupby, takewhile
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class CallFormat:
             rules = self._words_or(calls)
         names = [f"{self._literal(name + self.middle)} arguments_{index}" for index, name in enumerate(tools)]
         schemas = [f"arguments_{index}: %json {_embedded(schema)}" for index, schema in enumerate(tools.values())]
-        return "\n".join([*rules, f"call: {' | '.join(names)}", *schemas, f"ID: /{_ID_PATTERN}/", 'TEXT: ~""'])
+        return "\n".join([*rules, f"call: {' | '.join(names)}", *schemas, f"ID: /{_ID_PATTERN}/", "TEXT: /(?s:.+)/"])
 
     def _words_or(self, calls: str) -> list[str]:
         """Rules by which words are free until they turn into calls.
@@ -90,26 +91,27 @@ class CallFormat:
         They do at a marker, the shortest beginning of the opening that nothing else begins with: a model that has
         written it has chosen, and whatever it tends to in the details of the rest, such as blanks, is settled.
         """
-        marker = next((text for text in self.added if self.opening.startswith(text)), "")
-        if marker:
-            head, rules = self._literal(marker), []
+        first, *_ = filter(None, self._parts.split(self.opening))
+        if first in self.added:
+            marker, head, rules = first, self._terminal(first), []
         else:
-            first = re.split("|".join(map(re.escape, [_ID, *self.added])), self.opening)[0]
             marker = first.partition("{")[0].rstrip() or first
             head, rules = "head", [f"head[lazy]: {'TEXT? ' if self.anywhere else ''}{_quoted(marker)}"]
         calls = f"{head} {self._literal(self.opening.removeprefix(marker))} {calls}"
-        others = sorted(token for text, token in self.added.items() if text != marker)
-        words = f"(TEXT | <[{','.join(map(str, others))}]>)*" if others else "TEXT?"  # no text stands for such tokens
+        others = [token for text, token in self.added.items() if text != marker]
+        words = f"(TEXT | <[{_ranges(others)}]>)*" if others else "TEXT?"  # no text stands for such tokens
         return [f"start: {words} ({calls})?" if self.anywhere else f"start: {words} | {calls}", *rules]
 
+    @cached_property
+    def _parts(self) -> re.Pattern[str]:
+        """Splits a text at ids and at added tokens."""
+        return re.compile(f"({'|'.join(map(re.escape, [_ID, *sorted(self.added, key=len, reverse=True)]))})")
+
     def _literal(self, text: str) -> str:
-        tokens = sorted(self.added, key=len, reverse=True)
-        parts = re.split(f"({'|'.join(map(re.escape, [_ID, *tokens]))})", text)
-        spelt = ("ID" if part == _ID else self._terminal(part) for part in parts if part)
-        return " ".join(spelt)
+        return " ".join(map(self._terminal, filter(None, self._parts.split(text))))
 
     def _terminal(self, part: str) -> str:
-        return f"<[{self.added[part]}]>" if part in self.added else _quoted(part)
+        return "ID" if part == _ID else f"<[{self.added[part]}]>" if part in self.added else _quoted(part)
 
 
 def call_format(tokenizer: "PreTrainedTokenizerBase", ends: Collection[int]) -> CallFormat:
@@ -146,7 +148,8 @@ def call_format(tokenizer: "PreTrainedTokenizerBase", ends: Collection[int]) -> 
             continue
         marked = texts["opening"].startswith(tuple(added))  # by a token that is no word, wherever it stands
         return CallFormat(**{**texts, "anywhere": marked or texts["anywhere"]}, quoted=quoted, added=added)
-    raise ValueError(f"the model's chat template writes calls in a way that is not supported: {min(reasons)[1]}")
+    reason = min(reasons, key=lambda known: known[0])[1]  # our own first, which know more than a template's
+    raise ValueError(f"the model's chat template writes calls in a way that is not supported: {reason}")
 
 
 def _texts(written: Written, quoted: bool, stops: Collection[str]) -> dict[str, Any]:
@@ -177,7 +180,7 @@ def _texts(written: Written, quoted: bool, stops: Collection[str]) -> dict[str, 
             texts["separator"] = None
     except Exception:  # one call at a time, says the template
         texts["separator"] = None
-    if not opening:
+    if not opening or opening.startswith(_ID):
         raise ValueError("nothing shows where a call begins")
     if any(_FIRST["name"] in (piece or "") for piece in texts.values()):
         raise ValueError("names of functions are written more than once")
@@ -211,6 +214,12 @@ def _until(text: str, stops: Collection[str]) -> str:
 
 def _embedded(schema: Schema) -> str:
     return json.dumps({**schema, **_WRITING}, ensure_ascii=False)
+
+
+def _ranges(tokens: Collection[int]) -> str:
+    """Token ids as the grammar lists them: some vocabularies have thousands that are added."""
+    runs = (list(run) for _, run in groupby(enumerate(sorted(tokens)), lambda known: known[1] - known[0]))
+    return ",".join(f"{run[0][1]}-{run[-1][1]}" for run in runs)
 
 
 def _quoted(text: str) -> str:
