@@ -2,11 +2,13 @@
 
 import io
 import json
+import re
 
 import pytest
 import torch
 from models import tiny_checkpoint, tiny_tokenizer
 from rich.console import Console
+from spellers import speller, speller_tokenizer
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
@@ -72,6 +74,24 @@ def test_options_reach_the_decoder(folder, decoder, arguments, settings):
     assert answers(folder, "abc", *arguments) == [expected]
     less = dict(list(settings.items())[:-1])
     assert not settings or decoder.complete("abc", max_new_tokens=TOKENS, **less) != expected, "it changes nothing"
+
+
+def test_answers_have_a_form(tmp_path):
+    speller().model.save_pretrained(tmp_path)
+    speller_tokenizer().save_pretrained(tmp_path)
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"enum": ["yes", "no"]}')
+    assert answers(str(tmp_path), "abc", "--raw", "--json-schema", str(schema))[0] in ('"yes"', '"no"')
+    assert re.fullmatch("[ab]{3}", answers(str(tmp_path), "abc", "--raw", "--regex", "[ab]{3}")[0])
+
+
+def test_an_answer_has_one_form(folder, tmp_path):
+    schema = tmp_path / "schema.json"
+    schema.write_text("{}")
+    command = ["generate", "a", "--model", folder, "--json-schema", str(schema), "--regex", "a"]
+    result = CliRunner().invoke(cli.app, command)
+    assert result.exit_code == 2
+    assert "one form" in " ".join(result.output.split())
 
 
 def test_answers_end_before_a_stop(folder, decoder):
