@@ -1,7 +1,7 @@
 """Text in, text out: what stands between a tokenizer and a decoder."""
 
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     Generate = Callable[..., Any]  # SpeculativeDecoder.generate, which stands above
 
-Messages = Sequence[Mapping[str, str]]
+Messages = Sequence[Mapping[str, Any]]
 
 _UNFINISHED = "\ufffd"  # what a tokenizer shows of a character of which bytes are still to come
 
@@ -52,7 +52,12 @@ def check_messages(messages: Any) -> Messages:
 
 
 def encode(
-    tokenizer: "PreTrainedTokenizerBase | None", messages: Messages, *, raw: bool, name: str = "the text"
+    tokenizer: "PreTrainedTokenizerBase | None",
+    messages: Messages,
+    *,
+    raw: bool,
+    name: str = "the text",
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[int]:
     """The token ids of a conversation that the model is to continue.
 
@@ -61,6 +66,7 @@ def encode(
         messages: the conversation.
         raw: as they are, a blank line between two, instead of by the chat template.
         name: what errors call the text.
+        tools: that the model is told of, if the chat template does.
 
     Raises:
         ValueError: without a tokenizer; for messages that the chat template refuses, or that need one where there is
@@ -79,7 +85,12 @@ def encode(
         )
     else:
         try:
-            rendered = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)  # type: ignore[arg-type]
+            rendered = tokenizer.apply_chat_template(
+                list(messages),  # type: ignore[arg-type]
+                tools=list(tools) or None,  # type: ignore[arg-type]
+                tokenize=False,
+                add_generation_prompt=True,
+            )
         except Exception as error:  # templates raise whatever they like
             raise ValueError(f"the chat template refuses these messages: {error}") from error
         ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
@@ -130,10 +141,17 @@ class Pieces:
     Args:
         tokenizer: special tokens are left out.
         stop: the text ends before the first of these.
+        kept: special tokens that are spelt all the same.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerBase", stop: Sequence[str] = (), kept: Collection[int] = ()
+    ) -> None:
         self._tokenizer, self._stop = tokenizer, stop
+        self._hidden: set[int] | None = None  # left to the tokenizer
+        if kept:
+            added = tokenizer.added_tokens_decoder.items()
+            self._hidden = {index for index, token in added if token.special} - set(kept)
         self._tokens: list[int] = []
         self._shown = self._read = 0  # tokens before the last piece, and with it: some are spelt by what is before them
         self._held, self._ended = "", False
@@ -176,7 +194,11 @@ class Pieces:
         return text[: len(text) - held]
 
     def _spelt(self, tokens: list[int]) -> str:
-        spelt = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        if self._hidden is not None:
+            tokens = [token for token in tokens if token not in self._hidden]
+        spelt = self._tokenizer.decode(
+            tokens, skip_special_tokens=self._hidden is None, clean_up_tokenization_spaces=False
+        )
         return spelt if isinstance(spelt, str) else "".join(spelt)
 
 

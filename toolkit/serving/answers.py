@@ -1,23 +1,30 @@
 """Answers in OpenAI's shapes: whole, or as the chunks of a stream."""
 
+import secrets
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
+from string import ascii_letters, digits
 from typing import Any, Literal
 
 from openai import BaseModel
 from openai.types import Completion, CompletionChoice, CompletionUsage
 from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage, chat_completion
 from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
-from openai.types.chat.chat_completion_chunk import ChoiceDelta
+from openai.types.chat.chat_completion_chunk import ChoiceDelta, ChoiceDeltaToolCall
+from openai.types.chat.chat_completion_chunk import ChoiceDeltaToolCallFunction as DeltaFunction
 from openai.types.chat.chat_completion_chunk import ChoiceLogprobs as ChunkLogprobs
+from openai.types.chat.chat_completion_message_function_tool_call import ChatCompletionMessageFunctionToolCall
+from openai.types.chat.chat_completion_message_function_tool_call import Function as MessageFunction
 from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenLogprob, TopLogprob
 from openai.types.completion_choice import Logprobs
 from openai.types.completion_usage import CompletionTokensDetails
 
 from arbordraft.serving.pieces import Piece
+from arbordraft.serving.reading import CallPiece
+from arbordraft.serving.schema import Question
 from arbordraft.serving.service import Service
 from arbordraft.streams import Stream
 
@@ -30,13 +37,14 @@ class Shape(ABC):
     Args:
         service: what answers.
         spell: the text of a token, for log-probabilities.
-        logprobs: whether they are wanted.
+        question: what was asked.
     """
 
     prefix: str
 
-    def __init__(self, service: Service, spell: Spell, logprobs: bool) -> None:
-        self.spell, self.logprobs = spell, logprobs
+    def __init__(self, service: Service, spell: Spell, question: Question) -> None:
+        self.spell, self.logprobs = spell, question.others is not None
+        self.calling = bool(question.functions)
         self.head: dict[str, Any] = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -49,7 +57,7 @@ class Shape(ABC):
         """All answers at once."""
 
     @abstractmethod
-    def chunk(self, piece: Piece) -> BaseModel:
+    def chunks(self, piece: Piece) -> Iterator[BaseModel]:
         """What is new, for a stream."""
 
     @abstractmethod
@@ -62,15 +70,15 @@ class ChatShape(Shape):
 
     prefix = "chatcmpl"
 
-    def __init__(self, service: Service, spell: Spell, logprobs: bool) -> None:
-        super().__init__(service, spell, logprobs)
-        self._begun: set[int] = set()
+    def __init__(self, service: Service, spell: Spell, question: Question) -> None:
+        super().__init__(service, spell, question)
+        self._begun = 0
 
     def whole(self, answers: Sequence[Piece], usage: CompletionUsage) -> BaseModel:
         choices = [
             chat_completion.Choice(
                 index=answer.index,
-                message=ChatCompletionMessage(role="assistant", content=answer.text),
+                message=_message(answer),
                 finish_reason=answer.finish_reason,
                 logprobs=chat_completion.ChoiceLogprobs(content=self._logprobs(answer)) if self.logprobs else None,
                 **_extension(answer),
@@ -79,12 +87,17 @@ class ChatShape(Shape):
         ]
         return ChatCompletion(object="chat.completion", choices=choices, usage=usage, **self.head)
 
-    def chunk(self, piece: Piece) -> BaseModel:
-        role = {} if piece.index in self._begun else {"role": "assistant"}
-        self._begun.add(piece.index)
+    def chunks(self, piece: Piece) -> Iterator[BaseModel]:
+        while self._begun < piece.index:  # clients count answers as they see them
+            yield self._news(Piece(self._begun))
+        yield self._news(piece)
+
+    def _news(self, piece: Piece) -> BaseModel:
+        role = {"role": "assistant"} if piece.index == self._begun else {}
+        self._begun = max(self._begun, piece.index + 1)
         choice = ChunkChoice(
             index=piece.index,
-            delta=ChoiceDelta(content=piece.text, **role),
+            delta=ChoiceDelta(**role, **self._said(piece)),
             finish_reason=piece.finish_reason,
             logprobs=ChunkLogprobs(content=self._logprobs(piece)) if self.logprobs else None,
             **_extension(piece),
@@ -96,6 +109,11 @@ class ChatShape(Shape):
 
     def _chunk(self, **content: Any) -> BaseModel:
         return ChatCompletionChunk(object="chat.completion.chunk", **self.head, **content)
+
+    def _said(self, piece: Piece) -> dict[str, Any]:
+        """New words and calls; an empty text without either, but where the answer may call."""
+        said: dict[str, Any] = {} if self.calling and not piece.text else {"content": piece.text}
+        return {**said, "tool_calls": [_delta(part) for part in piece.calls]} if piece.calls else said
 
     def _logprobs(self, piece: Piece) -> list[ChatCompletionTokenLogprob]:
         return [
@@ -127,15 +145,15 @@ class TextShape(Shape):
 
     prefix = "cmpl"
 
-    def __init__(self, service: Service, spell: Spell, logprobs: bool) -> None:
-        super().__init__(service, spell, logprobs)
+    def __init__(self, service: Service, spell: Spell, question: Question) -> None:
+        super().__init__(service, spell, question)
         self._offsets: dict[int, int] = {}
 
     def whole(self, answers: Sequence[Piece], usage: CompletionUsage) -> BaseModel:
         return self._completion(choices=[self._choice(answer) for answer in answers], usage=usage)
 
-    def chunk(self, piece: Piece) -> BaseModel:
-        return self._completion(choices=[self._choice(piece)])
+    def chunks(self, piece: Piece) -> Iterator[BaseModel]:
+        yield self._completion(choices=[self._choice(piece)])
 
     def last(self, usage: CompletionUsage) -> BaseModel:
         return self._completion(choices=[], usage=usage)
@@ -181,6 +199,35 @@ def usage_of(stream: Stream) -> CompletionUsage:
         total_tokens=prompt + written,
         completion_tokens_details=details,
     )
+
+
+def _message(answer: Piece) -> ChatCompletionMessage:
+    if not answer.calls:
+        return ChatCompletionMessage(role="assistant", content=answer.text)
+    names, arguments = dict[int, str](), dict[int, str]()
+    for piece in answer.calls:
+        names.setdefault(piece.index, piece.name or "")
+        arguments[piece.index] = arguments.get(piece.index, "") + piece.arguments
+    calls = [
+        ChatCompletionMessageFunctionToolCall(
+            id=_call_id(), type="function", function=MessageFunction(name=name, arguments=arguments[index])
+        )
+        for index, name in names.items()
+    ]
+    return ChatCompletionMessage(role="assistant", content=answer.text or None, tool_calls=calls)
+
+
+def _delta(piece: CallPiece) -> ChoiceDeltaToolCall:
+    function = DeltaFunction(arguments=piece.arguments)
+    if piece.name is None:
+        return ChoiceDeltaToolCall(index=piece.index, function=function)
+    function = DeltaFunction(name=piece.name, arguments=piece.arguments)
+    return ChoiceDeltaToolCall(index=piece.index, id=_call_id(), type="function", function=function)
+
+
+def _call_id() -> str:
+    """Nine letters and digits: there are chat templates that take no others back."""
+    return "".join(secrets.choice(ascii_letters + digits) for _ in range(9))
 
 
 def _extension(piece: Piece) -> dict[str, Any]:

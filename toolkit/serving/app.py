@@ -106,7 +106,7 @@ def _endpoints(service: Service, api_key: str | None) -> APIRouter:
 
 async def _answer(service: Service, question: Question, http: Request, kind: type[Shape]) -> Response:
     call = await service.take(question)
-    shape = kind(service, call.speller.token, question.others is not None)
+    shape = kind(service, call.speller.token, question)
     if question.stream:
         chunks = _chunks(call, http, shape, question.stream_options.include_usage)
         first = await anext(chunks)  # what fails before that has a status of its own
@@ -122,7 +122,8 @@ async def _answer(service: Service, question: Question, http: Request, kind: typ
 async def _chunks(call: Call, http: Request, shape: Shape, usage: bool) -> AsyncGenerator[BaseModel, None]:
     async with aclosing(call.pieces(http)) as pieces:
         async for piece in pieces:
-            yield shape.chunk(piece)
+            for chunk in shape.chunks(piece):
+                yield chunk
     if usage:
         yield shape.last(usage_of(call.stream))
 

@@ -1,10 +1,12 @@
 """What an engine says, as text and as pictures of its steps."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from arbordraft.serving.calls import CallFormat
+from arbordraft.serving.reading import CallPiece, CallReader
 from arbordraft.state import TokenLogprobs
 from arbordraft.streams import Event
 from arbordraft.texts import Pieces
@@ -22,11 +24,12 @@ class Piece:
 
     Args:
         index: of the answer.
-        text: what can be shown of it.
+        text: what can be shown of it, without its calls of tools.
         tokens: what was committed.
         logprobs: one per token, if they are wanted.
         steps: see :func:`step_of`, if they are wanted.
-        finish_reason: see :class:`~arbordraft.streams.Answer`.
+        finish_reason: see :class:`~arbordraft.streams.Answer`; ``tool_calls`` if the answer ended with those.
+        calls: of tools.
     """
 
     index: int
@@ -35,6 +38,7 @@ class Piece:
     logprobs: tuple[TokenLogprobs, ...] = ()
     steps: tuple[Step, ...] = ()
     finish_reason: str | None = None
+    calls: tuple[CallPiece, ...] = ()
 
     def __add__(self, later: "Piece") -> "Piece":
         return Piece(
@@ -44,10 +48,11 @@ class Piece:
             self.logprobs + later.logprobs,
             self.steps + later.steps,
             later.finish_reason,
+            self.calls + later.calls,
         )
 
     def __bool__(self) -> bool:
-        return bool(self.text or self.logprobs or self.steps or self.finish_reason)
+        return bool(self.text or self.calls or self.logprobs or self.steps or self.finish_reason)
 
 
 class Speller:
@@ -58,23 +63,42 @@ class Speller:
         stop: texts before which an answer ends.
         n: number of answers.
         steps: whether the steps are wanted.
+        calls: how calls of tools are written, if there may be some.
+        functions: names of what may be called.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", stop: Sequence[str], n: int, steps: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        stop: Sequence[str],
+        n: int,
+        steps: bool,
+        calls: CallFormat | None = None,
+        functions: Collection[str] = (),
+    ) -> None:
         self._tokenizer, self._steps = tokenizer, steps
-        self._answers = [Pieces(tokenizer, stop) for _ in range(n)]
+        kept = calls.marks if calls and functions else ()
+        self._answers = [Pieces(tokenizer, stop, kept) for _ in range(n)]
+        self._readers = [CallReader(calls, functions) if calls and functions else None for _ in range(n)]
         self._start = perf_counter()
 
     def __call__(self, event: Event) -> Piece:
         """What an event adds."""
-        answer = self._answers[event.answer]
-        if event.finish_reason is not None:
-            return Piece(event.answer, answer.end(), finish_reason=event.finish_reason)
+        answer, reader = self._answers[event.answer], self._readers[event.answer]
+        ended = event.finish_reason is not None
+        text, called = answer.end() if ended else answer.add(event.tokens), ()
+        if reader is not None:
+            text, called = reader.add(text)
+        if ended:
+            text += reader.end() if reader is not None else ""
+            reason = "tool_calls" if reader is not None and reader.called else "stop"
+            reason = reason if event.finish_reason == "stop" else event.finish_reason
+            return Piece(event.answer, text, finish_reason=reason, calls=called)
         steps: tuple[Step, ...] = ()
         if self._steps and event.tree is not None and event.verdict is not None:
             shown = step_of(event.tree, event.verdict, len(event.tokens), self.token)
             steps = ({**shown, "seconds": round(perf_counter() - self._start, 4)},)
-        return Piece(event.answer, answer.add(event.tokens), tuple(event.tokens), tuple(event.logprobs), steps)
+        return Piece(event.answer, text, tuple(event.tokens), tuple(event.logprobs), steps, calls=called)
 
     def token(self, token: int) -> str:
         """How a token looks by itself; bytes of a character that is not whole show as ``\\ufffd``."""

@@ -1,67 +1,27 @@
 """What clients may ask: OpenAI's fields and some of ours; all others are refused by their names."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from arbordraft.grammars import Grammar
 from arbordraft.requests import Request
+from arbordraft.serving.calls import CallFormat
 from arbordraft.serving.errors import ApiError
+from arbordraft.serving.fields import Fields, Text
+from arbordraft.serving.structure import Function, ResponseFormat, Tool, ToolCall, ToolChoice, grammar_of
 from arbordraft.texts import encode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_LABELS = frozenset({"user", "safety_identifier", "prompt_cache_key", "metadata"})  # do not change the answer
-# Values of what is not supported that ask for nothing.
-_NOTHING: dict[str, tuple[Any, ...]] = {
-    "annotations": ([],),
-    "best_of": (1,),
-    "echo": (False,),
-    "functions": ([],),
-    "include_obfuscation": (False,),
-    "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
-    "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "suffix": ("",),
-    "tool_calls": ([],),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-}
 # Fields that an engine's request has under the same names.
 _SETTINGS = (
     *("n", "seed", "stop", "temperature", "top_p", "top_k", "min_p", "logit_bias"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
-
-
-def _spelt(text: str) -> str:
-    if not text.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise ValueError("half of a surrogate pair is no text")
-    return text
-
-
-Text = Annotated[str, AfterValidator(_spelt)]
-
-
-class Fields(BaseModel):
-    """Fields whose ``null`` is as good as nothing; what else is given is an error."""
-
-    model_config = ConfigDict(extra="allow")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
-        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
-
-    @model_validator(mode="after")
-    def _without_others(self) -> Self:
-        for name, value in (self.model_extra or {}).items():
-            if name not in _LABELS and value not in _NOTHING.get(name, ()):
-                raise ApiError(400, f"{name} is not supported: leave it out", param=name, code="unsupported")
-        return self
 
 
 class StreamOptions(Fields):
@@ -80,10 +40,12 @@ class Extension(Fields):
 
 
 class Message(Fields):
-    """What somebody said; several parts of text are joined by line breaks."""
+    """What somebody said, called, or got from a tool; several parts of text are joined by line breaks."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Text
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text = ""
+    tool_calls: Sequence[ToolCall] = ()
+    tool_call_id: Text | None = None
 
     @field_validator("content", mode="before")
     @classmethod
@@ -94,6 +56,31 @@ class Message(Fields):
         if others := kinds - {"text"}:
             raise ValueError(f"only parts of type text can be read, got {', '.join(map(str, others))}")
         return "\n".join(str(part.get("text", "")) for part in content)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if "content" not in self.model_fields_set and not self.tool_calls:
+            raise ValueError("content is missing: only messages with tool_calls may go without")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls are for the role assistant")
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            raise ValueError("tool_call_id is for the role tool, which cannot do without")
+        return self
+
+    def shown(self, names: Mapping[str, str], quoted: bool) -> dict[str, Any]:
+        """The same for a chat template.
+
+        Args:
+            names: of the functions that were called, by the ids of the calls.
+            quoted: whether the template takes arguments as text.
+        """
+        role = "system" if self.role == "developer" else self.role  # its newer name, which templates do not know
+        shown: dict[str, Any] = {"role": role, "content": self.content}
+        if self.tool_calls:
+            shown["tool_calls"] = [call.shown(quoted) for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            shown |= {"tool_call_id": self.tool_call_id, "name": names[self.tool_call_id]}
+        return shown
 
 
 class Question(Fields, ABC):
@@ -128,23 +115,52 @@ class Question(Fields, ABC):
     def others(self) -> int | None:
         """How many of the most probable tokens are wanted with their log-probabilities; ``None`` for none at all."""
 
+    @property
+    def calling(self) -> bool:
+        """Whether it has to be known how the model writes calls."""
+        return False
+
+    @property
+    def functions(self) -> dict[str, Function]:
+        """What the answer may call, by name."""
+        return {}
+
     @abstractmethod
-    def encode(self, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    def encode(self, tokenizer: "PreTrainedTokenizerBase", calls: CallFormat | None) -> list[int]:
         """The token ids to continue.
+
+        Args:
+            tokenizer: of the model.
+            calls: how it writes calls, if that has to be known.
 
         Raises:
             ValueError: if there are none, or the chat template refuses the messages.
         """
 
-    def request(self, prompt: list[int], most: int) -> Request:
+    def grammar(self, calls: CallFormat | None) -> Grammar | None:
+        """What the answer may be, if not any text.
+
+        Raises:
+            ApiError: if a schema is none, or cannot be enforced.
+        """
+        return None
+
+    def request(self, prompt: list[int], most: int, calls: CallFormat | None) -> Request:
         """The same for an engine.
 
         Raises:
             ValueError: for values out of range.
+            ApiError: as :meth:`grammar`.
         """
         settings = {name: getattr(self, name) for name in _SETTINGS}
-        ends = () if self.ignore_eos else None
-        return Request(prompt=prompt, max_new_tokens=most, logprobs=self.others, ends=ends, **settings)
+        return Request(
+            prompt=prompt,
+            max_new_tokens=most,
+            logprobs=self.others,
+            ends=() if self.ignore_eos else None,
+            grammar=self.grammar(calls),
+            **settings,
+        )
 
 
 class ChatQuestion(Question):
@@ -155,10 +171,30 @@ class ChatQuestion(Question):
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
 
+    response_format: ResponseFormat = ResponseFormat()
+    tools: Sequence[Tool] = ()
+    tool_choice: ToolChoice = ToolChoice()
+    parallel_tool_calls: bool = True
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs is for logprobs: set that to true", param="top_logprobs")
+        names = [tool.function.name for tool in self.tools]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ApiError(400, f"tools: several have the name {min(twice)}", param="tools")
+        chosen = self.tool_choice.function
+        if chosen is not None and chosen.name not in names:
+            raise ApiError(400, f"tool_choice: there is no {chosen.name} among the tools", param="tool_choice")
+        if self.tool_choice.type == "required" and not names:
+            raise ApiError(400, "tool_choice: there are no tools to call", param="tool_choice")
+        if self.ignore_eos and (self.functions or self.response_format.content is not None):
+            raise ApiError(400, "ignore_eos: with tools and JSON the model must be able to end", param="ignore_eos")
+        known = {call.id for said in self.messages for call in said.tool_calls}
+        for index, said in enumerate(self.messages):
+            if said.tool_call_id is not None and said.tool_call_id not in known:
+                where = f"messages.{index}.tool_call_id"
+                raise ApiError(400, f"{where}: there is no call {said.tool_call_id}", param=where)
         return self
 
     @property
@@ -169,10 +205,37 @@ class ChatQuestion(Question):
     def others(self) -> int | None:
         return self.top_logprobs or 0 if self.logprobs else None
 
-    def encode(self, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-        roles = {"developer": "system"}  # its newer name, which templates do not know
-        messages = [{"role": roles.get(said.role, said.role), "content": said.content} for said in self.messages]
-        return encode(tokenizer, messages, raw=False, name="the conversation")
+    @property
+    def calling(self) -> bool:
+        return bool(self.functions) or any(said.tool_calls for said in self.messages)
+
+    @property
+    def functions(self) -> dict[str, Function]:
+        known = {tool.function.name: tool.function for tool in self.tools}
+        if self.tool_choice.function is not None:
+            return {name: known[name] for name in [self.tool_choice.function.name]}
+        return {} if self.tool_choice.type == "none" else known
+
+    def encode(self, tokenizer: "PreTrainedTokenizerBase", calls: CallFormat | None) -> list[int]:
+        names = {call.id: call.function.name for said in self.messages for call in said.tool_calls}
+        messages = [said.shown(names, calls is not None and calls.quoted) for said in self.messages]
+        tools = [tool.shown() for tool in self.tools] if self.functions else []
+        return encode(tokenizer, messages, tools=tools, raw=False, name="the conversation")
+
+    def grammar(self, calls: CallFormat | None) -> Grammar | None:
+        answer = self.response_format.grammar
+        if not self.functions:
+            return answer
+        assert calls is not None
+        for index, tool in enumerate(self.tools):
+            grammar_of(tool.function.parameters, f"tools.{index}.function.parameters")
+        text = calls.grammar(
+            {name: function.parameters for name, function in self.functions.items()},
+            required=self.tool_choice.type != "auto",
+            parallel=self.parallel_tool_calls,
+            answer=self.response_format.content,
+        )
+        return Grammar.lark(text)
 
 
 class CompletionQuestion(Question):
@@ -195,7 +258,7 @@ class CompletionQuestion(Question):
     def others(self) -> int | None:
         return self.logprobs
 
-    def encode(self, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    def encode(self, tokenizer: "PreTrainedTokenizerBase", calls: CallFormat | None) -> list[int]:
         if not isinstance(self.prompt, str):
             return list(self.prompt)  # type: ignore[arg-type]
         return encode(tokenizer, [{"role": "user", "content": self.prompt}], raw=True, name="the prompt")

@@ -4,12 +4,14 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from starlette.requests import Request as HttpRequest
 
 from arbordraft.checks import instance, whole
 from arbordraft.engine import Engine, EngineClosed, QueueFull
+from arbordraft.serving.calls import CallFormat, call_format
 from arbordraft.serving.errors import ApiError, closing, failed, refused
 from arbordraft.serving.metrics import Metrics, Watch
 from arbordraft.serving.pieces import Piece, Speller
@@ -79,29 +81,31 @@ class Service:
         """
         watch = Watch(self.metrics)
         try:
-            stream = await self._submitted(question)
+            stream, calls = await self._submitted(question)
         except BaseException:
             watch.ended("refused")
             raise
         watch.taken(len(stream.request.prompt))
         stop = tuple(stream.request.stop)
-        return Call(stream, Speller(self.tokenizer, stop, question.n, question.arbordraft.steps), watch)
+        speller = Speller(self.tokenizer, stop, question.n, question.arbordraft.steps, calls, question.functions)
+        return Call(stream, speller, watch)
 
     def check_model(self, name: str) -> None:
         """Raises ApiError for a name that is not the model's."""
         if name != self.name:
             raise ApiError(404, f"there is no model {name}, only {self.name}", param="model", code="model_not_found")
 
-    async def _submitted(self, question: Question) -> Stream:
+    async def _submitted(self, question: Question) -> tuple[Stream, CallFormat | None]:
         if self.closing:
             raise closing()
         if question.model is not None:
             self.check_model(question.model)
         return await asyncio.get_running_loop().run_in_executor(self._desk, self._submit, question)
 
-    def _submit(self, question: Question) -> Stream:
+    def _submit(self, question: Question) -> tuple[Stream, CallFormat | None]:
+        calls = self._calls if question.calling else None
         try:
-            prompt = question.encode(self.tokenizer)
+            prompt = question.encode(self.tokenizer, calls)
             room = self.engine.room(len(prompt))
             most = question.most or max(1, min(self.default_tokens, room))
             if most > room:
@@ -111,9 +115,19 @@ class Service:
                     "together fit: shorten the prompt or lower max_tokens",
                     code="context_length_exceeded",
                 )
-            return self.engine.submit(question.request(prompt, most))
+            return self.engine.submit(question.request(prompt, most, calls)), calls
         except (TypeError, ValueError, QueueFull, EngineClosed) as error:
             raise refused(error) from error
+
+    @cached_property
+    def _calls(self) -> CallFormat:
+        """How the model writes calls."""
+        known = self.engine.decoder.target.model.generation_config.eos_token_id
+        ends = {known} if known is None or isinstance(known, int) else {*known}
+        try:
+            return call_format(self.tokenizer, (ends | {self.tokenizer.eos_token_id}) - {None})
+        except ValueError as error:
+            raise ApiError(400, f"tools: {error}", param="tools", code="unsupported") from error
 
 
 class Call:

@@ -1,0 +1,183 @@
+"""How templates write calls is found out, models are held to it, and it is read back."""
+
+import json
+
+import pytest
+from callers import BARE, LISTED, MARKS, TAGGED, TEMPLATES, TOKENS, caller_tokenizer
+from chats import CHATML, chat_tokenizer
+from models import EOS
+
+from arbordraft.grammars import Grammar, GrammarCompiler
+from arbordraft.serving.calls import call_format
+from arbordraft.serving.reading import CallReader
+
+X = {"type": "object", "properties": {"x": {"type": "integer"}, "s": {"type": "string"}}, "required": ["x"]}
+TOOLS = {"look": X, "look-up": {"type": "object", "properties": {}, "additionalProperties": False}}
+CALLS = [("look", '{"x": -12, "s": "a}\\"é\\n"}'), ("look-up", "{}"), ("look", '{"x": 3}')]
+WORDS = 'So: {"name" < <tool [TOOL <calls'
+NAMES = {
+    "tagged": ('<tool_call>\n{"name": "', '", "arguments": ', '}\n</tool_call>\n<tool_call>\n{"name": "'),
+    "bare": ('{"name": "', '", "parameters": ', None),
+    "listed": ('[TOOL_CALLS][{"name": "', '", "arguments": ', ', "id": "\0"}, {"name": "'),
+    "tokens": ("<calls><call>", "<sep>", "</call><call>"),
+}
+HOW = {"special": True, "added": False, "spelt": None}  # what the marks are for the tokenizer
+
+
+def tokenizer_of(style, special):
+    return caller_tokenizer(TEMPLATES[style], [] if special is None else MARKS[style], special=bool(special))
+
+
+def written(form, calls, words=""):
+    """What a model writes that calls, or only words."""
+    text = words
+    for place, (name, arguments) in enumerate(calls):
+        text += (form.separator if place else form.opening) + name + form.middle + arguments
+    return (text + (form.closing if calls else "")).replace("\0", "abcdefghi")
+
+
+def follows(tokenizer, text, **asked):
+    """Whether the grammar lets a model write a text and end there."""
+    form = call_format(tokenizer, [EOS])
+    settings = {"required": False, "parallel": True, "answer": None, **asked}
+    state = GrammarCompiler(tokenizer, len(tokenizer))(Grammar.lark(form.grammar(TOOLS, **settings)), [EOS]).fork()
+    for token in [*tokenizer(text, add_special_tokens=False)["input_ids"], EOS]:
+        allowed = state.allowed()
+        if allowed is None or token not in allowed:
+            return False
+        state.accept(token)
+    return True
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("style", TEMPLATES)
+def test_the_template_says_how_calls_are_written(style, how):
+    form = call_format(tokenizer_of(style, HOW[how]), [EOS])
+    assert (form.opening, form.middle, form.separator) == NAMES[style]
+    assert form.quoted == (style == "tokens")
+    assert form.anywhere == (style in ("tagged", "tokens") or (style == "listed" and how != "spelt"))
+    assert len(form.marks) == (0 if how == "spelt" else len(MARKS[style]))
+
+
+def test_thoughts_that_a_template_puts_before_calls_are_no_part_of_them():
+    thoughtful = TAGGED.replace("{{ said.content }}", "{{ '<think>\n\n</think>\n\n' + said.content }}")
+    assert thoughtful != TAGGED
+    form = call_format(caller_tokenizer(thoughtful, MARKS["tagged"]), [EOS])
+    assert (form.opening, form.middle, form.separator) == NAMES["tagged"]
+
+
+REFUSED = {
+    "no template": (None, "no chat template"),
+    "no tools": (CHATML, "knows no tools"),
+    "an error": ("{{ raise_exception('never') }}", "refuses tools: never"),
+    "offers only": (
+        "{{ tools | tojson }}{% for said in messages %}{{ said.content }}{% endfor %}",
+        "leaves out the names",
+    ),
+    "no JSON": (
+        TOKENS.replace("+ call.function.arguments +", "+ call.function.arguments | string | replace('\"', '') +"),
+        "arguments are not written as JSON",
+    ),
+    "names twice": (TOKENS.replace("+ '<sep>'", "+ ':' + call.function.name + '<sep>'"), "more than once"),
+    "nothing before": (
+        BARE.replace('{"name": "', "").replace("said.role + ': '", "''").replace("'assistant: '", "''"),
+        "nothing shows",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_templates_that_cannot_be_followed(name):
+    template, reason = REFUSED[name]
+    tokenizer = chat_tokenizer()
+    if template is None or template is CHATML:
+        tokenizer.chat_template = template
+    else:
+        tokenizer = caller_tokenizer(template)
+    with pytest.raises(ValueError, match=reason):
+        call_format(tokenizer, [EOS])
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("style", TEMPLATES)
+def test_models_are_held_to_the_format(style, how):
+    tokenizer = tokenizer_of(style, HOW[how])
+    form = call_format(tokenizer, [EOS])
+    several = form.separator is not None
+    one, two = (written(form, CALLS[:count]) for count in (1, 2 if several else 1))
+    assert follows(tokenizer, one)
+    assert follows(tokenizer, one, required=True, parallel=False)
+    assert follows(tokenizer, WORDS)
+    behind = written(form, CALLS[:1], "So.\n")
+    assert follows(tokenizer, behind)  # as words alone, where calls come first
+    assert follows(tokenizer, behind.replace("look", "luck")) == (not form.anywhere)
+    assert follows(tokenizer, two, required=True)
+    assert follows(tokenizer, "null", answer={"type": "null"})
+    assert follows(tokenizer, one, answer={"type": "null"})
+    # and to nothing else
+    assert not follows(tokenizer, WORDS, required=True)
+    assert not follows(tokenizer, WORDS, answer={"type": "null"})
+    assert not follows(tokenizer, "", required=True)
+    assert not follows(tokenizer, one.replace("look", "luck"))
+    assert not follows(tokenizer, one.replace("-12", '"-12"'))
+    assert not follows(tokenizer, one[: -len(form.closing)])
+    assert not (several and follows(tokenizer, two, parallel=False))
+
+
+@pytest.mark.parametrize("text", ["a<think>b</think>", "<bos><pad>", "\ufffd\n\n", "x" * 50], ids=repr)
+def test_words_are_free(text):
+    for style in TEMPLATES:
+        assert follows(tokenizer_of(style, True), text)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+@pytest.mark.parametrize("words", ["", WORDS, "two lines\n\n"], ids=["calls", "words", "lines"])
+@pytest.mark.parametrize("style", TEMPLATES)
+def test_calls_are_read_as_they_come(style, words, size):
+    form = call_format(tokenizer_of(style, True), [EOS])
+    for count in range(4 if form.separator is not None else 2):
+        text = written(form, CALLS[:count], words)
+        reader = CallReader(form, TOOLS)
+        said, calls, shown = "", {}, 0
+        for place in range(0, len(text), size):
+            more, pieces = reader.add(text[place : place + size])
+            said += more
+            for piece in pieces:
+                assert (piece.name is None) == (piece.index in calls)
+                name, arguments = calls.get(piece.index, (piece.name, ""))
+                calls[piece.index] = (name, arguments + piece.arguments)
+            shown = max(shown, len(pieces))
+        said += reader.end()
+        only_words = bool(words) and not form.anywhere
+        assert reader.called == (count > 0 and not only_words)
+        assert list(calls.values()) == ([] if only_words else CALLS[:count])
+        assert said == (text if only_words else words.rstrip("\n") if count else words)
+        assert shown <= 1 or size > 1
+
+
+def test_arguments_come_before_their_end():
+    form = call_format(tokenizer_of("tagged", True), [EOS])
+    reader = CallReader(form, TOOLS)
+    assert reader.add('<tool_call>\n{"name": "look') == ("", ())
+    (begun, part) = reader.add('-up", "arguments": {"a": "{}')[1]
+    assert (begun.name, begun.arguments, part.arguments) == ("look-up", "", '{"a": "{}')
+    assert not reader.called
+    (rest,) = reader.add('}"}}\n</tool_')[1]
+    assert json.loads(part.arguments + rest.arguments) == {"a": "{}}"}
+    assert reader.called
+    assert reader.end() == ""
+
+
+def test_what_was_cut_off_is_shown():
+    form = call_format(tokenizer_of("tagged", True), [EOS])
+    reader = CallReader(form, TOOLS)
+    assert reader.add("Well.\n<tool_call>\n") == ("Well.", ())
+    assert reader.end() == "\n<tool_call>\n"
+    assert not reader.called
+
+
+def test_ids_are_followed_too():
+    tokenizer = caller_tokenizer(LISTED, MARKS["listed"])
+    text = written(call_format(tokenizer, [EOS]), CALLS[:2])
+    assert follows(tokenizer, text)
+    assert not follows(tokenizer, text.replace("abcdefghi", "abcdefgh"))

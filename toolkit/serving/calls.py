@@ -1,0 +1,229 @@
+"""How a model writes calls of tools: found out by having its chat template write some."""
+
+import json
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby, takewhile
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Schema = Mapping[str, Any]
+Written = Callable[..., str]
+
+# As Python's json.dumps writes, which is what templates show of earlier calls.
+_WRITING = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+_ID = "\0"  # stands in the texts of a format where a call's id is written
+_ID_PATTERN = "[a-zA-Z0-9]{9}"  # Mistral's templates take no others
+_WORDS = "some words"
+_FIRST: dict[str, Any] = {"name": "first_function", "arguments": {"first": 1}, "id": "firstcall"}
+_SECOND: dict[str, Any] = {"name": "second_function", "arguments": {"second": 2}, "id": "secondone"}
+_OFFERED = {
+    "type": "function",
+    "function": {
+        "name": "offered_function",
+        "description": "Does something.",
+        "parameters": {"type": "object", "properties": {"first": {"type": "integer", "description": "A number."}}},
+    },
+}
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """``opening NAME middle ARGUMENTS``, for every further call ``separator NAME middle ARGUMENTS``, then ``closing``.
+
+    Args:
+        opening: text before the name of the first call.
+        middle: text between name and arguments.
+        separator: text before the name of a further call; ``None`` if an answer has room for one only.
+        closing: text behind the arguments of the last call.
+        anywhere: whether they may stand behind words; else an answer begins with a call, or is only words.
+        quoted: whether it takes arguments as a JSON text instead of an object.
+        added: the tokenizer's added tokens by their texts, without those that end an answer. A model writes such a
+            text as one token.
+    """
+
+    opening: str
+    middle: str
+    separator: str | None
+    closing: str
+    anywhere: bool
+    quoted: bool
+    added: Mapping[str, int]
+
+    @property
+    def marks(self) -> frozenset[int]:
+        """Added tokens that show where calls are: to be spelt even if they are special."""
+        pieces = (self.opening, self.middle, self.separator or "", self.closing)
+        return frozenset(token for text, token in self.added.items() if any(text in piece for piece in pieces))
+
+    def pattern(self, piece: str) -> str:
+        """A regular expression of one of the texts above."""
+        return re.escape(piece).replace(re.escape(_ID), _ID_PATTERN)
+
+    def grammar(self, tools: Mapping[str, Schema], *, required: bool, parallel: bool, answer: Schema | None) -> str:
+        """The grammar of an answer, in llguidance's dialect of Lark.
+
+        Args:
+            tools: schemas of arguments by the names of the functions; at least one.
+            required: the answer has to call.
+            parallel: it may call more than once, where the template can write that.
+            answer: schema of an answer that calls nothing; by default any text.
+        """
+        further = f"({self._literal(self.separator)} call)*" if parallel and self.separator is not None else ""
+        calls = f"call {further} {self._literal(self.closing)}"
+        if required:
+            rules = [f"start: {self._literal(self.opening)} {calls}"]
+        elif answer is not None:
+            rules = [f"start: answer | {self._literal(self.opening)} {calls}", f"answer: %json {_embedded(answer)}"]
+        else:
+            rules = self._words_or(calls)
+        names = [f"{self._literal(name + self.middle)} arguments_{index}" for index, name in enumerate(tools)]
+        schemas = [f"arguments_{index}: %json {_embedded(schema)}" for index, schema in enumerate(tools.values())]
+        return "\n".join([*rules, f"call: {' | '.join(names)}", *schemas, f"ID: /{_ID_PATTERN}/", "TEXT: /(?s:.+)/"])
+
+    def _words_or(self, calls: str) -> list[str]:
+        """Rules by which words are free until they turn into calls.
+
+        They do at a marker, the shortest beginning of the opening that nothing else begins with: a model that has
+        written it has chosen, and whatever it tends to in the details of the rest, such as blanks, is settled.
+        """
+        first, *_ = filter(None, self._parts.split(self.opening))
+        if first in self.added:
+            marker, head, rules = first, self._terminal(first), []
+        else:
+            marker = first.partition("{")[0].rstrip() or first
+            head, rules = "head", [f"head[lazy]: {'TEXT? ' if self.anywhere else ''}{_quoted(marker)}"]
+        calls = f"{head} {self._literal(self.opening.removeprefix(marker))} {calls}"
+        others = [token for text, token in self.added.items() if text != marker]
+        words = f"(TEXT | <[{_ranges(others)}]>)*" if others else "TEXT?"  # no text stands for such tokens
+        return [f"start: {words} ({calls})?" if self.anywhere else f"start: {words} | {calls}", *rules]
+
+    @cached_property
+    def _parts(self) -> re.Pattern[str]:
+        """Splits a text at ids and at added tokens."""
+        return re.compile(f"({'|'.join(map(re.escape, [_ID, *sorted(self.added, key=len, reverse=True)]))})")
+
+    def _literal(self, text: str) -> str:
+        return " ".join(map(self._terminal, filter(None, self._parts.split(text))))
+
+    def _terminal(self, part: str) -> str:
+        return "ID" if part == _ID else f"<[{self.added[part]}]>" if part in self.added else _quoted(part)
+
+
+def call_format(tokenizer: "PreTrainedTokenizerBase", ends: Collection[int]) -> CallFormat:
+    """What the tokenizer's chat template makes of messages that call tools.
+
+    Args:
+        tokenizer: of the model.
+        ends: token ids that end an answer.
+
+    Raises:
+        ValueError: if the template knows no tools, or writes calls in a way that no grammar of JSON can hold.
+    """
+
+    def written(*messages: Mapping[str, Any]) -> str:
+        conversation = [{"role": "user", "content": "?"}, *messages]
+        return str(tokenizer.apply_chat_template(conversation, tools=[_OFFERED], tokenize=False))
+
+    if not tokenizer.chat_template:
+        raise ValueError("the model has no chat template, which says how tools are written: ask without tools")
+    try:
+        offered = written()
+    except Exception as error:  # templates raise whatever they like
+        raise ValueError(f"the model's chat template refuses tools: {error}") from error
+    if "offered_function" not in offered:
+        raise ValueError("the model's chat template knows no tools: ask without them, or serve a model that does")
+    added = {str(token.content): index for index, token in tokenizer.added_tokens_decoder.items() if index not in ends}
+    stops = [str(tokenizer.decode([token])) for token in ends]
+    reasons = []
+    for quoted in (False, True):
+        try:
+            texts = _texts(written, quoted, stops)
+        except Exception as error:  # the same
+            reasons.append((not isinstance(error, ValueError), str(error)))
+            continue
+        marked = texts["opening"].startswith(tuple(added))  # by a token that is no word, wherever it stands
+        return CallFormat(**{**texts, "anywhere": marked or texts["anywhere"]}, quoted=quoted, added=added)
+    reason = min(reasons, key=lambda known: known[0])[1]  # our own first, which know more than a template's
+    raise ValueError(f"the model's chat template writes calls in a way that is not supported: {reason}")
+
+
+def _texts(written: Written, quoted: bool, stops: Collection[str]) -> dict[str, Any]:
+    def calling(*calls: Mapping[str, Any], words: str = "") -> str:
+        message = {"role": "assistant", "content": words, "tool_calls": [_message(call, quoted) for call in calls]}
+        return written(message).replace(_FIRST["id"], _ID).replace(_SECOND["id"], _ID)
+
+    text = calling(_FIRST)
+    before, middle, after = _around(text, _FIRST)
+    spoken = calling(_FIRST, words=_WORDS)
+    place = spoken.find(_WORDS)
+    anywhere = 0 <= place < spoken.index(_FIRST["name"])
+    if anywhere:
+        lead = _around(spoken, _FIRST)[0][place + len(_WORDS) :]
+        shared = takewhile(lambda pair: pair[0] == pair[1], zip(reversed(before), reversed(lead), strict=False))
+        opening = "".join(letter for letter, _ in shared)[::-1].lstrip("\n")
+    else:
+        plain = written({"role": "assistant", "content": _WORDS})
+        opening = before.removeprefix(plain[: plain.index(_WORDS)])
+        if opening == before:
+            raise ValueError("calls do not stand where words would")
+    texts = {"opening": opening, "middle": middle, "separator": None, "closing": _until(after, stops)}
+    try:
+        rest = calling(_FIRST, _SECOND)[len(before) :]
+        _, _, after_first = _around(rest, _FIRST)
+        texts["separator"], second_middle, after_second = _around(after_first, _SECOND)
+        if (second_middle, _until(after_second, stops)) != (middle, texts["closing"]):
+            texts["separator"] = None
+    except Exception:  # one call at a time, says the template
+        texts["separator"] = None
+    if not opening or opening.startswith(_ID):
+        raise ValueError("nothing shows where a call begins")
+    if any(_FIRST["name"] in (piece or "") for piece in texts.values()):
+        raise ValueError("names of functions are written more than once")
+    return {**texts, "anywhere": anywhere}
+
+
+def _message(call: Mapping[str, Any], quoted: bool) -> dict[str, Any]:
+    arguments = json.dumps(call["arguments"]) if quoted else call["arguments"]
+    return {"type": "function", "id": call["id"], "function": {"name": call["name"], "arguments": arguments}}
+
+
+def _around(text: str, call: Mapping[str, Any]) -> tuple[str, str, str]:
+    """What stands before the name of a call, between it and the arguments, and behind them."""
+    before, found, after = text.partition(call["name"])
+    if not found:
+        raise ValueError("it leaves out the names of functions")
+    for brace in re.finditer(r"\{", after):
+        try:
+            arguments, end = json.JSONDecoder().raw_decode(after, brace.start())
+        except ValueError:
+            continue
+        if arguments == call["arguments"]:
+            return before, after[: brace.start()], after[end:]
+    raise ValueError("arguments are not written as JSON behind the name")
+
+
+def _until(text: str, stops: Collection[str]) -> str:
+    """The text before what ends an answer."""
+    return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text.rstrip("\n")))]
+
+
+def _embedded(schema: Schema) -> str:
+    return json.dumps({**schema, **_WRITING}, ensure_ascii=False)
+
+
+def _ranges(tokens: Collection[int]) -> str:
+    """Token ids as the grammar lists them: some vocabularies have thousands that are added."""
+    runs = (list(run) for _, run in groupby(enumerate(sorted(tokens)), lambda known: known[1] - known[0]))
+    return ",".join(f"{run[0][1]}-{run[-1][1]}" for run in runs)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+__all__ = ["CallFormat", "call_format"]

@@ -1,0 +1,110 @@
+"""Tells calls of tools from words, in an answer that is still coming."""
+
+import json
+import re
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass
+
+from arbordraft.serving.calls import CallFormat
+
+
+@dataclass(frozen=True)
+class CallPiece:
+    """What is new of one call.
+
+    Args:
+        index: of the call in its answer.
+        arguments: further letters of the JSON text.
+        name: of the function, in the call's first piece only.
+    """
+
+    index: int
+    arguments: str = ""
+    name: str | None = None
+
+
+class CallReader:
+    """Reads one answer that follows the grammar of a format; words are what comes before the calls.
+
+    Args:
+        format: how calls are written.
+        names: of the functions that may be called.
+
+    Attributes:
+        called: whether there are calls, all of them whole.
+    """
+
+    def __init__(self, format: CallFormat, names: Collection[str]) -> None:
+        head = f"(?P<name>{'|'.join(map(re.escape, names))}){format.pattern(format.middle)}"
+        self._format = format
+        self._first = re.compile(format.pattern(format.opening) + head)
+        self._further = re.compile(format.pattern(format.separator) + head) if format.separator is not None else None
+        self._held = self._arguments = ""
+        self._calls, self._inside, self._only_words = 0, False, False
+
+    @property
+    def called(self) -> bool:
+        return self._calls > 0 and not self._inside
+
+    def add(self, text: str) -> tuple[str, tuple[CallPiece, ...]]:
+        """The words and the pieces of calls that some more text makes certain."""
+        self._held += text
+        words, pieces = "", list[CallPiece]()
+        if not self._calls:
+            words, match = self._begun()
+            if match:
+                pieces.append(self._next(match))
+        while self._calls:
+            if self._inside and (fragment := self._fragment()):
+                pieces.append(CallPiece(self._calls - 1, fragment))
+            match = None if self._inside or self._further is None else self._further.match(self._held)
+            if not match:
+                break
+            pieces.append(self._next(match))
+        return words, tuple(pieces)
+
+    def end(self) -> str:
+        """What is left of the words when no text follows; an opening that was cut off is shown as it is."""
+        return "" if self._calls else self._held
+
+    def _begun(self) -> tuple[str, re.Match[str] | None]:
+        """The words before what is, or may become, the first call; and its beginning, if that is whole."""
+        anywhere = self._format.anywhere
+        match = None if self._only_words else (self._first.search if anywhere else self._first.match)(self._held)
+        place = len(self._held) if self._only_words else match.start() if match else self._doubtful()
+        while anywhere and place and self._held[place - 1] == "\n":  # belongs to the call if one comes
+            place -= 1
+        words, self._held = self._held[:place], self._held[place:]
+        self._only_words = self._only_words or (bool(words) and not anywhere)
+        return words, match
+
+    def _doubtful(self) -> int:
+        """Where the opening stands, or as much of it as there is at the end."""
+        opening, held = self._format.opening, self._held
+        if not self._format.anywhere:
+            return 0 if held.startswith(opening) or opening.startswith(held) else len(held)
+        if (place := held.find(opening)) >= 0:
+            return place
+        sizes = range(min(len(opening), len(held)), 0, -1)
+        return len(held) - next((size for size in sizes if held.endswith(opening[:size])), 0)
+
+    def _next(self, match: re.Match[str]) -> CallPiece:
+        self._held, self._arguments, self._inside = match.string[match.end() :], "", True
+        self._calls += 1
+        return CallPiece(self._calls - 1, name=match["name"])
+
+    def _fragment(self) -> str:
+        """What of the text belongs to the arguments: all of it, unless they come to their end."""
+        known = len(self._arguments)
+        text = self._arguments + self._held
+        end = len(text)
+        if "}" in self._held:
+            with suppress(ValueError, RecursionError):  # there is more to come
+                _, end = json.JSONDecoder().raw_decode(text)
+                self._inside = False
+        self._arguments, self._held = text[:end], text[end:]
+        return text[known:end]
+
+
+__all__ = ["CallPiece", "CallReader"]

@@ -1,0 +1,147 @@
+"""What clients may ask of the structure of an answer: JSON, and calls of tools."""
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from arbordraft.grammars import Grammar
+from arbordraft.serving.errors import ApiError
+from arbordraft.serving.fields import Fields, Text
+
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+
+_OBJECT = {"type": "object"}
+_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def grammar_of(schema: Mapping[str, Any], param: str) -> Grammar:
+    """The grammar of a schema.
+
+    Args:
+        schema: a client's.
+        param: the field that it came in.
+
+    Raises:
+        ApiError: if it is no schema, or one that cannot be enforced.
+    """
+    try:
+        return Grammar.json_schema(schema)
+    except (TypeError, ValueError) as error:
+        raise ApiError(400, f"{param}: {error}", param=param, code="invalid_schema") from error
+
+
+class JsonSchema(Fields):
+    """A schema with a name; it is enforced whether or not ``strict`` asks for it."""
+
+    name: Name
+    description: Text = ""
+    content: dict[str, Any] = Field(alias="schema")
+    strict: bool = True
+
+
+class ResponseFormat(Fields):
+    """What an answer is."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("the type json_schema goes with the field json_schema, and no other type does")
+        return self
+
+    @property
+    def content(self) -> Mapping[str, Any] | None:
+        """The schema of the answer, if it is to be JSON."""
+        if self.json_schema is not None:
+            return self.json_schema.content
+        return _OBJECT if self.type == "json_object" else None
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """The same as a grammar.
+
+        Raises:
+            ApiError: see :func:`grammar_of`.
+        """
+        return None if self.content is None else grammar_of(self.content, "response_format.json_schema.schema")
+
+
+class Function(Fields):
+    """What can be called; its arguments follow the schema whether or not ``strict`` asks for it."""
+
+    name: Name
+    description: Text = ""
+    parameters: dict[str, Any] = _NO_ARGUMENTS
+    strict: bool = True
+
+
+class Tool(Fields):
+    """A function that the model may ask to have called."""
+
+    type: Literal["function"]
+    function: Function
+
+    def shown(self) -> dict[str, Any]:
+        """What the model is told of it."""
+        return self.model_dump(exclude_unset=True, exclude={"function": {"strict"}})
+
+
+class FunctionName(Fields):
+    """Names a function."""
+
+    name: str
+
+
+class ToolChoice(Fields):
+    """Whether tools are called, and which: one of three words, or the name of a function."""
+
+    type: Literal["none", "auto", "required", "function"] = "auto"
+    function: FunctionName | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _word(cls, given: Any) -> Any:
+        return {"type": given} if isinstance(given, str) else given
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if (self.type == "function") != (self.function is not None):
+            raise ValueError("the type function goes with the field function, and no other type does")
+        return self
+
+
+class CalledFunction(Fields):
+    """A function with its arguments, as JSON text of an object."""
+
+    name: Name
+    arguments: Text
+
+    @field_validator("arguments")
+    @classmethod
+    def _object(cls, arguments: str) -> str:
+        try:
+            if not isinstance(json.loads(arguments), dict):
+                raise ValueError("it is another value")
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"arguments are the JSON text of an object, and this is not one: {error}") from error
+        return arguments
+
+
+class ToolCall(Fields):
+    """What the model called earlier."""
+
+    id: Text
+    type: Literal["function"]
+    function: CalledFunction
+
+    def shown(self, quoted: bool) -> dict[str, Any]:
+        """The same for a chat template, which takes arguments as text or as an object."""
+        arguments = self.function.arguments if quoted else json.loads(self.function.arguments)
+        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+
+
+__all__ = ["Function", "ResponseFormat", "Tool", "ToolCall", "ToolChoice", "grammar_of"]
