@@ -21,7 +21,7 @@ from arbordraft.kernels.prepacked_linear import LANES, prepacked_linear
 from arbordraft.kernels.prepacked_linear.module import PrepackedLinear, onednn_problem
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.target.hook import AttentionCall, Forward
-from arbordraft.target.memory import available_memory, copy_bytes, move_to_file
+from arbordraft.target.memory import available_memory, copy_bytes, move_to_file, move_together
 from arbordraft.target.observation import LayerCall, Observation
 from arbordraft.target.recognition import Parts, Unrecognised, same_layer, same_mlp, settings
 
@@ -153,7 +153,8 @@ class Prepacking:
         self.row_invariant = backend == "native" and 0 < self.fused == len(seen.layers) and not list(self._odd(model))
         if self._place is not None and self.fused:
             self.places.append((*self._place, nn.ModuleList(self._stack())))
-
+        if backend == "native":
+            move_together(list(self._matrices()))
         self._watch()
 
     def _watch(self) -> None:
@@ -205,6 +206,16 @@ class Prepacking:
         layers = f"{self.fused} of {len(self._layers)} layers fused"
         others = f", {prepacked}" if self.fused < len(self._layers) else ""
         return f"{layers}{others}, {native.isa()}{', int8' if self.int8 else ''}"
+
+    def _matrices(self) -> Iterator[Tensor]:
+        """The prepacked matrices, in the order in which a forward reads them."""
+        for layer in self._layers:
+            yield from (t for t in (layer.tensors() if layer else ()) if t is not None and t.ndim > 1)
+        for stand_in in self._stand_ins.values():
+            if isinstance(stand_in, PrepackedLinear):
+                yield stand_in.prepacked
+            elif isinstance(stand_in, PrepackedGatedMLP):
+                yield from (stand_in.gate_up.weight, stand_in.down.weight)
 
     def _read(self) -> Tensor:
         """Bits of the sampled elements, as NaN equals nothing."""
