@@ -7,6 +7,7 @@ its own modules.
 Shapes: T packed rows, H hidden size.
 """
 
+import itertools
 import operator
 import warnings
 from collections.abc import Iterator, Sequence
@@ -40,7 +41,7 @@ class PrepackedLayers(nn.Module):
     """Consecutive decoder layers of a model, in one kernel call.
 
     Args:
-        layers: their weights, from the first to the last.
+        layers: their weights, from the first to the last; none where an earlier call has computed this place.
         first: index of the first one.
     """
 
@@ -65,7 +66,7 @@ class PrepackedLayers(nn.Module):
         depth = self.indices.stop if ragged.depth is None else ragged.depth
         indices = self.indices[: max(0, depth - self.indices.start)]
         if not indices:
-            return ragged.last
+            return hidden_states
         run = self._runs.get(len(indices))
         if run is None:
             run = self._runs[len(indices)] = LayerRun(self.layers[: len(indices)])
@@ -143,9 +144,11 @@ class Prepacking:
         self.fused = sum(layer is not None for layer in self._layers)
         self._originals = [call.layer for call in seen.layers]
         self._place = seen.place
-        # One call for all layers, if the model hands all of them the same tables.
-        tables = {id(call.kwargs.get("position_embeddings")) for call in seen.layers}
-        self._together = self.fused == len(seen.layers) and len(tables) == 1
+        # One call for neighbouring layers that the model hands the same tables.
+        tables = [id(call.kwargs.get("position_embeddings")) for call in seen.layers]
+        alike = [table if layer else -1 - n for n, (table, layer) in enumerate(zip(tables, self._layers, strict=True))]
+        self._runs = [list(run) for _, run in itertools.groupby(range(len(alike)), alike.__getitem__)]
+        self._together = self.fused > 0 and len(self._runs) == 1
         self._stand_ins: dict[nn.Module, nn.Module | None] = {
             call.layer: None for call, layer in zip(seen.layers, self._layers, strict=True) if layer
         }
@@ -224,11 +227,12 @@ class Prepacking:
         return torch.cat(self._samples).float().view(torch.int32)
 
     def _stack(self) -> Iterator[nn.Module]:
-        if self._together:
-            yield PrepackedLayers([layer for layer in self._layers if layer])
-            return
-        for index, (layer, original) in enumerate(zip(self._layers, self._originals, strict=True)):
-            yield PrepackedLayers([layer], index) if layer else original
+        """What stands in the list of layers: of a call for several of them the first place, unless there is but one."""
+        for run in self._runs:
+            layers = [layer for layer in self._layers[run[0] : run[-1] + 1] if layer]
+            yield PrepackedLayers(layers, run[0]) if layers else self._originals[run[0]]
+            if not self._together:
+                yield from (PrepackedLayers((), index) for index in run[1:])
 
     def _recognise(
         self, index: int, call: LayerCall, attention: AttentionCall | None, batch: RaggedBatch
