@@ -148,19 +148,35 @@ inline void multiply(const Prepacked<W>& m, const X* x, int64_t stride, int64_t 
     }
   };
   if (rows <= kTileRows) return rest(rows, 0, blocks.begin, blocks.end - blocks.begin);
-  // Two blocks at a time stay in the inner caches while all rows pass over them.
+  // Two blocks at a time stay in the inner caches while all rows pass over them, in passes of about as many rows: one of
+  // few would wait for its own sums.
+  const int64_t passes = (rows + kTileRows - 1) / kTileRows, half = m.inputs * kLanes;
   for (int64_t block = blocks.begin; block < blocks.end; block += 2) {
-    const int64_t n = std::min<int64_t>(2, blocks.end - block), row_end = rows / kTileRows * kTileRows;
-    const W* next = m.weight + (block + n) * m.inputs * kLanes;
-    const int64_t half = m.inputs * kLanes;  // what one tile fetches
-    for (int64_t row = 0; row < row_end; row += kTileRows) {
-      const W* ahead = next + (row == 0 ? 0 : half);
-      if (n == 2)
-        tile_rows<kTileRows, 2, false>(m, x, stride, row, block, ahead, emit);
-      else
-        tile_rows<kTileRows, 1, false>(m, x, stride, row, block, ahead, emit);
+    const int64_t n = std::min<int64_t>(2, blocks.end - block);
+    const W* next = m.weight + (block + n) * half;
+    for (int64_t pass = 0; pass < passes; ++pass) {
+      const int64_t row = rows * pass / passes, count = rows * (pass + 1) / passes - row;
+      const W* ahead = next + (pass == 0 ? 0 : half);  // each fetches a half
+      const auto some_rows = [&](auto known) {
+        constexpr int R = decltype(known)::value;
+        if (n == 2)
+          tile_rows<R, 2, false>(m, x, stride, row, block, ahead, emit);
+        else
+          tile_rows<R, 1, false>(m, x, stride, row, block, ahead, emit);
+      };
+      switch (count) {
+#if defined(__AVX512F__)
+        case 8: some_rows(std::integral_constant<int, 8>()); break;
+        case 7: some_rows(std::integral_constant<int, 7>()); break;
+        case 6: some_rows(std::integral_constant<int, 6>()); break;
+        case 5: some_rows(std::integral_constant<int, 5>()); break;
+        case 4: some_rows(std::integral_constant<int, 4>()); break;
+#else
+        case 2: some_rows(std::integral_constant<int, 2>()); break;
+        case 1: some_rows(std::integral_constant<int, 1>()); break;
+#endif
+      }
     }
-    rest(rows - row_end, row_end, block, n);
   }
 }
 

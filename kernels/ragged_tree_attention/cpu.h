@@ -23,8 +23,6 @@ struct Visible {
     int64_t keys;      // one past its last key
     int64_t start;     // pool row of key 0
     const int64_t* others;  // pool rows of keys straight..keys-1
-
-    int64_t slot(int64_t key) const { return key < straight ? start + key : others[key - straight]; }
   };
   std::vector<Row> rows;
   std::vector<int64_t> pool;  // what `others` points into
@@ -90,10 +88,14 @@ struct Attention {
     const int64_t n = end - begin, stride = kv_heads * dim, value_stride = kv_heads * value_dim;
     const T* key_rows[kChunk];
     const T* value_rows[kChunk + 1];
-    for (int64_t k = 0; k < n; ++k) {
-      const int64_t slot = row.slot(begin + k);
-      key_rows[k] = keys + slot * stride + head * dim;
-      value_rows[k] = values + slot * value_stride + head * value_dim;
+    const T *own_keys = keys + head * dim, *own_values = values + head * value_dim;
+    const int64_t straight = std::clamp<int64_t>(row.straight - begin, 0, n), first = row.start + begin;
+    for (int64_t k = 0; k < straight; ++k) key_rows[k] = own_keys + (first + k) * stride;
+    for (int64_t k = 0; k < straight; ++k) value_rows[k] = own_values + (first + k) * value_stride;
+    for (int64_t k = straight; k < n; ++k) {
+      const int64_t slot = row.others[begin + k - row.straight];
+      key_rows[k] = own_keys + slot * stride;
+      value_rows[k] = own_values + slot * value_stride;
     }
     value_rows[n] = value_rows[n - 1];  // beside an odd last one, with weight 0
     for (int64_t g = 0; g < group; g += kHeads) {
@@ -156,16 +158,20 @@ struct Attention {
     alignas(64) float scores[kChunk];
     f32x16 top = splat(-std::numeric_limits<float>::infinity());
     for (int64_t k = 0; k < n; k += kLanes) {
-      f32x16 products[kLanes];
       const int64_t some = std::min<int64_t>(kLanes, n - k);
-      for (int64_t j = 0; j < some; ++j) {
-        if (next) {
-          fetch(next[k + j], value_dim);
-          fetch(rows[std::min(n - 1, k + j + kLanes)], dim);
+      if (next)
+        for (int64_t j = k; j < k + some; ++j) {
+          fetch(next[j], value_dim);
+          fetch(rows[std::min(n - 1, j + kLanes)], dim);
         }
-        products[j] = dot<D>(query, rows[k + j]);
+      f32x16 products[kLanes];
+      if (some == kLanes) {
+#pragma GCC unroll 16
+        for (int64_t j = 0; j < kLanes; ++j) products[j] = dot<D>(query, rows[k + j]);
+      } else {
+        for (int64_t j = 0; j < some; ++j) products[j] = dot<D>(query, rows[k + j]);
+        for (int64_t j = some; j < kLanes; ++j) products[j] = splat(0.f);
       }
-      for (int64_t j = some; j < kLanes; ++j) products[j] = splat(0.f);
       f32x16 score = sums(products) * splat(scale);
       if (softcap > 0) score = splat(softcap) * tanh(score * splat(1.f / softcap));
       store(scores + k, score);
@@ -262,6 +268,8 @@ struct Attention {
 // order of merging is the same either way. Threads take turns: neighbouring rows see about as many keys.
 inline bool attention_is_split(int64_t rows, int threads) { return rows < 4 * threads; }
 
+constexpr int64_t kMostTogether = 8;  // rows that go over the keys side by side, while these are in the inner caches
+
 template <class T, class Out>
 inline void attend(
     const Attention<T>& a, const Visible& visible, const T* queries, Out* out, float* partials, int64_t most_chunks,
@@ -270,28 +278,36 @@ inline void attend(
   const auto query = [&](int64_t r, int64_t head) { return queries + (r * heads + head) * a.group * a.dim; };
   const auto result = [&](int64_t r, int64_t head) { return out + (r * heads + head) * a.group * a.value_dim; };
   if (!attention_is_split(rows, threads)) {
-    std::vector<float> local((heads + 1) * size);
-    float* later = local.data() + heads * size;
-    for (int64_t r = thread; r < rows; r += threads) {
-      const Visible::Row& row = visible.rows[r];
-      for (int64_t begin = row.first; begin < row.keys; begin += kChunk)
-        for (int64_t head = 0; head < heads; ++head) {  // a key's heads lie side by side
-          float* earlier = local.data() + head * size;
-          const bool first = begin == row.first;
-          a.chunk(query(r, head), row, head, begin, std::min(row.keys, begin + kChunk), first ? earlier : later);
-          if (!first) a.merge(earlier, later);
+    const int64_t together = std::min(kMostTogether, (rows + threads - 1) / threads);
+    std::vector<float> local((together + 1) * heads * size);
+    float* later = local.data() + together * heads * size;
+    for (int64_t begin = thread * together; begin < rows; begin += threads * together) {
+      const int64_t end = std::min(rows, begin + together);
+      for (int64_t c = 0; c < most_chunks; ++c)
+        for (int64_t r = begin; r < end; ++r) {
+          const Visible::Row& row = visible.rows[r];
+          const int64_t from = row.first + c * kChunk, to = std::min(row.keys, from + kChunk);
+          for (int64_t head = 0; from < to && head < heads; ++head) {  // a key's heads lie side by side
+            float* earlier = local.data() + ((r - begin) * heads + head) * size;
+            a.chunk(query(r, head), row, head, from, to, c ? later : earlier);
+            if (c) a.merge(earlier, later);
+          }
         }
-      for (int64_t head = 0; head < heads; ++head) a.finish(local.data() + head * size, head, result(r, head));
+      for (int64_t r = begin; r < end; ++r)
+        for (int64_t head = 0; head < heads; ++head)
+          a.finish(local.data() + ((r - begin) * heads + head) * size, head, result(r, head));
     }
     return;
   }
-  const int64_t together = rows * most_chunks >= 4 * threads ? heads : 1;
-  for (int64_t item = thread; item < rows * most_chunks * heads / together; item += threads)
-    for (int64_t part = item * together; part < (item + 1) * together; ++part) {
-      const int64_t head = part % heads, c = part / heads % most_chunks, r = part / heads / most_chunks;
+  // By chunks, then rows, then heads; where there are many chunks, a thread takes each with all its rows and heads.
+  const int64_t items = most_chunks * rows * heads, together = most_chunks >= 4 * threads ? rows * heads : 1;
+  for (int64_t begin = thread * together; begin < items; begin += threads * together)
+    for (int64_t item = begin; item < begin + together; ++item) {
+      const int64_t head = item % heads, r = item / heads % rows, c = item / heads / rows;
       const Visible::Row& row = visible.rows[r];
-      const int64_t begin = row.first + c * kChunk, end = std::min(row.keys, begin + kChunk);
-      if (begin < end) a.chunk(query(r, head), row, head, begin, end, partials + part * size);
+      const int64_t from = row.first + c * kChunk, to = std::min(row.keys, from + kChunk);
+      float* partial = partials + ((r * most_chunks + c) * heads + head) * size;
+      if (from < to) a.chunk(query(r, head), row, head, from, to, partial);
     }
   meet(threads);
   for (int64_t item = thread; item < rows * heads; item += threads) {

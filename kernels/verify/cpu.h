@@ -5,32 +5,42 @@
 
 namespace arbordraft {
 
-// NaN at token 0 if the row holds one anywhere.
+// The largest of some logits, NaN if one is.
 template <class T>
-inline void row_maximum(const T* row, int64_t size, float& value, int64_t& token) {
+inline float maximum_of(const T* row, int64_t size) {
+  constexpr int64_t kSums = 4;  // that do not wait for each other
   constexpr float kLowest = -std::numeric_limits<float>::infinity();
-  float top = kLowest;
+  f32x16 tops[kSums];
+  std::fill(tops, tops + kSums, splat(kLowest));
   bool nan = false;
   int64_t i = 0;
-  f32x16 tops = splat(kLowest);
-  for (; i + kLanes <= size; i += kLanes) {
-    const f32x16 x = load(row + i);
-    nan |= any_nan(x);
-    tops = max(tops, x);
-  }
-  top = largest(tops);
-  const auto at = [&](int64_t j) {
-    if constexpr (std::is_same_v<T, bf16>) return widen(row[j]);
-    else return row[j];
-  };
+  for (; i + kSums * kLanes <= size; i += kSums * kLanes)
+    for (int64_t n = 0; n < kSums; ++n) {
+      const f32x16 x = load(row + i + n * kLanes);
+      nan |= any_nan(x);
+      tops[n] = max(tops[n], x);
+    }
+  float top = largest(max(max(tops[0], tops[1]), max(tops[2], tops[3])));
   for (; i < size; ++i) {
-    nan |= at(i) != at(i);
-    top = std::max(top, at(i));
+    const float x = widen(row[i]);
+    nan |= x != x;
+    top = std::max(top, x);
   }
-  value = nan ? std::numeric_limits<float>::quiet_NaN() : top;
+  return nan ? std::numeric_limits<float>::quiet_NaN() : top;
+}
+
+// NaN at token 0 if the row holds one anywhere. By stretches, so that only one is searched for the place.
+template <class T>
+inline void row_maximum(const T* row, int64_t size, float& value, int64_t& token) {
+  constexpr int64_t kStretch = 1024;
+  value = maximum_of(row, std::min(size, kStretch));
   token = 0;
-  if (nan) return;
-  while (at(token) != top) ++token;
+  for (int64_t begin = kStretch; begin < size && value == value; begin += kStretch) {
+    const float top = maximum_of(row + begin, std::min(kStretch, size - begin));
+    if (!(top <= value)) value = top, token = begin;
+  }
+  if (value != value) token = 0;
+  else while (widen(row[token]) != value) ++token;
 }
 
 }  // namespace arbordraft

@@ -58,14 +58,15 @@ def test_what_is_not_fused_is_replaced_part_by_part():
 @pytest.mark.parametrize("architecture", ["mistral", "gemma2", "gemma3_text"])
 def test_layers_of_several_kinds(architecture):
     """Sliding windows in some layers only; gemma3 also rotates them differently, so they take several calls."""
-    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    kinds = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
     overrides = {} if architecture == "mistral" else {"layer_types": kinds}
-    model = small(architecture, num_hidden_layers=3, **overrides)
+    model = small(architecture, num_hidden_layers=4, **overrides)
     target = RaggedModel(model, kernels="native")
-    assert target.prepacking.fused == 3
-    calls = [part for stand_in in stand_ins(target) for part in stand_in.modules() if isinstance(part, PrepackedLayers)]
-    assert len(calls) == (3 if architecture == "gemma3_text" else 1)
-    for layers in (None, 1, 2):
+    assert target.prepacking.fused == 4
+    parts = [part for stand_in in stand_ins(target) for part in stand_in.modules()]
+    calls = [len(part.layers) for part in parts if isinstance(part, PrepackedLayers)]
+    assert calls == ([2, 0, 1, 1] if architecture == "gemma3_text" else [4])
+    for layers in (None, 1, 2, 3):
         assert_close(logits(target, layers), logits(plain(model), layers), **ROUNDING)
 
 

@@ -1,6 +1,7 @@
-"""How much memory there is, and weights that wait in a file until somebody reads them."""
+"""How much memory there is, memory in large pages, and weights that wait in a file until somebody reads them."""
 
 import contextlib
+import mmap
 import os
 import secrets
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from arbordraft.files import new_file
 from arbordraft.kernels.native.build import cache_folder
 
 _ALIGNED = 64  # bytes, so that a tensor of any dtype may begin there
+_LARGE_PAGE = 1 << 21  # bytes
 # What a container may take, what it has taken, and where its statistics name the cached files among that.
 _GROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
@@ -87,9 +89,32 @@ def move_to_file(tensors: Sequence[Tensor]) -> None:
         tensor.data = mapped
 
 
+def move_together(tensors: Sequence[Tensor]) -> None:
+    """Exchanges the memory of tensors for one stretch, in which they stand in this order, on large pages if it can be.
+
+    What is read from end to end again and again is read faster there: fewer addresses are looked up, and processors do
+    not fetch ahead beyond the end of a page. Tensors move one after the other, so that no more than one is there twice.
+
+    Args:
+        tensors: contiguous, on the CPU, each named once.
+    """
+    starts = [0]
+    for tensor in tensors:
+        starts.append(starts[-1] + tensor.nbytes + -tensor.nbytes % _ALIGNED)
+    if not (hasattr(mmap, "MADV_HUGEPAGE") and starts[-1] >= _LARGE_PAGE):
+        return
+    pages = mmap.mmap(-1, starts[-1], flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # taken as it is written
+    with contextlib.suppress(OSError):  # a system built without large pages
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    stretch = torch.frombuffer(pages, dtype=torch.uint8)
+    for tensor, start in zip(tensors, starts, strict=False):
+        place = stretch[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        tensor.data = place.copy_(tensor.detach())
+
+
 def _field(path: Path, name: str) -> int:
     """A number from lines of names and numbers."""
     return int(next(line.split()[1] for line in path.read_text().splitlines() if line.split()[0] == name))
 
 
-__all__ = ["available_memory", "check_movable", "copy_bytes", "move_to_file"]
+__all__ = ["available_memory", "check_movable", "copy_bytes", "move_to_file", "move_together"]

@@ -7,6 +7,7 @@ its own modules.
 Shapes: T packed rows, H hidden size.
 """
 
+import itertools
 import operator
 import warnings
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,7 @@ from arbordraft.kernels.prepacked_linear import LANES, prepacked_linear
 from arbordraft.kernels.prepacked_linear.module import PrepackedLinear, onednn_problem
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.target.hook import AttentionCall, Forward
-from arbordraft.target.memory import available_memory, copy_bytes, move_to_file
+from arbordraft.target.memory import available_memory, copy_bytes, move_to_file, move_together
 from arbordraft.target.observation import LayerCall, Observation
 from arbordraft.target.recognition import Parts, Unrecognised, same_layer, same_mlp, settings
 
@@ -40,7 +41,7 @@ class PrepackedLayers(nn.Module):
     """Consecutive decoder layers of a model, in one kernel call.
 
     Args:
-        layers: their weights, from the first to the last.
+        layers: their weights, from the first to the last; none where an earlier call has computed this place.
         first: index of the first one.
     """
 
@@ -65,7 +66,7 @@ class PrepackedLayers(nn.Module):
         depth = self.indices.stop if ragged.depth is None else ragged.depth
         indices = self.indices[: max(0, depth - self.indices.start)]
         if not indices:
-            return ragged.last
+            return hidden_states
         run = self._runs.get(len(indices))
         if run is None:
             run = self._runs[len(indices)] = LayerRun(self.layers[: len(indices)])
@@ -143,9 +144,11 @@ class Prepacking:
         self.fused = sum(layer is not None for layer in self._layers)
         self._originals = [call.layer for call in seen.layers]
         self._place = seen.place
-        # One call for all layers, if the model hands all of them the same tables.
-        tables = {id(call.kwargs.get("position_embeddings")) for call in seen.layers}
-        self._together = self.fused == len(seen.layers) and len(tables) == 1
+        # One call for neighbouring layers that the model hands the same tables.
+        tables = [id(call.kwargs.get("position_embeddings")) for call in seen.layers]
+        alike = [table if layer else -1 - n for n, (table, layer) in enumerate(zip(tables, self._layers, strict=True))]
+        self._runs = [list(run) for _, run in itertools.groupby(range(len(alike)), alike.__getitem__)]
+        self._together = self.fused > 0 and len(self._runs) == 1
         self._stand_ins: dict[nn.Module, nn.Module | None] = {
             call.layer: None for call, layer in zip(seen.layers, self._layers, strict=True) if layer
         }
@@ -153,7 +156,8 @@ class Prepacking:
         self.row_invariant = backend == "native" and 0 < self.fused == len(seen.layers) and not list(self._odd(model))
         if self._place is not None and self.fused:
             self.places.append((*self._place, nn.ModuleList(self._stack())))
-
+        if backend == "native":
+            move_together(list(self._matrices()))
         self._watch()
 
     def _watch(self) -> None:
@@ -206,6 +210,16 @@ class Prepacking:
         others = f", {prepacked}" if self.fused < len(self._layers) else ""
         return f"{layers}{others}, {native.isa()}{', int8' if self.int8 else ''}"
 
+    def _matrices(self) -> Iterator[Tensor]:
+        """The prepacked matrices, in the order in which a forward reads them."""
+        for layer in self._layers:
+            yield from (t for t in (layer.tensors() if layer else ()) if t is not None and t.ndim > 1)
+        for stand_in in self._stand_ins.values():
+            if isinstance(stand_in, PrepackedLinear):
+                yield stand_in.prepacked
+            elif isinstance(stand_in, PrepackedGatedMLP):
+                yield from (stand_in.gate_up.weight, stand_in.down.weight)
+
     def _read(self) -> Tensor:
         """Bits of the sampled elements, as NaN equals nothing."""
         if not self._samples:
@@ -213,11 +227,12 @@ class Prepacking:
         return torch.cat(self._samples).float().view(torch.int32)
 
     def _stack(self) -> Iterator[nn.Module]:
-        if self._together:
-            yield PrepackedLayers([layer for layer in self._layers if layer])
-            return
-        for index, (layer, original) in enumerate(zip(self._layers, self._originals, strict=True)):
-            yield PrepackedLayers([layer], index) if layer else original
+        """What stands in the list of layers: of a call for several of them the first place, unless there is but one."""
+        for run in self._runs:
+            layers = [layer for layer in self._layers[run[0] : run[-1] + 1] if layer]
+            yield PrepackedLayers(layers, run[0]) if layers else self._originals[run[0]]
+            if not self._together:
+                yield from (PrepackedLayers((), index) for index in run[1:])
 
     def _recognise(
         self, index: int, call: LayerCall, attention: AttentionCall | None, batch: RaggedBatch
