@@ -153,7 +153,7 @@ def test_a_gguf_file(tmp_path):
         ("model", {"revision": "a", "device": "cpu"}, ValueError, "device, revision: the model is in memory already"),
         ("target", {"kernels": "native"}, ValueError, "kernels: the model is in memory already"),
         ("target", {"keep_weights": False}, ValueError, "keep_weights: the model is in memory already"),
-        ("target", {"int8": True}, ValueError, "int8: the model is in memory already"),
+        ("target", {"weights": "int8"}, ValueError, "weights: the model is in memory already"),
         ("target", {"tokenizer": 1}, ValueError, "tokenizer: the model is in memory already"),
     ],
     ids=str,
@@ -459,7 +459,7 @@ def test_what_was_chosen_is_said_once(kernels, caplog):
     [
         ({"kernels": "torch"}, "torch: the model's own modules (asked for)"),
         ({"kernels": "native"}, "native: 0 of 2 layers fused, 9 linears prepacked, "),
-        ({"int8": True}, ", int8"),
+        ({"weights": "int8"}, ", int8"),
         ({"keep_weights": False}, "originals in a file"),
         ({"kernels": "torch", "keep_weights": False}, "torch: the model's own modules (asked for)"),
     ],

@@ -38,6 +38,7 @@ from arbordraft.kernels.decoder_layers import LayerRun
 from arbordraft.kernels.prepacked_linear import (
     ACTIVATIONS,
     interleave,
+    pack,
     prepack,
     prepacked_linear,
     quantize,
@@ -248,8 +249,8 @@ def test_layers(part, dtype):
         check_layers(weights, dtype)
 
 
-@pytest.mark.parametrize("kind", ["int8-float32", "int8-bfloat16"])
-def test_layers_with_8_bit_weights(kind):
+@pytest.mark.parametrize("kind", [kind for kind, (_, weights) in KINDS.items() if weights])
+def test_layers_with_weights_of_fewer_bits(kind):
     check_layers(layers_of(kind), KINDS[kind][0])
 
 
@@ -308,7 +309,7 @@ def test_a_layer_without_kernels_computes_the_same(kind, monkeypatch):
 def operator_calls():
     """Every operator with arguments that exercise all of its schema."""
     ops = torch.ops.arbordraft
-    (x, *weights), options, _, _ = linear_case("int8-bfloat16", 48, 31)
+    (x, *weights), options, _, _ = linear_case("int8-weight-only-bfloat16", 48, 31)
     case = Case(TREES["trees"], dtype=torch.float32, size=16)
     batch = case.batch
     described, keys = (batch.samples, batch.positions), (batch.slots, batch.words, batch.region)
@@ -318,6 +319,7 @@ def operator_calls():
     return [
         (ops.prepacked_linear.default, (x, *weights, options["outputs"], -1)),
         (ops.prepacked_linear.default, (torch.randn(2, 3, 8), prepack(torch.randn(64, 8)), None, None, 64, 2)),
+        (ops.prepacked_linear.default, (torch.randn(2, 3, 40), *pack(torch.randn(64, 40), "int4"), None, 64, -1)),
         (ops.rms_norm.default, (torch.randn(2, 3, 32), torch.randn(32), 1e-5)),
         (ops.row_max.default, (torch.randn(5, 33).bfloat16(),)),
         (
@@ -342,7 +344,7 @@ def operator_calls():
     ]
 
 
-@pytest.mark.parametrize("index", range(6))
+@pytest.mark.parametrize("index", range(7))
 def test_operators_are_registered_properly(index):
     operator, arguments = operator_calls()[index]
     library.opcheck(operator, arguments)
@@ -448,6 +450,8 @@ def script(*command, **variables):
 
 # Other processors
 
+ISAS = ("avx512", "avx_vnni", "avx2", "generic")
+
 
 @pytest.fixture(scope="module")
 def builds():
@@ -461,7 +465,7 @@ def builds():
             stderr=subprocess.PIPE,
             text=True,
         )
-        for isa in ("avx512", "avx2", "generic")
+        for isa in ISAS
     }
     yield started
     for process in started.values():
@@ -469,7 +473,7 @@ def builds():
         process.communicate()
 
 
-@pytest.mark.parametrize("isa", ["avx512", "avx2", "generic"])
+@pytest.mark.parametrize("isa", ISAS)
 def test_every_instruction_set(isa, builds):
     output, errors = builds[isa].communicate(timeout=500)
     if "this CPU lacks" in errors:

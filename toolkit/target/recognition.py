@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Matrix
-from arbordraft.kernels.prepacked_linear import ACTIVATIONS, LANES, interleave, prepack, quantize
+from arbordraft.kernels.prepacked_linear import ACTIVATIONS, LANES, interleave, pack
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.target.hook import AttentionCall, Forward
 from arbordraft.target.observation import LayerCall, fresh_cache
@@ -95,7 +95,7 @@ class Parts:
                 return factors.contiguous(), epsilon
         raise Unrecognised(f"{name} ({type(module).__name__}) is not an RMS norm")
 
-    def gated_mlp(self, mlp: nn.Module, int8: bool) -> tuple[Matrix, Matrix, str]:
+    def gated_mlp(self, mlp: nn.Module, weights: str | None) -> tuple[Matrix, Matrix, str]:
         """Gates and inputs (interleaved), the matrix behind them, and the activation."""
         names = ("gate_proj", "up_proj") if hasattr(mlp, "gate_proj") else ("gate_up_proj",)
         gates, down = self.linears(mlp, *names), self.linear(mlp, "down_proj")
@@ -115,9 +115,9 @@ class Parts:
         bias = None
         if gates[0].bias is not None:
             bias = interleave(*torch.cat([linear.bias.detach() for linear in gates]).chunk(2))
-        return matrix(weight, bias, int8), matrix(down.weight, down.bias, int8), activation
+        return matrix(weight, bias, weights), matrix(down.weight, down.bias, weights), activation
 
-    def layer(self, layer: nn.Module, call: AttentionCall, *, rotary: bool, int8: bool) -> LayerWeights:
+    def layer(self, layer: nn.Module, call: AttentionCall, *, rotary: bool, weights: str | None) -> LayerWeights:
         """A whole decoder layer."""
         children = dict(layer.named_children())
         attention_name = next((name for name, child in children.items() if hasattr(child, "o_proj")), "")
@@ -131,7 +131,7 @@ class Parts:
         attention = children[attention_name]
         names = ("q_proj", "k_proj", "v_proj") if hasattr(attention, "q_proj") else ("qkv_proj",)
         qkv, out = self.linears(attention, *names), self.linear(attention, "o_proj")
-        gate_up, down, activation = self.gated_mlp(children[mlp_name], int8)
+        gate_up, down, activation = self.gated_mlp(children[mlp_name], weights)
         hidden, inner = out.out_features, len(gate_up.weight) * LANES // 2
 
         norms, epsilons = {}, set()
@@ -151,8 +151,8 @@ class Parts:
         self._remember(attention)  # for parameters of its own
         bias = None if qkv[0].bias is None else torch.cat([linear.bias.detach() for linear in qkv])
         return LayerWeights(
-            qkv=matrix(torch.cat([linear.weight.detach() for linear in qkv]), bias, int8),
-            out=matrix(out.weight, out.bias, int8),
+            qkv=matrix(torch.cat([linear.weight.detach() for linear in qkv]), bias, weights),
+            out=matrix(out.weight, out.bias, weights),
             gate_up=gate_up,
             down=down,
             **{place: norms.get(place) for place in LayerWeights.NORMS},
@@ -173,10 +173,9 @@ class Parts:
         self.sources += [Source(module, key, t) for key, t in module._parameters.items() if t is not None]
 
 
-def matrix(weight: Tensor, bias: Tensor | None, int8: bool) -> Matrix:
-    """Packs ``[O, I]``."""
-    dense, scale = quantize(weight) if int8 else (weight.detach(), None)
-    return Matrix(prepack(dense), scale, None if bias is None else bias.detach().float().contiguous())
+def matrix(weight: Tensor, bias: Tensor | None = None, weights: str | None = None) -> Matrix:
+    """Packs ``[O, I]``, see :func:`~arbordraft.kernels.prepacked_linear.pack`."""
+    return Matrix(*pack(weight.detach(), weights), None if bias is None else bias.detach().float().contiguous())
 
 
 def hooked(module: nn.Module) -> bool:
@@ -191,7 +190,7 @@ def same_mlp(mlp: nn.Module, run: Any) -> bool:
     """Whether ``run(parts of a float32 copy)(x)`` is what the copy makes of noise ``x``."""
     hidden = Parts().linear(mlp, "down_proj").out_features
     wide = copy.deepcopy(mlp).float()
-    parts = Parts().gated_mlp(wide, int8=False)
+    parts = Parts().gated_mlp(wide, weights=None)
     x = torch.randn(3, hidden, generator=torch.Generator().manual_seed(0))
     expected = _tried(wide, x)
     return expected is not None and _distance(run(*parts)(x), expected) < _TOLERANCE
@@ -205,7 +204,7 @@ def same_layer(index: int, call: LayerCall, attention: AttentionCall, batch: Rag
     wide = copy.deepcopy(call.layer).float()
     wide_attention = attention._replace(sinks=None if attention.sinks is None else attention.sinks.float())
     try:
-        run = LayerRun([Parts().layer(wide, wide_attention, rotary=rotary, int8=False)])
+        run = LayerRun([Parts().layer(wide, wide_attention, rotary=rotary, weights=None)])
     except Unrecognised:
         return False
     kwargs = _widened(call.kwargs)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 TREE = TreeTopology.from_parents([-1, 0, 0, 1])
 PROMPTS = (5, 2)  # tokens
 SPANS = ("attention_chunk_size", "sliding_window")  # what configurations call the reach of a layer's attention
+# What fewer bits may change, relative to the spread of the logits; a wrong mask changes more than half of it.
+_BOUNDS = {"int4": 0.6, "int8": 0.3, "int8-weight-only": 0.3}
 SHORT = 4  # of these, so that the test goes beyond them
 
 
@@ -94,10 +96,10 @@ def _compare(target: "RaggedModel", model: Any, cache: RaggedKVCache, fault: str
         )
     spread = (expected - expected.mean(dim=-1, keepdim=True)).square().mean().sqrt()
     error = ((packed - expected).square().mean().sqrt() / spread).item()
-    # Half precision rounds differently for every shape, and 8-bit weights, which no copy has, are others; a wrong mask
+    # Half precision rounds differently for every shape, and weights of fewer bits are others; a wrong mask
     # or position is far above any of these bounds.
     wide = target.model.dtype in (torch.float32, torch.float64)
-    bound = 0.3 if target.int8 and model is target.model else 1e-3 if wide else 0.1
+    bound = _BOUNDS[target.weights] if target.weights and model is target.model else 1e-3 if wide else 0.1
     if not error < bound:
         raise UnsupportedModel(f"{fault} by {error:.1e} of their spread (bound {bound:.0e})")
 

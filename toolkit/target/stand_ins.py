@@ -127,11 +127,11 @@ class Prepacking:
         model: a view of the model whose layers ask for our attention.
         seen: what one of its forwards showed.
         backend: ``"native"`` or ``"onednn"``.
-        int8: keep 8-bit weights.
+        weights: bits of the copies, see :class:`~arbordraft.RaggedModel`.
     """
 
-    def __init__(self, model: nn.Module, seen: Observation, backend: str, *, int8: bool = False) -> None:
-        self.backend, self.int8 = backend, int8
+    def __init__(self, model: nn.Module, seen: Observation, backend: str, *, weights: str | None = None) -> None:
+        self.backend, self.weights = backend, weights
         self.left: list[str] = []  # linears that stay as they are, with the reason
         self._parts = Parts()
         self._called = seen.called
@@ -204,7 +204,7 @@ class Prepacking:
             return prepacked
         layers = f"{self.fused} of {len(self._layers)} layers fused"
         others = f", {prepacked}" if self.fused < len(self._layers) else ""
-        return f"{layers}{others}, {native.isa()}{', int8' if self.int8 else ''}"
+        return f"{layers}{others}, {native.isa()}{f', {self.weights}' if self.weights else ''}"
 
     def _read(self) -> Tensor:
         """Bits of the sampled elements, as NaN equals nothing."""
@@ -228,7 +228,7 @@ class Prepacking:
         for rotary in (True, False):  # some models leave the positions out of some layers
             parts = Parts()
             try:
-                weights = parts.layer(call.layer, attention, rotary=rotary, int8=self.int8)
+                weights = parts.layer(call.layer, attention, rotary=rotary, weights=self.weights)
             except Unrecognised:
                 return None
             if (kind, rotary) not in self._proven:
@@ -257,9 +257,9 @@ class Prepacking:
         stand_in: nn.Module | None = None
         try:
             if isinstance(module, nn.Linear) or hasattr(module, "in_features"):
-                stand_in = PrepackedLinear(parts.linear(owner, name), self.backend, int8=self.int8)
+                stand_in = PrepackedLinear(parts.linear(owner, name), self.backend, weights=self.weights)
             elif self.backend == "native" and hasattr(module, "down_proj"):
-                gated = parts.gated_mlp(module, self.int8)
+                gated = parts.gated_mlp(module, self.weights)
                 stand_in = PrepackedGatedMLP(*gated) if same_mlp(module, PrepackedGatedMLP) else None
             elif self.backend == "native" and hasattr(module, "weight"):
                 stand_in = PrepackedRMSNorm(*parts.norm(owner, name))
@@ -316,7 +316,7 @@ class Choice(NamedTuple):
     reason: str = ""
 
 
-def choose(kernels: str, model: nn.Module, *, int8: bool = False) -> Choice:
+def choose(kernels: str, model: nn.Module, *, weights: str | None = None) -> Choice:
     """What ``kernels`` means for this model on this machine.
 
     Raises:
@@ -331,7 +331,7 @@ def choose(kernels: str, model: nn.Module, *, int8: bool = False) -> Choice:
     if not weight.is_cpu or weight.dtype not in (torch.float32, torch.bfloat16):
         unfit = f"weights must be float32 or bfloat16 on the CPU, not {weight.dtype} on {weight.device}"
     elif kernels == "auto":
-        unfit = _too_large(model, int8)
+        unfit = _too_large(model, weights)
     problems: list[str] = []
     for backend in ("native", "onednn") if kernels == "auto" else (kernels,):
         # In this order: asking for the kernels may build them.
@@ -346,9 +346,9 @@ def choose(kernels: str, model: nn.Module, *, int8: bool = False) -> Choice:
     raise ValueError(f"kernels={kernels!r} cannot be used: {problems[0]}")
 
 
-def _too_large(model: nn.Module, int8: bool) -> str | None:
+def _too_large(model: nn.Module, weights: str | None) -> str | None:
     """Why no prepacked copy of a model's weights fits into memory, if it does not."""
-    needed, free = copy_bytes(model, int8), available_memory()
+    needed, free = copy_bytes(model, weights), available_memory()
     if free is None or needed <= 0.9 * free:  # caches need some, too
         return None
     return (
