@@ -116,10 +116,9 @@ class DecoderConfig:
         if needed and trained is None:
             raise ValueError(f"name the folder or hub name that the {type(decoder.drafter).__name__} was loaded from")
         model, kernels = decoder.target.model, "torch" if decoder.target.backend == "torch" else "auto"
+        dtype = str(model.dtype).removeprefix("torch.")
         return cls(
-            TargetReference(
-                target, str(model.dtype).removeprefix("torch."), kernels, fingerprint(model), decoder.target.weights
-            ),
+            TargetReference(target, dtype, kernels, fingerprint(model), decoder.target.weights),
             describe(decoder.drafter),
             trained if needed else None,
             list(decoder.topology.parent_list),

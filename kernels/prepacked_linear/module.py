@@ -31,7 +31,8 @@ class PrepackedLinear(nn.Module):
         linear: the module it stands for, on the CPU, in float32 or bfloat16.
         backend: ``"native"`` (the C++ kernels; rows do not depend on each other's number) or ``"onednn"`` (PyTorch's
             own prepacking).
-        weights: keep fewer bits, see :func:`~arbordraft.kernels.prepacked_linear.pack`; changes the output, native only.
+        weights: keep fewer bits, see :func:`~arbordraft.kernels.prepacked_linear.pack`; changes the output, and is
+            for native kernels only.
 
     Raises:
         ValueError: if the backend cannot be used for this linear.

@@ -142,7 +142,7 @@ def fused_model(model: RaggedModel) -> DraftRun | None:
     if model.weights in (
         "int4",
         "int8",
-    ):  # whole drafts know no weights in groups: level by level they cost little more
+    ):  # which whole drafts in one call do not know
         return None
     try:
         norm, epsilon = Parts().norm(nn.ModuleDict({"norm": model.final_norm}), "norm")
