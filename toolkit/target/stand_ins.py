@@ -135,6 +135,7 @@ class Prepacking:
         self.left: list[str] = []  # linears that stay as they are, with the reason
         self._parts = Parts()
         self._called = seen.called
+        self._head = model.get_output_embeddings()  # type: ignore[operator]
         self._proven: dict[Any, bool] = {}
         self._layers: list[LayerWeights | None] = [
             self._recognise(index, call, seen.attention.get(index), seen.batch)
@@ -185,6 +186,17 @@ class Prepacking:
         """All of the model's layers, if they run in one call."""
         layers = [layer for layer in self._layers if layer is not None]
         return layers if self._together else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the prepacked matrices."""
+        matrices = [m for layer in self._layers if layer for m in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        for module in self._stand_ins.values():
+            if isinstance(module, PrepackedLinear):
+                matrices.append(Matrix(*module.prepacked))
+            elif isinstance(module, PrepackedGatedMLP):
+                matrices += [module.gate_up, module.down]
+        return sum(tensor.nbytes for m in matrices for tensor in (m.weight, m.scale) if tensor is not None)
 
     def move_originals(self) -> None:
         """Leaves the prepacked weights to a file, from which whoever reads them reads them; see `move_to_file`.
@@ -257,7 +269,9 @@ class Prepacking:
         stand_in: nn.Module | None = None
         try:
             if isinstance(module, nn.Linear) or hasattr(module, "in_features"):
-                stand_in = PrepackedLinear(parts.linear(owner, name), self.backend, weights=self.weights)
+                # In 4 bits, the head alone would lose ten times what all other weights lose together.
+                weights = "int8" if self.weights == "int4" and module is self._head else self.weights
+                stand_in = PrepackedLinear(parts.linear(owner, name), self.backend, weights=weights)
             elif self.backend == "native" and hasattr(module, "down_proj"):
                 gated = parts.gated_mlp(module, self.weights)
                 stand_in = PrepackedGatedMLP(*gated) if same_mlp(module, PrepackedGatedMLP) else None
