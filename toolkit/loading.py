@@ -34,6 +34,7 @@ from arbordraft.onnx_graph import FUSE, MARKOV, MODEL, Graph
 from arbordraft.onnx_networks import OnnxBlock, OnnxEagle, OnnxMedusa, OnnxModel
 from arbordraft.pretrained import load_smollm2
 from arbordraft.stepping import as_drafter
+from arbordraft.target.file_blocks import FileBlocks
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
 
@@ -66,6 +67,7 @@ class Weights(StrEnum):
     int4 = "int4"
     int8 = "int8"
     int8_weight_only = "int8-weight-only"
+    file = "file"
 
 
 class Kernels(StrEnum):
@@ -107,7 +109,7 @@ def load(
         kernels: see :class:`~arbordraft.RaggedModel`.
         device: of models by name; by default the GPU if torch sees one, else the CPU.
         keep_weights: see :class:`~arbordraft.RaggedModel`.
-        weights: see :class:`~arbordraft.RaggedModel`.
+        weights: see :class:`~arbordraft.RaggedModel`; ``file`` for the blocks of a GGUF file, as they are.
         tokenizer: by default the one that belongs to the model, if there is one.
         revision: of a model on the hub.
         topology: the largest tree; by default what suits the drafter. Every step drafts and verifies of it what pays.
@@ -184,7 +186,19 @@ def _target_named(
         native.load_in_background()
     model, own = load_model(name, _dtype(dtype, place), revision)
     model.to(place)  # type: ignore[arg-type]
-    return RaggedModel(model, tokenizer or own, kernels=kernels, keep_weights=keep_weights, weights=weights)
+    bits = _blocks_of(name, model) if weights == "file" else weights
+    return RaggedModel(model, tokenizer or own, kernels=kernels, keep_weights=keep_weights, weights=bits)
+
+
+def _blocks_of(name: str, model: "PreTrainedModel") -> FileBlocks:
+    if not name.endswith(".gguf"):
+        raise ValueError(f"weights='file' means the blocks of a GGUF file, and {name} is none: choose int8 or int4")
+    blocks = FileBlocks.of(Path(name), model)
+    if blocks.others:
+        kinds = ", ".join(f"{count} of {kind}" for kind, count in sorted(blocks.others.items()))
+        told = "%s: matrices that kernels do not read as they are (%s) are kept in 8 bits"
+        logging.getLogger("arbordraft").warning(told, name, kinds)
+    return blocks
 
 
 def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from arbordraft.kernels import native
-from arbordraft.kernels.prepacked_linear.groups import Groups, quantize_groups
+from arbordraft.kernels.prepacked_linear.groups import Groups, concatenate, quantize_groups
 from arbordraft.kernels.prepacked_linear.reference import (
     ACTIVATIONS,
     LANES,
@@ -58,6 +58,7 @@ __all__ = [
     "WEIGHTS",
     "Groups",
     "check_weights",
+    "concatenate",
     "interleave",
     "pack",
     "prepack",

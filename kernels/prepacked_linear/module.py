@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from arbordraft.kernels import native
-from arbordraft.kernels.prepacked_linear import check_weights, pack, prepacked_linear
+from arbordraft.kernels.prepacked_linear import Groups, check_weights, pack, prepacked_linear
 
 BACKENDS = ("native", "onednn")
 
@@ -33,12 +33,15 @@ class PrepackedLinear(nn.Module):
             own prepacking).
         weights: keep fewer bits, see :func:`~arbordraft.kernels.prepacked_linear.pack`; changes the output, and is
             for native kernels only.
+        groups: what these weights are in groups already, until they are written to.
 
     Raises:
         ValueError: if the backend cannot be used for this linear.
     """
 
-    def __init__(self, linear: nn.Linear, backend: str = "native", *, weights: str | None = None) -> None:
+    def __init__(
+        self, linear: nn.Linear, backend: str = "native", *, weights: str | None = None, groups: Groups | None = None
+    ) -> None:
         super().__init__()
         if backend not in BACKENDS:
             raise ValueError(f"the backend of a prepacked linear must be one of {', '.join(BACKENDS)}, got {backend!r}")
@@ -55,7 +58,7 @@ class PrepackedLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.backend, self.weights = backend, weights
         self.weight, self.bias = linear.weight, linear.bias
-        self._prepack()
+        self._prepack(groups)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., I]`` to ``[..., O]``."""
@@ -75,14 +78,14 @@ class PrepackedLinear(nn.Module):
     def _current(self) -> tuple[int, ...]:
         return tuple(version_of(tensor) for tensor in (self.weight, self.bias) if tensor is not None)
 
-    def _prepack(self) -> None:
+    def _prepack(self, groups: Groups | None = None) -> None:
         self._state = self._current()
         self._scale = self._wide_bias = None
         weight = self.weight.detach()
         if self.backend == "onednn":
             self._prepacked = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
             return
-        self._prepacked, self._scale = pack(weight, self.weights)
+        self._prepacked, self._scale = pack(weight, self.weights) if groups is None else groups.prepack()
         self._wide_bias = None if self.bias is None else self.bias.detach().float()
 
     def extra_repr(self) -> str:

@@ -40,7 +40,8 @@ def copy_bytes(model: nn.Module, weights: str | None = None) -> int:
     """Bytes of a prepacked copy of a model's linears."""
     held = {getattr(module, "weight", None) for module in model.modules() if hasattr(module, "in_features")}
     originals = [weight for weight in held if isinstance(weight, Tensor)]
-    bytes_each = {"int4": 0.625, "int8": 1.0625, "int8-weight-only": 1.0}  # scales and minima of groups included
+    # Of weights in groups with their scales and minima; of a file's at most.
+    bytes_each = {"int4": 0.625, "int8": 1.0625, "int8-weight-only": 1.0, "file": 1.0625}
     return int(sum(tensor.numel() * bytes_each.get(weights or "", tensor.element_size()) for tensor in originals))
 
 

@@ -19,6 +19,7 @@ from arbordraft.kernels import native
 from arbordraft.kernels.prepacked_linear import check_weights
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.target.cache import RaggedKVCache
+from arbordraft.target.file_blocks import FileBlocks
 from arbordraft.target.hook import (
     HOOK,
     REQUIREMENT,
@@ -76,7 +77,8 @@ class RaggedModel(nn.Module):
         weights: bits of the copies that native kernels read; by default the model's own. ``"int8"``: groups of 32
             weights with a scale each, as GGUF's Q8_0; ``"int4"``: with a scale and a minimum each, as its Q4_1. Both
             multiply activations in 8 bits, brought there group by group of every row alone. ``"int8-weight-only"``: one
-            scale per output, activations as they are. What has fewer bits is read faster and is another model: its
+            scale per output, activations as they are. Blocks of the GGUF file that the model came from: as they are,
+            and what is no block in 8 bits. What has fewer bits is read faster and is another model: its
             output law is what decoding preserves.
         keep_weights: keep the originals of what was prepacked in memory. Otherwise they are left to a file in the cache
             folder, as large as they are, which is read wherever somebody asks for them: ``state_dict``, LoRA and
@@ -105,20 +107,23 @@ class RaggedModel(nn.Module):
         tokenizer: "PreTrainedTokenizerBase | None" = None,
         *,
         kernels: str = "auto",
-        weights: str | None = None,
+        weights: str | FileBlocks | None = None,
         keep_weights: bool = True,
         self_test: bool = True,
     ) -> None:
         super().__init__()
         check_model(model)
-        check_weights(weights)
-        self._choice = choose(kernels, model, weights=weights)
+        self._blocks = weights if isinstance(weights, FileBlocks) else None
+        self.weights = "file" if isinstance(weights, FileBlocks) else weights
+        if self._blocks is None:
+            check_weights(self.weights)
+        self._choice = choose(kernels, model, weights=self.weights)
         self.keep_weights = keep_weights
         if not keep_weights and self.backend != "torch":
             check_movable(model)
-        if weights and self.backend != "native":
+        if self.weights and self.backend != "native":
             why = native.problem() or "use kernels='native'"
-            raise ValueError(f"{weights} weights need the native kernels: {why}")
+            raise ValueError(f"{self.weights} weights need the native kernels: {why}")
         register()
         self.model = model
         self.tokenizer = tokenizer
@@ -126,7 +131,6 @@ class RaggedModel(nn.Module):
         self.num_layers: int = config.num_hidden_layers
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.max_positions = _max_positions(config)
-        self.weights = weights
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._prepared = self._prepare()
@@ -378,7 +382,8 @@ class RaggedModel(nn.Module):
             raise
         except Exception as failure:
             raise unsupported(self.model, failure) from failure
-        prepacking = Prepacking(view.model, seen, self.backend, weights=self.weights)
+        blocks = None if self._blocks is None else self._blocks.finder(self.model)
+        prepacking = Prepacking(view.model, seen, self.backend, weights=self.weights, blocks=blocks)
         if prepacking.left:
             warnings.warn(f"not prepacked, as they are not plain linears: {'; '.join(prepacking.left)}", stacklevel=5)
         return prepacking

@@ -9,7 +9,7 @@ Shapes: T packed rows, H hidden size.
 
 import operator
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from arbordraft.kernels import native
 from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Matrix, rms_norm
-from arbordraft.kernels.prepacked_linear import LANES, prepacked_linear
+from arbordraft.kernels.prepacked_linear import LANES, Groups, prepacked_linear
 from arbordraft.kernels.prepacked_linear.module import PrepackedLinear, onednn_problem
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.target.hook import AttentionCall, Forward
@@ -128,12 +128,22 @@ class Prepacking:
         seen: what one of its forwards showed.
         backend: ``"native"`` or ``"onednn"``.
         weights: bits of the copies, see :class:`~arbordraft.RaggedModel`.
+        blocks: finds what a file has of a parameter in groups; what it does not have is kept in 8 bits.
     """
 
-    def __init__(self, model: nn.Module, seen: Observation, backend: str, *, weights: str | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        seen: Observation,
+        backend: str,
+        *,
+        weights: str | None = None,
+        blocks: Callable[[Tensor], Groups | None] | None = None,
+    ) -> None:
         self.backend, self.weights = backend, weights
+        self._blocks = blocks
         self.left: list[str] = []  # linears that stay as they are, with the reason
-        self._parts = Parts()
+        self._parts = self._new_parts()
         self._called = seen.called
         self._head = model.get_output_embeddings()  # type: ignore[operator]
         self._proven: dict[Any, bool] = {}
@@ -231,6 +241,9 @@ class Prepacking:
         for index, (layer, original) in enumerate(zip(self._layers, self._originals, strict=True)):
             yield PrepackedLayers([layer], index) if layer else original
 
+    def _new_parts(self) -> Parts:
+        return Parts(self.weights) if self._blocks is None else Parts("int8", self._blocks)
+
     def _recognise(
         self, index: int, call: LayerCall, attention: AttentionCall | None, batch: RaggedBatch
     ) -> LayerWeights | None:
@@ -238,9 +251,9 @@ class Prepacking:
             return None
         kind = (settings(call.layer), attention[:-1])
         for rotary in (True, False):  # some models leave the positions out of some layers
-            parts = Parts()
+            parts = self._new_parts()
             try:
-                weights = parts.layer(call.layer, attention, rotary=rotary, weights=self.weights)
+                weights = parts.layer(call.layer, attention, rotary=rotary)
             except Unrecognised:
                 return None
             if (kind, rotary) not in self._proven:
@@ -265,15 +278,17 @@ class Prepacking:
     def _stand_in(self, owner: nn.Module, name: str, module: nn.Module, path: str) -> nn.Module | None:
         if module not in self._called:
             return None
-        parts = Parts()
+        parts = self._new_parts()
         stand_in: nn.Module | None = None
         try:
             if isinstance(module, nn.Linear) or hasattr(module, "in_features"):
                 # In 4 bits, the head alone would lose ten times what all other weights lose together.
-                weights = "int8" if self.weights == "int4" and module is self._head else self.weights
-                stand_in = PrepackedLinear(parts.linear(owner, name), self.backend, weights=weights)
+                weights = "int8" if parts.weights == "int4" and module is self._head else parts.weights
+                linear = parts.linear(owner, name)
+                groups = parts.blocks(linear.weight)
+                stand_in = PrepackedLinear(linear, self.backend, weights=weights, groups=groups)
             elif self.backend == "native" and hasattr(module, "down_proj"):
-                gated = parts.gated_mlp(module, self.weights)
+                gated = parts.gated_mlp(module)
                 stand_in = PrepackedGatedMLP(*gated) if same_mlp(module, PrepackedGatedMLP) else None
             elif self.backend == "native" and hasattr(module, "weight"):
                 stand_in = PrepackedRMSNorm(*parts.norm(owner, name))
