@@ -13,7 +13,10 @@ from torch.testing import assert_close
 from arbordraft import RaggedModel
 from arbordraft.kernels import native
 from arbordraft.kernels.prepacked_linear.module import PrepackedLinear, onednn_problem
+from arbordraft.target import self_test
+from arbordraft.target.hook import UnsupportedModel
 from arbordraft.target.stand_ins import PrepackedGatedMLP, PrepackedLayers, PrepackedRMSNorm, choose
+from arbordraft.topology import ancestor_words
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -346,6 +349,27 @@ def test_fewer_bits_cost_little(weights, most, architecture, dtype):
     error = (logits(target).float() - exact).square().mean().sqrt() / spread
     assert 1e-4 < error < most
     assert target.row_invariant == (architecture != "olmo2")
+
+
+def test_the_head_of_4_bit_weights_keeps_8():
+    """Alone it would lose more than all other weights together; the model's own embedding stays as it is."""
+    model = small("llama")
+    target = RaggedModel(model, kernels="native", weights="int4")
+    head = target.network().get_output_embeddings()
+    assert head.weights == "int8"
+    assert head.prepacked[0].shape[2] == 8
+    assert target.prepacking.stack[0].qkv.weight.shape[2] == 4
+    own = RaggedModel(model, kernels="native").prepacking.nbytes
+    assert 0.15 < target.prepacking.nbytes / own < 0.18  # 5 bits of 32, and 8.5 in the head
+
+
+@pytest.mark.parametrize("weights", [None, "int8", "int4"])
+def test_a_wrong_mask_is_noticed_with_any_weights(weights, monkeypatch):
+    """The control of the self-test: rows of fewer bits are compared with rows of as many."""
+    monkeypatch.setattr(self_test, "ancestor_words", lambda visible: ancestor_words(torch.ones_like(visible).tril()))
+    what = "packed logits differ from single ones" + (f" with {weights} weights" if weights else "")
+    with pytest.raises(UnsupportedModel, match=what):
+        RaggedModel(small(), kernels="native", weights=weights)
 
 
 @pytest.mark.parametrize("kernels", ["torch", "onednn"])
