@@ -48,12 +48,14 @@ class TargetReference:
         dtype: of its weights.
         kernels: how they are read, see :class:`~arbordraft.RaggedModel`.
         fingerprint: of the weights, see :func:`arbordraft.heads.base.fingerprint`.
+        weights: how many bits of them are kept, see :class:`~arbordraft.RaggedModel`.
     """
 
     name: str
     dtype: str
     kernels: str
     fingerprint: str
+    weights: str | None = None
 
     def load(self) -> "tuple[ad.RaggedModel, PreTrainedTokenizerBase]":
         """The model and its tokenizer.
@@ -61,7 +63,7 @@ class TargetReference:
         Raises:
             ValueError: if it is another one than it was.
         """
-        target, tokenizer = load_target(self.name, Dtype(self.dtype), Kernels(self.kernels))
+        target, tokenizer = load_target(self.name, Dtype(self.dtype), Kernels(self.kernels), self.weights)
         if (actual := fingerprint(target.model)) != self.fingerprint:
             raise ValueError(
                 f"{self.name} is not the target that this decoder was made for: its fingerprint is {actual} instead of "
@@ -110,14 +112,13 @@ class DecoderConfig:
         """
         if type(decoder) is not ad.SpeculativeDecoder:
             raise ValueError(f"a {type(decoder).__name__} cannot be described: only SpeculativeDecoder itself can")
-        if decoder.target.int8:
-            raise ValueError("a target with 8-bit copies of its weights cannot be described: it is another model")
         needed = any(isinstance(part, Drafter) and _is_trained(part) for part in decoder.drafter.modules())
         if needed and trained is None:
             raise ValueError(f"name the folder or hub name that the {type(decoder.drafter).__name__} was loaded from")
         model, kernels = decoder.target.model, "torch" if decoder.target.backend == "torch" else "auto"
+        dtype = str(model.dtype).removeprefix("torch.")
         return cls(
-            TargetReference(target, str(model.dtype).removeprefix("torch."), kernels, fingerprint(model)),
+            TargetReference(target, dtype, kernels, fingerprint(model), decoder.target.weights),
             describe(decoder.drafter),
             trained if needed else None,
             list(decoder.topology.parent_list),

@@ -1,5 +1,6 @@
 """What every build of the native kernels must do. Run as a script, it checks the build that ARBORDRAFT_ISA asks for."""
 
+import hashlib
 import random
 import sys
 
@@ -13,7 +14,15 @@ from arbordraft import TreeTopology
 from arbordraft.kernels import native
 from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Matrix, decoder_layers_reference, rms_norm
 from arbordraft.kernels.decoder_layers.reference import rms_norm_reference
-from arbordraft.kernels.prepacked_linear import ACTIVATIONS, interleave, prepack, prepacked_linear, quantize
+from arbordraft.kernels.prepacked_linear import (
+    ACTIVATIONS,
+    interleave,
+    pack,
+    prepacked_linear,
+    quantize,
+    quantize_groups,
+)
+from arbordraft.kernels.prepacked_linear.groups import quantize_rows
 from arbordraft.kernels.prepacked_linear.reference import prepacked_linear_reference
 from arbordraft.kernels.ragged_tree_attention import ragged_tree_attention, ragged_tree_attention_reference
 from arbordraft.kernels.verify import row_max, row_max_reference
@@ -21,13 +30,18 @@ from arbordraft.masks import stack_words
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.topology import ancestor_words
 
-# What is multiplied, and whether the weights keep 8 bits.
+# What is multiplied, and the bits of the weights.
 KINDS = {
-    "float32": (torch.float32, False),
-    "bfloat16": (torch.bfloat16, False),
-    "int8-float32": (torch.float32, True),
-    "int8-bfloat16": (torch.bfloat16, True),
+    "float32": (torch.float32, None),
+    "bfloat16": (torch.bfloat16, None),
+    "int8-weight-only-float32": (torch.float32, "int8-weight-only"),
+    "int8-weight-only-bfloat16": (torch.bfloat16, "int8-weight-only"),
+    "int8-float32": (torch.float32, "int8"),
+    "int8-bfloat16": (torch.bfloat16, "int8"),
+    "int4-float32": (torch.float32, "int4"),
+    "int4-bfloat16": (torch.bfloat16, "int4"),
 }
+GROUPED = [kind for kind, (_, weights) in KINDS.items() if weights in ("int8", "int4")]
 HALF_STEP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}  # relative error of rounding once
 
 TREES = {
@@ -50,19 +64,29 @@ OPTIONS = {
 def linear_case(kind, outputs, inputs, rows=5, bias=True, activation=None, seed=0):
     """Arguments of a prepacked linear, its value in float64 and a bound of the kernel's error.
 
-    Every product is exact or rounded once, and so is every sum; the result is rounded to its type.
+    Every product is exact or rounded once, and so is every sum; the result is rounded to its type. Of weights in groups
+    the products of bytes are exact, and what is rounded is some products and sums for each group of inputs.
     """
     generator = torch.Generator().manual_seed(seed)
-    dtype, int8 = KINDS[kind]
+    dtype, weights = KINDS[kind]
     x = torch.randn(rows, inputs, generator=generator).to(dtype)
     weight = (torch.randn(outputs, inputs, generator=generator) * inputs**-0.5).to(dtype)
     wide_bias = torch.randn(outputs, generator=generator) if bias else None
-    scale = None
-    if int8:
-        weight, scale = quantize(weight)
-    dense = weight.double() * (1 if scale is None else scale.double()[:, None])
-    exact = x.double() @ dense.T + (0 if wide_bias is None else wide_bias.double())
-    error = 2.0**-23 * (inputs + 4) * (x.double().abs() @ dense.abs().T + 1)
+    prepacked, scale = pack(weight, weights)
+    if weights in ("int8", "int4"):
+        kept = quantize_groups(weight, int(weights[-1]))
+        codes, steps = quantize_rows(x)
+        rows_kept = (codes * steps.double()[..., None]).flatten(1)[:, :inputs]
+        dense, loud = kept.dense().double(), kept.dense().double().abs()
+        if kept.minimum is not None:
+            loud = loud + 2 * kept.minimum.double().abs().repeat_interleave(32, dim=1)[:, :inputs]
+        exact, size = rows_kept @ dense.T, rows_kept.abs() @ loud.T
+    else:
+        eight = quantize(weight) if weights else None
+        dense = weight.double() if eight is None else eight[0].double() * eight[1].double()[:, None]
+        exact, size = x.double() @ dense.T, x.double().abs() @ dense.abs().T
+    exact = exact + (0 if wide_bias is None else wide_bias.double())
+    error = 2.0**-23 * (inputs + 4) * (size + 1)
     options = {"outputs": outputs, "activation": activation}
     if activation is not None:
         gate, up = (half.flatten(1) for half in exact.unflatten(1, (-1, 2, 16)).unbind(2))
@@ -71,7 +95,7 @@ def linear_case(kind, outputs, inputs, rows=5, bias=True, activation=None, seed=
         # No activation here is steeper than 1.2; exp is good to 2 units, gelu suffers from cancellation below -4.
         error = 1.2 * gate_error * up.abs() + gate.abs() * up_error + 2.0**-20 * (1 + gate.abs()) * up.abs()
     error = error + HALF_STEP[dtype] * (exact.abs() + error)
-    return (x, prepack(weight), scale, wide_bias), options, exact, error
+    return (x, prepacked, scale, wide_bias), options, exact, error
 
 
 def check_linear(*args, **kwargs):
@@ -109,7 +133,7 @@ def layers_of(kind):
     return [random_layer(*KINDS[kind], seed, **PARTS[part]) for seed, part in enumerate(("base", "all"))]
 
 
-def random_layer(dtype=torch.float32, int8=False, seed=0, **options):
+def random_layer(dtype=torch.float32, weights=None, seed=0, **options):
     """A decoder layer in which everything matters; options switch parts on and off."""
     generator = torch.Generator().manual_seed(seed)
     shape = {"hidden": 64, "heads": 4, "kv_heads": 2, "dim": 16, "inner": 96}
@@ -129,8 +153,7 @@ def random_layer(dtype=torch.float32, int8=False, seed=0, **options):
         dense = (noise(outputs, inputs) * inputs**-0.5).to(dtype)
         if gated:
             dense = interleave(*dense.chunk(2))
-        dense, scale = quantize(dense) if int8 else (dense, None)
-        return Matrix(prepack(dense), scale, 0.3 * noise(outputs) if chosen["bias"] else None)
+        return Matrix(*pack(dense, weights), 0.3 * noise(outputs) if chosen["bias"] else None)
 
     pre, post = "pre" in chosen["norms"], "post" in chosen["norms"]
     return LayerWeights(
@@ -269,7 +292,9 @@ def check_layers(layers, dtype=torch.float32, truth=None, **rotation):
     stack = Stack(layers, dtype, **rotation)
     stack.layers = truth or layers
     # In bfloat16 about ten numbers per layer are rounded on the way to its output, each by up to 2^-8.
-    bound = {torch.float32: 2e-6, torch.bfloat16: 2e-2}[dtype]
+    # Weights in groups bring rows to 8 bits, where the last bit of a float may decide about a whole step.
+    grouped = layers[0].qkv.weight.dtype == torch.uint8
+    bound = 2e-2 if dtype == torch.bfloat16 else 3e-3 if grouped else 2e-6
     cache = RaggedKVCache()
     samples = [cache.open(20) for _ in range(3)]
     texts = [[5, 9, 7, 5, 9, 1], [11], []]
@@ -399,6 +424,17 @@ def check_rms_norm(dtype):
             assert all(torch.equal(rms_norm(x[:, [row]], weight, 1e-5), together[:, [row]]) for row in range(7))
 
 
+def bits_of_groups():
+    """What stands for every bit of products with weights in groups: equal on all instruction sets."""
+    digest = hashlib.sha256()
+    for kind in GROUPED:
+        for outputs, inputs in ((33, 19), (80, 64), (160, 200)):
+            for rows in (1, 2, 11, 40):
+                arguments, options, _, _ = linear_case(kind, outputs, inputs, rows)
+                digest.update(prepacked_linear(*arguments, **options).float().numpy().tobytes())
+    return digest.hexdigest()
+
+
 def check_build():
     """All of the above in short, for the build that is loaded."""
     trees = [(260, TreeTopology.k_ary(3, 4)), (6, TreeTopology.chain(3)), (0, TreeTopology.k_ary(2, 2))]
@@ -435,4 +471,4 @@ if __name__ == "__main__":
     for count in (1, 2):
         torch.set_num_threads(count)
         check_build()
-    print(native.isa())
+    print(native.isa(), bits_of_groups())

@@ -96,35 +96,15 @@ def test_dtypes(folder, monkeypatch, dtype, fast, expected):
 
 
 def test_a_gguf_file(tmp_path):
-    gguf = pytest.importorskip("gguf")
+    pytest.importorskip("gguf")
     pytest.importorskip("accelerate")
-    file, letters = tmp_path / "tiny.gguf", [*"abcdefghijklmnopqrstuvwxyz", "ab"]
-    model = tiny(vocab_size=len(letters), num_key_value_heads=4, head_dim=8)
-    writer = gguf.GGUFWriter(file, "llama")
-    for add, value in {
-        "context_length": 128, "embedding_length": 32, "block_count": 2, "feed_forward_length": 48, "head_count": 4,
-        "head_count_kv": 4, "layer_norm_rms_eps": 1e-6, "rope_freq_base": 10000.0, "vocab_size": len(letters),
-        "tokenizer_model": "gpt2", "token_list": letters, "token_types": [1] * len(letters),
-        "token_merges": ["a b"], "bos_token_id": 1, "eos_token_id": 2,
-    }.items():  # fmt: skip
-        getattr(writer, f"add_{add}")(value)
-    names = {
-        "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "model.layers.": "blk.",
-        "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
-        "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-    }  # fmt: skip
-    for name, tensor in model.state_dict().items():
-        for ours, theirs in names.items():
-            name = name.replace(ours, theirs)
-        writer.add_tensor(name, tensor.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    from gguf_files import LETTERS, write_gguf
+
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, tiny(vocab_size=len(LETTERS), num_key_value_heads=4, head_dim=8))
     decoder = ad.load(file, dtype="float32", device="cpu", **FREE)
-    assert decoder.target.vocab_size == len(letters)
-    assert set(decoder.complete("hello", max_new_tokens=8)) <= set("".join(letters))
+    assert decoder.target.vocab_size == len(LETTERS)
+    assert set(decoder.complete("hello", max_new_tokens=8)) <= set("".join(LETTERS))
 
 
 @pytest.mark.parametrize(
@@ -153,7 +133,7 @@ def test_a_gguf_file(tmp_path):
         ("model", {"revision": "a", "device": "cpu"}, ValueError, "device, revision: the model is in memory already"),
         ("target", {"kernels": "native"}, ValueError, "kernels: the model is in memory already"),
         ("target", {"keep_weights": False}, ValueError, "keep_weights: the model is in memory already"),
-        ("target", {"int8": True}, ValueError, "int8: the model is in memory already"),
+        ("target", {"weights": "int8"}, ValueError, "weights: the model is in memory already"),
         ("target", {"tokenizer": 1}, ValueError, "tokenizer: the model is in memory already"),
     ],
     ids=str,
@@ -459,7 +439,7 @@ def test_what_was_chosen_is_said_once(kernels, caplog):
     [
         ({"kernels": "torch"}, "torch: the model's own modules (asked for)"),
         ({"kernels": "native"}, "native: 0 of 2 layers fused, 9 linears prepacked, "),
-        ({"int8": True}, ", int8"),
+        ({"weights": "int8"}, ", int8"),
         ({"keep_weights": False}, "originals in a file"),
         ({"kernels": "torch", "keep_weights": False}, "torch: the model's own modules (asked for)"),
     ],

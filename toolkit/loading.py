@@ -34,6 +34,7 @@ from arbordraft.onnx_graph import FUSE, MARKOV, MODEL, Graph
 from arbordraft.onnx_networks import OnnxBlock, OnnxEagle, OnnxMedusa, OnnxModel
 from arbordraft.pretrained import load_smollm2
 from arbordraft.stepping import as_drafter
+from arbordraft.target.file_blocks import FileBlocks
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
 
@@ -60,6 +61,15 @@ class Dtype(StrEnum):
     float16 = "float16"
 
 
+class Weights(StrEnum):
+    """Bits of the weights that native kernels read; see ``RaggedModel``."""
+
+    int4 = "int4"
+    int8 = "int8"
+    int8_weight_only = "int8-weight-only"
+    file = "file"
+
+
 class Kernels(StrEnum):
     """How weights are read on a CPU; see ``RaggedModel``."""
 
@@ -77,7 +87,7 @@ def load(
     kernels: str = "auto",
     device: str | torch.device | None = None,
     keep_weights: bool = True,
-    int8: bool = False,
+    weights: str | None = None,
     tokenizer: "PreTrainedTokenizerBase | None" = None,
     revision: str | None = None,
     topology: TreeTopology | None = None,
@@ -99,7 +109,7 @@ def load(
         kernels: see :class:`~arbordraft.RaggedModel`.
         device: of models by name; by default the GPU if torch sees one, else the CPU.
         keep_weights: see :class:`~arbordraft.RaggedModel`.
-        int8: see :class:`~arbordraft.RaggedModel`.
+        weights: see :class:`~arbordraft.RaggedModel`; ``file`` for the blocks of a GGUF file, as they are.
         tokenizer: by default the one that belongs to the model, if there is one.
         revision: of a model on the hub.
         topology: the largest tree; by default what suits the drafter. Every step drafts and verifies of it what pays.
@@ -129,7 +139,7 @@ def load(
     if isinstance(costs, str) and costs not in ("auto", "renew"):
         raise ValueError(f"costs must be auto, renew, a CostTable, StepCosts or None, got {costs!r}")
     if isinstance(model, str | os.PathLike):
-        target = _target_named(os.fspath(model), dtype, kernels, device, keep_weights, tokenizer, revision, int8)
+        target = _target_named(os.fspath(model), dtype, kernels, device, keep_weights, tokenizer, revision, weights)
     else:
         given: dict[str, Any] = {"dtype": dtype, "device": device, "revision": revision}
         if isinstance(model, RaggedModel):
@@ -137,7 +147,7 @@ def load(
                 "kernels": None if kernels == "auto" else kernels,
                 "tokenizer": tokenizer,
                 "keep_weights": None if keep_weights else False,
-                "int8": int8 or None,
+                "weights": weights,
             }
         if clash := [name for name, value in given.items() if value is not None]:
             raise ValueError(f"{', '.join(clash)}: the model is in memory already; say so where it is made")
@@ -146,7 +156,7 @@ def load(
         else:
             if tokenizer is None and (home := getattr(model, "name_or_path", "")):
                 tokenizer = load_tokenizer(home, local_files_only=True)
-            target = RaggedModel(model, tokenizer, kernels=kernels, keep_weights=keep_weights, int8=int8)
+            target = RaggedModel(model, tokenizer, kernels=kernels, keep_weights=keep_weights, weights=weights)
     proposer = (
         drafter_named(os.fspath(drafter), target) if isinstance(drafter, str | os.PathLike) else as_drafter(drafter)
     )
@@ -169,14 +179,26 @@ def _target_named(
     keep_weights: bool = True,
     tokenizer: "PreTrainedTokenizerBase | None" = None,
     revision: str | None = None,
-    int8: bool = False,
+    weights: str | None = None,
 ) -> RaggedModel:
     place = torch.device("cuda" if torch.cuda.is_available() else "cpu") if device is None else torch.device(device)
     if place.type == "cpu" and kernels in ("auto", "native"):
         native.load_in_background()
     model, own = load_model(name, _dtype(dtype, place), revision)
     model.to(place)  # type: ignore[arg-type]
-    return RaggedModel(model, tokenizer or own, kernels=kernels, keep_weights=keep_weights, int8=int8)
+    bits = _blocks_of(name, model) if weights == "file" else weights
+    return RaggedModel(model, tokenizer or own, kernels=kernels, keep_weights=keep_weights, weights=bits)
+
+
+def _blocks_of(name: str, model: "PreTrainedModel") -> FileBlocks:
+    if not name.endswith(".gguf"):
+        raise ValueError(f"weights='file' means the blocks of a GGUF file, and {name} is none: choose int8 or int4")
+    blocks = FileBlocks.of(Path(name), model)
+    if blocks.others:
+        kinds = ", ".join(f"{count} of {kind}" for kind, count in sorted(blocks.others.items()))
+        told = "%s: matrices that kernels do not read as they are (%s) are kept in 8 bits"
+        logging.getLogger("arbordraft").warning(told, name, kinds)
+    return blocks
 
 
 def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
@@ -218,14 +240,14 @@ def load_model(
 
 
 def load_target(
-    model: str, dtype: Dtype, kernels: Kernels = Kernels.auto
+    model: str, dtype: Dtype, kernels: Kernels = Kernels.auto, weights: str | None = None
 ) -> "tuple[RaggedModel, PreTrainedTokenizerBase]":
     """The model, ready for ragged batches, and its tokenizer.
 
     Raises:
         ValueError: if the model is damaged, incomplete or no causal LM, or it has no tokenizer.
     """
-    target = _target_named(model, dtype, kernels, "cpu")
+    target = _target_named(model, dtype, kernels, "cpu", weights=weights)
     if target.tokenizer is None:
         raise ValueError(
             f"{model} has no tokenizer, and prompts are texts: save it beside the model, "

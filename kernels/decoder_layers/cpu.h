@@ -2,7 +2,7 @@
 // residual stays in float, and the team of threads is woken once for all layers.
 #pragma once
 
-#include "../prepacked_linear/cpu.h"
+#include "../prepacked_linear/grouped.h"
 #include "../ragged_tree_attention/cpu.h"
 
 namespace arbordraft {
@@ -28,7 +28,7 @@ inline void rotate(float* x, const float* cosine, const float* sine, int64_t rot
   }
 }
 
-// W: prepacked weights; X: what they multiply; T: keys and values.
+// W: prepacked weights; X: rows that they multiply, though weights in groups multiply them as Eighths; T: keys and values.
 template <class W, class X, class T>
 struct Layer {
   const float *pre_attention, *query_norm, *key_norm, *sinks, *post_attention, *pre_mlp, *post_mlp, *beside_norm;  // or null
@@ -47,6 +47,7 @@ struct Workspace {
   X *normed, *attended, *gated;
   T* queries;
   float *qkv, *sums, *partials;
+  Eighth* eighths;  // of weights in groups
 };
 
 // beside: rows of `beside_size` floats that stand before the hidden states where a layer has a norm for them, or null.
@@ -56,6 +57,17 @@ inline void run_layers(
     const std::vector<Layer<W, X, T>>& layers, const Workspace<X, T>& space, const float* cosine, const float* sine, int64_t rotary, const int64_t* slots, int64_t most_chunks,
     const std::vector<std::pair<int64_t, T*>>& taps, int thread, int threads) {
   const Range mine = share(rows, 1, thread, threads);
+  // The rows as a matrix multiplies them, once all threads are here. A thread has its own share of them ready.
+  const auto operand = [&](const X* from, int64_t width) {
+    if constexpr (std::is_same_v<W, Grouped>) {
+      const int64_t groups = groups_of(width);
+      for (int64_t r = mine.begin; r < mine.end; ++r) to_eighths(from + r * width, width, space.eighths + r * groups);
+      meet(threads);
+      return space.eighths;
+    } else {
+      return from;
+    }
+  };
   const auto norm_rows = [&](const float* weight, float epsilon, const float* beside_norm = nullptr) {
     const int64_t before = beside_norm ? beside_size : 0, width = before + hidden;
     for (int64_t r = mine.begin; r < mine.end; ++r) {
@@ -66,13 +78,15 @@ inline void run_layers(
       else
         for (int64_t i = 0; i < hidden; i += kLanes) store(to + before + i, load(x + r * hidden + i));
     }
-    meet(threads);
+    if constexpr (!std::is_same_v<W, Grouped>) meet(threads);
+    return operand(space.normed, width);
   };
   // x += y W^T, normed first if there is a norm behind the block.
-  const auto add_rows = [&](const Prepacked<W>& m, const X* y, const float* norm, float epsilon) {
+  const auto add_rows = [&](const Prepacked<W>& m, const X* from, int64_t width, const float* norm, float epsilon) {
+    const auto* y = operand(from, width);
     const Range blocks = share((m.outputs + kLanes - 1) / kLanes, 2, thread, threads);
     float* sums = norm ? space.sums : x;
-    multiply(m, y, m.inputs, rows, blocks, [&](int64_t r, int64_t block, const f32x16* acc, int n) {
+    multiply(m, y, rows, blocks, [&](int64_t r, int64_t block, const f32x16* acc, int n) {
       float* to = sums + r * hidden + block * kLanes;
       for (int b = 0; b < n; ++b, to += kLanes) store(to, norm ? acc[b] : load(to) + acc[b]);
     });
@@ -91,9 +105,9 @@ inline void run_layers(
       if (tapped == int64_t(n))
         for (int64_t i = mine.begin * hidden; i < mine.end * hidden; i += kLanes) store(to + i, load(x + i));
     const int64_t dim = layer.dim, heads = layer.query_heads + 2 * layer.kv_heads, width = heads * dim;
-    norm_rows(layer.pre_attention, layer.epsilon, layer.beside_norm);
+    const auto* normed = norm_rows(layer.pre_attention, layer.epsilon, layer.beside_norm);
     multiply(
-        layer.qkv, space.normed, layer.qkv.inputs, rows, share(width / kLanes, 2, thread, threads),
+        layer.qkv, normed, rows, share(width / kLanes, 2, thread, threads),
         [&](int64_t r, int64_t block, const f32x16* acc, int n) {
           for (int b = 0; b < n; ++b) store(space.qkv + r * width + (block + b) * kLanes, acc[b]);
         });
@@ -117,16 +131,16 @@ inline void run_layers(
         layer.softcap, layer.sinks};
     attend(attention, *layer.visible, space.queries, space.attended, space.partials, most_chunks, thread, threads);
     meet(threads);
-    add_rows(layer.out, space.attended, layer.post_attention, layer.epsilon);
-    norm_rows(layer.pre_mlp, layer.epsilon);
+    add_rows(layer.out, space.attended, layer.query_heads * dim, layer.post_attention, layer.epsilon);
+    normed = norm_rows(layer.pre_mlp, layer.epsilon);
     multiply(
-        layer.gate_up, space.normed, hidden, rows, share(2 * layer.inner / kLanes, 2, thread, threads),
+        layer.gate_up, normed, rows, share(2 * layer.inner / kLanes, 2, thread, threads),
         [&](int64_t r, int64_t block, const f32x16* acc, int n) {
           X* to = space.gated + r * layer.inner + block / 2 * kLanes;
           for (int b = 0; b < n; b += 2, to += kLanes) store(to, activate(acc[b], layer.activation) * acc[b + 1]);
         });
     meet(threads);
-    add_rows(layer.down, space.gated, layer.post_mlp, layer.epsilon);
+    add_rows(layer.down, space.gated, layer.inner, layer.post_mlp, layer.epsilon);
   }
 }
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from arbordraft.kernels.prepacked_linear import ACTIVATION_CODES, prepacked_linear_reference
+from arbordraft.kernels.prepacked_linear import ACTIVATION_CODES, LANES, prepacked_linear_reference
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch, ragged_tree_attention_reference
 
 
@@ -154,8 +154,8 @@ def decoder_layers_reference(
 
 
 def _times(x: Tensor, matrix: Matrix, activation: str | None = None) -> Tensor:
-    blocks = matrix.weight.shape[0] * matrix.weight.shape[2]
-    return prepacked_linear_reference(x, matrix.weight, matrix.scale, matrix.bias, blocks, activation)
+    outputs = matrix.weight.shape[0] * LANES
+    return prepacked_linear_reference(x, matrix.weight, matrix.scale, matrix.bias, outputs, activation)
 
 
 def _rotated(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:

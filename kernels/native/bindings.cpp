@@ -12,10 +12,10 @@ template <class W, class T>
 Tensor linear(
     const Tensor& x, const Tensor& weight, const OptionalTensor& scale, const OptionalTensor& bias, int64_t outputs,
     int64_t activation) {
-  using X = std::conditional_t<kDotBf16 && std::is_same_v<T, bf16>, bf16, float>;
+  using X = Operand<W, T>;
   const Prepacked<W> m = prepacked<W>(weight, scale, bias, outputs);
   const int64_t size = x.size(-1), rows = x.numel() / std::max<int64_t>(1, size);
-  const int64_t padding = weight.dim() == 4 ? 1 : 0;
+  const int64_t padding = weight.dim() == 5 ? kGroupSize - 1 : weight.dim() == 4 ? 1 : 0;
   TORCH_CHECK(size <= m.inputs && size >= m.inputs - padding, "x has ", size, " channels, the weights ", m.inputs);
   const bool gated = activation >= 0;
   TORCH_CHECK(!gated || outputs % (2 * kLanes) == 0, "a gated activation needs halves of whole blocks");
@@ -27,7 +27,7 @@ Tensor linear(
   T* to = data<T>(y);
   team(rows * outputs * size >= kWorthATeam, [&](int thread, int threads) {
     const Range blocks = share((outputs + kLanes - 1) / kLanes, 2, thread, threads);
-    multiply(m, from, m.inputs, rows, blocks, [&](int64_t r, int64_t block, const f32x16* acc, int n) {
+    multiply(m, from, rows, blocks, [&](int64_t r, int64_t block, const f32x16* acc, int n) {
       if (gated) {
         for (int b = 0; b < n; b += 2)
           store(to + r * width + (block + b) / 2 * kLanes, activate(acc[b], Activation(activation)) * acc[b + 1]);
@@ -45,7 +45,7 @@ Tensor linear(
 Tensor prepacked_linear(
     const Tensor& x, const Tensor& weight, const OptionalTensor& scale, const OptionalTensor& bias, int64_t outputs,
     int64_t activation) {
-  return with_types(weight, x, [&](auto w, auto row) {
+  return with_all_types(weight, x, [&](auto w, auto row) {
     return linear<decltype(w), decltype(row)>(x, weight, scale, bias, outputs, activation);
   });
 }
@@ -161,7 +161,7 @@ std::tuple<Tensor, Tensor> decoder_layers(
   const Batch batch(samples, positions, words, tree_positions, hidden.numel() / hidden.size(-1));
   TORCH_CHECK(!keys.empty() && parameters.size() > 1, "no layers");
   const StackTensors given{parameters, ints, scalars, keys, values};
-  return with_types(*OptionalTensor(parameters.get(1)), hidden, [&](auto weight, auto row) {
+  return with_all_types(*OptionalTensor(parameters.get(1)), hidden, [&](auto weight, auto row) {
     return layers_of<decltype(weight), decltype(row)>(hidden, given, cosine, sine, batch, slots, taps, beside);
   });
 }

@@ -41,11 +41,20 @@ COMPILER_LIMIT = 1200.0  # seconds; far above what a loaded machine needs, and b
 SEAL = hashlib.sha256().digest_size
 
 _V3 = {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}  # names of /proc/cpuinfo
+_VNNI = _V3 | {"avx_vnni"}
 _V4 = _V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
-NEEDED_BY: dict[str, set[str]] = {"avx512": _V4, "avx2": _V3, "native": set(), "generic": set(), "off": set()}
+NEEDED_BY: dict[str, set[str]] = {
+    "avx512": _V4,
+    "avx_vnni": _VNNI,
+    "avx2": _V3,
+    "native": set(),
+    "generic": set(),
+    "off": set(),
+}
 _X86 = platform.machine().lower() in ("x86_64", "amd64")
 MACHINE_FLAGS = {
     "avx512": ["-march=x86-64-v4"],
+    "avx_vnni": ["-march=x86-64-v3", "-mavxvnni"],
     "avx2": ["-march=x86-64-v3"],
     "native": ["-march=native" if _X86 else "-mcpu=native"],
     "generic": [],

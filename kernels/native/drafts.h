@@ -88,7 +88,7 @@ Grown grown(const Forest& forest, const Growing& growing, const std::vector<Plac
 template <class W, class X>
 void times(const Prepacked<W>& m, const X* x, int64_t rows, float* y, bool add, int thread, int threads) {
   const Range blocks = share((m.outputs + kLanes - 1) / kLanes, 2, thread, threads);
-  multiply(m, x, m.inputs, rows, blocks, [&](int64_t r, int64_t block, const f32x16* acc, int n) {
+  multiply(m, x, rows, blocks, [&](int64_t r, int64_t block, const f32x16* acc, int n) {
     for (int b = 0; b < n; ++b) {
       const int64_t output = (block + b) * kLanes, some = m.outputs - output;
       float* to = y + r * m.outputs + output;

@@ -28,6 +28,8 @@ using bf16 = uint16_t;
 constexpr const char* kIsa = "avx512_bf16";
 #elif defined(__AVX512F__)
 constexpr const char* kIsa = "avx512";
+#elif defined(__AVXVNNI__) && defined(__AVX2__) && defined(__FMA__)
+constexpr const char* kIsa = "avx_vnni";
 #elif defined(__AVX2__) && defined(__FMA__)
 constexpr const char* kIsa = "avx2";
 #else

@@ -19,7 +19,7 @@ struct StackTensors {
 template <class W, class T>
 class Stack {
  public:
-  using X = std::conditional_t<kDotBf16 && std::is_same_v<T, bf16>, bf16, float>;
+  using X = std::conditional_t<std::is_same_v<W, Grouped>, float, Operand<W, T>>;
 
   // size: H; beside: E, 0 where nothing stands beside the hidden states; rotary: rotated channels of a head.
   Stack(const StackTensors& given, int64_t size, int64_t beside, int64_t rotary)
@@ -53,11 +53,12 @@ class Stack {
   void run(
       float* x, const float* beside, int64_t rows, const float* cosines, const float* sines, const int64_t* slots,
       const std::vector<std::pair<int64_t, T*>>& taps = {}) const {
-    int64_t widest = 0, heads = 0, inner = 0, partials = 0;
+    int64_t widest = 0, heads = 0, inner = 0, partials = 0, inputs = 0;
     for (const auto& layer : layers_) {
       widest = std::max(widest, (layer.query_heads + 2 * layer.kv_heads) * layer.dim);
       heads = std::max(heads, layer.query_heads * layer.dim);
       inner = std::max(inner, layer.inner);
+      for (const auto* m : {&layer.qkv, &layer.out, &layer.gate_up, &layer.down}) inputs = std::max(inputs, m->inputs);
       const int64_t size = layer.query_heads / layer.kv_heads * (layer.dim + 2);
       partials = std::max(partials, partials_size(rows, layer.kv_heads, chunks_, size));
     }
@@ -70,6 +71,7 @@ class Stack {
     arena.reserve(space.qkv, rows * widest);
     arena.reserve(space.sums, rows * size_);
     arena.reserve(space.partials, partials);
+    arena.reserve(space.eighths, std::is_same_v<W, Grouped> ? rows * groups_of(inputs) : 0);
     arena.allocate();
     team(true, [&](int thread, int threads) {
       run_layers(
@@ -94,7 +96,8 @@ class Stack {
       const OptionalTensor weight = tensor(i);
       TORCH_CHECK(weight, "a matrix is missing");
       const Prepacked<W> m = prepacked<W>(*weight, tensor(i + 1), tensor(i + 2), outputs);
-      TORCH_CHECK(m.inputs == inputs, "a matrix has ", m.inputs, " inputs instead of ", inputs);
+      const int64_t padded = std::is_same_v<W, Grouped> ? groups_of(inputs) * kGroupSize : inputs;
+      TORCH_CHECK(m.inputs == padded, "a matrix has ", m.inputs, " inputs instead of ", padded);
       return m;
     };
     for (const Tensor& pool : {given.keys[n], given.values[n]}) {
@@ -132,6 +135,13 @@ auto with_types(const Tensor& weight, const Tensor& rows, const What& what) {
     case at::kBFloat16: return what(bf16(), bf16());
     default: return what(float(), float());
   }
+}
+
+// The same, for whoever knows weights in groups too.
+template <class What>
+auto with_all_types(const Tensor& weight, const Tensor& rows, const What& what) {
+  if (weight.scalar_type() != at::kByte) return with_types(weight, rows, what);
+  return rows.scalar_type() == at::kBFloat16 ? what(Grouped(), bf16()) : what(Grouped(), float());
 }
 
 }  // namespace

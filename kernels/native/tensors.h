@@ -9,7 +9,7 @@
 #include <torch/library.h>
 
 #include "../decoder_layers/cpu.h"
-#include "../prepacked_linear/cpu.h"
+#include "../prepacked_linear/grouped.h"
 #include "../ragged_tree_attention/cpu.h"
 
 namespace arbordraft {
@@ -22,9 +22,10 @@ using OptionalTensor = std::optional<Tensor>;
 constexpr int64_t kWorthATeam = 1 << 16;
 
 template <class T>
-constexpr at::ScalarType kType = std::is_same_v<T, bf16>     ? at::kBFloat16
-                                 : std::is_same_v<T, int8_t> ? at::kChar
-                                                             : at::kFloat;
+constexpr at::ScalarType kType = std::is_same_v<T, bf16>      ? at::kBFloat16
+                                 : std::is_same_v<T, int8_t>  ? at::kChar
+                                 : std::is_same_v<T, uint8_t> ? at::kByte
+                                                              : at::kFloat;
 template <class T>
 T* data(const Tensor& tensor) {
   TORCH_CHECK(tensor.scalar_type() == kType<T>, "expected ", kType<T>, ", got ", tensor.scalar_type());
@@ -71,9 +72,30 @@ Prepacked<W> prepacked(const Tensor& weight, const OptionalTensor& scale, const 
   return {data<W>(weight), floats(scale), floats(bias), outputs, weight.size(1) * lanes};
 }
 
-// Rows as the kernels multiply them: of type X, padded with zeros to `inputs`.
+template <>
+Prepacked<Grouped> prepacked(
+    const Tensor& weight, const OptionalTensor& scale, const OptionalTensor& bias, int64_t outputs) {
+  const int64_t blocks = (outputs + kLanes - 1) / kLanes, lines = weight.dim() == 5 ? weight.size(2) : 0;
+  TORCH_CHECK(
+      (lines == 4 || lines == 8) && weight.size(0) == blocks && weight.size(3) == kLanes && weight.size(4) == 4,
+      "weights are not prepacked in groups for ", outputs, " outputs: ", weight.sizes());
+  const int64_t scales = blocks * weight.size(1) * kLanes * (lines == 4 ? 2 : 1);
+  TORCH_CHECK(
+      scale && scale->scalar_type() == at::kHalf && scale->is_contiguous() && scale->numel() == scales,
+      "expected ", scales, " scales and minima in float16");
+  TORCH_CHECK(!bias || bias->numel() == outputs, "expected one bias per output");
+  const auto* halves = static_cast<const uint16_t*>(scale->const_data_ptr());
+  return {data<uint8_t>(weight), halves, floats(bias), outputs, weight.size(1) * kGroupSize, lines == 4};
+}
+
+// What weights of type W multiply, in forwards whose rows have type T.
+template <class W, class T>
+using Operand = std::conditional_t<
+    std::is_same_v<W, Grouped>, Eighth, std::conditional_t<kDotBf16 && std::is_same_v<T, bf16>, bf16, float>>;
+
+// The same in X's own numbers.
 template <class X, class In>
-const X* as_inputs(const In* x, int64_t rows, int64_t size, int64_t inputs, Arena& arena) {
+const X* as_numbers(const In* x, int64_t rows, int64_t size, int64_t inputs, Arena& arena) {
   if constexpr (std::is_same_v<X, In>)
     if (size == inputs) return x;
   X* y;
@@ -84,6 +106,24 @@ const X* as_inputs(const In* x, int64_t rows, int64_t size, int64_t inputs, Aren
     std::fill(y + r * inputs + size, y + (r + 1) * inputs, X(0));
   }
   return y;
+}
+
+// Rows as the kernels multiply them: of type X, padded with zeros to `inputs`.
+template <class X, class In>
+const X* as_inputs(const In* x, int64_t rows, int64_t size, int64_t inputs, Arena& arena) {
+  if constexpr (std::is_same_v<X, Eighth>) {
+    Eighth* y;
+    const int64_t groups = inputs / kGroupSize;
+    arena.reserve(y, rows * groups);
+    arena.allocate();
+    team(rows * size >= kWorthATeam, [&](int thread, int threads) {
+      const Range mine = share(rows, 1, thread, threads);
+      for (int64_t r = mine.begin; r < mine.end; ++r) to_eighths(x + r * size, size, y + r * groups);
+    });
+    return y;
+  } else {
+    return as_numbers<X>(x, rows, size, inputs, arena);
+  }
 }
 
 int64_t most_chunks(const Visible& visible) {

@@ -4,10 +4,14 @@ import torch
 from torch import Tensor
 
 from arbordraft.kernels import native
+from arbordraft.kernels.prepacked_linear.groups import Groups, concatenate, quantize_groups
 from arbordraft.kernels.prepacked_linear.reference import (
     ACTIVATIONS,
     LANES,
+    WEIGHTS,
+    check_weights,
     interleave,
+    pack,
     prepack,
     prepacked_linear_reference,
     quantize,
@@ -30,8 +34,9 @@ def prepacked_linear(
 
     Args:
         x: ``[..., I]`` float32 or bfloat16.
-        prepacked: what :func:`prepack` made of ``W``: of x's dtype, or int8.
-        scale: ``[O]`` float32 factors of int8 weights.
+        prepacked: what :func:`pack` made of ``W``: of x's dtype, int8, or uint8 in groups. Weights in groups multiply x
+            in 8 bits, which are taken of every row by itself, group by group.
+        scale: ``[O]`` float32 factors of int8 weights; float16 scales of groups.
         bias: ``[O]`` float32.
         outputs: ``O``.
         activation: name of the activation if the rows of ``W`` are gates and inputs, :func:`interleave`-d, whose
@@ -50,10 +55,16 @@ __all__ = [
     "ACTIVATIONS",
     "ACTIVATION_CODES",
     "LANES",
+    "WEIGHTS",
+    "Groups",
+    "check_weights",
+    "concatenate",
     "interleave",
+    "pack",
     "prepack",
     "prepacked_linear",
     "prepacked_linear_reference",
     "quantize",
+    "quantize_groups",
     "restore",
 ]

@@ -30,7 +30,7 @@ constexpr int kTileBlocks(int) { return 2; }
 template <class W, class X, int R, int NB, bool Alone>
 struct Tile {
   // found[r][b] = sum over inputs of x[r] and block b of w.
-  static inline void run(const W* w, const X* x, int64_t stride, int64_t inputs, const W* ahead, f32x16 (&found)[R][NB]) {
+  static inline void run(const W* w, const X* x, int64_t inputs, const W* ahead, f32x16 (&found)[R][NB]) {
     constexpr int64_t kAhead = 2048 / sizeof(W);  // elements
     constexpr int64_t kLine = 64 / sizeof(W);
     f32x16 acc[R][NB];  // nobody else holds its address, so it stays in registers
@@ -46,7 +46,7 @@ struct Tile {
         }
         if (!Alone) __builtin_prefetch(ahead + i * kLine, 0, 2);
         for (int r = 0; r < R; ++r) {
-          const f32x16 xr = splat(x[r * stride + i]);
+          const f32x16 xr = splat(x[r * inputs + i]);
           for (int b = 0; b < NB; ++b) acc[r][b] = fma(wb[b], xr, acc[r][b]);
         }
       }
@@ -59,8 +59,8 @@ struct Tile {
           f32x16 even, odd;
           load_pairs(p, even, odd);
           for (int r = 0; r < R; ++r) {
-            acc[r][b] = fma(even, splat(x[r * stride + i]), acc[r][b]);
-            acc[r][b] = fma(odd, splat(x[r * stride + i + 1]), acc[r][b]);
+            acc[r][b] = fma(even, splat(x[r * inputs + i]), acc[r][b]);
+            acc[r][b] = fma(odd, splat(x[r * inputs + i + 1]), acc[r][b]);
           }
         }
       }
@@ -83,7 +83,7 @@ struct Tile {
         }
         for (int r = 0; r < R; ++r) {
           int pair;
-          std::memcpy(&pair, x + r * stride + i, 4);
+          std::memcpy(&pair, x + r * inputs + i, 4);
           const __m512bh xr = (__m512bh)_mm512_set1_epi32(pair);
           for (int b = 0; b < NB; ++b) acc[r][b].v = _mm512_dpbf16_ps(acc[r][b].v, wb[b], xr);
         }
@@ -95,7 +95,8 @@ struct Tile {
   }
 };
 
-// One prepacked matrix. `scale` is int8's factor per output, `bias` may be missing.
+// One prepacked matrix, which multiplies rows of as many inputs. `scale` is 8-bit weights' factor per output, `bias` may be
+// missing. Weights in groups: see grouped.h.
 template <class W>
 struct Prepacked {
   const W* weight;
@@ -113,10 +114,10 @@ struct Prepacked {
 
 template <int R, int NB, bool Alone, class W, class X, class Emit>
 inline void tile_rows(
-    const Prepacked<W>& m, const X* x, int64_t stride, int64_t row, int64_t block, const W* ahead, const Emit& emit) {
+    const Prepacked<W>& m, const X* x, int64_t row, int64_t block, const W* ahead, const Emit& emit) {
   f32x16 acc[R][NB];
   const W* weight = m.weight + block * m.inputs * kLanes;
-  Tile<W, X, R, NB, Alone>::run(weight, x + row * stride, stride, m.inputs, ahead, acc);
+  Tile<W, X, R, NB, Alone>::run(weight, x + row * m.inputs, m.inputs, ahead, acc);
   for (int r = 0; r < R; ++r) {
     for (int b = 0; b < NB; ++b) acc[r][b] = m.finish(acc[r][b], (block + b) * kLanes);
     emit(row + r, block, acc[r], NB);
@@ -126,12 +127,12 @@ inline void tile_rows(
 // Emits outputs of all rows for a range of blocks: emit(row, first block, accumulators, number of blocks). The number
 // is even wherever the range is: a gated activation finds its two halves, prepacked as neighbours, in one call.
 template <class W, class X, class Emit>
-inline void multiply(const Prepacked<W>& m, const X* x, int64_t stride, int64_t rows, Range blocks, const Emit& emit) {
+inline void multiply(const Prepacked<W>& m, const X* x, int64_t rows, Range blocks, const Emit& emit) {
   const auto some_rows = [&](auto count, int64_t row, int64_t block, int64_t n) {  // too few for several passes
     constexpr int R = decltype(count)::value, NB = kTileBlocks(R);
-    for (; n >= NB; n -= NB, block += NB) tile_rows<R, NB, true>(m, x, stride, row, block, m.weight, emit);
-    for (; n >= 2; n -= 2, block += 2) tile_rows<R, 2, true>(m, x, stride, row, block, m.weight, emit);
-    if (n) tile_rows<R, 1, true>(m, x, stride, row, block, m.weight, emit);
+    for (; n >= NB; n -= NB, block += NB) tile_rows<R, NB, true>(m, x, row, block, m.weight, emit);
+    for (; n >= 2; n -= 2, block += 2) tile_rows<R, 2, true>(m, x, row, block, m.weight, emit);
+    if (n) tile_rows<R, 1, true>(m, x, row, block, m.weight, emit);
   };
   const auto rest = [&](int64_t count, int64_t row, int64_t block, int64_t n) {
     switch (count) {
@@ -160,9 +161,9 @@ inline void multiply(const Prepacked<W>& m, const X* x, int64_t stride, int64_t 
       const auto some_rows = [&](auto known) {
         constexpr int R = decltype(known)::value;
         if (n == 2)
-          tile_rows<R, 2, false>(m, x, stride, row, block, ahead, emit);
+          tile_rows<R, 2, false>(m, x, row, block, ahead, emit);
         else
-          tile_rows<R, 1, false>(m, x, stride, row, block, ahead, emit);
+          tile_rows<R, 1, false>(m, x, row, block, ahead, emit);
       };
       switch (count) {
 #if defined(__AVX512F__)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from arbordraft.kernels import native
-from arbordraft.kernels.prepacked_linear import prepack, prepacked_linear, quantize
+from arbordraft.kernels.prepacked_linear import Groups, check_weights, pack, prepacked_linear
 
 BACKENDS = ("native", "onednn")
 
@@ -31,18 +31,23 @@ class PrepackedLinear(nn.Module):
         linear: the module it stands for, on the CPU, in float32 or bfloat16.
         backend: ``"native"`` (the C++ kernels; rows do not depend on each other's number) or ``"onednn"`` (PyTorch's
             own prepacking).
-        int8: keep 8-bit weights with one scale per output; changes the output, native only.
+        weights: keep fewer bits, see :func:`~arbordraft.kernels.prepacked_linear.pack`; changes the output, and is
+            for native kernels only.
+        groups: what these weights are in groups already, until they are written to.
 
     Raises:
         ValueError: if the backend cannot be used for this linear.
     """
 
-    def __init__(self, linear: nn.Linear, backend: str = "native", *, int8: bool = False) -> None:
+    def __init__(
+        self, linear: nn.Linear, backend: str = "native", *, weights: str | None = None, groups: Groups | None = None
+    ) -> None:
         super().__init__()
         if backend not in BACKENDS:
             raise ValueError(f"the backend of a prepacked linear must be one of {', '.join(BACKENDS)}, got {backend!r}")
-        if int8 and backend != "native":
-            raise ValueError(f"int8 weights need the native backend, not {backend!r}")
+        check_weights(weights)
+        if weights and backend != "native":
+            raise ValueError(f"{weights} weights need the native backend, not {backend!r}")
         problem = native.problem() if backend == "native" else onednn_problem(linear.weight.dtype)
         if problem is None and linear.weight.dtype not in (torch.float32, torch.bfloat16):
             problem = f"weights must be float32 or bfloat16, got {linear.weight.dtype}"
@@ -51,9 +56,9 @@ class PrepackedLinear(nn.Module):
         if problem is not None:
             raise ValueError(f"the {backend} backend cannot prepack this linear: {problem}")
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.backend, self.int8 = backend, int8
+        self.backend, self.weights = backend, weights
         self.weight, self.bias = linear.weight, linear.bias
-        self._prepack()
+        self._prepack(groups)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., I]`` to ``[..., O]``."""
@@ -64,30 +69,28 @@ class PrepackedLinear(nn.Module):
         return torch.ops.mkldnn._linear_pointwise(x, self._prepacked, self.bias, "none", [], "")
 
     @property
-    def prepacked(self) -> Tensor:
-        """The native layout of the weights as they are now."""
+    def prepacked(self) -> tuple[Tensor, Tensor | None]:
+        """The native layout of the weights as they are now, and their scales."""
         if self._state != self._current():
             self._prepack()
-        return self._prepacked
+        return self._prepacked, self._scale
 
     def _current(self) -> tuple[int, ...]:
         return tuple(version_of(tensor) for tensor in (self.weight, self.bias) if tensor is not None)
 
-    def _prepack(self) -> None:
+    def _prepack(self, groups: Groups | None = None) -> None:
         self._state = self._current()
         self._scale = self._wide_bias = None
         weight = self.weight.detach()
         if self.backend == "onednn":
             self._prepacked = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
             return
-        if self.int8:
-            weight, self._scale = quantize(weight)
-        self._prepacked = prepack(weight)
+        self._prepacked, self._scale = pack(weight, self.weights) if groups is None else groups.prepack()
         self._wide_bias = None if self.bias is None else self.bias.detach().float()
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
-        return f"{sizes}, backend={self.backend}, int8={self.int8}"
+        return f"{sizes}, backend={self.backend}, weights={self.weights}"
 
 
 def version_of(tensor: Tensor) -> int:

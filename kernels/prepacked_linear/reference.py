@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LANES = 16
+from arbordraft.kernels.prepacked_linear.groups import LANES, multiply_groups, quantize_groups
+
+WEIGHTS = ("int4", "int8", "int8-weight-only")
 ACTIVATIONS = {
     "silu": F.silu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -48,13 +50,39 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (weight.detach().float() / scale[:, None]).round().to(torch.int8), scale
 
 
+def pack(weight: Tensor, weights: str | None = None) -> tuple[Tensor, Tensor | None]:
+    """``[O, I]`` as the kernels read it, and its scales.
+
+    Args:
+        weight: float32 or bfloat16.
+        weights: ``"int4"`` or ``"int8"``, in groups; ``"int8-weight-only"``, with one scale per output; by default as
+            they are.
+    """
+    if weights is None:
+        return prepack(weight), None
+    if weights == "int8-weight-only":
+        eight, scale = quantize(weight)
+        return prepack(eight), scale
+    return quantize_groups(weight, 4 if weights == "int4" else 8).prepack()
+
+
+def check_weights(weights: str | None) -> None:
+    """Raises ValueError unless this names a kind of weights."""
+    if weights is not None and weights not in WEIGHTS:
+        raise ValueError(f"weights must be one of {', '.join(WEIGHTS)} or None, got {weights!r}")
+
+
 def prepacked_linear_reference(
     x: Tensor, prepacked: Tensor, scale: Tensor | None, bias: Tensor | None, outputs: int, activation: str | None = None
 ) -> Tensor:
     """See :func:`arbordraft.kernels.prepacked_linear.prepacked_linear`."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    y = x.to(wide) @ restore(prepacked, outputs, x.shape[-1]).to(wide).T
-    if scale is not None:
+    if prepacked.dtype == torch.uint8:
+        assert scale is not None
+        y = multiply_groups(x, prepacked, scale, outputs).to(wide)
+    else:
+        y = x.to(wide) @ restore(prepacked, outputs, x.shape[-1]).to(wide).T
+    if scale is not None and prepacked.dtype == torch.int8:
         y = y * scale
     if bias is not None:
         y = y + bias

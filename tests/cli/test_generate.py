@@ -104,7 +104,7 @@ def test_answers_end_before_a_stop(folder, decoder):
 
 def test_eight_bits_are_asked_for(folder, monkeypatch):
     monkeypatch.setattr("arbordraft.kernels.native.problem", lambda: "no compiler here")
-    result = CliRunner().invoke(cli.app, ["generate", "a", "--raw", "--model", folder, "--int8"])
+    result = CliRunner().invoke(cli.app, ["generate", "a", "--raw", "--model", folder, "--weights", "int8"])
     assert isinstance(result.exception, ValueError)
     assert "int8" in str(result.exception)
 

@@ -103,6 +103,25 @@ def test_bench_writes_times_with_their_provenance(tmp_path, asked, command):
     assert found["provenance"]["versions"]["torch"] == torch.__version__
 
 
+def test_bench_of_weights(tmp_path, asked):
+    model, prompts = asked
+    text = tmp_path / "text.txt"
+    text.write_text("a b c d " * 100)
+    settings = [*model, *prompts, "--text", str(text), "--batches", "1,2", "--repeats", "1"]
+    found = bench(tmp_path, "weights", *settings)["measurements"]
+    kinds = ["own", "int4", "int8", "int8-weight-only"]
+    assert [(row["batch"], row["weights"]) for row in found] == [(batch, kind) for batch in (1, 2) for kind in kinds]
+    for row in found:
+        own = row["weights"] == "own"
+        assert (row["divergence"] == 0) == own
+        assert (row["memory"] == 1) == own
+        assert row["tokens_per_second"] > 0
+        assert row["perplexity"] > 1
+    text.write_text("a b")
+    result = runner.invoke(cli.app, ["bench", "weights", *settings])
+    assert "is too short: at least 256 are read" in str(result.exception)
+
+
 def test_bench_of_the_cpu_kernels(tmp_path, asked):
     model, (prompts, path, *_) = asked
     settings = [*model, prompts, path, "--dtype", "bfloat16", "--new-tokens", "4"]

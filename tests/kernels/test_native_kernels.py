@@ -1,6 +1,7 @@
 """The C++ kernels compute what their references do, and give a row the same bits whatever runs beside it."""
 
 import copy
+import itertools
 import os
 import subprocess
 import sys
@@ -14,11 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from native_checks import (
     BESIDE,
+    GROUPED,
     KINDS,
     OPTIONS,
     PARTS,
     TREES,
     Stack,
+    bits_of_groups,
     check_attention,
     check_layers,
     check_linear,
@@ -27,6 +30,7 @@ from native_checks import (
     layers_of,
     linear_case,
     random_layer,
+    relative,
 )
 from ragged_case import Case
 from torch import library
@@ -37,12 +41,16 @@ from arbordraft.kernels import native
 from arbordraft.kernels.decoder_layers import LayerRun
 from arbordraft.kernels.prepacked_linear import (
     ACTIVATIONS,
+    Groups,
     interleave,
+    pack,
     prepack,
     prepacked_linear,
     quantize,
+    quantize_groups,
     restore,
 )
+from arbordraft.kernels.prepacked_linear.groups import quantize_rows
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch, ragged_tree_attention
 from arbordraft.kernels.verify import row_max, row_max_reference
 
@@ -146,8 +154,51 @@ def test_quantized_weights_are_within_half_a_step(outputs, inputs, dtype):
     assert (eight[1:].abs().amax(dim=1) == 127).all()  # all steps are used
 
 
+@given(SIZES, st.integers(1, 100), st.sampled_from(DTYPES), st.sampled_from([4, 8]))
+def test_weights_in_groups_are_within_half_a_step(outputs, inputs, dtype, bits):
+    weight = torch.randn(outputs, inputs).to(dtype) * 10.0 ** torch.randint(-3, 3, (outputs, 1))
+    weight[0] = 0
+    groups = quantize_groups(weight, bits)
+    assert groups.bits == bits
+    assert groups.scale.shape == (outputs, -(-inputs // 32))
+    step = groups.scale.double().repeat_interleave(32, dim=1)[:, :inputs]
+    # Scales and minima are rounded to float16, which moves the ends of the range by parts of a step.
+    size = weight.double().abs().amax(dim=1, keepdim=True)
+    assert ((groups.dense().double() - weight.double()).abs() <= 0.51 * step + 0.002 * size + 1e-6).all()
+    assert not groups.dense()[0].any()
+    prepacked = groups.prepack()
+    blocks = (-(-outputs // 16), -(-inputs // 32))
+    assert prepacked[0].shape == (*blocks, bits, 16, 4)
+    found = Groups.restore(*prepacked, outputs, inputs)
+    assert torch.equal(found.codes, groups.codes)
+    assert torch.equal(found.dense(), groups.dense())
+
+
+def test_weights_that_no_group_can_keep():
+    for bits, most in itertools.product((4, 8), (1e9, float("nan"))):
+        with pytest.raises(ValueError, match=f"cannot be kept in groups of {bits} bits"):
+            quantize_groups(torch.full((2, 32), most), bits)
+
+
+@pytest.mark.parametrize("kind", GROUPED)
+def test_rows_of_8_bits_are_taken_for_what_they_are(kind):
+    """The controls: rows as they are, and codes of one row for all of its groups, are another product."""
+    (x, *weights), options, _, error = linear_case(kind, 48, 96, rows=9)
+    x = x * torch.logspace(0, 2, 3).repeat_interleave(32)  # groups of different size
+    found = prepacked_linear(x, *weights, **options).double()
+    kept = Groups.restore(weights[0], weights[1], 48, 96).dense().double()
+    scale = x.abs().amax(dim=1, keepdim=True).double() / 127
+    bias = weights[2].double()
+    for other in (x.double(), (x / scale).round() * scale):
+        assert ((other @ kept.T + bias - found).abs() > 10 * error).any()
+    groups, steps = quantize_rows(x)
+    right = (groups * steps[..., None]).flatten(1) @ kept.T + bias
+    assert relative(found, right) < 5e-3
+
+
 def test_wrong_arguments_are_refused():
     x, prepacked = torch.randn(3, 32), prepack(torch.randn(40, 32))
+    fours = pack(torch.randn(40, 32), "int4")
     attention = Case(TREES["trees"], dtype=torch.float32, size=16)
     for call, message in (
         (lambda: prepacked_linear(x[:, :31], prepacked, outputs=40), "31 channels, the weights 32"),
@@ -157,6 +208,10 @@ def test_wrong_arguments_are_refused():
         (lambda: prepacked_linear(x, prepacked, None, torch.zeros(39), outputs=40), "one bias per output"),
         (lambda: prepacked_linear(x, prepacked.to(torch.int8)[..., None], outputs=40), "not prepacked"),
         (lambda: prepacked_linear(x, prepacked, outputs=40, activation="silu"), "halves of whole blocks"),
+        (lambda: prepacked_linear(x, *fours[:1], None, outputs=40), "scales and minima in float16"),
+        (lambda: prepacked_linear(x, fours[0], fours[1].float(), outputs=40), "scales and minima in float16"),
+        (lambda: prepacked_linear(x, *fours, outputs=50), "not prepacked in groups for 50 outputs"),
+        (lambda: prepacked_linear(torch.randn(3, 33), *fours, outputs=40), "33 channels, the weights 32"),
         (lambda: attention_with(attention, starts=[0, 9, 900]), "outside the pool"),
         (lambda: attention_with(attention, rows=[4, 7, 6]), "describes 17 rows, got 18"),
         (lambda: attention_with(attention, words=torch.zeros(18, 1, dtype=torch.int64)), "sees no key"),
@@ -248,8 +303,8 @@ def test_layers(part, dtype):
         check_layers(weights, dtype)
 
 
-@pytest.mark.parametrize("kind", ["int8-float32", "int8-bfloat16"])
-def test_layers_with_8_bit_weights(kind):
+@pytest.mark.parametrize("kind", [kind for kind, (_, weights) in KINDS.items() if weights])
+def test_layers_with_weights_of_fewer_bits(kind):
     check_layers(layers_of(kind), KINDS[kind][0])
 
 
@@ -308,7 +363,7 @@ def test_a_layer_without_kernels_computes_the_same(kind, monkeypatch):
 def operator_calls():
     """Every operator with arguments that exercise all of its schema."""
     ops = torch.ops.arbordraft
-    (x, *weights), options, _, _ = linear_case("int8-bfloat16", 48, 31)
+    (x, *weights), options, _, _ = linear_case("int8-weight-only-bfloat16", 48, 31)
     case = Case(TREES["trees"], dtype=torch.float32, size=16)
     batch = case.batch
     described, keys = (batch.samples, batch.positions), (batch.slots, batch.words, batch.region)
@@ -318,6 +373,7 @@ def operator_calls():
     return [
         (ops.prepacked_linear.default, (x, *weights, options["outputs"], -1)),
         (ops.prepacked_linear.default, (torch.randn(2, 3, 8), prepack(torch.randn(64, 8)), None, None, 64, 2)),
+        (ops.prepacked_linear.default, (torch.randn(2, 3, 40), *pack(torch.randn(64, 40), "int4"), None, 64, -1)),
         (ops.rms_norm.default, (torch.randn(2, 3, 32), torch.randn(32), 1e-5)),
         (ops.row_max.default, (torch.randn(5, 33).bfloat16(),)),
         (
@@ -342,7 +398,7 @@ def operator_calls():
     ]
 
 
-@pytest.mark.parametrize("index", range(6))
+@pytest.mark.parametrize("index", range(7))
 def test_operators_are_registered_properly(index):
     operator, arguments = operator_calls()[index]
     library.opcheck(operator, arguments)
@@ -448,6 +504,8 @@ def script(*command, **variables):
 
 # Other processors
 
+ISAS = ("avx512", "avx_vnni", "avx2", "generic")
+
 
 @pytest.fixture(scope="module")
 def builds():
@@ -461,7 +519,7 @@ def builds():
             stderr=subprocess.PIPE,
             text=True,
         )
-        for isa in ("avx512", "avx2", "generic")
+        for isa in ISAS
     }
     yield started
     for process in started.values():
@@ -469,10 +527,10 @@ def builds():
         process.communicate()
 
 
-@pytest.mark.parametrize("isa", ["avx512", "avx2", "generic"])
+@pytest.mark.parametrize("isa", ISAS)
 def test_every_instruction_set(isa, builds):
     output, errors = builds[isa].communicate(timeout=500)
     if "this CPU lacks" in errors:
         pytest.skip(errors)
     assert builds[isa].returncode == 0, errors
-    assert output.strip() == isa
+    assert output.split() == [isa, bits_of_groups()]

@@ -36,7 +36,7 @@ from arbordraft import (
     WithoutReplacement,
     builders,
 )
-from arbordraft.kernels.prepacked_linear import ACTIVATIONS
+from arbordraft.kernels.prepacked_linear import ACTIVATIONS, WEIGHTS
 from arbordraft.kernels.ragged_tree_attention import ragged_tree_attention
 from arbordraft.target.exactness import probe_rows
 
@@ -154,8 +154,8 @@ def test_all_thread_counts_give_the_same_bits():
 def test_rows_of_models(architecture, threads):
     torch.set_num_threads(threads)
     model = small(architecture)
-    for dtype, int8 in KINDS.values():
-        rows, equal = probe_rows(RaggedModel(model.to(dtype), kernels="native", int8=int8))
+    for dtype, weights in KINDS.values():
+        rows, equal = probe_rows(RaggedModel(model.to(dtype), kernels="native", weights=weights))
         assert equal == rows > 0
 
 
@@ -185,11 +185,11 @@ def disagreements(target):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
-@pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
-def test_speculative_bfloat16_equals_plain_decoding(int8, architecture):
+@pytest.mark.parametrize("weights", [None, *WEIGHTS], ids=str)
+def test_speculative_bfloat16_equals_plain_decoding(weights, architecture):
     for seed in range(2):
         model = small(architecture, seed=seed).to(torch.bfloat16)
-        target = RaggedModel(model, kernels="native", int8=int8)
+        target = RaggedModel(model, kernels="native", weights=weights)
         assert target.row_invariant
         assert list(disagreements(target)) == []
 

@@ -13,7 +13,10 @@ from torch.testing import assert_close
 from arbordraft import RaggedModel
 from arbordraft.kernels import native
 from arbordraft.kernels.prepacked_linear.module import PrepackedLinear, onednn_problem
+from arbordraft.target import self_test
+from arbordraft.target.hook import UnsupportedModel
 from arbordraft.target.stand_ins import PrepackedGatedMLP, PrepackedLayers, PrepackedRMSNorm, choose
+from arbordraft.topology import ancestor_words
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -299,7 +302,7 @@ def test_dtypes_that_are_not_prepacked(dtype):
         with pytest.raises(ValueError, match=rf"kernels='{backend}' cannot be used: .*not torch\.float"):
             RaggedModel(model, kernels=backend)
     with pytest.warns(match="own linears"), pytest.raises(ValueError, match="int8 weights need the native kernels"):
-        RaggedModel(model, kernels="auto", int8=True)
+        RaggedModel(model, kernels="auto", weights="int8")
 
 
 def test_words_that_are_none():
@@ -323,7 +326,7 @@ def test_without_native_kernels(monkeypatch):
     assert target.backend == ("torch" if onednn_problem(torch.float32) else "onednn")
     assert not target.row_invariant
     assert_close(logits(target), logits(plain(model)), **ROUNDING)
-    for arguments in ({"kernels": "native"}, {"kernels": "auto", "int8": True}):
+    for arguments in ({"kernels": "native"}, {"kernels": "auto", "weights": "int8"}):
         with pytest.raises(ValueError, match="ARBORDRAFT_ISA=off turns them off"):
             RaggedModel(model, **arguments)
 
@@ -338,14 +341,36 @@ def test_turned_off_after_packing(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "olmo2"])
-def test_8_bit_weights_cost_little(architecture, dtype):
+@pytest.mark.parametrize(("weights", "most"), [("int8-weight-only", 0.05), ("int8", 0.05), ("int4", 0.3)])
+def test_fewer_bits_cost_little(weights, most, architecture, dtype):
     model = small(architecture)
     exact = logits(plain(model))
     spread = (exact - exact.mean(dim=-1, keepdim=True)).square().mean().sqrt()
-    target = RaggedModel(model.to(dtype), kernels="native", int8=True)
+    target = RaggedModel(model.to(dtype), kernels="native", weights=weights)
     error = (logits(target).float() - exact).square().mean().sqrt() / spread
-    assert 1e-4 < error < 0.05
+    assert 1e-4 < error < most
     assert target.row_invariant == (architecture != "olmo2")
+
+
+def test_the_head_of_4_bit_weights_keeps_8():
+    """Alone it would lose more than all other weights together; the model's own embedding stays as it is."""
+    model = small("llama")
+    target = RaggedModel(model, kernels="native", weights="int4")
+    head = target.network().get_output_embeddings()
+    assert head.weights == "int8"
+    assert head.prepacked[0].shape[2] == 8
+    assert target.prepacking.stack[0].qkv.weight.shape[2] == 4
+    own = RaggedModel(model, kernels="native").prepacking.nbytes
+    assert 0.15 < target.prepacking.nbytes / own < 0.18  # 5 bits of 32, and 8.5 in the head
+
+
+@pytest.mark.parametrize("weights", [None, "int8", "int4"])
+def test_a_wrong_mask_is_noticed_with_any_weights(weights, monkeypatch):
+    """The control of the self-test: rows of fewer bits are compared with rows of as many."""
+    monkeypatch.setattr(self_test, "ancestor_words", lambda visible: ancestor_words(torch.ones_like(visible).tril()))
+    what = "packed logits differ from single ones" + (f" with {weights} weights" if weights else "")
+    with pytest.raises(UnsupportedModel, match=what):
+        RaggedModel(small(), kernels="native", weights=weights)
 
 
 @pytest.mark.parametrize("kernels", ["torch", "onednn"])
@@ -353,7 +378,7 @@ def test_8_bit_weights_need_the_kernels(kernels):
     if kernels == "onednn" and onednn_problem(torch.float32):
         pytest.skip("no oneDNN")
     with pytest.raises(ValueError, match="int8 weights need the native kernels: use kernels='native'"):
-        RaggedModel(small(), kernels=kernels, int8=True)
+        RaggedModel(small(), kernels=kernels, weights="int8")
 
 
 # The stand-in of a linear
@@ -381,14 +406,14 @@ def test_prepacked_linear_module(backend, bias, dtype):
         if bias:
             linear.bias.add_(1)
             assert_close(prepacked(x), linear(x), **rounding)
-    assert repr(prepacked) == f"PrepackedLinear(in_features=33, out_features=21, backend={backend}, int8=False)"
+    assert repr(prepacked) == f"PrepackedLinear(in_features=33, out_features=21, backend={backend}, weights=None)"
 
 
 def test_prepacked_linears_that_cannot_be(monkeypatch):
     linear = nn.Linear(4, 4)
     for arguments, message in (
         ({"backend": "fast"}, "must be one of native, onednn, got 'fast'"),
-        ({"backend": "onednn", "int8": True}, "int8 weights need the native backend, not 'onednn'"),
+        ({"backend": "onednn", "weights": "int8"}, "int8 weights need the native backend, not 'onednn'"),
         ({"linear": nn.Linear(4, 4).half()}, "weights must be float32 or bfloat16, got torch.float16"),
         ({"linear": nn.Linear(4, 4, device="meta")}, "weights must be on the CPU, got meta"),
     ):

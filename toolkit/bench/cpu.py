@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from arbordraft import builders
 from arbordraft.bench.decoding import Decode, answers, in_turns, theirs
@@ -17,10 +16,8 @@ from arbordraft.bench.workload import Tell, Workload, quiet
 from arbordraft.coupling import Coupling
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter, EarlyExitDrafter, HybridDrafter, NGramDrafter
-from arbordraft.kernels import native
 from arbordraft.kernels.prepacked_linear.module import onednn_problem
 from arbordraft.kernels.verify import row_max
-from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
 
@@ -52,21 +49,6 @@ def _against_own(
     case = f"{precision(target.model)}, {target.backend}, {shape}{new} tokens, context 200"
     pair = forward_pair(target, [200], new)
     return paired("cpu forward", case, *pair, workload, tell, reach=reach, speed_up=True)
-
-
-def int8_speed(target: RaggedModel, workload: Workload, tell: Tell = quiet) -> Iterator[Measurement]:
-    """8-bit against 16-bit weights: time of a forward, and what it does to the predictions on real text."""
-    if not native.load():
-        return
-    wide, narrow = (RaggedModel(target.model, kernels="native", int8=int8) for int8 in (False, True))
-    prompts = replace(workload, prompts=workload.prompts[:8], batch=1).batches(target)
-    divergence, agreement = _int8_loss(wide, narrow, [inputs["input_ids"][0, :256] for inputs in prompts])
-    for new in (1, 8):
-        case = f"int8 against {precision(target.model)} weights, {new} tokens"
-        ours, reference = (forward_pair(each, [200], new)[0] for each in (narrow, wide))
-        row = paired("cpu int8", case, ours, reference, workload, tell, speed_up=True)
-        detail = f"KL {divergence:.4f} nats per token, {agreement:.1%} of the most probable tokens equal"
-        yield replace(row, detail=detail)
 
 
 def other_architectures(workload: Workload, tell: Tell = quiet) -> Iterator[Measurement]:
@@ -185,18 +167,3 @@ def _agreeing(tokens: list[int], wanted: list[int]) -> int:
     """Tokens up to the first difference."""
     shorter = min(len(tokens), len(wanted))
     return next((i for i in range(shorter) if tokens[i] != wanted[i]), shorter)
-
-
-def _int8_loss(wide: RaggedModel, narrow: RaggedModel, texts: Sequence[Tensor]) -> tuple[float, float]:
-    """Mean KL divergence per token, and how often both find the same token the most probable one."""
-    rows = []
-    for ids in texts:
-        pair = []
-        for target in (wide, narrow):
-            cache = RaggedKVCache()
-            batch = cache.plan([cache.open(len(ids))], [range(len(ids))])
-            pair.append(target(ids, batch, cache).float().log_softmax(dim=-1))
-        divergence = (pair[0].exp() * (pair[0] - pair[1])).sum(dim=-1)
-        rows.append(torch.stack([divergence, (pair[0].argmax(-1) == pair[1].argmax(-1)).float()]))
-    means = torch.cat(rows, dim=1).mean(dim=1)
-    return means[0].item(), means[1].item()

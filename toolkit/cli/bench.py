@@ -13,6 +13,7 @@ from arbordraft.bench import contests, model, problems, roofline
 from arbordraft.bench import cpu as cpu_bench
 from arbordraft.bench import kernels as kernel_bench
 from arbordraft.bench import verifiers as acceptance
+from arbordraft.bench import weights as fewer_bits
 from arbordraft.bench.decoding import in_turns
 from arbordraft.bench.grammars import GrammarContest
 from arbordraft.bench.onnx import draft_steps
@@ -31,6 +32,7 @@ from arbordraft.cli.options import DRAFTERS, DrafterOption, numbers
 from arbordraft.costs import StepCosts
 from arbordraft.deciders import LearnedDecider
 from arbordraft.drafters import Drafter
+from arbordraft.files import read_text
 from arbordraft.loading import Dtype, Kernels, drafter_named
 from arbordraft.target.model import RaggedModel
 from arbordraft.tuning import Tuned
@@ -85,11 +87,25 @@ def cpu(
     for target in run.targets():
         run.take(cpu_bench.forward_speed(target, run.workload, run.tell), run.workload)
         if target.model.dtype == torch.bfloat16:
-            run.take(cpu_bench.int8_speed(target, run.workload, run.tell), run.workload)
             longer = replace(run.workload, repeats=max(3, run.workload.repeats // 2))
             run.take(cpu_bench.decode_speed(target, longer, run.tell), longer)
     if others:
         run.take(cpu_bench.other_architectures(run.workload, run.tell), run.workload)
+
+
+@measurement(DECODING - {"temperatures", "png"}, batches="1,8", new_tokens=64)
+def weights(
+    run: Run,
+    text: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Text to predict; else Python's own help.")
+    ] = None,
+    chunks: Annotated[int, typer.Option(min=1, help="Most chunks of 256 tokens that are read of it.")] = 8,
+) -> None:
+    """Weights of 4 and 8 bits against the model's own: predictions on a text, memory and tokens per second."""
+    told = fewer_bits.help_text() if text is None else read_text(text)
+    target = run.target()
+    workloads = list(run.workloads())
+    run.take(fewer_bits.compared(target, told, workloads, chunks, run.tell), workloads[0])
 
 
 @measurement({"model", "dtypes", *WORKLOAD, "json"} - {"repeats"}, batches="1,8")

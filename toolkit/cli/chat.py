@@ -22,6 +22,7 @@ from arbordraft.cli.options import (
     ModelOption,
     TemperatureOption,
     TopPOption,
+    WeightsOption,
 )
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.engine import Engine
@@ -49,6 +50,7 @@ def chat(
     seed: Annotated[int | None, typer.Option(min=0, help="Of every answer; by default each is drawn anew.")] = None,
     dtype: AutoDtypeOption = None,
     kernels: KernelsOption = Kernels.auto,
+    weights: WeightsOption = None,
 ) -> None:
     """Talk to a model: answers stream, /tree shows how the last tokens were drafted, /help lists the rest.
 
@@ -56,7 +58,7 @@ def chat(
     """
     console = terminal(highlight=False, soft_wrap=True)
     with console.status("loading the model"):  # which only a terminal shows
-        decoder = load_decoder(model, drafter, dtype=dtype, kernels=kernels)
+        decoder = load_decoder(model, drafter, dtype=dtype, kernels=kernels, weights=weights)
     settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     session = Session(decoder, settings, console, system)
     if sys.stdin.isatty():

@@ -18,6 +18,7 @@ from arbordraft.cli.options import (
     ModelOption,
     TemperatureOption,
     TopPOption,
+    WeightsOption,
     finite,
     parse_topology,
 )
@@ -65,9 +66,7 @@ def generate(
     dtype: AutoDtypeOption = None,
     device: DeviceOption = None,
     kernels: KernelsOption = Kernels.auto,
-    int8: Annotated[
-        bool, typer.Option("--int8", help="8-bit copies of the weights: faster on a CPU, and another model.")
-    ] = False,
+    weights: WeightsOption = None,
 ) -> None:
     """Decode one or many prompts as a ragged batch, streaming, and report what speculation gained."""
     questions = [*(prompts or []), *_lines(file)]
@@ -88,7 +87,7 @@ def generate(
         dtype=dtype,
         device=device,
         kernels=kernels,
-        int8=int8,
+        weights=weights,
     )
     tokenizer: Any = decoder.target.tokenizer
     encoded = [

@@ -8,7 +8,7 @@ import torch
 import typer
 
 from arbordraft.files import check_writable
-from arbordraft.loading import Dtype, Kernels
+from arbordraft.loading import Dtype, Kernels, Weights
 from arbordraft.topology import TreeTopology
 
 SHAPES = "chain:5 | k:4,2,2 | fork:3x4 | parents:-1,0,0,1 | sequoia:0.6,0.2,0.1@16"
@@ -53,6 +53,10 @@ DeviceOption = Annotated[
 ]
 KernelsOption = Annotated[
     Kernels, typer.Option(help="How weights are read on a CPU; 'auto' takes the fastest that work, 'torch' its own.")
+]
+WeightsOption = Annotated[
+    Weights | None,
+    typer.Option(help="Keep fewer bits of the weights: faster on a CPU, and another model, whose law is preserved."),
 ]
 TemperatureOption = Annotated[float, typer.Option(min=0, callback=finite, help="0 decodes greedily.")]
 TopPOption = Annotated[float, typer.Option(min=0, max=1, callback=finite, help="Nucleus sampling.")]

@@ -8,7 +8,7 @@ import typer
 
 from arbordraft.cli.decoders import load_decoder
 from arbordraft.cli.display import terminal
-from arbordraft.cli.options import AutoDtypeOption, DrafterOption, KernelsOption
+from arbordraft.cli.options import AutoDtypeOption, DrafterOption, KernelsOption, WeightsOption
 from arbordraft.engine import Engine
 from arbordraft.loading import Kernels
 
@@ -36,6 +36,7 @@ def serve(
     grace: Annotated[float, typer.Option(min=0, help="Seconds that answers have to end when the server does.")] = 30.0,
     dtype: AutoDtypeOption = None,
     kernels: KernelsOption = Kernels.auto,
+    weights: WeightsOption = None,
 ) -> None:
     """Serve a model to OpenAI's clients, and a page that chats and draws every step.
 
@@ -50,7 +51,7 @@ def serve(
     console = terminal(highlight=False, soft_wrap=True)
     with bound(host, port) as listener:
         with console.status("loading the model"):
-            decoder = load_decoder(model, drafter, dtype=dtype, kernels=kernels)
+            decoder = load_decoder(model, drafter, dtype=dtype, kernels=kernels, weights=weights)
         engine = Engine(
             decoder, max_tokens=max_tokens, max_samples=max_samples, max_rows=max_rows, max_waiting=max_waiting
         )

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from arbordraft.drafters.whole import CHUNK, feed
 from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Matrix
 from arbordraft.kernels.draft_tree import DraftRun, DraftWeights, Growth
-from arbordraft.kernels.prepacked_linear import interleave
+from arbordraft.kernels.prepacked_linear import interleave, prepack
 from arbordraft.kernels.prepacked_linear.module import PrepackedLinear, version_of
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.hook import UnsupportedModel
 from arbordraft.target.model import RaggedModel
-from arbordraft.target.recognition import Parts, Unrecognised, matrix
+from arbordraft.target.recognition import Parts, Unrecognised
 from arbordraft.topology import TreeTopology
 
 if TYPE_CHECKING:
@@ -63,15 +63,15 @@ class FusedEagle:
         self._versions = self._current()
         fused = LayerWeights(
             pre_attention=_wide(layer.hidden_norm.weight),
-            qkv=matrix(qkv, None, int8=False),
+            qkv=Matrix(prepack(qkv)),
             query_norm=None,
             key_norm=None,
             sinks=None,
-            out=matrix(attention.o_proj.weight, None, int8=False),
+            out=Matrix(prepack(attention.o_proj.weight)),
             post_attention=None,
             pre_mlp=_wide(layer.post_attention_layernorm.weight),
-            gate_up=matrix(interleave(mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()), None, int8=False),
-            down=matrix(mlp.down_proj.weight, None, int8=False),
+            gate_up=Matrix(prepack(interleave(mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()))),
+            down=Matrix(prepack(mlp.down_proj.weight)),
             post_mlp=None,
             heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
@@ -139,6 +139,8 @@ def fused_model(model: RaggedModel) -> DraftRun | None:
         return None
     if not isinstance(head, PrepackedLinear) or head.bias is not None:
         return None
+    if model.weights in ("int4", "int8", "file"):  # whole drafts in one call know no weights in groups
+        return None
     try:
         norm, epsilon = Parts().norm(nn.ModuleDict({"norm": model.final_norm}), "norm")
     except (Unrecognised, UnsupportedModel):
@@ -148,7 +150,7 @@ def fused_model(model: RaggedModel) -> DraftRun | None:
         fuse=None,
         layers=stack,
         norm=norm,
-        head=Matrix(head.prepacked),
+        head=Matrix(*head.prepacked),
         outputs=model.vocab_size,
         vocabulary=None,
         frequencies=rotary[0].inv_freq.detach().float().contiguous(),
@@ -185,7 +187,7 @@ def _drafts_alike(model: RaggedModel, run: DraftRun) -> bool:
 
 def matrix_of(linear: "PrepackedLinear | nn.Linear") -> Matrix:
     """A linear's weights as native kernels read them, without its bias."""
-    return Matrix(linear.prepacked) if isinstance(linear, PrepackedLinear) else matrix(linear.weight, None, int8=False)
+    return Matrix(*linear.prepacked) if isinstance(linear, PrepackedLinear) else Matrix(prepack(linear.weight))
 
 
 def _wide(weight: Tensor) -> Tensor:

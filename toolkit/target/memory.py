@@ -38,11 +38,13 @@ def available_memory() -> int | None:
     return max(0, min(room)) if room else None
 
 
-def copy_bytes(model: nn.Module, int8: bool = False) -> int:
+def copy_bytes(model: nn.Module, weights: str | None = None) -> int:
     """Bytes of a prepacked copy of a model's linears."""
     held = {getattr(module, "weight", None) for module in model.modules() if hasattr(module, "in_features")}
-    weights = [weight for weight in held if isinstance(weight, Tensor)]
-    return sum(weight.numel() * (1 if int8 else weight.element_size()) for weight in weights)
+    originals = [weight for weight in held if isinstance(weight, Tensor)]
+    # Of weights in groups with their scales and minima; of a file's at most.
+    bytes_each = {"int4": 0.625, "int8": 1.0625, "int8-weight-only": 1.0, "file": 1.0625}
+    return int(sum(tensor.numel() * bytes_each.get(weights or "", tensor.element_size()) for tensor in originals))
 
 
 def check_movable(model: nn.Module) -> None:

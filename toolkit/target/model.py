@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from arbordraft.kernels import native
+from arbordraft.kernels.prepacked_linear import check_weights
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.target.cache import RaggedKVCache
+from arbordraft.target.file_blocks import FileBlocks
 from arbordraft.target.hook import (
     HOOK,
     REQUIREMENT,
@@ -72,8 +74,12 @@ class RaggedModel(nn.Module):
             ``"auto"``: native ones where they work and a copy fits into memory, else the next best; :attr:`chosen` and
             a line in the log named ``arbordraft`` (level INFO) say which and why. A copy takes as much memory as the
             weights; it is renewed, with a warning, if they have changed.
-        int8: keep 8-bit copies with one scale per output. Twice as fast to read, but another model: its output law is
-            what decoding preserves.
+        weights: bits of the copies that native kernels read; by default the model's own. ``"int8"``: groups of 32
+            weights with a scale each, as GGUF's Q8_0; ``"int4"``: with a scale and a minimum each, as its Q4_1. Both
+            multiply activations in 8 bits, brought there group by group of every row alone. ``"int8-weight-only"``: one
+            scale per output, activations as they are. Blocks of the GGUF file that the model came from: as they are,
+            and what is no block in 8 bits. What has fewer bits is read faster and is another model: its
+            output law is what decoding preserves.
         keep_weights: keep the originals of what was prepacked in memory. Otherwise they are left to a file in the cache
             folder, as large as they are, which is read wherever somebody asks for them: ``state_dict``, LoRA and
             ``model.generate`` give the same results, at first more slowly. Where nothing is prepacked nothing changes.
@@ -101,19 +107,23 @@ class RaggedModel(nn.Module):
         tokenizer: "PreTrainedTokenizerBase | None" = None,
         *,
         kernels: str = "auto",
-        int8: bool = False,
+        weights: str | FileBlocks | None = None,
         keep_weights: bool = True,
         self_test: bool = True,
     ) -> None:
         super().__init__()
         check_model(model)
-        self._choice = choose(kernels, model, int8=int8)
+        self._blocks = weights if isinstance(weights, FileBlocks) else None
+        self.weights = "file" if isinstance(weights, FileBlocks) else weights
+        if self._blocks is None:
+            check_weights(self.weights)
+        self._choice = choose(kernels, model, weights=self.weights)
         self.keep_weights = keep_weights
         if not keep_weights and self.backend != "torch":
             check_movable(model)
-        if int8 and self.backend != "native":
+        if self.weights and self.backend != "native":
             why = native.problem() or "use kernels='native'"
-            raise ValueError(f"int8 weights need the native kernels: {why}")
+            raise ValueError(f"{self.weights} weights need the native kernels: {why}")
         register()
         self.model = model
         self.tokenizer = tokenizer
@@ -121,7 +131,6 @@ class RaggedModel(nn.Module):
         self.num_layers: int = config.num_hidden_layers
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.max_positions = _max_positions(config)
-        self.int8 = int8
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._prepared = self._prepare()
@@ -373,7 +382,8 @@ class RaggedModel(nn.Module):
             raise
         except Exception as failure:
             raise unsupported(self.model, failure) from failure
-        prepacking = Prepacking(view.model, seen, self.backend, int8=self.int8)
+        blocks = None if self._blocks is None else self._blocks.finder(self.model)
+        prepacking = Prepacking(view.model, seen, self.backend, weights=self.weights, blocks=blocks)
         if prepacking.left:
             warnings.warn(f"not prepacked, as they are not plain linears: {'; '.join(prepacking.left)}", stacklevel=5)
         return prepacking

@@ -7,14 +7,14 @@ Shapes: H hidden size, D head size, N inner size of the MLP.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Matrix
-from arbordraft.kernels.prepacked_linear import ACTIVATIONS, LANES, interleave, prepack, quantize
+from arbordraft.kernels.prepacked_linear import ACTIVATIONS, LANES, Groups, concatenate, interleave, pack
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.target.hook import AttentionCall, Forward
 from arbordraft.target.observation import LayerCall, fresh_cache
@@ -51,10 +51,16 @@ class Source(NamedTuple):
 
 
 class Parts:
-    """Takes modules apart and remembers every tensor it used."""
+    """Takes modules apart and remembers every tensor it used.
 
-    def __init__(self) -> None:
+    Args:
+        weights: bits of the matrices that it packs, see :func:`~arbordraft.kernels.prepacked_linear.pack`.
+        blocks: groups of a parameter that a file has already, if it has them.
+    """
+
+    def __init__(self, weights: str | None = None, blocks: Callable[[Tensor], Groups | None] = lambda _: None) -> None:
         self.sources: list[Source] = []
+        self.weights, self.blocks = weights, blocks
 
     def linear(self, owner: nn.Module, name: str) -> nn.Linear:
         """A plain linear of ``owner`` that nothing has been hung on."""
@@ -95,7 +101,7 @@ class Parts:
                 return factors.contiguous(), epsilon
         raise Unrecognised(f"{name} ({type(module).__name__}) is not an RMS norm")
 
-    def gated_mlp(self, mlp: nn.Module, int8: bool) -> tuple[Matrix, Matrix, str]:
+    def gated_mlp(self, mlp: nn.Module) -> tuple[Matrix, Matrix, str]:
         """Gates and inputs (interleaved), the matrix behind them, and the activation."""
         names = ("gate_proj", "up_proj") if hasattr(mlp, "gate_proj") else ("gate_up_proj",)
         gates, down = self.linears(mlp, *names), self.linear(mlp, "down_proj")
@@ -111,13 +117,18 @@ class Parts:
         known = (n for n, f in ACTIVATIONS.items() if curve is not None and torch.allclose(f(points), curve, atol=1e-6))
         if not (activation := next(known, "")):
             raise Unrecognised(f"the activation of {type(mlp).__name__} is unknown")
-        weight = interleave(*torch.cat([linear.weight.detach() for linear in gates]).chunk(2))
-        bias = None
-        if gates[0].bias is not None:
-            bias = interleave(*torch.cat([linear.bias.detach() for linear in gates]).chunk(2))
-        return matrix(weight, bias, int8), matrix(down.weight, down.bias, int8), activation
+        return self.matrix(gates, lambda rows: interleave(*rows.chunk(2))), self.matrix([down]), activation
 
-    def layer(self, layer: nn.Module, call: AttentionCall, *, rotary: bool, int8: bool) -> LayerWeights:
+    def matrix(self, linears: Sequence[nn.Linear], order: Callable[[Tensor], Tensor] = lambda rows: rows) -> Matrix:
+        """Packs linears below each other, with rows in another order."""
+        biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+        bias = order(torch.cat(biases)).float().contiguous() if biases else None
+        blocks = [groups for linear in linears if (groups := self.blocks(linear.weight)) is not None]
+        if len(blocks) == len(linears) and len({groups.bits for groups in blocks}) == 1:
+            return Matrix(*concatenate(blocks).map(order).prepack(), bias)
+        return Matrix(*pack(order(torch.cat([linear.weight.detach() for linear in linears])), self.weights), bias)
+
+    def layer(self, layer: nn.Module, call: AttentionCall, *, rotary: bool) -> LayerWeights:
         """A whole decoder layer."""
         children = dict(layer.named_children())
         attention_name = next((name for name, child in children.items() if hasattr(child, "o_proj")), "")
@@ -131,7 +142,7 @@ class Parts:
         attention = children[attention_name]
         names = ("q_proj", "k_proj", "v_proj") if hasattr(attention, "q_proj") else ("qkv_proj",)
         qkv, out = self.linears(attention, *names), self.linear(attention, "o_proj")
-        gate_up, down, activation = self.gated_mlp(children[mlp_name], int8)
+        gate_up, down, activation = self.gated_mlp(children[mlp_name])
         hidden, inner = out.out_features, len(gate_up.weight) * LANES // 2
 
         norms, epsilons = {}, set()
@@ -149,10 +160,9 @@ class Parts:
         if call.value_dim != call.dim or call.dim % LANES or hidden % LANES or len(epsilons) > 1 or not fits:
             raise Unrecognised(f"{type(layer).__name__} has sizes that the kernel does not know")
         self._remember(attention)  # for parameters of its own
-        bias = None if qkv[0].bias is None else torch.cat([linear.bias.detach() for linear in qkv])
         return LayerWeights(
-            qkv=matrix(torch.cat([linear.weight.detach() for linear in qkv]), bias, int8),
-            out=matrix(out.weight, out.bias, int8),
+            qkv=self.matrix(qkv),
+            out=self.matrix([out]),
             gate_up=gate_up,
             down=down,
             **{place: norms.get(place) for place in LayerWeights.NORMS},
@@ -173,12 +183,6 @@ class Parts:
         self.sources += [Source(module, key, t) for key, t in module._parameters.items() if t is not None]
 
 
-def matrix(weight: Tensor, bias: Tensor | None, int8: bool) -> Matrix:
-    """Packs ``[O, I]``."""
-    dense, scale = quantize(weight) if int8 else (weight.detach(), None)
-    return Matrix(prepack(dense), scale, None if bias is None else bias.detach().float().contiguous())
-
-
 def hooked(module: nn.Module) -> bool:
     """Whether somebody listens to the module or a part of it, or has replaced a forward: nobody would be called."""
     return any(
@@ -191,7 +195,7 @@ def same_mlp(mlp: nn.Module, run: Any) -> bool:
     """Whether ``run(parts of a float32 copy)(x)`` is what the copy makes of noise ``x``."""
     hidden = Parts().linear(mlp, "down_proj").out_features
     wide = copy.deepcopy(mlp).float()
-    parts = Parts().gated_mlp(wide, int8=False)
+    parts = Parts().gated_mlp(wide)
     x = torch.randn(3, hidden, generator=torch.Generator().manual_seed(0))
     expected = _tried(wide, x)
     return expected is not None and _distance(run(*parts)(x), expected) < _TOLERANCE
@@ -205,7 +209,7 @@ def same_layer(index: int, call: LayerCall, attention: AttentionCall, batch: Rag
     wide = copy.deepcopy(call.layer).float()
     wide_attention = attention._replace(sinks=None if attention.sinks is None else attention.sinks.float())
     try:
-        run = LayerRun([Parts().layer(wide, wide_attention, rotary=rotary, int8=False)])
+        run = LayerRun([Parts().layer(wide, wide_attention, rotary=rotary)])
     except Unrecognised:
         return False
     kwargs = _widened(call.kwargs)

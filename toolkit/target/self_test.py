@@ -37,7 +37,11 @@ def check_logits(target: "RaggedModel") -> None:
         raise ValueError("the model's weights are on the meta device, which holds no numbers: load it onto another")
     name = type(target.model).__name__
     fault = f"{name} has something that packed trees do not support: packed logits differ from single ones"
-    _compare(target, target.model, RaggedKVCache(), fault)
+    cache = RaggedKVCache()
+    if target.weights:  # others than the model's own: those are what tells whether it can be packed
+        cache.weights = target.prepared(ModelView(target.model, HOOK))
+        _check_weights(target, fault)
+    _compare(target, target.model, cache, fault)
 
     spans = exceeded_spans(target)
     if not spans:
@@ -55,6 +59,18 @@ def check_logits(target: "RaggedModel") -> None:
         "tokens they differ"
     )
     _compare(target, own.model, cache, fault, cached=True)
+
+
+def _check_weights(target: "RaggedModel", fault: str) -> None:
+    """Compares packed logits of weights with fewer bits with single ones of the same weights."""
+    prompts, tree, paths = _texts(target)
+    packed = _packed_logits(target, prompts, tree, TREE, RaggedKVCache())
+    rows = []
+    for text in (prompt + path for prompt in prompts for path in paths):
+        cache = RaggedKVCache()
+        batch = cache.plan([cache.open(len(text))], [range(len(text))])
+        rows.append(target(torch.tensor(text), batch, cache, torch.tensor([len(text) - 1]))[0])
+    _check(target, packed, torch.stack(rows), f"{fault} with {target.weights} weights")
 
 
 def exceeded_spans(target: "RaggedModel") -> dict[str, int]:
@@ -79,13 +95,23 @@ def _shorten(model: nn.Module, spans: dict[str, int]) -> None:
 
 def _compare(target: "RaggedModel", model: Any, cache: RaggedKVCache, fault: str, *, cached: bool = False) -> None:
     """Raises unless packed rows give what ``model`` says of single paths, by itself or going on from its own cache."""
+    prompts, tree, paths = _texts(target)
+    packed = _packed_logits(target, prompts, tree, TREE, cache)
+    expected = torch.stack([_own_logits(model, prompt, path, cached) for prompt in prompts for path in paths])
+    _check(target, packed, expected, fault)
+
+
+def _texts(target: "RaggedModel") -> tuple[list[list[int]], list[int], list[list[int]]]:
+    """Prompts, the tokens of a tree behind each of them, and its paths."""
     generator = torch.Generator().manual_seed(0)
-    topology = TreeTopology.from_parents([-1, 0, 0, 1])
     prompts = [torch.randint(target.vocab_size, (n,), generator=generator).tolist() for n in PROMPTS]
-    tree = torch.randint(target.vocab_size, (topology.num_nodes,), generator=generator).tolist()
-    paths = [[tree[node] for node in topology.path(end)] for end in range(topology.num_nodes)]
-    packed = _packed_logits(target, prompts, tree, topology, cache).double()
-    expected = torch.stack([_own_logits(model, prompt, path, cached) for prompt in prompts for path in paths]).double()
+    tree = torch.randint(target.vocab_size, (TREE.num_nodes,), generator=generator).tolist()
+    return prompts, tree, [[tree[node] for node in TREE.path(end)] for end in range(TREE.num_nodes)]
+
+
+def _check(target: "RaggedModel", packed: Tensor, expected: Tensor, fault: str) -> None:
+    """Raises if ``[R, V]`` logits differ by more than rounding."""
+    packed, expected = packed.double(), expected.double()
     if not expected.isfinite().all():
         check_finite(target.model.state_dict(), "the model")
         raise ValueError(
@@ -94,10 +120,8 @@ def _compare(target: "RaggedModel", model: Any, cache: RaggedKVCache, fault: str
         )
     spread = (expected - expected.mean(dim=-1, keepdim=True)).square().mean().sqrt()
     error = ((packed - expected).square().mean().sqrt() / spread).item()
-    # Half precision rounds differently for every shape, and 8-bit weights, which no copy has, are others; a wrong mask
-    # or position is far above any of these bounds.
-    wide = target.model.dtype in (torch.float32, torch.float64)
-    bound = 0.3 if target.int8 and model is target.model else 1e-3 if wide else 0.1
+    # Half precision rounds differently for every shape; a wrong mask or position is far above any of these bounds.
+    bound = 1e-3 if target.model.dtype in (torch.float32, torch.float64) else 0.1
     if not error < bound:
         raise UnsupportedModel(f"{fault} by {error:.1e} of their spread (bound {bound:.0e})")
 

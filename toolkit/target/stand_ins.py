@@ -10,7 +10,7 @@ Shapes: T packed rows, H hidden size.
 import itertools
 import operator
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from arbordraft.kernels import native
 from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Matrix, rms_norm
-from arbordraft.kernels.prepacked_linear import LANES, prepacked_linear
+from arbordraft.kernels.prepacked_linear import LANES, Groups, prepacked_linear
 from arbordraft.kernels.prepacked_linear.module import PrepackedLinear, onednn_problem
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.target.hook import AttentionCall, Forward
@@ -128,14 +128,25 @@ class Prepacking:
         model: a view of the model whose layers ask for our attention.
         seen: what one of its forwards showed.
         backend: ``"native"`` or ``"onednn"``.
-        int8: keep 8-bit weights.
+        weights: bits of the copies, see :class:`~arbordraft.RaggedModel`.
+        blocks: finds what a file has of a parameter in groups; what it does not have is kept in 8 bits.
     """
 
-    def __init__(self, model: nn.Module, seen: Observation, backend: str, *, int8: bool = False) -> None:
-        self.backend, self.int8 = backend, int8
+    def __init__(
+        self,
+        model: nn.Module,
+        seen: Observation,
+        backend: str,
+        *,
+        weights: str | None = None,
+        blocks: Callable[[Tensor], Groups | None] | None = None,
+    ) -> None:
+        self.backend, self.weights = backend, weights
+        self._blocks = blocks
         self.left: list[str] = []  # linears that stay as they are, with the reason
-        self._parts = Parts()
+        self._parts = self._new_parts()
         self._called = seen.called
+        self._head = model.get_output_embeddings()  # type: ignore[operator]
         self._proven: dict[Any, bool] = {}
         self._layers: list[LayerWeights | None] = [
             self._recognise(index, call, seen.attention.get(index), seen.batch)
@@ -157,7 +168,7 @@ class Prepacking:
         if self._place is not None and self.fused:
             self.places.append((*self._place, nn.ModuleList(self._stack())))
         if backend == "native":
-            move_together(list(self._matrices()))
+            move_together([matrix.weight for matrix in self._matrices()])
         self._watch()
 
     def _watch(self) -> None:
@@ -190,6 +201,11 @@ class Prepacking:
         layers = [layer for layer in self._layers if layer is not None]
         return layers if self._together else None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the prepacked matrices."""
+        return sum(tensor.nbytes for m in self._matrices() for tensor in (m.weight, m.scale) if tensor is not None)
+
     def move_originals(self) -> None:
         """Leaves the prepacked weights to a file, from which whoever reads them reads them; see `move_to_file`.
 
@@ -208,17 +224,17 @@ class Prepacking:
             return prepacked
         layers = f"{self.fused} of {len(self._layers)} layers fused"
         others = f", {prepacked}" if self.fused < len(self._layers) else ""
-        return f"{layers}{others}, {native.isa()}{', int8' if self.int8 else ''}"
+        return f"{layers}{others}, {native.isa()}{f', {self.weights}' if self.weights else ''}"
 
-    def _matrices(self) -> Iterator[Tensor]:
-        """The prepacked matrices, in the order in which a forward reads them."""
+    def _matrices(self) -> Iterator[Matrix]:
+        """The prepacked ones, in the order in which a forward reads them."""
         for layer in self._layers:
-            yield from (t for t in (layer.tensors() if layer else ()) if t is not None and t.ndim > 1)
+            yield from (layer.qkv, layer.out, layer.gate_up, layer.down) if layer else ()
         for stand_in in self._stand_ins.values():
             if isinstance(stand_in, PrepackedLinear):
-                yield stand_in.prepacked
+                yield Matrix(*stand_in.prepacked)
             elif isinstance(stand_in, PrepackedGatedMLP):
-                yield from (stand_in.gate_up.weight, stand_in.down.weight)
+                yield from (stand_in.gate_up, stand_in.down)
 
     def _read(self) -> Tensor:
         """Bits of the sampled elements, as NaN equals nothing."""
@@ -234,6 +250,9 @@ class Prepacking:
             if not self._together:
                 yield from (PrepackedLayers((), index) for index in run[1:])
 
+    def _new_parts(self) -> Parts:
+        return Parts(self.weights) if self._blocks is None else Parts("int8", self._blocks)
+
     def _recognise(
         self, index: int, call: LayerCall, attention: AttentionCall | None, batch: RaggedBatch
     ) -> LayerWeights | None:
@@ -241,9 +260,9 @@ class Prepacking:
             return None
         kind = (settings(call.layer), attention[:-1])
         for rotary in (True, False):  # some models leave the positions out of some layers
-            parts = Parts()
+            parts = self._new_parts()
             try:
-                weights = parts.layer(call.layer, attention, rotary=rotary, int8=self.int8)
+                weights = parts.layer(call.layer, attention, rotary=rotary)
             except Unrecognised:
                 return None
             if (kind, rotary) not in self._proven:
@@ -268,13 +287,17 @@ class Prepacking:
     def _stand_in(self, owner: nn.Module, name: str, module: nn.Module, path: str) -> nn.Module | None:
         if module not in self._called:
             return None
-        parts = Parts()
+        parts = self._new_parts()
         stand_in: nn.Module | None = None
         try:
             if isinstance(module, nn.Linear) or hasattr(module, "in_features"):
-                stand_in = PrepackedLinear(parts.linear(owner, name), self.backend, int8=self.int8)
+                # In 4 bits, the head alone would lose ten times what all other weights lose together.
+                weights = "int8" if parts.weights == "int4" and module is self._head else parts.weights
+                linear = parts.linear(owner, name)
+                groups = parts.blocks(linear.weight)
+                stand_in = PrepackedLinear(linear, self.backend, weights=weights, groups=groups)
             elif self.backend == "native" and hasattr(module, "down_proj"):
-                gated = parts.gated_mlp(module, self.int8)
+                gated = parts.gated_mlp(module)
                 stand_in = PrepackedGatedMLP(*gated) if same_mlp(module, PrepackedGatedMLP) else None
             elif self.backend == "native" and hasattr(module, "weight"):
                 stand_in = PrepackedRMSNorm(*parts.norm(owner, name))
@@ -331,7 +354,7 @@ class Choice(NamedTuple):
     reason: str = ""
 
 
-def choose(kernels: str, model: nn.Module, *, int8: bool = False) -> Choice:
+def choose(kernels: str, model: nn.Module, *, weights: str | None = None) -> Choice:
     """What ``kernels`` means for this model on this machine.
 
     Raises:
@@ -346,7 +369,7 @@ def choose(kernels: str, model: nn.Module, *, int8: bool = False) -> Choice:
     if not weight.is_cpu or weight.dtype not in (torch.float32, torch.bfloat16):
         unfit = f"weights must be float32 or bfloat16 on the CPU, not {weight.dtype} on {weight.device}"
     elif kernels == "auto":
-        unfit = _too_large(model, int8)
+        unfit = _too_large(model, weights)
     problems: list[str] = []
     for backend in ("native", "onednn") if kernels == "auto" else (kernels,):
         # In this order: asking for the kernels may build them.
@@ -361,9 +384,9 @@ def choose(kernels: str, model: nn.Module, *, int8: bool = False) -> Choice:
     raise ValueError(f"kernels={kernels!r} cannot be used: {problems[0]}")
 
 
-def _too_large(model: nn.Module, int8: bool) -> str | None:
+def _too_large(model: nn.Module, weights: str | None) -> str | None:
     """Why no prepacked copy of a model's weights fits into memory, if it does not."""
-    needed, free = copy_bytes(model, int8), available_memory()
+    needed, free = copy_bytes(model, weights), available_memory()
     if free is None or needed <= 0.9 * free:  # caches need some, too
         return None
     return (

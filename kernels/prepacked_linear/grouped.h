@@ -1,0 +1,185 @@
+// y = x W^T with W in groups of 32 inputs of 8 or 4 bits, and the rows of x brought to 8 bits group by group.
+//
+// Row-invariant as the rest: a group's sum is an integer, groups are added in their order, and a row's codes depend on the
+// row alone. A product and its sum are rounded one after the other, never fused: so these bits are the same on every
+// instruction set, too.
+//
+// Layouts, for O outputs (padded to 16) and I inputs (padded to 32), as groups.py has them:
+//   8 bits:   codes [O/16][I/32][8][16][4], scales [O/16][I/32][16];        weight = scale * (code - 128)
+//   4 bits:   codes [O/16][I/32][4][16][4], scales [O/16][I/32][2][16];     weight = scale * code + minimum
+// four inputs side by side as the dot-product instructions want them; a byte's low half belongs to the inputs 0..15 of its
+// group, its high half to 16..31.
+#pragma once
+
+#include "bytes.h"
+#include "cpu.h"
+
+namespace arbordraft {
+
+constexpr int64_t kGroupSize = 32;
+
+struct Grouped {};  // the type of such weights
+
+template <>
+struct Prepacked<Grouped> {
+  const uint8_t* weight;
+  const uint16_t* scale;  // halves
+  const float* bias;
+  int64_t outputs, inputs;  // inputs as padded
+  bool four;                // bits
+
+  int64_t groups() const { return inputs / kGroupSize; }
+};
+
+// A group of a row: about scale * codes.
+struct Eighth {
+  float scale;
+  float total;    // scale times the sum of the codes
+  int32_t begin;  // what sums of products with 8-bit weights begin with, for the centre of those
+  int8_t codes[kGroupSize];
+};
+
+inline int64_t groups_of(int64_t size) { return (size + kGroupSize - 1) / kGroupSize; }
+
+// Symmetric, to nearest, ties to even. A group with something that is no finite number has no scale, so that no output of
+// its row is a number either; what is nearer to 0 than 1e-30 counts as 0.
+template <class X>
+inline void to_eighths(const X* x, int64_t size, Eighth* y) {
+  for (int64_t i = 0; i < size; i += kGroupSize, ++y) {
+    const f32x16 a = load(x + i, std::max<int64_t>(0, std::min<int64_t>(size - i, kLanes)));
+    const f32x16 b = load(x + i + kLanes, std::max<int64_t>(0, std::min<int64_t>(size - i - kLanes, kLanes)));
+    const f32x16 zero = splat(0.f);
+    const float most = largest(max(max(a, zero - a), max(b, zero - b)));
+    const bool sound = !any_nan(a) && !any_nan(b) && most <= std::numeric_limits<float>::max();
+    const f32x16 steps = splat(sound && most > 1e-30f ? 127.f / most : 0.f);
+    const f32x16 first = sound ? round(a * steps) : zero, second = sound ? round(b * steps) : zero;
+    y->scale = sound ? most / 127.f : std::numeric_limits<float>::quiet_NaN();
+    const float codes = sum(first + second);  // whole numbers: exact in any order
+    y->total = y->scale * codes;
+    y->begin = int32_t(codes) * (kOffset<8> - 128);
+    store_bytes(y->codes, first);
+    store_bytes(y->codes + kLanes, second);
+  }
+}
+
+#if defined(__AVX512F__)
+template <int Bits>
+constexpr int kGroupedRows = Bits == 8 ? 6 : 4;  // unpacking takes registers, too
+constexpr int kGroupedBlocks(int rows) { return rows == 1 ? 4 : 2; }
+#else
+template <int Bits>
+constexpr int kGroupedRows = 2;
+constexpr int kGroupedBlocks(int) { return 2; }
+#endif
+
+// found[r][b] = sum over inputs of x[r] and block b. `ahead`: codes to fetch meanwhile.
+template <int Bits, int R, int NB>
+[[gnu::noinline]] void tile_groups(
+    const Prepacked<Grouped>& m, const Eighth* x, int64_t block, const uint8_t* ahead, f32x16* found) {
+  constexpr int64_t kBytes = 64 * Bits, kScales = Bits == 4 ? 2 * kLanes : kLanes, kAhead = 2048;
+  const int64_t groups = m.groups();
+  const uint8_t* codes = m.weight + block * groups * kBytes;
+  const uint16_t* scales = m.scale + block * groups * kScales;
+  f32x16 acc[R][NB];
+  for (int r = 0; r < R; ++r)
+    for (int b = 0; b < NB; ++b) acc[r][b] = splat(0.f);
+  for (int64_t g = 0; g < groups; ++g, x += 1) {
+    i32x16 sums[R][NB];
+    for (int r = 0; r < R; ++r)
+      for (int b = 0; b < NB; ++b)
+        sums[r][b] = splat_integer(Bits == 8 ? x[r * groups].begin : 0);
+    const auto add = [&](const u8x64(&w)[NB], int quad) {
+      for (int r = 0; r < R; ++r) {
+        int32_t four;
+        std::memcpy(&four, x[r * groups].codes + 4 * quad, 4);
+        for (int b = 0; b < NB; ++b) sums[r][b] = dot<Bits>(sums[r][b], w[b], four);
+      }
+    };
+    for (int64_t line = 0; line < kBytes / 64; ++line) {
+      u8x64 low[NB], high[NB];
+      for (int b = 0; b < NB; ++b) {
+        const uint8_t* p = codes + (b * groups + g) * kBytes + line * 64;
+        if (!ahead) __builtin_prefetch(p + kAhead);
+        if constexpr (Bits == 8)
+          low[b] = load_bytes(p);
+        else
+          load_nibbles(p, low[b], high[b]);
+      }
+      if (ahead) __builtin_prefetch(ahead + g * kBytes + line * 64, 0, 2);
+      add(low, int(line));
+      if constexpr (Bits == 4) add(high, int(line) + 4);
+    }
+    for (int b = 0; b < NB; ++b) {
+      const uint16_t* s = scales + (b * groups + g) * kScales;
+      if (!ahead) __builtin_prefetch(s + 512);
+      const f32x16 scale = load_halves(s);
+      for (int r = 0; r < R; ++r)
+        acc[r][b] = acc[r][b] + to_float(sums[r][b]) * (scale * splat(x[r * groups].scale));
+      if constexpr (Bits == 4) {
+        const f32x16 minimum = load_halves(s + kLanes);
+        for (int r = 0; r < R; ++r) acc[r][b] = acc[r][b] + minimum * splat(x[r * groups].total);
+      }
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int b = 0; b < NB; ++b) found[r * NB + b] = acc[r][b];
+}
+
+// As multiply() of cpu.h.
+template <int Bits, class Emit>
+inline void multiply_groups(
+    const Prepacked<Grouped>& m, const Eighth* x, int64_t rows, Range blocks, const Emit& emit) {
+  constexpr int64_t kRows = kGroupedRows<Bits>;
+  const int64_t groups = m.groups(), bytes = groups * 64 * Bits;
+  const auto tile = [&](auto count, auto wide, int64_t row, int64_t block, const uint8_t* ahead) {
+    constexpr int R = decltype(count)::value, NB = decltype(wide)::value;
+    f32x16 found[R * NB];
+    tile_groups<Bits, R, NB>(m, x + row * groups, block, ahead, found);
+    for (int r = 0; r < R; ++r) {
+      if (m.bias)
+        for (int b = 0; b < NB; ++b)
+          found[r * NB + b] += load(m.bias + (block + b) * kLanes, m.outputs - (block + b) * kLanes);
+      emit(row + r, block, found + r * NB, NB);
+    }
+  };
+  const auto some_rows = [&](auto count, int64_t row, int64_t block, int64_t n, const uint8_t* ahead) {
+    constexpr int NB = kGroupedBlocks(decltype(count)::value);
+    for (; n >= NB; n -= NB, block += NB) tile(count, std::integral_constant<int, NB>(), row, block, ahead);
+    for (; n >= 2; n -= 2, block += 2) tile(count, std::integral_constant<int, 2>(), row, block, ahead);
+    if (n) tile(count, std::integral_constant<int, 1>(), row, block, ahead);
+  };
+  const auto rest = [&](int64_t count, int64_t row, int64_t block, int64_t n, const uint8_t* ahead) {
+    switch (count) {
+      case 1: return some_rows(std::integral_constant<int, 1>(), row, block, n, ahead);
+      case 2: return some_rows(std::integral_constant<int, 2>(), row, block, n, ahead);
+#if defined(__AVX512F__)
+      case 3: return some_rows(std::integral_constant<int, 3>(), row, block, n, ahead);
+      case 4: return some_rows(std::integral_constant<int, 4>(), row, block, n, ahead);
+#endif
+    }
+#if defined(__AVX512F__)
+    if constexpr (Bits == 8) {
+      if (count == 5) return some_rows(std::integral_constant<int, 5>(), row, block, n, ahead);
+      if (count == 6) return some_rows(std::integral_constant<int, 6>(), row, block, n, ahead);
+    }
+#endif
+  };
+  if (rows <= kRows) return rest(rows, 0, blocks.begin, blocks.end - blocks.begin, nullptr);
+  // Two blocks at a time stay in the inner caches while all rows pass over them, and fetch the next two.
+  for (int64_t block = blocks.begin; block < blocks.end; block += 2) {
+    const int64_t n = std::min<int64_t>(2, blocks.end - block);
+    const uint8_t* next = m.weight + (block + n) * bytes;
+    for (int64_t row = 0; row < rows; row += kRows)
+      rest(std::min(kRows, rows - row), row, block, n, next + (row == 0 ? 0 : bytes));
+  }
+}
+
+template <class Emit>
+inline void multiply(const Prepacked<Grouped>& m, const Eighth* x, int64_t rows, Range blocks, const Emit& emit) {
+  if (m.four)
+    multiply_groups<4>(m, x, rows, blocks, emit);
+  else
+    multiply_groups<8>(m, x, rows, blocks, emit);
+}
+
+}  // namespace arbordraft

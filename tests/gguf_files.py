@@ -1,0 +1,60 @@
+"""Tiny GGUF files of Llama's kind, written as llama.cpp writes them."""
+
+import gguf
+import torch
+
+LETTERS = [*"abcdefghijklmnopqrstuvwxyz", "ab"]
+NAMES = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "model.layers.": "blk.",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+
+
+def file_name(name):
+    """What the file calls a parameter."""
+    for ours, theirs in NAMES.items():
+        name = name.replace(ours, theirs)
+    return name
+
+
+def write_gguf(file, model, kinds=()):
+    """Writes a model whose tokens are letters.
+
+    Args:
+        file: its path.
+        model: a Llama.
+        kinds: pairs of a part of a parameter's name and the kind of its blocks; the first that fits counts.
+    """
+    config = model.config
+    writer = gguf.GGUFWriter(file, "llama")
+    for add, value in {
+        "context_length": 128, "embedding_length": config.hidden_size, "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size, "head_count": config.num_attention_heads,
+        "head_count_kv": config.num_key_value_heads, "layer_norm_rms_eps": config.rms_norm_eps,
+        "rope_freq_base": 10000.0, "vocab_size": config.vocab_size, "tokenizer_model": "gpt2", "token_list": LETTERS,
+        "token_types": [1] * len(LETTERS), "token_merges": ["a b"], "bos_token_id": 1, "eos_token_id": 2,
+    }.items():  # fmt: skip
+        getattr(writer, f"add_{add}")(value)
+    for name, tensor in model.state_dict().items():
+        for part, heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):
+            if part in name:  # the channels that rotate together stand side by side there
+                tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+        kind = next((kind for part, kind in kinds if part in name), None)
+        if kind is None or tensor.ndim < 2:
+            writer.add_tensor(file_name(name), tensor.contiguous().numpy())
+        else:
+            kind = gguf.GGMLQuantizationType[kind]
+            data = gguf.quants.quantize(tensor.contiguous().float().numpy(), kind)
+            writer.add_tensor(file_name(name), data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def dequantised(file):
+    """The numbers of every tensor of a file, by gguf's own reckoning."""
+    reader = gguf.GGUFReader(str(file))
+    return {t.name: torch.tensor(gguf.quants.dequantize(t.data, t.tensor_type)) for t in reader.tensors}

@@ -1,0 +1,128 @@
+"""What weights of fewer bits cost and gain: their predictions on real text, their memory, and tokens per second.
+
+Shapes: C chunks of L tokens, V vocabulary.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from arbordraft import builders
+from arbordraft.bench.decoding import in_turns
+from arbordraft.bench.measure import precision
+from arbordraft.bench.workload import Tell, Workload, quiet
+from arbordraft.kernels.prepacked_linear import WEIGHTS
+from arbordraft.target.cache import RaggedKVCache
+from arbordraft.target.model import RaggedModel
+from arbordraft.texts import encode, user_turn
+
+_CHUNK = 256  # tokens that are read at a time
+_TOPICS = ("types", "import", "naming")  # of Python's own help: texts that every installation has
+
+
+@dataclass(frozen=True)
+class WeightsRow:
+    """One kind of weights beside the model's own.
+
+    Args:
+        weights: see :class:`~arbordraft.RaggedModel`; ``own`` for the model's.
+        divergence: KL from the own predictions, in nats per token.
+        agreement: share of the positions whose most probable token is the same.
+        perplexity: of the text.
+        megabytes: of the copy that is read.
+        memory: the same, relative to the own weights' copy.
+        tokens_per_second: of plain greedy decoding, median of the rounds.
+        speed_up: over the own weights, median of the rounds' ratios.
+    """
+
+    table: ClassVar[str] = "weights of fewer bits, plain greedy decoding"
+
+    dtype: str
+    batch: int
+    weights: str
+    divergence: float
+    agreement: float
+    perplexity: float
+    megabytes: float
+    memory: float
+    tokens_per_second: float
+    speed_up: float
+
+
+def compared(
+    target: RaggedModel, text: str, workloads: Sequence[Workload], chunks: int = 8, tell: Tell = quiet
+) -> Iterator[WeightsRow]:
+    """A row for every kind of weights and workload.
+
+    Args:
+        target: with native kernels and its own weights.
+        text: for the predictions; the first ``chunks`` chunks are read.
+        workloads: for the speed.
+        chunks: bound on what is read.
+        tell: is told what is going on.
+
+    Raises:
+        ValueError: if the kernels are other ones, or the text is too short.
+    """
+    if target.backend != "native" or target.weights is not None:
+        raise ValueError(f"weights of fewer bits are for native kernels, beside a model's own, not for {target.chosen}")
+    tokens = torch.tensor(encode(target.tokenizer, user_turn(text, None), raw=True, name="the text"))
+    parts = [part for part in tokens.split(_CHUNK) if len(part) == _CHUNK][:chunks]
+    if not parts:
+        raise ValueError(f"a text of {len(tokens)} tokens is too short: at least {_CHUNK} are read")
+    kinds = {"own": target}
+    for name in WEIGHTS:
+        kinds[name] = RaggedModel(target.model, target.tokenizer, kernels="native", weights=name)
+    told: dict[str, Tensor] = {}
+    for done, (name, model) in enumerate(kinds.items()):
+        tell(f"reading with {name} weights", done, len(kinds))
+        told[name] = _read(model, target, parts)
+    sizes = {name: model.prepacking.nbytes if model.prepacking else 0 for name, model in kinds.items()}
+    for workload in workloads:
+        decoders = {name: builders.plain(model) for name, model in kinds.items()}
+        for row in in_turns(target, decoders, workload, tell):
+            divergence, agreement, loss = told[row.decoder].tolist()
+            yield WeightsRow(
+                dtype=precision(target.model),
+                batch=workload.batch,
+                weights=row.decoder,
+                divergence=divergence,
+                agreement=agreement,
+                perplexity=float(torch.tensor(loss).exp()),
+                megabytes=sizes[row.decoder] / 1e6,
+                memory=sizes[row.decoder] / sizes["own"],
+                tokens_per_second=row.tokens_per_second,
+                speed_up=row.speed_up,
+            )
+
+
+def help_text() -> str:
+    """Some of Python's own documentation, whose English is the same wherever its version is."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[topic] for topic in _TOPICS)
+
+
+def _read(model: RaggedModel, reference: RaggedModel, parts: Sequence[Tensor]) -> Tensor:
+    """Mean divergence from the reference, agreement with it, and loss, over all positions."""
+    sums = torch.zeros(3, dtype=torch.float64)
+    for tokens in parts:
+        expected, found = (_log_probs(each, tokens) for each in (reference, model))
+        divergence = (expected.exp() * (expected - found)).sum(dim=-1).mean()
+        agreement = (expected.argmax(dim=-1) == found.argmax(dim=-1)).double().mean()
+        loss = -found[:-1].gather(1, tokens[1:, None]).mean()
+        sums += torch.stack([divergence.double(), agreement, loss.double()])
+    return sums / len(parts)
+
+
+def _log_probs(model: RaggedModel, tokens: Tensor) -> Tensor:
+    """``[L, V]`` float32."""
+    cache = RaggedKVCache()
+    batch = cache.plan([cache.open(len(tokens))], [range(len(tokens))])
+    return model(tokens, batch, cache).float().log_softmax(dim=-1)
+
+
+__all__ = ["WeightsRow", "compared", "help_text"]
