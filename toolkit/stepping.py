@@ -318,6 +318,7 @@ class Stepper(nn.Module):
             expected_batch=self.expected_batch,
             vocab_size=self.target.vocab_size,
             closed=state.closed,
+            static=None if self.static is None else self.static.drafts,
         )
 
     def _plan(self, state: DecodeState, tree: DraftTree) -> RaggedBatch:
