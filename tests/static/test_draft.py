@@ -37,7 +37,7 @@ from arbordraft.static.drafting import StaticDrafts
 from arbordraft.target.hook import UnsupportedModel
 
 KINDS = ["eagle", "eagle, trimmed", "model"]
-WIDE = TreeTopology.from_k_config((5, 3, 3, 1))  # 110 nodes, 65 rows below the root: two ancestor words
+WIDE = TreeTopology.from_k_config((4, 4, 3, 1))  # 68 nodes below the root have children: two ancestor words
 
 
 @cache
@@ -225,8 +225,8 @@ def another(name, change):
 CONTROLS = {
     "trust": (another("trust", lambda trust: trust.mul_(1.3)), PLANS["dear rows"], GREEDY),
     "expectation": (another("next", lambda following: following.mul_(0.6)), PLANS["dear rows"], GREEDY),
-    "budget": (another("budget", lambda budget: budget.add_(-3)), PLANS["budget"], GREEDY),
-    "committed rows": (another("committed", lambda rows: rows.sub_(rows > 0)), at_most(MANY), GREEDY),
+    "budget": (another("budget", lambda budget: budget.sub_(3)), at_most(MANY, budget=5), GREEDY),
+    "committed rows": (another("committed", lambda rows: rows.clamp_(min=1).sub_(1)), at_most(MANY), GREEDY),
     "seed": (another("seeds", lambda seeds: seeds.add_(1)), at_most(MANY), HOT),
     "temperature": (another("temperature", lambda heat: heat.mul_(0.5)), at_most(MANY), HOT),
     "parents' outputs": ((DraftStep, "_feed", swapped), at_most(MANY), GREEDY),
@@ -290,25 +290,24 @@ def test_one_that_does_is_noticed(monkeypatch, intruder):
     assert found
 
 
-def run_without_numbers(kind, device):
+def run_without_numbers(kind, device, mode):
     """A draft of a network of which there are only the shapes."""
-    with torch.device(device):
+    bucket = DraftBucket(2, BINARY.max_depth + 1, BINARY.max_depth)
+    with mode, torch.device(device):
         config = AutoConfig.for_model("llama", **ARCHITECTURES["llama"])
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-        target = RaggedModel(model, self_test=False, kernels="torch")
+        target = RaggedModel(AutoModelForCausalLM.from_config(config).eval(), self_test=False, kernels="torch")
         network = ModelOnRows(target, target.network())
         if kind != "model":
             own = {"target_hidden_size": 32, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
             heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCAB}
             trimmed = 40 if "trimmed" in kind else VOCAB
             head = EagleHead(EagleConfig(**own, **heads, draft_vocab_size=trimmed, hidden_layers=[0, 1]))
-            network = HeadOnRows(head.bfloat16().eval(), target)
-        bucket = DraftBucket(2, BINARY.max_depth + 1, BINARY.max_depth)
+            network = HeadOnRows(head.eval(), target)
         table = torch.zeros(bucket.size, dtype=torch.int64)
-        states = torch.zeros(2 * bucket.rows if network.states else 0, network.states, dtype=torch.bfloat16)
-        pools = [torch.zeros(50, 2, 8, dtype=torch.bfloat16) for _ in range(4)]
-        steps = [DraftStep(network, BINARY, bucket, shared=shared, longest=64) for shared in (False, True)]
-    with torch.no_grad(), Watch(device) as seen:
+        states = torch.zeros(2 * bucket.rows if network.states else 0, network.states)
+        pools = [torch.zeros(50, 2, 8) for _ in range(4)]
+    steps = [DraftStep(network, BINARY, bucket, shared=shared, longest=64) for shared in (False, True)]
+    with torch.no_grad(), mode, Watch(device) as seen:
         for step in steps:
             assert step(table, states, pools).shape == (2, 2, BINARY.num_nodes)
     return seen.found
@@ -317,13 +316,24 @@ def run_without_numbers(kind, device):
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_tensor_of_a_draft_lies_on_its_device(kind):
     """The device that computes nothing: what is made elsewhere stands out."""
-    assert run_without_numbers(kind, "meta") == []
+    assert run_without_numbers(kind, "meta", nullcontext()) == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_have_shapes_without_numbers(kind):
-    with FakeTensorMode():
-        assert run_without_numbers(kind, "cpu") == []
+    """Fake tensors raise wherever a number is asked for."""
+    assert run_without_numbers(kind, "cpu", FakeTensorMode(allow_non_fake_inputs=True)) == []
+
+
+@pytest.mark.parametrize("kind", ["eagle", "model"])
+def test_whatever_leaves_the_device_is_noticed(monkeypatch, kind):
+    """Negative control."""
+    going = DraftStep._going
+    monkeypatch.setattr(
+        DraftStep, "_going", lambda self, *given: going(self, *given) & torch.ones(2, 1, dtype=torch.bool, device="cpu")
+    )
+    with pytest.raises((RuntimeError, NotImplementedError, AssertionError)):
+        assert run_without_numbers(kind, "meta", nullcontext()) == []
 
 
 # Decoders
