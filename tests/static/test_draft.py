@@ -28,7 +28,7 @@ from arbordraft import (
 )
 from arbordraft.deciders import EntropyBound, NodeBudget
 from arbordraft.drafters.eagle import HeadOnRows
-from arbordraft.drafters.language_model import ModelOnRows
+from arbordraft.drafters.whole import ModelOnRows
 from arbordraft.heads.eagle import EagleConfig, EagleHead
 from arbordraft.laws import IID
 from arbordraft.static import drafting
@@ -84,6 +84,22 @@ def test_by_any_plan(drafts, kind, plan):
     assert (check(*pair(kind), BINARY, PLANS[plan], **GREEDY) > 0) == (plan != "nothing")
     assert len(drafts) == 3 * (plan != "nothing")
     assert set(drafts[1:]) <= {3 if plan == "levels" else 4}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_as_many_levels_run_as_some_sample_may_have(monkeypatch, kind):
+    """And what they leave in the cache is what later steps find there."""
+    sizes, forward = [], DraftStep.forward
+
+    def seen(self, *inputs):
+        found = forward(self, *inputs)
+        sizes.append(found.shape[2])
+        return found
+
+    monkeypatch.setattr(DraftStep, "forward", seen)
+    levels = iter([1, 1, 3, 3, 2, 2])
+    assert check(*pair(kind), BINARY, lambda situation: at_most([next(levels)] * 4)(situation), **GREEDY) > 0
+    assert sizes == [3, 15, 7]
 
 
 @pytest.mark.parametrize("plan", ["everything", "levels", "large budget", "dear rows"])
@@ -329,9 +345,11 @@ def test_drafts_have_shapes_without_numbers(kind):
 def test_whatever_leaves_the_device_is_noticed(monkeypatch, kind):
     """Negative control."""
     going = DraftStep._going
-    monkeypatch.setattr(
-        DraftStep, "_going", lambda self, *given: going(self, *given) & torch.ones(2, 1, dtype=torch.bool, device="cpu")
-    )
+
+    def elsewhere(self, *given):
+        return going(self, *given) & torch.ones(2, 1, dtype=torch.bool, device="cpu")
+
+    monkeypatch.setattr(DraftStep, "_going", elsewhere)
     with pytest.raises((RuntimeError, NotImplementedError, AssertionError)):
         assert run_without_numbers(kind, "meta", nullcontext()) == []
 
@@ -385,8 +403,8 @@ def test_wrong_drafts_change_no_text(monkeypatch, spoiled):
     expected, right = decode(decoder(), **SAMPLED)
     drafted = StaticDrafts._drafted
 
-    def wrong(self, tokens, chances):
-        return drafted(self, [[t if t < 0 else (t + spoiled) % VOCAB for t in row] for row in tokens], chances)
+    def wrong(self, tokens, *others):
+        return drafted(self, [[t if t < 0 else (t + spoiled) % VOCAB for t in row] for row in tokens], *others)
 
     monkeypatch.setattr(StaticDrafts, "_drafted", wrong)
     found, stats = decode(decoder(), **SAMPLED)
@@ -474,7 +492,7 @@ def test_drafts_are_recorded_once_and_replayed(drafts, recorded, name, settings)
     static = on_a_gpu(decoder(name))
     assert decode(static, **settings)[0] == expected
     made, first = recorded.made, len(drafts)
-    assert made <= 3 + 1  # three samples, two, one; and a cache that has grown
+    assert made <= 2 * 3 + 1  # of three samples or two, and one; of all levels, two and one; a cache that has grown
     assert recorded.replays == first
     assert decode(static, **settings)[0] == expected
     assert recorded.made == made, "pools stay where they are"

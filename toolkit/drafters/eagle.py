@@ -193,7 +193,7 @@ class HeadOnRows:
         """``[D]``; ``None`` if all tokens can be drafted."""
         return None if len(self.head.d2t) == self.vocab_size else self.head.tokens
 
-    def pools(self, cache: RaggedKVCache) -> list[Tensor]:
+    def pools(self, cache: RaggedKVCache, dummy: int) -> list[Tensor]:
         """Keys and values of the head's layer."""
         shape = self._attention.kv_heads, self._attention.dim
         return list(cache.pools(0, shape, torch.empty(0, dtype=self.dtype, device=self.device)))
@@ -208,16 +208,18 @@ class HeadOnRows:
         self, tokens: Tensor, hidden: Tensor, batch: RaggedBatch, cache: RaggedKVCache, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """``[R, V]`` logits, the ``[R, H]`` that they were made from, and the ``[R, H]`` output of the layer."""
-        ragged = Forward(batch.to(self.device), cache, self.target.backend == "native")
-        out = self._layer(tokens.to(self.device), hidden, ragged.batch.positions, ragged, rows)
+        batch = batch.to(hidden.device)
+        ragged = Forward(batch, cache, self.target.backend == "native")
+        out = self._layer(tokens.to(hidden.device), hidden, batch.positions, ragged, rows)
         final = self.head.norm(out)
         return self.head.widen(self.head.lm_head(final)), final, out
 
     @torch.no_grad()
     def run(
-        self, tokens: Tensor, hidden: Tensor, positions: Tensor, ragged: Attending, rows: Tensor | None = None
+        self, tokens: Tensor, hidden: Tensor | None, positions: Tensor, ragged: Attending, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See :class:`~arbordraft.drafters.whole.DraftNetwork`; ``D`` is the head's own vocabulary."""
+        """See :class:`~arbordraft.drafters.whole.DraftNetwork`."""
+        assert hidden is not None
         out = self._layer(tokens, hidden, positions, ragged, rows)
         return self.head.lm_head(self.head.norm(out)), out
 

@@ -11,17 +11,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from arbordraft.checkpoints import load_causal_lm, load_tokenizer
 from arbordraft.drafters.base import Drafter, Garden, check_ragged, grow, plan_level, unread
 from arbordraft.drafters.fused import fused_model
-from arbordraft.drafters.whole import Missing, feed, feed_static, grow_whole
+from arbordraft.drafters.whole import Missing, ModelOnRows, feed, feed_static, grow_whole
 from arbordraft.kernels.draft_tree import Drafted, DraftRun, Draws, Growth
 from arbordraft.laws import DraftLaw
 from arbordraft.onnx_networks import OnnxModel
 from arbordraft.target.cache import RaggedKVCache
-from arbordraft.target.hook import Attending, UnsupportedModel
+from arbordraft.target.hook import UnsupportedModel
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.observation import decoder_list
 from arbordraft.types import DraftContext, DraftTree, Verdict
@@ -212,64 +212,6 @@ class LanguageModelDrafter(Drafter):
     @staticmethod
     def _fitted(logits: Tensor, context: DraftContext) -> Tensor:
         return logits if context.vocab_size is None else fit_logits(logits, context.vocab_size)
-
-
-@dataclass(frozen=True)
-class ModelOnRows:
-    """A causal LM as fixed shapes run it: see :class:`~arbordraft.drafters.whole.DraftNetwork`.
-
-    Args:
-        model: the draft model.
-        network: its modules as they are now.
-    """
-
-    model: RaggedModel
-    network: nn.Module
-    states = 0
-    vocabulary = None
-
-    def __repr__(self) -> str:
-        return type(self.model.model).__name__
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model is."""
-        return self.model.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the model."""
-        return self.model.model.dtype  # type: ignore[return-value]
-
-    @property
-    def vocab_size(self) -> int:
-        """Its token ids, which are the target's."""
-        return self.model.vocab_size
-
-    def pools(self, cache: RaggedKVCache) -> list[Tensor]:
-        """Keys and values of all layers; what they are like is seen in a forward."""
-        if next(cache.buffers(), None) is None:
-            probe = cache.open(1)
-            self.model.prefill({probe: [0]}, cache)
-            cache.close(probe)
-        return cache.layers(self.model.num_layers)
-
-    def fuse(self, states: Tensor) -> Tensor:
-        """Not asked for."""
-        return states
-
-    def run(
-        self, tokens: Tensor, hidden: Tensor | None, positions: Tensor, ragged: Attending, rows: Tensor | None = None
-    ) -> tuple[Tensor, None]:
-        """``[R, V]`` logits; ``hidden`` is of no account."""
-        output = self.network(
-            input_ids=tokens[None],
-            position_ids=positions[None],
-            use_cache=False,
-            logits_to_keep=slice(None) if rows is None else rows,
-            ragged=ragged,
-        )
-        return output.logits[0], None
 
 
 def _missing(state: _State, context: DraftContext, sample: int) -> Sequence[int]:

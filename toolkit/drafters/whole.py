@@ -5,17 +5,19 @@ Shapes: S samples that draft, T packed rows, R of them, F hidden states side by 
 
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from arbordraft.drafters.base import Drafter, Garden
 from arbordraft.kernels.draft_tree import Drafted, DraftRun, Draws, Growth, usable
 from arbordraft.sampling import GumbelNoise
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.hook import Attending
+from arbordraft.target.model import RaggedModel
 from arbordraft.types import DraftContext, DraftTree, Plan, WholeDrafts
 
 CHUNK = 2048  # rows of a call, which bounds its memory
@@ -51,8 +53,8 @@ class DraftNetwork(Protocol):
     @property
     def vocabulary(self) -> Tensor | None: ...
 
-    def pools(self, cache: RaggedKVCache) -> list[Tensor]:
-        """Keys and values of its layers in a cache, which need not have any yet."""
+    def pools(self, cache: RaggedKVCache, dummy: int) -> list[Tensor]:
+        """Keys and values of its layers in a cache, which need not have any yet; ``dummy`` has room for a token."""
 
     def fuse(self, states: Tensor) -> Tensor:
         """``[T, F]`` states of the target as the ``[T, H]`` that it reads; unless it reads none."""
@@ -72,6 +74,62 @@ class DraftNetwork(Protocol):
         Returns:
             ``[R, D]`` logits, and the ``[R, H]`` output that its next rows read, if they read any.
         """
+
+
+@dataclass(frozen=True)
+class ModelOnRows:
+    """A causal LM as fixed shapes run it: a :class:`DraftNetwork`.
+
+    Args:
+        model: the draft model.
+        network: its modules as they are now.
+    """
+
+    model: RaggedModel
+    network: nn.Module
+    states = 0
+    vocabulary = None
+
+    def __repr__(self) -> str:
+        return type(self.model.model).__name__
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the model."""
+        return self.model.model.dtype
+
+    @property
+    def vocab_size(self) -> int:
+        """Its token ids, which are the target's."""
+        return self.model.vocab_size
+
+    def pools(self, cache: RaggedKVCache, dummy: int) -> list[Tensor]:
+        """Keys and values of all layers; what they are like is seen in a forward."""
+        if next(cache.buffers(), None) is None:
+            self.model.prefill({dummy: [0]}, cache)
+        return cache.layers(self.model.num_layers)
+
+    def fuse(self, states: Tensor) -> Tensor:
+        """Not asked for."""
+        return states
+
+    def run(
+        self, tokens: Tensor, hidden: Tensor | None, positions: Tensor, ragged: Attending, rows: Tensor | None = None
+    ) -> tuple[Tensor, None]:
+        """``[R, V]`` logits; ``hidden`` is of no account."""
+        output = self.network(
+            input_ids=tokens[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=slice(None) if rows is None else rows,
+            ragged=ragged,
+        )
+        return output.logits[0], None
 
 
 def grow_whole(
@@ -220,4 +278,4 @@ def feed_static(
     return static(network, cache, late, growth, draws)
 
 
-__all__ = ["CHUNK", "DraftNetwork", "Missing", "caught_up", "feed", "feed_static", "grow_whole"]
+__all__ = ["CHUNK", "DraftNetwork", "Missing", "ModelOnRows", "caught_up", "feed", "feed_static", "grow_whole"]

@@ -1,10 +1,10 @@
 """The whole draft of a step in fixed shapes: every level of every tree, without a question to the host.
 
 What is different from step to step stands in one table: committed tokens that the drafter's cache lacks, and how far
-the trees go on. All levels of the topology run for all samples. What does not go on runs along and is not planted.
+the trees go on. All nodes of a level run for all samples. What does not go on runs along, and is not planted.
 
-Shapes: S samples, C rows to catch up with of each, K levels, N topology nodes; at some depth m nodes, n of which have
-children, k at most; R rows, H hidden size, V vocabulary, D outputs of the drafter's head.
+Shapes: S samples, C rows to catch up with of each, K levels, N nodes of the topology down to these; at some depth m
+nodes, n of which have children, k at most; R rows, H hidden size, V vocabulary, D outputs of the drafter's head.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ class DraftBucket(Table):
     Args:
         samples: S.
         rows: C.
-        depth: K.
+        depth: K, at least 1.
     """
 
     reals: ClassVar = frozenset({"temperature", "weight", "trust", "next", "prices"})
@@ -166,7 +166,7 @@ class DraftStep(nn.Module):
 
     Args:
         network: the drafting model.
-        topology: the trees' shape, with one level at least.
+        topology: the trees' shape, of which K levels are drafted.
         bucket: the other shapes.
         shared: tokens are drawn with the noise that the target shares.
         longest: about the longest prefix: how attention is split follows from it.
@@ -178,7 +178,7 @@ class DraftStep(nn.Module):
         super().__init__()
         self.network, self.bucket, self.shared, self.longest = network, bucket, shared, longest
         mask = SlicedCausalMask(topology)
-        self.levels = nn.ModuleList(_Level(topology, mask, depth) for depth in range(topology.max_depth))
+        self.levels = nn.ModuleList(_Level(topology, mask, depth) for depth in range(bucket.depth))
         self.levels.to(network.device)
 
     def forward(self, table: Tensor, states: Tensor, pools: Pools) -> Tensor:

@@ -11,17 +11,16 @@ import torch
 from torch import Tensor
 
 from arbordraft.drafters.whole import DraftNetwork, Missing, caught_up
-from arbordraft.kernels import choice
 from arbordraft.kernels.draft_tree import Drafted, Draws, Growth
 from arbordraft.static.bucket import power_of_two
 from arbordraft.static.cache import StaticCache
 from arbordraft.static.draft import DraftBucket, DraftStep
-from arbordraft.static.recording import record
+from arbordraft.static.recording import check_kernels, record
 from arbordraft.static.step import Pools, compiled
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.topology import TreeTopology
 
-_MOST_RUNNERS = 16  # each has buffers and perhaps a graph
+_MOST_RUNNERS = 32  # each has buffers and perhaps a graph
 
 
 class _Runner:
@@ -65,7 +64,8 @@ class _Runner:
 class StaticDrafts:
     """Grows the trees of a step in one run of fixed shapes: see :class:`~arbordraft.types.WholeDrafts`.
 
-    The number of samples is rounded up to a power of two; the topology says all the rest.
+    The number of samples is rounded up to a power of two, and as many levels run as some sample may have. The topology
+    says all the rest.
 
     Args:
         topology: the trees' shape.
@@ -113,41 +113,42 @@ class StaticDrafts:
         # Rows behind a sample's last one are written to as well.
         wanted = [max(count + len(self._inner), self.rows) for count in counts]
         places = cache.reserve(list(missing), wanted)
-        pools = network.pools(cache)
+        pools = network.pools(cache, cache.dummy)
         samples = power_of_two(len(missing))
         spare = [cache.dummy_start + 1 + number * self.each for number in range(samples - len(missing))]
         with self._lock:  # the buffers of a draft serve one batch at a time
-            runner = self._runner(network, samples, draws is not None, cache.longest)
+            runner = self._runner(network, samples, max(growth.levels), draws is not None, cache.longest)
             runner.step.bucket.fill(runner.host, list(missing.values()), places, growth, draws, spare)
             if network.states:
                 states = [part for _, part in missing.values() if part is not None]
                 runner.states[: sum(counts)].copy_(torch.cat(states))
             tokens, chances = runner(pools).tolist()
         caught_up(cache, missing)
-        return self._drafted(tokens[: len(missing)], chances[: len(missing)])
+        return self._drafted(tokens[: len(missing)], chances[: len(missing)], runner.step.bucket.depth)
 
-    def _drafted(self, tokens: Sequence[Sequence[float]], chances: Sequence[Sequence[float]]) -> Drafted:
+    def _drafted(self, tokens: Sequence[Sequence[float]], chances: Sequence[Sequence[float]], depth: int) -> Drafted:
         found = [
             ([sample, node, int(token)], chances[sample][node])
             for sample, row in enumerate(tokens)
             for node, token in enumerate(row)
             if node and token >= 0
         ]
-        fed = [[sample, node] for sample in range(len(tokens)) for node in self._inner]
+        nodes = self.topology.levels[depth].start  # above the last level, whose nodes were planted and not run
+        fed = [[sample, node] for sample in range(len(tokens)) for node in self._inner if node < nodes]
         broken = int(sum(row[0] for row in chances))
         return Drafted([place for place, _ in found], [chance for _, chance in found], fed, broken)
 
-    def _runner(self, network: DraftNetwork, samples: int, shared: bool, longest: int) -> _Runner:
-        key = (network, samples, shared, longest)
+    def _runner(self, network: DraftNetwork, samples: int, depth: int, shared: bool, longest: int) -> _Runner:
+        bucket = DraftBucket(samples, self.rows, depth)
+        key = (network, bucket, shared, longest)
         runner = self._runners.pop(key, None)
         if runner is None:
-            bucket = DraftBucket(samples, self.rows, self.topology.max_depth)
             step = DraftStep(network, self.topology, bucket, shared=shared, longest=longest)
             runner = _Runner(step, self.compiler, self._memory)
         self._runners[key] = runner  # at the end: the first one is the one least recently used
         if len(self._runners) > _MOST_RUNNERS:
             del self._runners[next(iter(self._runners))]
-        choice.wants_triton("static_draft", runner.table)
+        check_kernels("static_draft", runner.table)
         return runner
 
 

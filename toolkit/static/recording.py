@@ -4,11 +4,19 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
+from arbordraft.kernels import choice
 from arbordraft.target.hook import UnsupportedModel
 
 INSTEAD = "build the decoder with buckets=None"
 Out = TypeVar("Out")
+
+
+def check_kernels(operator: str, tensor: Tensor) -> None:
+    """Raises ValueError if the kernels that run on a tensor's device would ask the host; counts what runs."""
+    if not choice.wants_triton(operator, tensor) and tensor.is_cuda:
+        raise ValueError(f"without Triton a step asks the host: use kernels 'auto' or 'triton', or {INSTEAD}")
 
 
 def record(run: Callable[[], Out], memory: Any, what: str) -> tuple[torch.cuda.CUDAGraph, Out]:
@@ -40,4 +48,4 @@ def record(run: Callable[[], Out], memory: Any, what: str) -> tuple[torch.cuda.C
     return graph, out
 
 
-__all__ = ["INSTEAD", "record"]
+__all__ = ["INSTEAD", "check_kernels", "record"]

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from arbordraft.coupling import Coupling
 from arbordraft.drafters import Drafter
-from arbordraft.kernels import choice
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.laws import DraftLaw
 from arbordraft.processors import Warp
@@ -21,7 +20,7 @@ from arbordraft.sampling import GumbelNoise, Noise
 from arbordraft.static.bucket import Bucket, bucket_sizes, fitting, power_of_two
 from arbordraft.static.cache import StaticCache
 from arbordraft.static.drafting import StaticDrafts
-from arbordraft.static.recording import INSTEAD, record
+from arbordraft.static.recording import INSTEAD, check_kernels, record
 from arbordraft.static.step import Call, Pools, StaticStep, StepKind, compiled
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
@@ -270,8 +269,7 @@ class StaticStepping:
         self._runners[bucket, kind] = runner  # at the end: the first one is the one least recently used
         if len(self._runners) > _MOST_RUNNERS:
             del self._runners[next(iter(self._runners))]
-        if not choice.wants_triton("static_step", runner.table) and runner.table.is_cuda:
-            raise ValueError(f"without Triton a step asks the host: use kernels 'auto' or 'triton', or {INSTEAD}")
+        check_kernels("static_step", runner.table)
         return runner
 
 
