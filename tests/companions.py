@@ -1,6 +1,7 @@
 """A target with drafters trained for it in a moment, the rows they should draft from, and rounds without a decoder."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -13,6 +14,8 @@ from transformers import PreTrainedModel
 from arbordraft import RaggedModel, TreeTopology
 from arbordraft.drafters import Drafter
 from arbordraft.masks import stack_words
+from arbordraft.static.cache import StaticCache
+from arbordraft.static.drafting import StaticDrafts
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.training.batches import Batch
 from arbordraft.training.features import FreshFeatures
@@ -197,12 +200,19 @@ class Rounds:
         drafter: the drafter.
         target: its target.
         prompts: the texts to begin with.
+        static: drafts whole trees in fixed shapes.
     """
 
-    def __init__(self, drafter: Drafter, target: RaggedModel, prompts: Sequence[Sequence[int]]) -> None:
-        self.drafter, self.target = drafter, target
+    def __init__(
+        self,
+        drafter: Drafter,
+        target: RaggedModel,
+        prompts: Sequence[Sequence[int]],
+        static: StaticDrafts | None = None,
+    ) -> None:
+        self.drafter, self.target, self.static = drafter, target, static
         self.tokens = [list(prompt) for prompt in prompts]
-        self.cache = RaggedKVCache()
+        self.cache = StaticCache(None, static.spare(len(prompts))) if static else RaggedKVCache()
         self.handles = [self.cache.open(len(prompt)) for prompt in prompts]
         known = {handle: prompt[:-1] for handle, prompt in zip(self.handles, self.tokens, strict=True)}
         hidden = target.prefill(known, self.cache, hidden=drafter.hidden_layers)
@@ -216,7 +226,8 @@ class Rounds:
     def propose(self, topology: TreeTopology, law, **options) -> DraftTree:
         """The drafter's trees; finished samples get none."""
         room = [topology.max_depth if handle in self.cache else None for handle in self.handles]
-        self.context = context(self.tokens, topology, law, **{"room": room, **options})
+        given = context(self.tokens, topology, law, **{"room": room, **options})
+        self.context = replace(given, static=self.static)
         return self.drafter.propose(self.state, self.context)
 
     def commit(self, tree: DraftTree, ends: Sequence[int | None]) -> None:

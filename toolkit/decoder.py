@@ -60,8 +60,9 @@ class SpeculativeDecoder(Stepper):
         buckets: numbers of rows, such as ``(8, 16, 32, 64)``. Each step is then padded to the smallest one that holds
             its trees (above the largest, to the next power of two) and never asks the host between the upload of its
             trees and the download of its verdicts; on a GPU it is recorded once per shape as a CUDA graph, which
-            replays. ``stats.pad_rows`` counts the padding. Sampling then takes shared noise or recursive rejection (or
-            ``TopTailRule``), and processors that look at the scores alone.
+            replays. So are the drafts of EAGLE heads and draft models, where the most probable tokens are drafted and
+            the decider plans beforehand. ``stats.pad_rows`` counts the target's padding. Sampling then takes shared
+            noise or recursive rejection (or ``TopTailRule``), and processors that look at the scores alone.
         compiler: compile these steps with this backend of ``torch.compile``, such as ``"inductor"``.
 
     Attributes:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 
+from arbordraft.kernels.draft_tree import Drafted, Draws, Growth
 from arbordraft.laws import DraftLaw
 from arbordraft.masks import SlicedCausalMask
 from arbordraft.sampling import GumbelNoise, Noise
@@ -386,6 +387,29 @@ class Plan:
         return cls(levels, ones, ones, **limits)
 
 
+class WholeDrafts(Protocol):
+    """Grows the trees of a step with a drafter's network, all levels at once.
+
+    Attributes:
+        rows: most tokens that a sample's cache may lack.
+    """
+
+    rows: int
+
+    def __call__(
+        self, network: Any, cache: Any, missing: Mapping[int, Any], growth: Growth, draws: Draws | None
+    ) -> Drafted:
+        """Feeds what is missing, which is committed, and grows the trees.
+
+        Args:
+            network: a :class:`~arbordraft.drafters.whole.DraftNetwork`.
+            cache: the drafter's, which was made beside the target's.
+            missing: by handle, in the order of ``growth``; see :data:`~arbordraft.drafters.whole.Missing`.
+            growth: how far trees go on.
+            draws: how tokens are drawn.
+        """
+
+
 @dataclass(frozen=True)
 class DraftContext:
     """All a drafter may know about the step it drafts for.
@@ -414,6 +438,7 @@ class DraftContext:
         behind: committed tokens of every sample that the drafter has not read, if there are any.
         closed: whether nobody else will join the batch, so that it counts which sample ends last.
         places: by sample, its stateful processors behind the committed tokens; ``None`` where it has none.
+        static: grows whole trees in fixed shapes, as the target's steps have them; ``None`` where steps have not.
     """
 
     tokens: Sequence[Sequence[int]]
@@ -434,3 +459,4 @@ class DraftContext:
     behind: Sequence[int] = ()
     closed: bool = False
     places: Sequence[PathState | None] = ()
+    static: WholeDrafts | None = None

@@ -4,7 +4,9 @@ Shapes: T packed rows, R rows whose predictions are wanted, F hidden states side
 """
 
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,11 +15,12 @@ from torch import Tensor
 from arbordraft.drafters.base import Garden, check_ragged, expect, grow, plan_level
 from arbordraft.drafters.fused import FusedEagle, fusible
 from arbordraft.drafters.slots import SlotDrafter, SlotState
-from arbordraft.drafters.whole import feed, grow_whole
+from arbordraft.drafters.whole import Missing, feed, feed_static, grow_whole
 from arbordraft.kernels.draft_tree import Drafted, Draws, Growth
-from arbordraft.kernels.ragged_tree_attention import RaggedBatch, ragged_tree_attention
+from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.onnx_networks import OnnxEagle
 from arbordraft.target.cache import RaggedKVCache
+from arbordraft.target.hook import Attending, AttentionCall, Forward
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.stand_ins import prepack_linears
 from arbordraft.types import DraftContext, DraftTree, Verdict
@@ -88,13 +91,12 @@ class EagleDrafter(SlotDrafter):
             for limit, tokens in zip(context.room, context.tokens, strict=True)
         ]
         context = replace(context, room=room, behind=self.behind(state, context))
-        network = self._network
-        if isinstance(network, FusedEagle):
+        if (feeding := self._in_one_call(state, context)) is not None:
             able = [sample for sample, limit in enumerate(room) if limit]
 
             def run(samples: list[int], growth: Growth, draws: Draws | None) -> Drafted:
                 lacking = {state.handles[sample]: self.missing(state, context, sample) for sample in samples}
-                return feed(network.run, state.cache, lacking, growth, draws)
+                return feeding(lacking, growth, draws)
 
             if (whole := grow_whole(context, self, able, run)) is not None:
                 return whole[0]
@@ -103,6 +105,15 @@ class EagleDrafter(SlotDrafter):
     def commit(self, state: _State, tree: DraftTree, verdict: Verdict) -> None:
         state.cache.drop(list(state.handles.values()))
         state.fed, state.hidden = {}, {}
+
+    def _in_one_call(self, state: _State, context: DraftContext) -> Callable[..., Drafted] | None:
+        """What grows whole trees, given what slots lack."""
+        network, static = self._network, context.static
+        if isinstance(network, FusedEagle):
+            return partial(feed, network.run, state.cache)
+        if static is None or not isinstance(network, HeadOnRows):
+            return None
+        return partial(feed_static, static, network, partial(self._fill, state), state.cache)
 
     def _run(self, state: _State, garden: Garden, frontier: dict[int, list[int]]) -> Tensor:
         if next(iter(frontier)) not in state.fed:
@@ -120,12 +131,18 @@ class EagleDrafter(SlotDrafter):
 
     def _catch_up(self, state: _State, context: DraftContext, samples: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Fills the slots of committed tokens; the last one of each sample predicts the children of its root."""
-        handles = [state.handles[sample] for sample in samples]
-        lacking = [self.missing(state, context, sample) for sample in samples]
-        missing = {handle: tokens for handle, (tokens, _) in zip(handles, lacking, strict=True)}
-        fused = self._network.fuse(torch.cat([states for _, states in lacking]))
-        inputs = dict(zip(handles, fused.split([len(tokens) for tokens in missing.values()]), strict=True))
+        last = self._fill(state, {state.handles[s]: self.missing(state, context, s) for s in samples})
+        state.fed |= {sample: [] for sample in samples}
+        rows = [last[state.handles[sample]] for sample in samples]
+        logits, final, out = (torch.stack(parts) for parts in zip(*rows, strict=True))
+        return logits, final, out
+
+    def _fill(self, state: _State, lacking: Mapping[int, Missing]) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
+        """Fills slots, by handle; what the network finds at the last one of each."""
         last: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        missing = {handle: tokens for handle, (tokens, _) in lacking.items()}
+        fused = self._network.fuse(torch.cat([states for _, states in lacking.values() if states is not None]))
+        inputs = dict(zip(missing, fused.split([len(tokens) for tokens in missing.values()]), strict=True))
         for part, tokens, batch in state.cache.portions(missing, self._network.chunk):
             counts = [len(row) for row in part.values()]
             hidden = [inputs[handle][:count] for handle, count in zip(part, counts, strict=True)]
@@ -133,9 +150,7 @@ class EagleDrafter(SlotDrafter):
             ends = torch.tensor(counts).cumsum(0) - 1
             outputs = self._network(tokens, torch.cat(hidden), batch, state.cache, ends)
             last |= dict(zip(part, zip(*outputs, strict=True), strict=True))
-        state.fed |= {sample: [] for sample in samples}
-        logits, final, out = (torch.stack(rows) for rows in zip(*(last[handle] for handle in handles), strict=True))
-        return logits, final, out
+        return last
 
 
 def on_rows(head: "EagleHead", target: RaggedModel) -> "FusedEagle | HeadOnRows":
@@ -154,7 +169,34 @@ class HeadOnRows:
 
     def __init__(self, head: "EagleHead", target: RaggedModel) -> None:
         self.head, self.target = head, target
-        self._native = target.backend == "native"
+        config = head.config
+        self.states = len(config.hidden_layers or ()) * config.target_hidden_size
+        self.vocab_size = config.vocab_size
+        heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self._attention = AttentionCall(heads, kv_heads, dim, dim, dim**-0.5, None, None, None)
+
+    def __repr__(self) -> str:
+        return type(self.head).__name__
+
+    @property
+    def device(self) -> torch.device:
+        """Where the head is."""
+        return self.head.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the head."""
+        return self.head.dtype
+
+    @property
+    def vocabulary(self) -> Tensor | None:
+        """``[D]``; ``None`` if all tokens can be drafted."""
+        return None if len(self.head.d2t) == self.vocab_size else self.head.tokens
+
+    def pools(self, cache: RaggedKVCache, dummy: int) -> list[Tensor]:
+        """Keys and values of the head's layer."""
+        shape = self._attention.kv_heads, self._attention.dim
+        return list(cache.pools(0, shape, torch.empty(0, dtype=self.dtype, device=self.device)))
 
     @torch.no_grad()
     def fuse(self, states: Tensor) -> Tensor:
@@ -167,13 +209,26 @@ class HeadOnRows:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """``[R, V]`` logits, the ``[R, H]`` that they were made from, and the ``[R, H]`` output of the layer."""
         batch = batch.to(hidden.device)
-        embeddings = self.target.model.get_input_embeddings()(tokens.to(hidden.device)).to(hidden.dtype)
-        rotary = self.head.rotary(batch.positions, hidden.dtype)
-        query, key, value = self.head.queries_keys_values(embeddings, hidden, rotary)
-        keys, values = cache.write(0, key, value, batch.slots)
-        scale = self.head.config.head_dim**-0.5
-        attended = ragged_tree_attention(query, keys, values, batch, scale=scale, use_native=self._native)
-        out = self.head.finish(hidden, attended.flatten(1))
-        out = out if rows is None else out[rows]
+        ragged = Forward(batch, cache, self.target.backend == "native")
+        out = self._layer(tokens.to(hidden.device), hidden, batch.positions, ragged, rows)
         final = self.head.norm(out)
         return self.head.widen(self.head.lm_head(final)), final, out
+
+    @torch.no_grad()
+    def run(
+        self, tokens: Tensor, hidden: Tensor | None, positions: Tensor, ragged: Attending, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """See :class:`~arbordraft.drafters.whole.DraftNetwork`."""
+        assert hidden is not None
+        out = self._layer(tokens, hidden, positions, ragged, rows)
+        return self.head.lm_head(self.head.norm(out)), out
+
+    def _layer(
+        self, tokens: Tensor, hidden: Tensor, positions: Tensor, ragged: Attending, rows: Tensor | None
+    ) -> Tensor:
+        embeddings = self.target.model.get_input_embeddings()(tokens).to(hidden.dtype)
+        rotary = self.head.rotary(positions, hidden.dtype)
+        query, key, value = self.head.queries_keys_values(embeddings, hidden, rotary)
+        attended = ragged.attend(0, query, key, value, self._attention)
+        out = self.head.finish(hidden, attended.flatten(1))
+        return out if rows is None else out[rows]

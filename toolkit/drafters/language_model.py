@@ -4,9 +4,10 @@ Shapes: T packed rows, R frontier nodes, V vocabulary.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from arbordraft.checkpoints import load_causal_lm, load_tokenizer
 from arbordraft.drafters.base import Drafter, Garden, check_ragged, grow, plan_level, unread
 from arbordraft.drafters.fused import fused_model
-from arbordraft.drafters.whole import Missing, feed, grow_whole
+from arbordraft.drafters.whole import Missing, ModelOnRows, feed, feed_static, grow_whole
 from arbordraft.kernels.draft_tree import Drafted, DraftRun, Draws, Growth
 from arbordraft.laws import DraftLaw
 from arbordraft.onnx_networks import OnnxModel
@@ -116,7 +117,7 @@ class LanguageModelDrafter(Drafter):
             )
 
     def open(self, target_cache: RaggedKVCache) -> _State:
-        return _State(target_cache, RaggedKVCache(target_cache.max_tokens))
+        return _State(target_cache, target_cache.beside(self))
 
     def join(self, state: _State, sample: int, tokens: Sequence[int], handle: int) -> None:
         state.handles[sample] = state.cache.open(state.target.capacity(handle))
@@ -137,15 +138,14 @@ class LanguageModelDrafter(Drafter):
 
     def propose(self, state: _State, context: DraftContext) -> DraftTree:
         context = replace(context, behind=self.behind(state, context))
-        fused = self._in_one_call()
-        if fused is not None and context.vocab_size in (None, self.model.vocab_size):
+        if (feeding := self._feeding(state, context)) is not None:
 
             def run(samples: list[int], growth: Growth, draws: Draws | None) -> Drafted:
                 lacking: dict[int, Missing] = {}
                 for sample in samples:
                     handle = state.handles[sample]
                     lacking[handle] = self._readable(_missing(state, context, sample)).tolist(), None
-                return feed(fused, state.cache, lacking, growth, draws)
+                return feeding(lacking, growth, draws)
 
             able = [sample for sample, room in enumerate(context.room) if room]
             if (whole := grow_whole(context, self, able, run)) is not None:
@@ -172,6 +172,21 @@ class LanguageModelDrafter(Drafter):
         if self._fused[0] is not self.model.prepacking:
             self._fused = self.model.prepacking, fused_model(self.model)
         return self._fused[1]
+
+    def _feeding(self, state: _State, context: DraftContext) -> Callable[..., Drafted] | None:
+        """What grows whole trees, given what the cache lacks."""
+        model, static = self.model, context.static
+        if not isinstance(model, RaggedModel) or context.vocab_size not in (None, model.vocab_size):
+            return None
+        if (fused := self._in_one_call()) is not None:
+            return partial(feed, fused, state.cache)
+        if static is None or model.backend != "torch":
+            return None
+
+        def read(early: Mapping[int, Missing]) -> None:
+            model.prefill({handle: tokens for handle, (tokens, _) in early.items()}, state.cache)
+
+        return partial(feed_static, static, ModelOnRows(model, model.network()), read, state.cache)
 
     def _run(self, state: _State, garden: Garden, frontier: dict[int, list[int]]) -> Tensor:
         if next(iter(frontier)) not in state.fed:

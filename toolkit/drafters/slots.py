@@ -51,7 +51,7 @@ class SlotDrafter(HeadDrafter):
         self.max_positions = head.config.max_position_embeddings
 
     def open(self, target_cache: RaggedKVCache) -> Any:
-        return self.state_class(target_cache, RaggedKVCache(target_cache.max_tokens))
+        return self.state_class(target_cache, target_cache.beside(self))
 
     def join(self, state: Any, sample: int, tokens: Sequence[int], handle: int) -> None:
         state.handles[sample] = state.cache.open(state.target.capacity(handle))

@@ -1,26 +1,135 @@
-"""Whole draft trees in one call of the native kernels, where what is wanted can be told in numbers.
+"""Whole draft trees in one call, of native kernels or in fixed shapes, where what is wanted can be told in numbers.
 
-Shapes: S samples that draft.
+Shapes: S samples that draft, T packed rows, R of them, F hidden states side by side, H hidden size, D outputs.
 """
 
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from arbordraft.drafters.base import Drafter, Garden
 from arbordraft.kernels.draft_tree import Drafted, DraftRun, Draws, Growth, usable
 from arbordraft.sampling import GumbelNoise
 from arbordraft.target.cache import RaggedKVCache
-from arbordraft.types import DraftContext, DraftTree, Plan
+from arbordraft.target.hook import Attending
+from arbordraft.target.model import RaggedModel
+from arbordraft.types import DraftContext, DraftTree, Plan, WholeDrafts
 
 CHUNK = 2048  # rows of a call, which bounds its memory
 
 Missing = tuple[
     Sequence[int], Tensor | None
 ]  # committed tokens that a cache lacks, and the target's states beside them
+
+
+class DraftNetwork(Protocol):
+    """A drafting model as fixed shapes run it: by operations on its device alone.
+
+    Attributes:
+        device: where it is.
+        dtype: of what it reads and writes.
+        states: F; 0 if it reads no states of the target.
+        vocab_size: the target's token ids.
+        vocabulary: ``[D]`` tokens of its outputs; ``None`` for 0 to D - 1.
+    """
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def states(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def vocabulary(self) -> Tensor | None: ...
+
+    def pools(self, cache: RaggedKVCache, dummy: int) -> list[Tensor]:
+        """Keys and values of its layers in a cache, which need not have any yet; ``dummy`` has room for a token."""
+
+    def fuse(self, states: Tensor) -> Tensor:
+        """``[T, F]`` states of the target as the ``[T, H]`` that it reads; unless it reads none."""
+
+    def run(
+        self, tokens: Tensor, hidden: Tensor | None, positions: Tensor, ragged: Attending, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Runs packed rows.
+
+        Args:
+            tokens: ``[T]``.
+            hidden: ``[T, H]`` beside them: of the target, or its own output for their parents.
+            positions: ``[T]``.
+            ragged: stores keys and values and attends to them.
+            rows: ``[R]`` rows that are wanted, all T by default.
+
+        Returns:
+            ``[R, D]`` logits, and the ``[R, H]`` output that its next rows read, if they read any.
+        """
+
+
+@dataclass(frozen=True)
+class ModelOnRows:
+    """A causal LM as fixed shapes run it: a :class:`DraftNetwork`.
+
+    Args:
+        model: the draft model.
+        network: its modules as they are now.
+    """
+
+    model: RaggedModel
+    network: nn.Module
+    states = 0
+    vocabulary = None
+
+    def __repr__(self) -> str:
+        return type(self.model.model).__name__
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the model."""
+        return self.model.model.dtype
+
+    @property
+    def vocab_size(self) -> int:
+        """Its token ids, which are the target's."""
+        return self.model.vocab_size
+
+    def pools(self, cache: RaggedKVCache, dummy: int) -> list[Tensor]:
+        """Keys and values of all layers; what they are like is seen in a forward."""
+        if next(cache.buffers(), None) is None:
+            self.model.prefill({dummy: [0]}, cache)
+        return cache.layers(self.model.num_layers)
+
+    def fuse(self, states: Tensor) -> Tensor:
+        """Not asked for."""
+        return states
+
+    def run(
+        self, tokens: Tensor, hidden: Tensor | None, positions: Tensor, ragged: Attending, rows: Tensor | None = None
+    ) -> tuple[Tensor, None]:
+        """``[R, V]`` logits; ``hidden`` is of no account."""
+        output = self.network(
+            input_ids=tokens[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=slice(None) if rows is None else rows,
+            ragged=ragged,
+        )
+        return output.logits[0], None
 
 
 def grow_whole(
@@ -39,11 +148,11 @@ def grow_whole(
 
     Returns:
         The trees, and of every sample that drafted the nodes that were fed to a model, in their order. ``None``, and
-        nothing was done, where only ``grow`` can do it: without kernels, with deciders that want to be asked, random
-        draws, and processors that do more than divide by a temperature.
+        nothing was done, where only ``grow`` can do it: without kernels and fixed shapes, with deciders that want to be
+        asked, random draws, and processors that do more than divide by a temperature.
     """
     told = context.candidates is None and context.law.deterministic and context.pathwise
-    if not told or context.temperatures is None or not usable():
+    if not told or context.temperatures is None or not (context.static or usable()):
         return None
     garden = Garden(context, context.law, drafter)
     plans = [plan for plan in garden.plans if plan is not None]
@@ -137,10 +246,36 @@ def _call(
         growth,
         draws,
     )
-    for handle, count in zip(missing, counts, strict=True):
-        cache.wrote(handle, range(count))
-        cache.commit({handle: range(count)})
+    caught_up(cache, missing)
     return drafted
 
 
-__all__ = ["CHUNK", "Missing", "feed", "grow_whole"]
+def caught_up(cache: RaggedKVCache, missing: Mapping[int, Missing]) -> None:
+    """Commits what a cache lacked and has been written."""
+    for handle, (tokens, _) in missing.items():
+        cache.wrote(handle, range(len(tokens)))
+        cache.commit({handle: range(len(tokens))})
+
+
+def feed_static(
+    static: WholeDrafts,
+    network: DraftNetwork,
+    read: Callable[[dict[int, Missing]], object],
+    cache: RaggedKVCache,
+    missing: Mapping[int, Missing],
+    growth: Growth,
+    draws: Draws | None,
+) -> Drafted:
+    """The same in fixed shapes, which have room for what a step commits: ``read`` goes over prompts before."""
+    early, late = {}, {}
+    for handle, (tokens, states) in missing.items():
+        first = max(0, len(tokens) - static.rows)
+        late[handle] = tokens[first:], _rows(states, first, len(tokens))
+        if first:
+            early[handle] = tokens[:first], _rows(states, 0, first)
+    if early:
+        read(early)
+    return static(network, cache, late, growth, draws)
+
+
+__all__ = ["CHUNK", "DraftNetwork", "Missing", "ModelOnRows", "caught_up", "feed", "feed_static", "grow_whole"]

@@ -9,24 +9,24 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from arbordraft.checks import each, whole
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.sampling import GumbelNoise, Noise
+from arbordraft.static.table import Table
 from arbordraft.topology import WORD_BITS, TreeTopology
 from arbordraft.types import DraftTree
 from arbordraft.verifiers.packed import inner_nodes, post_order
 
 MOST_ROWS = 2**16  # the logits of more would not fit anywhere
-_REALS = frozenset({"threshold", "accept", "final"})  # float64, as bits
 
 
 @dataclass(frozen=True)
-class Bucket:
+class Bucket(Table):
     """The shapes of one step.
 
     Args:
@@ -37,6 +37,8 @@ class Bucket:
         words: W.
         depth: most tokens that a step can accept.
     """
+
+    reals: ClassVar = frozenset({"threshold", "accept", "final"})
 
     rows: int
     samples: int
@@ -87,26 +89,6 @@ class Bucket:
             "children": (self.nodes, self.children),
         }
 
-    @cached_property
-    def spans(self) -> tuple[tuple[str, int, int, tuple[int, ...]], ...]:
-        """Name, beginning, end and shape of every part of the table."""
-        sizes = [int(np.prod(shape)) for shape in self.fields.values()]
-        ends = list(accumulate(sizes))
-        begins = [0, *ends[:-1]]
-        return tuple(zip(self.fields, begins, ends, self.fields.values(), strict=True))
-
-    @property
-    def size(self) -> int:
-        """Length of the table."""
-        return self.spans[-1][2]
-
-    def read(self, table: Tensor) -> dict[str, Tensor]:
-        """The parts of a table, as views."""
-        return {
-            name: (table[begin:end].view(torch.float64) if name in _REALS else table[begin:end]).view(shape)
-            for name, begin, end, shape in self.spans
-        }
-
     def fill(
         self, table: Tensor, tree: DraftTree, batch: RaggedBatch, noise: Noise | GumbelNoise | None, dummy: int
     ) -> list[Tensor]:
@@ -122,14 +104,7 @@ class Bucket:
         Returns:
             The ``[V]`` draft rows that the table names.
         """
-        flat = table.numpy()
-        into = SimpleNamespace(
-            **{
-                name: flat[begin:end].view(np.float64 if name in _REALS else np.int64).reshape(shape)
-                for name, begin, end, shape in self.spans
-            }
-        )
-        flat.fill(0)
+        into = self.blank(table)
         self._fill_rows(into, tree, batch, noise if isinstance(noise, Noise) else None, dummy)
         self._fill_samples(into, tree, batch, dummy)
         if isinstance(noise, GumbelNoise):

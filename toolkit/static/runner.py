@@ -13,65 +13,21 @@ from torch import Tensor
 
 from arbordraft.coupling import Coupling
 from arbordraft.drafters import Drafter
-from arbordraft.kernels import choice
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.laws import DraftLaw
 from arbordraft.processors import Warp
 from arbordraft.sampling import GumbelNoise, Noise
 from arbordraft.static.bucket import Bucket, bucket_sizes, fitting, power_of_two
-from arbordraft.static.step import Call, Pools, StaticStep, StepKind
+from arbordraft.static.cache import StaticCache
+from arbordraft.static.drafting import StaticDrafts
+from arbordraft.static.recording import INSTEAD, check_kernels, record
+from arbordraft.static.step import Call, Pools, StaticStep, StepKind, compiled
 from arbordraft.target.cache import RaggedKVCache
-from arbordraft.target.hook import UnsupportedModel
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
 from arbordraft.types import DraftTree, SampleVerdict, Verdict
 
-_INSTEAD = "build the decoder with buckets=None"
-_RECOMPILE_LIMIT = 128
 _MOST_RUNNERS = 32  # each has buffers and perhaps a graph, and every temperature needs its own
-
-
-class StaticCache(RaggedKVCache):
-    """A cache with the dummy in it, whose pools can be handed to a step.
-
-    Args:
-        max_tokens: as for :class:`~arbordraft.target.cache.RaggedKVCache`; the dummy's rows count.
-        rows: padding rows that there can be at a time.
-    """
-
-    def __init__(self, max_tokens: int | None, rows: int) -> None:
-        super().__init__(max_tokens)
-        self.dummy = self.open(1 + rows)
-
-    @property
-    def reserved(self) -> int:
-        return self.capacity(self.dummy)
-
-    @property
-    def dummy_start(self) -> int:
-        """The dummy's first pool row."""
-        return self._slabs[self.dummy].start
-
-    @property
-    def longest(self) -> int:
-        """Rows that the largest slab has, rounded up to a power of two: it changes rarely."""
-        return power_of_two(max(slab.capacity for slab in self._slabs.values()))
-
-    def layers(self, number: int) -> list[Tensor]:
-        """The pools of this many layers: keys and values of the first, of the second and so on."""
-        return [self.get_buffer(f"{kind}_{layer}") for layer in range(number) for kind in ("keys", "values")]
-
-
-def _compiled(step: StaticStep, backend: str) -> Call:
-    """The step through ``torch.compile``, in one piece."""
-    compiled = torch.compile(step, backend=backend, fullgraph=True, dynamic=False)
-
-    def call(table: Tensor, draft: Tensor, pools: Pools) -> tuple[Tensor, Tensor]:
-        # The limit is one for all steps together, as they share their code; each of them is traced for good reason.
-        with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
-            return compiled(table, draft, pools)
-
-    return call
 
 
 class _Runner:
@@ -126,22 +82,9 @@ class _Runner:
         self.table.copy_(self.host)
         self._graph = None
         self._kept = address_table(list(pools))
-        try:
-            beside = torch.cuda.Stream()
-            beside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(beside):  # compiles kernels and fills caches, which cannot be recorded
-                for _ in range(2):
-                    self._run(pools)
-            torch.cuda.current_stream().wait_stream(beside)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._memory):
-                self._out = self._run(pools)
-        except RuntimeError as failure:
-            name = type(self.step.target.model).__name__
-            raise UnsupportedModel(
-                f"a step of {name} cannot be recorded as a CUDA graph ({failure}): {_INSTEAD}"
-            ) from failure
-        self._graph, self._recorded = graph, tuple(pool.data_ptr() for pool in pools)
+        name = type(self.step.target.model).__name__
+        self._graph, self._out = record(lambda: self._run(pools), self._memory, f"a step of {name}")
+        self._recorded = tuple(pool.data_ptr() for pool in pools)
 
 
 class StepResult(NamedTuple):
@@ -188,12 +131,14 @@ class StaticStepping:
         compiler: str | None = None,
     ) -> None:
         if target.backend != "torch":
-            raise ValueError(f"buckets need a target with kernels='torch', this one has {target.backend!r}: {_INSTEAD}")
+            raise ValueError(f"buckets need a target with kernels='torch', this one has {target.backend!r}: {INSTEAD}")
         self.target, self.topology, self.coupling = target, topology, coupling
         self.buckets = bucket_sizes(buckets)
         self.compiler = compiler
         self.hidden_layers = drafter.hidden_layers
         self._laws = [law for law in drafter.laws(coupling.law) if not law.deterministic]
+        self.drafts = StaticDrafts(topology, compiler)
+        self._drafter = drafter
         self._runners: dict[tuple[Bucket, StepKind], _Runner] = {}
         self._idle: StaticCache | None = None
         self._memory: Any = None
@@ -213,24 +158,27 @@ class StaticStepping:
         """
         self._runners.clear()
         self._idle = None
-        self._memory = torch.cuda.graph_pool_handle() if self.target.device.type == "cuda" else None
+        recording = self.target.device.type == "cuda"
+        self._memory = torch.cuda.graph_pool_handle() if recording else None
+        # Not the same: a draft may run while another batch's step waits for its download.
+        self.drafts.reset(torch.cuda.graph_pool_handle() if recording else None)
 
     def check(self, warp: Warp, greedy: bool) -> None:
         """Raises ValueError if a request asks for what only the host can do."""
         if asking := [type(one).__name__ for one in warp.processors if not warp.is_static(one)]:
-            raise ValueError(f"{asking[0]} looks at more than the scores of a row, or asks the host: {_INSTEAD}")
+            raise ValueError(f"{asking[0]} looks at more than the scores of a row, or asks the host: {INSTEAD}")
         verifier = self.coupling.verifier
         if greedy or verifier.shared:
             return
         if not verifier.rejects_in_turn:
             name = type(getattr(verifier, "rule", verifier)).__name__
             raise ValueError(
-                f"{name} samples on the host, which SharedMatching and RecursiveRejection need not: {_INSTEAD}"
+                f"{name} samples on the host, which SharedMatching and RecursiveRejection need not: {INSTEAD}"
             )
         if any(type(law).tops_of is not DraftLaw.tops_of for law in self._laws):
-            raise ValueError(f"a law that chooses its tops in a way of its own does so on the host: {_INSTEAD}")
+            raise ValueError(f"a law that chooses its tops in a way of its own does so on the host: {INSTEAD}")
         if len({law.replacement for law in self._laws}) > 1:
-            raise ValueError(f"trees are drawn both with and without replacement: {_INSTEAD}")
+            raise ValueError(f"trees are drawn both with and without replacement: {INSTEAD}")
 
     def open(self, batch: int, max_tokens: int | None) -> StaticCache:
         """A cache for this many samples; the last one again if it is idle, as graphs are recorded for its pools.
@@ -238,14 +186,15 @@ class StaticStepping:
         Raises:
             CacheOverflow: if ``max_tokens`` does not even allow the dummy.
         """
-        tensors = (*self.target.model.parameters(), *self.target.model.buffers())
+        parts = (self.target.model, self._drafter)
+        tensors = (tensor for part in parts for tensor in (*part.parameters(), *part.buffers()))
         weights = self.target.network(), *(tensor.data_ptr() for tensor in tensors)
         with self._lock:
             if weights != self._weights:
                 self.reset()
                 self._weights = weights
             cache, self._idle = self._idle, None
-        rows = fitting(self.buckets, batch * self.topology.num_nodes)
+        rows = max(fitting(self.buckets, batch * self.topology.num_nodes), self.drafts.spare(batch))
         fits = cache is not None and cache.capacity(cache.dummy) > rows and cache.max_tokens == max_tokens
         if cache is None or not fits:
             cache = StaticCache(max_tokens, rows)
@@ -315,13 +264,12 @@ class StaticStepping:
         if runner is None:
             most_rows = min(rows, self.topology.num_nodes)
             step = StaticStep(self.target, bucket, kind, warp, most_rows, self.hidden_layers)
-            call = step if self.compiler is None else _compiled(step, self.compiler)
+            call = step if self.compiler is None else compiled(step, self.compiler)
             runner = _Runner(step, call, self._memory)
         self._runners[bucket, kind] = runner  # at the end: the first one is the one least recently used
         if len(self._runners) > _MOST_RUNNERS:
             del self._runners[next(iter(self._runners))]
-        if not choice.wants_triton("static_step", runner.table) and runner.table.is_cuda:
-            raise ValueError(f"without Triton a step asks the host: use kernels 'auto' or 'triton', or {_INSTEAD}")
+        check_kernels("static_step", runner.table)
         return runner
 
 

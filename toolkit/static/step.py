@@ -29,20 +29,34 @@ from arbordraft.target.model import RaggedModel
 
 Pools = Sequence[Tensor]  # keys and values of layer 0, of layer 1, ...: [P, Hkv, D] each
 Call = Callable[[Tensor, Tensor, Pools], tuple[Tensor, Tensor]]
+_RECOMPILE_LIMIT = 128
 
 
 @dataclass
-class _StaticForward:
-    """A forward whose batch is described by tensors alone; see :class:`~arbordraft.target.hook.Forward`."""
+class StaticForward:
+    """A forward whose batch is described by tensors alone; see :class:`~arbordraft.target.hook.Forward`.
+
+    Args:
+        pools: keys and values of all layers.
+        layout: see :attr:`RaggedBatch.layout`.
+        region: positions of the keys of all trees.
+        positions: ``[T]``.
+        slots: ``[T]``.
+        words: ``[T, W]``; ``None`` for causal order.
+        most_rows: rows of a sample, at most.
+        longest: about the most committed keys of a sample.
+        hidden: hidden states that are wanted.
+    """
 
     pools: Pools
     layout: Tensor
+    region: Tensor
     positions: Tensor
     slots: Tensor
-    words: Tensor
+    words: Tensor | None
     most_rows: int
     longest: int
-    hidden: dict[int, Tensor | None]
+    hidden: dict[int, Tensor | None] = field(default_factory=dict)
     layers: dict[int, AttentionCall | None] = field(default_factory=dict)
     depth: int | None = None
     behind: nn.Module | None = None
@@ -56,7 +70,7 @@ class _StaticForward:
             keys,
             values,
             self.layout,
-            self.positions,  # of the keys of all trees: those of the rows themselves
+            self.region,
             self.positions,
             self.words,
             call.scale,
@@ -90,6 +104,18 @@ class StepKind:
     most_tops: int = 0
     processors: Hashable = ()
     longest: int = 0
+
+
+def compiled(step: nn.Module, backend: str) -> Callable[..., Any]:
+    """A step through ``torch.compile``, in one piece."""
+    found = torch.compile(step, backend=backend, fullgraph=True, dynamic=False)
+
+    def call(*inputs: Any) -> Any:
+        # The limit is one for all steps together, as they share their code; each of them is traced for good reason.
+        with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
+            return found(*inputs)
+
+    return call
 
 
 class StaticStep(nn.Module):
@@ -136,9 +162,10 @@ class StaticStep(nn.Module):
             its logits are no numbers. And ``[S + 1, depth + 1, F]`` hidden states of its root and the accepted nodes.
         """
         part = self.bucket.read(table)
-        run = _StaticForward(
+        run = StaticForward(
             pools,
             part["layout"],
+            part["positions"],  # the keys of all trees are those of the rows themselves
             part["positions"],
             part["slots"],
             part["words"],
@@ -237,4 +264,4 @@ def _no_path(row: int) -> Sequence[int]:
     raise AssertionError(f"processors were checked, yet one asks for the path of row {row}")
 
 
-__all__ = ["Call", "Pools", "StaticStep", "StepKind"]
+__all__ = ["Call", "Pools", "StaticForward", "StaticStep", "StepKind", "compiled"]

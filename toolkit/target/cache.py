@@ -52,6 +52,10 @@ class RaggedKVCache(nn.Module):
         """Rows that no sample can have."""
         return 0
 
+    def beside(self, owner: object) -> "RaggedKVCache":
+        """A cache for what a drafter, the ``owner``, keeps of the same samples, with the same bound."""
+        return RaggedKVCache(self.max_tokens)
+
     def open(self, tokens: int = 0) -> int:
         """Adds a sample with room for ``tokens`` rows and returns its handle.
 
@@ -171,6 +175,10 @@ class RaggedKVCache(nn.Module):
         except KeyError:
             row = like.new_empty(0, *shape)
             return self._pool(f"keys_{layer}", row), self._pool(f"values_{layer}", row)
+
+    def layers(self, number: int) -> list[Tensor]:
+        """The pools of this many layers: keys and values of the first, of the second and so on."""
+        return [self.get_buffer(f"{kind}_{layer}") for layer in range(number) for kind in ("keys", "values")]
 
     def write(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Stores the ``[T, H, D]`` keys and values of one layer and returns the layer's ``[P, H, D]`` pools."""

@@ -1,0 +1,33 @@
+"""Whole drafts in fixed shapes with every Triton kernel there is, against the plain ones level by level."""
+
+import pytest
+from companions import Rounds
+from grown_trees import GREEDY, HOT, LAW, MANY, at_most, check
+from native_drafters import built
+
+from arbordraft import TreeTopology
+from arbordraft.kernels import choice
+from arbordraft.static.drafting import StaticDrafts
+
+TOPOLOGY = TreeTopology([-1, 0, 0, 1, 1, 2, 3])
+TEXTS = [[5, 9, 7, 5, 9], [11, 4], [8, 3, 8], [6, 6]]
+
+
+class Switched(Rounds):
+    """Drafts in Triton or in plain torch; the target runs as it does."""
+
+    def propose(self, *given, **options):
+        with choice.use("triton" if self.static else "reference"):
+            return super().propose(*given, **options)
+
+
+@pytest.mark.parametrize("options", [GREEDY, HOT], ids=["greedy", "shared noise"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle, trimmed", "model"])
+def test_the_same_trees(kind, options):
+    assert LAW.k >= TOPOLOGY.width
+    target, drafter = built(kind, "torch")
+    fast, slow = (Switched(drafter, target, TEXTS, static) for static in (StaticDrafts(TOPOLOGY), None))
+    choice.ran.clear()
+    assert check(fast, slow, TOPOLOGY, at_most(MANY), rounds=2, **options) > 20
+    assert choice.ran["static_draft/triton"] == 2
+    assert choice.ran["tree_expand/other"], "the other one was to run in plain torch"

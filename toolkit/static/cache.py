@@ -1,0 +1,41 @@
+"""A KV cache for steps of fixed shapes."""
+
+from arbordraft.static.bucket import power_of_two
+from arbordraft.target.cache import RaggedKVCache
+
+
+class StaticCache(RaggedKVCache):
+    """A cache with the dummy in it, whose pools can be handed to a step.
+
+    Args:
+        max_tokens: as for :class:`~arbordraft.target.cache.RaggedKVCache`; the dummy's rows count.
+        rows: padding rows that there can be at a time.
+    """
+
+    def __init__(self, max_tokens: int | None, rows: int) -> None:
+        super().__init__(max_tokens)
+        self.dummy = self.open(1 + rows)
+        self._beside: dict[object, StaticCache] = {}
+
+    @property
+    def reserved(self) -> int:
+        return self.capacity(self.dummy)
+
+    @property
+    def dummy_start(self) -> int:
+        """The dummy's first pool row."""
+        return self._slabs[self.dummy].start
+
+    @property
+    def longest(self) -> int:
+        """Rows that the largest slab has, rounded up to a power of two: it changes rarely."""
+        return power_of_two(max(slab.capacity for slab in self._slabs.values()))
+
+    def beside(self, owner: object) -> RaggedKVCache:
+        """The same one whenever a batch begins, as graphs are recorded for its pools."""
+        if owner not in self._beside:
+            self._beside[owner] = StaticCache(self.max_tokens, self.reserved - 1)
+        return self._beside[owner]
+
+
+__all__ = ["StaticCache"]

@@ -1,0 +1,310 @@
+"""The whole draft of a step in fixed shapes: every level of every tree, without a question to the host.
+
+What is different from step to step stands in one table: committed tokens that the drafter's cache lacks, and how far
+the trees go on. All nodes of a level run for all samples. What does not go on runs along, and is not planted.
+
+Shapes: S samples, C rows to catch up with of each, K levels, N nodes of the topology down to these; at some depth m
+nodes, n of which have children, k at most; R rows, H hidden size, V vocabulary, D outputs of the drafter's head.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from arbordraft.drafters.whole import DraftNetwork, Missing
+from arbordraft.kernels.draft_tree import Draws, Growth
+from arbordraft.kernels.gumbel.operator import noise as gumbel_noise
+from arbordraft.kernels.tree_expand.operator import expand
+from arbordraft.masks import SlicedCausalMask
+from arbordraft.static.step import Pools, StaticForward
+from arbordraft.static.table import Table
+from arbordraft.topology import TreeTopology
+
+
+@dataclass(frozen=True)
+class DraftBucket(Table):
+    """The shapes of a draft.
+
+    Args:
+        samples: S.
+        rows: C.
+        depth: K, at least 1.
+    """
+
+    reals: ClassVar = frozenset({"temperature", "weight", "trust", "next", "prices"})
+
+    samples: int
+    rows: int
+    depth: int
+
+    @cached_property
+    def fields(self) -> Mapping[str, tuple[int, ...]]:
+        """The parts of the table with their shapes.
+
+        By row to catch up with: its token, its place among the target's states. By sample: its first pool row, its
+        committed rows and those that are missing, its levels, its seed, the position of what follows its root, its
+        temperature (0 draws nothing), what its tokens are worth. By sample and depth: the trust in drafts, how many are
+        expected. Tokens that a level must gain and that a node must, and most drafts of all (-1 for any number).
+        """
+        samples = dict.fromkeys(("starts", "committed", "missing", "levels", "seeds", "positions"), (self.samples,))
+        return {
+            "tokens": (self.samples, self.rows),
+            "source": (self.samples, self.rows),
+            **samples,
+            "temperature": (self.samples,),
+            "weight": (self.samples,),
+            "trust": (self.samples, self.depth),
+            "next": (self.samples, self.depth),
+            "prices": (2,),
+            "budget": (1,),
+        }
+
+    def fill(
+        self,
+        table: Tensor,
+        missing: Sequence[Missing],
+        places: Sequence[tuple[int, int]],
+        growth: Growth,
+        draws: Draws | None,
+        spare: Sequence[int],
+    ) -> None:
+        """Writes a step into a table on the host.
+
+        Args:
+            table: ``[size]`` int64.
+            missing: of every sample that drafts, 1 to C tokens.
+            places: first pool row and committed rows of each.
+            growth: how far their trees go on.
+            draws: how their tokens are drawn.
+            spare: first pool rows for the others, which there are none of.
+        """
+        into, count = self.blank(table), len(missing)
+        first = 0
+        for sample, (tokens, _) in enumerate(missing):
+            last = len(tokens) - 1
+            rows = np.minimum(np.arange(self.rows), last)  # what is behind the last row repeats it
+            into.tokens[sample], into.source[sample] = np.asarray(tokens)[rows], first + rows
+            into.missing[sample] = last + 1
+            first += last + 1
+        # Not token 0: models warn of what looks like padding without a mask.
+        into.tokens[count:], into.missing[count:] = into.tokens[0, 0], 1
+        into.starts[:] = [*(start for start, _ in places), *spare]
+        into.committed[:count] = [length for _, length in places]
+        into.levels[:count], into.weight[:count] = growth.levels, growth.weights
+        for name in ("trust", "next"):
+            told = np.reshape(getattr(growth, name), (count, -1))
+            known = np.minimum(np.arange(self.depth), told.shape[1] - 1)
+            getattr(into, name)[:count] = told[:, known]
+        into.prices[:], into.budget[0] = (growth.level, growth.row), growth.budget
+        if draws is not None:
+            into.seeds[:count], into.positions[:count] = draws.seeds.numpy(), draws.positions.numpy()
+            into.temperature[:count] = draws.temperatures
+
+
+class _Level(nn.Module):
+    """What is the same in every step about a depth at which nodes have children.
+
+    Args:
+        topology: the tree.
+        mask: its mask.
+        depth: the depth.
+    """
+
+    inner: Tensor  # [n] places of those with children among the nodes of the depth
+    above: Tensor  # [n] places of their parents among such nodes of the depth above
+    parent: Tensor  # [m'] of the nodes below: places of their parents among the n
+    rank: Tensor  # [m'] which of these parents' children they are
+    words: Tensor  # [n, W] ancestor words over the rows of this depth and those above, without the root
+    depths: Tensor  # depths of these rows
+
+    def __init__(self, topology: TreeTopology, mask: SlicedCausalMask, depth: int) -> None:
+        super().__init__()
+        children, parents = topology.child_list, topology.parent_list
+        inner = [[node for node in level if children[node]] for level in topology.levels]
+        here, before = inner[depth], inner[depth - 1] if depth else []
+        fed = [node for level in inner[1 : depth + 1] for node in level]
+        self.first, self.size = len(fed) - len(here), len(here)
+        self.width = max(len(children[node]) for node in here)
+        below = topology.levels[depth + 1]
+        numbers = {
+            "inner": [node - topology.levels[depth].start for node in here],
+            "above": [before.index(parents[node]) for node in here] if depth else [],
+            "parent": [here.index(parents[node]) for node in below],
+            "rank": [children[parents[node]].index(node) for node in below],
+            "depths": [topology.depth_list[node] for node in fed],
+        }
+        for name, values in numbers.items():
+            self.register_buffer(name, torch.tensor(values, dtype=torch.int64), persistent=False)
+        self.register_buffer("words", mask.select(here, fed).clone(), persistent=False)
+
+
+@dataclass
+class _Trees:
+    """The trees while they grow, depth by depth: ``[S, m]`` each.
+
+    Args:
+        tokens: -1 where there is none.
+        chances: draft probabilities, given the parents.
+        reach: see :class:`~arbordraft.types.Plan`; -1 where there is no node.
+    """
+
+    tokens: list[Tensor]
+    chances: list[Tensor]
+    reach: list[Tensor]
+
+
+class DraftStep(nn.Module):
+    """The device's part of a draft.
+
+    It writes to pool rows that are not committed alone, so that running it once more changes nothing.
+
+    Args:
+        network: the drafting model.
+        topology: the trees' shape, of which K levels are drafted.
+        bucket: the other shapes.
+        shared: tokens are drawn with the noise that the target shares.
+        longest: about the longest prefix: how attention is split follows from it.
+    """
+
+    def __init__(
+        self, network: DraftNetwork, topology: TreeTopology, bucket: DraftBucket, *, shared: bool, longest: int
+    ) -> None:
+        super().__init__()
+        self.network, self.bucket, self.shared, self.longest = network, bucket, shared, longest
+        mask = SlicedCausalMask(topology)
+        self.levels = nn.ModuleList(_Level(topology, mask, depth) for depth in range(bucket.depth))
+        self.levels.to(network.device)
+
+    def forward(self, table: Tensor, states: Tensor, pools: Pools) -> Tensor:
+        """One draft.
+
+        Args:
+            table: what :meth:`DraftBucket.fill` wrote.
+            states: ``[S C, F]`` the target's states beside the tokens, for a network that reads them; else ``[0, 0]``.
+            pools: the drafter's cache, to which rows are appended.
+
+        Returns:
+            ``[2, S, N]`` float64: the tokens, -1 where there is no node, and their draft probabilities; for the roots
+            instead how many rows of the sample's scores were no numbers.
+        """
+        part = self.bucket.read(table)
+        logits, out = self._catch_up(part, states, pools)
+        roots = part["tokens"][:, -1:]
+        trees = _Trees([roots], [roots.new_zeros(roots.shape, dtype=torch.float64)], [part["weight"][:, None]])
+        for depth, level in enumerate(self.levels):
+            assert isinstance(level, _Level)
+            if depth:
+                logits, out = self._feed(part, trees, out, depth, level, pools)
+            tokens, chances = self._likeliest(part, logits, depth, level)
+            going = self._going(part, trees, depth, level)
+            trees.chances[0] = trees.chances[0] + (going & ~chances[:, :, 0].isfinite()).sum(dim=1, keepdim=True)
+            _plant(trees, level, going, tokens, chances, part["trust"][:, depth, None])
+        return torch.stack([torch.cat(trees.tokens, dim=1).double(), torch.cat(trees.chances, dim=1)])
+
+    def _catch_up(self, part: Mapping[str, Tensor], states: Tensor, pools: Pools) -> tuple[Tensor, Tensor | None]:
+        """``[S, D]`` logits behind the roots, and ``[S, 1, H]`` what the network puts out there."""
+        samples, rows = part["tokens"].shape
+        numbers = torch.arange(rows, device=states.device)
+        offsets = torch.minimum(numbers, part["missing"][:, None] - 1)
+        positions = (part["committed"][:, None] + offsets).flatten()
+        slots = (part["starts"] + part["committed"])[:, None] + numbers
+        layout = _layout(part["starts"], part["committed"], rows, rows)
+        run = StaticForward(pools, layout, positions, positions, slots.flatten(), None, rows, self.longest)
+        hidden = self.network.fuse(states[part["source"].flatten()]) if len(states) else None
+        last = torch.arange(0, samples * rows, rows, device=states.device) + part["missing"] - 1
+        logits, out = self.network.run(part["tokens"].flatten(), hidden, positions, run, last)
+        return logits, None if out is None else out[:, None]
+
+    def _feed(
+        self,
+        part: Mapping[str, Tensor],
+        trees: _Trees,
+        out: Tensor | None,
+        depth: int,
+        level: _Level,
+        pools: Pools,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Runs the nodes of a depth, what is no node as another root: ``[S n, D]`` and ``[S, n, H]``."""
+        past = part["committed"] + part["missing"]
+        tokens = trees.tokens[depth][:, level.inner]
+        tokens = torch.where(tokens < 0, trees.tokens[0], tokens)
+        # Below its last level a sample has no nodes: there may be no such positions.
+        region = past[:, None] - 1 + torch.minimum(level.depths, part["levels"][:, None])
+        positions = region[:, level.first :].flatten()
+        slots = (part["starts"] + past + level.first)[:, None] + torch.arange(level.size, device=past.device)
+        run = StaticForward(
+            pools,
+            _layout(part["starts"], past, level.size, len(level.depths)),
+            region.flatten(),
+            positions,
+            slots.flatten(),
+            level.words.repeat(len(past), 1),
+            level.size,
+            self.longest,
+        )
+        hidden = None if out is None else out[:, level.above].flatten(0, 1)
+        logits, out = self.network.run(tokens.flatten(), hidden, positions, run)
+        return logits, None if out is None else out.unflatten(0, (len(past), level.size))
+
+    def _likeliest(
+        self, part: Mapping[str, Tensor], logits: Tensor, depth: int, level: _Level
+    ) -> tuple[Tensor, Tensor]:
+        """``[S, n, k]`` the most probable tokens behind nodes, and float64 draft probabilities."""
+        scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        scores = scores.unflatten(0, (self.bucket.samples, level.size))
+        vocabulary = self.network.vocabulary
+        if self.shared:
+            noise = gumbel_noise(part["seeds"], part["positions"] + depth, self.network.vocab_size).to(scores.dtype)
+            noise = noise if vocabulary is None else noise[:, vocabulary]
+            temperature = part["temperature"].to(scores.dtype)[:, None, None]
+            drawn = scores / torch.where(temperature > 0, temperature, 1) + noise[:, None]
+            scores = torch.where(temperature > 0, drawn, scores)
+        count = min(level.width, scores.shape[2])
+        tokens, chances = expand(scores.flatten(0, 1), count)
+        tokens = tokens if vocabulary is None else vocabulary[tokens]
+        tops = F.pad(tokens, (0, level.width - count)), F.pad(chances.exp().double(), (0, level.width - count))
+        tokens, chances = (part.unflatten(0, (-1, level.size)) for part in tops)
+        return tokens, chances
+
+    def _going(self, part: Mapping[str, Tensor], trees: _Trees, depth: int, level: _Level) -> Tensor:
+        """``[S, n]`` which nodes get children; what :class:`~arbordraft.drafters.base.Garden` decides by the plan."""
+        reach = trees.reach[depth][:, level.inner]
+        gains = reach * part["next"][:, depth, None] - part["prices"][1]
+        alive = (trees.tokens[depth][:, level.inner] >= 0) & (depth < part["levels"])[:, None]
+        going = alive & (gains >= 0) & (reach >= _least_reach(trees, part["budget"]))
+        worth = torch.where(going, gains, 0).sum()
+        return going & (worth >= part["prices"][0])
+
+
+def _plant(trees: _Trees, level: _Level, going: Tensor, tokens: Tensor, chances: Tensor, trust: Tensor) -> None:
+    """Gives the nodes that go on their children."""
+    chance = chances[:, level.parent, level.rank]
+    planted = going[:, level.parent] & (chance > 0)
+    reach = trees.reach[-1][:, level.inner][:, level.parent] * (trust * chance).clamp(max=1)
+    trees.tokens.append(torch.where(planted, tokens[:, level.parent, level.rank], -1))
+    trees.chances.append(torch.where(planted, chance, 0))
+    trees.reach.append(torch.where(planted, reach, -1))
+
+
+def _least_reach(trees: _Trees, budget: Tensor) -> Tensor:
+    """``[1]`` reach of the last draft that fits into the budget so far; 0 if all do."""
+    if len(trees.reach) == 1:
+        return torch.zeros_like(trees.reach[0][0])
+    ranked = torch.cat(trees.reach[1:], dim=1).flatten().sort(descending=True).values
+    least = ranked[(budget - 1).clamp(0, len(ranked) - 1)].clamp(min=0)
+    return torch.where((budget > 0) & (budget <= len(ranked)), least, 0)
+
+
+def _layout(starts: Tensor, past: Tensor, rows: int, keys: int) -> Tensor:
+    """:attr:`RaggedBatch.layout` of samples that all have as many rows, and as many keys behind the committed ones."""
+    numbers = torch.arange(len(starts) + 1, device=starts.device)
+    return torch.stack([numbers * rows, F.pad(starts, (0, 1)), F.pad(past, (0, 1)), numbers * keys])
+
+
+__all__ = ["DraftBucket", "DraftStep"]
