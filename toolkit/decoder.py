@@ -385,8 +385,8 @@ class SpeculativeDecoder(Stepper):
         made: dict[Grammar | None, Warp] = {}
         for grammar in grammars:
             if grammar not in made:
-                constraint = [] if grammar is None else [self.compiler(grammar, ends)]
-                made[grammar] = Warp([*constraint, *processors], len(grammars))
+                chain: list[Any] = [] if grammar is None else [self.compiler(grammar, ends)]
+                made[grammar] = Warp([*chain, *processors], len(grammars))
         return [made[grammar] for grammar in grammars]
 
 

@@ -118,7 +118,8 @@ class PathState:
     @cached_property
     def _allowed(self) -> Allowed | None:
         said = (one.allowed() for one in self.processors if isinstance(one, Constraint))
-        return reduce(and_, [allowed for allowed in said if allowed is not None] or [None])  # type: ignore[arg-type]
+        known = [allowed for allowed in said if allowed is not None]
+        return reduce(and_, known) if known else None
 
 
 __all__ = ["Allowed", "Constraint", "PathState", "StatefulProcessor"]

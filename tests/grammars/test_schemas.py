@@ -80,6 +80,7 @@ def loose(schema: Any) -> bool:
         return False
     known = {"type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"}
     parts = [*schema.get("properties", {}).values(), *([schema["items"]] if "items" in schema else [])]
+    parts += [one for key in ("anyOf", "oneOf", "allOf") for one in schema.get(key, ())]
     return (
         any(isinstance(part, dict) and not known & part.keys() for part in parts)
         or isinstance(schema.get("additionalProperties"), dict)

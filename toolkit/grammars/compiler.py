@@ -124,7 +124,7 @@ class GrammarCompiler:
             from llguidance.hf import from_tokenizer
 
             try:
-                engine = from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=list(ends))  # type: ignore[arg-type]
+                engine = from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=list(ends))
             except ValueError as error:
                 raise ValueError(f"grammars cannot be followed with this tokenizer: {error}") from error
             self._engines[ends] = engine
