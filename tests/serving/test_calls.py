@@ -112,11 +112,12 @@ def test_models_are_held_to_the_format(style, how):
     assert follows(tokenizer, behind)  # as words alone, where calls come first
     assert follows(tokenizer, behind.replace("look", "luck")) == (not form.anywhere)
     assert follows(tokenizer, two, required=True)
-    assert follows(tokenizer, "null", answer={"type": "null"})
-    assert follows(tokenizer, one, answer={"type": "null"})
+    if style != "bare":
+        assert follows(tokenizer, '{"x": 4}', answer=X)
+        assert follows(tokenizer, one, answer=X)
+        assert not follows(tokenizer, WORDS, answer=X)
     # and to nothing else
     assert not follows(tokenizer, WORDS, required=True)
-    assert not follows(tokenizer, WORDS, answer={"type": "null"})
     assert not follows(tokenizer, "", required=True)
     assert not follows(tokenizer, one.replace("look", "luck"))
     assert not follows(tokenizer, one.replace("-12", '"-12"'))
@@ -174,6 +175,13 @@ def test_what_was_cut_off_is_shown():
     assert reader.add("Well.\n<tool_call>\n") == ("Well.", ())
     assert reader.end() == "\n<tool_call>\n"
     assert not reader.called
+
+
+def test_calls_that_are_plain_json_are_no_alternative_to_json():
+    form = call_format(tokenizer_of("bare", True), [EOS])
+    with pytest.raises(ValueError, match="tools or for JSON"):
+        form.grammar(TOOLS, required=False, parallel=True, answer=X)
+    assert form.grammar(TOOLS, required=True, parallel=True, answer=X)
 
 
 def test_ids_are_followed_too():

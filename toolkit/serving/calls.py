@@ -72,12 +72,17 @@ class CallFormat:
             required: the answer has to call.
             parallel: it may call more than once, where the template can write that.
             answer: schema of an answer that calls nothing; by default any text.
+
+        Raises:
+            ValueError: if a call could not be told from such an answer, as it is nothing but JSON itself.
         """
         further = f"({self._literal(self.separator)} call)*" if parallel and self.separator is not None else ""
         calls = f"call {further} {self._literal(self.closing)}"
         if required:
             rules = [f"start: {self._literal(self.opening)} {calls}"]
         elif answer is not None:
+            if self.opening.startswith(("{", "[{")):
+                raise ValueError("the model writes calls as plain JSON, like the answer: ask for tools or for JSON")
             rules = [f"start: answer | {self._literal(self.opening)} {calls}", f"answer: %json {_embedded(answer)}"]
         else:
             rules = self._words_or(calls)
