@@ -37,11 +37,13 @@ def written(form, calls, words=""):
 
 
 def follows(tokenizer, text, **asked):
-    """Whether the grammar lets a model write a text and end there."""
+    """Whether the grammar lets a model write a text, or several that are spelt one by one, and end there."""
     form = call_format(tokenizer, [EOS])
     settings = {"required": False, "parallel": True, "answer": None, **asked}
     state = GrammarCompiler(tokenizer, len(tokenizer))(Grammar.lark(form.grammar(TOOLS, **settings)), [EOS]).fork()
-    for token in [*tokenizer(text, add_special_tokens=False)["input_ids"], EOS]:
+    texts = [text] if isinstance(text, str) else text
+    tokens = [token for one in texts for token in tokenizer(one, add_special_tokens=False)["input_ids"]]
+    for token in [*tokens, EOS]:
         allowed = state.allowed()
         if allowed is None or token not in allowed:
             return False
@@ -123,6 +125,14 @@ def test_models_are_held_to_the_format(style, how):
     assert not follows(tokenizer, one.replace("-12", '"-12"'))
     assert not follows(tokenizer, one[: -len(form.closing)])
     assert not (several and follows(tokenizer, two, parallel=False))
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_what_looks_like_a_call_is_one(how):
+    tokenizer = tokenizer_of("tagged", HOW[how])
+    assert follows(tokenizer, ["So <tool_", "call", " or <think>", "<tool_"])
+    assert not follows(tokenizer, ["So <tool_", "call>", " or not"])
+    assert not follows(tokenizer, ["So<think>", "<tool_", "call>", " or not"])
 
 
 @pytest.mark.parametrize("text", ["a<think>b</think>", "<bos><pad>", "\ufffd\n\n", "x" * 50], ids=repr)
