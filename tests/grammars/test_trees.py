@@ -8,7 +8,8 @@ from itertools import product
 import jsonschema
 import pytest
 import torch
-from models import EOS, PAYS, left_padded, new_tokens, next_logits, tiny
+from models import EOS, PAYS, PROMPTS, VOCAB, left_padded, new_tokens, next_logits, tiny
+from native_drafters import KINDS, built
 from scipy.stats import chisquare
 from spellers import speller, speller_tokenizer
 from transformers import LogitsProcessor, LogitsProcessorList, TopPLogitsWarper
@@ -34,7 +35,9 @@ from arbordraft import (
     builders,
 )
 from arbordraft.drafters import GrammarDrafter, HybridDrafter
+from arbordraft.engine import Engine
 from arbordraft.grammars import Grammar
+from arbordraft.requests import Request
 from arbordraft.stateful import Allowed
 
 PERSON = {
@@ -211,6 +214,38 @@ class Failing(Following):
 def test_one_that_fails_says_so(name):
     with pytest.raises(RuntimeError, match="lost the thread"):
         decoded(DECODERS[name](), 0.0, [None] * 3, logits_processor=LogitsProcessorList([Failing()]))
+
+
+class Wheel(Following):
+    """Leaves every third token one of its kind, and in between only a single one."""
+
+    def allowed(self):
+        tokens = range(3, VOCAB) if self.count % 3 == 0 else [5 + self.count % 40]
+        return Allowed(sum(1 << token for token in tokens).to_bytes((VOCAB + 7) // 8, "little"))
+
+    def __call__(self, scores):
+        return self.allowed().mask(scores)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads_with_native_drafts(kind, temperature):
+    """A sample that is constrained is drafted for level by level, the others as ever."""
+    target, drafter = built(kind, "native", torch.float32)
+    warped = [
+        {"prompt": prompt, "max_new_tokens": 24, "temperature": temperature, "seed": 3, "ends": (), "processors": some}
+        for prompt in PROMPTS
+        for some in ([Wheel()], [])
+    ]
+    texts = []
+    for made in (builders.plain(target), SpeculativeDecoder(target, drafter, TREE, Coupling.shared(2))):
+        engine = Engine(made, max_tokens=4000)
+        streams = [engine.submit(Request(**settings)) for settings in warped]
+        engine.run()
+        texts.append([stream.result()[0].tokens for stream in streams])
+    assert texts[0] == texts[1]
+    assert texts[0][0] != texts[0][1]
 
 
 FEW, SAMPLES, DEPTH, TOP_P = 6, 500, 3, 0.9

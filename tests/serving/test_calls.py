@@ -37,11 +37,13 @@ def written(form, calls, words=""):
 
 
 def follows(tokenizer, text, **asked):
-    """Whether the grammar lets a model write a text and end there."""
+    """Whether the grammar lets a model write a text, or several that are spelt one by one, and end there."""
     form = call_format(tokenizer, [EOS])
     settings = {"required": False, "parallel": True, "answer": None, **asked}
     state = GrammarCompiler(tokenizer, len(tokenizer))(Grammar.lark(form.grammar(TOOLS, **settings)), [EOS]).fork()
-    for token in [*tokenizer(text, add_special_tokens=False)["input_ids"], EOS]:
+    texts = [text] if isinstance(text, str) else text
+    tokens = [token for one in texts for token in tokenizer(one, add_special_tokens=False)["input_ids"]]
+    for token in [*tokens, EOS]:
         allowed = state.allowed()
         if allowed is None or token not in allowed:
             return False
@@ -112,16 +114,25 @@ def test_models_are_held_to_the_format(style, how):
     assert follows(tokenizer, behind)  # as words alone, where calls come first
     assert follows(tokenizer, behind.replace("look", "luck")) == (not form.anywhere)
     assert follows(tokenizer, two, required=True)
-    assert follows(tokenizer, "null", answer={"type": "null"})
-    assert follows(tokenizer, one, answer={"type": "null"})
+    if style != "bare":
+        assert follows(tokenizer, '{"x": 4}', answer=X)
+        assert follows(tokenizer, one, answer=X)
+        assert not follows(tokenizer, WORDS, answer=X)
     # and to nothing else
     assert not follows(tokenizer, WORDS, required=True)
-    assert not follows(tokenizer, WORDS, answer={"type": "null"})
     assert not follows(tokenizer, "", required=True)
     assert not follows(tokenizer, one.replace("look", "luck"))
     assert not follows(tokenizer, one.replace("-12", '"-12"'))
     assert not follows(tokenizer, one[: -len(form.closing)])
     assert not (several and follows(tokenizer, two, parallel=False))
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_what_looks_like_a_call_is_one(how):
+    tokenizer = tokenizer_of("tagged", HOW[how])
+    assert follows(tokenizer, ["So <tool_", "call", " or <think>", "<tool_"])
+    assert not follows(tokenizer, ["So <tool_", "call>", " or not"])
+    assert not follows(tokenizer, ["So<think>", "<tool_", "call>", " or not"])
 
 
 @pytest.mark.parametrize("text", ["a<think>b</think>", "<bos><pad>", "\ufffd\n\n", "x" * 50], ids=repr)
@@ -174,6 +185,13 @@ def test_what_was_cut_off_is_shown():
     assert reader.add("Well.\n<tool_call>\n") == ("Well.", ())
     assert reader.end() == "\n<tool_call>\n"
     assert not reader.called
+
+
+def test_calls_that_are_plain_json_are_no_alternative_to_json():
+    form = call_format(tokenizer_of("bare", True), [EOS])
+    with pytest.raises(ValueError, match="tools or for JSON"):
+        form.grammar(TOOLS, required=False, parallel=True, answer=X)
+    assert form.grammar(TOOLS, required=True, parallel=True, answer=X)
 
 
 def test_ids_are_followed_too():

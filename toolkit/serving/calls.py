@@ -72,18 +72,23 @@ class CallFormat:
             required: the answer has to call.
             parallel: it may call more than once, where the template can write that.
             answer: schema of an answer that calls nothing; by default any text.
+
+        Raises:
+            ValueError: if a call could not be told from such an answer, as it is nothing but JSON itself.
         """
         further = f"({self._literal(self.separator)} call)*" if parallel and self.separator is not None else ""
         calls = f"call {further} {self._literal(self.closing)}"
         if required:
             rules = [f"start: {self._literal(self.opening)} {calls}"]
         elif answer is not None:
+            if self.opening.startswith(("{", "[{")):
+                raise ValueError("the model writes calls as plain JSON, like the answer: ask for tools or for JSON")
             rules = [f"start: answer | {self._literal(self.opening)} {calls}", f"answer: %json {_embedded(answer)}"]
         else:
             rules = self._words_or(calls)
         names = [f"{self._literal(name + self.middle)} arguments_{index}" for index, name in enumerate(tools)]
         schemas = [f"arguments_{index}: %json {_embedded(schema)}" for index, schema in enumerate(tools.values())]
-        return "\n".join([*rules, f"call: {' | '.join(names)}", *schemas, f"ID: /{_ID_PATTERN}/", "TEXT: /(?s:.+)/"])
+        return "\n".join([*rules, f"call: {' | '.join(names)}", *schemas, f"ID: /{_ID_PATTERN}/"])
 
     def _words_or(self, calls: str) -> list[str]:
         """Rules by which words are free until they turn into calls.
@@ -92,14 +97,17 @@ class CallFormat:
         written it has chosen, and whatever it tends to in the details of the rest, such as blanks, is settled.
         """
         first, *_ = filter(None, self._parts.split(self.opening))
+        text = "TEXT: /(?s:.+)/"
         if first in self.added:
-            marker, head, rules = first, self._terminal(first), []
+            # Spelt letter by letter it would look like a call, and be none.
+            marker, head = first, self._terminal(first)
+            rules = [f"{text} & ~MARKED", f"MARKED: /(?s:.*)/ {_quoted(marker)} /(?s:.*)/"]
         else:
-            marker = first.partition("{")[0].rstrip() or first
-            head, rules = "head", [f"head[lazy]: {'TEXT? ' if self.anywhere else ''}{_quoted(marker)}"]
+            marker, head = first.partition("{")[0].rstrip() or first, "head"
+            rules = [text, f"head[lazy]: {'TEXT? ' if self.anywhere else ''}{_quoted(marker)}"]
         calls = f"{head} {self._literal(self.opening.removeprefix(marker))} {calls}"
-        others = [token for text, token in self.added.items() if text != marker]
-        words = f"(TEXT | <[{_ranges(others)}]>)*" if others else "TEXT?"  # no text stands for such tokens
+        others = [token for added, token in self.added.items() if added != marker]
+        words = f"TEXT? (<[{_ranges(others)}]> TEXT?)*" if others else "TEXT?"  # no text stands for such tokens
         return [f"start: {words} ({calls})?" if self.anywhere else f"start: {words} | {calls}", *rules]
 
     @cached_property
@@ -126,7 +134,7 @@ def call_format(tokenizer: "PreTrainedTokenizerBase", ends: Collection[int]) -> 
     """
 
     def written(*messages: Mapping[str, Any]) -> str:
-        conversation = [{"role": "user", "content": "?"}, *messages]
+        conversation: list[Any] = [{"role": "user", "content": "?"}, *messages]
         return str(tokenizer.apply_chat_template(conversation, tools=[_OFFERED], tokenize=False))
 
     if not tokenizer.chat_template:

@@ -85,14 +85,13 @@ class Speller:
     def __call__(self, event: Event) -> Piece:
         """What an event adds."""
         answer, reader = self._answers[event.answer], self._readers[event.answer]
-        ended = event.finish_reason is not None
-        text, called = answer.end() if ended else answer.add(event.tokens), ()
-        if reader is not None:
-            text, called = reader.add(text)
-        if ended:
-            text += reader.end() if reader is not None else ""
-            reason = "tool_calls" if reader is not None and reader.called else "stop"
-            reason = reason if event.finish_reason == "stop" else event.finish_reason
+        reason = event.finish_reason
+        text = answer.add(event.tokens) if reason is None else answer.end()
+        text, called = (text, ()) if reader is None else reader.add(text)
+        if reason is not None:
+            if reader is not None:
+                text += reader.end()
+                reason = "tool_calls" if reader.called and reason == "stop" else reason
             return Piece(event.answer, text, finish_reason=reason, calls=called)
         steps: tuple[Step, ...] = ()
         if self._steps and event.tree is not None and event.verdict is not None:

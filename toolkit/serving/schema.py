@@ -229,12 +229,15 @@ class ChatQuestion(Question):
         assert calls is not None
         for index, tool in enumerate(self.tools):
             grammar_of(tool.function.parameters, f"tools.{index}.function.parameters")
-        text = calls.grammar(
-            {name: function.parameters for name, function in self.functions.items()},
-            required=self.tool_choice.type != "auto",
-            parallel=self.parallel_tool_calls,
-            answer=self.response_format.content,
-        )
+        try:
+            text = calls.grammar(
+                {name: function.parameters for name, function in self.functions.items()},
+                required=self.tool_choice.type != "auto",
+                parallel=self.parallel_tool_calls,
+                answer=self.response_format.content,
+            )
+        except ValueError as error:
+            raise ApiError(400, f"response_format: {error}", param="response_format", code="unsupported") from error
         return Grammar.lark(text)
 
 

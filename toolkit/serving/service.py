@@ -123,9 +123,9 @@ class Service:
     def _calls(self) -> CallFormat:
         """How the model writes calls."""
         known = self.engine.decoder.target.model.generation_config.eos_token_id
-        ends = {known} if known is None or isinstance(known, int) else {*known}
+        ends = [*(known if isinstance(known, list) else [known]), self.tokenizer.eos_token_id]
         try:
-            return call_format(self.tokenizer, (ends | {self.tokenizer.eos_token_id}) - {None})
+            return call_format(self.tokenizer, [end for end in ends if end is not None])
         except ValueError as error:
             raise ApiError(400, f"tools: {error}", param="tools", code="unsupported") from error
 
