@@ -4,10 +4,9 @@ import torch
 from torch import Tensor
 
 from arbordraft.kernels import native
-from arbordraft.kernels.prepacked_linear.groups import Groups, concatenate, quantize_groups
+from arbordraft.kernels.prepacked_linear.groups import LANES, Groups, concatenate, quantize_groups
 from arbordraft.kernels.prepacked_linear.reference import (
     ACTIVATIONS,
-    LANES,
     WEIGHTS,
     check_weights,
     interleave,

@@ -72,14 +72,16 @@ constexpr int kGroupedRows = 2;
 constexpr int kGroupedBlocks(int) { return 2; }
 #endif
 
-// found[r][b] = sum over inputs of x[r] and block b. `ahead`: codes to fetch meanwhile.
+// found[r][b] = sum over inputs of x[r] and block b. Meanwhile the first `fetched` of the next blocks, from `ahead` on, come
+// into the cache.
 template <int Bits, int R, int NB>
 [[gnu::noinline]] void tile_groups(
-    const Prepacked<Grouped>& m, const Eighth* x, int64_t block, const uint8_t* ahead, f32x16* found) {
-  constexpr int64_t kBytes = 64 * Bits, kScales = Bits == 4 ? 2 * kLanes : kLanes, kAhead = 2048;
+    const Prepacked<Grouped>& m, const Eighth* x, int64_t block, int64_t ahead, int fetched, f32x16* found) {
+  constexpr int64_t kBytes = 64 * Bits, kScales = Bits == 4 ? 2 * kLanes : kLanes;
   const int64_t groups = m.groups();
   const uint8_t* codes = m.weight + block * groups * kBytes;
   const uint16_t* scales = m.scale + block * groups * kScales;
+  const int64_t next = (ahead - block) * groups;
   f32x16 acc[R][NB];
   for (int r = 0; r < R; ++r)
     for (int b = 0; b < NB; ++b) acc[r][b] = splat(0.f);
@@ -99,19 +101,18 @@ template <int Bits, int R, int NB>
       u8x64 low[NB], high[NB];
       for (int b = 0; b < NB; ++b) {
         const uint8_t* p = codes + (b * groups + g) * kBytes + line * 64;
-        if (!ahead) __builtin_prefetch(p + kAhead);
+        if (b < fetched) __builtin_prefetch(p + next * kBytes, 0, 2);
         if constexpr (Bits == 8)
           low[b] = load_bytes(p);
         else
           load_nibbles(p, low[b], high[b]);
       }
-      if (ahead) __builtin_prefetch(ahead + g * kBytes + line * 64, 0, 2);
       add(low, int(line));
       if constexpr (Bits == 4) add(high, int(line) + 4);
     }
     for (int b = 0; b < NB; ++b) {
       const uint16_t* s = scales + (b * groups + g) * kScales;
-      if (!ahead) __builtin_prefetch(s + 512);
+      if (b < fetched) __builtin_prefetch(s + next * kScales, 0, 2);
       const f32x16 scale = load_halves(s);
       for (int r = 0; r < R; ++r)
         acc[r][b] = acc[r][b] + to_float(sums[r][b]) * (scale * splat(x[r * groups].scale));
@@ -130,11 +131,16 @@ template <int Bits, class Emit>
 inline void multiply_groups(
     const Prepacked<Grouped>& m, const Eighth* x, int64_t rows, Range blocks, const Emit& emit) {
   constexpr int64_t kRows = kGroupedRows<Bits>;
-  const int64_t groups = m.groups(), bytes = groups * 64 * Bits;
-  const auto tile = [&](auto count, auto wide, int64_t row, int64_t block, const uint8_t* ahead) {
+  const int64_t groups = m.groups();
+  // Alone, a tile fetches what the next one reads. Where several tiles of rows pass over the same two blocks, the first
+  // two of them fetch the next two.
+  const auto tile = [&](auto count, auto wide, int64_t row, int64_t block) {
     constexpr int R = decltype(count)::value, NB = decltype(wide)::value;
     f32x16 found[R * NB];
-    tile_groups<Bits, R, NB>(m, x + row * groups, block, ahead, found);
+    const bool alone = rows <= kRows;
+    const int64_t ahead = alone ? block + NB : block + 2 + (row > 0);
+    const int64_t fetched = std::min<int64_t>(alone ? NB : row <= kRows, blocks.end - ahead);
+    tile_groups<Bits, R, NB>(m, x + row * groups, block, ahead, int(fetched), found);
     for (int r = 0; r < R; ++r) {
       if (m.bias)
         for (int b = 0; b < NB; ++b)
@@ -142,35 +148,34 @@ inline void multiply_groups(
       emit(row + r, block, found + r * NB, NB);
     }
   };
-  const auto some_rows = [&](auto count, int64_t row, int64_t block, int64_t n, const uint8_t* ahead) {
+  const auto some_rows = [&](auto count, int64_t row, int64_t block, int64_t n) {
     constexpr int NB = kGroupedBlocks(decltype(count)::value);
-    for (; n >= NB; n -= NB, block += NB) tile(count, std::integral_constant<int, NB>(), row, block, ahead);
-    for (; n >= 2; n -= 2, block += 2) tile(count, std::integral_constant<int, 2>(), row, block, ahead);
-    if (n) tile(count, std::integral_constant<int, 1>(), row, block, ahead);
+    for (; n >= NB; n -= NB, block += NB) tile(count, std::integral_constant<int, NB>(), row, block);
+    for (; n >= 2; n -= 2, block += 2) tile(count, std::integral_constant<int, 2>(), row, block);
+    if (n) tile(count, std::integral_constant<int, 1>(), row, block);
   };
-  const auto rest = [&](int64_t count, int64_t row, int64_t block, int64_t n, const uint8_t* ahead) {
+  const auto rest = [&](int64_t count, int64_t row, int64_t block, int64_t n) {
     switch (count) {
-      case 1: return some_rows(std::integral_constant<int, 1>(), row, block, n, ahead);
-      case 2: return some_rows(std::integral_constant<int, 2>(), row, block, n, ahead);
+      case 1: return some_rows(std::integral_constant<int, 1>(), row, block, n);
+      case 2: return some_rows(std::integral_constant<int, 2>(), row, block, n);
 #if defined(__AVX512F__)
-      case 3: return some_rows(std::integral_constant<int, 3>(), row, block, n, ahead);
-      case 4: return some_rows(std::integral_constant<int, 4>(), row, block, n, ahead);
+      case 3: return some_rows(std::integral_constant<int, 3>(), row, block, n);
+      case 4: return some_rows(std::integral_constant<int, 4>(), row, block, n);
 #endif
     }
 #if defined(__AVX512F__)
     if constexpr (Bits == 8) {
-      if (count == 5) return some_rows(std::integral_constant<int, 5>(), row, block, n, ahead);
-      if (count == 6) return some_rows(std::integral_constant<int, 6>(), row, block, n, ahead);
+      if (count == 5) return some_rows(std::integral_constant<int, 5>(), row, block, n);
+      if (count == 6) return some_rows(std::integral_constant<int, 6>(), row, block, n);
     }
 #endif
   };
-  if (rows <= kRows) return rest(rows, 0, blocks.begin, blocks.end - blocks.begin, nullptr);
-  // Two blocks at a time stay in the inner caches while all rows pass over them, and fetch the next two.
+  if (rows <= kRows) return rest(rows, 0, blocks.begin, blocks.end - blocks.begin);
+  // Two blocks at a time stay in the inner caches while all rows pass over them.
   for (int64_t block = blocks.begin; block < blocks.end; block += 2) {
     const int64_t n = std::min<int64_t>(2, blocks.end - block);
-    const uint8_t* next = m.weight + (block + n) * bytes;
     for (int64_t row = 0; row < rows; row += kRows)
-      rest(std::min(kRows, rows - row), row, block, n, next + (row == 0 ? 0 : bytes));
+      rest(std::min(kRows, rows - row), row, block, n);
   }
 }
 

@@ -108,7 +108,7 @@ def _names(reader: Any, model: nn.Module) -> Callable[[str], str]:
     kind = next((key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), None)
     if kind is None:
         return lambda name: ""
-    known = gguf.get_tensor_name_map(kind, model.config.get_text_config().num_hidden_layers)  # type: ignore[union-attr]
+    known = gguf.get_tensor_name_map(kind, model.config.get_text_config().num_hidden_layers)  # type: ignore[operator, union-attr]
     return lambda name: known.get_name(name, try_suffixes=(".weight", ".bias")) or ""
 
 
