@@ -325,11 +325,8 @@ class Stepper(nn.Module):
             expected_batch=self.expected_batch,
             vocab_size=self.target.vocab_size,
             closed=state.closed,
-<<<<<<< HEAD
             places=[sample.place if sample else None for sample in state.samples],
-=======
             static=None if self.static is None else self.static.drafts,
->>>>>>> draft-graph
         )
 
     def _plan(self, state: DecodeState, tree: DraftTree) -> RaggedBatch:
