@@ -119,6 +119,17 @@ def test_what_it_cannot_be_compiled_for(make, error, message):
         make()
 
 
+@pytest.mark.parametrize("text", ['start: "a" <eos> "b"', 'start: "a" "<eos>" "b"'], ids=["token", "its spelling"])
+def test_an_end_token_in_the_middle(text):
+    with pytest.raises(ValueError, match="end token in the middle"):
+        spelled(Grammar.lark(text), "a")
+    state = GrammarCompiler(speller_tokenizer(), SPEAKER_VOCAB)(Grammar.lark(text), [EOS]).fork()
+    state.accept(speller_tokenizer().convert_tokens_to_ids("a"))
+    for _ in range(2):  # every time that it is asked: drafting asks first
+        with pytest.raises(ValueError, match="end token in the middle"):
+            state.allowed()
+
+
 def test_one_bad_request_harms_no_other():
     engine = Engine(SpeculativeDecoder(speller(), NoDrafter()), max_tokens=4000)
     prompt = speller_tokenizer()("yes").input_ids

@@ -25,16 +25,18 @@ class GrammarState:
 
     Args:
         matcher: the engine's own state, which nobody else changes.
+        ends: tokens that end an answer.
     """
 
-    def __init__(self, matcher: "LLMatcher") -> None:
+    def __init__(self, matcher: "LLMatcher", ends: Sequence[int]) -> None:
+        self._ends = ends
         self._matcher: LLMatcher | None = matcher  # none where a draft was forbidden
         self._allowed: Allowed | None = None
 
     def fork(self) -> Self:
         if self._matcher is None:
             return self
-        return type(self)(self._matcher.deep_copy())
+        return type(self)(self._matcher.deep_copy(), self._ends)
 
     def accept(self, token: int) -> None:
         self._allowed = None
@@ -45,14 +47,18 @@ class GrammarState:
         """The tokens that may come next.
 
         Raises:
-            ValueError: if the engine gave up: the grammar is too complex at this place.
+            ValueError: if the engine gave up, since the grammar is too complex at this place; or if the grammar names
+                an end token in the middle, where the answer would end without having met it.
         """
         if self._allowed is None and self._matcher is not None:
             bits = self._matcher.compute_bitmask()
             if self._matcher.is_error() or not any(bits):
                 reason = self._matcher.get_error() or "no token may come next"
                 raise ValueError(f"the grammar cannot be followed any further: {reason}")
-            self._allowed = Allowed(bits)
+            allowed = Allowed(bits)
+            if not self._matcher.is_accepting() and any(token in allowed for token in self._ends):
+                raise ValueError("the grammar has an end token in the middle: the answer would end there, unfinished")
+            self._allowed = allowed  # only now: whoever asks again is told again
         return self._allowed
 
     def __call__(self, scores: Tensor) -> Tensor:
@@ -115,7 +121,7 @@ class GrammarCompiler:
         matcher = LLMatcher(self._engine(ends), grammar.definition, log_level=0)
         if matcher.is_error():
             raise ValueError(f"invalid {grammar.kind}: {matcher.get_error()}")
-        state = GrammarState(matcher)
+        state = GrammarState(matcher, ends)
         state.allowed()
         return state
 
