@@ -197,8 +197,8 @@ def test_words_are_what_they_are_without_a_grammar(style, name):
     tokenizer = decoder.target.tokenizer
     bytes_only = {token: -100.0 for token in range(len(tokenizer)) if "\ufffd" in tokenizer.decode([token])}
     tools = [TOOLS[0], NOW] if name == "auto" else None
-    answers, texts = alone(decoder, tools=tools, seed=3, n=3, logit_bias=bytes_only)
-    with serving(decoder, max_tokens=12_000, default_tokens=200) as served:
+    answers, texts = alone(decoder, tools=tools, seed=3, n=3, logit_bias=bytes_only, max_new_tokens=50)
+    with serving(decoder, max_tokens=12_000, default_tokens=50) as served:
         reply = chat(served.client, tools=TOOLS, tool_choice=name, seed=3, n=3, logit_bias=bytes_only)
     marks = {*tokenizer.convert_tokens_to_ids(MARKS[style])}
     wordy = [index for index, answer in enumerate(answers) if name == "none" or not marks & {*answer.tokens}]
@@ -283,13 +283,14 @@ def test_conversations_remember_calls(style):
         },
         {**result, "name": "weather"},
     ]
-    _, expected = alone(decoder, shown, seed=3)
-    with serving(decoder, max_tokens=12_000, default_tokens=200) as served:
+    _, expected = alone(decoder, shown, seed=3, max_new_tokens=30)
+    with serving(decoder, max_tokens=12_000, default_tokens=30) as served:
         assert [choice.message.content for choice in chat(served.client, messages, seed=3).choices] == expected
         forgotten = chat(served.client, [*HELLO, {**messages[1], "tool_calls": [], "content": ""}], seed=3)
         assert forgotten.choices[0].message.content != expected[0]
         # what the server says can be sent back as it is
-        reply = chat(served.client, tools=TOOLS, tool_choice=NOW, parallel_tool_calls=False).choices[0].message
+        asked = {"tools": TOOLS, "tool_choice": NOW, "parallel_tool_calls": False, "max_tokens": 60}
+        reply = chat(served.client, **asked).choices[0].message
         back = [*HELLO, reply, {**result, "tool_call_id": reply.tool_calls[0].id}]
         assert chat(served.client, back, max_tokens=2).choices
 
