@@ -13,6 +13,7 @@ import torch
 
 from arbordraft.kernels.native import fakes
 from arbordraft.kernels.native.build import ISA_VARIABLE, KERNELS, SOURCE, Build, Unavailable, chosen_isa, cpu
+from arbordraft.kernels.native.threads import TooManyThreads, too_many_threads
 
 
 class NativeKernelsUnavailable(RuntimeWarning):
@@ -29,8 +30,8 @@ class Extension:
     `$ARBORDRAFT_ISA` therefore counts when the library is loaded; only `off` is heeded at any time.
     """
 
-    def __init__(self, source: Path, root: Path, loaded: Callable[[bool], None]):
-        """`loaded` is called once the operators are there, with whether this process was forked before."""
+    def __init__(self, source: Path, root: Path, loaded: Callable[[bool], Warning | None]):
+        """`loaded` is called once the operators are there, with whether this process was forked before; it may warn."""
         self.source, self.root, self.loaded = source, root, loaded
         self._tried = self._forked = False
         self._problem: str | None = None
@@ -71,7 +72,7 @@ class Extension:
     def _try(self, isa: str) -> Warning | None:
         try:
             obstacle = Build(isa, self.source, self.root).load(lambda library: torch.ops.load_library(str(library)))
-            self.loaded(self._forked)
+            notice = self.loaded(self._forked)
         except (Unavailable, OSError, RuntimeError) as error:
             reason = str(error)
             if not isinstance(error, Unavailable):  # torch hides what the loader said in the cause
@@ -79,17 +80,19 @@ class Extension:
             self._problem = reason
             return NativeKernelsUnavailable(f"the native CPU kernels give way to slower ones: {reason}")
         if obstacle is None:
-            return None
+            return notice
         return NativeKernelsNotCached(
             f"the CPU kernels could not be kept ({obstacle}), so that every process builds them anew; "
             "set ARBORDRAFT_CACHE to a folder that can be written"
         )
 
 
-def _loaded(forked: bool) -> None:
+def _loaded(forked: bool) -> Warning | None:
     fakes.register()
     if forked:  # torch's threads, which the kernels borrow, may have stayed in the parent
         torch.ops.arbordraft.work_alone()
+        return None
+    return too_many_threads()
 
 
 _kernels = Extension(SOURCE, KERNELS, _loaded)
@@ -125,6 +128,7 @@ def isa() -> str | None:
 __all__ = [
     "NativeKernelsNotCached",
     "NativeKernelsUnavailable",
+    "TooManyThreads",
     "fast_bfloat16",
     "isa",
     "load",
