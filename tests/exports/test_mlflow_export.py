@@ -203,6 +203,19 @@ def test_what_a_description_needs(folders, parts, tmp_path):
         DecoderConfig.load(tmp_path / "decoder.json")
 
 
+def test_the_bits_of_the_weights_are_described(folders, parts, tmp_path):
+    """And a description that was saved before there was a choice means the model's own."""
+    target = ad.RaggedModel(parts[0].model, parts[0].tokenizer, kernels="native", weights="int4")
+    DecoderConfig.of(lookup(target), folders["target"]).save(tmp_path / "decoder.json")
+    again, _ = DecoderConfig.load(tmp_path / "decoder.json").build(tmp_path)
+    assert again.target.weights == "int4"
+    fields = json.loads((tmp_path / "decoder.json").read_text())
+    del fields["target"]["weights"]
+    (tmp_path / "decoder.json").write_text(json.dumps(fields))
+    again, _ = DecoderConfig.load(tmp_path / "decoder.json").build(tmp_path)
+    assert again.target.weights is None
+
+
 def test_another_target_is_refused(folders, parts, tmp_path):
     shutil.copytree(folders["target"], tmp_path / "target")
     config = DecoderConfig.of(lookup(parts[0]), str(tmp_path / "target"))

@@ -151,7 +151,7 @@ def test_library_that_does_not_load_is_not_kept(cache, tmp_path):
 
 def test_unknown_isa(cache, toy, monkeypatch):
     monkeypatch.setenv("ARBORDRAFT_ISA", "avx1024")
-    with pytest.raises(ValueError, match="one of avx512, avx2, native, generic, off, not 'avx1024'"):
+    with pytest.raises(ValueError, match="one of avx512, avx_vnni, avx2, native, generic, off, not 'avx1024'"):
         toy.load()
 
 
@@ -166,7 +166,7 @@ def test_unsupported_isa(cache, toy, monkeypatch):
 
 
 @pytest.mark.skipif(not build._X86, reason="names instruction sets of x86")
-@pytest.mark.parametrize("isa", ["avx512", "avx2", "generic"])
+@pytest.mark.parametrize("isa", ["avx512", "avx_vnni", "avx2", "generic"])
 def test_isa_reaches_the_compiler(cache, tmp_path, monkeypatch, isa):
     if not build.NEEDED_BY[isa] <= set(build.cpu()["flags"].split()):
         pytest.skip("this CPU lacks it")
@@ -176,6 +176,7 @@ def test_isa_reaches_the_compiler(cache, tmp_path, monkeypatch, isa):
     library = ctypes.CDLL(str(cache / key(toy, isa) / build.LIBRARY))
     assert (library.avx512_bf16(), library.avx512(), library.avx2(), library.fast_math()) == {
         "avx512": (0, 1, 1, 0),
+        "avx_vnni": (0, 0, 1, 0),
         "avx2": (0, 0, 1, 0),
         "generic": (0, 0, 0, 0),
     }[isa]
