@@ -18,6 +18,7 @@ from watching import Watch
 
 from arbordraft import (
     Coupling,
+    EagleDrafter,
     HybridDrafter,
     LanguageModelDrafter,
     NGramDrafter,
@@ -115,6 +116,18 @@ def test_with_shared_noise(drafts, kind, heat, plan):
 def test_trees_of_more_than_a_word(kind):
     for options in (GREEDY, HOT):
         assert check(*pair(kind, WIDE), WIDE, at_most(MANY), **options) > 1000
+
+
+@pytest.mark.parametrize("options", [GREEDY, HOT], ids=["greedy", "shared noise"])
+def test_fewer_tokens_than_children(options):
+    target, known = parts("eagle")
+    settings = {**known.head.config.to_dict(), "draft_vocab_size": 3}
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        head = EagleHead(EagleConfig(**settings))
+    head.set_vocabulary([4, 9, 30])
+    topology = TreeTopology.from_k_config((4, 4))
+    assert check(*pair((target, EagleDrafter(head, target)), topology), topology, at_most(MANY), **options) == 11 * 12
 
 
 @pytest.mark.parametrize("samples", [1, 2, 3])

@@ -268,9 +268,9 @@ class DraftStep(nn.Module):
         count = min(level.width, scores.shape[2])
         tokens, chances = expand(scores.flatten(0, 1), count)
         tokens = tokens if vocabulary is None else vocabulary[tokens]
-        tops = F.pad(tokens, (0, level.width - count)), F.pad(chances.exp().double(), (0, level.width - count))
-        tokens, chances = (part.unflatten(0, (-1, level.size)) for part in tops)
-        return tokens, chances
+        lacking = (0, level.width - count)  # tokens that there are not: of chance 0
+        tops = F.pad(tokens, lacking), F.pad(chances.exp().double(), lacking)
+        return tops[0].unflatten(0, (-1, level.size)), tops[1].unflatten(0, (-1, level.size))
 
     def _going(self, part: Mapping[str, Tensor], trees: _Trees, depth: int, level: _Level) -> Tensor:
         """``[S, n]`` which nodes get children; what :class:`~arbordraft.drafters.base.Garden` decides by the plan."""
