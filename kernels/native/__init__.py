@@ -121,7 +121,7 @@ def problem() -> str | None:
 
 
 def isa() -> str | None:
-    """The instruction set that the loaded kernels use: avx512_bf16, avx512, avx2 or generic; None without kernels."""
+    """Which of avx512_bf16, avx512, avx_vnni, avx2 and generic the loaded kernels use; None without kernels."""
     return torch.ops.arbordraft.isa() if load() else None
 
 

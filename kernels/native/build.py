@@ -60,7 +60,7 @@ MACHINE_FLAGS = {
     "generic": [],
 }
 _MAC = sys.platform == "darwin"
-_NOTICE = "building CPU kernels, once per machine (about 20 s)"
+_NOTICE = "building CPU kernels, once per machine (about 30 s)"
 
 
 class Unavailable(Exception):

@@ -323,6 +323,7 @@ BENCHES = {
     ),
     "lookup": SHARED | {"--repeats"},
     "cpu": SHARED | {"--repeats"},
+    "weights": SHARED | {"--batches", "--repeats"},
     "equality": SHARED | {"--batches"},
     "verifiers": SHARED | {"--batches"},
     "onnx": SHARED - {"--dtype"} | {"--batches", "--repeats"},
@@ -343,7 +344,8 @@ def test_no_benchmark_is_left_out():
 
 
 @pytest.mark.parametrize(
-    "command", ["batching", "cpu", "lookup", "equality", "decode", "compare", "forward", "verify", "verifiers"]
+    "command",
+    ["batching", "cpu", "weights", "lookup", "equality", "decode", "compare", "forward", "verify", "verifiers"],
 )
 def test_every_benchmark_moves_a_bar(place, monkeypatch, command):
     """Each tells what is measured, and how many of its rounds are done, more than once."""
@@ -359,6 +361,7 @@ def test_every_benchmark_moves_a_bar(place, monkeypatch, command):
     options = {
         "batching": ["--batches", "1", "--repeats", "1"],
         "cpu": ["--dtype", "bfloat16", "--no-others", "--repeats", "1"],
+        "weights": ["--batches", "1", "--repeats", "1", "--chunks", "1"],
         "lookup": ["--dtype", "float32", "--repeats", "2"],
         "equality": ["--dtype", "float32", "--batches", "1"],
         "decode": ["--drafter", "early-exit:1", "--temperatures", "0"],

@@ -336,7 +336,7 @@ def test_forked_child_can_load(cache, toy):
 def test_announced_on_a_log_that_listens(cache, toy, caplog, capsys):
     with caplog.at_level("INFO", logger="arbordraft"):
         assert toy.load()
-    assert [record.getMessage() for record in caplog.records] == ["building CPU kernels, once per machine (about 20 s)"]
+    assert [record.getMessage() for record in caplog.records] == ["building CPU kernels, once per machine (about 30 s)"]
     assert capsys.readouterr() == ("", "")
 
 
@@ -346,7 +346,7 @@ def test_announced_on_a_terminal(cache, toy, capsys, monkeypatch, terminal):
     monkeypatch.setattr(build, "PATIENCE", 0.01)
     assert toy.load()
     said = capsys.readouterr().err
-    assert ("building CPU kernels, once per machine (about 20 s): 0 s" in said) == terminal
+    assert ("building CPU kernels, once per machine (about 30 s): 0 s" in said) == terminal
     assert said.endswith("\r\x1b[K" if terminal else "")  # the line goes when the kernels are there
 
 
