@@ -393,7 +393,7 @@ def check_stack_rows(stack, seed=0, lengths=(270, 1, 37)):
 def check_row_max(dtype):
     generator = torch.Generator().manual_seed(0)
     infinity, nan = float("inf"), float("nan")
-    for size in (1, 15, 16, 17, 61, 160):
+    for size in (1, 15, 16, 17, 61, 160, 1024, 1025, 3000):
         x = torch.randn(12, size, generator=generator).to(dtype)
         x[1] = 0.5  # ties everywhere: the first one counts
         x[2, size // 2] = infinity
