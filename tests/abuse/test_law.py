@@ -22,7 +22,7 @@ from arbordraft import (
     WithoutReplacement,
 )
 from arbordraft.drafters import Drafter
-from arbordraft.drafters.base import Garden
+from arbordraft.drafters.garden import Garden
 from arbordraft.kernels.verify import lowest_kept, row_max
 from arbordraft.sampling import Noise
 from arbordraft.types import DraftTree, SampleTree

@@ -44,7 +44,7 @@ from arbordraft.deciders import (
     LearnedDecider,
     PathSurvival,
 )
-from arbordraft.drafters.base import Garden
+from arbordraft.drafters.garden import Garden
 from arbordraft.sampling import Noise
 from arbordraft.types import Plan
 

@@ -35,7 +35,7 @@ from arbordraft.bench.verifiers import (
 )
 from arbordraft.bench.workload import Workload
 from arbordraft.drafters import Drafter
-from arbordraft.drafters.base import Garden
+from arbordraft.drafters.garden import Garden
 from arbordraft.verifiers import optimal_acceptance
 
 CHAIN = TreeTopology.chain(5)

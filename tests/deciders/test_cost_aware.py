@@ -15,7 +15,7 @@ from arbordraft import CostTable, Fixed, TreeTopology
 from arbordraft.costs import StepCosts
 from arbordraft.deciders import CostAware, Decider, FixedDepth, PathSurvival
 from arbordraft.drafters import Drafter
-from arbordraft.drafters.base import Garden
+from arbordraft.drafters.garden import Garden
 from arbordraft.laws import IID
 from arbordraft.types import (
     DraftContext,

@@ -28,7 +28,7 @@ from arbordraft import (
 )
 from arbordraft.deciders import Decider
 from arbordraft.drafters import Drafter
-from arbordraft.drafters.base import Garden
+from arbordraft.drafters.garden import Garden
 from arbordraft.drafters.ngram import Guess
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.types import DraftTree, SampleTree, SampleVerdict, Verdict

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from arbordraft.drafters.base import Garden, check_ragged, expect, grow
+from arbordraft.drafters.base import check_ragged, expect, grow
 from arbordraft.drafters.fused import FusedEagle, fusible, matrix_of
+from arbordraft.drafters.garden import Garden
 from arbordraft.drafters.slots import SlotDrafter, SlotState
 from arbordraft.drafters.whole import grow_whole
 from arbordraft.kernels.draft_tree import Drafted, Draws, Growth, draft_from_rows

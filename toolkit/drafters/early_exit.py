@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from arbordraft.drafters.base import Drafter, Garden, adopt, check_ragged, expect, grow, plan_level
+from arbordraft.drafters.base import Drafter, adopt, check_ragged, expect, grow, plan_level
+from arbordraft.drafters.garden import Garden
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.laws import DraftLaw
 from arbordraft.target.cache import RaggedKVCache

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from arbordraft.drafters.base import Drafter, Garden
+from arbordraft.drafters.base import Drafter
+from arbordraft.drafters.garden import Garden
 from arbordraft.laws import DraftLaw, Fixed
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology

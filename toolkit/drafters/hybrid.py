@@ -11,7 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from arbordraft.checks import instance
-from arbordraft.drafters.base import Drafter, groups_of, situation_of
+from arbordraft.drafters.base import Drafter
+from arbordraft.drafters.garden import groups_of, situation_of
 from arbordraft.laws import DraftLaw, Fixed
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from arbordraft.checkpoints import load_causal_lm, load_tokenizer
-from arbordraft.drafters.base import Drafter, Garden, check_ragged, grow, plan_level, unread
+from arbordraft.drafters.base import Drafter, check_ragged, grow, plan_level, unread
 from arbordraft.drafters.fused import fused_model
+from arbordraft.drafters.garden import Garden
 from arbordraft.drafters.whole import Missing, ModelOnRows, feed, feed_static, grow_whole
 from arbordraft.kernels.draft_tree import Drafted, DraftRun, Draws, Growth
 from arbordraft.laws import DraftLaw

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from arbordraft.drafters.base import Garden, HeadDrafter, check_ragged, expect, grow
+from arbordraft.drafters.base import HeadDrafter, check_ragged, expect, grow
+from arbordraft.drafters.garden import Garden
 from arbordraft.drafters.whole import grow_whole
 from arbordraft.kernels.draft_tree import Drafted, Draws, Growth, draft_from_rows
 from arbordraft.onnx_networks import OnnxMedusa

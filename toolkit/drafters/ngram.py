@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from arbordraft.checks import whole
-from arbordraft.drafters.base import Drafter, Garden
+from arbordraft.drafters.base import Drafter
+from arbordraft.drafters.garden import Garden
 from arbordraft.laws import DraftLaw, Fixed
 from arbordraft.stateful import Allowed
 from arbordraft.target.cache import RaggedKVCache

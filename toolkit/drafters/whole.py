@@ -12,7 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from arbordraft.drafters.base import Drafter, Garden
+from arbordraft.drafters.base import Drafter
+from arbordraft.drafters.garden import Garden
 from arbordraft.kernels.draft_tree import Drafted, DraftRun, Draws, Growth, usable
 from arbordraft.sampling import GumbelNoise
 from arbordraft.target.cache import RaggedKVCache

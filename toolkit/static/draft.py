@@ -273,7 +273,7 @@ class DraftStep(nn.Module):
         return tops[0].unflatten(0, (-1, level.size)), tops[1].unflatten(0, (-1, level.size))
 
     def _going(self, part: Mapping[str, Tensor], trees: _Trees, depth: int, level: _Level) -> Tensor:
-        """``[S, n]`` which nodes get children; what :class:`~arbordraft.drafters.base.Garden` decides by the plan."""
+        """``[S, n]`` which nodes get children; what :class:`~arbordraft.drafters.garden.Garden` decides by the plan."""
         reach = trees.reach[depth][:, level.inner]
         gains = reach * part["next"][:, depth, None] - part["prices"][1]
         alive = (trees.tokens[depth][:, level.inner] >= 0) & (depth < part["levels"])[:, None]
