@@ -5,8 +5,10 @@
 #pragma once
 
 #include <pthread.h>
+#include <sched.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -306,23 +308,59 @@ inline bool& forked() {
   }();
   return value;
 }
+// Where the threads of a team wait for each other. OpenMP's own barriers put threads to sleep at once as soon as a
+// process has more teams than processors, which it has with every thread of Python that computes: waking them takes
+// longer than most of what is waited for.
+class Meeting {
+ public:
+  void wait(int threads) {
+    const unsigned round = round_.load(std::memory_order_acquire);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
+      arrived_.store(0, std::memory_order_relaxed);
+      round_.store(round + 1, std::memory_order_release);
+      return;
+    }
+    for (int spins = 0; round_.load(std::memory_order_acquire) == round; ++spins) {
+      if (spins < kPatience)
+        relax();
+      else
+        sched_yield();  // somebody else may need this processor to arrive
+    }
+  }
+
+ private:
+  static constexpr int kPatience = 1 << 14;  // some 100 microseconds
+  static void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+  }
+  std::atomic<int> arrived_{0};
+  std::atomic<unsigned> round_{0};
+};
+inline Meeting*& meeting() {  // of the team that this thread is in
+  static thread_local Meeting* here = nullptr;
+  return here;
+}
+inline void meet(int threads) {  // all threads of the team wait for each other here
+  if (threads > 1) meeting()->wait(threads);
+}
 template <class Body>
 inline void team(bool worthwhile, const Body& body) {
 #ifdef _OPENMP
   if (worthwhile && !forked() && omp_get_max_threads() > 1 && !omp_in_parallel()) {
+    Meeting here;
 #pragma omp parallel
-    body(omp_get_thread_num(), omp_get_num_threads());
+    {
+      const int threads = omp_get_num_threads();
+      meeting() = &here;
+      body(omp_get_thread_num(), threads);
+      meet(threads);  // the end of a region is one of OpenMP's barriers: nobody is to wait there
+    }
     return;
   }
 #endif
   body(0, 1);
-}
-inline void meet(int threads) {  // all threads of the team wait for each other here
-#ifdef _OPENMP
-  if (threads > 1) {
-#pragma omp barrier
-  }
-#endif
 }
 struct Range {
   int64_t begin, end;
