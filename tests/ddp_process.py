@@ -47,6 +47,8 @@ def main(world: Path, folder: Path) -> None:
             for run, settings in runs.items()
         }
         torch.save(found, folder / f"{name}-{RANK}")
+    if torch.distributed.is_initialized():  # its threads must not outlive main, which would abort
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ cli
 """
 ORDER = LAYERS.split()
 ALONE = {"drafters"}  # packages whose modules import none of each other but what they share
-SHARED = {"base", "fused", "slots", "whole"}
+SHARED = {"base", "fused", "garden", "slots", "whole"}
 PLACES = {"toolkit": (), "kernels": ("kernels",), "training": ("training",), "exports": ("exports",)}
 KERNEL_LIBRARIES = {"torch", "triton", "numpy"}
 

@@ -323,7 +323,7 @@ BENCHES = {
     ),
     "lookup": SHARED | {"--repeats"},
     "cpu": SHARED | {"--repeats"},
-    "weights": SHARED | {"--batches", "--repeats"},
+    **dict.fromkeys(["grammars", "weights"], SHARED | {"--batches", "--repeats"}),
     "equality": SHARED | {"--batches"},
     "verifiers": SHARED | {"--batches"},
     "onnx": SHARED - {"--dtype"} | {"--batches", "--repeats"},
