@@ -319,11 +319,12 @@ def test_a_real_process(arguments, status, line):
 SHARED = {"--model", "--dtype", "--prompts", "--limit", "--new-tokens", "--seed", "--json"}
 BENCHES = {
     **dict.fromkeys(
-        ["decode", "batching", "policy", "product", "deciders", "compare", "tuned"], SHARED | {"--batches", "--repeats"}
+        ["decode", "batching", "policy", "product", "deciders", "compare", "tuned", "weights"],
+        SHARED | {"--batches", "--repeats"},
     ),
     "lookup": SHARED | {"--repeats"},
     "cpu": SHARED | {"--repeats"},
-    **dict.fromkeys(["grammars", "weights"], SHARED | {"--batches", "--repeats"}),
+    "grammars": SHARED - {"--prompts"} | {"--batches", "--repeats"},
     "equality": SHARED | {"--batches"},
     "verifiers": SHARED | {"--batches"},
     "onnx": SHARED - {"--dtype"} | {"--batches", "--repeats"},
