@@ -1,4 +1,4 @@
-"""Tiny GGUF files of Llama's kind, written as llama.cpp writes them."""
+"""Tiny GGUF files, written as llama.cpp writes them."""
 
 import gguf
 import torch
@@ -8,7 +8,8 @@ NAMES = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "model.layers.": "blk.",
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
 }  # fmt: skip
 
 
@@ -24,11 +25,11 @@ def write_gguf(file, model, kinds=()):
 
     Args:
         file: its path.
-        model: a Llama.
+        model: a Llama, Qwen2 or Qwen3.
         kinds: pairs of a part of a parameter's name and the kind of its blocks; the first that fits counts.
     """
     config = model.config
-    writer = gguf.GGUFWriter(file, "llama")
+    writer = gguf.GGUFWriter(file, config.model_type)
     for add, value in {
         "context_length": 128, "embedding_length": config.hidden_size, "block_count": config.num_hidden_layers,
         "feed_forward_length": config.intermediate_size, "head_count": config.num_attention_heads,
@@ -37,9 +38,13 @@ def write_gguf(file, model, kinds=()):
         "token_types": [1] * len(LETTERS), "token_merges": ["a b"], "bos_token_id": 1, "eos_token_id": 2,
     }.items():  # fmt: skip
         getattr(writer, f"add_{add}")(value)
+    if head := getattr(config, "head_dim", None):
+        writer.add_key_length(head)
     for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
         for part, heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):
-            if part in name:  # the channels that rotate together stand side by side there
+            if config.model_type == "llama" and part in name:  # there, channels that rotate together are neighbours
                 tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
         kind = next((kind for part, kind in kinds if part in name), None)
         if kind is None or tensor.ndim < 2:

@@ -16,6 +16,7 @@ from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Matrix, de
 from arbordraft.kernels.decoder_layers.reference import rms_norm_reference
 from arbordraft.kernels.prepacked_linear import (
     ACTIVATIONS,
+    Groups,
     interleave,
     pack,
     prepacked_linear,
@@ -30,7 +31,7 @@ from arbordraft.masks import stack_words
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.topology import ancestor_words
 
-# What is multiplied, and the bits of the weights.
+# What is multiplied, and the bits of the weights; Q4_1 is as a file has them.
 KINDS = {
     "float32": (torch.float32, None),
     "bfloat16": (torch.bfloat16, None),
@@ -40,8 +41,11 @@ KINDS = {
     "int8-bfloat16": (torch.bfloat16, "int8"),
     "int4-float32": (torch.float32, "int4"),
     "int4-bfloat16": (torch.bfloat16, "int4"),
+    "Q4_1-float32": (torch.float32, "Q4_1"),
+    "Q4_1-bfloat16": (torch.bfloat16, "Q4_1"),
 }
-GROUPED = [kind for kind, (_, weights) in KINDS.items() if weights in ("int8", "int4")]
+IN_GROUPS = ("int8", "int4", "Q4_1")
+GROUPED = [kind for kind, (_, weights) in KINDS.items() if weights in IN_GROUPS]
 HALF_STEP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}  # relative error of rounding once
 
 TREES = {
@@ -61,6 +65,17 @@ OPTIONS = {
 }
 
 
+def groups_in(weight, weights):
+    """What is kept of a matrix in groups."""
+    kept = quantize_groups(weight, 8 if weights == "int8" else 4)
+    return Groups(kept.codes, *(part.half() for part in kept.wide())) if weights == "Q4_1" else kept
+
+
+def packed(weight, weights):
+    """A matrix as the kernels read it."""
+    return groups_in(weight, weights).prepack() if weights in IN_GROUPS else pack(weight, weights)
+
+
 def linear_case(kind, outputs, inputs, rows=5, bias=True, activation=None, seed=0):
     """Arguments of a prepacked linear, its value in float64 and a bound of the kernel's error.
 
@@ -72,14 +87,14 @@ def linear_case(kind, outputs, inputs, rows=5, bias=True, activation=None, seed=
     x = torch.randn(rows, inputs, generator=generator).to(dtype)
     weight = (torch.randn(outputs, inputs, generator=generator) * inputs**-0.5).to(dtype)
     wide_bias = torch.randn(outputs, generator=generator) if bias else None
-    prepacked, scale = pack(weight, weights)
-    if weights in ("int8", "int4"):
-        kept = quantize_groups(weight, int(weights[-1]))
+    prepacked, scale = packed(weight, weights)
+    if weights in IN_GROUPS:
+        kept = groups_in(weight, weights)
         codes, steps = quantize_rows(x)
         rows_kept = (codes * steps.double()[..., None]).flatten(1)[:, :inputs]
         dense, loud = kept.dense().double(), kept.dense().double().abs()
-        if kept.minimum is not None:
-            loud = loud + 2 * kept.minimum.double().abs().repeat_interleave(32, dim=1)[:, :inputs]
+        if (minimum := kept.wide()[1]) is not None:
+            loud = loud + 2 * minimum.double().abs().repeat_interleave(32, dim=1)[:, :inputs]
         exact, size = rows_kept @ dense.T, rows_kept.abs() @ loud.T
     else:
         eight = quantize(weight) if weights else None
@@ -153,7 +168,7 @@ def random_layer(dtype=torch.float32, weights=None, seed=0, **options):
         dense = (noise(outputs, inputs) * inputs**-0.5).to(dtype)
         if gated:
             dense = interleave(*dense.chunk(2))
-        return Matrix(*pack(dense, weights), 0.3 * noise(outputs) if chosen["bias"] else None)
+        return Matrix(*packed(dense, weights), 0.3 * noise(outputs) if chosen["bias"] else None)
 
     pre, post = "pre" in chosen["norms"], "post" in chosen["norms"]
     return LayerWeights(

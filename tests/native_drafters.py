@@ -52,12 +52,12 @@ KINDS = ["eagle", "eagle, trimmed", "block", "block, trimmed", "medusa", "medusa
 DRAFTERS = {"eagle": EagleDrafter, "block": BlockDrafter, "medusa": MedusaDrafter}
 
 
-def built(kind, kernels="native", dtype=torch.float32, change=None):
-    """A target and its drafter, on copies of the weights."""
+def built(kind, kernels="native", dtype=torch.float32, change=None, bits=None):
+    """A target and its drafter, on copies of the weights; of a model as a drafter with fewer bits."""
     model, network = (copy.deepcopy(part).to(dtype) for part in weights(kind))
     if change is not None:
         change(network)
     target = RaggedModel(model.eval(), kernels=kernels)
     if kind == "model":
-        return target, LanguageModelDrafter(RaggedModel(network.eval(), kernels=kernels))
+        return target, LanguageModelDrafter(RaggedModel(network.eval(), kernels=kernels, weights=bits))
     return target, DRAFTERS[kind.partition(",")[0]](network, target)

@@ -34,7 +34,7 @@ from arbordraft.onnx_graph import FUSE, MARKOV, MODEL, Graph
 from arbordraft.onnx_networks import OnnxBlock, OnnxEagle, OnnxMedusa, OnnxModel
 from arbordraft.pretrained import load_smollm2
 from arbordraft.stepping import as_drafter
-from arbordraft.target.file_blocks import FileBlocks
+from arbordraft.target.file_model import load_blocks
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
 
@@ -184,21 +184,11 @@ def _target_named(
     place = torch.device("cuda" if torch.cuda.is_available() else "cpu") if device is None else torch.device(device)
     if place.type == "cpu" and kernels in ("auto", "native"):
         native.load_in_background()
-    model, own = load_model(name, _dtype(dtype, place), revision)
+    if as_stored := weights == "file":
+        weights = None  # they are the model's own
+    model, own = load_model(name, _dtype(dtype, place), revision, as_stored=as_stored)
     model.to(place)  # type: ignore[arg-type]
-    bits = _blocks_of(name, model) if weights == "file" else weights
-    return RaggedModel(model, tokenizer or own, kernels=kernels, keep_weights=keep_weights, weights=bits)
-
-
-def _blocks_of(name: str, model: "PreTrainedModel") -> FileBlocks:
-    if not name.endswith(".gguf"):
-        raise ValueError(f"weights='file' means the blocks of a GGUF file, and {name} is none: choose int8 or int4")
-    blocks = FileBlocks.of(Path(name), model)
-    if blocks.others:
-        kinds = ", ".join(f"{count} of {kind}" for kind, count in sorted(blocks.others.items()))
-        told = "%s: matrices that kernels do not read as they are (%s) are kept in 8 bits"
-        logging.getLogger("arbordraft").warning(told, name, kinds)
-    return blocks
+    return RaggedModel(model, tokenizer or own, kernels=kernels, keep_weights=keep_weights, weights=weights)
 
 
 def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
@@ -211,7 +201,7 @@ def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype
 
 
 def load_model(
-    name: str, dtype: torch.dtype, revision: str | None = None
+    name: str, dtype: torch.dtype, revision: str | None = None, *, as_stored: bool = False
 ) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase | None]":
     """A causal LM in eval mode, all of it, and its tokenizer, which pads on the left, if it has one.
 
@@ -219,11 +209,14 @@ def load_model(
         name: a folder, a hub name, a GGUF file, or ``smollm2`` for SmolLM2-135M-Instruct.
         dtype: of its weights.
         revision: of the hub's repository.
+        as_stored: leave matrices in the blocks of a GGUF file, which the model then keeps reading.
 
     Raises:
         ImportError: for a GGUF file, if the libraries that read it are not installed.
         ValueError: if it is no causal LM, or it is damaged, incomplete or pickled.
     """
+    if as_stored and not name.endswith(".gguf"):
+        raise ValueError(f"weights='file' means the blocks of a GGUF file, and {name} is none: choose int8 or int4")
     if name == SMALL:
         if revision is not None:
             raise ValueError(f"revision is for models on the hub; {SMALL} is always the same one")
@@ -236,6 +229,8 @@ def load_model(
         if missing := [library for library in ("gguf", "accelerate") if find_spec(library) is None]:
             raise ImportError(f"reading {name} needs {' and '.join(missing)}: pip install 'arbordraft[gguf]'")
         name, place = str(file.parent), {"gguf_file": file.name}
+        if as_stored:
+            return load_blocks(file, dtype), load_tokenizer(name, **place)
     return load_causal_lm(name, dtype, **place), load_tokenizer(name, **place)
 
 

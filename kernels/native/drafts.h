@@ -157,7 +157,7 @@ class Drafting {
     std::vector<float> x(rows * size_);
     if (states) {
       Arena arena;
-      const X* from = as_inputs<X>(states, rows, width, ends_.fuse->inputs, arena);
+      const auto* from = as_inputs<Operand<W, T>>(states, rows, width, ends_.fuse->inputs, arena);
       team(rows * width * size_ >= kWorthATeam, [&](int thread, int threads) {
         times(*ends_.fuse, from, rows, x.data(), false, thread, threads);
       });
@@ -210,10 +210,14 @@ class Drafting {
       Forest& forest, const Growing& growing, const std::vector<Place>& frontier, int64_t depth,
       const std::vector<int64_t>& output, int64_t& broken) {
     const int64_t rows = int64_t(frontier.size()), outputs = ends_.head.outputs;
+    constexpr bool grouped = std::is_same_v<W, Grouped>;
+    const int64_t groups = groups_of(size_);
     Arena arena;
     X* normed;
+    Eighth* eighths;
     float* logits;
     arena.reserve(normed, rows * size_);
+    arena.reserve(eighths, grouped ? rows * groups : 0);
     arena.reserve(logits, rows * outputs);
     arena.allocate();
     std::vector<std::vector<std::pair<int64_t, float>>> drawn(rows);
@@ -223,9 +227,13 @@ class Drafting {
         const auto [s, n] = frontier[r];
         const float* from = outputs_.data() + output[s * growing.shape.nodes + n] * size_;
         rms_norm(from, ends_.norm, ends_.epsilon, size_, normed + r * size_);
+        if constexpr (grouped) to_eighths(normed + r * size_, size_, eighths + r * groups);
       }
       meet(threads);
-      times(ends_.head, normed, rows, logits, false, thread, threads);
+      if constexpr (grouped)
+        times(ends_.head, eighths, rows, logits, false, thread, threads);
+      else
+        times(ends_.head, normed, rows, logits, false, thread, threads);
       meet(threads);
       growing.draw(forest, frontier, depth, logits, outputs, drawn, thread, threads);
     });
@@ -277,7 +285,7 @@ Grown draft_tree(
   TORCH_CHECK(rows == missing && (!states || states->size(0) == rows), "expected ", missing, " rows, got ", rows);
   const OptionalTensor head = ends.get(4);
   TORCH_CHECK(head, "there is no head");
-  return with_types(*head, embedding, [&](auto weight, auto row) {
+  return with_all_types(*head, embedding, [&](auto weight, auto row) {
     using W = decltype(weight);
     using T = decltype(row);
     const OptionalTensor fuse = ends.get(0), norm = ends.get(3);

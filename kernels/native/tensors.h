@@ -79,13 +79,14 @@ Prepacked<Grouped> prepacked(
   TORCH_CHECK(
       (lines == 4 || lines == 8) && weight.size(0) == blocks && weight.size(3) == kLanes && weight.size(4) == 4,
       "weights are not prepacked in groups for ", outputs, " outputs: ", weight.sizes());
-  const int64_t scales = blocks * weight.size(1) * kLanes * (lines == 4 ? 2 : 1);
+  const bool bytes = lines == 4 && scale && scale->scalar_type() == at::kByte;
+  const int64_t scales = blocks * (weight.size(1) * kLanes * (lines == 4 ? 2 : 1) + (bytes ? kFactors<uint8_t> : 0));
   TORCH_CHECK(
-      scale && scale->scalar_type() == at::kHalf && scale->is_contiguous() && scale->numel() == scales,
-      "expected ", scales, " scales and minima in float16");
+      scale && (bytes || scale->scalar_type() == at::kHalf) && scale->is_contiguous() && scale->numel() == scales,
+      "expected ", scales, " scales and minima in float16, or in bytes");
   TORCH_CHECK(!bias || bias->numel() == outputs, "expected one bias per output");
-  const auto* halves = static_cast<const uint16_t*>(scale->const_data_ptr());
-  return {data<uint8_t>(weight), halves, floats(bias), outputs, weight.size(1) * kGroupSize, lines == 4};
+  return {data<uint8_t>(weight), scale->const_data_ptr(), floats(bias), outputs, weight.size(1) * kGroupSize,
+          lines == 4,            bytes};
 }
 
 // What weights of type W multiply, in forwards whose rows have type T.

@@ -35,7 +35,7 @@ def prepacked_linear(
         x: ``[..., I]`` float32 or bfloat16.
         prepacked: what :func:`pack` made of ``W``: of x's dtype, int8, or uint8 in groups. Weights in groups multiply x
             in 8 bits, which are taken of every row by itself, group by group.
-        scale: ``[O]`` float32 factors of int8 weights; float16 scales of groups.
+        scale: ``[O]`` float32 factors of int8 weights; what :func:`pack` made for groups.
         bias: ``[O]`` float32.
         outputs: ``O``.
         activation: name of the activation if the rows of ``W`` are gates and inputs, :func:`interleave`-d, whose

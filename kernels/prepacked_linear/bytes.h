@@ -150,6 +150,18 @@ inline f32x16 load_halves(const uint16_t* p) {
   return load(lanes);
 #endif
 }
+inline f32x16 load_counts(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)))};
+#elif defined(__AVX2__) && defined(__FMA__)
+  const __m128i all = _mm_loadu_si128((const __m128i*)p);
+  return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(all)), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(all, 8)))};
+#else
+  float lanes[kLanes];
+  for (int i = 0; i < kLanes; ++i) lanes[i] = p[i];
+  return load(lanes);
+#endif
+}
 
 // Whole numbers of -127..127, as bytes.
 inline void store_bytes(int8_t* p, f32x16 x) {

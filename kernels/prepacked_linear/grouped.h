@@ -7,6 +7,8 @@
 // Layouts, for O outputs (padded to 16) and I inputs (padded to 32), as groups.py has them:
 //   8 bits:   codes [O/16][I/32][8][16][4], scales [O/16][I/32][16];        weight = scale * (code - 128)
 //   4 bits:   codes [O/16][I/32][4][16][4], scales [O/16][I/32][2][16];     weight = scale * code + minimum
+//             or the scales and minima as bytes, [O/16][4 + I/32][2][16], which an output's two factors multiply: these are
+//             floats [2][16], and lie where the first of the bytes would be
 // four inputs side by side as the dot-product instructions want them; a byte's low half belongs to the inputs 0..15 of its
 // group, its high half to 16..31.
 #pragma once
@@ -23,10 +25,10 @@ struct Grouped {};  // the type of such weights
 template <>
 struct Prepacked<Grouped> {
   const uint8_t* weight;
-  const uint16_t* scale;  // halves
+  const void* scale;  // halves, or bytes behind factors
   const float* bias;
   int64_t outputs, inputs;  // inputs as padded
-  bool four;                // bits
+  bool four, bytes;         // of what bits the codes are, and whether the scales are bytes
 
   int64_t groups() const { return inputs / kGroupSize; }
 };
@@ -72,16 +74,27 @@ constexpr int kGroupedRows = 2;
 constexpr int kGroupedBlocks(int) { return 2; }
 #endif
 
+// Scales are halves, or bytes that have a factor.
+template <class S>
+constexpr int64_t kFactors = std::is_same_v<S, uint8_t> ? 2 * kLanes * sizeof(float) : 0;  // bytes before a block's scales
+inline f32x16 load_scales(const uint16_t* p, f32x16) { return load_halves(p); }
+inline f32x16 load_scales(const uint8_t* p, f32x16 factor) { return load_counts(p) * factor; }
+
 // found[r][b] = sum over inputs of x[r] and block b. Meanwhile the first `fetched` of the next blocks, from `ahead` on, come
 // into the cache.
-template <int Bits, int R, int NB>
+template <int Bits, class S, int R, int NB>
 [[gnu::noinline]] void tile_groups(
     const Prepacked<Grouped>& m, const Eighth* x, int64_t block, int64_t ahead, int fetched, f32x16* found) {
   constexpr int64_t kBytes = 64 * Bits, kScales = Bits == 4 ? 2 * kLanes : kLanes;
-  const int64_t groups = m.groups();
+  const int64_t groups = m.groups(), stride = kFactors<S> + groups * kScales;
   const uint8_t* codes = m.weight + block * groups * kBytes;
-  const uint16_t* scales = m.scale + block * groups * kScales;
+  const S* scales = static_cast<const S*>(m.scale) + block * stride;
   const int64_t next = (ahead - block) * groups;
+  f32x16 factors[NB][2];
+  for (int b = 0; b < NB; ++b)
+    for (int i = 0; i < 2; ++i)
+      factors[b][i] = kFactors<S> ? load(reinterpret_cast<const float*>(scales + b * stride) + i * kLanes) : splat(0.f);
+  scales += kFactors<S>;
   f32x16 acc[R][NB];
   for (int r = 0; r < R; ++r)
     for (int b = 0; b < NB; ++b) acc[r][b] = splat(0.f);
@@ -111,13 +124,13 @@ template <int Bits, int R, int NB>
       if constexpr (Bits == 4) add(high, int(line) + 4);
     }
     for (int b = 0; b < NB; ++b) {
-      const uint16_t* s = scales + (b * groups + g) * kScales;
-      if (b < fetched) __builtin_prefetch(s + next * kScales, 0, 2);
-      const f32x16 scale = load_halves(s);
+      const S* s = scales + b * stride + g * kScales;
+      if (b < fetched) __builtin_prefetch(s + (ahead - block) * stride, 0, 2);
+      const f32x16 scale = load_scales(s, factors[b][0]);
       for (int r = 0; r < R; ++r)
         acc[r][b] = acc[r][b] + to_float(sums[r][b]) * (scale * splat(x[r * groups].scale));
       if constexpr (Bits == 4) {
-        const f32x16 minimum = load_halves(s + kLanes);
+        const f32x16 minimum = load_scales(s + kLanes, factors[b][1]);
         for (int r = 0; r < R; ++r) acc[r][b] = acc[r][b] + minimum * splat(x[r * groups].total);
       }
     }
@@ -127,7 +140,7 @@ template <int Bits, int R, int NB>
 }
 
 // As multiply() of cpu.h.
-template <int Bits, class Emit>
+template <int Bits, class S, class Emit>
 inline void multiply_groups(
     const Prepacked<Grouped>& m, const Eighth* x, int64_t rows, Range blocks, const Emit& emit) {
   constexpr int64_t kRows = kGroupedRows<Bits>;
@@ -140,7 +153,7 @@ inline void multiply_groups(
     const bool alone = rows <= kRows;
     const int64_t ahead = alone ? block + NB : block + 2 + (row > 0);
     const int64_t fetched = std::min<int64_t>(alone ? NB : row <= kRows, blocks.end - ahead);
-    tile_groups<Bits, R, NB>(m, x + row * groups, block, ahead, int(fetched), found);
+    tile_groups<Bits, S, R, NB>(m, x + row * groups, block, ahead, int(fetched), found);
     for (int r = 0; r < R; ++r) {
       if (m.bias)
         for (int b = 0; b < NB; ++b)
@@ -181,10 +194,12 @@ inline void multiply_groups(
 
 template <class Emit>
 inline void multiply(const Prepacked<Grouped>& m, const Eighth* x, int64_t rows, Range blocks, const Emit& emit) {
-  if (m.four)
-    multiply_groups<4>(m, x, rows, blocks, emit);
+  if (!m.four)
+    multiply_groups<8, uint16_t>(m, x, rows, blocks, emit);
+  else if (m.bytes)
+    multiply_groups<4, uint8_t>(m, x, rows, blocks, emit);
   else
-    multiply_groups<8>(m, x, rows, blocks, emit);
+    multiply_groups<4, uint16_t>(m, x, rows, blocks, emit);
 }
 
 }  // namespace arbordraft

@@ -1,10 +1,10 @@
-"""Weights in groups of 32 inputs, each with a scale of its own: what GGUF calls Q8_0 and Q4_1.
+"""Weights in groups of 32 inputs, each with a scale of its own: what GGUF calls Q8_0 and Q4_1, and Q4_1 in fewer bits.
 
 Shapes: O outputs, I inputs, G = ceil(I / 32) groups, B = ceil(O / 16) blocks of outputs.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from torch import Tensor
 LANES = 16
 GROUP = 32
 _CENTRE = 128  # the code that means 0 in 8 bits
+_FACTORS = 4  # how many groups' scales and minima in bytes are as large as an output's factors
 
 
 @dataclass(frozen=True)
@@ -21,13 +22,15 @@ class Groups:
 
     Args:
         codes: ``[O, I]`` uint8, below 16 if there are minima.
-        scale: ``[O, G]`` float16.
-        minimum: ``[O, G]`` float16 of 4-bit codes; 8-bit ones have none.
+        scale: ``[O, G]`` float16, or uint8 with factors.
+        minimum: ``[O, G]`` of 4-bit codes, as the scales; 8-bit ones have none.
+        factors: ``[O, 2]`` float32 by which an output's scales and minima in bytes are multiplied.
     """
 
     codes: Tensor
     scale: Tensor
     minimum: Tensor | None
+    factors: Tensor | None = None
 
     @property
     def bits(self) -> int:
@@ -36,21 +39,30 @@ class Groups:
 
     def dense(self) -> Tensor:
         """``[O, I]`` float32."""
-        codes, scale = _grouped(self.codes.float()), self.scale.float()[..., None]
-        values = (codes - _CENTRE) * scale if self.minimum is None else codes * scale + self.minimum.float()[..., None]
+        codes, (scale, minimum) = _grouped(self.codes.float()), self.wide()
+        scale = scale[..., None]
+        values = (codes - _CENTRE) * scale if minimum is None else codes * scale + minimum[..., None]
         return values.flatten(1)[:, : self.codes.shape[1]].contiguous()
 
+    def wide(self) -> tuple[Tensor, Tensor | None]:
+        """``[O, G]`` float32 scales and minima."""
+        scale, minimum = self.scale.float(), None if self.minimum is None else self.minimum.float()
+        if self.factors is None or minimum is None:
+            return scale, minimum
+        return scale * self.factors[:, :1], minimum * self.factors[:, 1:]
+
     def map(self, function: Callable[[Tensor], Tensor]) -> "Groups":
-        """The same rows in another order, or other rows: ``function`` of codes, scales and minima alike."""
-        minimum = None if self.minimum is None else function(self.minimum)
-        return Groups(function(self.codes), function(self.scale), minimum)
+        """The same rows in another order, or other rows: ``function`` of codes, scales, minima and factors alike."""
+        rest = [None if part is None else function(part) for part in (self.minimum, self.factors)]
+        return Groups(function(self.codes), function(self.scale), *rest)
 
     def prepack(self) -> tuple[Tensor, Tensor]:
         """What the kernels read, padded to 16 outputs and 32 inputs.
 
         Returns:
             ``[B, G, 8, 16, 4]`` uint8 and ``[B, G, 16]`` float16 for 8 bits; for 4 bits ``[B, G, 4, 16, 4]``, whose low
-            and high halves are inputs 0..15 and 16..31 of their group, and ``[B, G, 2, 16]``, scales and minima.
+            and high halves are inputs 0..15 and 16..31 of their group, and ``[B, G, 2, 16]``, scales and minima; in
+            bytes ``[B, 4 + G, 2, 16]`` uint8, which begin with the bits of the ``[2, 16]`` factors.
         """
         rows = -len(self.codes) % LANES
         codes = F.pad(_grouped(self.codes), (0, 0, 0, 0, 0, rows)).unflatten(0, (-1, LANES)).unflatten(-1, (8, 4))
@@ -59,47 +71,63 @@ class Groups:
         halves = [F.pad(half, (0, 0, 0, rows)).unflatten(0, (-1, LANES)).transpose(1, 2) for half in scales]
         if self.minimum is None:
             return quads.contiguous(), halves[0].contiguous()
-        return (quads[:, :, :4] | quads[:, :, 4:] << 4).contiguous(), torch.stack(halves, dim=2)
+        packed = torch.stack(halves, dim=2)
+        if self.factors is not None:
+            factors = F.pad(self.factors, (0, 0, 0, rows)).unflatten(0, (-1, LANES)).transpose(1, 2).contiguous()
+            packed = torch.cat([factors.view(torch.uint8).view(-1, _FACTORS, 2, LANES), packed], dim=1)
+        return (quads[:, :, :4] | quads[:, :, 4:] << 4).contiguous(), packed
 
     @classmethod
     def restore(cls, codes: Tensor, scales: Tensor, outputs: int, inputs: int) -> "Groups":
         """The ``[O, I]`` matrix that was prepacked."""
         four = codes.shape[2] == 4
         quads = torch.cat([codes & 15, codes >> 4], dim=2) if four else codes
+        factors = None
+        if four and scales.dtype == torch.uint8:
+            bits, scales = scales.split([_FACTORS, codes.shape[1]], dim=1)
+            factors = bits.flatten(1).contiguous().view(torch.float32).unflatten(1, (2, LANES)).transpose(1, 2)
+            factors = factors.flatten(0, 1)[:outputs]
         dense = quads.permute(0, 3, 1, 2, 4).flatten(2).flatten(0, 1)[:outputs, :inputs].contiguous()
         halves = [half.transpose(1, 2).flatten(0, 1)[:outputs] for half in (scales.unbind(2) if four else [scales])]
-        return cls(dense, halves[0], halves[1] if four else None)
+        return cls(dense, halves[0], halves[1] if four else None, factors)
 
 
 def quantize_groups(weight: Tensor, bits: int) -> Groups:
     """``[O, I]`` to the nearest codes of 8 bits (symmetric) or 4 bits (from the least to the largest of a group).
 
+    Scales of 4 bits, and minima, which are at most 0, are rounded to bytes of an output's largest ones.
+
     Raises:
-        ValueError: if weights are too large for float16 scales, or NaN.
+        ValueError: if weights are too large for float16 scales of 8 bits, infinite or NaN.
     """
     groups = _grouped(weight.detach().float())
+    if not groups.isfinite().all():
+        raise ValueError(f"weights that are no finite numbers cannot be kept in groups of {bits} bits")
     if bits == 8:
         scale = (groups.abs().amax(dim=-1) / 127).half()
-        codes = _nearest(groups, scale, 127) + _CENTRE
-        found = Groups(codes.to(torch.uint8), scale, None)
+        if not scale.isfinite().all():
+            raise ValueError(f"weights of up to {weight.detach().abs().max():.1e} cannot be kept in groups of 8 bits")
+        found = Groups(_nearest(groups, scale, 127) + _CENTRE, scale, None)
     else:
         least, most = groups.aminmax(dim=-1)
-        minimum, scale = least.half(), ((most - least) / 15).half()
-        codes = _nearest(groups - minimum.float()[..., None], scale, 15).clamp_min(0)
-        found = Groups(codes.to(torch.uint8), scale, minimum)
-    if not all(half.isfinite().all() for half in (scale, *([] if found.minimum is None else [found.minimum]))):
-        raise ValueError(f"weights of up to {weight.detach().abs().max():.1e} cannot be kept in groups of {bits} bits")
-    return Groups(found.codes.flatten(1)[:, : weight.shape[1]].contiguous(), scale, found.minimum)
+        minimum, lowest = _in_bytes(least.clamp_max(0))
+        least = minimum * lowest
+        scale, largest = _in_bytes(((most - least) / 15).clamp_min(0))
+        codes = _nearest(groups - least[..., None], scale * largest, 15).clamp_min(0)
+        found = Groups(codes, scale.byte(), minimum.byte(), torch.cat([largest, lowest], dim=1))
+    return replace(found, codes=found.codes.byte().flatten(1)[:, : weight.shape[1]].contiguous())
 
 
 def concatenate(groups: Sequence[Groups]) -> Groups:
     """Several matrices below each other, all of the same bits."""
     first = groups[0]
     minima = [part.minimum for part in groups if part.minimum is not None]
+    factors = [part.factors for part in groups if part.factors is not None]
     return Groups(
         torch.cat([part.codes for part in groups]),
         torch.cat([part.scale for part in groups]),
         None if first.minimum is None else torch.cat(minima),
+        None if first.factors is None else torch.cat(factors),
     )
 
 
@@ -121,6 +149,12 @@ def multiply_groups(x: Tensor, codes: Tensor, scales: Tensor, outputs: int) -> T
 def _grouped(x: Tensor) -> Tensor:
     """``[..., I]`` to ``[..., G, 32]``, padded with zeros."""
     return F.pad(x, (0, -x.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP))
+
+
+def _in_bytes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``[O, G]`` of one sign as ``[O, G]`` whole numbers of 0..255 times ``[O, 1]``."""
+    largest = x.gather(1, x.abs().argmax(dim=1, keepdim=True)) / 255
+    return (x / torch.where(largest == 0, 1.0, largest)).round(), largest
 
 
 def _nearest(groups: Tensor, scale: Tensor, most: int) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from arbordraft.kernels.prepacked_linear.groups import LANES, multiply_groups, quantize_groups
 
 WEIGHTS = ("int4", "int8", "int8-weight-only")
+_ROWS = 256 * LANES  # that are quantised at a time
 ACTIVATIONS = {
     "silu": F.silu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -63,7 +64,10 @@ def pack(weight: Tensor, weights: str | None = None) -> tuple[Tensor, Tensor | N
     if weights == "int8-weight-only":
         eight, scale = quantize(weight)
         return prepack(eight), scale
-    return quantize_groups(weight, 4 if weights == "int4" else 8).prepack()
+    bits = 4 if weights == "int4" else 8
+    rows = (weight[start : start + _ROWS] for start in range(0, len(weight), _ROWS))  # in float32 they take more
+    codes, scales = zip(*(quantize_groups(some, bits).prepack() for some in rows), strict=True)
+    return torch.cat(codes), torch.cat(scales)
 
 
 def check_weights(weights: str | None) -> None:

@@ -29,6 +29,7 @@ from arbordraft import EagleDrafter
 from arbordraft.drafters import whole
 from arbordraft.heads.medusa import MedusaHead
 from arbordraft.kernels.draft_tree import DraftRun
+from arbordraft.kernels.prepacked_linear import WEIGHTS
 from arbordraft.laws import IID
 from arbordraft.types import Plan
 
@@ -148,6 +149,22 @@ def test_bfloat16(calls, kind, heat):
     assert sum(same) >= 3 or kind == "eagle"
     assert all(0 < chance <= 1 for _, chances in found for chance in chances)
     assert all(0 <= token < VOCAB for tokens, _ in found for token in tokens.values())
+
+
+@pytest.mark.parametrize("heat", TEMPERATURES)
+@pytest.mark.parametrize("bits", WEIGHTS)
+def test_draft_models_of_fewer_bits(calls, bits, heat):
+    """The control: the weights that they were made of draft something else."""
+    (target, fast), (_, slow) = built("model", bits=bits), built("model", bits=bits)
+    slow._fused = slow.model.prepacking, None  # level by level
+    rounds = Rounds(fast, target, TEXTS), Rounds(slow, target, TEXTS)
+    assert check(*rounds, BINARY, PLANS["everything"], near=NEAR, **TEMPERATURES[heat]) > 28
+    assert calls == [True, False] * 3
+    (own, _), options = both("model"), TEMPERATURES[heat]
+    found, expected = (
+        trees(Rounds(drafter, target, TEXTS), BINARY, PLANS["everything"], **options)[1] for drafter in (fast, own[1])
+    )
+    assert found != expected
 
 
 def broken(network):

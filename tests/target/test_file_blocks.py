@@ -1,17 +1,21 @@
 """A GGUF file's own blocks: they are decoded as they are, and nothing else is taken for them."""
 
+import copy
 import logging
+import pickle
 
 import pytest
 import torch
 from models import tiny
+from torch import nn
 from torch.testing import assert_close
 
 import arbordraft as ad
 from arbordraft.kernels.prepacked_linear import Groups
 from arbordraft.loading import load_model
+from arbordraft.target import file_model
 from arbordraft.target.cache import RaggedKVCache
-from arbordraft.target.file_blocks import FileBlocks
+from arbordraft.target.file_blocks import FileBlocks, in_memory
 
 pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
@@ -21,19 +25,23 @@ pytestmark = pytest.mark.usefixtures("kernels")
 MIXED = [("lm_head", "Q8_0"), ("embed", "Q8_0"), ("v_proj", "Q8_0"), ("gate", "Q4_0"), ("down", "Q4_0"), ("", "Q4_1")]
 
 
-def llama(**changes):
+def small(architecture="llama", **changes):
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    return tiny(vocab_size=len(LETTERS), intermediate_size=96, **{**sizes, **changes})
+    return tiny(architecture, vocab_size=len(LETTERS), intermediate_size=96, **{**sizes, **changes})
 
 
 @pytest.fixture
 def written(tmp_path):
-    def write(kinds, **changes):
+    def write(kinds, architecture="llama", **changes):
         file = tmp_path / "tiny.gguf"
-        write_gguf(file, llama(**changes), kinds)
+        write_gguf(file, small(architecture, **changes), kinds)
         return file
 
     return write
+
+
+def decoder_of(file):
+    return ad.load(file, "none", weights="file", dtype="float32", device="cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -42,24 +50,45 @@ def written(tmp_path):
 )
 def test_blocks_are_the_files_own(written, kinds, dtype):
     file = written(kinds)
-    model, _ = load_model(str(file), dtype)
-    blocks, truth = FileBlocks.of(file, model), dequantised(file)
-    find = blocks.finder(model)
-    assert blocks.others == {}
-    matrices = {name: weight for name, weight in model.named_parameters() if weight.ndim == 2}
-    assert blocks.places.keys() == matrices.keys()
-    for name, weight in matrices.items():
-        dense = find(weight).dense()
-        assert torch.equal(dense.to(dtype), weight)  # in the model's order of rows
-        assert torch.equal(dense.sort(dim=0).values, truth[file_name(name)].sort(dim=0).values)
-    rows = find(matrices["model.layers.0.self_attn.q_proj.weight"]).dense()
+    expected = dict(load_model(str(file), dtype)[0].named_parameters())
+    found = dict(load_model(str(file), dtype, as_stored=True)[0].named_parameters())
+    truth = dequantised(file)
+    assert found.keys() == expected.keys()
+    for name, weight in found.items():
+        assert torch.equal(in_memory(weight), expected[name])
+        assert isinstance(weight, FileBlocks) == (weight.ndim == 2)
+        if weight.ndim == 2:
+            dense = weight.groups().dense()
+            assert torch.equal(dense.to(dtype), expected[name])  # in the model's order of rows
+            assert torch.equal(dense.sort(dim=0).values, truth[file_name(name)].sort(dim=0).values)
+    rows = found["model.layers.0.self_attn.q_proj.weight"].groups().dense()
     assert not torch.equal(rows, truth["blk.0.attn_q.weight"])  # the control: there the order differs
+
+
+@pytest.mark.parametrize("direct", [True, False], ids=["by name", "by their numbers"])
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_models_are_those_that_transformers_reads(written, monkeypatch, architecture, tied, direct):
+    """However the blocks of a file are found."""
+    file = written(MIXED, architecture, tie_word_embeddings=tied)
+    if not direct:
+        monkeypatch.setattr(file_model, "_HALVED", {})
+    expected, _ = load_model(str(file), torch.float32)
+    model, _ = load_model(str(file), torch.float32, as_stored=True)
+    held = [name for name, parameter in model.named_parameters() if isinstance(parameter, FileBlocks)]
+    assert held == [name for name, parameter in expected.named_parameters() if parameter.ndim == 2]
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, expected(tokens).logits)
+    assert model.generation_config == expected.generation_config
+    assert model.name_or_path == expected.name_or_path
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 def test_they_are_what_is_decoded(written, tied):
     file = written([("", "Q8_0")], tie_word_embeddings=tied)
-    target = ad.load(file, "none", weights="file", dtype="float32", device="cpu").target
+    target = decoder_of(file).target
     assert target.weights == "file"
     assert target.row_invariant
     assert "file" in target.chosen
@@ -73,7 +102,7 @@ def test_a_text_is_that_of_the_files_numbers(written):
     """Near those of the model that transformers reads: activations of 8 bits are all that differs."""
     file = written(MIXED)
     model, _ = load_model(str(file), torch.float32)
-    decoder = ad.load(file, "none", weights="file", dtype="float32", device="cpu")
+    decoder = decoder_of(file)
     tokens = torch.arange(20) % len(LETTERS)
     cache = RaggedKVCache()
     batch = cache.plan([cache.open(20)], [range(20)])
@@ -85,26 +114,80 @@ def test_a_text_is_that_of_the_files_numbers(written):
     assert decoder.complete("hello", max_new_tokens=8) == decoder.complete("hello", max_new_tokens=8)
 
 
-def test_written_weights_are_no_blocks_any_more(written):
+def test_decoding_makes_no_matrix_dense(written, monkeypatch):
+    decoder = decoder_of(written(MIXED))
+
+    def dense(blocks):
+        raise AssertionError(f"{list(blocks.shape)} made dense")
+
+    monkeypatch.setattr(FileBlocks, "dense", dense)
+    decoder.complete("hello", max_new_tokens=8)
+    with pytest.raises(AssertionError, match="made dense"):  # the control: the model's own modules do
+        decoder.target.model(torch.zeros(1, 1, dtype=torch.int64))
+
+
+def test_they_cannot_be_written_to(written):
+    target = decoder_of(written([("", "Q8_0")])).target
+    down = target.model.model.layers[0].mlp.down_proj
+    before = down.weight.dense()
+    with torch.no_grad(), pytest.raises(RuntimeError, match="cannot be written to: load the model without weights="):
+        down.weight.mul_(2)
+    assert torch.equal(down.weight, before)
+    before.copy_(down.weight)  # being read from is something else
+    down.weight = nn.Parameter(2 * before)
+    with pytest.warns(match="prepacking them again"):
+        target.begin(RaggedKVCache())
+    matrix = target.prepacking.stack[0].down
+    assert_close(Groups.restore(matrix.weight, matrix.scale, 64, 96).dense(), 2 * before, rtol=0, atol=0.01)
+
+
+def sent(model):
+    """As another process gets it."""
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, sent])
+def test_copies_have_the_same_blocks(written, again):
+    model, _ = load_model(str(written(MIXED, tie_word_embeddings=True)), torch.float32, as_stored=True)
+    for (name, ours), (_, theirs) in zip(model.named_parameters(), again(model).named_parameters(), strict=True):
+        assert type(theirs) is type(ours), name
+        assert torch.equal(ours, theirs)
+    assert ad.RaggedModel(again(model)).weights == "file"
+
+
+def test_they_are_not_saved_again(written, tmp_path):
+    model, _ = load_model(str(written([("", "Q8_0")])), torch.float32, as_stored=True)
+    with pytest.raises(RuntimeError, match="copy the file, or load it without weights='file'"):
+        model.save_pretrained(tmp_path / "folder")
+
+
+def test_whatever_asks_for_fewer_bits_gets_them(written):
+    """Blocks are the model's own weights: other bits are made of their numbers."""
+    model, _ = load_model(str(written([("", "Q8_0")])), torch.float32, as_stored=True)
+    target = ad.RaggedModel(model, weights="int4")
+    assert target.weights == "int4"
+    matrix = target.prepacking.stack[0].down
+    assert Groups.restore(matrix.weight, matrix.scale, 64, 96).bits == 4
+    with pytest.raises(ValueError, match="file weights need the native kernels: use kernels='native'"):
+        ad.RaggedModel(model, kernels="torch")
+
+
+def test_originals_need_no_second_file(written):
     file = written([("", "Q8_0")])
-    model, _ = load_model(str(file), torch.float32)
-    find = FileBlocks.of(file, model).finder(model)
-    down = model.model.layers[0].mlp.down_proj.weight
-    assert find(down) is not None
-    with torch.no_grad():
-        down.mul_(2)
-    assert find(down) is None
-    assert find(model.model.layers[1].mlp.down_proj.weight) is not None
-    assert find(torch.zeros(3, 3)) is None
+    texts = {
+        ad.load(file, "none", weights="file", device="cpu", keep_weights=keep).complete("hello", max_new_tokens=8)
+        for keep in (True, False)
+    }
+    assert len(texts) == 1
 
 
-def test_kinds_that_kernels_do_not_read_keep_8_bits(written, caplog):
-    file = written([("down_proj", "Q5_0"), ("", "Q4_1")])
+@pytest.mark.parametrize(("kind", "told"), [("Q5_0", "Q5_0"), ("F16", "float32")])
+def test_kinds_that_kernels_do_not_read_keep_8_bits(written, caplog, kind, told):
+    file = written([("down_proj", kind), ("", "Q4_1")])
     model, _ = load_model(str(file), torch.float32)
-    assert FileBlocks.of(file, model).others == {"Q5_0": 2}
     with caplog.at_level(logging.WARNING, "arbordraft"):
-        target = ad.load(file, "none", weights="file", dtype="float32", device="cpu").target
-    assert "2 of Q5_0) are kept in 8 bits" in caplog.text
+        target = decoder_of(file).target
+    assert f"2 of {told}) are kept in 8 bits" in caplog.text
     layer = target.prepacking.stack[0]
     kept = Groups.restore(layer.down.weight, layer.down.scale, 64, 96)
     assert kept.bits == 8
@@ -114,8 +197,15 @@ def test_kinds_that_kernels_do_not_read_keep_8_bits(written, caplog):
 def test_files_without_blocks_are_refused(written, tmp_path):
     with pytest.raises(ValueError, match=r"holds F32.*choose weights='int8' or 'int4'"):
         ad.load(written([]), "none", weights="file", device="cpu")
-    llama().save_pretrained(tmp_path / "folder")
+    small().save_pretrained(tmp_path / "folder")
     with pytest.raises(ValueError, match="means the blocks of a GGUF file"):
         ad.load(tmp_path / "folder", "none", weights="file", device="cpu")
     with pytest.raises(ValueError, match="weights must be one of int4, int8, int8-weight-only or None, got 'file'"):
-        ad.RaggedModel(llama(), weights="file")
+        ad.RaggedModel(small(), weights="file")
+
+
+def test_damaged_files_are_named(written):
+    file = written([("", "Q8_0")])
+    file.write_bytes(file.read_bytes()[:5000])
+    with pytest.raises(ValueError, match="truncated or damaged"):
+        ad.load(file, "none", weights="file", device="cpu")

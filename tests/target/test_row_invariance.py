@@ -154,7 +154,7 @@ def test_all_thread_counts_give_the_same_bits():
 def test_rows_of_models(architecture, threads):
     torch.set_num_threads(threads)
     model = small(architecture)
-    for dtype, weights in KINDS.values():
+    for dtype, weights in itertools.product(DTYPES, (None, *WEIGHTS)):
         rows, equal = probe_rows(RaggedModel(model.to(dtype), kernels="native", weights=weights))
         assert equal == rows > 0
 

@@ -15,6 +15,7 @@ from arbordraft.kernels.prepacked_linear import interleave, prepack
 from arbordraft.kernels.prepacked_linear.module import PrepackedLinear, version_of
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.target.cache import RaggedKVCache
+from arbordraft.target.file_blocks import in_memory
 from arbordraft.target.hook import UnsupportedModel
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.recognition import Parts, Unrecognised
@@ -91,7 +92,7 @@ class FusedEagle:
         trimmed = config.draft_vocab_size != config.vocab_size
         self.run = DraftRun(
             DraftWeights(
-                embedding=embeddings.weight.detach(),
+                embedding=in_memory(embeddings.weight),
                 fuse=matrix_of(head.fc),
                 layers=[fused],
                 norm=self._norm,
@@ -139,14 +140,12 @@ def fused_model(model: RaggedModel) -> DraftRun | None:
         return None
     if not isinstance(head, PrepackedLinear) or head.bias is not None:
         return None
-    if model.weights in ("int4", "int8", "file"):  # whole drafts in one call know no weights in groups
-        return None
     try:
         norm, epsilon = Parts().norm(nn.ModuleDict({"norm": model.final_norm}), "norm")
     except (Unrecognised, UnsupportedModel):
         return None
     weights = DraftWeights(
-        embedding=embedding.weight.detach(),
+        embedding=in_memory(embedding.weight),
         fuse=None,
         layers=stack,
         norm=norm,

@@ -1,142 +1,146 @@
-"""The quantised blocks of a GGUF file, as the kernels read them: no weight is rounded a second time.
+"""Matrices that stay in the quantised blocks of a GGUF file, as the kernels read them: no weight is rounded twice.
 
 Shapes: O outputs, I inputs, G = I / 32 groups.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from arbordraft.kernels.prepacked_linear import Groups
-from arbordraft.kernels.prepacked_linear.module import version_of
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-_HEADER = {"Q4_0": 1, "Q4_1": 2, "Q8_0": 1}  # halves before the codes of a block of 32 weights
+HEADERS = {"Q4_0": 1, "Q4_1": 2, "Q8_0": 1}  # kinds that kernels read: halves before the codes of 32 weights
+_DENSE = 1 << 20  # weights that are made at a time
+_SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
-class _Place(NamedTuple):
-    """Where a tensor lies in the file, and the heads whose rows lie in another order there, 0 for none."""
+class FileBlocks(Tensor):
+    """A parameter ``[O, I]`` that lies in blocks in its file, and takes memory only while somebody computes with it.
 
-    kind: str
-    offset: int
-    outputs: int
-    inputs: int
-    heads: int
-
-
-@dataclass(frozen=True)
-class FileBlocks:
-    """What of a model's matrices its file holds in blocks that kernels read as they are.
+    To torch it is a dense matrix: whatever uses it is given one that lasts as long as the call, and of a table of
+    embeddings only the rows that are looked up. It cannot be written to.
 
     Args:
-        path: the file, which is read whenever weights are packed.
-        places: by the name of the parameter.
-        others: number of tensors of each other kind, which are kept in 8 bits.
-        versions: of the parameters when they equalled the file.
+        raw: ``[O, bytes]`` uint8, the file's rows, mapped.
+        kind: what GGUF calls the blocks.
+        shape: ``(O, I)``.
+        dtype: of the numbers.
+        order: ``[O]`` int64, which of the file's rows each one is; in the file's order without it.
     """
 
-    path: Path
-    places: dict[str, _Place]
-    others: dict[str, int]
-    versions: dict[str, int]
+    raw: np.ndarray[Any, Any]
+    kind: str
+    order: Tensor | None
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __new__(
+        cls,
+        raw: np.ndarray[Any, Any],
+        kind: str,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        order: Tensor | None = None,
+    ) -> "FileBlocks":
+        """Describes the matrix to torch; nothing is read yet."""
+        self: FileBlocks = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device="cpu")  # type: ignore[attr-defined]
+        self.raw, self.kind, self.order = raw, kind, order
+        return self
 
     @classmethod
-    def of(cls, path: Path, model: "PreTrainedModel") -> "FileBlocks":
-        """Finds the blocks of a model that transformers has read from the same file, and compares all of them with it.
+    def __torch_dispatch__(
+        cls, function: Any, _: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function in _SAME:
+            return args[0]._again()
+        if function is torch.ops.aten.embedding.default and isinstance(args[0], cls):
+            return args[0].rows(args[1].flatten()).unflatten(0, args[1].shape)
+        if function is torch.ops.aten.slice.Tensor and args[1:2] == (0,):
+            return args[0].rows(torch.arange(len(args[0]))[slice(*args[2:])])
+        for value, declared in zip(args, function._schema.arguments, strict=False):
+            if isinstance(value, cls) and declared.alias_info is not None and declared.alias_info.is_write:
+                raise RuntimeError("blocks of a GGUF file cannot be written to: load the model without weights='file'")
+        return function(*tree_map_only(cls, cls.dense, args), **tree_map_only(cls, cls.dense, kwargs or {}))
 
-        Raises:
-            ValueError: if there are none that kernels read.
-        """
-        import gguf
+    def untyped_storage(self) -> NoReturn:
+        """There is none, and whoever saves a model looks for it."""
+        raise RuntimeError("blocks of a GGUF file are not saved again: copy the file, or load it without weights='file'")
 
-        reader = gguf.GGUFReader(str(path))
-        tensors = {tensor.name: tensor for tensor in reader.tensors}
-        names = _names(reader, model)
-        config = model.config.get_text_config()
-        heads = [0, config.num_attention_heads, getattr(config, "num_key_value_heads", 0) or 0]
-        places: dict[str, _Place] = {}
-        others: dict[str, int] = {}
-        for name, parameter in model.named_parameters():
-            tensor = tensors.get(names(name))
-            if tensor is None or parameter.ndim != 2:
-                continue
-            kind = tensor.tensor_type.name
-            found = None
-            if kind in _HEADER:
-                outputs, inputs = parameter.shape
-                orders = [number for number in heads if not number or outputs % (2 * number) == 0]
-                candidates = (_Place(kind, int(tensor.data_offset), outputs, inputs, number) for number in orders)
-                found = next((each for each in candidates if _same(_read(path, each), parameter)), None)
-            if found:
-                places[name] = found
-            else:
-                others[kind] = others.get(kind, 0) + 1
-        if not places:
-            kinds = ", ".join(sorted(others)) or "nothing that the model knows"
-            raise ValueError(
-                f"{path} holds {kinds}, and kernels read {', '.join(_HEADER)}: choose weights='int8' or 'int4', which "
-                "quantise the model anew, or leave weights out"
-            )
-        versions = {name: version_of(parameter) for name, parameter in model.named_parameters()}
-        return cls(path, places, others, versions)
+    storage = untyped_storage  # type: ignore[assignment]
 
-    def finder(self, model: nn.Module) -> Callable[[Tensor], Groups | None]:
-        """Finds the blocks of a model's parameter, with rows in the model's order, unless it was written to since."""
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return nn.Parameter(self._again(), requires_grad=False)
 
-        def find(weight: Tensor) -> Groups | None:
-            name = names.get(id(weight), "")
-            known = name in self.places and version_of(weight) == self.versions[name]
-            return _read(self.path, self.places[name]) if known else None
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _parameter, (np.asarray(self.raw), self.kind, tuple(self.shape), self.dtype, self.order)
 
-        return find
+    def rows(self, index: Tensor) -> Tensor:
+        """``[n, I]`` numbers of ``[n]`` rows."""
+        raw = self._raw(index)
+        if self.kind in HEADERS:
+            return _groups(raw, self.kind).dense().to(self.dtype)
+        from gguf import GGMLQuantizationType, dequantize
 
+        return torch.from_numpy(dequantize(raw.numpy(), GGMLQuantizationType[self.kind])).to(self.dtype)
 
-def _names(reader: Any, model: nn.Module) -> Callable[[str], str]:
-    """What the file calls a parameter of the model."""
-    import gguf
+    def dense(self) -> Tensor:
+        """``[O, I]`` numbers."""
+        found = torch.empty(self.shape, dtype=self.dtype)
+        for index in torch.arange(len(found)).split(max(1, _DENSE // found.shape[1])):
+            found[index[0] : index[-1] + 1] = self.rows(index)
+        return found
 
-    field = reader.get_field("general.architecture")
-    architecture = field.contents() if field else ""
-    kind = next((key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), None)
-    if kind is None:
-        return lambda name: ""
-    known = gguf.get_tensor_name_map(kind, model.config.get_text_config().num_hidden_layers)  # type: ignore[operator, union-attr]
-    return lambda name: known.get_name(name, try_suffixes=(".weight", ".bias")) or ""
+    def groups(self) -> Groups | None:
+        """The blocks as the kernels know them; ``None`` for kinds that they do not read."""
+        return _groups(self._raw(torch.arange(len(self.raw))), self.kind) if self.kind in HEADERS else None
+
+    def _raw(self, index: Tensor) -> Tensor:
+        return torch.from_numpy(np.asarray(self.raw[(index if self.order is None else self.order[index]).numpy()]))
+
+    def _again(self) -> "FileBlocks":
+        return FileBlocks(self.raw, self.kind, (self.shape[0], self.shape[1]), self.dtype, self.order)
 
 
-def _read(path: Path, place: _Place) -> Groups:
+def holds_blocks(model: nn.Module) -> bool:
+    """Whether some of a model's parameters lie in blocks in a file."""
+    return any(isinstance(parameter, FileBlocks) for parameter in model.parameters())
+
+
+def groups_of(weight: Tensor) -> Groups | None:
+    """What a parameter is in groups already."""
+    return weight.groups() if isinstance(weight, FileBlocks) else None
+
+
+def in_memory(weight: Tensor) -> Tensor:
+    """A parameter for those who read it by its address."""
+    return weight.dense() if isinstance(weight, FileBlocks) else weight.detach()
+
+
+def halves(outputs: int, heads: int) -> Tensor:
+    """The file's rows in transformers' order: Llama's files have the channels that rotate together side by side."""
+    return torch.arange(outputs).unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten()
+
+
+def _parameter(*args: Any) -> nn.Parameter:
+    return nn.Parameter(FileBlocks(*args), requires_grad=False)
+
+
+def _groups(blocks: Tensor, kind: str) -> Groups:
     """Blocks as they lie there: scale and minimum, then codes, of 4 bits two in a byte that are 16 weights apart."""
-    header, groups = _HEADER[place.kind], place.inputs // 32
-    size = 2 * header + (32 if place.kind == "Q8_0" else 16)
-    raw = np.memmap(path, np.uint8, "r", place.offset, (place.outputs, groups, size))
-    blocks = torch.from_numpy(np.array(raw))
-    halves = blocks[..., : 2 * header].contiguous().view(torch.float16)
+    header = HEADERS[kind]
+    blocks = blocks.unflatten(1, (-1, 2 * header + (32 if kind == "Q8_0" else 16)))
+    scales = blocks[..., : 2 * header].contiguous().view(torch.float16)
     codes = blocks[..., 2 * header :]
-    scale, minimum = halves[..., 0].contiguous(), None
-    if place.kind == "Q8_0":
+    scale, minimum = scales[..., 0].contiguous(), None
+    if kind == "Q8_0":
         codes = codes ^ 128  # as numbers from -128 on
     else:
         codes = torch.cat([codes & 15, codes >> 4], dim=-1)
-        minimum = halves[..., 1].contiguous() if header == 2 else scale * -8
-    found = Groups(codes.flatten(1).contiguous(), scale, minimum)
-    return found.map(lambda rows: _in_halves(rows, place.heads)) if place.heads else found
+        minimum = scales[..., 1].contiguous() if header == 2 else scale * -8
+    return Groups(codes.flatten(1).contiguous(), scale, minimum)
 
 
-def _in_halves(rows: Tensor, heads: int) -> Tensor:
-    """Llama's files have the channels that rotate together side by side, transformers has them half a head apart."""
-    return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2).contiguous()
-
-
-def _same(groups: Groups, parameter: Tensor) -> bool:
-    return torch.equal(groups.dense().to(parameter.dtype), parameter.detach())
-
-
-__all__ = ["FileBlocks"]
+__all__ = ["HEADERS", "FileBlocks", "groups_of", "halves", "holds_blocks", "in_memory"]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from arbordraft.files import new_file
 from arbordraft.kernels.native.build import cache_folder
+from arbordraft.target.file_blocks import FileBlocks
 
 _ALIGNED = 64  # bytes, so that a tensor of any dtype may begin there
 _LARGE_PAGE = 1 << 21  # bytes
@@ -43,13 +44,15 @@ def copy_bytes(model: nn.Module, weights: str | None = None) -> int:
     held = {getattr(module, "weight", None) for module in model.modules() if hasattr(module, "in_features")}
     originals = [weight for weight in held if isinstance(weight, Tensor)]
     # Of weights in groups with their scales and minima; of a file's at most.
-    bytes_each = {"int4": 0.625, "int8": 1.0625, "int8-weight-only": 1.0, "file": 1.0625}
+    bytes_each = {"int4": 0.5625, "int8": 1.0625, "int8-weight-only": 1.0, "file": 1.0625}
     return int(sum(tensor.numel() * bytes_each.get(weights or "", tensor.element_size()) for tensor in originals))
 
 
 def check_movable(model: nn.Module) -> None:
     """Raises ValueError unless a model's weights are memory of this process alone, which :func:`move_to_file` frees."""
     for weight in model.parameters():
+        if isinstance(weight, FileBlocks):
+            continue
         if weight.is_inference():
             raise ValueError(
                 "keep_weights=False cannot move weights that were loaded in inference mode: load the model outside "

@@ -19,7 +19,7 @@ from arbordraft.kernels import native
 from arbordraft.kernels.prepacked_linear import check_weights
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.target.cache import RaggedKVCache
-from arbordraft.target.file_blocks import FileBlocks
+from arbordraft.target.file_blocks import holds_blocks
 from arbordraft.target.hook import (
     HOOK,
     REQUIREMENT,
@@ -77,9 +77,9 @@ class RaggedModel(nn.Module):
         weights: bits of the copies that native kernels read; by default the model's own. ``"int8"``: groups of 32
             weights with a scale each, as GGUF's Q8_0; ``"int4"``: with a scale and a minimum each, as its Q4_1. Both
             multiply activations in 8 bits, brought there group by group of every row alone. ``"int8-weight-only"``: one
-            scale per output, activations as they are. Blocks of the GGUF file that the model came from: as they are,
-            and what is no block in 8 bits. What has fewer bits is read faster and is another model: its
-            output law is what decoding preserves.
+            scale per output, activations as they are. A model whose matrices lie in the blocks of a GGUF file (see
+            :func:`~arbordraft.load`) has these for its own, and what kernels do not read as it is there in 8 bits. What
+            has fewer bits is read faster and is another model: its output law is what decoding preserves.
         keep_weights: keep the originals of what was prepacked in memory. Otherwise they are left to a file in the cache
             folder, as large as they are, which is read wherever somebody asks for them: ``state_dict``, LoRA and
             ``model.generate`` give the same results, at first more slowly. Where nothing is prepacked nothing changes.
@@ -107,16 +107,14 @@ class RaggedModel(nn.Module):
         tokenizer: "PreTrainedTokenizerBase | None" = None,
         *,
         kernels: str = "auto",
-        weights: str | FileBlocks | None = None,
+        weights: str | None = None,
         keep_weights: bool = True,
         self_test: bool = True,
     ) -> None:
         super().__init__()
         check_model(model)
-        self._blocks = weights if isinstance(weights, FileBlocks) else None
-        self.weights = "file" if isinstance(weights, FileBlocks) else weights
-        if self._blocks is None:
-            check_weights(self.weights)
+        check_weights(weights)
+        self.weights = "file" if weights is None and holds_blocks(model) else weights
         self._choice = choose(kernels, model, weights=self.weights)
         self.keep_weights = keep_weights
         if not keep_weights and self.backend != "torch":
@@ -382,8 +380,7 @@ class RaggedModel(nn.Module):
             raise
         except Exception as failure:
             raise unsupported(self.model, failure) from failure
-        blocks = None if self._blocks is None else self._blocks.finder(self.model)
-        prepacking = Prepacking(view.model, seen, self.backend, weights=self.weights, blocks=blocks)
+        prepacking = Prepacking(view.model, seen, self.backend, weights=self.weights)
         if prepacking.left:
             warnings.warn(f"not prepacked, as they are not plain linears: {'; '.join(prepacking.left)}", stacklevel=5)
         return prepacking

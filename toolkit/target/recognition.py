@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Matrix
-from arbordraft.kernels.prepacked_linear import ACTIVATIONS, LANES, Groups, concatenate, interleave, pack
+from arbordraft.kernels.prepacked_linear import ACTIVATIONS, LANES, concatenate, interleave, pack
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
+from arbordraft.target.file_blocks import groups_of
 from arbordraft.target.hook import AttentionCall, Forward
 from arbordraft.target.observation import LayerCall, fresh_cache
 from arbordraft.target.view import heard
@@ -54,13 +55,14 @@ class Parts:
     """Takes modules apart and remembers every tensor it used.
 
     Args:
-        weights: bits of the matrices that it packs, see :func:`~arbordraft.kernels.prepacked_linear.pack`.
-        blocks: groups of a parameter that a file has already, if it has them.
+        weights: bits of the matrices that it packs, see :func:`~arbordraft.kernels.prepacked_linear.pack`; ``"file"``
+            for blocks of a file as they are, and everything else in 8 bits.
     """
 
-    def __init__(self, weights: str | None = None, blocks: Callable[[Tensor], Groups | None] = lambda _: None) -> None:
+    def __init__(self, weights: str | None = None) -> None:
         self.sources: list[Source] = []
-        self.weights, self.blocks = weights, blocks
+        self.as_stored = weights == "file"
+        self.weights = "int8" if self.as_stored else weights
 
     def linear(self, owner: nn.Module, name: str) -> nn.Linear:
         """A plain linear of ``owner`` that nothing has been hung on."""
@@ -123,7 +125,8 @@ class Parts:
         """Packs linears below each other, with rows in another order."""
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
         bias = order(torch.cat(biases)).float().contiguous() if biases else None
-        blocks = [groups for linear in linears if (groups := self.blocks(linear.weight)) is not None]
+        stored = [groups_of(linear.weight) for linear in linears] if self.as_stored else []
+        blocks = [groups for groups in stored if groups is not None]
         if len(blocks) == len(linears) and len({groups.bits for groups in blocks}) == 1:
             return Matrix(*concatenate(blocks).map(order).prepack(), bias)
         return Matrix(*pack(order(torch.cat([linear.weight.detach() for linear in linears])), self.weights), bias)

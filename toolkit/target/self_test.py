@@ -97,7 +97,10 @@ def _compare(target: "RaggedModel", model: Any, cache: RaggedKVCache, fault: str
     """Raises unless packed rows give what ``model`` says of single paths, by itself or going on from its own cache."""
     prompts, tree, paths = _texts(target)
     packed = _packed_logits(target, prompts, tree, TREE, cache)
-    expected = torch.stack([_own_logits(model, prompt, path, cached) for prompt in prompts for path in paths])
+    if cached:
+        expected = torch.stack([_cached_logits(model, prompt, path) for prompt in prompts for path in paths])
+    else:
+        expected = _own_logits(model, [prompt + path for prompt in prompts for path in paths])
     _check(target, packed, expected, fault)
 
 
@@ -142,14 +145,20 @@ def _packed_logits(
         raise unsupported(target.model, failure) from failure
 
 
-def _own_logits(model: Any, prompt: list[int], path: list[int], cached: bool) -> Tensor:
-    """``[V]`` behind a path, by the model alone."""
+def _own_logits(model: Any, texts: list[list[int]]) -> Tensor:
+    """``[texts, V]`` behind each of them, by the model alone, in one forward: no text sees what fills its row up."""
+    longest = max(map(len, texts))
+    rows = [text + text[-1:] * (longest - len(text)) for text in texts]
+    ends = [len(text) - 1 for text in texts]
     with torch.no_grad():
-        past = {"past_key_values": model(_row(model, prompt), use_cache=True).past_key_values} if cached else {}
-        row = _row(model, path if cached else prompt + path)
-        logits: Tensor = model(row, use_cache=cached, **past).logits[0, -1]
+        logits: Tensor = model(torch.tensor(rows, device=model.device), use_cache=False).logits
+    return logits[range(len(texts)), ends]
+
+
+def _cached_logits(model: Any, prompt: list[int], path: list[int]) -> Tensor:
+    """``[V]`` behind a path, by the model alone, going on from its own cache of the prompt."""
+    before, after = (torch.tensor([tokens], device=model.device) for tokens in (prompt, path))
+    with torch.no_grad():
+        past = model(before, use_cache=True).past_key_values
+        logits: Tensor = model(after, use_cache=True, past_key_values=past).logits[0, -1]
     return logits
-
-
-def _row(model: Any, tokens: list[int]) -> Tensor:
-    return torch.tensor([tokens], device=model.device)

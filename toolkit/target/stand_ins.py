@@ -10,7 +10,7 @@ Shapes: T packed rows, H hidden size.
 import itertools
 import operator
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from arbordraft.kernels import native
 from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Matrix, rms_norm
-from arbordraft.kernels.prepacked_linear import LANES, Groups, prepacked_linear
+from arbordraft.kernels.prepacked_linear import LANES, prepacked_linear
 from arbordraft.kernels.prepacked_linear.module import PrepackedLinear, onednn_problem
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
+from arbordraft.target.file_blocks import FileBlocks, groups_of
 from arbordraft.target.hook import AttentionCall, Forward
 from arbordraft.target.memory import available_memory, copy_bytes, move_to_file, move_together
 from arbordraft.target.observation import LayerCall, Observation
@@ -128,8 +129,7 @@ class Prepacking:
         model: a view of the model whose layers ask for our attention.
         seen: what one of its forwards showed.
         backend: ``"native"`` or ``"onednn"``.
-        weights: bits of the copies, see :class:`~arbordraft.RaggedModel`.
-        blocks: finds what a file has of a parameter in groups; what it does not have is kept in 8 bits.
+        weights: bits of the copies, see :class:`~arbordraft.RaggedModel`; ``"file"`` for a file's own blocks.
     """
 
     def __init__(
@@ -139,12 +139,10 @@ class Prepacking:
         backend: str,
         *,
         weights: str | None = None,
-        blocks: Callable[[Tensor], Groups | None] | None = None,
     ) -> None:
         self.backend, self.weights = backend, weights
-        self._blocks = blocks
         self.left: list[str] = []  # linears that stay as they are, with the reason
-        self._parts = self._new_parts()
+        self._parts = Parts(weights)
         self._called = seen.called
         self._head = model.get_output_embeddings()  # type: ignore[operator]
         self._proven: dict[Any, bool] = {}
@@ -176,10 +174,11 @@ class Prepacking:
         sources = self._parts.sources
         self._holders = [source.module._parameters for source in sources], [source.parameter for source in sources]
         self._tensors = [source.tensor for source in sources]
-        self._addresses = list(map(Tensor.data_ptr, self._tensors))
-        self._counting = [tensor for tensor in self._tensors if not tensor.is_inference()]
+        self._writable = [tensor for tensor in self._tensors if not isinstance(tensor, FileBlocks)]
+        self._addresses = list(map(Tensor.data_ptr, self._writable))
+        self._counting = [tensor for tensor in self._writable if not tensor.is_inference()]
         self._versions = list(map(_VERSION, self._counting))
-        self._samples = list(map(_sampled, self._tensors))
+        self._samples = list(map(_sampled, self._writable))
         self._fingerprint = self._read()
 
     def current(self) -> bool:
@@ -191,7 +190,7 @@ class Prepacking:
         return (
             all(map(operator.is_, map(dict.get, *self._holders), self._tensors))
             and list(map(_VERSION, self._counting)) == self._versions
-            and list(map(Tensor.data_ptr, self._tensors)) == self._addresses
+            and list(map(Tensor.data_ptr, self._writable)) == self._addresses
             and torch.equal(self._read(), self._fingerprint)
         )
 
@@ -212,9 +211,10 @@ class Prepacking:
         Raises:
             WriteError: if there is no room for the file.
         """
-        large = {id(tensor): tensor for tensor in self._tensors if tensor.ndim > 1}
-        move_to_file(list(large.values()))
-        self._watch()
+        large = {id(tensor): tensor for tensor in self._writable if tensor.ndim > 1}
+        if large:
+            move_to_file(list(large.values()))
+            self._watch()
 
     def __str__(self) -> str:
         """What was prepacked, in a few words."""
@@ -250,9 +250,6 @@ class Prepacking:
             if not self._together:
                 yield from (PrepackedLayers((), index) for index in run[1:])
 
-    def _new_parts(self) -> Parts:
-        return Parts(self.weights) if self._blocks is None else Parts("int8", self._blocks)
-
     def _recognise(
         self, index: int, call: LayerCall, attention: AttentionCall | None, batch: RaggedBatch
     ) -> LayerWeights | None:
@@ -260,7 +257,7 @@ class Prepacking:
             return None
         kind = (settings(call.layer), attention[:-1])
         for rotary in (True, False):  # some models leave the positions out of some layers
-            parts = self._new_parts()
+            parts = Parts(self.weights)
             try:
                 weights = parts.layer(call.layer, attention, rotary=rotary)
             except Unrecognised:
@@ -287,14 +284,14 @@ class Prepacking:
     def _stand_in(self, owner: nn.Module, name: str, module: nn.Module, path: str) -> nn.Module | None:
         if module not in self._called:
             return None
-        parts = self._new_parts()
+        parts = Parts(self.weights)
         stand_in: nn.Module | None = None
         try:
             if isinstance(module, nn.Linear) or hasattr(module, "in_features"):
                 # In 4 bits, the head alone would lose ten times what all other weights lose together.
                 weights = "int8" if parts.weights == "int4" and module is self._head else parts.weights
                 linear = parts.linear(owner, name)
-                groups = parts.blocks(linear.weight)
+                groups = groups_of(linear.weight) if parts.as_stored else None
                 stand_in = PrepackedLinear(linear, self.backend, weights=weights, groups=groups)
             elif self.backend == "native" and hasattr(module, "down_proj"):
                 gated = parts.gated_mlp(module)

@@ -1,0 +1,152 @@
+"""A causal LM of a GGUF file whose matrices stay in the file's own blocks."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from arbordraft.checkpoints import load_causal_lm, load_network
+from arbordraft.target.file_blocks import HEADERS, FileBlocks, halves, holds_blocks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Architectures whose files have every tensor as transformers has it, but for the order of rows in some matrices. Of
+# others transformers makes the numbers, which then say where they came from.
+_HALVED: dict[str, tuple[str, ...]] = {"llama": ("attn_q.", "attn_k."), "qwen2": (), "qwen3": ()}
+_FRACTIONS = ("F32", "F16", "BF16")
+
+
+def load_blocks(file: Path, dtype: torch.dtype) -> "PreTrainedModel":
+    """The model of a GGUF file in eval mode; its matrices are :class:`FileBlocks`, everything else is in memory.
+
+    Args:
+        file: the GGUF file, which stays in use as long as the model.
+        dtype: of what is in memory, and of the numbers that are made of blocks.
+
+    Raises:
+        ValueError: if the file is damaged or incomplete, or has no blocks that kernels read.
+    """
+    import gguf
+
+    try:
+        reader = gguf.GGUFReader(str(file))
+    except (OSError, ValueError, IndexError, KeyError) as error:
+        raise ValueError(f"{file} is truncated or damaged ({error}): copy it again") from error
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    field = reader.get_field("general.architecture")
+    architecture = field.contents() if field else ""
+    if not any(tensor.tensor_type.name in HEADERS for tensor in reader.tensors):
+        kinds = ", ".join(sorted({tensor.tensor_type.name for tensor in reader.tensors}))
+        raise ValueError(
+            f"{file} holds {kinds}, and kernels read {', '.join(HEADERS)}: choose weights='int8' or 'int4', which "
+            "quantise the model anew, or leave weights out"
+        )
+    if architecture in _HALVED:
+        model = _as_they_lie(file, tensors, architecture, dtype)
+    else:
+        model = _as_transformers_has_them(file, tensors, architecture, dtype)
+    _tell_others(file, model)
+    return model
+
+
+def _as_they_lie(file: Path, tensors: dict[str, Any], architecture: str, dtype: torch.dtype) -> "PreTrainedModel":
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    with torch.device("meta"):
+        shapes = AutoModelForCausalLM.from_config(config)
+    name_of = _names(architecture, shapes)
+    heads = {"attn_q.": config.num_attention_heads, "attn_k.": config.num_key_value_heads}
+    weights = {}
+    for name, parameter in shapes.named_parameters():
+        if (tensor := tensors.get(name_of(name))) is not None:
+            part = next((part for part in _HALVED[architecture] if part in tensor.name), None)
+            order = None if part is None else halves(len(parameter), heads[part])
+            weights[name] = _held(tensor, dtype, order)
+
+    def read(_: str, gguf_file: str, **options: Any) -> Any:
+        return type(shapes).from_pretrained(None, config=config, state_dict=weights, **options)
+
+    model: PreTrainedModel = load_network(read, file.parent, gguf_file=file.name, dtype=dtype)
+    model.name_or_path = model.config.name_or_path = str(file.parent)
+    return model
+
+
+def _held(tensor: Any, dtype: torch.dtype, order: Tensor | None) -> Tensor:
+    """A tensor of the file: matrices in their blocks, everything else as numbers."""
+    from gguf import dequantize
+
+    shape, kind = [int(size) for size in reversed(tensor.shape)], tensor.tensor_type.name
+    if len(shape) == 2 and kind not in _FRACTIONS:
+        return FileBlocks(tensor.data, kind, (shape[0], shape[1]), dtype, order)
+    dense = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy()).to(dtype)
+    return dense if order is None else dense[order]
+
+
+def _as_transformers_has_them(
+    file: Path, tensors: dict[str, Any], architecture: str, dtype: torch.dtype
+) -> "PreTrainedModel":
+    """Exchanges what equals the file's blocks, in one order of rows or another."""
+    model = load_causal_lm(file.parent, dtype, gguf_file=file.name)
+    name_of = _names(architecture, model)
+    config: Any = model.config.get_text_config()
+    heads = [0, config.num_attention_heads, getattr(config, "num_key_value_heads", 0) or 0]
+    for name, parameter in model.named_parameters():
+        tensor = tensors.get(name_of(name))
+        if tensor is None or parameter.ndim != 2 or tensor.tensor_type.name not in HEADERS:
+            continue
+        for number in heads:
+            if number and len(parameter) % (2 * number):
+                continue
+            order = halves(len(parameter), number) if number else None
+            held = _held(tensor, dtype, order)
+            if held.shape == parameter.shape and torch.equal(held, parameter):
+                _exchange(model, parameter, nn.Parameter(held, requires_grad=False))
+                break
+    if not holds_blocks(model):
+        raise ValueError(
+            f"{file}: transformers has no matrix as it lies in this file of the kind {architecture!r}; choose "
+            "weights='int8' or 'int4', which quantise the model anew"
+        )
+    return model
+
+
+def _exchange(model: nn.Module, old: Tensor, new: nn.Parameter) -> None:
+    """Wherever the parameter is: tied ones have several places."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is old:
+                module._parameters[name] = new
+
+
+def _names(architecture: str, model: "PreTrainedModel") -> Callable[[str], str]:
+    """What the file calls a parameter of the model."""
+    import gguf
+
+    kind = next((key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), None)
+    if kind is None:
+        return lambda name: ""
+    known = gguf.get_tensor_name_map(kind, model.config.get_text_config().num_hidden_layers)  # type: ignore[operator, union-attr]
+    return lambda name: known.get_name(name, try_suffixes=(".weight", ".bias")) or ""
+
+
+def _tell_others(file: Path, model: nn.Module) -> None:
+    """Says which matrices kernels do not read as they are."""
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+    kinds = Counter(
+        matrix.kind if isinstance(matrix, FileBlocks) else str(matrix.dtype).removeprefix("torch.")
+        for matrix in matrices
+        if not (isinstance(matrix, FileBlocks) and matrix.kind in HEADERS)
+    )
+    if kinds:
+        told = "%s: matrices that kernels do not read as they are (%s) are kept in 8 bits"
+        named = ", ".join(f"{count} of {kind}" for kind, count in sorted(kinds.items()))
+        logging.getLogger("arbordraft").warning(told, file, named)
+
+
+__all__ = ["load_blocks"]
