@@ -109,7 +109,8 @@ def load(
         kernels: see :class:`~arbordraft.RaggedModel`.
         device: of models by name; by default the GPU if torch sees one, else the CPU.
         keep_weights: see :class:`~arbordraft.RaggedModel`.
-        weights: see :class:`~arbordraft.RaggedModel`; ``file`` for the blocks of a GGUF file, as they are.
+        weights: see :class:`~arbordraft.RaggedModel`; ``file`` for the blocks of a GGUF file, as they are, which stay
+            there: the file is read as long as the model is used.
         tokenizer: by default the one that belongs to the model, if there is one.
         revision: of a model on the hub.
         topology: the largest tree; by default what suits the drafter. Every step drafts and verifies of it what pays.

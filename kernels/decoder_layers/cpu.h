@@ -48,6 +48,8 @@ struct Workspace {
   T* queries;
   float *qkv, *sums, *partials;
   Eighth* eighths;  // of weights in groups
+  bool own;         // whether every thread has its own `normed` and `eighths`
+  int64_t widest;   // groups of a row of `eighths`
 };
 
 // beside: rows of `beside_size` floats that stand before the hidden states where a layer has a norm for them, or null.
@@ -57,29 +59,36 @@ inline void run_layers(
     const std::vector<Layer<W, X, T>>& layers, const Workspace<X, T>& space, const float* cosine, const float* sine, int64_t rotary, const int64_t* slots, int64_t most_chunks,
     const std::vector<std::pair<int64_t, T*>>& taps, int thread, int threads) {
   const Range mine = share(rows, 1, thread, threads);
+  // Of a single row every thread makes the whole for itself, which takes less time than to meet the one that has made it.
+  const Range made = space.own ? Range{0, rows} : mine;
+  X* const normed_rows = space.normed + (space.own ? thread * rows * (beside_size + hidden) : 0);
+  Eighth* const eighths = space.eighths + (space.own ? thread * rows * space.widest : 0);
+  const auto meet_makers = [&] {
+    if (!space.own) meet(threads);
+  };
   // The rows as a matrix multiplies them, once all threads are here. A thread has its own share of them ready.
   const auto operand = [&](const X* from, int64_t width) {
     if constexpr (std::is_same_v<W, Grouped>) {
       const int64_t groups = groups_of(width);
-      for (int64_t r = mine.begin; r < mine.end; ++r) to_eighths(from + r * width, width, space.eighths + r * groups);
-      meet(threads);
-      return space.eighths;
+      for (int64_t r = made.begin; r < made.end; ++r) to_eighths(from + r * width, width, eighths + r * groups);
+      meet_makers();
+      return eighths;
     } else {
       return from;
     }
   };
   const auto norm_rows = [&](const float* weight, float epsilon, const float* beside_norm = nullptr) {
     const int64_t before = beside_norm ? beside_size : 0, width = before + hidden;
-    for (int64_t r = mine.begin; r < mine.end; ++r) {
-      X* to = space.normed + r * width;
+    for (int64_t r = made.begin; r < made.end; ++r) {
+      X* to = normed_rows + r * width;
       if (beside_norm) rms_norm(beside + r * before, beside_norm, epsilon, before, to);
       if (weight)
         rms_norm(x + r * hidden, weight, epsilon, hidden, to + before);
       else
         for (int64_t i = 0; i < hidden; i += kLanes) store(to + before + i, load(x + r * hidden + i));
     }
-    if constexpr (!std::is_same_v<W, Grouped>) meet(threads);
-    return operand(space.normed, width);
+    if constexpr (!std::is_same_v<W, Grouped>) meet_makers();
+    return operand(normed_rows, width);
   };
   // x += y W^T, normed first if there is a norm behind the block.
   const auto add_rows = [&](const Prepacked<W>& m, const X* from, int64_t width, const float* norm, float epsilon) {
@@ -97,6 +106,7 @@ inline void run_layers(
       rms_norm(to, norm, epsilon, hidden, to);
       for (int64_t i = 0; i < hidden; i += kLanes) store(x + r * hidden + i, load(x + r * hidden + i) + load(to + i));
     }
+    if (space.own) meet(threads);
   };
 
   for (size_t n = 0; n < layers.size(); ++n) {

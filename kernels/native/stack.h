@@ -64,14 +64,17 @@ class Stack {
     }
     Arena arena;
     Workspace<X, T> space;
-    arena.reserve(space.normed, rows * (size_ + beside_));
+    space.own = rows == 1;
+    space.widest = groups_of(inputs);
+    const int64_t copies = space.own ? at::get_num_threads() : 1;
+    arena.reserve(space.normed, copies * rows * (size_ + beside_));
     arena.reserve(space.attended, rows * heads);
     arena.reserve(space.gated, rows * inner);
     arena.reserve(space.queries, rows * heads);
     arena.reserve(space.qkv, rows * widest);
     arena.reserve(space.sums, rows * size_);
     arena.reserve(space.partials, partials);
-    arena.reserve(space.eighths, std::is_same_v<W, Grouped> ? rows * groups_of(inputs) : 0);
+    arena.reserve(space.eighths, std::is_same_v<W, Grouped> ? copies * rows * space.widest : 0);
     arena.allocate();
     team(true, [&](int thread, int threads) {
       run_layers(

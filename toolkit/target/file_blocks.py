@@ -12,7 +12,14 @@ from torch.utils._pytree import tree_map_only
 
 from arbordraft.kernels.prepacked_linear import Groups
 
-HEADERS = {"Q4_0": 1, "Q4_1": 2, "Q8_0": 1}  # kinds that kernels read: halves before the codes of 32 weights
+# Blocks of 32 weights of the kinds that kernels read; codes of 4 bits are two in a byte that are 16 weights apart.
+BLOCKS = {
+    "Q4_0": np.dtype([("scale", "<f2"), ("codes", "u1", 16)]),
+    "Q4_1": np.dtype([("scale", "<f2"), ("minimum", "<f2"), ("codes", "u1", 16)]),
+    "Q8_0": np.dtype([("scale", "<f2"), ("codes", "u1", 32)]),  # whose codes are signed
+}
+_CENTRE = np.float32(128)  # what is added to signed codes
+_Array = np.ndarray[Any, Any]
 _DENSE = 1 << 20  # weights that are made at a time
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
@@ -31,7 +38,7 @@ class FileBlocks(Tensor):
         order: ``[O]`` int64, which of the file's rows each one is; in the file's order without it.
     """
 
-    raw: np.ndarray[Any, Any]
+    raw: _Array
     kind: str
     order: Tensor | None
 
@@ -39,7 +46,7 @@ class FileBlocks(Tensor):
 
     def __new__(
         cls,
-        raw: np.ndarray[Any, Any],
+        raw: _Array,
         kind: str,
         shape: tuple[int, int],
         dtype: torch.dtype,
@@ -67,7 +74,7 @@ class FileBlocks(Tensor):
 
     def untyped_storage(self) -> NoReturn:
         """There is none, and whoever saves a model looks for it."""
-        raise RuntimeError("blocks of a GGUF file are not saved again: copy the file, or load it without weights='file'")
+        raise RuntimeError("blocks of a file are not saved again: copy the file, or load it without weights='file'")
 
     storage = untyped_storage  # type: ignore[assignment]
 
@@ -80,11 +87,14 @@ class FileBlocks(Tensor):
     def rows(self, index: Tensor) -> Tensor:
         """``[n, I]`` numbers of ``[n]`` rows."""
         raw = self._raw(index)
-        if self.kind in HEADERS:
-            return _groups(raw, self.kind).dense().to(self.dtype)
-        from gguf import GGMLQuantizationType, dequantize
+        if self.kind not in BLOCKS:
+            from gguf import GGMLQuantizationType, dequantize
 
-        return torch.from_numpy(dequantize(raw.numpy(), GGMLQuantizationType[self.kind])).to(self.dtype)
+            return torch.from_numpy(dequantize(raw, GGMLQuantizationType[self.kind])).to(self.dtype)
+        codes, scale, minimum = _parts(raw, self.kind)
+        wide = scale.astype(np.float32)[..., None]
+        numbers = (codes - _CENTRE) * wide if minimum is None else codes * wide + minimum.astype(np.float32)[..., None]
+        return torch.from_numpy(numbers.reshape(len(raw), -1)).to(self.dtype)
 
     def dense(self) -> Tensor:
         """``[O, I]`` numbers."""
@@ -95,10 +105,15 @@ class FileBlocks(Tensor):
 
     def groups(self) -> Groups | None:
         """The blocks as the kernels know them; ``None`` for kinds that they do not read."""
-        return _groups(self._raw(torch.arange(len(self.raw))), self.kind) if self.kind in HEADERS else None
+        if self.kind not in BLOCKS:
+            return None
+        raw = self._raw(torch.arange(len(self.raw)))
+        codes, *scales = (None if part is None else torch.from_numpy(part.copy()) for part in _parts(raw, self.kind))
+        return Groups(codes.flatten(1), *scales)
 
-    def _raw(self, index: Tensor) -> Tensor:
-        return torch.from_numpy(np.asarray(self.raw[(index if self.order is None else self.order[index]).numpy()]))
+    def _raw(self, index: Tensor) -> _Array:
+        places = (index if self.order is None else self.order[index]).numpy()
+        return np.asarray(self.raw[places])
 
     def _again(self) -> "FileBlocks":
         return FileBlocks(self.raw, self.kind, (self.shape[0], self.shape[1]), self.dtype, self.order)
@@ -128,19 +143,14 @@ def _parameter(*args: Any) -> nn.Parameter:
     return nn.Parameter(FileBlocks(*args), requires_grad=False)
 
 
-def _groups(blocks: Tensor, kind: str) -> Groups:
-    """Blocks as they lie there: scale and minimum, then codes, of 4 bits two in a byte that are 16 weights apart."""
-    header = HEADERS[kind]
-    blocks = blocks.unflatten(1, (-1, 2 * header + (32 if kind == "Q8_0" else 16)))
-    scales = blocks[..., : 2 * header].contiguous().view(torch.float16)
-    codes = blocks[..., 2 * header :]
-    scale, minimum = scales[..., 0].contiguous(), None
+def _parts(raw: _Array, kind: str) -> tuple[_Array, _Array, _Array | None]:
+    """``[n, G, 32]`` codes from 0 on, ``[n, G]`` scales, and minima where there are 4 bits."""
+    blocks = raw.view(BLOCKS[kind])
+    codes, scale = blocks["codes"], blocks["scale"]
     if kind == "Q8_0":
-        codes = codes ^ 128  # as numbers from -128 on
-    else:
-        codes = torch.cat([codes & 15, codes >> 4], dim=-1)
-        minimum = scales[..., 1].contiguous() if header == 2 else scale * -8
-    return Groups(codes.flatten(1).contiguous(), scale, minimum)
+        return codes + _CENTRE.astype(np.uint8), scale, None
+    codes = np.concatenate([codes & 15, codes >> 4], axis=-1)
+    return codes, scale, blocks["minimum"] if kind == "Q4_1" else scale * np.float16(-8)
 
 
-__all__ = ["HEADERS", "FileBlocks", "groups_of", "halves", "holds_blocks", "in_memory"]
+__all__ = ["BLOCKS", "FileBlocks", "groups_of", "halves", "holds_blocks", "in_memory"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from arbordraft.checkpoints import load_causal_lm, load_network
-from arbordraft.target.file_blocks import HEADERS, FileBlocks, halves, holds_blocks
+from arbordraft.target.file_blocks import BLOCKS, FileBlocks, halves, holds_blocks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,10 +40,10 @@ def load_blocks(file: Path, dtype: torch.dtype) -> "PreTrainedModel":
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     field = reader.get_field("general.architecture")
     architecture = field.contents() if field else ""
-    if not any(tensor.tensor_type.name in HEADERS for tensor in reader.tensors):
+    if not any(tensor.tensor_type.name in BLOCKS for tensor in reader.tensors):
         kinds = ", ".join(sorted({tensor.tensor_type.name for tensor in reader.tensors}))
         raise ValueError(
-            f"{file} holds {kinds}, and kernels read {', '.join(HEADERS)}: choose weights='int8' or 'int4', which "
+            f"{file} holds {kinds}, and kernels read {', '.join(BLOCKS)}: choose weights='int8' or 'int4', which "
             "quantise the model anew, or leave weights out"
         )
     if architecture in _HALVED:
@@ -98,7 +98,7 @@ def _as_transformers_has_them(
     heads = [0, config.num_attention_heads, getattr(config, "num_key_value_heads", 0) or 0]
     for name, parameter in model.named_parameters():
         tensor = tensors.get(name_of(name))
-        if tensor is None or parameter.ndim != 2 or tensor.tensor_type.name not in HEADERS:
+        if tensor is None or parameter.ndim != 2 or tensor.tensor_type.name not in BLOCKS:
             continue
         for number in heads:
             if number and len(parameter) % (2 * number):
@@ -141,7 +141,7 @@ def _tell_others(file: Path, model: nn.Module) -> None:
     kinds = Counter(
         matrix.kind if isinstance(matrix, FileBlocks) else str(matrix.dtype).removeprefix("torch.")
         for matrix in matrices
-        if not (isinstance(matrix, FileBlocks) and matrix.kind in HEADERS)
+        if not (isinstance(matrix, FileBlocks) and matrix.kind in BLOCKS)
     )
     if kinds:
         told = "%s: matrices that kernels do not read as they are (%s) are kept in 8 bits"
