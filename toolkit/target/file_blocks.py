@@ -53,12 +53,12 @@ class FileBlocks(Tensor):
         order: Tensor | None = None,
     ) -> "FileBlocks":
         """Describes the matrix to torch; nothing is read yet."""
-        self: FileBlocks = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device="cpu")  # type: ignore[attr-defined]
+        self: FileBlocks = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
         self.raw, self.kind, self.order = raw, kind, order
         return self
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, _: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if function in _SAME:
@@ -76,7 +76,7 @@ class FileBlocks(Tensor):
         """There is none, and whoever saves a model looks for it."""
         raise RuntimeError("blocks of a file are not saved again: copy the file, or load it without weights='file'")
 
-    storage = untyped_storage  # type: ignore[assignment]
+    storage = untyped_storage
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return nn.Parameter(self._again(), requires_grad=False)
@@ -108,8 +108,9 @@ class FileBlocks(Tensor):
         if self.kind not in BLOCKS:
             return None
         raw = self._raw(torch.arange(len(self.raw)))
-        codes, *scales = (None if part is None else torch.from_numpy(part.copy()) for part in _parts(raw, self.kind))
-        return Groups(codes.flatten(1), *scales)
+        codes, scale, minimum = _parts(raw, self.kind)
+        least = None if minimum is None else torch.from_numpy(minimum.copy())
+        return Groups(torch.from_numpy(codes).flatten(1), torch.from_numpy(scale.copy()), least)
 
     def _raw(self, index: Tensor) -> _Array:
         places = (index if self.order is None else self.order[index]).numpy()

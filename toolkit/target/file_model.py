@@ -31,20 +31,12 @@ def load_blocks(file: Path, dtype: torch.dtype) -> "PreTrainedModel":
     Raises:
         ValueError: if the file is damaged or incomplete, or has no blocks that kernels read.
     """
-    import gguf
-
-    try:
-        reader = gguf.GGUFReader(str(file))
-    except (OSError, ValueError, IndexError, KeyError) as error:
-        raise ValueError(f"{file} is truncated or damaged ({error}): copy it again") from error
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
-    field = reader.get_field("general.architecture")
-    architecture = field.contents() if field else ""
-    if not any(tensor.tensor_type.name in BLOCKS for tensor in reader.tensors):
-        kinds = ", ".join(sorted({tensor.tensor_type.name for tensor in reader.tensors}))
+    tensors, architecture = _contents(file)
+    kinds = {tensor.tensor_type.name for tensor in tensors.values()}
+    if not kinds & BLOCKS.keys():
         raise ValueError(
-            f"{file} holds {kinds}, and kernels read {', '.join(BLOCKS)}: choose weights='int8' or 'int4', which "
-            "quantise the model anew, or leave weights out"
+            f"{file} holds {', '.join(sorted(kinds))}, and kernels read {', '.join(BLOCKS)}: choose weights='int8' or "
+            "'int4', which quantise the model anew, or leave weights out"
         )
     if architecture in _HALVED:
         model = _as_they_lie(file, tensors, architecture, dtype)
@@ -52,6 +44,18 @@ def load_blocks(file: Path, dtype: torch.dtype) -> "PreTrainedModel":
         model = _as_transformers_has_them(file, tensors, architecture, dtype)
     _tell_others(file, model)
     return model
+
+
+def _contents(file: Path) -> tuple[dict[str, Any], str]:
+    """The tensors by name, mapped, and the architecture; the reader's copy of the vocabulary does not stay."""
+    import gguf
+
+    try:
+        reader = gguf.GGUFReader(str(file))
+    except (OSError, ValueError, IndexError, KeyError) as error:
+        raise ValueError(f"{file} is truncated or damaged ({error}): copy it again") from error
+    field = reader.get_field("general.architecture")
+    return {tensor.name: tensor for tensor in reader.tensors}, field.contents() if field else ""
 
 
 def _as_they_lie(file: Path, tensors: dict[str, Any], architecture: str, dtype: torch.dtype) -> "PreTrainedModel":
@@ -131,7 +135,7 @@ def _names(architecture: str, model: "PreTrainedModel") -> Callable[[str], str]:
     kind = next((key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), None)
     if kind is None:
         return lambda name: ""
-    known = gguf.get_tensor_name_map(kind, model.config.get_text_config().num_hidden_layers)  # type: ignore[operator, union-attr]
+    known = gguf.get_tensor_name_map(kind, model.config.get_text_config().num_hidden_layers)
     return lambda name: known.get_name(name, try_suffixes=(".weight", ".bias")) or ""
 
 

@@ -33,6 +33,7 @@ from arbordraft.target.hook import (
 from arbordraft.target.memory import check_movable
 from arbordraft.target.observation import decoder_list, final_module, observe
 from arbordraft.target.self_test import check_logits
+from arbordraft.target.shortcut import Shortcut, unheard
 from arbordraft.target.stand_ins import PrepackedLayers, Prepacking, choose
 from arbordraft.target.view import ModelView
 
@@ -52,6 +53,7 @@ class _Prepared:
     view: ModelView
     prepacking: Prepacking | None
     layered: bool  # whether its layers stand in one list
+    shortcut: Shortcut | None = None
 
     def current(self) -> bool:
         return self.view.current() and (self.prepacking is None or self.prepacking.current())
@@ -233,13 +235,9 @@ class RaggedModel(nn.Module):
             ValueError: if there is no such layer.
             UnsupportedModel: if the architecture does not show them.
         """
-        batch = batch.to(self.device)
-        inputs = {
-            "input_ids": tokens.to(self.device)[None],
-            "position_ids": batch.positions[None],
-            "use_cache": False,
-            "logits_to_keep": slice(None) if rows is None else rows.to(self.device),
-        }
+        device = self.device  # which transformers looks for among all parameters
+        batch, tokens = batch.to(device), tokens.to(device)[None]
+        rows, positions = None if rows is None else rows.to(device), batch.positions[None]
         if not all(0 <= index <= self.num_layers for index in hidden):
             raise ValueError(f"hidden states are numbered 0..{self.num_layers}, got {tuple(hidden)}")
         prepared = self._prepared_for(cache)
@@ -251,7 +249,13 @@ class RaggedModel(nn.Module):
         depth = self.num_layers if layers is None and behind is not None else layers
         run = Forward(batch, cache, self.backend == "native", hidden=dict.fromkeys(hidden), depth=depth, behind=behind)
         with torch.no_grad():
-            logits: Tensor = prepared.view.model(**inputs, ragged=run).logits[0]
+            if prepared.shortcut is not None and depth is None:
+                logits: Tensor = prepared.shortcut(tokens, positions, run, rows)
+            else:
+                kept = slice(None) if rows is None else rows
+                logits = prepared.view.model(
+                    input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=kept, ragged=run
+                ).logits[0]
         expected = layers or self.num_layers
         if len(run.layers) != expected:
             raise UnsupportedModel(
@@ -261,7 +265,7 @@ class RaggedModel(nn.Module):
         features = [run.hidden[index] for index in hidden]
         if any(states is None for states in features):
             raise UnsupportedModel(f"{type(self.model).__name__} does not show the hidden states {tuple(hidden)}")
-        return logits, torch.cat(features, dim=-1) if features else logits.new_empty(len(tokens), 0)  # type: ignore[arg-type]
+        return logits, torch.cat(features, dim=-1) if features else logits.new_empty(tokens.shape[1], 0)  # type: ignore[arg-type]
 
     def prefill(
         self,
@@ -358,7 +362,8 @@ class RaggedModel(nn.Module):
     def _prepare(self) -> _Prepared:
         view = ModelView(self.model, HOOK)
         place = decoder_list(view.model, self.num_layers)
-        prepacking = None
+        prepacking, shortcut = None, None
+        plain = place is not None and unheard(view.model, getattr(*place))
         if self.backend != "torch":
             prepacking = self._prepack(view)
             if not self.keep_weights:
@@ -370,7 +375,9 @@ class RaggedModel(nn.Module):
                 if not isinstance(layer, PrepackedLayers):
                     vars(layer)["forward"] = partial(run_layer, index, layer.forward)
             vars(place[0])["forward"] = partial(run_stack, self.num_layers, place[0].forward)
-        return _Prepared(self, view, prepacking, place is not None)
+        if prepacking is not None and prepacking.stack is not None and place is not None and plain:
+            shortcut = Shortcut.of(view.model, place[0])
+        return _Prepared(self, view, prepacking, place is not None, shortcut)
 
     def _prepack(self, view: ModelView) -> Prepacking:
         """Observes a forward and packs what it saw."""

@@ -1,0 +1,87 @@
+"""The short way around a model's layers: the same bits as transformers' forward, or not taken."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from models import ARCHITECTURES
+from prepacked_models import ROUNDING, logits, plain, small
+from torch.testing import assert_close
+
+from arbordraft import RaggedModel
+from arbordraft.target.cache import RaggedKVCache
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+
+def long_way(target):
+    target._prepared = replace(target._prepared, shortcut=None)
+    return target
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("weights", [None, "int4"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral", "phi3"])
+def test_both_ways_give_the_same_bits(architecture, weights, dtype):
+    target = RaggedModel(small(architecture).to(dtype), kernels="native", weights=weights)
+    assert target._prepared.shortcut is not None
+    assert torch.equal(logits(target), logits(long_way(target)))
+
+
+def test_rows_and_hidden_states_are_those_of_the_long_way():
+    target = RaggedModel(small(), kernels="native")
+
+    def asked():
+        cache = RaggedKVCache()
+        batch = cache.plan([cache.open(5)], [range(5)])
+        return target.run(torch.arange(5), batch, cache, torch.tensor([4, 0, 2]), hidden=[0, 2, 1])
+
+    short = asked()
+    long_way(target)
+    for ours, theirs in zip(short, asked(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "change"),
+    [("gemma2", {}), ("granite", {"logits_scaling": 3.0}), ("granite", {"embedding_multiplier": 2.0})],
+    ids=str,
+)
+def test_models_that_do_more_go_the_long_way(monkeypatch, architecture, change):
+    """The control: what these do beside their layers would be lost."""
+    monkeypatch.setitem(ARCHITECTURES, "granite", ARCHITECTURES["llama"])
+    model = small(architecture, **change)
+    target = RaggedModel(model, kernels="native")
+    assert target._prepared.shortcut is None
+    assert_close(logits(target), logits(plain(model)), **ROUNDING)
+
+
+def test_listeners_are_heard():
+    target, heard = RaggedModel(small(), kernels="native"), []
+    target.model.model.register_forward_hook(lambda *_: heard.append("model"))
+    with pytest.warns(match="changed after they were prepacked"):
+        logits(target)
+    assert target._latest().shortcut is None
+    assert heard
+
+
+def test_replaced_forwards_are_called():
+    target = RaggedModel(small(), kernels="native")
+    expected, own = logits(target), target.model.forward
+
+    def doubled(*args, **kwargs):
+        output = own(*args, **kwargs)
+        output.logits = 2 * output.logits
+        return output
+
+    target.model.forward = doubled
+    target.refresh()
+    assert target._prepared.shortcut is None
+    assert torch.equal(logits(target), 2 * expected)
+
+
+def test_early_exits_go_the_long_way():
+    target = RaggedModel(small(), kernels="native")
+    early = logits(target, layers=1)
+    assert not torch.equal(early, logits(target))
+    assert torch.equal(early, logits(long_way(target), layers=1))

@@ -1,0 +1,96 @@
+"""A model whose layers run in one call, without what else transformers does around them.
+
+Checks of arguments, masks that nobody reads and output classes take a good part of a forward of one row.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from arbordraft.target.cache import RaggedKVCache
+from arbordraft.target.hook import Forward
+from arbordraft.target.stand_ins import PrepackedLayers
+from arbordraft.target.view import heard
+
+_IDLE = (nn.ModuleList, nn.Dropout, nn.Identity)  # what of the layers' owner computes nothing itself
+_ROWS = 5  # of the forward that both ways are compared in
+
+
+@dataclass(frozen=True)
+class Shortcut:
+    """Embeddings, rotations, all layers, the final norm and the head, one after the other.
+
+    Args:
+        embedding: of tokens.
+        rotary: makes the tables of positions that the layers read.
+        layers: all of them.
+        norm: behind them.
+        head: behind the norm.
+    """
+
+    embedding: nn.Module
+    rotary: nn.Module
+    layers: PrepackedLayers
+    norm: nn.Module
+    head: nn.Module
+
+    @classmethod
+    def of(cls, model: Any, owner: nn.Module) -> "Shortcut | None":
+        """The short way through a model; ``None`` if its parts are others, or its logits differ by a single bit.
+
+        Args:
+            model: a view of the model that runs prepacked layers.
+            owner: of the layers.
+        """
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        inside = [child for child in owner.children() if not isinstance(child, _IDLE) and child is not embedding]
+        stacks = [part for part in owner.modules() if isinstance(part, PrepackedLayers) and part.layers]
+        rotary = [part for part in inside if "RotaryEmbedding" in type(part).__name__]
+        norms = [part for part in inside if part not in rotary]
+        if not len(stacks) == len(rotary) == len(norms) == 1 or embedding is None or head is None:
+            return None
+        found = cls(embedding, rotary[0], stacks[0], norms[0], head)
+        try:
+            return found if found._agrees_with(model) else None
+        except Exception:  # it could be any, and only means that some part is of another kind
+            return None
+
+    def __call__(self, tokens: Tensor, positions: Tensor, run: Forward, rows: Tensor | None) -> Tensor:
+        """``[R, V]`` logits of the wanted rows of ``[1, T]`` tokens."""
+        x = self.embedding(tokens)
+        x = self.norm(self.layers(x, ragged=run, position_embeddings=self.rotary(x, positions)))
+        if (last := self.layers.indices.stop) in run.hidden:
+            run.hidden[last] = x[0]
+        logits: Tensor = self.head(x if rows is None else x[:, rows])[0]
+        return logits
+
+    def _agrees_with(self, model: Any) -> bool:
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(model.get_output_embeddings().weight.shape[0], (1, _ROWS), generator=generator)
+        found = []
+        for whole in (True, False):
+            cache = RaggedKVCache()
+            batch = cache.plan([cache.open(_ROWS)], [range(_ROWS)])
+            run, positions = Forward(batch, cache, native=True), batch.positions[None]
+            with torch.no_grad():
+                if whole:
+                    output = model(input_ids=tokens, position_ids=positions, use_cache=False, ragged=run)
+                    found.append(output.logits[0])
+                else:
+                    found.append(self(tokens, positions, run, None))
+        return torch.equal(*found)
+
+
+def unheard(model: nn.Module, layers: nn.Module) -> bool:
+    """Whether nobody listens to what stands around a model's layers, and nobody has replaced a forward there."""
+    inside = set(layers.modules())
+    return not any(
+        heard(part._forward_hooks) or heard(part._forward_pre_hooks) or "forward" in vars(part)
+        for part in model.modules()
+        if part not in inside
+    )
+
+
+__all__ = ["Shortcut", "unheard"]
