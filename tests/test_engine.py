@@ -357,6 +357,32 @@ def test_a_portion_ends_with_a_prompt_unless_it_is_small():
     assert portions_of(engine, arrivals) == [{0: 5, 1: 7}, {2: 30}, {3: 40}, {3: 40}, {3: 20}]
 
 
+@pytest.mark.parametrize(
+    ("name", "temperature", "waits"),
+    [("random drafts", 0.0, True), ("shared noise", 1.0, True), ("random drafts", 1.0, False)],
+    ids=["greedy", "shared noise", "random drafts"],
+)
+def test_drafts_wait_for_prompts_where_they_change_no_text(name, temperature, waits):
+    """And deciders learn nothing from that: what does not depend on the load may not begin to."""
+    made, steps, learned = decoder(*COUPLINGS[name]), [], []
+    made.on_step = lambda state, tree, verdict: steps.append((state.reading, tree.samples[0]))
+    made.decider.learn = lambda memory, outcome: learned.append(outcome)
+    engine = Engine(made, max_tokens=600, max_rows=16, reuse=False)
+    engine.submit(Request(prompt=PROMPTS[2], max_new_tokens=40, seed=1, temperature=temperature, ends=()))
+    engine.step()
+    engine.submit(Request(prompt=text(80, 1), max_new_tokens=1, seed=1, temperature=temperature))
+    engine.run()
+    drafted = {
+        reading: sum(tree.guesses for when, tree in steps if when == reading and tree) for reading in (True, False)
+    }
+    assert drafted[False] > 0
+    assert (drafted[True] == 0) == waits
+    reading = sum(when for when, _ in steps)
+    trees = sum(tree is not None for _, tree in steps) + 1  # the other request's only one
+    assert reading == 4
+    assert len(learned) == trees - reading * waits
+
+
 def test_a_full_queue():
     engine = Engine(decoder(), max_tokens=300, max_samples=1, max_waiting=2)
     request = Request(prompt=PROMPTS[0], max_new_tokens=3)

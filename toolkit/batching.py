@@ -106,6 +106,7 @@ class Batch:
         self._read()
         while self.state.closed and any(entry.sample.unread for entry in self.living):
             self._read()
+        self.state.reading = any(entry.sample.unread for entry in self.living)
         if any(entry.sample.active for entry in self.living):
             try:
                 self.decoder.step(self.state)

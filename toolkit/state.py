@@ -202,6 +202,7 @@ class DecodeState:
         stats: what is counted, all samples together.
         samples: by their numbers; ``None`` where a number is free.
         closed: whether nobody else will join.
+        reading: whether prompts wait to be read, so that steps are to be short.
     """
 
     cache: RaggedKVCache
@@ -209,6 +210,7 @@ class DecodeState:
     stats: DecodeStats
     samples: list[Sample | None] = field(default_factory=list)
     closed: bool = False
+    reading: bool = False
 
     def __getitem__(self, number: int) -> Sample:
         """The sample with a number that is taken."""

@@ -28,7 +28,7 @@ from arbordraft.static.runner import StaticStepping
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
-from arbordraft.types import DraftContext, DraftTree, SampleTree, SampleVerdict, Verdict
+from arbordraft.types import DraftContext, DraftTree, Plan, SampleTree, SampleVerdict, Situation, Verdict
 from arbordraft.verifiers import matching_verdict
 
 if TYPE_CHECKING:
@@ -318,7 +318,7 @@ class Stepper(nn.Module):
             pathwise=greedy or shared,
             warp=lambda logits, place_of: draft_scores(state, logits, place_of, untruncated=shared),
             temperatures=temperatures if told else None,
-            plan=self.decider.plan,
+            plan=_nothing if self._hurries(state, greedy) else self.decider.plan,
             decide=self.decider,
             memory=[sample.memory if sample else None for sample in state.samples],
             noise=noise,
@@ -328,6 +328,10 @@ class Stepper(nn.Module):
             places=[sample.place if sample else None for sample in state.samples],
             static=None if self.static is None else self.static.drafts,
         )
+
+    def _hurries(self, state: DecodeState, greedy: bool) -> bool:
+        """Whether a step drafts nothing, as prompts wait for its end, where that changes no text."""
+        return state.reading and (greedy or self.coupling.verifier.shared)
 
     def _plan(self, state: DecodeState, tree: DraftTree) -> RaggedBatch:
         depths = self.topology.depth_list
@@ -440,7 +444,8 @@ class Stepper(nn.Module):
             seen[number] = accepted(number, path[:emitted])
             state.stats.record(drafted, judged, emitted)
             sample.forwards += 1
-            if drafted.guesses or not drafted.certain:  # what had to be tells nothing of who drafts
+            # What had to be, or was not to be, tells nothing of who drafts.
+            if drafted.guesses or not (drafted.certain or self._hurries(state, sample.greedy)):
                 self.decider.learn(sample.memory, drafted.outcome(judged))
             remaining[number] = judged if emitted == len(tokens) else _cut(drafted, judged, emitted)
             kept[sample.handle] = path[:emitted]
@@ -466,6 +471,10 @@ def _joined(trees: Sequence[DraftTree]) -> DraftTree:
     return DraftTree(
         tuple(next(filter(None, own), None) for own in zip(*(tree.samples for tree in trees), strict=True))
     )
+
+
+def _nothing(situation: Situation) -> Plan:
+    return Plan.everything([0] * len(situation.room))
 
 
 def _cut(drafted: SampleTree, judged: SampleVerdict, emitted: int) -> SampleVerdict:

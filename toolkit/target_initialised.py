@@ -105,7 +105,8 @@ class TargetInitialisedDecoder(SpeculativeDecoder):
             else:
                 best = row.topk(min(self.width, len(row)))
                 candidates[number] = best.indices[best.values > 0].tolist(), row
-        return replace(context, room=room, candidates=candidates)
+        # What is drafted changes the text, so that nothing else may change what is drafted.
+        return replace(context, room=room, candidates=candidates, plan=self.decider.plan)
 
     def _judge(
         self, state: DecodeState, tree: DraftTree, logits: Tensor, best: Tensor, noise: Noise | GumbelNoise | None
