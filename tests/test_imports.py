@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # From the bottom up; what stands in one line may be imported by every line below it, and in the order of the line.
 LAYERS = """
 kernels
-allocator checks files topology masks stateful processors sampling laws types costs metrics checkpoints
-vocabulary pretrained
+allocator checks files topology masks stateful processors sampling laws decisions types context
+costs metrics checkpoints vocabulary pretrained
 target onnx_graph
 verifiers coupling
 heads onnx_networks drafters deciders grammars static

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from arbordraft.checks import instance, whole
+from arbordraft.context import DraftContext
 from arbordraft.coupling import Coupling
 from arbordraft.deciders import Decider, FixedDepth
 from arbordraft.drafters import Drafter, LanguageModelDrafter
@@ -28,7 +29,7 @@ from arbordraft.static.runner import StaticStepping
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
-from arbordraft.types import DraftContext, DraftTree, SampleTree, SampleVerdict, Verdict
+from arbordraft.types import DraftTree, SampleTree, SampleVerdict, Verdict
 from arbordraft.verifiers import matching_verdict
 
 if TYPE_CHECKING:
