@@ -5,8 +5,8 @@ from models import PROMPTS
 from transformers import TemperatureLogitsWarper
 
 from arbordraft import TreeTopology
+from arbordraft.decisions import Plan
 from arbordraft.laws import SharedNoise
-from arbordraft.types import Plan
 
 TEXTS = [*PROMPTS, [40, 2, 9]]
 BINARY = TreeTopology.k_ary(2, 3)

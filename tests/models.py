@@ -10,15 +10,16 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from arbordraft import CostTable, RaggedModel, TreeTopology
+from arbordraft.context import DraftContext
 from arbordraft.costs import StepCosts
 from arbordraft.deciders import Decider, FixedDepth
+from arbordraft.decisions import Plan, Situation
 from arbordraft.drafters import Drafter
 from arbordraft.laws import DraftLaw, Fixed
 from arbordraft.masks import SlicedCausalMask
 from arbordraft.processors import Warp
 from arbordraft.sampling import GumbelNoise, Noise, SharedSource
 from arbordraft.target.cache import RaggedKVCache
-from arbordraft.types import DraftContext, Plan, Situation
 
 VOCAB = 61
 EOS = 2

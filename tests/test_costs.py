@@ -29,9 +29,10 @@ from arbordraft import (
 )
 from arbordraft.costs import StepCosts
 from arbordraft.deciders import CostAware, Decider
+from arbordraft.decisions import Plan
 from arbordraft.drafters.ngram import Guess
 from arbordraft.measuring import measure_rows
-from arbordraft.types import Plan, SampleVerdict, Verdict
+from arbordraft.types import SampleVerdict, Verdict
 
 FLAT = CostTable((1, 64), (1.0, 1.0))
 STEEP = CostTable((1, 64), (1.0, 64.0))

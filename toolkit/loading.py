@@ -32,8 +32,8 @@ from arbordraft.kernels.native.build import cache_folder
 from arbordraft.measuring import known_costs
 from arbordraft.onnx_graph import FUSE, MARKOV, MODEL, Graph
 from arbordraft.onnx_networks import OnnxBlock, OnnxEagle, OnnxMedusa, OnnxModel
+from arbordraft.parts import as_drafter
 from arbordraft.pretrained import load_smollm2
-from arbordraft.stepping import as_drafter
 from arbordraft.target.file_blocks import FileBlocks
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology

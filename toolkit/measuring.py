@@ -21,6 +21,7 @@ from arbordraft.checks import each, instance, whole
 from arbordraft.costs import CostTable, StepCosts
 from arbordraft.coupling import Coupling
 from arbordraft.deciders import Decider, FixedDepth
+from arbordraft.decisions import StepView
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter
 from arbordraft.kernels.native.build import cache_folder, cpu
@@ -29,7 +30,6 @@ from arbordraft.prompts import chat_batches, check_texts, left_padded
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
-from arbordraft.types import StepView
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -227,3 +227,9 @@ class DecodeState:
         """Gives a sample the lowest free number."""
         sample.number = next((n for n, other in enumerate(self.samples) if other is None), len(self.samples))
         self.samples[sample.number : sample.number + 1] = [sample]
+
+    def give_up(self, numbers: Sequence[int]) -> None:
+        """Ends samples for which the target gave no numbers, and drops what this step wrote for them."""
+        for number in numbers:
+            self[number].fail(FloatingPointError("the target's logits are NaN or infinite"))
+            self.cache.drop([self[number].handle])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from arbordraft.context import DraftContext
 from arbordraft.coupling import Coupling
 from arbordraft.deciders import Decider
 from arbordraft.decoder import SpeculativeDecoder
@@ -21,7 +22,7 @@ from arbordraft.sampling import GumbelNoise, Noise
 from arbordraft.state import DecodeState, Sample
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
-from arbordraft.types import DraftContext, DraftTree, Verdict
+from arbordraft.types import DraftTree, Verdict
 from arbordraft.verifiers.longest_branch import LongestBranch
 
 

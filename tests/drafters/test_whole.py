@@ -26,11 +26,11 @@ from native_drafters import KINDS, built
 from transformers import TemperatureLogitsWarper
 
 from arbordraft import EagleDrafter
+from arbordraft.decisions import Plan
 from arbordraft.drafters import whole
 from arbordraft.heads.medusa import MedusaHead
 from arbordraft.kernels.draft_tree import DraftRun
 from arbordraft.laws import IID
-from arbordraft.types import Plan
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
