@@ -317,13 +317,36 @@ def test_layers_whose_rotation_is_more_exact():
 
 
 @pytest.mark.parametrize(
-    "fault", [{"scale": 0.303}, {"epsilon": 1e-4}, {"window": 3}, {"rotary": False}, {"softcap": 30.0}], ids=str
+    "fault",
+    [{"scale": 0.303}, {"epsilon": 1e-4}, {"window": 3}, {"rotary": False}, {"softcap": 30.0}, {"parallel": True}],
+    ids=str,
 )
 def test_another_layer_would_be_seen(fault):
     layer = random_layer()
     check_layers([layer])
     with pytest.raises(AssertionError):
         check_layers([layer], truth=[replace(layer, **fault)])
+
+
+@pytest.mark.parametrize("place", ["pre_attention", "key_norm", "post_mlp"])
+def test_a_mean_that_stays_would_be_seen(place):
+    layer = random_layer(**PARTS["layer norms"])
+    with pytest.raises(AssertionError):
+        check_layers([layer], truth=[replace(layer, **{place: Norm(getattr(layer, place).weight)})])
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "message"),
+    [
+        ("base", {"parallel": True}, "an MLP beside the attention reads what that reads"),
+        ("norms over all heads", {"key_norm": Norm(torch.ones(16))}, "a norm has the wrong size"),
+        ("base", {"pre_mlp": Norm(torch.ones(64), torch.ones(16))}, "a norm has the wrong size"),
+        ("no gates", {"inner": 80}, "weights are not prepacked for 80 outputs"),
+    ],
+)
+def test_parts_that_do_not_fit_each_other(part, change, message):
+    with pytest.raises(RuntimeError, match=message):
+        Stack([replace(random_layer(**PARTS[part]), **change)]).text([[5, 6, 7]])
 
 
 def test_what_stands_beside_takes_part():

@@ -10,8 +10,10 @@ from transformers.models.glm4 import modeling_glm4
 from transformers.models.llama import modeling_llama
 
 from arbordraft import RaggedModel, builders
+from arbordraft.drafters.fused import fused_model
 from arbordraft.kernels.prepacked_linear.module import PrepackedLinear
 from arbordraft.target import recognition
+from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.hook import HOOK
 from arbordraft.target.observation import observe
 from arbordraft.target.recognition import Rotation, same_layer
@@ -66,12 +68,12 @@ def test_they_say_what_transformers_says(architecture):
     model = varied(architecture)
     target = RaggedModel(model, kernels="native", self_test=False)
     assert target.prepacking.fused == 2
-    for tokens in PROMPTS:
-        prompt = torch.tensor([tokens])
-        found = builders.plain(target).generate(
-            prompt, max_new_tokens=1, do_sample=False, output_logits=True, return_dict_in_generate=True
-        )
-        assert_close(found.logits[0][0].float(), next_logits(model, tokens), **ROUNDING)
+    cache = RaggedKVCache()
+    lengths = [len(prompt) for prompt in PROMPTS]
+    batch = cache.plan([cache.open() for _ in PROMPTS], [range(length) for length in lengths])
+    last = torch.tensor(lengths).cumsum(0) - 1
+    found = target(torch.tensor([token for prompt in PROMPTS for token in prompt]), batch, cache, rows=last)
+    assert_close(found, torch.stack([next_logits(model, prompt) for prompt in PROMPTS]), **ROUNDING)
     assert_close(logits(target), logits(plain(model)), **ROUNDING)
     output = builders.ems_sd(target, length=4).generate(
         torch.tensor([PROMPTS[2]]), max_new_tokens=20, do_sample=False, eos_token_id=None
@@ -85,7 +87,7 @@ def test_they_say_what_transformers_says(architecture):
 
 @pytest.mark.parametrize(
     ("architecture", "neighbours"),
-    [("llama", False), ("phi", False), ("glm4", True), ("cohere", True), ("ernie4_5", True)],
+    [("llama", False), ("phi", False), ("glm4", True), ("cohere", True)],
 )
 def test_pairs_that_rotate(architecture, neighbours):
     """The other pairs, or none, are noticed."""
@@ -177,6 +179,15 @@ def test_layers_that_only_look_like_one_of_them_are_not_fused(fault):
     assert target.prepacking.fused == 0
     assert not target.row_invariant
     assert_close(logits(target), logits(plain(model)), **ROUNDING)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "whole"), [("glm4", True), ("starcoder2", True), ("cohere", False), ("gpt2", False)]
+)
+def test_whole_drafts_in_one_call(architecture, whole):
+    """Where what stands around the layers allows: Cohere scales its logits, GPT-2's positions are no rotation."""
+    options = {"sliding_window": None} if architecture == "starcoder2" else {}
+    assert (fused_model(RaggedModel(varied(architecture, **options), kernels="native")) is not None) == whole
 
 
 # Linears that keep their weights transposed

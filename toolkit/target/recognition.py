@@ -283,10 +283,12 @@ def _names(module: nn.Module, kinds: Any) -> Any:
     return next((kind for kind in kinds if all(hasattr(module, name) for name in (*kind[0], kind[1]))), None)
 
 
-def rotations(tables: tuple[Tensor, Tensor] | None) -> list[Rotation | None]:
+def rotations(tables: Any) -> list[Rotation | None]:
     """What a layer may do with the cosines and sines that it is given; some are given them and do not rotate."""
     if tables is None:
         return [None]
+    if not (isinstance(tables, tuple) and len(tables) == 2 and all(table.ndim == 3 for table in tables)):
+        return []  # angles of another kind
     return [*(Rotation(tables[0].shape[-1], neighbours) for neighbours in (False, True)), None]
 
 

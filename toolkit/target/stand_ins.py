@@ -260,8 +260,10 @@ class Prepacking:
         """What stands in the list of layers: of a call for several of them the first place, unless there is but one."""
         for run in self._runs:
             layers = [layer for layer in self._layers[run[0] : run[-1] + 1] if layer]
-            spread = side_by_side(self._tables[run[0]])
-            yield PrepackedLayers(layers, run[0], spread) if layers else self._originals[run[0]]
+            if layers:
+                yield PrepackedLayers(layers, run[0], side_by_side(self._tables[run[0]]))
+            else:
+                yield self._originals[run[0]]
             if not self._together:
                 yield from (PrepackedLayers((), index) for index in run[1:])
 
