@@ -11,7 +11,7 @@ import itertools
 import operator
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,17 +24,8 @@ from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.target.hook import AttentionCall, Forward
 from arbordraft.target.memory import available_memory, copy_bytes, move_to_file, move_together
 from arbordraft.target.observation import LayerCall, Observation
-from arbordraft.target.recognition import (
-    Parts,
-    Unrecognised,
-    apart,
-    rotations,
-    rows_of,
-    same_layer,
-    same_mlp,
-    settings,
-    side_by_side,
-)
+from arbordraft.target.recognition import Parts, Unrecognised, rows_of, same_layer, same_mlp, settings
+from arbordraft.target.rotation import apart, rotations, side_by_side
 
 KERNELS = ("auto", "native", "onednn", "torch")
 # Besides prepacked modules, the kinds that treat every row by itself.
@@ -306,13 +297,14 @@ class Prepacking:
             return None
         parts = self._new_parts()
         stand_in: nn.Module | None = None
+        is_linear = rows_of(module) is not None or hasattr(module, "in_features")
         try:
-            if rows_of(module) is not None or hasattr(module, "in_features"):
+            if is_linear:
                 # In 4 bits, the head alone would lose ten times what all other weights lose together.
                 weights = "int8" if parts.weights == "int4" and module is self._head else parts.weights
-                rows = parts.linear(owner, name).weight
-                groups, kept = parts.blocks(rows), rows is module.weight
-                stand_in = PrepackedLinear(module, self.backend, weights=weights, groups=groups, transposed=not kept)
+                rows, linear = parts.linear(owner, name).weight, cast(nn.Linear, module)
+                options: Any = {"groups": parts.blocks(rows), "transposed": rows is not linear.weight}
+                stand_in = PrepackedLinear(linear, self.backend, weights=weights, **options)
             elif self.backend == "native" and hasattr(module, "down_proj"):
                 mlp = parts.mlp(module)
                 same = mlp.gated and same_mlp(module, PrepackedGatedMLP)
@@ -320,7 +312,7 @@ class Prepacking:
             elif self.backend == "native" and hasattr(module, "weight"):
                 stand_in = PrepackedNorm(*parts.norm(owner, name))
         except Unrecognised as reason:
-            if hasattr(module, "in_features"):
+            if is_linear:
                 self.left.append(f"{path} ({reason})")
             return None
         self._parts.sources += parts.sources if stand_in else []
