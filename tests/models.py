@@ -70,6 +70,11 @@ ARCHITECTURES = {
     "gpt_neox": {**_HEADS, "intermediate_size": 48},
     "qwen3_moe": {**_SMALL, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "olmo2": _SMALL,
+    "glm4": _SMALL,
+    "cohere": _SMALL,
+    "cohere2": {**_WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
+    "starcoder2": {**_WINDOW, "residual_dropout": 0.0, "embedding_dropout": 0.0},
+    "phi": _SMALL,
     "deepseek_v3": {
         **_HEADS,
         "num_key_value_heads": 4,

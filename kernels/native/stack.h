@@ -6,9 +6,9 @@
 namespace arbordraft {
 namespace {
 
-constexpr int64_t kParameters = 20, kIntegers = 7, kScalars = 3;
-
 // How a stack's tensors are laid out: see LayerWeights in decoder_layers/reference.py.
+constexpr int64_t kParameters = 27, kIntegers = 8, kScalars = 3, kQkv = 2;
+
 struct StackTensors {
   c10::List<OptionalTensor> parameters;
   at::IntArrayRef integers;
@@ -66,7 +66,7 @@ class Stack {
     Workspace<X, T> space;
     arena.reserve(space.normed, rows * (size_ + beside_));
     arena.reserve(space.attended, rows * heads);
-    arena.reserve(space.gated, rows * inner);
+    arena.reserve(space.inner, rows * inner);
     arena.reserve(space.queries, rows * heads);
     arena.reserve(space.qkv, rows * widest);
     arena.reserve(space.sums, rows * size_);
@@ -82,10 +82,10 @@ class Stack {
  private:
   Layer<W, X, T> layer(const StackTensors& given, int64_t n) {
     const auto tensor = [&](int64_t i) -> OptionalTensor { return given.parameters.get(n * kParameters + i); };
-    const auto norm_weight = [&](int64_t i, int64_t length) {
-      const OptionalTensor found = tensor(i);
-      TORCH_CHECK(!found || found->numel() == length, "a norm has the wrong size");
-      return floats(found);
+    const auto norm = [&](int64_t i, int64_t length) {
+      for (const OptionalTensor& found : {tensor(i), tensor(i + 1)})
+        TORCH_CHECK(!found || found->numel() == length, "a norm has the wrong size");
+      return Norm{floats(tensor(i)), floats(tensor(i + 1))};
     };
     const int64_t* integer = given.integers.data() + n * kIntegers;
     const double* scalar = given.scalars.data() + n * kScalars;
@@ -105,14 +105,19 @@ class Stack {
       TORCH_CHECK(pool_ < 0 || pool.size(0) == pool_, "the pools have different sizes");
       pool_ = pool.size(0);
     }
-    const float* beside_norm = norm_weight(19, beside_);
+    const Norm beside_norm = norm(25, beside_);
     TORCH_CHECK(!beside_norm || beside_, "nothing stands beside the hidden states");
+    const bool parallel = integer[7] != 0;
+    TORCH_CHECK(!parallel || !(beside_norm || tensor(15)), "an MLP beside the attention reads what that reads");
+    const auto channels = [&](int64_t i) { return tensor(i) ? tensor(i)->numel() : dim; };
+    const bool joint = channels(5) != dim || channels(7) != dim;
+    const bool gated = tensor(17) && tensor(17)->size(0) * kLanes == 2 * width;
     return {
-        norm_weight(0, size_), norm_weight(4, dim), norm_weight(5, dim), floats(tensor(6)), norm_weight(10, size_),
-        norm_weight(11, size_), norm_weight(18, size_), beside_norm,
-        matrix(1, (query_heads + 2 * kv_heads) * dim, size_ + (beside_norm ? beside_ : 0)),
-        matrix(7, size_, query_heads * dim), matrix(12, 2 * width, size_), matrix(15, size_, width),
-        query_heads, kv_heads, dim, width, integer[5], Activation(integer[4]), integer[6] != 0,
+        norm(0, size_), norm(5, (joint ? query_heads : 1) * dim), norm(7, (joint ? kv_heads : 1) * dim), norm(13, size_),
+        norm(15, size_), norm(23, size_), beside_norm, floats(tensor(9)),
+        matrix(kQkv, (query_heads + 2 * kv_heads) * dim, size_ + (beside_norm ? beside_ : 0)),
+        matrix(10, size_, query_heads * dim), matrix(17, (gated ? 2 : 1) * width, size_), matrix(20, size_, width),
+        query_heads, kv_heads, dim, width, integer[5], Activation(integer[4]), integer[6] != 0, parallel, gated, joint,
         float(scalar[0]), float(scalar[1]), float(scalar[2]), data<T>(given.keys[n]), data<T>(given.values[n]), nullptr};
   }
 

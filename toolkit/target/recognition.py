@@ -13,23 +13,46 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Matrix
+from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Matrix, Norm
+from arbordraft.kernels.decoder_layers.reference import apply_norm_reference
 from arbordraft.kernels.prepacked_linear import ACTIVATIONS, LANES, Groups, concatenate, interleave, pack
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.target.hook import AttentionCall, Forward
 from arbordraft.target.observation import LayerCall, fresh_cache
+from arbordraft.target.rotation import Rotation, apart, side_by_side
 from arbordraft.target.view import heard
 
-# Where the norms of a layer stand, by the names that transformers' models give them.
+# What layers are made of, by the names that transformers' models give the parts: which linears of an attention and of
+# an MLP read hidden states and which one leads back, and where norms stand.
+_ATTENTIONS = (
+    (("q_proj", "k_proj", "v_proj"), "o_proj"),
+    (("q_proj", "k_proj", "v_proj"), "dense"),
+    (("qkv_proj",), "o_proj"),
+    (("c_attn",), "c_proj"),
+)
+_MLPS = (
+    (("gate_proj", "up_proj"), "down_proj"),
+    (("gate_up_proj",), "down_proj"),
+    (("c_fc",), "c_proj"),
+    (("fc1",), "fc2"),
+)
 _NORM_PLACES = {
     frozenset(places.values()): places
     for places in (
+        {"pre_attention": "input_layernorm"},  # and the MLP reads the same
         {"pre_attention": "input_layernorm", "pre_mlp": "post_attention_layernorm"},
+        {"pre_attention": "ln_1", "pre_mlp": "ln_2"},
         {
             "pre_attention": "input_layernorm",
             "post_attention": "post_attention_layernorm",
             "pre_mlp": "pre_feedforward_layernorm",
             "post_mlp": "post_feedforward_layernorm",
+        },
+        {
+            "pre_attention": "input_layernorm",
+            "post_attention": "post_self_attn_layernorm",
+            "pre_mlp": "post_attention_layernorm",
+            "post_mlp": "post_mlp_layernorm",
         },
         {"post_attention": "post_attention_layernorm", "post_mlp": "post_feedforward_layernorm"},
     )
@@ -50,6 +73,23 @@ class Source(NamedTuple):
     tensor: Tensor
 
 
+class Linear(NamedTuple):
+    """What a linear computes with: ``[O, I]`` and ``[O]``."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+class Mlp(NamedTuple):
+    """An MLP as :class:`~arbordraft.kernels.decoder_layers.LayerWeights` has it, and whether it has gates."""
+
+    gate_up: Matrix
+    down: Matrix
+    activation: str
+    inner: int
+    gated: bool
+
+
 class Parts:
     """Takes modules apart and remembers every tensor it used.
 
@@ -62,53 +102,56 @@ class Parts:
         self.sources: list[Source] = []
         self.weights, self.blocks = weights, blocks
 
-    def linear(self, owner: nn.Module, name: str) -> nn.Linear:
+    def linear(self, owner: nn.Module, name: str) -> Linear:
         """A plain linear of ``owner`` that nothing has been hung on."""
-        module = getattr(owner, name, None)
-        if type(module) is not nn.Linear:  # LoRA and quantised ones are other types
+        module: Any = getattr(owner, name, None)
+        if (weight := rows_of(module)) is None:  # LoRA and quantised ones are other types
             raise Unrecognised(f"{name} is {type(module).__name__}")
         if hooked(module):
             raise Unrecognised(f"{name} has hooks")
-        if module.weight.dtype not in (torch.float32, torch.bfloat16) or not module.weight.is_cpu:
-            raise Unrecognised(f"{name} is {module.weight.dtype} on {module.weight.device}")
+        if weight.dtype not in (torch.float32, torch.bfloat16) or not weight.is_cpu:
+            raise Unrecognised(f"{name} is {weight.dtype} on {weight.device}")
         self._remember(module)
-        return module
+        return Linear(weight, module.bias)
 
-    def linears(self, owner: nn.Module, *names: str) -> list[nn.Linear]:
+    def linears(self, owner: nn.Module, *names: str) -> list[Linear]:
         """Several linears, all of them with a bias or all without."""
         linears = [self.linear(owner, name) for name in names]
         if len({linear.bias is None for linear in linears}) > 1:
             raise Unrecognised(f"only some of {', '.join(names)} have a bias")
         return linears
 
-    def norm(self, owner: nn.Module, name: str) -> tuple[Tensor, float]:
-        """The factors ``[H]`` (float32) and the epsilon of an RMS norm, read off what it does to noise."""
+    def norm(self, owner: nn.Module, name: str) -> tuple[Norm, float]:
+        """An RMS norm or LayerNorm and its epsilon, read off what it does to noise."""
         module = getattr(owner, name)
-        weight = getattr(module, "weight", None)
+        weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
         epsilon = next((getattr(module, key) for key in ("variance_epsilon", "eps") if hasattr(module, key)), None)
-        own = [*module.parameters(), *module.buffers()]
-        if len(own) != 1 or weight is not own[0] or weight.ndim != 1 or epsilon is None or hooked(module):
+        own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        unknown = own != {id(tensor) for tensor in (weight, bias) if tensor is not None}
+        if unknown or not isinstance(weight, Tensor) or weight.ndim != 1 or epsilon is None or hooked(module):
             raise Unrecognised(f"{name} is {type(module).__name__}")
         # So small that epsilon shows, and so large that a bound would.
         sizes = torch.tensor([[0.003], [0.02], [1.0], [100.0]])
         x = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0)) * sizes
-        unit = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + epsilon)
         expected = _tried(copy.deepcopy(module).float(), x)
-        wide = weight.detach().float()
-        for factors in (wide, 1 + wide):
-            if expected is not None and _distance(unit * factors, expected) < _TOLERANCE:
+        wide = weight.detach().float().contiguous()
+        offset = torch.zeros_like(wide) if bias is None else bias.detach().float().contiguous()
+        for found in (Norm(wide), Norm(1 + wide), Norm(wide, offset)):
+            if expected is not None and _distance(apply_norm_reference(x, found, epsilon), expected) < _TOLERANCE:
                 self._remember(module)
-                return factors.contiguous(), epsilon
-        raise Unrecognised(f"{name} ({type(module).__name__}) is not an RMS norm")
+                return found, epsilon
+        raise Unrecognised(f"{name} ({type(module).__name__}) is neither an RMS norm nor a LayerNorm")
 
-    def gated_mlp(self, mlp: nn.Module) -> tuple[Matrix, Matrix, str]:
-        """Gates and inputs (interleaved), the matrix behind them, and the activation."""
-        names = ("gate_proj", "up_proj") if hasattr(mlp, "gate_proj") else ("gate_up_proj",)
-        gates, down = self.linears(mlp, *names), self.linear(mlp, "down_proj")
-        function = getattr(mlp, "act_fn", getattr(mlp, "activation_fn", None))
-        fits = sum(linear.out_features for linear in gates) == 2 * down.in_features
-        if not fits or down.in_features % LANES or down.out_features % LANES:
-            raise Unrecognised(f"{type(mlp).__name__} is not a gated MLP of fitting size")
+    def mlp(self, mlp: nn.Module) -> Mlp:
+        """An MLP, with gates or without."""
+        if not (names := _names(mlp, _MLPS)):
+            raise Unrecognised(f"{type(mlp).__name__} is no MLP")
+        readers, down = self.linears(mlp, *names[0]), self.linear(mlp, names[1])
+        hidden, inner = down.weight.shape
+        rows = sum(len(linear.weight) for linear in readers)
+        if rows not in (inner, 2 * inner) or inner % LANES or hidden % LANES:
+            raise Unrecognised(f"{type(mlp).__name__} is not an MLP of fitting size")
+        function = next((getattr(mlp, key) for key in ("act_fn", "activation_fn", "act") if hasattr(mlp, key)), None)
         if function is None or hooked(mlp) or mlp._parameters or list(mlp.buffers()):
             raise Unrecognised(f"{type(mlp).__name__} has parts of another kind")
         # Far out too: some activations are others with a bound.
@@ -117,9 +160,11 @@ class Parts:
         known = (n for n, f in ACTIVATIONS.items() if curve is not None and torch.allclose(f(points), curve, atol=1e-6))
         if not (activation := next(known, "")):
             raise Unrecognised(f"the activation of {type(mlp).__name__} is unknown")
-        return self.matrix(gates, lambda rows: interleave(*rows.chunk(2))), self.matrix([down]), activation
+        gated = rows == 2 * inner
+        first = self.matrix(readers, lambda both: interleave(*both.chunk(2))) if gated else self.matrix(readers)
+        return Mlp(first, self.matrix([down]), activation, inner, gated)
 
-    def matrix(self, linears: Sequence[nn.Linear], order: Callable[[Tensor], Tensor] = lambda rows: rows) -> Matrix:
+    def matrix(self, linears: Sequence[Linear], order: Callable[[Tensor], Tensor] = lambda rows: rows) -> Matrix:
         """Packs linears below each other, with rows in another order."""
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
         bias = order(torch.cat(biases)).float().contiguous() if biases else None
@@ -128,11 +173,11 @@ class Parts:
             return Matrix(*concatenate(blocks).map(order).prepack(), bias)
         return Matrix(*pack(order(torch.cat([linear.weight.detach() for linear in linears])), self.weights), bias)
 
-    def layer(self, layer: nn.Module, call: AttentionCall, *, rotary: bool) -> LayerWeights:
+    def layer(self, layer: nn.Module, call: AttentionCall, rotation: Rotation | None) -> LayerWeights:
         """A whole decoder layer."""
         children = dict(layer.named_children())
-        attention_name = next((name for name, child in children.items() if hasattr(child, "o_proj")), "")
-        mlp_name = next((name for name, child in children.items() if hasattr(child, "down_proj")), "")
+        attention_name = next((name for name, child in children.items() if _names(child, _ATTENTIONS)), "")
+        mlp_name = next((name for name, child in children.items() if _names(child, _MLPS)), "")
         blocks = {attention_name, mlp_name}
         others = frozenset(
             n for n, c in children.items() if n not in blocks and not isinstance(c, (nn.Dropout, nn.Identity))
@@ -140,47 +185,81 @@ class Parts:
         if "" in blocks or others not in _NORM_PLACES or hooked(layer) or layer._parameters or list(layer.buffers()):
             raise Unrecognised(f"{type(layer).__name__} has parts of another kind")
         attention = children[attention_name]
-        names = ("q_proj", "k_proj", "v_proj") if hasattr(attention, "q_proj") else ("qkv_proj",)
-        qkv, out = self.linears(attention, *names), self.linear(attention, "o_proj")
-        gate_up, down, activation = self.gated_mlp(children[mlp_name])
-        hidden, inner = out.out_features, len(gate_up.weight) * LANES // 2
+        names = _names(attention, _ATTENTIONS)
+        qkv, out = self.linears(attention, *names[0]), self.linear(attention, names[1])
+        mlp = self.mlp(children[mlp_name])
+        hidden, turning = len(out.weight), (call.heads + call.kv_heads) * call.dim
+        fits = sum(len(linear.weight) for linear in qkv) == turning + call.kv_heads * call.dim
+        fits = fits and out.weight.shape[1] == call.heads * call.dim and call.value_dim == call.dim
+        if call.dim % LANES or hidden % LANES or not fits:
+            raise Unrecognised(f"{type(layer).__name__} has sizes that the kernel does not know")
 
-        norms, epsilons = {}, set()
+        def in_order(rows: Tensor) -> Tensor:
+            return rows if rotation is None else rotation.in_halves(rows, call.dim)
+
         places = {place: (layer, name) for place, name in _NORM_PLACES[others].items()}
         for part in ("query", "key"):
             if not isinstance(getattr(attention, f"{part[0]}_norm", None), (type(None), nn.Identity)):
                 places[f"{part}_norm"] = (attention, f"{part[0]}_norm")
-        for place, (owner, name) in places.items():
-            norms[place], epsilon = self.norm(owner, name)
-            epsilons.add(epsilon)
-            if len(norms[place]) != (call.dim if owner is attention else hidden):
-                raise Unrecognised(f"{name} has {len(norms[place])} channels")
-        rows = sum(linear.out_features for linear in qkv)
-        fits = rows == (call.heads + 2 * call.kv_heads) * call.dim and out.in_features == call.heads * call.dim
-        if call.value_dim != call.dim or call.dim % LANES or hidden % LANES or len(epsilons) > 1 or not fits:
-            raise Unrecognised(f"{type(layer).__name__} has sizes that the kernel does not know")
+        norms, epsilon = self._norms(places, hidden, call, in_order)
         self._remember(attention)  # for parameters of its own
         return LayerWeights(
-            qkv=self.matrix(qkv),
+            qkv=self.matrix(qkv, lambda rows: torch.cat([in_order(rows[:turning]), rows[turning:]])),
             out=self.matrix([out]),
-            gate_up=gate_up,
-            down=down,
-            **{place: norms.get(place) for place in LayerWeights.NORMS},
+            gate_up=mlp.gate_up,
+            down=mlp.down,
+            **norms,
             sinks=None if call.sinks is None else call.sinks.detach().float().contiguous(),
             heads=call.heads,
             kv_heads=call.kv_heads,
             dim=call.dim,
-            inner=inner,
-            activation=activation,
+            inner=mlp.inner,
+            activation=mlp.activation,
             window=call.window,
-            rotary=rotary,
-            epsilon=epsilons.pop(),
+            rotary=rotation is not None,
+            epsilon=epsilon,
             scale=call.scale,
             softcap=call.softcap,
+            parallel=places.keys().isdisjoint({"pre_mlp", "post_mlp"}),
         )
+
+    def _norms(
+        self,
+        places: dict[str, tuple[nn.Module, str]],
+        hidden: int,
+        call: AttentionCall,
+        in_order: Callable[[Tensor], Tensor],
+    ) -> tuple[dict[str, Norm | None], float]:
+        """The norms of a layer, those of heads with their channels in order, and the epsilon that all of them share."""
+        found = {place: self.norm(owner, name) for place, (owner, name) in places.items()}
+        norms = {place: found[place][0] if place in found else None for place in LayerWeights.NORMS}
+        sizes = {place: len(norm.weight) for place, norm in norms.items() if norm}
+        of_heads = sizes.pop("query_norm", call.dim), sizes.pop("key_norm", call.dim)
+        known = of_heads in ((call.dim, call.dim), (call.heads * call.dim, call.kv_heads * call.dim))
+        epsilons = {epsilon for _, epsilon in found.values()}
+        if not known or {hidden, *sizes.values()} != {hidden} or len(epsilons) > 1:
+            raise Unrecognised("its norms have other sizes, or several epsilons")
+        for place in ("query_norm", "key_norm"):
+            if norm := norms[place]:
+                norms[place] = Norm(in_order(norm.weight), None if norm.offset is None else in_order(norm.offset))
+        return norms, epsilons.pop()
 
     def _remember(self, module: nn.Module) -> None:
         self.sources += [Source(module, key, t) for key, t in module._parameters.items() if t is not None]
+
+
+def rows_of(module: nn.Module | None) -> Tensor | None:
+    """The ``[O, I]`` weights of a plain linear, be they kept like that or transposed; ``None`` for other modules."""
+    from transformers.pytorch_utils import Conv1D
+
+    if type(module) is nn.Linear:
+        return module.weight
+    return module.weight.T if type(module) is Conv1D else None
+
+
+def _names(module: nn.Module, kinds: Any) -> Any:
+    """The first of the kinds of which a module has all parts."""
+    return next((kind for kind in kinds if all(hasattr(module, name) for name in (*kind[0], kind[1]))), None)
 
 
 def hooked(module: nn.Module) -> bool:
@@ -192,16 +271,17 @@ def hooked(module: nn.Module) -> bool:
 
 
 def same_mlp(mlp: nn.Module, run: Any) -> bool:
-    """Whether ``run(parts of a float32 copy)(x)`` is what the copy makes of noise ``x``."""
-    hidden = Parts().linear(mlp, "down_proj").out_features
+    """Whether ``run(gate_up, down, activation)(x)`` is what a float32 copy makes of noise ``x``."""
     wide = copy.deepcopy(mlp).float()
-    parts = Parts().gated_mlp(wide)
-    x = torch.randn(3, hidden, generator=torch.Generator().manual_seed(0))
+    parts = Parts().mlp(wide)
+    x = torch.randn(3, LANES * len(parts.down.weight), generator=torch.Generator().manual_seed(0))
     expected = _tried(wide, x)
-    return expected is not None and _distance(run(*parts)(x), expected) < _TOLERANCE
+    return expected is not None and _distance(run(*parts[:3])(x), expected) < _TOLERANCE
 
 
-def same_layer(index: int, call: LayerCall, attention: AttentionCall, batch: RaggedBatch, rotary: bool) -> bool:
+def same_layer(
+    index: int, call: LayerCall, attention: AttentionCall, batch: RaggedBatch, rotation: Rotation | None
+) -> bool:
     """Whether the kernel does what a float32 copy of the layer does, on its observed input and on noise.
 
     The layer must ask for our attention.
@@ -209,17 +289,19 @@ def same_layer(index: int, call: LayerCall, attention: AttentionCall, batch: Rag
     wide = copy.deepcopy(call.layer).float()
     wide_attention = attention._replace(sinks=None if attention.sinks is None else attention.sinks.float())
     try:
-        run = LayerRun([Parts().layer(wide, wide_attention, rotary=rotary)])
+        run = LayerRun([Parts().layer(wide, wide_attention, rotation)])
     except Unrecognised:
         return False
     kwargs = _widened(call.kwargs)
     given = _widened(call.args[0] if call.args else kwargs.pop("hidden_states"))
+    tables = kwargs.get("position_embeddings")
+    tables = apart(tables) if side_by_side(tables) else tables
     noise = torch.randn(given.shape, generator=torch.Generator().manual_seed(0))
     for x in (given, noise):
         kwargs["ragged"] = Forward(batch, fresh_cache(batch))
         expected = _tried(wide, x, *call.args[1:], **kwargs)
         pools = [fresh_cache(batch).pools(index, (attention.kv_heads, attention.dim), x)]
-        output, _ = run(x, pools, kwargs["position_embeddings"], batch)
+        output, _ = run(x, pools, tables, batch)
         if expected is None or not _distance(output - x, expected - x) < _TOLERANCE:
             return False
     return True
