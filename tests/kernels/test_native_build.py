@@ -151,7 +151,7 @@ def test_library_that_does_not_load_is_not_kept(cache, tmp_path):
 
 def test_unknown_isa(cache, toy, monkeypatch):
     monkeypatch.setenv("ARBORDRAFT_ISA", "avx1024")
-    with pytest.raises(ValueError, match="one of avx512, avx_vnni, avx2, native, generic, off, not 'avx1024'"):
+    with pytest.raises(ValueError, match=r"one of avx512, .*, neon, native, generic, off, not 'avx1024'"):
         toy.load()
 
 
