@@ -9,9 +9,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import PROMPTS, left_padded, new_tokens, ragged
+from request_law import BUSH, FEW, PAIR, fit, small, small_decoder
 from scipy.integrate import quad
 from scipy.stats import chi2
-from test_generate_law import BUSH, FEW, PAIR, fit, small, small_decoder
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from arbordraft import (

@@ -17,8 +17,10 @@ from grown_trees import (
     TEMPERATURES,
     TEXTS,
     TOPOLOGIES,
+    UNTOLD,
     at_most,
     check,
+    check_no_drafts,
     trees,
 )
 from models import PROMPTS, VOCAB
@@ -31,7 +33,6 @@ from arbordraft.drafters import whole
 from arbordraft.heads.medusa import MedusaHead
 from arbordraft.kernels.decoder_layers import Norm
 from arbordraft.kernels.draft_tree import DraftRun
-from arbordraft.laws import IID
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -165,21 +166,10 @@ def test_weights_that_are_no_numbers_draft_nothing(kind, heat):
     if kind == "model":  # which would be refused if it came like this
         sound = drafter._in_one_call().weights
         drafter._fused = drafter.model.prepacking, DraftRun(replace(sound, norm=Norm(sound.norm.weight * float("nan"))))
-    rounds = Rounds(drafter, target, TEXTS)
-    with pytest.warns(UserWarning, match="drafter produced NaN or infinite logits"):
-        _, found = trees(rounds, BINARY, at_most(MANY), **TEMPERATURES[heat])
-    assert [list(tokens) for tokens, _ in found] == [[0]] * 4
+    check_no_drafts(Rounds(drafter, target, TEXTS), **TEMPERATURES[heat])
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"decide": lambda view: [True] * len(view.paths)},
-        {"processors": [lambda ids, scores: scores * 2]},
-        {"law": IID(2)},
-    ],
-    ids=["asked", "other processors", "random draws"],
-)
+@pytest.mark.parametrize("options", UNTOLD.values(), ids=UNTOLD)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_cannot_be_told_in_numbers_is_grown_level_by_level(calls, kind, options):
     target, drafter = built(kind)
