@@ -67,6 +67,15 @@ ARCHITECTURES = {
     "phi3": _SMALL,
     "gpt_oss": {**_WINDOW, "num_local_experts": 2, "num_experts_per_tok": 1},
     "gpt_neox": {**_HEADS, "intermediate_size": 48},
+    "mixtral": {**_SMALL, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        **_SMALL,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 80,
+        "layer_types": ["full_attention"] * 2,
+    },
     "qwen3_moe": {**_SMALL, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "olmo2": _SMALL,
     "deepseek_v3": {

@@ -11,8 +11,9 @@ from arbordraft.masks import stack_words
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.topology import ancestor_words
 
-FUSED = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "gemma3", "phi3"]
-OTHERS = ["gpt2", "opt", "gpt_neox", "gpt_oss", "qwen3_moe", "olmo2", "deepseek_v3"]
+MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe"]
+FUSED = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "gemma3", "phi3", *MIXTURES]
+OTHERS = ["gpt2", "opt", "gpt_neox", "gpt_oss", "olmo2", "deepseek_v3"]
 TREES = [TreeTopology([-1, 0, 0, 1, 1, 2, 3]), TreeTopology([-1]), TreeTopology([-1, 0, 0, 0, 1, 4, 5, 6, 7])]
 BACKENDS = [
     "native",

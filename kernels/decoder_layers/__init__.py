@@ -7,6 +7,7 @@ from torch import Tensor
 
 from arbordraft.kernels import native
 from arbordraft.kernels.decoder_layers.reference import (
+    Experts,
     LayerWeights,
     Matrix,
     decoder_layers_reference,
@@ -79,4 +80,4 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return torch.ops.arbordraft.rms_norm(x.contiguous(), weight, epsilon)
 
 
-__all__ = ["LayerRun", "LayerWeights", "Matrix", "decoder_layers_reference", "rms_norm"]
+__all__ = ["Experts", "LayerRun", "LayerWeights", "Matrix", "decoder_layers_reference", "rms_norm"]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from arbordraft.files import new_file
 from arbordraft.kernels.native.build import cache_folder
+from arbordraft.target.mixtures import stacked
 
 _ALIGNED = 64  # bytes, so that a tensor of any dtype may begin there
 _LARGE_PAGE = 1 << 21  # bytes
@@ -39,8 +40,9 @@ def available_memory() -> int | None:
 
 
 def copy_bytes(model: nn.Module, weights: str | None = None) -> int:
-    """Bytes of a prepacked copy of a model's linears."""
+    """Bytes of a prepacked copy of a model's linears and experts."""
     held = {getattr(module, "weight", None) for module in model.modules() if hasattr(module, "in_features")}
+    held.update(weight for module in model.modules() if stacked(module) for weight in module.parameters())
     originals = [weight for weight in held if isinstance(weight, Tensor)]
     # Of weights in groups with their scales and minima; of a file's at most.
     bytes_each = {"int4": 0.625, "int8": 1.0625, "int8-weight-only": 1.0, "file": 1.0625}

@@ -71,6 +71,7 @@ class RaggedModel(nn.Module):
         kernels: how the model's weights are read on a CPU. ``"torch"``: by its own modules. ``"native"``: from a
             prepacked copy by C++ kernels, built on first use, which fuse the decoder layers they recognise and give
             every row the same bits whatever rows run beside it. ``"onednn"``: linears only, prepacked by PyTorch.
+            Active adapters of PEFT are merged into either copy, not into the model.
             ``"auto"``: native ones where they work and a copy fits into memory, else the next best; :attr:`chosen` and
             a line in the log named ``arbordraft`` (level INFO) say which and why. A copy takes as much memory as the
             weights; it is renewed, with a warning, if they have changed.

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Matrix
-from arbordraft.kernels.prepacked_linear import ACTIVATIONS, LANES, Groups, concatenate, interleave, pack
+from arbordraft.kernels.prepacked_linear import LANES, Groups, concatenate, interleave, pack
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
+from arbordraft.target.adapters import has_adapters, merged
 from arbordraft.target.hook import AttentionCall, Forward
+from arbordraft.target.mixtures import is_mixture, mixture
 from arbordraft.target.observation import LayerCall, fresh_cache
-from arbordraft.target.view import heard
+from arbordraft.target.probing import TOLERANCE, Unrecognised, activation_of, distance, hooked, noise, tried
 
 # Where the norms of a layer stand, by the names that transformers' models give them.
 _NORM_PLACES = {
@@ -34,12 +36,7 @@ _NORM_PLACES = {
         {"post_attention": "post_attention_layernorm", "post_mlp": "post_feedforward_layernorm"},
     )
 }
-_TOLERANCE = 1e-4  # of a layer's contribution, in float32
 _INTERNALS = frozenset(vars(nn.Module()))  # what every module has
-
-
-class Unrecognised(Exception):
-    """A module is not of the kind that a kernel computes; says why."""
 
 
 class Source(NamedTuple):
@@ -60,19 +57,29 @@ class Parts:
 
     def __init__(self, weights: str | None = None, blocks: Callable[[Tensor], Groups | None] = lambda _: None) -> None:
         self.sources: list[Source] = []
+        self.adapted = 0  # linears into whose copies adapters were merged
         self.weights, self.blocks = weights, blocks
 
+    def take(self, others: "Parts") -> None:
+        """Counts what others have taken apart as its own."""
+        self.sources += others.sources
+        self.adapted += others.adapted
+
     def linear(self, owner: nn.Module, name: str) -> nn.Linear:
-        """A plain linear of ``owner`` that nothing has been hung on."""
+        """A linear of ``owner`` that nothing but adapters has been hung on, those merged into a copy."""
         module = getattr(owner, name, None)
-        if type(module) is not nn.Linear:  # LoRA and quantised ones are other types
+        if not has_adapters(module) and type(module) is not nn.Linear:  # quantised ones are other types
             raise Unrecognised(f"{name} is {type(module).__name__}")
         if hooked(module):
             raise Unrecognised(f"{name} has hooks")
         if module.weight.dtype not in (torch.float32, torch.bfloat16) or not module.weight.is_cpu:
             raise Unrecognised(f"{name} is {module.weight.dtype} on {module.weight.device}")
-        self._remember(module)
-        return module
+        for part in module.modules():
+            self.remember(part)
+        if not has_adapters(module):
+            return module
+        self.adapted += 1
+        return merged(module)
 
     def linears(self, owner: nn.Module, *names: str) -> list[nn.Linear]:
         """Several linears, all of them with a bias or all without."""
@@ -91,32 +98,30 @@ class Parts:
             raise Unrecognised(f"{name} is {type(module).__name__}")
         # So small that epsilon shows, and so large that a bound would.
         sizes = torch.tensor([[0.003], [0.02], [1.0], [100.0]])
-        x = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0)) * sizes
+        x = noise(4, len(weight)) * sizes
         unit = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + epsilon)
-        expected = _tried(copy.deepcopy(module).float(), x)
+        expected = tried(copy.deepcopy(module).float(), x)
         wide = weight.detach().float()
         for factors in (wide, 1 + wide):
-            if expected is not None and _distance(unit * factors, expected) < _TOLERANCE:
-                self._remember(module)
+            if expected is not None and distance(unit * factors, expected) < TOLERANCE:
+                self.remember(module)
                 return factors.contiguous(), epsilon
         raise Unrecognised(f"{name} ({type(module).__name__}) is not an RMS norm")
 
-    def gated_mlp(self, mlp: nn.Module) -> tuple[Matrix, Matrix, str]:
-        """Gates and inputs (interleaved), the matrix behind them, and the activation."""
+    def gated(self, mlp: nn.Module) -> tuple[list[nn.Linear], nn.Linear, str]:
+        """Gates and inputs, the linear behind them, and the activation."""
         names = ("gate_proj", "up_proj") if hasattr(mlp, "gate_proj") else ("gate_up_proj",)
         gates, down = self.linears(mlp, *names), self.linear(mlp, "down_proj")
-        function = getattr(mlp, "act_fn", getattr(mlp, "activation_fn", None))
         fits = sum(linear.out_features for linear in gates) == 2 * down.in_features
         if not fits or down.in_features % LANES or down.out_features % LANES:
             raise Unrecognised(f"{type(mlp).__name__} is not a gated MLP of fitting size")
-        if function is None or hooked(mlp) or mlp._parameters or list(mlp.buffers()):
+        if hooked(mlp) or mlp._parameters or list(mlp.buffers()):
             raise Unrecognised(f"{type(mlp).__name__} has parts of another kind")
-        # Far out too: some activations are others with a bound.
-        points = torch.cat([torch.linspace(-8, 8, 129), torch.tensor([-1e4, -100.0, -20.0, 20.0, 100.0, 1e4])])
-        curve = _tried(function, points)
-        known = (n for n, f in ACTIVATIONS.items() if curve is not None and torch.allclose(f(points), curve, atol=1e-6))
-        if not (activation := next(known, "")):
-            raise Unrecognised(f"the activation of {type(mlp).__name__} is unknown")
+        return gates, down, activation_of(mlp)
+
+    def gated_mlp(self, mlp: nn.Module) -> tuple[Matrix, Matrix, str]:
+        """The same packed, gates and inputs interleaved."""
+        gates, down, activation = self.gated(mlp)
         return self.matrix(gates, lambda rows: interleave(*rows.chunk(2))), self.matrix([down]), activation
 
     def matrix(self, linears: Sequence[nn.Linear], order: Callable[[Tensor], Tensor] = lambda rows: rows) -> Matrix:
@@ -132,7 +137,8 @@ class Parts:
         """A whole decoder layer."""
         children = dict(layer.named_children())
         attention_name = next((name for name, child in children.items() if hasattr(child, "o_proj")), "")
-        mlp_name = next((name for name, child in children.items() if hasattr(child, "down_proj")), "")
+        mlps = (name for name, child in children.items() if hasattr(child, "down_proj") or is_mixture(child))
+        mlp_name = next(mlps, "")
         blocks = {attention_name, mlp_name}
         others = frozenset(
             n for n, c in children.items() if n not in blocks and not isinstance(c, (nn.Dropout, nn.Identity))
@@ -142,8 +148,11 @@ class Parts:
         attention = children[attention_name]
         names = ("q_proj", "k_proj", "v_proj") if hasattr(attention, "q_proj") else ("qkv_proj",)
         qkv, out = self.linears(attention, *names), self.linear(attention, "o_proj")
-        gate_up, down, activation = self.gated_mlp(children[mlp_name])
-        hidden, inner = out.out_features, len(gate_up.weight) * LANES // 2
+        mlp = children[mlp_name]
+        mixed = is_mixture(mlp)
+        gate_up, down, activation, experts = mixture(self, mlp) if mixed else (*self.gated_mlp(mlp), None)
+        count = 1 if experts is None else experts.routed + experts.shared
+        hidden, inner = out.out_features, len(gate_up.weight) * LANES // 2 // count
 
         norms, epsilons = {}, set()
         places = {place: (layer, name) for place, name in _NORM_PLACES[others].items()}
@@ -159,7 +168,7 @@ class Parts:
         fits = rows == (call.heads + 2 * call.kv_heads) * call.dim and out.in_features == call.heads * call.dim
         if call.value_dim != call.dim or call.dim % LANES or hidden % LANES or len(epsilons) > 1 or not fits:
             raise Unrecognised(f"{type(layer).__name__} has sizes that the kernel does not know")
-        self._remember(attention)  # for parameters of its own
+        self.remember(attention)  # for parameters of its own
         return LayerWeights(
             qkv=self.matrix(qkv),
             out=self.matrix([out]),
@@ -177,18 +186,12 @@ class Parts:
             epsilon=epsilons.pop(),
             scale=call.scale,
             softcap=call.softcap,
+            experts=experts,
         )
 
-    def _remember(self, module: nn.Module) -> None:
+    def remember(self, module: nn.Module) -> None:
+        """Notes a module's own parameters: when they change, what was made of them must, too."""
         self.sources += [Source(module, key, t) for key, t in module._parameters.items() if t is not None]
-
-
-def hooked(module: nn.Module) -> bool:
-    """Whether somebody listens to the module or a part of it, or has replaced a forward: nobody would be called."""
-    return any(
-        heard(part._forward_hooks) or heard(part._forward_pre_hooks) or "forward" in vars(part)
-        for part in module.modules()
-    )
 
 
 def same_mlp(mlp: nn.Module, run: Any) -> bool:
@@ -196,9 +199,9 @@ def same_mlp(mlp: nn.Module, run: Any) -> bool:
     hidden = Parts().linear(mlp, "down_proj").out_features
     wide = copy.deepcopy(mlp).float()
     parts = Parts().gated_mlp(wide)
-    x = torch.randn(3, hidden, generator=torch.Generator().manual_seed(0))
-    expected = _tried(wide, x)
-    return expected is not None and _distance(run(*parts)(x), expected) < _TOLERANCE
+    x = noise(3, hidden)
+    expected = tried(wide, x)
+    return expected is not None and distance(run(*parts)(x), expected) < TOLERANCE
 
 
 def same_layer(index: int, call: LayerCall, attention: AttentionCall, batch: RaggedBatch, rotary: bool) -> bool:
@@ -214,38 +217,31 @@ def same_layer(index: int, call: LayerCall, attention: AttentionCall, batch: Rag
         return False
     kwargs = _widened(call.kwargs)
     given = _widened(call.args[0] if call.args else kwargs.pop("hidden_states"))
-    noise = torch.randn(given.shape, generator=torch.Generator().manual_seed(0))
-    for x in (given, noise):
+    for x in (given, noise(*given.shape)):
         kwargs["ragged"] = Forward(batch, fresh_cache(batch))
-        expected = _tried(wide, x, *call.args[1:], **kwargs)
+        expected = tried(wide, x, *call.args[1:], **kwargs)
         pools = [fresh_cache(batch).pools(index, (attention.kv_heads, attention.dim), x)]
         output, _ = run(x, pools, kwargs["position_embeddings"], batch)
-        if expected is None or not _distance(output - x, expected - x) < _TOLERANCE:
+        if expected is None or not distance(output - x, expected - x) < TOLERANCE:
             return False
     return True
 
 
 def settings(module: nn.Module) -> Any:
     """What tells modules of one class apart, other than their weights and their number."""
-    plain = (bool, int, float, str, type(None))
-    own = {
-        key: value if isinstance(value, plain) else id(value)
-        for key, value in vars(module).items()
-        if key not in _INTERNALS and key != "layer_idx"
-    }
+    own = {k: _told(value) for k, value in vars(module).items() if k not in _INTERNALS and k != "layer_idx"}
     shapes = [(name, tensor.shape) for name, tensor in module._parameters.items() if tensor is not None]
     inner = [(name, settings(child)) for name, child in module.named_children()]
     return type(module), tuple(sorted(own.items())), tuple(shapes), tuple(inner)
 
 
-def _tried(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor | None:
-    """What a part of somebody's model returns; ``None`` if it does not take such arguments or returns no tensor."""
-    try:
-        with torch.no_grad():
-            output = function(*args, **kwargs)
-    except Exception:  # it could be any, and only means that this part is of another kind
-        return None
-    return output if isinstance(output, Tensor) else None
+def _told(value: Any) -> Any:
+    """A value, by its contents as far as these are plain."""
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return value
+    if type(value) is dict:
+        return tuple((key, _told(inner)) for key, inner in value.items())
+    return tuple(map(_told, value)) if type(value) in (tuple, list) else id(value)
 
 
 def _widened(value: Any) -> Any:
@@ -254,8 +250,3 @@ def _widened(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _widened(inner) for key, inner in value.items()}
     return type(value)(map(_widened, value)) if type(value) in (tuple, list) else value
-
-
-def _distance(actual: Tensor, expected: Tensor) -> float:
-    """Relative, in the mean square."""
-    return ((actual - expected).square().mean().sqrt() / expected.square().mean().sqrt()).item()

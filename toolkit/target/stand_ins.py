@@ -21,10 +21,12 @@ from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Matrix, rm
 from arbordraft.kernels.prepacked_linear import LANES, Groups, prepacked_linear
 from arbordraft.kernels.prepacked_linear.module import PrepackedLinear, onednn_problem
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
+from arbordraft.target.adapters import has_adapters
 from arbordraft.target.hook import AttentionCall, Forward
 from arbordraft.target.memory import available_memory, copy_bytes, move_to_file, move_together
 from arbordraft.target.observation import LayerCall, Observation
-from arbordraft.target.recognition import Parts, Unrecognised, same_layer, same_mlp, settings
+from arbordraft.target.probing import Unrecognised
+from arbordraft.target.recognition import Parts, same_layer, same_mlp, settings
 
 KERNELS = ("auto", "native", "onednn", "torch")
 # Besides prepacked modules, the kinds that treat every row by itself.
@@ -220,16 +222,17 @@ class Prepacking:
         """What was prepacked, in a few words."""
         linears = sum(isinstance(module, PrepackedLinear) for module in self._stand_ins.values())
         prepacked = f"{linears} linears prepacked"
+        adapted = f", adapters merged into copies of {self._parts.adapted} linears" if self._parts.adapted else ""
         if self.backend != "native":
-            return prepacked
+            return prepacked + adapted
         layers = f"{self.fused} of {len(self._layers)} layers fused"
         others = f", {prepacked}" if self.fused < len(self._layers) else ""
-        return f"{layers}{others}, {native.isa()}{f', {self.weights}' if self.weights else ''}"
+        return f"{layers}{others}{adapted}, {native.isa()}{f', {self.weights}' if self.weights else ''}"
 
     def _matrices(self) -> Iterator[Matrix]:
         """The prepacked ones, in the order in which a forward reads them."""
         for layer in self._layers:
-            yield from (layer.qkv, layer.out, layer.gate_up, layer.down) if layer else ()
+            yield from layer.matrices if layer else ()
         for stand_in in self._stand_ins.values():
             if isinstance(stand_in, PrepackedLinear):
                 yield Matrix(*stand_in.prepacked)
@@ -268,7 +271,7 @@ class Prepacking:
             if (kind, rotary) not in self._proven:
                 self._proven[kind, rotary] = same_layer(index, call, attention, batch, rotary)
             if self._proven[kind, rotary]:
-                self._parts.sources += parts.sources
+                self._parts.take(parts)
                 return weights
         return None
 
@@ -305,14 +308,16 @@ class Prepacking:
             if hasattr(module, "in_features"):
                 self.left.append(f"{path} ({reason})")
             return None
-        self._parts.sources += parts.sources if stand_in else []
+        if stand_in:
+            self._parts.take(parts)
         return stand_in
 
     def _odd(self, model: nn.Module) -> Iterator[nn.Module]:
         """Modules that ran, are still the model's own, and of which nobody says that they treat every row alike."""
         prepacked = {part for module in self._stand_ins for part in module.modules()}
         for module in model.modules():
-            inner = module in prepacked or any(module.children()) or isinstance(module, _ROWWISE)
+            inner = module in prepacked or (any(module.children()) and not has_adapters(module))
+            inner = inner or isinstance(module, _ROWWISE)
             if module in self._called and not inner and "RotaryEmbedding" not in type(module).__name__:
                 yield module
 
