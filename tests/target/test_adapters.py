@@ -21,9 +21,9 @@ KINDS = {
 }
 
 
-def adapted(kind="lora", architecture="llama", **options):
-    torch.manual_seed(0)
-    return peft.get_peft_model(small(architecture, **options), KINDS[kind]).eval()
+def adapted(kind="lora", architecture="llama", seed=0):
+    torch.manual_seed(seed)
+    return peft.get_peft_model(small(architecture, seed=seed), KINDS[kind]).eval()
 
 
 def is_merged(model):
@@ -40,8 +40,8 @@ def test_adapters_take_part(kind, backend):
     assert "adapters merged into copies of" in target.chosen
     found = logits(target)
     assert_close(found, logits(plain(model)), **ROUNDING)
-    with model.disable_adapter():
-        assert not torch.allclose(found, logits(plain(model)), atol=1e-2)  # the control: they do matter
+    with model.disable_adapter():  # the control: they do matter
+        assert not torch.allclose(found, logits(plain(model)), atol=1e-2)
     assert not is_merged(model)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, weights[name]), name
@@ -146,6 +146,22 @@ def test_greedy_tokens_are_those_of_the_model_itself():
     )
     expected = greedy_reference(model, PROMPTS[:1], max_new_tokens=12, eos_token_id=None)
     assert new_tokens(output.sequences, PROMPTS[:1], output.stats.emitted) == expected
+
+
+def test_generate_of_the_wrapped_model():
+    model, options = adapted(), {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    decoder = builders.ems_sd(model, length=3)
+    found = model.generate(**left_padded(PROMPTS), **options, custom_generate=decoder.decode_loop)
+    assert torch.equal(found, decoder.generate(**left_padded(PROMPTS), **options))
+    assert new_tokens(found, PROMPTS, [12] * 3) == greedy_reference(
+        model, PROMPTS, max_new_tokens=12, eos_token_id=None
+    )
+
+
+def test_learned_prompts_are_refused():
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    with pytest.raises(ValueError, match="default: prompts that PEFT learned put positions before each text"):
+        RaggedModel(peft.get_peft_model(small(), config).eval())
 
 
 def test_merging_in_bfloat16_is_no_less_exact():

@@ -12,12 +12,12 @@ from arbordraft.target.memory import copy_bytes
 pytestmark = pytest.mark.usefixtures("kernels")
 
 
-def experts_of(model, layer=0):
-    return next(module for module in model.model.layers[layer].modules() if hasattr(module, "num_experts"))
-
-
 def block_of(model, layer=0):
     return model.model.layers[layer].mlp
+
+
+def experts_of(model):
+    return block_of(model).experts
 
 
 @pytest.mark.parametrize(

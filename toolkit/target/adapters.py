@@ -8,6 +8,22 @@ from torch import nn
 from arbordraft.target.probing import TOLERANCE, Unrecognised, distance, noise, tried
 
 
+def unwrapped(model: Any) -> Any:
+    """A model without the wrapper that PEFT has put around it; its layers keep their adapters.
+
+    Raises:
+        ValueError: if the wrapper computes something itself, as with prompts that were learned.
+    """
+    if not hasattr(model, "get_base_model"):
+        return model
+    if learned := [name for name, config in model.peft_config.items() if config.is_prompt_learning]:
+        raise ValueError(
+            f"{', '.join(learned)}: prompts that PEFT learned put positions before each text that no token stands for; "
+            "only adapters that hang on layers can be decoded with"
+        )
+    return model.get_base_model()
+
+
 def has_adapters(module: nn.Module | None) -> bool:
     """Whether a module is a layer with adapters that can be merged into it."""
     return hasattr(module, "base_layer") and hasattr(module, "merge")
@@ -35,4 +51,4 @@ def merged(module: Any) -> nn.Linear:
     return linear.to(module.weight.dtype).requires_grad_(False)
 
 
-__all__ = ["has_adapters", "merged"]
+__all__ = ["has_adapters", "merged", "unwrapped"]
