@@ -96,7 +96,7 @@ inline void add_experts(
   const int64_t inner = layer.inner;
   multiply_taken(
       layer.gate_up, space.gathered, hidden, 2 * inner, [&](int64_t place, int64_t block, const f32x16* acc, int n) {
-        X* to = space.gated + place * inner + block / 2 * kLanes;
+        X* to = space.inner + place * inner + block / 2 * kLanes;
         for (int b = 0; b < n; b += 2, to += kLanes) store(to, activate(acc[b], layer.activation) * acc[b + 1]);
       });
   meet(threads);
@@ -104,11 +104,11 @@ inline void add_experts(
   if constexpr (std::is_same_v<W, Grouped>) {
     const Range places = share(rows * taken, 1, thread, threads);
     for (int64_t p = places.begin; p < places.end; ++p)
-      to_eighths(space.gated + p * inner, inner, space.eighths + p * groups_of(inner));
+      to_eighths(space.inner + p * inner, inner, space.eighths + p * groups_of(inner));
     gated = space.eighths;
     meet(threads);
   } else {
-    gated = space.gated;
+    gated = space.inner;
   }
   multiply_taken(layer.down, gated, inner, hidden, [&](int64_t place, int64_t block, const f32x16* acc, int n) {
     float* to = sums + row_at[place] * hidden + block * kLanes;

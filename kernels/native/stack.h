@@ -6,9 +6,9 @@
 namespace arbordraft {
 namespace {
 
-constexpr int64_t kParameters = 23, kIntegers = 12, kScalars = 3;
-
 // How a stack's tensors are laid out: see LayerWeights in decoder_layers/reference.py.
+constexpr int64_t kParameters = 30, kIntegers = 13, kScalars = 3, kQkv = 2;
+
 struct StackTensors {
   c10::List<OptionalTensor> parameters;
   at::IntArrayRef integers;
@@ -70,7 +70,7 @@ class Stack {
     Workspace<W, X, T> space;
     arena.reserve(space.normed, rows * (size_ + beside_));
     arena.reserve(space.attended, rows * heads);
-    arena.reserve(space.gated, rows * inner);
+    arena.reserve(space.inner, rows * inner);
     arena.reserve(space.queries, rows * heads);
     arena.reserve(space.qkv, rows * widest);
     arena.reserve(space.sums, rows * size_);
@@ -90,10 +90,10 @@ class Stack {
  private:
   Layer<W, X, T> layer(const StackTensors& given, int64_t n) {
     const auto tensor = [&](int64_t i) -> OptionalTensor { return given.parameters.get(n * kParameters + i); };
-    const auto norm_weight = [&](int64_t i, int64_t length) {
-      const OptionalTensor found = tensor(i);
-      TORCH_CHECK(!found || found->numel() == length, "a norm has the wrong size");
-      return floats(found);
+    const auto norm = [&](int64_t i, int64_t length) {
+      for (const OptionalTensor& found : {tensor(i), tensor(i + 1)})
+        TORCH_CHECK(!found || found->numel() == length, "a norm has the wrong size");
+      return Norm{floats(tensor(i)), floats(tensor(i + 1))};
     };
     const int64_t* integer = given.integers.data() + n * kIntegers;
     const double* scalar = given.scalars.data() + n * kScalars;
@@ -109,10 +109,10 @@ class Stack {
       return m;
     };
     const auto matrix = [&](int64_t i, int64_t outputs, int64_t inputs) { return matrix_of(W(), i, outputs, inputs); };
-    Router<T> router{{}, integer[7], integer[8], integer[9], integer[10] != 0, integer[11] != 0};
+    Router<T> router{{}, integer[8], integer[9], integer[10], integer[11] != 0, integer[12] != 0};
     if (router.routed) {
       TORCH_CHECK(0 < router.chosen && router.chosen <= router.routed && router.shared >= 0, "no such choice of experts");
-      router.matrix = matrix_of(T(), 20, router.routed + router.gated, size_);
+      router.matrix = matrix_of(T(), 27, router.routed + router.gated, size_);
     }
     const int64_t mlps = router.routed ? router.routed + router.shared : 1;
     for (const Tensor& pool : {given.keys[n], given.values[n]}) {
@@ -120,14 +120,21 @@ class Stack {
       TORCH_CHECK(pool_ < 0 || pool.size(0) == pool_, "the pools have different sizes");
       pool_ = pool.size(0);
     }
-    const float* beside_norm = norm_weight(19, beside_);
+    const Norm beside_norm = norm(25, beside_);
     TORCH_CHECK(!beside_norm || beside_, "nothing stands beside the hidden states");
+    const bool parallel = integer[7] != 0;
+    TORCH_CHECK(!parallel || !(beside_norm || tensor(15)), "an MLP beside the attention reads what that reads");
+    const auto channels = [&](int64_t i) { return tensor(i) ? tensor(i)->numel() : dim; };
+    const bool joint = channels(5) != dim || channels(7) != dim;
+    const bool gated = tensor(17) && tensor(17)->size(0) * kLanes == mlps * 2 * width;
+    TORCH_CHECK(gated || !router.routed, "experts have gates");
     return {
-        norm_weight(0, size_), norm_weight(4, dim), norm_weight(5, dim), floats(tensor(6)), norm_weight(10, size_),
-        norm_weight(11, size_), norm_weight(18, size_), beside_norm,
-        matrix(1, (query_heads + 2 * kv_heads) * dim, size_ + (beside_norm ? beside_ : 0)),
-        matrix(7, size_, query_heads * dim), matrix(12, mlps * 2 * width, size_), matrix(15, mlps * size_, width),
-        query_heads, kv_heads, dim, width, integer[5], Activation(integer[4]), integer[6] != 0,
+        norm(0, size_), norm(5, (joint ? query_heads : 1) * dim), norm(7, (joint ? kv_heads : 1) * dim), norm(13, size_),
+        norm(15, size_), norm(23, size_), beside_norm, floats(tensor(9)),
+        matrix(kQkv, (query_heads + 2 * kv_heads) * dim, size_ + (beside_norm ? beside_ : 0)),
+        matrix(10, size_, query_heads * dim), matrix(17, mlps * (gated ? 2 : 1) * width, size_),
+        matrix(20, mlps * size_, width),
+        query_heads, kv_heads, dim, width, integer[5], Activation(integer[4]), integer[6] != 0, parallel, gated, joint,
         float(scalar[0]), float(scalar[1]), float(scalar[2]), data<T>(given.keys[n]), data<T>(given.values[n]), nullptr, router};
   }
 

@@ -28,6 +28,7 @@ from transformers import TemperatureLogitsWarper
 from arbordraft import EagleDrafter
 from arbordraft.drafters import whole
 from arbordraft.heads.medusa import MedusaHead
+from arbordraft.kernels.decoder_layers import Norm
 from arbordraft.kernels.draft_tree import DraftRun
 from arbordraft.laws import IID
 from arbordraft.types import Plan
@@ -163,7 +164,7 @@ def test_weights_that_are_no_numbers_draft_nothing(kind, heat):
     target, drafter = built(kind, change=None if kind == "model" else broken)
     if kind == "model":  # which would be refused if it came like this
         sound = drafter._in_one_call().weights
-        drafter._fused = drafter.model.prepacking, DraftRun(replace(sound, norm=sound.norm * float("nan")))
+        drafter._fused = drafter.model.prepacking, DraftRun(replace(sound, norm=Norm(sound.norm.weight * float("nan"))))
     rounds = Rounds(drafter, target, TEXTS)
     with pytest.warns(UserWarning, match="drafter produced NaN or infinite logits"):
         _, found = trees(rounds, BINARY, at_most(MANY), **TEMPERATURES[heat])

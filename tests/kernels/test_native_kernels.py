@@ -27,7 +27,7 @@ from native_checks import (
     check_layers,
     check_linear,
     check_mixtures,
-    check_rms_norm,
+    check_norm,
     check_row_max,
     layers_of,
     linear_case,
@@ -41,7 +41,7 @@ from torch.testing import assert_close
 
 from arbordraft import TreeTopology
 from arbordraft.kernels import native
-from arbordraft.kernels.decoder_layers import LayerRun, Matrix
+from arbordraft.kernels.decoder_layers import LayerRun, Matrix, Norm
 from arbordraft.kernels.prepacked_linear import (
     ACTIVATIONS,
     Groups,
@@ -251,8 +251,8 @@ def test_row_maxima_of_a_large_vocabulary():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rms_norms(dtype):
-    check_rms_norm(dtype)
+def test_norms(dtype):
+    check_norm(dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -358,7 +358,9 @@ def test_layers_whose_rotation_is_more_exact():
 
 
 @pytest.mark.parametrize(
-    "fault", [{"scale": 0.303}, {"epsilon": 1e-4}, {"window": 3}, {"rotary": False}, {"softcap": 30.0}], ids=str
+    "fault",
+    [{"scale": 0.303}, {"epsilon": 1e-4}, {"window": 3}, {"rotary": False}, {"softcap": 30.0}, {"parallel": True}],
+    ids=str,
 )
 def test_another_layer_would_be_seen(fault):
     layer = random_layer()
@@ -367,12 +369,33 @@ def test_another_layer_would_be_seen(fault):
         check_layers([layer], truth=[replace(layer, **fault)])
 
 
+@pytest.mark.parametrize("place", ["pre_attention", "key_norm", "post_mlp"])
+def test_a_mean_that_stays_would_be_seen(place):
+    layer = random_layer(**PARTS["layer norms"])
+    with pytest.raises(AssertionError):
+        check_layers([layer], truth=[replace(layer, **{place: Norm(getattr(layer, place).weight)})])
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "message"),
+    [
+        ("base", {"parallel": True}, "an MLP beside the attention reads what that reads"),
+        ("norms over all heads", {"key_norm": Norm(torch.ones(16))}, "a norm has the wrong size"),
+        ("base", {"pre_mlp": Norm(torch.ones(64), torch.ones(16))}, "a norm has the wrong size"),
+        ("no gates", {"inner": 80}, "weights are not prepacked for 80 outputs"),
+    ],
+)
+def test_parts_that_do_not_fit_each_other(part, change, message):
+    with pytest.raises(RuntimeError, match=message):
+        Stack([replace(random_layer(**PARTS[part]), **change)]).text([[5, 6, 7]])
+
+
 def test_what_stands_beside_takes_part():
     """Its norm and its values: and it must be there, row by row, where a layer reads it, and nowhere else."""
     plain, reading = random_layer(), random_layer(**PARTS["beside"])
     check_layers([plain, reading])
     with pytest.raises(AssertionError):
-        check_layers([reading], truth=[replace(reading, beside_norm=reading.beside_norm.flip(0))])
+        check_layers([reading], truth=[replace(reading, beside_norm=Norm(reading.beside_norm.weight.flip(0)))])
     hidden, batch = torch.randn(1, 18, 64), Case(TREES["trees"], dtype=torch.float32, size=16).batch
     pools, rotary = [(torch.zeros(60, 2, 16), torch.zeros(60, 2, 16))], torch.ones(2, 1, 18, 16)
     for layer, beside, message in (
@@ -416,7 +439,7 @@ def operator_calls():
         (ops.prepacked_linear.default, (x, *weights, options["outputs"], -1)),
         (ops.prepacked_linear.default, (torch.randn(2, 3, 8), prepack(torch.randn(64, 8)), None, None, 64, 2)),
         (ops.prepacked_linear.default, (torch.randn(2, 3, 40), *pack(torch.randn(64, 40), "int4"), None, 64, -1)),
-        (ops.rms_norm.default, (torch.randn(2, 3, 32), torch.randn(32), 1e-5)),
+        (ops.norm.default, (torch.randn(2, 3, 32), torch.randn(32), torch.randn(32), 1e-5)),
         (ops.row_max.default, (torch.randn(5, 33).bfloat16(),)),
         (
             ops.ragged_tree_attention.default,

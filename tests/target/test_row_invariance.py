@@ -20,7 +20,7 @@ from native_checks import (
     linear_rows,
     mixtures_of,
 )
-from prepacked_models import FUSED, plain, small
+from prepacked_models import FUSED, plain, small, varied
 from ragged_case import Case
 
 from arbordraft import (
@@ -195,6 +195,13 @@ def test_speculative_bfloat16_equals_plain_decoding(weights, architecture):
         target = RaggedModel(model, kernels="native", weights=weights)
         assert target.row_invariant
         assert list(disagreements(target)) == []
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "olmo2", "glm4", "cohere", "cohere2", "starcoder2", "phi"])
+def test_speculative_bfloat16_equals_plain_decoding_with_layers_of_other_kinds(architecture):
+    target = RaggedModel(varied(architecture).to(torch.bfloat16), kernels="native")
+    assert target.row_invariant
+    assert list(disagreements(target)) == []
 
 
 def test_rounding_that_depends_on_the_batch_would_be_seen():

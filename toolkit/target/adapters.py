@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from arbordraft.target.probing import TOLERANCE, Unrecognised, distance, noise, tried
+from arbordraft.target.probing import TOLERANCE, Unrecognised, distance, noise, rows_of, tried
 
 
 def unwrapped(model: Any) -> Any:
@@ -29,7 +29,7 @@ def has_adapters(module: nn.Module | None) -> bool:
     return hasattr(module, "base_layer") and hasattr(module, "merge")
 
 
-def merged(module: Any) -> nn.Linear:
+def merged(module: Any) -> nn.Module:
     """The linear that a layer amounts to together with its active adapters; the layer itself stays as it is.
 
     Sums are taken in float32 and rounded to the layer's type once.
@@ -46,7 +46,7 @@ def merged(module: Any) -> nn.Linear:
         linear = wide.get_base_layer()
     except Exception as reason:  # some adapters cannot be merged, and each kind says so in its own way
         raise Unrecognised(f"{type(module).__name__} cannot be merged: {reason}") from reason
-    if type(linear) is not nn.Linear or expected is None or not distance(linear(x), expected) < TOLERANCE:
+    if rows_of(linear) is None or expected is None or not distance(linear(x), expected) < TOLERANCE:
         raise Unrecognised(f"{type(module).__name__} with its adapters is no linear")
     return linear.to(module.weight.dtype).requires_grad_(False)
 

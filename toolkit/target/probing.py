@@ -1,4 +1,4 @@
-"""How parts of somebody's model are tried on noise, to find out what they compute."""
+"""How parts of somebody's model are looked at, and tried on noise, to find out what they compute."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from arbordraft.kernels.prepacked_linear import ACTIVATIONS
 from arbordraft.target.view import heard
 
 TOLERANCE = 1e-4  # relative to what a part computes, in float32
@@ -36,25 +35,23 @@ def distance(actual: Tensor, expected: Tensor) -> float:
     return ((actual - expected).square().mean().sqrt() / expected.square().mean().sqrt()).item()
 
 
-def activation_of(mlp: nn.Module) -> str:
-    """The name of an MLP's activation.
-
-    Raises:
-        Unrecognised: if it is none that the kernels know.
-    """
-    function = getattr(mlp, "act_fn", getattr(mlp, "activation_fn", None))
-    # Far out too: some activations are others with a bound.
-    points = torch.cat([torch.linspace(-8, 8, 129), torch.tensor([-1e4, -100.0, -20.0, 20.0, 100.0, 1e4])])
-    curve = None if function is None else tried(function, points)
-    for name, known in ACTIVATIONS.items():
-        if curve is not None and torch.allclose(known(points), curve, atol=1e-6):
-            return name
-    raise Unrecognised(f"the activation of {type(mlp).__name__} is unknown")
-
-
 def hooked(module: nn.Module) -> bool:
     """Whether somebody listens to the module or a part of it, or has replaced a forward: nobody would be called."""
     return any(
         heard(part._forward_hooks) or heard(part._forward_pre_hooks) or "forward" in vars(part)
         for part in module.modules()
     )
+
+
+def parts_named(module: nn.Module, kinds: Any) -> Any:
+    """The first of the kinds, names of readers and the name of what leads back, of which a module has all parts."""
+    return next((kind for kind in kinds if all(hasattr(module, name) for name in (*kind[0], kind[1]))), None)
+
+
+def rows_of(module: nn.Module | None) -> Tensor | None:
+    """The ``[O, I]`` weights of a plain linear, be they kept like that or transposed; ``None`` for other modules."""
+    from transformers.pytorch_utils import Conv1D
+
+    if type(module) is nn.Linear:
+        return module.weight
+    return module.weight.T if type(module) is Conv1D else None

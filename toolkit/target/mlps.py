@@ -1,6 +1,6 @@
-"""Takes mixtures of experts apart: who chooses, what there is to choose, and what every row takes.
+"""Takes MLPs apart: single ones, and mixtures of experts: who chooses, what there is to choose, and what all rows take.
 
-Shapes: E experts to choose from, S shared ones, H hidden size, N inner size of an expert, K experts that a row chooses.
+Shapes: E experts to choose from, S shared ones, H hidden size, N inner size of an MLP, K experts that a row chooses.
 """
 
 import copy
@@ -12,19 +12,77 @@ from torch import Tensor, nn
 
 from arbordraft.kernels.decoder_layers import Experts, Matrix
 from arbordraft.kernels.prepacked_linear import ACTIVATIONS, LANES, interleave, pack, prepack
-from arbordraft.target.probing import TOLERANCE, Unrecognised, activation_of, distance, hooked, noise, tried
+from arbordraft.target.probing import TOLERANCE, Unrecognised, distance, hooked, noise, parts_named, tried
 
 if TYPE_CHECKING:
-    from arbordraft.target.recognition import Parts
+    from arbordraft.target.recognition import Linear, Parts
+
+# What MLPs are made of, by the names that transformers' models give the parts.
+_KINDS = (
+    (("gate_proj", "up_proj"), "down_proj"),
+    (("gate_up_proj",), "down_proj"),
+    (("c_fc",), "c_proj"),
+    (("fc1",), "fc2"),
+)
 
 
-class Mixture(NamedTuple):
-    """The MLPs of a layer as kernels read them, and how rows choose among them."""
+class Mlp(NamedTuple):
+    """An MLP or several, as :class:`~arbordraft.kernels.decoder_layers.LayerWeights` has them; whether with gates."""
 
     gate_up: Matrix
     down: Matrix
     activation: str
-    experts: Experts
+    inner: int
+    gated: bool
+    experts: Experts | None = None
+
+
+def is_mlp(module: nn.Module) -> bool:
+    """Whether a module has the parts of an MLP or of a mixture of experts."""
+    return _is_mixture(module) or parts_named(module, _KINDS) is not None
+
+
+def mlp_of(parts: "Parts", module: nn.Module) -> Mlp:
+    """What :func:`is_mlp` found.
+
+    Raises:
+        Unrecognised: if it is of another kind all the same.
+    """
+    return mixture(parts, module) if _is_mixture(module) else single(parts, module)
+
+
+def single(parts: "Parts", mlp: nn.Module) -> Mlp:
+    """An MLP, with gates or without."""
+    readers, down, activation = _linears(parts, mlp)
+    inner = down.weight.shape[1]
+    gated = sum(len(linear.weight) for linear in readers) == 2 * inner
+    first = parts.matrix(readers, lambda both: interleave(*both.chunk(2))) if gated else parts.matrix(readers)
+    return Mlp(first, parts.matrix([down]), activation, inner, gated)
+
+
+def _linears(parts: "Parts", mlp: nn.Module) -> tuple[list["Linear"], "Linear", str]:
+    """Gates and inputs, or inputs alone, the linear behind them, and the activation."""
+    if not (names := parts_named(mlp, _KINDS)):
+        raise Unrecognised(f"{type(mlp).__name__} is no MLP")
+    readers, down = parts.linears(mlp, *names[0]), parts.linear(mlp, names[1])
+    hidden, inner = down.weight.shape
+    rows = sum(len(linear.weight) for linear in readers)
+    if rows not in (inner, 2 * inner) or inner % LANES or hidden % LANES:
+        raise Unrecognised(f"{type(mlp).__name__} is not an MLP of fitting size")
+    if hooked(mlp) or mlp._parameters or list(mlp.buffers()):
+        raise Unrecognised(f"{type(mlp).__name__} has parts of another kind")
+    return readers, down, _activation(mlp)
+
+
+def _activation(mlp: nn.Module) -> str:
+    function = next((getattr(mlp, key) for key in ("act_fn", "activation_fn", "act") if hasattr(mlp, key)), None)
+    # Far out too: some activations are others with a bound.
+    points = torch.cat([torch.linspace(-8, 8, 129), torch.tensor([-1e4, -100.0, -20.0, 20.0, 100.0, 1e4])])
+    curve = None if function is None else tried(function, points)
+    for name, known in ACTIVATIONS.items():
+        if curve is not None and torch.allclose(known(points), curve, atol=1e-6):
+            return name
+    raise Unrecognised(f"the activation of {type(mlp).__name__} is unknown")
 
 
 def stacked(module: nn.Module) -> bool:
@@ -36,12 +94,12 @@ def stacked(module: nn.Module) -> bool:
     return gate_up.shape == (experts, 2 * inner, hidden)
 
 
-def is_mixture(module: nn.Module) -> bool:
+def _is_mixture(module: nn.Module) -> bool:
     """Whether a part of the module holds experts."""
     return any(map(stacked, module.children()))
 
 
-def mixture(parts: "Parts", block: nn.Module) -> Mixture:
+def mixture(parts: "Parts", block: nn.Module) -> Mlp:
     """Router, experts and perhaps an MLP that every row takes, with or without a gate of its own.
 
     The shared MLP is taken for so many experts of the size of the others: its inner channels are parted among them.
@@ -58,19 +116,14 @@ def mixture(parts: "Parts", block: nn.Module) -> Mixture:
     if counts != (1, 1, True, True) or hooked(block) or block._parameters or list(block.buffers()):
         raise Unrecognised(f"{type(block).__name__} has parts of another kind")
     router, experts = routers[0], routed[0]
-    activation = _activation(experts)
+    activation = _activation_of(experts)
     chosen, normalised = _routing(router)
     gate_up, down = experts.gate_up_proj.detach(), experts.down_proj.detach()  # type: ignore[operator, union-attr]
     scores = router.weight.detach()  # type: ignore[operator, union-attr]
     number, hidden, inner = down.shape
     for each in shared:
-        more, back, also = parts.gated(each)
-        if any(linear.bias is not None for linear in (*more, back)) or also != activation:
-            raise Unrecognised(f"{type(each).__name__} has biases or another activation")
-        count = -(-back.in_features // inner)
-        rows = torch.cat([linear.weight.detach() for linear in more]).unflatten(0, (2, -1))
-        gate_up = torch.cat([gate_up, _spread(rows, count, inner).transpose(0, 1).flatten(1, 2)])
-        down = torch.cat([down, _spread(back.weight.detach().T[None], count, inner)[0].transpose(1, 2)])
+        more, back = _parted(parts, each, inner, activation)
+        gate_up, down = torch.cat([gate_up, more]), torch.cat([down, back])
     for name in gates:
         if (gate := parts.linear(block, name)).bias is not None:
             raise Unrecognised(f"{name} has a bias")
@@ -80,18 +133,23 @@ def mixture(parts: "Parts", block: nn.Module) -> Mixture:
         raise Unrecognised(f"{type(block).__name__} has sizes or types that the kernel does not know")
     for module in (router, experts):
         parts.remember(module)
-    return Mixture(
-        Matrix(*pack(interleave(*(half.flatten(0, 1) for half in gate_up.chunk(2, dim=1))), parts.weights)),
-        Matrix(*pack(down.flatten(0, 1), parts.weights)),
-        activation,
-        # With fewer bits rows would take other experts.
-        Experts(Matrix(prepack(scores)), number, chosen, len(down) - number, normalised, bool(gates)),
-    )
+    # With fewer bits in the router, rows would take other experts.
+    choice = Experts(Matrix(prepack(scores)), number, chosen, len(down) - number, normalised, bool(gates))
+    halves = [half.flatten(0, 1) for half in gate_up.chunk(2, dim=1)]
+    first, second = (Matrix(*pack(rows, parts.weights)) for rows in (interleave(*halves), down.flatten(0, 1)))
+    return Mlp(first, second, activation, inner, True, choice)
 
 
-def _spread(rows: Tensor, count: int, inner: int) -> Tensor:
-    """``[A, M, H]`` to ``[A, S, N, H]``, with zeros behind."""
-    return F.pad(rows, (0, 0, 0, count * inner - rows.shape[1])).unflatten(1, (count, inner))
+def _parted(parts: "Parts", mlp: nn.Module, inner: int, activation: str) -> tuple[Tensor, Tensor]:
+    """``[S, 2 N, H]`` and ``[S, H, N]``: a gated MLP as several of this inner size, with zeros where it ends."""
+    readers, down, own = _linears(parts, mlp)
+    rows, back = torch.cat([linear.weight.detach() for linear in readers]), down.weight.detach().T
+    if len(rows) != 2 * len(back) or own != activation or any(linear.bias is not None for linear in (*readers, down)):
+        raise Unrecognised(f"{type(mlp).__name__} has no gates, biases or another activation than the experts")
+    stacks = torch.stack([*rows.chunk(2), back])  # all [M, H]
+    count = -(-len(back) // inner)
+    gate, up, back = F.pad(stacks, (0, 0, 0, count * inner - len(back))).unflatten(1, (count, inner))
+    return torch.cat([gate, up], dim=1), back.transpose(1, 2)
 
 
 def _routing(router: nn.Module) -> tuple[int, bool]:
@@ -105,8 +163,8 @@ def _routing(router: nn.Module) -> tuple[int, bool]:
     x *= torch.tensor([0.3, 1.0, 3.0, 8.0]).repeat(4)[:, None] / (x @ weight.detach().float().T).std()
     probabilities = (x @ weight.detach().float().T).softmax(dim=-1)
     factors, chosen = (tried(lambda x, place=place: wide(x)[place], x) for place in (1, 2))
-    if factors is not None and chosen is not None and factors.shape == chosen.shape and not chosen.is_floating_point():
-        found = torch.zeros_like(probabilities).scatter(-1, chosen, factors)
+    found = tried(torch.zeros_like(probabilities).scatter, -1, chosen, factors)
+    if found is not None and chosen is not None:
         largest = probabilities.topk(chosen.shape[-1])
         for normalised in (True, False):
             values = largest.values / largest.values.sum(dim=-1, keepdim=True) if normalised else largest.values
@@ -116,9 +174,9 @@ def _routing(router: nn.Module) -> tuple[int, bool]:
     raise Unrecognised(f"{type(router).__name__} is not a softmax over scores")
 
 
-def _activation(experts: nn.Module) -> str:
+def _activation_of(experts: nn.Module) -> str:
     """The activation of experts that compute ``down(activation(gate) * up)``, as what they do to noise shows."""
-    name = activation_of(experts)
+    name = _activation(experts)
     gate_up, down = experts.gate_up_proj.detach(), experts.down_proj.detach()  # type: ignore[operator, union-attr]
     if len(list(experts.parameters())) != 2 or list(experts.buffers()) or not gate_up.is_cpu:
         raise Unrecognised(f"{type(experts).__name__} has parts of another kind")
@@ -138,4 +196,4 @@ def _activation(experts: nn.Module) -> str:
     return name
 
 
-__all__ = ["Mixture", "is_mixture", "mixture", "stacked"]
+__all__ = ["Mlp", "is_mlp", "mixture", "mlp_of", "single", "stacked"]
