@@ -118,8 +118,8 @@ def mixture(parts: "Parts", block: nn.Module) -> Mlp:
     router, experts = routers[0], routed[0]
     activation = _activation_of(experts)
     chosen, normalised = _routing(router)
-    gate_up, down = experts.gate_up_proj.detach(), experts.down_proj.detach()  # type: ignore[operator, union-attr]
-    scores = router.weight.detach()  # type: ignore[operator, union-attr]
+    gate_up, down = experts.gate_up_proj.detach(), experts.down_proj.detach()  # type: ignore[operator]
+    scores = router.weight.detach()  # type: ignore[operator]
     number, hidden, inner = down.shape
     for each in shared:
         more, back = _parted(parts, each, inner, activation)
@@ -177,7 +177,7 @@ def _routing(router: nn.Module) -> tuple[int, bool]:
 def _activation_of(experts: nn.Module) -> str:
     """The activation of experts that compute ``down(activation(gate) * up)``, as what they do to noise shows."""
     name = _activation(experts)
-    gate_up, down = experts.gate_up_proj.detach(), experts.down_proj.detach()  # type: ignore[operator, union-attr]
+    gate_up, down = experts.gate_up_proj.detach(), experts.down_proj.detach()  # type: ignore[operator]
     if len(list(experts.parameters())) != 2 or list(experts.buffers()) or not gate_up.is_cpu:
         raise Unrecognised(f"{type(experts).__name__} has parts of another kind")
     if gate_up.dtype not in (torch.float32, torch.bfloat16):

@@ -288,13 +288,13 @@ def same_layer(
     """Whether the kernel does what a float32 copy of the layer does, on its observed input and on noise.
 
     The layer must ask for our attention.
+
+    Raises:
+        Unrecognised: if it has other parts than the kernel knows.
     """
     wide = copy.deepcopy(call.layer).float()
     wide_attention = attention._replace(sinks=None if attention.sinks is None else attention.sinks.float())
-    try:
-        run = LayerRun([Parts().layer(wide, wide_attention, rotation)])
-    except Unrecognised:
-        return False
+    run = LayerRun([Parts().layer(wide, wide_attention, rotation)])
     kwargs = _widened(call.kwargs)
     given = _widened(call.args[0] if call.args else kwargs.pop("hidden_states"))
     tables = kwargs.get("position_embeddings")

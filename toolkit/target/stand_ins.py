@@ -270,17 +270,17 @@ class Prepacking:
         if self.backend != "native" or attention is None:
             return None
         kind = (settings(call.layer), attention[:-1])
-        for rotation in rotations(call.kwargs.get("position_embeddings")):
-            if (kind, rotation) not in self._proven:
-                self._proven[kind, rotation] = same_layer(index, call, attention, batch, rotation)
-            if self._proven[kind, rotation]:
-                parts = self._new_parts()
-                try:
+        try:
+            for rotation in rotations(call.kwargs.get("position_embeddings")):
+                if (kind, rotation) not in self._proven:
+                    self._proven[kind, rotation] = same_layer(index, call, attention, batch, rotation)
+                if self._proven[kind, rotation]:
+                    parts = self._new_parts()
                     weights = parts.layer(call.layer, attention, rotation)
-                except Unrecognised:  # somebody listens to this one
-                    return None
-                self._parts.take(parts)
-                return weights
+                    self._parts.take(parts)
+                    return weights
+        except Unrecognised:  # maybe this one alone, as somebody listens to it
+            pass
         return None
 
     def _replace_below(self, module: nn.Module, path: str) -> Iterator[Place]:
