@@ -28,7 +28,7 @@ class PrepackedLinear(nn.Module):
     to afterwards, which their version counter tells, they are prepacked again. Writes through ``.data`` escape it.
 
     Args:
-        linear: the module it stands for, on the CPU, in float32 or bfloat16.
+        linear: the module it stands for, or what has its ``weight`` and ``bias``; on the CPU, in float32 or bfloat16.
         backend: ``"native"`` (the C++ kernels; rows do not depend on each other's number) or ``"onednn"`` (PyTorch's
             own prepacking).
         weights: keep fewer bits, see :func:`~arbordraft.kernels.prepacked_linear.pack`; changes the output, and is
@@ -42,7 +42,7 @@ class PrepackedLinear(nn.Module):
 
     def __init__(
         self,
-        linear: nn.Module,
+        linear: nn.Linear,
         backend: str = "native",
         *,
         weights: str | None = None,
@@ -86,7 +86,7 @@ class PrepackedLinear(nn.Module):
         return tuple(version_of(tensor) for tensor in (self.weight, self.bias) if tensor is not None)
 
     def _rows(self) -> Tensor:
-        weight: Tensor = self.weight.detach()
+        weight = self.weight.detach()
         return weight.T if self.transposed else weight
 
     def _prepack(self, groups: Groups | None = None) -> None:

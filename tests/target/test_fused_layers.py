@@ -15,8 +15,10 @@ from arbordraft.kernels.prepacked_linear.module import PrepackedLinear
 from arbordraft.target import recognition
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.hook import HOOK
+from arbordraft.target.memory import copy_bytes
 from arbordraft.target.observation import observe
-from arbordraft.target.recognition import Rotation, same_layer
+from arbordraft.target.recognition import same_layer
+from arbordraft.target.rotation import Rotation
 from arbordraft.target.view import ModelView
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -203,6 +205,7 @@ def test_transposed_linears_are_prepacked_where_no_layer_is_fused(backend, weigh
     found = [stand_in for stand_in in stand_ins(target) if isinstance(stand_in, PrepackedLinear)]
     assert target.prepacking.fused == 0
     assert sum(linear.transposed for linear in found) == 8
+    assert copy_bytes(model) == sum(linear.weight.nbytes for linear in found)
     rounding = {"rtol": 0.1, "atol": 0.1} if weights else ROUNDING
     assert_close(logits(target), logits(plain(model)), **rounding)
 

@@ -19,6 +19,7 @@ from arbordraft.target.hook import UnsupportedModel
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.probing import Unrecognised
 from arbordraft.target.recognition import Parts
+from arbordraft.target.stand_ins import PrepackedNorm
 from arbordraft.topology import TreeTopology
 
 if TYPE_CHECKING:
@@ -190,8 +191,8 @@ def matrix_of(linear: "PrepackedLinear | nn.Linear") -> Matrix:
     return Matrix(*linear.prepacked) if isinstance(linear, PrepackedLinear) else Matrix(prepack(linear.weight))
 
 
-def _norm(module: nn.RMSNorm) -> Norm:
-    return Norm(module.weight.detach().float().contiguous())
+def _norm(module: nn.RMSNorm | PrepackedNorm) -> Norm:
+    return module.norm if isinstance(module, PrepackedNorm) else Norm(module.weight.detach().float().contiguous())
 
 
 __all__ = ["FusedEagle", "fused_model", "fusible", "matrix_of"]

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Matrix, Norm, apply_norm_reference
+from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Matrix, Norm
+from arbordraft.kernels.decoder_layers.reference import apply_norm_reference
 from arbordraft.kernels.prepacked_linear import LANES, Groups, concatenate, pack
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.target.adapters import has_adapters, merged
@@ -30,6 +31,7 @@ from arbordraft.target.probing import (
     rows_of,
     tried,
 )
+from arbordraft.target.rotation import Rotation, apart, side_by_side
 
 # What layers are made of, by the names that transformers' models give the parts: which linears of an attention and of
 # an MLP read hidden states and which one leads back, and where norms stand.
@@ -77,29 +79,6 @@ class Linear(NamedTuple):
     weight: Tensor
     bias: Tensor | None
     module: Any
-
-
-class Rotation(NamedTuple):
-    """How a layer rotates queries and keys.
-
-    Args:
-        channels: of a head, that turn, from the first one on.
-        neighbours: whether two that stand side by side turn together, or two that stand half of these channels apart.
-    """
-
-    channels: int
-    neighbours: bool
-
-    def in_halves(self, rows: Tensor, dim: int) -> Tensor:
-        """Rows of heads of ``dim`` channels, in which those that turn together stand half of them apart.
-
-        Scores do not notice: they add up over the channels of queries and keys, which are put in the same order.
-        """
-        if not self.neighbours:
-            return rows
-        channels = torch.arange(dim)
-        turning, rest = channels[: self.channels], channels[self.channels :]
-        return rows.unflatten(0, (-1, dim))[:, torch.cat([turning[::2], turning[1::2], rest])].flatten(0, 1)
 
 
 class Parts:
@@ -251,26 +230,6 @@ class Parts:
     def remember(self, module: nn.Module) -> None:
         """Notes a module's own parameters: when they change, what was made of them must, too."""
         self.sources += [Source(module, key, t) for key, t in module._parameters.items() if t is not None]
-
-
-def rotations(tables: Any) -> list[Rotation | None]:
-    """What a layer may do with the cosines and sines that it is given; some are given them and do not rotate."""
-    if tables is None:
-        return [None]
-    if not (isinstance(tables, tuple) and len(tables) == 2 and all(table.ndim == 3 for table in tables)):
-        return []  # angles of another kind
-    return [*(Rotation(tables[0].shape[-1], neighbours) for neighbours in (False, True)), None]
-
-
-def side_by_side(tables: tuple[Tensor, Tensor] | None) -> bool:
-    """Whether the two numbers of a pair of channels are neighbours in both ``[1, T, R]``, not half of them apart."""
-    return tables is not None and all(torch.equal(table[..., ::2], table[..., 1::2]) for table in tables)
-
-
-def apart(tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Puts them half of them apart, as the kernels take them."""
-    cosine, sine = (table.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for table in tables)
-    return cosine, sine
 
 
 def same_mlp(mlp: nn.Module, run: Any) -> bool:

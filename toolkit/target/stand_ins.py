@@ -27,7 +27,8 @@ from arbordraft.target.memory import available_memory, copy_bytes, move_to_file,
 from arbordraft.target.mlps import single
 from arbordraft.target.observation import LayerCall, Observation
 from arbordraft.target.probing import Unrecognised, rows_of
-from arbordraft.target.recognition import Parts, apart, rotations, same_layer, same_mlp, settings, side_by_side
+from arbordraft.target.recognition import Parts, same_layer, same_mlp, settings
+from arbordraft.target.rotation import apart, rotations, side_by_side
 
 KERNELS = ("auto", "native", "onednn", "torch")
 # Besides prepacked modules, the kinds that treat every row by itself.
@@ -300,15 +301,17 @@ class Prepacking:
             return None
         parts = self._new_parts()
         stand_in: nn.Module | None = None
+        is_linear = rows_of(module) is not None or hasattr(module, "in_features")
         try:
-            if rows_of(module) is not None or hasattr(module, "in_features"):
+            if is_linear:
                 # In 4 bits, the head alone would lose ten times what all other weights lose together.
                 weights = "int8" if parts.weights == "int4" and module is self._head else parts.weights
                 linear = parts.linear(owner, name)
-                groups, kept = parts.blocks(linear.weight), linear.weight is linear.module.weight
-                stand_in = PrepackedLinear(
-                    linear.module, self.backend, weights=weights, groups=groups, transposed=not kept
-                )
+                options: Any = {
+                    "groups": parts.blocks(linear.weight),
+                    "transposed": linear.weight is not linear.module.weight,
+                }
+                stand_in = PrepackedLinear(linear.module, self.backend, weights=weights, **options)
             elif self.backend == "native" and hasattr(module, "down_proj"):
                 mlp = single(parts, module)
                 same = mlp.gated and same_mlp(module, PrepackedGatedMLP)
@@ -316,7 +319,7 @@ class Prepacking:
             elif self.backend == "native" and hasattr(module, "weight"):
                 stand_in = PrepackedNorm(*parts.norm(owner, name))
         except Unrecognised as reason:
-            if hasattr(module, "in_features"):
+            if is_linear:
                 self.left.append(f"{path} ({reason})")
             return None
         if stand_in:
