@@ -13,12 +13,21 @@ from torch.testing import assert_close
 
 from arbordraft import TreeTopology
 from arbordraft.kernels import native
-from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Matrix, Norm, apply_norm, decoder_layers_reference
+from arbordraft.kernels.decoder_layers import (
+    Experts,
+    LayerRun,
+    LayerWeights,
+    Matrix,
+    Norm,
+    apply_norm,
+    decoder_layers_reference,
+)
 from arbordraft.kernels.decoder_layers.reference import apply_norm_reference
 from arbordraft.kernels.prepacked_linear import (
     ACTIVATIONS,
     interleave,
     pack,
+    prepack,
     prepacked_linear,
     quantize,
     quantize_groups,
@@ -134,12 +143,25 @@ def layers_of(kind):
     return [random_layer(*KINDS[kind], seed, **PARTS[part]) for seed, part in enumerate(("base", "all", "other"))]
 
 
+def mixtures_of(kind):
+    """Layers with experts, in the first one all of them for every row."""
+    parts = ("experts for all", *CHOICES)
+    return [random_layer(*KINDS[kind], seed, **PARTS[part]) for seed, part in enumerate(parts)]
+
+
+def check_mixtures(kind):
+    """Where rounding may decide whom a row takes, no bound holds: then rows take all."""
+    dtype = KINDS[kind][0]
+    exact = dtype == torch.float32 and kind not in GROUPED
+    check_layers(mixtures_of(kind)[: None if exact else 1], dtype)
+
+
 def random_layer(dtype=torch.float32, weights=None, seed=0, **options):
     """A decoder layer in which everything matters; options switch parts on and off."""
     generator = torch.Generator().manual_seed(seed)
     shape = {"hidden": 64, "heads": 4, "kv_heads": 2, "dim": 16, "inner": 96}
     parts = {"norms": "pre", "head_norms": "", "bias": False, "sinks": False, "activation": "silu"}
-    parts |= {"centred": False, "gated": True}
+    parts |= {"centred": False, "gated": True, "experts": {}}
     rest = {"window": None, "rotary": True, "softcap": None, "epsilon": 1e-5, "scale": 0.3, "parallel": False}
     chosen = {**shape, **parts, **rest, "beside": 0, **options}
     assert chosen.keys() == {*shape, *parts, *rest, "beside"}
@@ -162,6 +184,11 @@ def random_layer(dtype=torch.float32, weights=None, seed=0, **options):
         return Matrix(*pack(dense, weights), 0.3 * noise(outputs) if chosen["bias"] else None)
 
     pre, post = "pre" in chosen["norms"], "post" in chosen["norms"]
+    experts, mlps = None, 1
+    if choice := chosen["experts"]:
+        scores = noise(choice["routed"] + choice.get("gated", False), hidden) * hidden**-0.5
+        experts = Experts(Matrix(prepack(scores.to(dtype))), **choice)
+        mlps = experts.routed + experts.shared
     return LayerWeights(
         pre_attention=norm(hidden, pre),
         qkv=matrix((heads + 2 * kv_heads) * dim, chosen["beside"] + hidden),
@@ -171,10 +198,11 @@ def random_layer(dtype=torch.float32, weights=None, seed=0, **options):
         out=matrix(hidden, heads * dim),
         post_attention=norm(hidden, post),
         pre_mlp=norm(hidden, pre and not chosen["parallel"]),
-        gate_up=matrix(2 * inner, hidden, gated=True) if chosen["gated"] else matrix(inner, hidden),
-        down=matrix(hidden, inner),
+        gate_up=matrix(mlps * 2 * inner, hidden, gated=True) if chosen["gated"] else matrix(inner, hidden),
+        down=matrix(mlps * hidden, inner),
         post_mlp=norm(hidden, post),
         beside_norm=norm(chosen["beside"], chosen["beside"] > 0),
+        experts=experts,
         heads=heads,
         kv_heads=kv_heads,
         dim=dim,
@@ -205,6 +233,14 @@ PARTS = {
     "gelu_tanh": {"activation": "gelu_tanh"},
     "relu": {"activation": "relu"},
     "beside": {"beside": BESIDE},
+    "experts": {"experts": {"routed": 5, "chosen": 2}, "inner": 48},
+    "shared experts": {
+        "experts": {"routed": 4, "chosen": 2, "shared": 2, "normalised": False, "gated": True},
+        "inner": 16,
+        "norms": "pre post",
+        "bias": True,
+    },
+    "experts for all": {"experts": {"routed": 3, "chosen": 3, "shared": 1}, "inner": 32},
     "all": {
         "beside": BESIDE,
         "head_norms": "each",
@@ -226,6 +262,7 @@ PARTS = {
         "activation": "gelu",
     },
 }
+CHOICES = ("experts", "shared experts")  # parts of which rows take some
 LONGEST = 400
 
 
@@ -242,7 +279,7 @@ class Stack:
     def __init__(self, layers, dtype=torch.float32, rotary=None, rotary_dtype=None):
         generator = torch.Generator().manual_seed(1)
         self.layers, self.native = layers, LayerRun(layers)
-        hidden = 16 * layers[0].down.weight.shape[0]
+        hidden = 16 * layers[0].out.weight.shape[0]
         self.embeddings = torch.randn(50, hidden, generator=generator).to(dtype)
         self.others = torch.randn(50, BESIDE, generator=generator).to(dtype)
         size = rotary or layers[0].dim
@@ -485,6 +522,8 @@ def check_build():
             assert differing(run, 40, choices_of_rows(40, 4)) == 0
         check_layers(layers_of(kind), dtype)
         check_stack_rows(Stack(layers_of(kind), dtype))
+        check_mixtures(kind)
+        check_stack_rows(Stack(mixtures_of(kind), dtype))
 
 
 if __name__ == "__main__":

@@ -11,9 +11,10 @@ from arbordraft.masks import stack_words
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.topology import ancestor_words
 
-FUSED = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "gemma3", "phi3"]
+MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe"]
+FUSED = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "gemma3", "phi3", *MIXTURES]
 FUSED += ["gpt2", "olmo2", "glm4", "cohere", "cohere2", "starcoder2", "phi"]
-OTHERS = ["opt", "gpt_neox", "gpt_oss", "qwen3_moe", "deepseek_v3"]
+OTHERS = ["opt", "gpt_neox", "gpt_oss", "deepseek_v3"]
 TREES = [TreeTopology([-1, 0, 0, 1, 1, 2, 3]), TreeTopology([-1]), TreeTopology([-1, 0, 0, 0, 1, 4, 5, 6, 7])]
 BACKENDS = [
     "native",

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from arbordraft.kernels import native
 from arbordraft.kernels.decoder_layers.reference import (
+    Experts,
     LayerWeights,
     Matrix,
     Norm,
@@ -83,4 +84,4 @@ def apply_norm(x: Tensor, norm: Norm, epsilon: float) -> Tensor:
     return torch.ops.arbordraft.norm(x.contiguous(), norm.weight, norm.offset, epsilon)
 
 
-__all__ = ["LayerRun", "LayerWeights", "Matrix", "Norm", "apply_norm", "decoder_layers_reference"]
+__all__ = ["Experts", "LayerRun", "LayerWeights", "Matrix", "Norm", "apply_norm", "decoder_layers_reference"]

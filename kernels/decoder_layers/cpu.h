@@ -1,9 +1,9 @@
-// A run of pre- and post-normed decoder layers with grouped-query attention and an MLP, in one go: the residual stays in
-// float, and the team of threads is woken once for all layers.
+// A run of pre- and post-normed decoder layers with grouped-query attention and an MLP or several, in one go: the residual
+// stays in float, and the team of threads is woken once for all layers.
 #pragma once
 
-#include "../prepacked_linear/grouped.h"
 #include "../ragged_tree_attention/cpu.h"
+#include "experts.h"
 
 namespace arbordraft {
 
@@ -53,22 +53,27 @@ struct Layer {
   float epsilon, scale, softcap;
   T *keys, *values;
   const Visible* visible;
+  Router<T> router;
 };
 
 // Buffers that all threads share, for T rows.
-template <class X, class T>
+template <class W, class X, class T>
 struct Workspace {
   X *normed, *attended, *inner;
   T* queries;
   float *qkv, *sums, *partials;
   Eighth* eighths;  // of weights in groups
+  // Of mixtures of experts:
+  Multiplied<W, X>* gathered;
+  float *scores, *factors;
+  int64_t* experts;
 };
 
 // beside: rows of `beside_size` floats that stand before the hidden states where a layer has a norm for them, or null.
 template <class W, class X, class T>
 inline void run_layers(
     float* x, const float* beside, int64_t beside_size, int64_t rows, int64_t hidden,
-    const std::vector<Layer<W, X, T>>& layers, const Workspace<X, T>& space, const float* cosine, const float* sine, int64_t rotary, const int64_t* slots, int64_t most_chunks,
+    const std::vector<Layer<W, X, T>>& layers, const Workspace<W, X, T>& space, const float* cosine, const float* sine, int64_t rotary, const int64_t* slots, int64_t most_chunks,
     const std::vector<std::pair<int64_t, T*>>& taps, int thread, int threads) {
   const Range mine = share(rows, 1, thread, threads);
   // The rows as a matrix multiplies them, once all threads are here. A thread has its own share of them ready.
@@ -95,6 +100,14 @@ inline void run_layers(
     if constexpr (!std::is_same_v<W, Grouped>) meet(threads);
     return operand(space.normed, width);
   };
+  // x += sums, normed.
+  const auto add_normed = [&](const Norm& norm, float epsilon) {
+    for (int64_t r = mine.begin; r < mine.end; ++r) {
+      float* from = space.sums + r * hidden;
+      norm_row(from, norm, epsilon, hidden, from);
+      for (int64_t i = 0; i < hidden; i += kLanes) store(x + r * hidden + i, load(x + r * hidden + i) + load(from + i));
+    }
+  };
   // x += y W^T, normed first if there is a norm behind the block.
   const auto add_rows = [&](const Prepacked<W>& m, const X* from, int64_t width, const Norm& norm, float epsilon) {
     const auto* y = operand(from, width);
@@ -105,12 +118,7 @@ inline void run_layers(
       for (int b = 0; b < n; ++b, to += kLanes) store(to, norm ? acc[b] : load(to) + acc[b]);
     });
     meet(threads);
-    if (!norm) return;
-    for (int64_t r = mine.begin; r < mine.end; ++r) {
-      float* to = space.sums + r * hidden;
-      norm_row(to, norm, epsilon, hidden, to);
-      for (int64_t i = 0; i < hidden; i += kLanes) store(x + r * hidden + i, load(x + r * hidden + i) + load(to + i));
-    }
+    if (norm) add_normed(norm, epsilon);
   };
 
   for (size_t n = 0; n < layers.size(); ++n) {
@@ -149,6 +157,12 @@ inline void run_layers(
     meet(threads);
     add_rows(layer.out, space.attended, layer.query_heads * dim, layer.post_attention, layer.epsilon);
     normed = layer.parallel ? operand(space.normed, hidden) : norm_rows(layer.pre_mlp, layer.epsilon);
+    if (layer.router.routed) {
+      if (layer.post_mlp) std::fill(space.sums + mine.begin * hidden, space.sums + mine.end * hidden, 0.f);
+      add_experts<W, X>(layer, space, normed, rows, hidden, layer.post_mlp ? space.sums : x, thread, threads);
+      if (layer.post_mlp) add_normed(layer.post_mlp, layer.epsilon);
+      continue;
+    }
     multiply(
         layer.gate_up, normed, rows, share(layer.gate_up.outputs / kLanes, 2, thread, threads),
         [&](int64_t r, int64_t block, const f32x16* acc, int n) {

@@ -24,6 +24,27 @@ class Matrix:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """How rows choose among the MLPs of a layer: ``routed`` experts, and behind them ``shared`` ones.
+
+    Args:
+        router: ``[routed, H]``, or ``[routed + 1, H]`` if the shared ones are gated, in the type of the rows.
+        routed: experts that rows choose from, by a softmax over their scores.
+        chosen: how many of them a row takes, those of the largest scores.
+        shared: experts that every row takes.
+        normalised: whether the factors of a row's chosen experts add up to 1.
+        gated: whether the shared ones count by the sigmoid of the router's last output, not by 1.
+    """
+
+    router: Matrix
+    routed: int
+    chosen: int
+    shared: int = 0
+    normalised: bool = True
+    gated: bool = False
+
+
+@dataclass(frozen=True)
 class Norm:
     """An RMS norm, or with an offset a LayerNorm, which takes the mean of a row off first.
 
@@ -51,8 +72,9 @@ class LayerWeights:
         out: ``[H, Hq D]``.
         post_attention: ``[H]``.
         pre_mlp: ``[H]``.
-        gate_up: ``[2 N, H]``, gates and inputs interleaved; ``[N, H]``, inputs alone, of an MLP without gates.
-        down: ``[H, N]``.
+        gate_up: ``[2 N, H]``, gates and inputs interleaved; ``[N, H]``, inputs alone, of an MLP without gates. Those of
+            experts, which have gates, below each other.
+        down: ``[H, N]``; those of experts below each other.
         post_mlp: ``[H]``.
         heads: query heads.
         kv_heads: key heads.
@@ -67,6 +89,7 @@ class LayerWeights:
         beside_norm: ``[E]`` of what stands beside the hidden states, before them, for queries, keys and values alone;
             no norm, nothing beside.
         parallel: whether the MLP reads what the attention reads; then it has no norm of its own before it.
+        experts: how rows choose, if there is more than one MLP.
     """
 
     NORMS: ClassVar = ("pre_attention", "query_norm", "key_norm", "post_attention", "pre_mlp", "post_mlp")
@@ -94,6 +117,13 @@ class LayerWeights:
     softcap: float | None
     beside_norm: Norm | None = None
     parallel: bool = False
+    experts: Experts | None = None
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        """In the order in which a forward reads them."""
+        router = [] if self.experts is None else [self.experts.router]
+        return [self.qkv, self.out, *router, self.gate_up, self.down]
 
     def tensors(self) -> list[Tensor | None]:
         """The tensors in the order in which the kernel takes them."""
@@ -109,12 +139,14 @@ class LayerWeights:
                 tensors += [None, None] if value is None else [value.weight, value.offset]
             else:
                 tensors.append(value)
-        return tensors
+        router = None if self.experts is None else self.experts.router
+        return tensors + ([None] * 3 if router is None else [router.weight, router.scale, router.bias])
 
     def integers(self) -> list[int]:
         """The whole numbers in the order in which the kernel takes them."""
-        code, flags = ACTIVATION_CODES[self.activation], [int(self.rotary), int(self.parallel)]
-        return [self.heads, self.kv_heads, self.dim, self.inner, code, self.window or 0, *flags]
+        code, flags, e = ACTIVATION_CODES[self.activation], [int(self.rotary), int(self.parallel)], self.experts
+        experts = [0] * 5 if e is None else [e.routed, e.chosen, e.shared, int(e.normalised), int(e.gated)]
+        return [self.heads, self.kv_heads, self.dim, self.inner, code, self.window or 0, *flags, *experts]
 
     def scalars(self) -> list[float]:
         """The real numbers in the order in which the kernel takes them."""
@@ -172,12 +204,38 @@ def decoder_layers_reference(
     return x.view(hidden.shape), tapped
 
 
+def _mixture(x: Tensor, layer: LayerWeights, experts: Experts) -> Tensor:
+    """What the experts that each row takes make of it, by their factors; no others are read."""
+    scores = _times(x.to(torch.promote_types(x.dtype, torch.float32)), experts.router)
+    factors, taken = scores[:, : experts.routed].softmax(dim=-1).topk(experts.chosen)
+    if experts.normalised:
+        factors = factors / factors.sum(dim=-1, keepdim=True)
+    shared = torch.arange(experts.routed, experts.routed + experts.shared).expand(len(x), -1)
+    gates = scores[:, experts.routed, None].sigmoid() if experts.gated else scores.new_ones(len(x), 1)
+    factors, taken = torch.cat([factors, gates.expand(shared.shape)], dim=-1), torch.cat([taken, shared], dim=-1)
+    total = torch.zeros_like(x)
+    for index in taken.unique().tolist():
+        gate_up, down = (_part(m, index, experts.routed + experts.shared) for m in (layer.gate_up, layer.down))
+        rows, place = (taken == index).nonzero(as_tuple=True)
+        made = _times(_times(x[rows], gate_up, layer.activation), down)
+        total[rows] += (factors[rows, place, None] * made).to(x.dtype)
+    return total
+
+
+def _part(matrix: Matrix, index: int, count: int) -> Matrix:
+    """One of ``count`` matrices that lie below each other."""
+    parts = (matrix.weight, matrix.scale, matrix.bias)
+    return Matrix(*(None if part is None else part.unflatten(0, (count, -1))[index] for part in parts))  # type: ignore[arg-type]
+
+
 def _times(x: Tensor, matrix: Matrix, activation: str | None = None) -> Tensor:
     outputs = matrix.weight.shape[0] * LANES
     return prepacked_linear_reference(x, matrix.weight, matrix.scale, matrix.bias, outputs, activation)
 
 
 def _mlp(x: Tensor, layer: LayerWeights) -> Tensor:
+    if layer.experts is not None:
+        return _mixture(x, layer, layer.experts)
     if len(layer.gate_up.weight) * LANES == 2 * layer.inner:
         return _times(_times(x, layer.gate_up, layer.activation), layer.down)
     return _times(ACTIVATIONS[layer.activation](_times(x, layer.gate_up)), layer.down)

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from native_checks import (
     BESIDE,
+    CHOICES,
     GROUPED,
     KINDS,
     OPTIONS,
@@ -25,10 +26,12 @@ from native_checks import (
     check_attention,
     check_layers,
     check_linear,
+    check_mixtures,
     check_norm,
     check_row_max,
     layers_of,
     linear_case,
+    mixtures_of,
     random_layer,
     relative,
 )
@@ -38,7 +41,7 @@ from torch.testing import assert_close
 
 from arbordraft import TreeTopology
 from arbordraft.kernels import native
-from arbordraft.kernels.decoder_layers import LayerRun, Norm
+from arbordraft.kernels.decoder_layers import LayerRun, Matrix, Norm
 from arbordraft.kernels.native import build
 from arbordraft.kernels.prepacked_linear import (
     ACTIVATIONS,
@@ -295,8 +298,11 @@ def test_attention_of_the_last_levels_only(last):
     assert torch.equal(attention_with(case, words=wide), attention_with(case))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize(
+    ("part", "dtype"),
+    [(part, dtype) for dtype in DTYPES for part in PARTS if dtype == torch.float32 or part not in CHOICES],
+    ids=str,
+)
 def test_layers(part, dtype):
     for layers in ([part], ["base", part, "all"]):
         shared = {name: size for name, size in PARTS[part].items() if name in ("heads", "kv_heads", "dim")}
@@ -307,6 +313,41 @@ def test_layers(part, dtype):
 @pytest.mark.parametrize("kind", [kind for kind, (_, weights) in KINDS.items() if weights])
 def test_layers_with_weights_of_fewer_bits(kind):
     check_layers(layers_of(kind), KINDS[kind][0])
+    check_mixtures(kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_experts_that_a_row_takes_are_read(kind):
+    """What others hold may be no number, or, where there are only codes, their scales."""
+    layer, dtype = mixtures_of(kind)[1], KINDS[kind][0]
+    expected = Stack([layer], dtype).text([[5]])[0]
+
+    def without(experts):
+        matrices = {}
+        for name in ("gate_up", "down"):
+            matrix = getattr(layer, name)
+            parts = {key: None if part is None else part.clone() for key, part in vars(matrix).items()}
+            lost = parts["weight"] if parts["scale"] is None else parts["scale"]
+            lost.unflatten(0, (layer.experts.routed, -1))[experts] = float("nan")
+            matrices[name] = Matrix(**parts)
+        return Stack([replace(layer, **matrices)], dtype).text([[5]])[0]
+
+    read = [expert for expert in range(layer.experts.routed) if without([expert]).isnan().any()]
+    assert len(read) == layer.experts.chosen  # the control: these do matter
+    others = [expert for expert in range(layer.experts.routed) if expert not in read]
+    assert torch.equal(without(others), expected)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [{"chosen": 1}, {"normalised": False}, {"shared": 1, "routed": 4}, {"gated": True, "shared": 1, "routed": 4}],
+    ids=str,
+)
+def test_another_choice_of_experts_would_be_seen(fault):
+    layer = random_layer(**PARTS["experts"])
+    check_layers([layer])
+    with pytest.raises(AssertionError):
+        check_layers([layer], truth=[replace(layer, experts=replace(layer.experts, **fault))])
 
 
 def test_layers_that_rotate_some_channels():
@@ -375,6 +416,7 @@ def test_a_layer_without_kernels_computes_the_same(kind, monkeypatch):
     assert not native.load()
     if dtype == torch.float32:
         check_layers(layers_of(kind), dtype)
+        check_mixtures(kind)
     check_linear(kind, 33, 19)
     check_linear(kind, 32, 7, activation="gelu")
     check_row_max(dtype)

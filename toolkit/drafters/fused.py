@@ -17,7 +17,8 @@ from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.hook import UnsupportedModel
 from arbordraft.target.model import RaggedModel
-from arbordraft.target.recognition import Parts, Unrecognised
+from arbordraft.target.probing import Unrecognised
+from arbordraft.target.recognition import Parts
 from arbordraft.target.stand_ins import PrepackedNorm
 from arbordraft.topology import TreeTopology
 

@@ -15,12 +15,23 @@ from torch import Tensor, nn
 
 from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Matrix, Norm
 from arbordraft.kernels.decoder_layers.reference import apply_norm_reference
-from arbordraft.kernels.prepacked_linear import ACTIVATIONS, LANES, Groups, concatenate, interleave, pack
+from arbordraft.kernels.prepacked_linear import LANES, Groups, concatenate, pack
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
+from arbordraft.target.adapters import has_adapters, merged
 from arbordraft.target.hook import AttentionCall, Forward
+from arbordraft.target.mlps import is_mlp, mlp_of, single
 from arbordraft.target.observation import LayerCall, fresh_cache
+from arbordraft.target.probing import (
+    TOLERANCE,
+    Unrecognised,
+    distance,
+    hooked,
+    noise,
+    parts_named,
+    rows_of,
+    tried,
+)
 from arbordraft.target.rotation import Rotation, apart, side_by_side
-from arbordraft.target.view import heard
 
 # What layers are made of, by the names that transformers' models give the parts: which linears of an attention and of
 # an MLP read hidden states and which one leads back, and where norms stand.
@@ -29,12 +40,6 @@ _ATTENTIONS = (
     (("q_proj", "k_proj", "v_proj"), "dense"),
     (("qkv_proj",), "o_proj"),
     (("c_attn",), "c_proj"),
-)
-_MLPS = (
-    (("gate_proj", "up_proj"), "down_proj"),
-    (("gate_up_proj",), "down_proj"),
-    (("c_fc",), "c_proj"),
-    (("fc1",), "fc2"),
 )
 _NORM_PLACES = {
     frozenset(places.values()): places
@@ -57,12 +62,7 @@ _NORM_PLACES = {
         {"post_attention": "post_attention_layernorm", "post_mlp": "post_feedforward_layernorm"},
     )
 }
-_TOLERANCE = 1e-4  # of a layer's contribution, in float32
 _INTERNALS = frozenset(vars(nn.Module()))  # what every module has
-
-
-class Unrecognised(Exception):
-    """A module is not of the kind that a kernel computes; says why."""
 
 
 class Source(NamedTuple):
@@ -74,20 +74,11 @@ class Source(NamedTuple):
 
 
 class Linear(NamedTuple):
-    """What a linear computes with: ``[O, I]`` and ``[O]``."""
+    """What a linear computes with, ``[O, I]`` and ``[O]``, and the module that holds it: a copy, if it has adapters."""
 
     weight: Tensor
     bias: Tensor | None
-
-
-class Mlp(NamedTuple):
-    """An MLP as :class:`~arbordraft.kernels.decoder_layers.LayerWeights` has it, and whether it has gates."""
-
-    gate_up: Matrix
-    down: Matrix
-    activation: str
-    inner: int
-    gated: bool
+    module: Any
 
 
 class Parts:
@@ -100,19 +91,32 @@ class Parts:
 
     def __init__(self, weights: str | None = None, blocks: Callable[[Tensor], Groups | None] = lambda _: None) -> None:
         self.sources: list[Source] = []
+        self.adapted = 0  # linears into whose copies adapters were merged
         self.weights, self.blocks = weights, blocks
 
+    def take(self, others: "Parts") -> None:
+        """Counts what others have taken apart as its own."""
+        self.sources += others.sources
+        self.adapted += others.adapted
+
     def linear(self, owner: nn.Module, name: str) -> Linear:
-        """A plain linear of ``owner`` that nothing has been hung on."""
+        """A linear of ``owner`` that nothing but adapters has been hung on, those merged into a copy."""
         module: Any = getattr(owner, name, None)
-        if (weight := rows_of(module)) is None:  # LoRA and quantised ones are other types
+        adapted = has_adapters(module)
+        if not adapted and rows_of(module) is None:  # quantised ones are other types
             raise Unrecognised(f"{name} is {type(module).__name__}")
         if hooked(module):
             raise Unrecognised(f"{name} has hooks")
-        if weight.dtype not in (torch.float32, torch.bfloat16) or not weight.is_cpu:
-            raise Unrecognised(f"{name} is {weight.dtype} on {weight.device}")
-        self._remember(module)
-        return Linear(weight, module.bias)
+        if module.weight.dtype not in (torch.float32, torch.bfloat16) or not module.weight.is_cpu:
+            raise Unrecognised(f"{name} is {module.weight.dtype} on {module.weight.device}")
+        for part in module.modules():
+            self.remember(part)
+        if adapted:
+            self.adapted += 1
+            module = merged(module)
+        weight = rows_of(module)
+        assert weight is not None
+        return Linear(weight, module.bias, module)
 
     def linears(self, owner: nn.Module, *names: str) -> list[Linear]:
         """Several linears, all of them with a bias or all without."""
@@ -132,37 +136,15 @@ class Parts:
             raise Unrecognised(f"{name} is {type(module).__name__}")
         # So small that epsilon shows, and so large that a bound would.
         sizes = torch.tensor([[0.003], [0.02], [1.0], [100.0]])
-        x = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0)) * sizes
-        expected = _tried(copy.deepcopy(module).float(), x)
+        x = noise(4, len(weight)) * sizes
+        expected = tried(copy.deepcopy(module).float(), x)
         wide = weight.detach().float().contiguous()
         offset = torch.zeros_like(wide) if bias is None else bias.detach().float().contiguous()
         for found in (Norm(wide), Norm(1 + wide), Norm(wide, offset)):
-            if expected is not None and _distance(apply_norm_reference(x, found, epsilon), expected) < _TOLERANCE:
-                self._remember(module)
+            if expected is not None and distance(apply_norm_reference(x, found, epsilon), expected) < TOLERANCE:
+                self.remember(module)
                 return found, epsilon
         raise Unrecognised(f"{name} ({type(module).__name__}) is neither an RMS norm nor a LayerNorm")
-
-    def mlp(self, mlp: nn.Module) -> Mlp:
-        """An MLP, with gates or without."""
-        if not (names := _names(mlp, _MLPS)):
-            raise Unrecognised(f"{type(mlp).__name__} is no MLP")
-        readers, down = self.linears(mlp, *names[0]), self.linear(mlp, names[1])
-        hidden, inner = down.weight.shape
-        rows = sum(len(linear.weight) for linear in readers)
-        if rows not in (inner, 2 * inner) or inner % LANES or hidden % LANES:
-            raise Unrecognised(f"{type(mlp).__name__} is not an MLP of fitting size")
-        function = next((getattr(mlp, key) for key in ("act_fn", "activation_fn", "act") if hasattr(mlp, key)), None)
-        if function is None or hooked(mlp) or mlp._parameters or list(mlp.buffers()):
-            raise Unrecognised(f"{type(mlp).__name__} has parts of another kind")
-        # Far out too: some activations are others with a bound.
-        points = torch.cat([torch.linspace(-8, 8, 129), torch.tensor([-1e4, -100.0, -20.0, 20.0, 100.0, 1e4])])
-        curve = _tried(function, points)
-        known = (n for n, f in ACTIVATIONS.items() if curve is not None and torch.allclose(f(points), curve, atol=1e-6))
-        if not (activation := next(known, "")):
-            raise Unrecognised(f"the activation of {type(mlp).__name__} is unknown")
-        gated = rows == 2 * inner
-        first = self.matrix(readers, lambda both: interleave(*both.chunk(2))) if gated else self.matrix(readers)
-        return Mlp(first, self.matrix([down]), activation, inner, gated)
 
     def matrix(self, linears: Sequence[Linear], order: Callable[[Tensor], Tensor] = lambda rows: rows) -> Matrix:
         """Packs linears below each other, with rows in another order."""
@@ -176,8 +158,8 @@ class Parts:
     def layer(self, layer: nn.Module, call: AttentionCall, rotation: Rotation | None) -> LayerWeights:
         """A whole decoder layer."""
         children = dict(layer.named_children())
-        attention_name = next((name for name, child in children.items() if _names(child, _ATTENTIONS)), "")
-        mlp_name = next((name for name, child in children.items() if _names(child, _MLPS)), "")
+        attention_name = next((name for name, child in children.items() if parts_named(child, _ATTENTIONS)), "")
+        mlp_name = next((name for name, child in children.items() if is_mlp(child)), "")
         blocks = {attention_name, mlp_name}
         others = frozenset(
             n for n, c in children.items() if n not in blocks and not isinstance(c, (nn.Dropout, nn.Identity))
@@ -185,9 +167,9 @@ class Parts:
         if "" in blocks or others not in _NORM_PLACES or hooked(layer) or layer._parameters or list(layer.buffers()):
             raise Unrecognised(f"{type(layer).__name__} has parts of another kind")
         attention = children[attention_name]
-        names = _names(attention, _ATTENTIONS)
+        names = parts_named(attention, _ATTENTIONS)
         qkv, out = self.linears(attention, *names[0]), self.linear(attention, names[1])
-        mlp = self.mlp(children[mlp_name])
+        mlp = mlp_of(self, children[mlp_name])
         hidden, turning = len(out.weight), (call.heads + call.kv_heads) * call.dim
         fits = sum(len(linear.weight) for linear in qkv) == turning + call.kv_heads * call.dim
         fits = fits and out.weight.shape[1] == call.heads * call.dim and call.value_dim == call.dim
@@ -202,7 +184,7 @@ class Parts:
             if not isinstance(getattr(attention, f"{part[0]}_norm", None), (type(None), nn.Identity)):
                 places[f"{part}_norm"] = (attention, f"{part[0]}_norm")
         norms, epsilon = self._norms(places, hidden, call, in_order)
-        self._remember(attention)  # for parameters of its own
+        self.remember(attention)  # for parameters of its own
         return LayerWeights(
             qkv=self.matrix(qkv, lambda rows: torch.cat([in_order(rows[:turning]), rows[turning:]])),
             out=self.matrix([out]),
@@ -221,6 +203,7 @@ class Parts:
             scale=call.scale,
             softcap=call.softcap,
             parallel=places.keys().isdisjoint({"pre_mlp", "post_mlp"}),
+            experts=mlp.experts,
         )
 
     def _norms(
@@ -244,39 +227,18 @@ class Parts:
                 norms[place] = Norm(in_order(norm.weight), None if norm.offset is None else in_order(norm.offset))
         return norms, epsilons.pop()
 
-    def _remember(self, module: nn.Module) -> None:
+    def remember(self, module: nn.Module) -> None:
+        """Notes a module's own parameters: when they change, what was made of them must, too."""
         self.sources += [Source(module, key, t) for key, t in module._parameters.items() if t is not None]
-
-
-def rows_of(module: nn.Module | None) -> Tensor | None:
-    """The ``[O, I]`` weights of a plain linear, be they kept like that or transposed; ``None`` for other modules."""
-    from transformers.pytorch_utils import Conv1D
-
-    if type(module) is nn.Linear:
-        return module.weight
-    return module.weight.T if type(module) is Conv1D else None
-
-
-def _names(module: nn.Module, kinds: Any) -> Any:
-    """The first of the kinds of which a module has all parts."""
-    return next((kind for kind in kinds if all(hasattr(module, name) for name in (*kind[0], kind[1]))), None)
-
-
-def hooked(module: nn.Module) -> bool:
-    """Whether somebody listens to the module or a part of it, or has replaced a forward: nobody would be called."""
-    return any(
-        heard(part._forward_hooks) or heard(part._forward_pre_hooks) or "forward" in vars(part)
-        for part in module.modules()
-    )
 
 
 def same_mlp(mlp: nn.Module, run: Any) -> bool:
     """Whether ``run(gate_up, down, activation)(x)`` is what a float32 copy makes of noise ``x``."""
     wide = copy.deepcopy(mlp).float()
-    parts = Parts().mlp(wide)
-    x = torch.randn(3, LANES * len(parts.down.weight), generator=torch.Generator().manual_seed(0))
-    expected = _tried(wide, x)
-    return expected is not None and _distance(run(*parts[:3])(x), expected) < _TOLERANCE
+    parts = single(Parts(), wide)
+    x = noise(3, LANES * len(parts.down.weight))
+    expected = tried(wide, x)
+    return expected is not None and distance(run(*parts[:3])(x), expected) < TOLERANCE
 
 
 def same_layer(
@@ -285,49 +247,42 @@ def same_layer(
     """Whether the kernel does what a float32 copy of the layer does, on its observed input and on noise.
 
     The layer must ask for our attention.
+
+    Raises:
+        Unrecognised: if it has other parts than the kernel knows.
     """
     wide = copy.deepcopy(call.layer).float()
     wide_attention = attention._replace(sinks=None if attention.sinks is None else attention.sinks.float())
-    try:
-        run = LayerRun([Parts().layer(wide, wide_attention, rotation)])
-    except Unrecognised:
-        return False
+    run = LayerRun([Parts().layer(wide, wide_attention, rotation)])
     kwargs = _widened(call.kwargs)
     given = _widened(call.args[0] if call.args else kwargs.pop("hidden_states"))
     tables = kwargs.get("position_embeddings")
     tables = apart(tables) if side_by_side(tables) else tables
-    noise = torch.randn(given.shape, generator=torch.Generator().manual_seed(0))
-    for x in (given, noise):
+    for x in (given, noise(*given.shape)):
         kwargs["ragged"] = Forward(batch, fresh_cache(batch))
-        expected = _tried(wide, x, *call.args[1:], **kwargs)
+        expected = tried(wide, x, *call.args[1:], **kwargs)
         pools = [fresh_cache(batch).pools(index, (attention.kv_heads, attention.dim), x)]
         output, _ = run(x, pools, tables, batch)
-        if expected is None or not _distance(output - x, expected - x) < _TOLERANCE:
+        if expected is None or not distance(output - x, expected - x) < TOLERANCE:
             return False
     return True
 
 
 def settings(module: nn.Module) -> Any:
     """What tells modules of one class apart, other than their weights and their number."""
-    plain = (bool, int, float, str, type(None))
-    own = {
-        key: value if isinstance(value, plain) else id(value)
-        for key, value in vars(module).items()
-        if key not in _INTERNALS and key != "layer_idx"
-    }
+    own = {k: _told(value) for k, value in vars(module).items() if k not in _INTERNALS and k != "layer_idx"}
     shapes = [(name, tensor.shape) for name, tensor in module._parameters.items() if tensor is not None]
     inner = [(name, settings(child)) for name, child in module.named_children()]
     return type(module), tuple(sorted(own.items())), tuple(shapes), tuple(inner)
 
 
-def _tried(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor | None:
-    """What a part of somebody's model returns; ``None`` if it does not take such arguments or returns no tensor."""
-    try:
-        with torch.no_grad():
-            output = function(*args, **kwargs)
-    except Exception:  # it could be any, and only means that this part is of another kind
-        return None
-    return output if isinstance(output, Tensor) else None
+def _told(value: Any) -> Any:
+    """A value, by its contents as far as these are plain."""
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return value
+    if type(value) is dict:
+        return tuple((key, _told(inner)) for key, inner in value.items())
+    return tuple(map(_told, value)) if type(value) in (tuple, list) else id(value)
 
 
 def _widened(value: Any) -> Any:
@@ -336,8 +291,3 @@ def _widened(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _widened(inner) for key, inner in value.items()}
     return type(value)(map(_widened, value)) if type(value) in (tuple, list) else value
-
-
-def _distance(actual: Tensor, expected: Tensor) -> float:
-    """Relative, in the mean square."""
-    return ((actual - expected).square().mean().sqrt() / expected.square().mean().sqrt()).item()

@@ -11,7 +11,7 @@ import itertools
 import operator
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,13 @@ from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Matrix, No
 from arbordraft.kernels.prepacked_linear import LANES, Groups, prepacked_linear
 from arbordraft.kernels.prepacked_linear.module import PrepackedLinear, onednn_problem
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
+from arbordraft.target.adapters import has_adapters
 from arbordraft.target.hook import AttentionCall, Forward
 from arbordraft.target.memory import available_memory, copy_bytes, move_to_file, move_together
+from arbordraft.target.mlps import single
 from arbordraft.target.observation import LayerCall, Observation
-from arbordraft.target.recognition import Parts, Unrecognised, rows_of, same_layer, same_mlp, settings
+from arbordraft.target.probing import Unrecognised, rows_of
+from arbordraft.target.recognition import Parts, same_layer, same_mlp, settings
 from arbordraft.target.rotation import apart, rotations, side_by_side
 
 KERNELS = ("auto", "native", "onednn", "torch")
@@ -225,16 +228,17 @@ class Prepacking:
         """What was prepacked, in a few words."""
         linears = sum(isinstance(module, PrepackedLinear) for module in self._stand_ins.values())
         prepacked = f"{linears} linears prepacked"
+        adapted = f", adapters merged into copies of {self._parts.adapted} linears" if self._parts.adapted else ""
         if self.backend != "native":
-            return prepacked
+            return prepacked + adapted
         layers = f"{self.fused} of {len(self._layers)} layers fused"
         others = f", {prepacked}" if self.fused < len(self._layers) else ""
-        return f"{layers}{others}, {native.isa()}{f', {self.weights}' if self.weights else ''}"
+        return f"{layers}{others}{adapted}, {native.isa()}{f', {self.weights}' if self.weights else ''}"
 
     def _matrices(self) -> Iterator[Matrix]:
         """The prepacked ones, in the order in which a forward reads them."""
         for layer in self._layers:
-            yield from (layer.qkv, layer.out, layer.gate_up, layer.down) if layer else ()
+            yield from layer.matrices if layer else ()
         for stand_in in self._stand_ins.values():
             if isinstance(stand_in, PrepackedLinear):
                 yield Matrix(*stand_in.prepacked)
@@ -267,17 +271,17 @@ class Prepacking:
         if self.backend != "native" or attention is None:
             return None
         kind = (settings(call.layer), attention[:-1])
-        for rotation in rotations(call.kwargs.get("position_embeddings")):
-            if (kind, rotation) not in self._proven:
-                self._proven[kind, rotation] = same_layer(index, call, attention, batch, rotation)
-            if self._proven[kind, rotation]:
-                parts = self._new_parts()
-                try:
+        try:
+            for rotation in rotations(call.kwargs.get("position_embeddings")):
+                if (kind, rotation) not in self._proven:
+                    self._proven[kind, rotation] = same_layer(index, call, attention, batch, rotation)
+                if self._proven[kind, rotation]:
+                    parts = self._new_parts()
                     weights = parts.layer(call.layer, attention, rotation)
-                except Unrecognised:  # somebody listens to this one
-                    return None
-                self._parts.sources += parts.sources
-                return weights
+                    self._parts.take(parts)
+                    return weights
+        except Unrecognised:  # maybe this one alone, as somebody listens to it
+            pass
         return None
 
     def _replace_below(self, module: nn.Module, path: str) -> Iterator[Place]:
@@ -302,11 +306,14 @@ class Prepacking:
             if is_linear:
                 # In 4 bits, the head alone would lose ten times what all other weights lose together.
                 weights = "int8" if parts.weights == "int4" and module is self._head else parts.weights
-                rows, linear = parts.linear(owner, name).weight, cast(nn.Linear, module)
-                options: Any = {"groups": parts.blocks(rows), "transposed": rows is not linear.weight}
-                stand_in = PrepackedLinear(linear, self.backend, weights=weights, **options)
+                linear = parts.linear(owner, name)
+                options: Any = {
+                    "groups": parts.blocks(linear.weight),
+                    "transposed": linear.weight is not linear.module.weight,
+                }
+                stand_in = PrepackedLinear(linear.module, self.backend, weights=weights, **options)
             elif self.backend == "native" and hasattr(module, "down_proj"):
-                mlp = parts.mlp(module)
+                mlp = single(parts, module)
                 same = mlp.gated and same_mlp(module, PrepackedGatedMLP)
                 stand_in = PrepackedGatedMLP(mlp.gate_up, mlp.down, mlp.activation) if same else None
             elif self.backend == "native" and hasattr(module, "weight"):
@@ -315,14 +322,16 @@ class Prepacking:
             if is_linear:
                 self.left.append(f"{path} ({reason})")
             return None
-        self._parts.sources += parts.sources if stand_in else []
+        if stand_in:
+            self._parts.take(parts)
         return stand_in
 
     def _odd(self, model: nn.Module) -> Iterator[nn.Module]:
         """Modules that ran, are still the model's own, and of which nobody says that they treat every row alike."""
         prepacked = {part for module in self._stand_ins for part in module.modules()}
         for module in model.modules():
-            inner = module in prepacked or any(module.children()) or isinstance(module, _ROWWISE)
+            inner = module in prepacked or (any(module.children()) and not has_adapters(module))
+            inner = inner or isinstance(module, _ROWWISE)
             if module in self._called and not inner and "RotaryEmbedding" not in type(module).__name__:
                 yield module
 
