@@ -104,8 +104,8 @@ def load(
             in the text; ``ngram`` for these; ``none``; ``early-exit:LAYERS`` for the target's own first layers; the
             folder of a trained drafter; folder or hub name of a draft model; or one in memory.
         dtype: of the weights, for models by name: ``float32``, ``bfloat16`` or ``float16``. By default bfloat16 where
-            this machine multiplies it fast (CPUs with avx512_bf16, and GPUs), as it halves what every step must read,
-            else float32. Decoding preserves the law of the model in this precision.
+            this machine multiplies it fast (CPUs with avx512_bf16 or ARM's bf16, and GPUs), as it halves what every
+            step must read, else float32. Decoding preserves the law of the model in this precision.
         kernels: see :class:`~arbordraft.RaggedModel`.
         device: of models by name; by default the GPU if torch sees one, else the CPU.
         keep_weights: see :class:`~arbordraft.RaggedModel`.

@@ -165,6 +165,19 @@ def test_unsupported_isa(cache, toy, monkeypatch):
     assert build.Build("avx2", toy.source, toy.root)
 
 
+def test_what_an_arm_processor_says(cache, toy, monkeypatch):
+    """Under another name than x86's, and only one that has it all multiplies bfloat16 fast."""
+    monkeypatch.setattr(build, "cpu", lambda: {"Features": "fp asimd asimddp"})
+    assert build.Build("neon_dot", toy.source, toy.root)
+    with pytest.raises(build.Unavailable, match="this CPU lacks bf16, i8mm, which ARBORDRAFT_ISA=neon_bf16 asks for"):
+        build.Build("neon_bf16", toy.source, toy.root)
+    assert not native.fast_bfloat16()
+
+    monkeypatch.setattr(build, "cpu", lambda: {"Features": "fp asimd asimddp i8mm bf16"})
+    assert build.Build("neon_bf16", toy.source, toy.root)
+    assert native.fast_bfloat16()
+
+
 @pytest.mark.skipif(not build._X86, reason="names instruction sets of x86")
 @pytest.mark.parametrize("isa", ["avx512", "avx_vnni", "avx2", "generic"])
 def test_isa_reaches_the_compiler(cache, tmp_path, monkeypatch, isa):
