@@ -12,7 +12,7 @@ from torch import Tensor
 
 from arbordraft.kernels.verify import row_max
 from arbordraft.processors import Warp, widened
-from arbordraft.sampling import MixedRows, SoftmaxRows
+from arbordraft.rows import MixedRows, SoftmaxRows
 from arbordraft.state import DecodeState, Sample, SampleError
 from arbordraft.types import DraftTree
 

@@ -3,20 +3,17 @@
 Shapes: B samples, n_b nodes of sample b (root included, 0 if it is finished), T = sum of n_b, V vocabulary.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from arbordraft.decisions import Outcome
 from arbordraft.laws import DraftLaw
+from arbordraft.rows import Row, Rows, Share
 from arbordraft.topology import TreeTopology
-
-Row = TypeVar("Row")
-RowOut = TypeVar("RowOut", covariant=True)
 
 
 class Exactness(StrEnum):
@@ -117,37 +114,6 @@ class SampleTree:
         return [self.tokens[passed] for passed in self.topology.path(node)[1:]]
 
 
-class Rows(Protocol[RowOut]):
-    """Packed rows; a tensor's, or such as are computed when they are asked for."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, row: int, /) -> RowOut: ...
-
-
-class Share(Mapping[int, Row]):
-    """One sample's part of packed rows, by node.
-
-    Args:
-        nodes: its nodes, in the order of their rows.
-        rows: the rows of all samples.
-        start: the first one of this sample.
-    """
-
-    def __init__(self, nodes: Iterable[int], rows: Rows[Row], start: int) -> None:
-        self._rows = rows
-        self._row_of = {node: row for row, node in enumerate(nodes, start)}
-
-    def __getitem__(self, node: int) -> Row:
-        return self._rows[self._row_of[node]]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._row_of)
-
-    def __len__(self) -> int:
-        return len(self._row_of)
-
-
 @dataclass(frozen=True)
 class DraftTree:
     """One draft tree per sample of the batch; ``None`` for a sample that is finished."""
@@ -166,7 +132,7 @@ class DraftTree:
                 for node, token in sample.tokens.items():
                     yield index, node, token
 
-    def split(self, rows: "Rows[Row]") -> "Iterator[tuple[SampleTree | None, Share[Row]]]":
+    def split(self, rows: Rows[Row]) -> Iterator[tuple[SampleTree | None, Share[Row]]]:
         """Hands every sample its share of T packed rows, by node.
 
         Raises:

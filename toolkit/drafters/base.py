@@ -19,7 +19,8 @@ from arbordraft.kernels.tree_expand import tree_expand
 from arbordraft.laws import IID, DraftLaw, SharedNoise
 from arbordraft.masks import stack_words
 from arbordraft.onnx_networks import OnnxNetwork
-from arbordraft.sampling import GumbelNoise, SoftmaxRows
+from arbordraft.rows import SoftmaxRows
+from arbordraft.sampling import GumbelNoise
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.stand_ins import prepack_linears
