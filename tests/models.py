@@ -196,18 +196,6 @@ def tiny_checkpoint(folder: Path) -> Path:
     return folder
 
 
-def poisoned_pool(
-    lengths: Sequence[int], heads: int, size: int, generator: torch.Generator
-) -> tuple[Tensor, list[int]]:
-    """A float64 pool with one random slab per length, and where they start; all rows around them are NaN."""
-    guard = 3
-    pool = torch.full((sum(lengths) + guard * (len(lengths) + 1), heads, size), float("nan"), dtype=torch.float64)
-    starts = [guard * (index + 1) + sum(lengths[:index]) for index in range(len(lengths))]
-    for start, length in zip(starts, lengths, strict=True):
-        pool[start : start + length] = torch.randn(length, heads, size, generator=generator, dtype=torch.float64)
-    return pool, starts
-
-
 def _unplanned(situation: Situation) -> None:
     """To be asked instead."""
 

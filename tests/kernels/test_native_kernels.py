@@ -573,31 +573,13 @@ def script(*command, **variables):
 ISAS = [isa for isa in build.NEEDED_BY if isa not in ("native", "off")]
 
 
-@pytest.fixture(scope="module")
-def builds():
-    """The builds are made side by side, as they may all be new."""
-    here = Path(__file__).parents[1] / "native_checks.py"
-    started = {
-        isa: subprocess.Popen(
-            [sys.executable, str(here)],
-            env=os.environ | {"ARBORDRAFT_ISA": isa, "OMP_WAIT_POLICY": "passive"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for isa in ISAS
-        if build.NEEDED_BY[isa] <= build.cpu_features()
-    }
-    yield started
-    for process in started.values():
-        process.kill()
-        process.communicate()
-
-
 @pytest.mark.parametrize("isa", ISAS)
-def test_every_instruction_set(isa, builds):
-    if isa not in builds:
+def test_every_instruction_set(isa):
+    """One after the other: where there are more threads than processors, teams wait for each other."""
+    if not build.NEEDED_BY[isa] <= build.cpu_features():
         pytest.skip("this CPU lacks it; test_emulated.py has some of those")
-    output, errors = builds[isa].communicate(timeout=500)
-    assert builds[isa].returncode == 0, errors
-    assert output.split() == [isa, bits_of_groups()]
+    here = Path(__file__).parents[1] / "native_checks.py"
+    environment = os.environ | {"ARBORDRAFT_ISA": isa, "OMP_WAIT_POLICY": "passive"}
+    done = subprocess.run([sys.executable, str(here)], capture_output=True, text=True, timeout=500, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [isa, bits_of_groups()]
