@@ -1,6 +1,5 @@
 """Settings of the whole suite: deterministic, and kind to small machines."""
 
-import gc
 import warnings
 
 import pytest
@@ -24,12 +23,6 @@ def pytest_collection_modifyitems(items):
         if item.get_closest_marker("soak") or waiting & vars(getattr(item, "module", None) or object).keys()
     }
     items.sort(key=lambda item: item.path not in first)
-
-
-def pytest_collection_finish():
-    """What is imported stays: the garbage collector need not look through it again and again, a tenth of the time."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
