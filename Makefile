@@ -35,7 +35,7 @@ check: lint ## Lint, type-check and run the quick tests: a minute or two
 	$(PYTEST) $(QUICK) $(ARGS)
 
 test: lint ## Lint, type-check and run all tests but those that soak: about ten minutes
-	$(PYTEST) --dist loadfile $(ARGS)
+	$(PYTEST) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: types ## Check style and types
 	$(BIN)/ruff check .

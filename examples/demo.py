@@ -24,12 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from arbordraft import (
-    EagleDrafter,
-    RaggedModel,
-    SpeculativeDecoder,
-    builders,
-)
+from arbordraft import EagleDrafter, RaggedModel, SpeculativeDecoder, builders
 from arbordraft.bench.decoding import answers
 from arbordraft.cli.display import step_tree
 from arbordraft.pretrained import load_smollm2

@@ -20,7 +20,7 @@ NEW_TOKENS = 24
 def main() -> None:
     """Prints what was drafted and accepted, and whether the answers are those of plain decoding."""
     model, tokenizer = load_smollm2(torch.float32)
-    target = RaggedModel(model, tokenizer, kernels="auto")
+    target = RaggedModel(model, tokenizer)
     drafter = EarlyExitDrafter(target, 2 * target.num_layers // 3)
     request = {**chat_batch(tokenizer, MIXED[:2]), "max_new_tokens": NEW_TOKENS, "do_sample": False}
     expected = builders.plain(target).generate(**request).tolist()

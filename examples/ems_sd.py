@@ -20,7 +20,7 @@ NEW_TOKENS = 48
 def main() -> None:
     """Prints padding and speed of both batches."""
     model, tokenizer = load_smollm2(torch.bfloat16)
-    target = RaggedModel(model, tokenizer, kernels="auto")
+    target = RaggedModel(model, tokenizer)
     inputs = chat_batch(tokenizer, REPEATING)
     coupling = Coupling.matching()
     table = Table("batch", "tokens/s", "tau", "padded rows", "padded cache columns read")

@@ -17,7 +17,7 @@ from arbordraft.prompts import MIXED
 def main() -> None:
     """Prints acceptance by rank, its sum and the optimum, for two and three children."""
     model, tokenizer = load_smollm2(torch.float32)
-    target = RaggedModel(model, tokenizer, kernels="auto")
+    target = RaggedModel(model, tokenizer)
     drafters = {"first 20 layers": EarlyExitDrafter(target, 20)}
     workload = Workload(MIXED[:4], new_tokens=8, temperature=1.0)
     rows = node_acceptance(target, drafters, workload, children=(2, 3), optima=4)

@@ -14,6 +14,17 @@ settings.register_profile("arbordraft", derandomize=True, deadline=None, databas
 settings.load_profile("arbordraft")
 
 
+def pytest_collection_modifyitems(items):
+    """Files that wait for processes of their own, or that soak, begin first: they would leave the others idle last."""
+    waiting = {"ray", "subprocess"}
+    first = {
+        item.path
+        for item in items
+        if item.get_closest_marker("soak") or waiting & vars(getattr(item, "module", None) or object).keys()
+    }
+    items.sort(key=lambda item: item.path not in first)
+
+
 @pytest.fixture(autouse=True)
 def _reproducible():
     """One thread (tiny models are slower with more), and the same seed for every test."""
@@ -30,6 +41,12 @@ def _quoted(monkeypatch):
     for module in (builders, loading):
         monkeypatch.setattr(module, "known_costs", lambda *_, **__: PAYS)
     monkeypatch.setattr(builders, "known_rows", lambda *_, **__: PAYS.target)
+
+
+@pytest.fixture
+def no_hub(monkeypatch):
+    """Names that only the hub might know are unknown at once; without a network it is asked for half a minute."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
 @pytest.fixture(scope="session")

@@ -5,8 +5,8 @@ from models import PROMPTS
 from transformers import TemperatureLogitsWarper
 
 from arbordraft import TreeTopology
-from arbordraft.laws import SharedNoise
-from arbordraft.types import Plan
+from arbordraft.decisions import Plan
+from arbordraft.laws import IID, SharedNoise
 
 TEXTS = [*PROMPTS, [40, 2, 9]]
 BINARY = TreeTopology.k_ary(2, 3)
@@ -60,6 +60,12 @@ GREEDY = {"greedy": True}
 HOT, WARM = ({"processors": [TemperatureLogitsWarper(heat)]} for heat in (1.0, 0.5))
 TEMPERATURES = {"0": GREEDY, "0.5": WARM, "1": HOT}
 
+UNTOLD = {  # what a request asks for that no number tells
+    "asked": {"decide": lambda view: [True] * len(view.paths)},
+    "other processors": {"processors": [lambda ids, scores: scores * 2]},
+    "random draws": {"law": IID(2)},
+}
+
 
 def trees(rounds, topology, plan, seed=0, **options):
     tree = rounds.propose(topology, LAW, plan=plan, seed=seed, **options)
@@ -86,3 +92,10 @@ def check(fast, slow, topology, plan, rounds=3, near=1e-4, **options):
         fast.commit(tree, reached)
         slow.commit(tree, reached)
     return count
+
+
+def check_no_drafts(rounds, **options):
+    """Weights that are no numbers draft nothing, and are warned of."""
+    with pytest.warns(UserWarning, match="drafter produced NaN or infinite logits"):
+        _, found = trees(rounds, BINARY, at_most(MANY), **options)
+    assert [list(tokens) for tokens, _ in found] == [[0]] * 4

@@ -10,15 +10,16 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from arbordraft import CostTable, RaggedModel, TreeTopology
+from arbordraft.context import DraftContext
 from arbordraft.costs import StepCosts
 from arbordraft.deciders import Decider, FixedDepth
+from arbordraft.decisions import Plan, Situation
 from arbordraft.drafters import Drafter
 from arbordraft.laws import DraftLaw, Fixed
 from arbordraft.masks import SlicedCausalMask
 from arbordraft.processors import Warp
 from arbordraft.sampling import GumbelNoise, Noise, SharedSource
 from arbordraft.target.cache import RaggedKVCache
-from arbordraft.types import DraftContext, Plan, Situation
 
 VOCAB = 61
 EOS = 2
@@ -67,8 +68,23 @@ ARCHITECTURES = {
     "phi3": _SMALL,
     "gpt_oss": {**_WINDOW, "num_local_experts": 2, "num_experts_per_tok": 1},
     "gpt_neox": {**_HEADS, "intermediate_size": 48},
+    "mixtral": {**_SMALL, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        **_SMALL,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 80,
+        "layer_types": ["full_attention"] * 2,
+    },
+    "olmoe": {**_SMALL, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {**_SMALL, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "olmo2": _SMALL,
+    "glm4": _SMALL,
+    "cohere": _SMALL,
+    "cohere2": {**_WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
+    "starcoder2": {**_WINDOW, "residual_dropout": 0.0, "embedding_dropout": 0.0},
+    "phi": _SMALL,
     "deepseek_v3": {
         **_HEADS,
         "num_key_value_heads": 4,
@@ -178,18 +194,6 @@ def tiny_checkpoint(folder: Path) -> Path:
     tokenizer.eos_token = ascii_letters[EOS]
     tokenizer.save_pretrained(folder)
     return folder
-
-
-def poisoned_pool(
-    lengths: Sequence[int], heads: int, size: int, generator: torch.Generator
-) -> tuple[Tensor, list[int]]:
-    """A float64 pool with one random slab per length, and where they start; all rows around them are NaN."""
-    guard = 3
-    pool = torch.full((sum(lengths) + guard * (len(lengths) + 1), heads, size), float("nan"), dtype=torch.float64)
-    starts = [guard * (index + 1) + sum(lengths[:index]) for index in range(len(lengths))]
-    for start, length in zip(starts, lengths, strict=True):
-        pool[start : start + length] = torch.randn(length, heads, size, generator=generator, dtype=torch.float64)
-    return pool, starts
 
 
 def _unplanned(situation: Situation) -> None:

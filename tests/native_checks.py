@@ -1,6 +1,7 @@
 """What every build of the native kernels must do. Run as a script, it checks the build that ARBORDRAFT_ISA asks for."""
 
 import hashlib
+import itertools
 import random
 import sys
 
@@ -12,13 +13,22 @@ from torch.testing import assert_close
 
 from arbordraft import TreeTopology
 from arbordraft.kernels import native
-from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Matrix, decoder_layers_reference, rms_norm
-from arbordraft.kernels.decoder_layers.reference import rms_norm_reference
+from arbordraft.kernels.decoder_layers import (
+    Experts,
+    LayerRun,
+    LayerWeights,
+    Matrix,
+    Norm,
+    apply_norm,
+    decoder_layers_reference,
+)
+from arbordraft.kernels.decoder_layers.reference import apply_norm_reference
 from arbordraft.kernels.prepacked_linear import (
     ACTIVATIONS,
     Groups,
     interleave,
     pack,
+    prepack,
     prepacked_linear,
     quantize,
     quantize_groups,
@@ -144,16 +154,30 @@ def check_attention(case, **options):
 
 
 def layers_of(kind):
-    """A simple layer and one that has everything."""
-    return [random_layer(*KINDS[kind], seed, **PARTS[part]) for seed, part in enumerate(("base", "all"))]
+    """A simple layer, one that has everything, and one that has it all the other way."""
+    return [random_layer(*KINDS[kind], seed, **PARTS[part]) for seed, part in enumerate(("base", "all", "other"))]
+
+
+def mixtures_of(kind):
+    """Layers with experts, in the first one all of them for every row."""
+    parts = ("experts for all", *CHOICES)
+    return [random_layer(*KINDS[kind], seed, **PARTS[part]) for seed, part in enumerate(parts)]
+
+
+def check_mixtures(kind):
+    """Where rounding may decide whom a row takes, no bound holds: then rows take all."""
+    dtype = KINDS[kind][0]
+    exact = dtype == torch.float32 and kind not in GROUPED
+    check_layers(mixtures_of(kind)[: None if exact else 1], dtype)
 
 
 def random_layer(dtype=torch.float32, weights=None, seed=0, **options):
     """A decoder layer in which everything matters; options switch parts on and off."""
     generator = torch.Generator().manual_seed(seed)
     shape = {"hidden": 64, "heads": 4, "kv_heads": 2, "dim": 16, "inner": 96}
-    parts = {"norms": "pre", "head_norms": False, "bias": False, "sinks": False, "activation": "silu"}
-    rest = {"window": None, "rotary": True, "softcap": None, "epsilon": 1e-5, "scale": 0.3}
+    parts = {"norms": "pre", "head_norms": "", "bias": False, "sinks": False, "activation": "silu"}
+    parts |= {"centred": False, "gated": True, "experts": {}}
+    rest = {"window": None, "rotary": True, "softcap": None, "epsilon": 1e-5, "scale": 0.3, "parallel": False}
     chosen = {**shape, **parts, **rest, "beside": 0, **options}
     assert chosen.keys() == {*shape, *parts, *rest, "beside"}
     hidden, heads, kv_heads, dim, inner = (chosen[name] for name in shape)
@@ -162,7 +186,11 @@ def random_layer(dtype=torch.float32, weights=None, seed=0, **options):
         return torch.randn(*sizes, generator=generator)
 
     def norm(size, wanted):
-        return 1 + 0.3 * noise(size) if wanted else None
+        offset = 0.3 * noise(size) if chosen["centred"] else None
+        return Norm(1 + 0.3 * noise(size), offset) if wanted else None
+
+    def head_norm(number):
+        return norm(number * dim if chosen["head_norms"] == "together" else dim, chosen["head_norms"])
 
     def matrix(outputs, inputs, gated=False):
         dense = (noise(outputs, inputs) * inputs**-0.5).to(dtype)
@@ -171,19 +199,25 @@ def random_layer(dtype=torch.float32, weights=None, seed=0, **options):
         return Matrix(*packed(dense, weights), 0.3 * noise(outputs) if chosen["bias"] else None)
 
     pre, post = "pre" in chosen["norms"], "post" in chosen["norms"]
+    experts, mlps = None, 1
+    if choice := chosen["experts"]:
+        scores = noise(choice["routed"] + choice.get("gated", False), hidden) * hidden**-0.5
+        experts = Experts(Matrix(prepack(scores.to(dtype))), **choice)
+        mlps = experts.routed + experts.shared
     return LayerWeights(
         pre_attention=norm(hidden, pre),
         qkv=matrix((heads + 2 * kv_heads) * dim, chosen["beside"] + hidden),
-        query_norm=norm(dim, chosen["head_norms"]),
-        key_norm=norm(dim, chosen["head_norms"]),
+        query_norm=head_norm(heads),
+        key_norm=head_norm(kv_heads),
         sinks=noise(heads) if chosen["sinks"] else None,
         out=matrix(hidden, heads * dim),
         post_attention=norm(hidden, post),
-        pre_mlp=norm(hidden, pre),
-        gate_up=matrix(2 * inner, hidden, gated=True),
-        down=matrix(hidden, inner),
+        pre_mlp=norm(hidden, pre and not chosen["parallel"]),
+        gate_up=matrix(mlps * 2 * inner, hidden, gated=True) if chosen["gated"] else matrix(inner, hidden),
+        down=matrix(mlps * hidden, inner),
         post_mlp=norm(hidden, post),
         beside_norm=norm(chosen["beside"], chosen["beside"] > 0),
+        experts=experts,
         heads=heads,
         kv_heads=kv_heads,
         dim=dim,
@@ -195,7 +229,11 @@ def random_layer(dtype=torch.float32, weights=None, seed=0, **options):
 BESIDE = 48  # channels that stand beside the hidden states, where something does
 PARTS = {
     "base": {},
-    "head norms": {"head_norms": True},
+    "head norms": {"head_norms": "each"},
+    "norms over all heads": {"head_norms": "together"},
+    "layer norms": {"centred": True, "head_norms": "each", "norms": "pre post"},
+    "no gates": {"gated": False, "bias": True},
+    "side by side": {"parallel": True},
     "biases": {"bias": True},
     "sinks": {"sinks": True},
     "norms behind": {"norms": "post"},
@@ -210,9 +248,17 @@ PARTS = {
     "gelu_tanh": {"activation": "gelu_tanh"},
     "relu": {"activation": "relu"},
     "beside": {"beside": BESIDE},
+    "experts": {"experts": {"routed": 5, "chosen": 2}, "inner": 48},
+    "shared experts": {
+        "experts": {"routed": 4, "chosen": 2, "shared": 2, "normalised": False, "gated": True},
+        "inner": 16,
+        "norms": "pre post",
+        "bias": True,
+    },
+    "experts for all": {"experts": {"routed": 3, "chosen": 3, "shared": 1}, "inner": 32},
     "all": {
         "beside": BESIDE,
-        "head_norms": True,
+        "head_norms": "each",
         "bias": True,
         "sinks": True,
         "norms": "pre post",
@@ -220,7 +266,18 @@ PARTS = {
         "softcap": 2.0,
         "activation": "gelu_tanh",
     },
+    "other": {
+        "head_norms": "together",
+        "centred": True,
+        "gated": False,
+        "parallel": True,
+        "rotary": False,
+        "bias": True,
+        "norms": "pre post",
+        "activation": "gelu",
+    },
 }
+CHOICES = ("experts", "shared experts")  # parts of which rows take some
 LONGEST = 400
 
 
@@ -237,7 +294,7 @@ class Stack:
     def __init__(self, layers, dtype=torch.float32, rotary=None, rotary_dtype=None):
         generator = torch.Generator().manual_seed(1)
         self.layers, self.native = layers, LayerRun(layers)
-        hidden = 16 * layers[0].down.weight.shape[0]
+        hidden = 16 * layers[0].out.weight.shape[0]
         self.embeddings = torch.randn(50, hidden, generator=generator).to(dtype)
         self.others = torch.randn(50, BESIDE, generator=generator).to(dtype)
         size = rotary or layers[0].dim
@@ -426,17 +483,19 @@ def check_row_max(dtype):
         assert (values.dtype, tokens.dtype) == (torch.float32, torch.int64)
 
 
-def check_rms_norm(dtype):
+def check_norm(dtype):
     generator = torch.Generator().manual_seed(0)
-    for size in (16, 48, 576):
-        weight = torch.randn(size, generator=generator)
+    for size, centred in itertools.product((16, 48, 576), (False, True)):
+        weight, offset = torch.randn(2, size, generator=generator)
+        norm = Norm(weight, offset if centred else None)
         for factor in (1e-3, 1.0, 1e3):
-            x = (torch.randn(2, 7, size, generator=generator) * factor).to(dtype)
-            exact = rms_norm_reference(x.double(), weight, 1e-5)
-            error = (rms_norm(x, weight, 1e-5).double() - exact).abs()
-            assert (error <= (HALF_STEP[dtype] + 2.0**-21) * exact.abs()).all()
-            together = rms_norm(x, weight, 1e-5)
-            assert all(torch.equal(rms_norm(x[:, [row]], weight, 1e-5), together[:, [row]]) for row in range(7))
+            x = ((torch.randn(2, 7, size, generator=generator) + 3) * factor).to(dtype)
+            exact = apply_norm_reference(x.double(), norm, 1e-5)
+            found = apply_norm(x, norm, 1e-5)
+            loud = weight.abs() * 10 + offset.abs() if centred else 0  # what cancels where the mean is taken off
+            error = HALF_STEP[dtype] * exact.abs() + 2.0**-21 * (exact.abs() + loud)
+            assert ((found.double() - exact).abs() <= error).all()
+            assert all(torch.equal(apply_norm(x[:, [row]], norm, 1e-5), found[:, [row]]) for row in range(7))
 
 
 def bits_of_groups():
@@ -455,7 +514,7 @@ def check_build():
     trees = [(260, TreeTopology.k_ary(3, 4)), (6, TreeTopology.chain(3)), (0, TreeTopology.k_ary(2, 2))]
     for dtype in (torch.float32, torch.bfloat16):
         check_row_max(dtype)
-        check_rms_norm(dtype)
+        check_norm(dtype)
         for draws in DRAWS:
             check_draws(draws, dtype, vocabularies=[70])
         for size, value_size, options in (
@@ -478,6 +537,8 @@ def check_build():
             assert differing(run, 40, choices_of_rows(40, 4)) == 0
         check_layers(layers_of(kind), dtype)
         check_stack_rows(Stack(layers_of(kind), dtype))
+        check_mixtures(kind)
+        check_stack_rows(Stack(mixtures_of(kind), dtype))
 
 
 if __name__ == "__main__":

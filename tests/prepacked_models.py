@@ -11,8 +11,10 @@ from arbordraft.masks import stack_words
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.topology import ancestor_words
 
-FUSED = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "gemma3", "phi3"]
-OTHERS = ["gpt2", "opt", "gpt_neox", "gpt_oss", "qwen3_moe", "olmo2", "deepseek_v3"]
+MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe"]
+FUSED = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "gemma3", "phi3", *MIXTURES]
+FUSED += ["gpt2", "olmo2", "glm4", "cohere", "cohere2", "starcoder2", "phi"]
+OTHERS = ["opt", "gpt_neox", "gpt_oss", "deepseek_v3"]
 TREES = [TreeTopology([-1, 0, 0, 1, 1, 2, 3]), TreeTopology([-1]), TreeTopology([-1, 0, 0, 0, 1, 4, 5, 6, 7])]
 BACKENDS = [
     "native",
@@ -29,6 +31,16 @@ def small(architecture="llama", **overrides):
     known = {"opt": {"hidden_size": 64, "word_embed_proj_dim": 64}, "gpt2": {"n_embd": 64}}
     known |= {"gpt_neox": {"hidden_size": 64}, "deepseek_v3": {"hidden_size": 64}}
     return tiny(architecture, **{**known.get(architecture, wide), **overrides})
+
+
+def varied(architecture, seed=0, **overrides):
+    """The same, with norms and biases that are not what they begin with: a part that is left out shows."""
+    model, generator = small(architecture, seed=seed, **overrides), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for vector in model.parameters():
+            if vector.ndim == 1:
+                vector.add_(0.3 * torch.randn(vector.shape, generator=generator))
+    return model
 
 
 def logits(target, layers=None, tokens=None):

@@ -1,11 +1,20 @@
 """Random packed rows for ragged tree attention, and the plainest thing that could be right."""
 
 import torch
-from models import poisoned_pool
 
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.masks import stack_words
 from arbordraft.topology import ancestor_words
+
+
+def poisoned_pool(lengths, heads, size, generator):
+    """A float64 pool with one random slab per length, and where they start; all rows around them are NaN."""
+    guard = 3
+    pool = torch.full((sum(lengths) + guard * (len(lengths) + 1), heads, size), float("nan"), dtype=torch.float64)
+    starts = [guard * (index + 1) + sum(lengths[:index]) for index in range(len(lengths))]
+    for start, length in zip(starts, lengths, strict=True):
+        pool[start : start + length] = torch.randn(length, heads, size, generator=generator, dtype=torch.float64)
+    return pool, starts
 
 
 class Case:

@@ -29,9 +29,10 @@ from arbordraft import (
 )
 from arbordraft.costs import StepCosts
 from arbordraft.deciders import CostAware, Decider
+from arbordraft.decisions import Plan
 from arbordraft.drafters.ngram import Guess
 from arbordraft.measuring import measure_rows
-from arbordraft.types import Plan, SampleVerdict, Verdict
+from arbordraft.types import SampleVerdict, Verdict
 
 FLAT = CostTable((1, 64), (1.0, 1.0))
 STEEP = CostTable((1, 64), (1.0, 64.0))
@@ -40,6 +41,15 @@ STEEP = CostTable((1, 64), (1.0, 64.0))
 def test_costs_are_interpolated_and_extrapolated():
     table = CostTable((1, 4, 8), (1.0, 4.0, 12.0))
     assert [table(rows) for rows in (1, 2, 4, 6, 8, 10)] == [1.0, 2.0, 4.0, 8.0, 12.0, 16.0]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "most", "rows"),
+    [(0.5, 20, 1), (4.0, 20, 4), (8.0, 20, 6), (16.0, 20, 10), (15.9, 20, 9), (99.0, 20, 20)],
+    ids=["none is as fast", "measured", "in between", "beyond", "not quite", "bounded"],
+)
+def test_how_many_rows_a_time_allows(seconds, most, rows):
+    assert CostTable((1, 4, 8), (1.0, 4.0, 12.0)).within(seconds, most) == rows
 
 
 def test_noise_cannot_make_more_rows_cheaper():

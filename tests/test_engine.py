@@ -5,6 +5,7 @@ import gc
 import itertools
 import random
 import threading
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -302,6 +303,84 @@ def test_priority_comes_first_and_then_who_came_first():
     while engine.step():
         ended += [name for name, stream in streams.items() if stream.done and name not in ended]
     assert "".join(ended + [name for name in streams if name not in ended]) == "abcd"
+
+
+class Arrival(NamedTuple):
+    """A prompt of some tokens that comes before a step."""
+
+    length: int
+    step: int = 0
+    priority: int = 0
+
+
+def portions_of(engine, arrivals):
+    """What is read before each step, by number of arrival; each gets a single new token."""
+    read, portions, submitted = engine.decoder.read, [], 0
+
+    def watched(state, tokens):
+        names = [arrivals.index(next(a for a in arrivals if a.length == state[n].prompt)) for n in tokens]
+        portions.append(dict(zip(names, tokens.values(), strict=True)))
+        read(state, tokens)
+
+    engine.decoder.read = watched
+    for step in itertools.count():
+        for number, arrival in enumerate(arrivals):
+            if arrival.step == step:
+                prompt = text(arrival.length, number)
+                engine.submit(Request(prompt=prompt, max_new_tokens=1, priority=arrival.priority))
+                submitted += 1
+        if not engine.step() and submitted == len(arrivals):
+            return portions
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "order"),
+    [
+        ([Arrival(81), Arrival(41), Arrival(61)], [1, 2, 0]),
+        ([Arrival(81), Arrival(61, 1)], [1, 0]),
+        ([Arrival(81), Arrival(41), Arrival(61, 3)], [1, 0, 2]),
+        ([Arrival(81, priority=1), Arrival(41), Arrival(61, priority=-1)], [0, 1, 2]),
+    ],
+    ids=["shortest first", "a bit later", "too late to overtake", "priority before length"],
+)
+def test_prompts_are_read_in_their_turn(arrivals, order):
+    """Sixteen tokens at a time. Whoever comes too late to overtake is shorter all the same."""
+    engine = Engine(SpeculativeDecoder(ragged(), NoDrafter(), TREE), max_tokens=500, max_rows=16, reuse=False)
+    portions = portions_of(engine, arrivals)
+    last = {name: step for step, portion in enumerate(portions) for name in portion}
+    assert sorted(last, key=last.__getitem__) == order
+
+
+def test_a_portion_ends_with_a_prompt_unless_it_is_small():
+    engine = Engine(SpeculativeDecoder(ragged(), NoDrafter(), TREE), max_tokens=500, max_rows=40, reuse=False)
+    arrivals = [Arrival(6), Arrival(8), Arrival(31), Arrival(101)]
+    assert portions_of(engine, arrivals) == [{0: 5, 1: 7}, {2: 30}, {3: 40}, {3: 40}, {3: 20}]
+
+
+@pytest.mark.parametrize(
+    ("name", "temperature", "waits"),
+    [("random drafts", 0.0, True), ("shared noise", 1.0, True), ("random drafts", 1.0, False)],
+    ids=["greedy", "shared noise", "random drafts"],
+)
+def test_drafts_wait_for_prompts_where_they_change_no_text(name, temperature, waits):
+    """And deciders learn nothing from that: what does not depend on the load may not begin to."""
+    made, steps, learned = decoder(*COUPLINGS[name]), [], []
+    made.on_step = lambda state, tree, verdict: steps.append((state.reading, tree.samples[0]))
+    made.decider.learn = lambda memory, outcome: learned.append(outcome)
+    engine = Engine(made, max_tokens=600, max_rows=16, reuse=False)
+    engine.submit(Request(prompt=PROMPTS[2], max_new_tokens=40, seed=1, temperature=temperature, ends=()))
+    engine.step()
+    engine.submit(Request(prompt=text(80, 1), max_new_tokens=1, seed=1, temperature=temperature))
+    engine.run()
+    drafted = {
+        reading: sum(tree.guesses for when, tree in steps if when == reading and tree) for reading in (True, False)
+    }
+    assert drafted[False] > 0
+    assert (drafted[True] == 0) == waits
+    reading = sum(when for when, _ in steps)
+    trees = sum(tree is not None for _, tree in steps) + 1  # the other request's only one
+    assert reading == 4
+    assert len(learned) == trees - reading * waits
 
 
 def test_a_full_queue():

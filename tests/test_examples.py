@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import venv
+from functools import cache
 from io import StringIO
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def run(*arguments: str) -> str:
         ("spechub.py", [], "SpecHub, paper's order"),
         ("export_engines.py", [], "LlamaForCausalLMEagle3, the target's states [1, 14, 26]"),
         ("onnx_export.py", [], "same answers: True"),
-        ("demo.py", ["--max-new-tokens", "12", "--prompts", "3"], "float32: a short run gave token for token"),
+        ("demo.py", ["--max-new-tokens", "8", "--prompts", "2"], "float32: a short run gave token for token"),
     ],
     ids=lambda value: value if isinstance(value, str) and value.endswith(".py") else "",
 )
@@ -60,9 +61,13 @@ def test_training_from_nothing(tmp_path, monkeypatch):
     }
     fit, workload = demo.run, demo.Workload
     small = [f"--{name}={value}" for name, value in options.items()]
+    short = {"DrafterModule": "--model.decoded_tokens=8", "DeciderModule": "--model.timed_tokens=8"}
     monkeypatch.setattr(demo, "free_disk", lambda folder: 10**12)  # room for hidden states, whatever else lies there
-    monkeypatch.setattr(demo, "run", lambda module, arguments: fit(module, [*arguments, *small]))
-    monkeypatch.setattr(demo, "Workload", lambda **given: workload(**given | {"new_tokens": 1}))
+    monkeypatch.setattr(
+        demo, "run", lambda module, arguments: fit(module, [*arguments, *small, short[module.__name__]])
+    )
+    monkeypatch.setattr(Target, "load", cache(Target.load))  # of seconds each time, and the same
+    monkeypatch.setattr(demo, "Workload", lambda **given: workload(**given | {"prompts": ("Hi",), "new_tokens": 1}))
     for _ in range(2):
         shown = StringIO()
         console = Console(file=shown, width=160)

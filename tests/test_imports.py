@@ -13,12 +13,13 @@ ROOT = Path(__file__).resolve().parents[1]
 # From the bottom up; what stands in one line may be imported by every line below it, and in the order of the line.
 LAYERS = """
 kernels
-allocator checks files topology masks stateful processors sampling laws types costs metrics checkpoints
-vocabulary pretrained
+allocator checks files topology masks stateful processors sampling rows laws decisions types context
+costs metrics checkpoints vocabulary pretrained
 target onnx_graph
 verifiers coupling
 heads onnx_networks drafters deciders grammars static
-output huggingface texts prompts state processing stepping batching requests streams engine decoder target_initialised
+output huggingface texts prompts parts state cohorts processing stepping
+batching requests streams engine decoder target_initialised
 measuring builders loading tuning drawing mlflow_server bench
 training exports serving
 cli

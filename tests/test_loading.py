@@ -138,8 +138,8 @@ def test_a_gguf_file(tmp_path):
     ],
     ids=str,
 )
-def test_bad_models_and_options(folder, monkeypatch, model, options, error, match):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+@pytest.mark.usefixtures("no_hub")
+def test_bad_models_and_options(folder, model, options, error, match):
     made = {"folder": lambda: folder, "model": tiny, "target": lambda: ad.RaggedModel(tiny(), kernels="torch")}
     named = made[model]() if isinstance(model, str) and model in made else model
     with pytest.raises(error, match=match):
@@ -202,8 +202,8 @@ def test_every_way_to_name_a_drafter(folder, tmp_path, drafter, kind, costs):
     ],
     ids=str,
 )
-def test_bad_drafters(monkeypatch, drafter, error, match):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+@pytest.mark.usefixtures("no_hub")
+def test_bad_drafters(drafter, error, match):
     with pytest.raises(error, match=match):
         ad.load(tiny(), drafter, **FREE)
 

@@ -5,9 +5,10 @@ import time
 import pytest
 from models import PROMPTS, ragged
 
+from arbordraft import CostTable, measuring
 from arbordraft.deciders import Decider
 from arbordraft.drafters import LanguageModelDrafter, NoDrafter
-from arbordraft.measuring import measure_steps
+from arbordraft.measuring import measure_steps, rows_within
 
 PAUSE = 0.02
 
@@ -42,3 +43,9 @@ def test_a_slow_decider_is_not_taken_for_slow_drafting():
 
 def test_a_drafter_with_nothing_to_say_costs_next_to_nothing():
     assert measured(NoDrafter()).draft(1) < 1e-3
+
+
+@pytest.mark.parametrize(("table", "rows"), [((0.01, 0.091), 127), ((0.01, 0.01), 2048)], ids=["slow", "rows are free"])
+def test_what_is_read_at_a_time_follows_from_what_rows_cost(monkeypatch, table, rows):
+    monkeypatch.setattr(measuring, "known_rows", lambda target: CostTable((1, 55), table))
+    assert rows_within(ragged()) == rows

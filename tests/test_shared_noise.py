@@ -9,9 +9,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import PROMPTS, left_padded, new_tokens, ragged
+from request_law import BUSH, FEW, PAIR, fit, small, small_decoder
 from scipy.integrate import quad
 from scipy.stats import chi2
-from test_generate_law import BUSH, FEW, PAIR, fit, small, small_decoder
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from arbordraft import (
@@ -38,7 +38,8 @@ from arbordraft.deciders import CostAware, Decider, NodeBudget
 from arbordraft.kernels.gumbel.reference import gumbel_of
 from arbordraft.laws import AdaptiveTopTail, SharedNoise
 from arbordraft.processors import Warp
-from arbordraft.sampling import GumbelNoise, Noise, SharedSource, SoftmaxRows
+from arbordraft.rows import SoftmaxRows
+from arbordraft.sampling import GumbelNoise, Noise, SharedSource
 from arbordraft.types import DraftTree, SampleTree
 from arbordraft.verifiers import KSeq, SharedMatching, TypicalAcceptance
 
@@ -102,7 +103,7 @@ def test_draws_need_not_sort_to_truncate(processors, monkeypatch):
     written = SoftmaxRows(logits, lambda taken, rows: warp(taken, lambda row: []))
     expected = written.draw(range(400), noise, places)
     sorted_rows = []
-    for module in ("processors", "sampling"):
+    for module in ("processors", "rows"):
         monkeypatch.setattr(f"arbordraft.{module}.truncate", lambda one, scores: cut(one, sorted_rows, scores))
     lazy = SoftmaxRows(logits, written.scores_of, lambda taken, rows: warp.trimmed(taken, lambda row: []))
     assert lazy.draw(range(400), noise, places) == expected

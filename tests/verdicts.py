@@ -14,7 +14,8 @@ from arbordraft import (
     WithoutReplacement,
 )
 from arbordraft.laws import AdaptiveTopTail
-from arbordraft.sampling import Noise, SoftmaxRows
+from arbordraft.rows import SoftmaxRows
+from arbordraft.sampling import Noise
 from arbordraft.types import DraftTree, SampleTree
 from arbordraft.verifiers import TopTailRule
 from arbordraft.verifiers.packed import verify_packed

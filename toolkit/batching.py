@@ -4,6 +4,7 @@ Shapes: none; samples are counted, not stacked.
 """
 
 import heapq
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from arbordraft.target.cache import CacheOverflow
 _LEAST = 32  # tokens of a common beginning that are worth copying, or waiting for
 _AHEAD = 256  # new tokens for which a sample has room from the start where nothing limits the cache
 _KEPT = 4  # finished texts for every sample at a time
+_PART = 4  # prompts are read together up to this part of what may be read between two steps
 
 
 @dataclass(order=True)
@@ -27,12 +29,23 @@ class Entry:
         sample: the sample.
         finished: is told when it has ended.
         cancelled: whether nobody wants it any more.
+        due: tokens of prompts that will have been read when its own is, if it is the next one.
     """
 
     rank: tuple[int, int]
     sample: Sample = field(compare=False)
     finished: Callable[[Sample], None] = field(compare=False, default=lambda sample: None)
     cancelled: Callable[[], bool] = field(compare=False, default=lambda: False)
+    due: int = field(compare=False, default=0)
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        """The prompt with the lowest one is read first: by priority, then those that would be done first if alone.
+
+        So a short prompt need not wait for a long one; and a long one is overtaken only by those that are admitted
+        before as many tokens were read as they are shorter, and not for ever.
+        """
+        return self.rank[0], self.due
 
 
 class Batch:
@@ -64,6 +77,7 @@ class Batch:
         self.state = decoder.open(max_samples, max_tokens, closed=closed)
         self.waiting: list[Entry] = []
         self.living: list[Entry] = []
+        self._done = 0  # tokens of prompts that were read
         self._kept: OrderedDict[int, Sample] = OrderedDict()  # finished ones by number, the least recently used first
 
     @property
@@ -92,6 +106,7 @@ class Batch:
         self._read()
         while self.state.closed and any(entry.sample.unread for entry in self.living):
             self._read()
+        self.state.reading = any(entry.sample.unread for entry in self.living)
         if any(entry.sample.active for entry in self.living):
             try:
                 self.decoder.step(self.state)
@@ -155,16 +170,17 @@ class Batch:
                     return  # until somebody leaves
                 self.decoder.leave(self.state, self._kept.popitem(last=False)[1])
                 continue
-            self.living.append(heapq.heappop(self.waiting))
+            entry = heapq.heappop(self.waiting)
+            entry.due = self._done + sample.unread
+            self.living.append(entry)
 
     def _read(self) -> None:
-        """Reads some of the prompts that are not read yet, the first ones first."""
-        left = self.max_rows
+        """Reads some of the prompts that are not read yet, in their turn."""
         portions: dict[int, int] = {}
         reading: list[Sample] = []
-        for sample in (entry.sample for entry in self.living if entry.sample.unread):
-            if left == 0:
-                break
+        most, count = sys.maxsize if self.max_rows is None else self.max_rows, 0
+        for entry in sorted((entry for entry in self.living if entry.sample.unread), key=lambda entry: entry.turn):
+            sample = entry.sample
             if self.reuse and sample.unread == sample.prompt - 1:
                 source, common = self._longest(sample)
                 ahead = max((_common(sample, other, other.prompt) for other in reading), default=0)
@@ -174,11 +190,14 @@ class Batch:
                     self.decoder.share(self.state, source, sample, common)
                     if source.number in self._kept:
                         self._kept.move_to_end(source.number)
-            portions[sample.number] = sample.unread if left is None else min(sample.unread, left)
-            left = None if left is None else left - portions[sample.number]
+            portions[sample.number] = min(sample.unread, most - count)
+            count += portions[sample.number]
             reading.append(sample)
+            if _PART * count >= most:
+                break  # the step that follows brings first tokens: nobody waits for another prompt to be read
         if portions:
             self.decoder.read(self.state, portions)
+            self._done += count
 
     def _longest(self, sample: Sample) -> tuple[Sample | None, int]:
         """Who has read most of a prompt's beginning, and how much of it."""

@@ -9,9 +9,10 @@ from arbordraft.costs import CostTable, StepCosts
 from arbordraft.coupling import Coupling
 from arbordraft.deciders import ConfidenceThreshold, CostAware, Decider, NodeBudget
 from arbordraft.decoder import SpeculativeDecoder
-from arbordraft.drafters import Drafter, EagleDrafter, HybridDrafter, LanguageModelDrafter, NGramDrafter, NoDrafter
+from arbordraft.drafters import Drafter, EagleDrafter, HybridDrafter, NGramDrafter, NoDrafter
 from arbordraft.laws import IID, TopTail, WithoutReplacement
 from arbordraft.measuring import known_costs, known_rows
+from arbordraft.parts import as_drafter, wrapped
 from arbordraft.target.model import RaggedModel
 from arbordraft.target_initialised import TargetInitialisedDecoder
 from arbordraft.topology import MOST_DEPTH, MOST_NODES, TreeTopology
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 def plain(target: "Model") -> SpeculativeDecoder:
     """Decoding without drafts, in the same ragged batches and with the same kernels."""
-    return SpeculativeDecoder(_ragged(target), NoDrafter())
+    return SpeculativeDecoder(target, NoDrafter())
 
 
 def lookup(target: "Model", costs: StepCosts | CostTable | None = None, expected_batch: int = 1) -> SpeculativeDecoder:
@@ -36,7 +37,7 @@ def lookup(target: "Model", costs: StepCosts | CostTable | None = None, expected
         costs: by default those of this machine, which are measured once (:func:`~arbordraft.measuring.known_rows`).
         expected_batch: samples that a sampled request takes its batch to have, see :class:`SpeculativeDecoder`.
     """
-    model = _ragged(target)
+    model = wrapped(target)
     decider = CostAware(known_rows(model) if costs is None else costs)
     drafter = NGramDrafter(longest=8, shortest=1)
     return SpeculativeDecoder(model, drafter, decider=decider, expected_batch=expected_batch)
@@ -50,10 +51,10 @@ def ems_sd(target: "Model", draft: "Model | Drafter | None" = None, length: int 
         draft: a draft model, or any drafter; by default lookup in the sample's own text, as in the paper's LLMA runs.
         length: drafted tokens per step, 0 to 512.
     """
-    drafter = NGramDrafter() if draft is None else _drafter(draft)
+    drafter = NGramDrafter() if draft is None else as_drafter(draft)
     lookup = isinstance(drafter, NGramDrafter)
     coupling = Coupling.shared() if lookup else Coupling(IID(1), TopDown(RecursiveRejection()))
-    return SpeculativeDecoder(_ragged(target), drafter, TreeTopology.chain(length), coupling)
+    return SpeculativeDecoder(target, drafter, TreeTopology.chain(length), coupling)
 
 
 def specinfer(
@@ -62,14 +63,14 @@ def specinfer(
     """IID draws and multi-step rejection: SpecInfer (Miao et al., ASPLOS 2024), with its expansion by default."""
     topology = TreeTopology.from_k_config(k_config)
     coupling = Coupling(IID(topology.width), TopDown(RecursiveRejection()))
-    return SpeculativeDecoder(_ragged(target), _drafter(draft), topology, coupling)
+    return SpeculativeDecoder(target, draft, topology, coupling)
 
 
 def mcsd(target: "Model", draft: "Model | Drafter", k_config: Sequence[int] = (4, 2, 2)) -> SpeculativeDecoder:
     """Several candidates without replacement: MCSD (Yang et al., 2024)."""
     topology = TreeTopology.from_k_config(k_config)
     coupling = Coupling(WithoutReplacement(topology.width), TopDown(RecursiveRejection()))
-    return SpeculativeDecoder(_ragged(target), _drafter(draft), topology, coupling)
+    return SpeculativeDecoder(target, draft, topology, coupling)
 
 
 def dynasd(
@@ -97,7 +98,7 @@ def dynasd(
     width = whole("width", width, 1)
     below = (1,) * whole("depth", depth, 0, MOST_DEPTH) if k_config is None else each("k_config", k_config, whole)
     topology = TreeTopology.from_k_config((width, *below) if width > 1 else below)
-    model, drafter = _ragged(target), _drafter(draft)
+    model, drafter = wrapped(target), as_drafter(draft)
     decider = ConfidenceThreshold(0.4) if decider is None else decider
     if width > 1:
         return TargetInitialisedDecoder(model, drafter, topology, decider)
@@ -108,7 +109,7 @@ def dynasd(
 def spechub(target: "Model", draft: "Model | Drafter", depth: int = 4) -> SpeculativeDecoder:
     """Binary trees of hub pairs, verified in the paper's order: SpecHub (Sun et al., EMNLP 2024)."""
     coupling = Coupling(TopTail(1, 1), TopDown(SpecHub(order="paper")))
-    return SpeculativeDecoder(_ragged(target), _drafter(draft), TreeTopology.k_ary(2, depth), coupling)
+    return SpeculativeDecoder(target, draft, TreeTopology.k_ary(2, depth), coupling)
 
 
 def sequoia(
@@ -129,7 +130,7 @@ def sequoia(
     """
     topology = TreeTopology.sequoia(acceptance, nodes, max_depth)
     coupling = Coupling(WithoutReplacement(len(acceptance)), TopDown(RecursiveRejection()))
-    return SpeculativeDecoder(_ragged(target), _drafter(draft), topology, coupling)
+    return SpeculativeDecoder(target, draft, topology, coupling)
 
 
 def eagle(target: "Model", head: "str | os.PathLike[str] | EagleDrafter", **options: Any) -> SpeculativeDecoder:
@@ -141,7 +142,7 @@ def eagle(target: "Model", head: "str | os.PathLike[str] | EagleDrafter", **opti
         **options: those of :func:`fitted`.
     """
     instance("head", head, str, os.PathLike, EagleDrafter)
-    model = _ragged(target)
+    model = wrapped(target)
     drafter = head if isinstance(head, EagleDrafter) else EagleDrafter.from_pretrained(head, model)
     return fitted(model, drafter, **options)
 
@@ -172,7 +173,7 @@ def fitted(
     nodes = whole("nodes", nodes, 1, MOST_NODES)
     if topology is not None:
         instance("topology", topology, TreeTopology)
-    model, drafter = _ragged(target), _drafter(draft)
+    model, drafter = wrapped(target), as_drafter(draft)
     decider = CostAware(known_costs(model, drafter) if costs is None else costs, nodes)
     return _expanding(model, drafter, nodes, decider, lookup, max_depth, topology)
 
@@ -190,7 +191,7 @@ def expanding(
         max_depth: as there.
     """
     nodes = whole("nodes", nodes, 1, MOST_NODES)
-    return _expanding(_ragged(target), _drafter(draft), nodes, NodeBudget(nodes), lookup, max_depth)
+    return _expanding(wrapped(target), as_drafter(draft), nodes, NodeBudget(nodes), lookup, max_depth)
 
 
 def _expanding(
@@ -216,11 +217,3 @@ def _with_trunk(topology: TreeTopology, depth: int) -> TreeTopology:
     more = max(0, depth - topology.max_depth)
     trunk = [topology.levels[-1][0], *range(len(parents), len(parents) + more)][:more]
     return TreeTopology.from_parents([*parents, *trunk])
-
-
-def _ragged(model: "Model") -> RaggedModel:
-    return model if isinstance(model, RaggedModel) else RaggedModel(model)
-
-
-def _drafter(draft: "Model | Drafter") -> Drafter:
-    return draft if isinstance(draft, Drafter) else LanguageModelDrafter(_ragged(draft))

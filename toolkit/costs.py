@@ -1,7 +1,7 @@
 """What forwards and steps cost on this machine: rows are not free on a CPU, nor on a GPU once a batch is large."""
 
 import json
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from itertools import accumulate
@@ -66,6 +66,10 @@ class CostTable:
             return self.seconds[0] * rows
         (low, high), (first, second) = self.rows[at - 1 : at + 1], self.seconds[at - 1 : at + 1]
         return first + (second - first) * (rows - low) / (high - low)
+
+    def within(self, seconds: float, most: int) -> int:
+        """Most rows, 1 to ``most``, of a forward that takes no longer; 1 if none is as fast."""
+        return max(1, bisect_right(range(1, most + 1), seconds, key=self))
 
     def least_slope(self, rows: int, more: int) -> float:
         """Seconds of one row more than ``rows``, where up to ``more`` of them are cheapest."""

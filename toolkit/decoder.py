@@ -181,19 +181,6 @@ class SpeculativeDecoder(Stepper):
         Raises:
             TypeError: for messages that are none, and as :meth:`complete`.
             ValueError: as there, and for messages that the chat template refuses.
-
-        Examples:
-            >>> from tokenizers import Tokenizer, models
-            >>> from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-            >>> from arbordraft import NGramDrafter, RaggedModel
-            >>> words = Tokenizer(models.WordLevel({"echo": 0}, unk_token="echo"))
-            >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
-            >>> config = LlamaConfig(vocab_size=1, hidden_size=8, num_attention_heads=1, num_hidden_layers=1)
-            >>> target = RaggedModel(LlamaForCausalLM(config).eval(), tokenizer, kernels="torch", self_test=False)
-            >>> decoder = SpeculativeDecoder(target, NGramDrafter())
-            >>> tokenizer.chat_template = "{{ messages[-1].content }}"
-            >>> decoder.chat([{"role": "user", "content": "hello"}], max_new_tokens=2)
-            'echo echo'
         """
         settings = texts.settings_of(max_new_tokens, temperature, top_p, top_k, seed, 1)
         settings["grammar"] = grammar
@@ -343,11 +330,10 @@ class SpeculativeDecoder(Stepper):
 
         for one in per_sample_streamers(streamer, len(input_ids)):
             one.end()
-        output = SpeculativeOutput(sequences=input_ids, stats=self._stats(len(input_ids)))  # type: ignore[arg-type]
+        zeros = [0] * len(input_ids)
+        stats = DecodeStats(self.coupling.exactness.value, zeros, list(zeros))
+        output = SpeculativeOutput(sequences=input_ids, stats=stats)  # type: ignore[arg-type]
         return output if kwargs.get("return_dict_in_generate") else input_ids
-
-    def _stats(self, batch: int) -> DecodeStats:
-        return DecodeStats(self.coupling.exactness.value, [0] * batch, [0] * batch)
 
     def _samples(
         self,

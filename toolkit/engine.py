@@ -40,16 +40,18 @@ class Engine:
     shares the batch: bit for bit where the kernels treat rows alike (``decoder.exactness_report()``).
 
     Requests are admitted in their order as soon as the cache holds all that they may need, so an admitted one never
-    fails for lack of room. Prompts are read in portions between the steps of those that decode already. What a prompt
-    has in common with the beginning of a text that is still there is copied, not computed. Weights are those that the
-    model had when the engine was made.
+    fails for lack of room. Prompts are read in portions between the steps of those that decode already, first the one
+    that would be done first if it were alone: a short prompt does not wait for a long one that came with it, and a
+    long one not for all that come later. What a prompt has in common with the beginning of a text that is still there
+    is copied, not computed. Weights are those that the model had when the engine was made.
 
     Args:
         decoder: does the steps; any number of engines and other calls may use it at a time.
         max_tokens: rows of each KV cache, which bounds the memory; of a finished text they are kept until others need
             them.
         max_samples: answers that are decoded at a time.
-        max_rows: tokens of prompts that are read between two steps, which bounds how long a stream can stall.
+        max_rows: tokens of prompts that are read between two steps, which bounds how long a stream can stall;
+            :func:`~arbordraft.measuring.rows_within` says how many a machine reads in a given time.
         max_waiting: requests that may wait; any number by default.
         reuse: copy common beginnings. By default where that gives the same bits as reading them.
 
@@ -74,7 +76,7 @@ class Engine:
         decoder: Stepper,
         *,
         max_tokens: int = 65_536,
-        max_samples: int = 16,
+        max_samples: int = 64,
         max_rows: int = 256,
         max_waiting: int | None = None,
         reuse: bool | None = None,

@@ -32,8 +32,8 @@ from arbordraft.kernels.native.build import cache_folder
 from arbordraft.measuring import known_costs
 from arbordraft.onnx_graph import FUSE, MARKOV, MODEL, Graph
 from arbordraft.onnx_networks import OnnxBlock, OnnxEagle, OnnxMedusa, OnnxModel
+from arbordraft.parts import as_drafter
 from arbordraft.pretrained import load_smollm2
-from arbordraft.stepping import as_drafter
 from arbordraft.target.file_model import load_blocks
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
@@ -104,8 +104,8 @@ def load(
             in the text; ``ngram`` for these; ``none``; ``early-exit:LAYERS`` for the target's own first layers; the
             folder of a trained drafter; folder or hub name of a draft model; or one in memory.
         dtype: of the weights, for models by name: ``float32``, ``bfloat16`` or ``float16``. By default bfloat16 where
-            this machine multiplies it fast (CPUs with avx512_bf16, and GPUs), as it halves what every step must read,
-            else float32. Decoding preserves the law of the model in this precision.
+            this machine multiplies it fast (CPUs with avx512_bf16 or ARM's bf16, and GPUs), as it halves what every
+            step must read, else float32. Decoding preserves the law of the model in this precision.
         kernels: see :class:`~arbordraft.RaggedModel`.
         device: of models by name; by default the GPU if torch sees one, else the CPU.
         keep_weights: see :class:`~arbordraft.RaggedModel`.

@@ -21,6 +21,7 @@ from arbordraft.checks import each, instance, whole
 from arbordraft.costs import CostTable, StepCosts
 from arbordraft.coupling import Coupling
 from arbordraft.deciders import Decider, FixedDepth
+from arbordraft.decisions import StepView
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter
 from arbordraft.kernels.native.build import cache_folder, cpu
@@ -29,7 +30,6 @@ from arbordraft.prompts import chat_batches, check_texts, left_padded
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
-from arbordraft.types import StepView
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 Kept = TypeVar("Kept", CostTable, StepCosts)
 
 _ROWS = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128)
+_MOST_READ = 2048  # tokens of prompts in one forward
 _MOST_ROWS, _LONGEST = 2**14, 2**20  # of a forward that is timed, and of the text before it: their memory is real
 # Kernels take rows in blocks: the first row of a block may cost as much as all of it.
 _KEPT_ROWS = (1, 2, 4, 5, 8, 9, 16, 17, 24, 25, 32, 33, 48, 49, 64)
@@ -94,6 +95,14 @@ def known_rows(target: RaggedModel, *, renew: bool = False) -> CostTable:
     """
     rows = [count for count in _KEPT_ROWS if count <= (target.max_positions or count)]
     return _known(cost_file(target), CostTable.load, lambda: measure_rows(target, rows, repeats=_KEPT_REPEATS), renew)
+
+
+def rows_within(target: RaggedModel, seconds: float = 0.2) -> int:
+    """Tokens of prompts to read at a time (``max_rows`` of an engine), so that streams stall no longer than this.
+
+    By :func:`known_rows`; at least 1, at most the 2,048 that one forward over prompts takes.
+    """
+    return known_rows(target).within(seconds, _MOST_READ)
 
 
 def known_costs(target: RaggedModel, drafter: Drafter, *, renew: bool = False) -> StepCosts:
@@ -234,4 +243,4 @@ class _Stopwatch(Decider):
         return [True] * len(view.paths)
 
 
-__all__ = ["cost_file", "known_costs", "known_rows", "measure_costs", "measure_rows", "measure_steps"]
+__all__ = ["cost_file", "known_costs", "known_rows", "measure_costs", "measure_rows", "measure_steps", "rows_within"]

@@ -1,4 +1,4 @@
-"""The rows of a batch, each put through its own sample's processors.
+"""The rows of a batch: those that are no numbers are dropped, others put through their own sample's processors.
 
 Shapes: T packed rows, R of them, V vocabulary.
 """
@@ -7,10 +7,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from arbordraft.kernels.verify import row_max
 from arbordraft.processors import Warp, widened
-from arbordraft.sampling import MixedRows, SoftmaxRows
+from arbordraft.rows import MixedRows, SoftmaxRows
 from arbordraft.state import DecodeState, Sample, SampleError
 from arbordraft.types import DraftTree
 
@@ -50,6 +52,34 @@ def draft_scores(
     for rows in kinds.values():
         scores[rows] = _blamed(process, logits[rows], rows, owners)
     return scores
+
+
+def finite_rows(
+    state: DecodeState, tree: DraftTree, logits: Tensor, hidden: Tensor
+) -> tuple[DraftTree, Tensor, Tensor, Tensor]:
+    """Gives up samples whose logits are not numbers, so that they cannot disturb or lose the others.
+
+    Args:
+        state: the batch.
+        tree: the drafts.
+        logits: ``[T, V]``.
+        hidden: ``[T, F]`` the target's states, F of them side by side.
+
+    Returns:
+        What is left of the tree, its logits and hidden states, and ``[T]`` most probable tokens, which came up on the
+        way.
+    """
+    highest, best = row_max(logits)
+    # NaN and +inf reach the maximum; -inf alone is a banned token. Plain numbers: an operator takes longer.
+    sound = [math.isfinite(value) for value in highest.tolist()]
+    if all(sound):
+        return tree, logits, hidden, best
+    owner = [number for number, _, _ in tree.rows()]
+    failed = {number for number, good in zip(owner, sound, strict=True) if not good}
+    state.give_up(sorted(failed))
+    kept = torch.tensor([number not in failed for number in owner])
+    samples = (None if number in failed else sample for number, sample in enumerate(tree.samples))
+    return DraftTree(tuple(samples)), logits[kept], hidden[kept], best[kept]
 
 
 def target_rows(state: DecodeState, tree: DraftTree, logits: Tensor, best: Tensor) -> SoftmaxRows:

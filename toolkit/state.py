@@ -202,6 +202,7 @@ class DecodeState:
         stats: what is counted, all samples together.
         samples: by their numbers; ``None`` where a number is free.
         closed: whether nobody else will join.
+        reading: whether prompts wait to be read, so that steps are to be short.
     """
 
     cache: RaggedKVCache
@@ -209,6 +210,7 @@ class DecodeState:
     stats: DecodeStats
     samples: list[Sample | None] = field(default_factory=list)
     closed: bool = False
+    reading: bool = False
 
     def __getitem__(self, number: int) -> Sample:
         """The sample with a number that is taken."""
@@ -225,3 +227,9 @@ class DecodeState:
         """Gives a sample the lowest free number."""
         sample.number = next((n for n, other in enumerate(self.samples) if other is None), len(self.samples))
         self.samples[sample.number : sample.number + 1] = [sample]
+
+    def give_up(self, numbers: Sequence[int]) -> None:
+        """Ends samples for which the target gave no numbers, and drops what this step wrote for them."""
+        for number in numbers:
+            self[number].fail(FloatingPointError("the target's logits are NaN or infinite"))
+            self.cache.drop([self[number].handle])

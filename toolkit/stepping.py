@@ -3,32 +3,33 @@
 Shapes: B samples, n_b nodes of sample b, T = sum of n_b packed rows, R of them, V vocabulary.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
-from arbordraft.checks import instance, whole
+from arbordraft.checks import whole
+from arbordraft.cohorts import Cohort, cohorts_of, draft_temperature, joined, verdicts_of
+from arbordraft.context import DraftContext
 from arbordraft.coupling import Coupling
-from arbordraft.deciders import Decider, FixedDepth
-from arbordraft.drafters import Drafter, LanguageModelDrafter
+from arbordraft.deciders import Decider
+from arbordraft.decisions import Plan, Situation
+from arbordraft.drafters import Drafter
 from arbordraft.grammars import GrammarCompiler
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
-from arbordraft.kernels.verify import row_max
 from arbordraft.laws import Fixed
 from arbordraft.masks import SlicedCausalMask, stack_words
 from arbordraft.metrics import DecodeStats
-from arbordraft.processing import draft_scores, target_rows
+from arbordraft.parts import fitting
+from arbordraft.processing import draft_scores, finite_rows, target_rows
 from arbordraft.sampling import GumbelNoise, Noise
 from arbordraft.state import DecodeState, Emission, Sample, logprobs_of
 from arbordraft.static.runner import StaticStepping
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
-from arbordraft.types import DraftContext, DraftTree, SampleTree, SampleVerdict, Verdict
+from arbordraft.types import DraftTree, SampleTree, SampleVerdict, Verdict
 from arbordraft.verifiers import matching_verdict
 
 if TYPE_CHECKING:
@@ -57,39 +58,17 @@ class Stepper(nn.Module):
         compiler: str | None = None,
     ) -> None:
         super().__init__()
-        target, drafter = wrapped(target), as_drafter(drafter)
-        topology = drafter.default_topology() if topology is None else topology
-        instance("topology", topology, TreeTopology)
-        coupling = Coupling.of(drafter.default_law(topology.width)) if coupling is None else coupling
-        instance("coupling", coupling, Coupling)
-        decider = FixedDepth() if decider is None else decider
-        instance("decider", decider, Decider)
-        if max_cache_tokens is not None:
-            max_cache_tokens = whole("max_cache_tokens", max_cache_tokens, 1)
-        drafter.check(target, coupling.law)
-        coupling.check(topology)
-        for law in drafter.laws(coupling.law):
-            if not coupling.verifier.supports(law):
-                raise ValueError(f"{drafter} also proposes by {law}, for which {coupling.verifier} is not valid")
-        if decider.anticipating and not coupling.verifier.shared:
-            raise ValueError(
-                f"{decider} looks at tokens that are still to be verified, which would bias the output unless target "
-                "and drafter share their noise: Coupling.shared(k)"
-            )
-        self.target: RaggedModel = target
-        self.drafter: Drafter = drafter
-        self.topology = topology
-        self.mask = SlicedCausalMask(topology)
-        self.coupling = coupling
-        self.decider = decider
+        parts = fitting(target, drafter, topology, coupling, decider)
+        self.target, self.drafter, self.topology, self.coupling, self.decider = parts
+        self.mask = SlicedCausalMask(self.topology)
         self.expected_batch = whole("expected_batch", expected_batch, 1)
-        self.max_cache_tokens = max_cache_tokens
+        self.max_cache_tokens = None if max_cache_tokens is None else whole("max_cache_tokens", max_cache_tokens, 1)
         self.on_step: Callable[[DecodeState, DraftTree, Verdict], None] | None = None
         if compiler is not None and buckets is None:
             raise ValueError("compiler is for steps of fixed shapes: say which, with buckets=(8, 16, 32, 64)")
         self.static = None
         if buckets is not None:
-            self.static = StaticStepping(target, drafter, topology, coupling, buckets, compiler)
+            self.static = StaticStepping(*parts[:4], buckets, compiler)
 
     def open(self, samples: int, max_tokens: int | None = None, *, closed: bool = False) -> DecodeState:
         """A batch that nobody has joined yet.
@@ -206,23 +185,22 @@ class Stepper(nn.Module):
             SampleError: if a sample's own processors fail; nothing was committed then, and the step can be taken
                 again without that sample.
         """
-        cohorts = self._cohorts(state)
+        shared, static = self.coupling.verifier.shared, self.static is not None
+        cohorts = cohorts_of(state, self.topology.num_nodes, shared=shared, static=static)
         if self.static is not None:
             return self._static_step(self.static, state, cohorts)
-        noises = [self._noise(state, cohort) for cohort in cohorts]
         try:
             with state.stats.phase("draft"):
-                tree = _joined(
-                    [
-                        self.drafter.propose(state.drafts, self._context(state, cohort, noise))
-                        for cohort, noise in zip(cohorts, noises, strict=True)
-                    ]
-                )
+                tree = joined([self.drafter.propose(state.drafts, self._context(state, *cohort)) for cohort in cohorts])
             with state.stats.phase("target"):
                 logits, hidden = self._run_target(state, tree)
             with state.stats.phase("verify"):
-                tree, logits, hidden, best = self._drop_failed(state, tree, logits, hidden)
-                verdict = self._judge_all(state, cohorts, noises, tree, logits, best)
+                tree, logits, hidden, best = finite_rows(state, tree, logits, hidden)
+                verdict = verdicts_of(
+                    cohorts,
+                    tree,
+                    lambda part, rows, noise: self._judge(state, part, logits[rows], best[rows], noise),
+                )
         except BaseException:
             self._take_back(state)
             raise
@@ -231,53 +209,17 @@ class Stepper(nn.Module):
             self._commit(state, tree, verdict, lambda number, path: shares[number][path], state.cache.commit, own)
         return verdict
 
-    def _cohorts(self, state: DecodeState) -> list[list[Sample]]:
-        """The active samples, those together that are drafted for and judged in the same way."""
-        cohorts: dict[Any, list[Sample]] = {}
-        for sample in state.active:
-            if self.static is not None:
-                kind: Any = sample.greedy, sample.warp.constants
-            elif self.coupling.verifier.shared:
-                kind = self._temperature(sample) is None  # whether drafting calls processors
-            else:
-                kind = sample.greedy, self._temperature(sample) is None
-            cohorts.setdefault(kind, []).append(sample)
-        return list(cohorts.values())
-
-    def _temperature(self, sample: Sample) -> float | None:
-        """All that processors do to draft scores: a division; 0 for none, where nothing is drawn."""
-        if sample.greedy:
-            return 0.0 if sample.warp.temperature == 1 else None
-        return sample.warp.untruncated_temperature if self.coupling.verifier.shared else sample.warp.temperature
-
-    def _noise(self, state: DecodeState, cohort: Sequence[Sample]) -> Noise | GumbelNoise | None:
-        if all(sample.greedy for sample in cohort):
-            return None
-        if self.coupling.verifier.shared:
-            lengths = [len(sample.tokens) if sample else 0 for sample in state.samples]
-            sources = [None] * len(lengths)
-            for sample in cohort:
-                if not sample.greedy:
-                    sample.shared.forget(len(sample.tokens))
-                    sources[sample.number] = sample.shared  # type: ignore[call-overload]
-            return GumbelNoise(sources, lengths)
-        drawn = [None] * len(state.samples)
-        for sample in cohort:
-            drawn[sample.number] = sample.uniforms(self.topology.num_nodes)  # type: ignore[call-overload]
-        return Noise.of(drawn, self.topology.num_nodes)
-
-    def _static_step(self, static: StaticStepping, state: DecodeState, cohorts: Sequence[Sequence[Sample]]) -> Verdict:
+    def _static_step(self, static: StaticStepping, state: DecodeState, cohorts: Sequence[Cohort]) -> Verdict:
         """The same in fixed shapes, cohort by cohort; forward, verification and compaction are one phase."""
         verdicts: list[SampleVerdict | None] = [None] * len(state.samples)
-        for cohort in cohorts:
-            noise = self._noise(state, cohort)
+        for samples, noise in cohorts:
             with state.stats.phase("draft"):
-                tree = self.drafter.propose(state.drafts, self._context(state, cohort, noise))
+                tree = self.drafter.propose(state.drafts, self._context(state, samples, noise))
             with state.stats.phase("target"):
-                result = static(tree, self._plan(state, tree), noise, state.cache, cohort[0].warp)
+                result = static(tree, self._plan(state, tree), noise, state.cache, samples[0].warp)
                 state.stats.count_padding(result.rows - sum(tree.lengths))
             with state.stats.phase("commit"):
-                self._give_up(state, result.failed)
+                state.give_up(result.failed)
                 accepted = result.hidden  # of roots and paths already
                 self._commit(
                     state,
@@ -286,7 +228,7 @@ class Stepper(nn.Module):
                     lambda number, path, accepted=accepted: accepted[number, : len(path)],  # type: ignore[misc]
                     state.cache.advance,
                 )
-            for sample in cohort:
+            for sample in samples:
                 verdicts[sample.number] = result.verdict.samples[sample.number]
         return Verdict(tuple(verdicts))
 
@@ -306,7 +248,7 @@ class Stepper(nn.Module):
         for sample in cohort:
             # The last token of a verdict is not drafted, so a tree need not be deeper than the budget less one.
             room[sample.number] = sample.budget - 1
-            temperature = self._temperature(sample)
+            temperature = draft_temperature(sample, shared)
             told = told and temperature is not None
             temperatures[sample.number] = temperature or 0.0
         return DraftContext(
@@ -318,7 +260,7 @@ class Stepper(nn.Module):
             pathwise=greedy or shared,
             warp=lambda logits, place_of: draft_scores(state, logits, place_of, untruncated=shared),
             temperatures=temperatures if told else None,
-            plan=self.decider.plan,
+            plan=_nothing if self._hurries(state, greedy) else self.decider.plan,
             decide=self.decider,
             memory=[sample.memory if sample else None for sample in state.samples],
             noise=noise,
@@ -328,6 +270,10 @@ class Stepper(nn.Module):
             places=[sample.place if sample else None for sample in state.samples],
             static=None if self.static is None else self.static.drafts,
         )
+
+    def _hurries(self, state: DecodeState, greedy: bool) -> bool:
+        """Whether a step drafts nothing, as prompts wait for its end, where that changes no text."""
+        return state.reading and (greedy or self.coupling.verifier.shared)
 
     def _plan(self, state: DecodeState, tree: DraftTree) -> RaggedBatch:
         depths = self.topology.depth_list
@@ -344,54 +290,6 @@ class Stepper(nn.Module):
     def _run_target(self, state: DecodeState, tree: DraftTree) -> tuple[Tensor, Tensor]:
         batch = self._plan(state, tree)
         return self.target.run(tree.packed_tokens(), batch, state.cache, hidden=self.drafter.hidden_layers)
-
-    def _drop_failed(
-        self, state: DecodeState, tree: DraftTree, logits: Tensor, hidden: Tensor
-    ) -> tuple[DraftTree, Tensor, Tensor, Tensor]:
-        """Ends samples whose logits are not numbers, so that they cannot disturb or lose the others.
-
-        Returns:
-            What is left of the tree, its logits and hidden states, and the most probable tokens, which came up on the
-            way.
-        """
-        highest, best = row_max(logits)
-        # NaN and +inf reach the maximum; -inf alone is a banned token. Plain numbers: an operator takes longer.
-        sound = [math.isfinite(value) for value in highest.tolist()]
-        if all(sound):
-            return tree, logits, hidden, best
-        owner = [number for number, _, _ in tree.rows()]
-        failed = {number for number, good in zip(owner, sound, strict=True) if not good}
-        self._give_up(state, sorted(failed))
-        kept = torch.tensor([number not in failed for number in owner])
-        samples = (None if number in failed else sample for number, sample in enumerate(tree.samples))
-        return DraftTree(tuple(samples)), logits[kept], hidden[kept], best[kept]
-
-    def _give_up(self, state: DecodeState, numbers: Sequence[int]) -> None:
-        for number in numbers:
-            state[number].fail(FloatingPointError("the target's logits are NaN or infinite"))
-            state.cache.drop([state[number].handle])
-
-    def _judge_all(
-        self,
-        state: DecodeState,
-        cohorts: Sequence[Sequence[Sample]],
-        noises: Sequence[Noise | GumbelNoise | None],
-        tree: DraftTree,
-        logits: Tensor,
-        best: Tensor,
-    ) -> Verdict:
-        if len(cohorts) == 1:
-            return self._judge(state, tree, logits, best, noises[0])
-        owner = [number for number, _, _ in tree.rows()]
-        verdicts: list[SampleVerdict | None] = [None] * len(tree.samples)
-        for cohort, noise in zip(cohorts, noises, strict=True):
-            numbers = {sample.number for sample in cohort}
-            part = DraftTree(tuple(one if number in numbers else None for number, one in enumerate(tree.samples)))
-            rows = torch.tensor([row for row, number in enumerate(owner) if number in numbers], dtype=torch.int64)
-            judged = self._judge(state, part, logits[rows], best[rows], noise)
-            for number in numbers:
-                verdicts[number] = judged.samples[number]
-        return Verdict(tuple(verdicts))
 
     def _judge(
         self, state: DecodeState, tree: DraftTree, logits: Tensor, best: Tensor, noise: Noise | GumbelNoise | None
@@ -440,7 +338,8 @@ class Stepper(nn.Module):
             seen[number] = accepted(number, path[:emitted])
             state.stats.record(drafted, judged, emitted)
             sample.forwards += 1
-            if drafted.guesses or not drafted.certain:  # what had to be tells nothing of who drafts
+            # What had to be, or was not to be, tells nothing of who drafts.
+            if drafted.guesses or not (drafted.certain or self._hurries(state, sample.greedy)):
                 self.decider.learn(sample.memory, drafted.outcome(judged))
             remaining[number] = judged if emitted == len(tokens) else _cut(drafted, judged, emitted)
             kept[sample.handle] = path[:emitted]
@@ -459,28 +358,10 @@ class Stepper(nn.Module):
                 )
 
 
-def _joined(trees: Sequence[DraftTree]) -> DraftTree:
-    """The trees of several cohorts as those of one batch."""
-    if len(trees) == 1:
-        return trees[0]
-    return DraftTree(
-        tuple(next(filter(None, own), None) for own in zip(*(tree.samples for tree in trees), strict=True))
-    )
+def _nothing(situation: Situation) -> Plan:
+    return Plan.everything([0] * len(situation.room))
 
 
 def _cut(drafted: SampleTree, judged: SampleVerdict, emitted: int) -> SampleVerdict:
     """What is left of a verdict of which only the first tokens were committed, as the text ends there."""
     return SampleVerdict(judged.path[: emitted - 1], drafted.tokens[judged.path[emitted - 1]], recovered=False)
-
-
-def wrapped(target: Any) -> RaggedModel:
-    """A target as it is, or a model of transformers wrapped."""
-    return target if isinstance(target, RaggedModel) else RaggedModel(target)
-
-
-def as_drafter(drafter: Any) -> Drafter:
-    """A drafter as it is, a model as a draft model."""
-    if isinstance(drafter, RaggedModel) or hasattr(drafter, "get_output_embeddings"):
-        return LanguageModelDrafter(drafter)
-    instance("drafter", drafter, Drafter)
-    return drafter

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from arbordraft.context import DraftContext
 from arbordraft.coupling import Coupling
 from arbordraft.deciders import Decider
 from arbordraft.decoder import SpeculativeDecoder
@@ -21,7 +22,7 @@ from arbordraft.sampling import GumbelNoise, Noise
 from arbordraft.state import DecodeState, Sample
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
-from arbordraft.types import DraftContext, DraftTree, Verdict
+from arbordraft.types import DraftTree, Verdict
 from arbordraft.verifiers.longest_branch import LongestBranch
 
 
@@ -105,7 +106,8 @@ class TargetInitialisedDecoder(SpeculativeDecoder):
             else:
                 best = row.topk(min(self.width, len(row)))
                 candidates[number] = best.indices[best.values > 0].tolist(), row
-        return replace(context, room=room, candidates=candidates)
+        # What is drafted changes the text, so that nothing else may change what is drafted.
+        return replace(context, room=room, candidates=candidates, plan=self.decider.plan)
 
     def _judge(
         self, state: DecodeState, tree: DraftTree, logits: Tensor, best: Tensor, noise: Noise | GumbelNoise | None

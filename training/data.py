@@ -191,7 +191,7 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
             complete = DecoderCompleter(self.target, self.generation_batch, hidden)
 
         def store(shard: Shard, states: list[Tensor]) -> None:
-            self._cached.write(shard, [self._fresh.split(tensor) for tensor in states])
+            self._cached.write(shard, self._fresh.split(states))
 
         messages = read_conversations(self.prompts) if self.prompts else None
         count = self.recipe.conversations if messages is None else min(self.recipe.conversations, len(messages))

@@ -76,7 +76,10 @@ class TeacherHead(nn.Module):
     @torch.no_grad()
     def normalisers(self, final: Tensor) -> Tensor:
         """``[R]`` log-sum-exp of the logits of ``[R, H]``, in float32 at least; a few rows are in memory at a time."""
-        return torch.cat([self(rows).logsumexp(dim=-1) for rows in final.split(_ROWS)])
+        found = final.new_empty(len(final), dtype=torch.promote_types(self.weight.dtype, torch.float32))
+        for rows, out in zip(final.split(_ROWS), found.split(_ROWS), strict=True):
+            torch.logsumexp(self(rows), dim=-1, out=out)
+        return found
 
     def _check(self, target: RaggedModel) -> None:
         cache = RaggedKVCache()
@@ -108,13 +111,18 @@ class FreshFeatures:
         handles = [cache.open(len(tokens)) for tokens in sequences]
         known = {handle: tokens[:-1] for handle, tokens in zip(handles, sequences, strict=True)}
         states = self.target.prefill(known, cache, hidden=(*self.layers, self.target.num_layers))
-        return [self.split(states[handle]) for handle in handles]
+        return self.split([states[handle] for handle in handles])
 
-    def split(self, states: Tensor) -> Features:
-        """Takes ``[n - 1, F + H]`` states apart."""
+    def split(self, states: Sequence[Tensor]) -> list[Features]:
+        """Takes ``[n - 1, F + H]`` states of several sequences apart."""
+        if not states:
+            return []
         width = self.head.weight.shape[1]
-        final = states[:, -width:]
-        return Features(states[:, :-width], final, self.head.normalisers(final))
+        inputs, finals = [rows[:, :-width] for rows in states], [rows[:, -width:] for rows in states]
+        # At once: a few numbers of every sequence, kept where rows of the vocabulary were, would leave no place for
+        # the next rows, and memory would grow by them.
+        normalisers = self.head.normalisers(torch.cat(finals)).split([len(rows) for rows in finals])
+        return [Features(*parts) for parts in zip(inputs, finals, normalisers, strict=True)]
 
 
 class CachedFeatures:

@@ -6,6 +6,7 @@ from pathlib import Path
 import arbordraft
 from arbordraft import Engine, builders
 from arbordraft.loading import load_drafter
+from arbordraft.measuring import rows_within
 from arbordraft.serving.app import build_app
 from arbordraft.serving.server import Server, bound
 from arbordraft.serving.service import Service
@@ -24,5 +25,6 @@ match arguments.drafter:
         decoder = builders.lookup(target)
     case folder:
         decoder = builders.fitted(target, load_drafter(Path(folder), target), lookup=True)
-app = build_app(Service(Engine(decoder), arguments.name))
+engine = Engine(decoder, max_rows=rows_within(target))
+app = build_app(Service(engine, arguments.name))
 Server(app).run(sockets=[bound("127.0.0.1", arguments.port)])

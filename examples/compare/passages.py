@@ -1,6 +1,5 @@
 """Prompts of chosen lengths, made of real text that every Python brings along. The same seed gives the same prompts."""
 
-import json
 import math
 import random
 from collections.abc import Iterator
@@ -8,6 +7,8 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 from transformers import PreTrainedTokenizerBase
+
+from arbordraft.prompts import read_prompts
 
 TASKS = (
     "Summarise this passage in a few sentences.",
@@ -33,7 +34,7 @@ def prompts(
     drawn = random.Random(seed)
     text = "\n\n".join(topics[name] for name in sorted(topics))
     reference = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    questions = [json.loads(line)["turns"][0] for line in QUESTIONS.read_text().splitlines()]
+    questions = read_prompts(QUESTIONS)
 
     def tokens(prompt: str) -> int:
         messages = [{"role": "user", "content": prompt}]

@@ -7,11 +7,14 @@ from torch import Tensor
 
 from arbordraft.kernels import native
 from arbordraft.kernels.decoder_layers.reference import (
+    Experts,
     LayerWeights,
     Matrix,
+    Norm,
+    apply_norm_reference,
     decoder_layers_reference,
-    rms_norm_reference,
 )
+from arbordraft.kernels.prepacked_linear import LANES
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 
 
@@ -33,7 +36,7 @@ class LayerRun:
         self,
         hidden: Tensor,
         pools: Sequence[tuple[Tensor, Tensor]],
-        rotary: tuple[Tensor, Tensor],
+        rotary: tuple[Tensor, Tensor] | None,
         batch: RaggedBatch,
         taps: Sequence[int] = (),
         beside: Tensor | None = None,
@@ -43,7 +46,8 @@ class LayerRun:
         Args:
             hidden: ``[1, T, H]`` float32 or bfloat16.
             pools: ``[P, Hkv, D]`` keys and values of every layer; the rows' own are written to ``batch.slots``.
-            rotary: ``[1, T, R]`` cosines and sines, of the dtype of ``hidden`` or float32.
+            rotary: ``[1, T, R]`` cosines and sines, of the dtype of ``hidden`` or float32; the numbers of a pair of
+                channels stand half of them apart. ``None`` if no layer rotates.
             batch: rows, slabs and ancestor words.
             taps: layers of this run whose inputs are wanted too; asking for them changes no bit of the output.
             beside: ``[T, E]`` of the dtype of ``hidden``, for layers with a norm for it.
@@ -51,6 +55,7 @@ class LayerRun:
         Returns:
             ``[1, T, H]``, which is kept in float32 between the layers, and the ``[len(taps), T, H]`` tapped inputs.
         """
+        rotary = rotary or (hidden.new_empty(*hidden.shape[:-1], 0),) * 2
         if not native.load():
             return decoder_layers_reference(hidden, self.layers, pools, rotary, batch, taps, beside)
         return torch.ops.arbordraft.decoder_layers(
@@ -72,11 +77,11 @@ class LayerRun:
         )
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """``x`` ``[..., H]`` over its root mean square, times ``weight`` ``[H]`` float32."""
-    if x.shape[-1] % 16 or not native.load():
-        return rms_norm_reference(x, weight, epsilon)
-    return torch.ops.arbordraft.rms_norm(x.contiguous(), weight, epsilon)
+def apply_norm(x: Tensor, norm: Norm, epsilon: float) -> Tensor:
+    """``[..., H]`` normed row by row; natively a row's bits do not depend on the rows beside it."""
+    if x.shape[-1] % LANES or not native.load():
+        return apply_norm_reference(x, norm, epsilon)
+    return torch.ops.arbordraft.norm(x.contiguous(), norm.weight, norm.offset, epsilon)
 
 
-__all__ = ["LayerRun", "LayerWeights", "Matrix", "decoder_layers_reference", "rms_norm"]
+__all__ = ["Experts", "LayerRun", "LayerWeights", "Matrix", "Norm", "apply_norm", "decoder_layers_reference"]

@@ -1,21 +1,34 @@
-// A run of pre- and post-normed decoder layers with rotary grouped-query attention and a gated MLP, in one go: the
-// residual stays in float, and the team of threads is woken once for all layers.
+// A run of pre- and post-normed decoder layers with grouped-query attention and an MLP or several, in one go: the residual
+// stays in float, and the team of threads is woken once for all layers.
 #pragma once
 
-#include "../prepacked_linear/grouped.h"
 #include "../ragged_tree_attention/cpu.h"
+#include "experts.h"
 
 namespace arbordraft {
 
+// An RMS norm, or with an offset a LayerNorm, which takes the mean off first. No factors, no norm.
+struct Norm {
+  const float *weight = nullptr, *offset = nullptr;
+  explicit operator bool() const { return weight; }
+};
+
 template <class X>
-inline void rms_norm(const float* x, const float* weight, float epsilon, int64_t size, X* y) {
-  f32x16 squares = splat(0.f);
+inline void norm_row(const float* x, const Norm& norm, float epsilon, int64_t size, X* y) {
+  f32x16 mean = splat(0.f), squares = splat(0.f);
+  if (norm.offset) {
+    for (int64_t i = 0; i < size; i += kLanes) mean += load(x + i);
+    mean = splat(sum(mean) / float(size));
+  }
   for (int64_t i = 0; i < size; i += kLanes) {
-    const f32x16 v = load(x + i);
+    const f32x16 v = load(x + i) - mean;
     squares = fma(v, v, squares);
   }
   const f32x16 factor = splat(1.f / std::sqrt(sum(squares) / float(size) + epsilon));
-  for (int64_t i = 0; i < size; i += kLanes) store(y + i, load(x + i) * factor * load(weight + i));
+  for (int64_t i = 0; i < size; i += kLanes) {
+    const f32x16 v = (load(x + i) - mean) * factor * load(norm.weight + i);
+    store(y + i, norm.offset ? v + load(norm.offset + i) : v);
+  }
 }
 
 // Rotates the first `rotary` channels of one head; channel i and i + rotary / 2 belong together.
@@ -31,32 +44,38 @@ inline void rotate(float* x, const float* cosine, const float* sine, int64_t rot
 // W: prepacked weights; X: rows that they multiply, though weights in groups multiply them as Eighths; T: keys and values.
 template <class W, class X, class T>
 struct Layer {
-  const float *pre_attention, *query_norm, *key_norm, *sinks, *post_attention, *pre_mlp, *post_mlp, *beside_norm;  // or null
+  Norm pre_attention, query_norm, key_norm, post_attention, pre_mlp, post_mlp, beside_norm;
+  const float* sinks;  // or null
   Prepacked<W> qkv, out, gate_up, down;
   int64_t query_heads, kv_heads, dim, inner, window;
   Activation activation;
-  bool rotary;
+  bool rotary, parallel, gated, joint;  // joint: the norms of queries and of keys are over all heads together
   float epsilon, scale, softcap;
   T *keys, *values;
   const Visible* visible;
+  Router<T> router;
 };
 
 // Buffers that all threads share, for T rows.
-template <class X, class T>
+template <class W, class X, class T>
 struct Workspace {
-  X *normed, *attended, *gated;
+  X *normed, *attended, *inner;
   T* queries;
   float *qkv, *sums, *partials;
   Eighth* eighths;  // of weights in groups
   bool own;         // whether every thread has its own `normed` and `eighths`
   int64_t widest;   // groups of a row of `eighths`
+  // Of mixtures of experts:
+  Multiplied<W, X>* gathered;
+  float *scores, *factors;
+  int64_t* experts;
 };
 
 // beside: rows of `beside_size` floats that stand before the hidden states where a layer has a norm for them, or null.
 template <class W, class X, class T>
 inline void run_layers(
     float* x, const float* beside, int64_t beside_size, int64_t rows, int64_t hidden,
-    const std::vector<Layer<W, X, T>>& layers, const Workspace<X, T>& space, const float* cosine, const float* sine, int64_t rotary, const int64_t* slots, int64_t most_chunks,
+    const std::vector<Layer<W, X, T>>& layers, const Workspace<W, X, T>& space, const float* cosine, const float* sine, int64_t rotary, const int64_t* slots, int64_t most_chunks,
     const std::vector<std::pair<int64_t, T*>>& taps, int thread, int threads) {
   const Range mine = share(rows, 1, thread, threads);
   // Of a single row every thread makes the whole for itself, which takes less time than to meet the one that has made it.
@@ -77,21 +96,30 @@ inline void run_layers(
       return from;
     }
   };
-  const auto norm_rows = [&](const float* weight, float epsilon, const float* beside_norm = nullptr) {
+  const auto norm_rows = [&](const Norm& norm, float epsilon, const Norm& beside_norm = {}) {
     const int64_t before = beside_norm ? beside_size : 0, width = before + hidden;
     for (int64_t r = made.begin; r < made.end; ++r) {
       X* to = normed_rows + r * width;
-      if (beside_norm) rms_norm(beside + r * before, beside_norm, epsilon, before, to);
-      if (weight)
-        rms_norm(x + r * hidden, weight, epsilon, hidden, to + before);
+      if (beside_norm) norm_row(beside + r * before, beside_norm, epsilon, before, to);
+      if (norm)
+        norm_row(x + r * hidden, norm, epsilon, hidden, to + before);
       else
         for (int64_t i = 0; i < hidden; i += kLanes) store(to + before + i, load(x + r * hidden + i));
     }
     if constexpr (!std::is_same_v<W, Grouped>) meet_makers();
     return operand(normed_rows, width);
   };
+  // x += sums, normed.
+  const auto add_normed = [&](const Norm& norm, float epsilon) {
+    for (int64_t r = mine.begin; r < mine.end; ++r) {
+      float* from = space.sums + r * hidden;
+      norm_row(from, norm, epsilon, hidden, from);
+      for (int64_t i = 0; i < hidden; i += kLanes) store(x + r * hidden + i, load(x + r * hidden + i) + load(from + i));
+    }
+    if (space.own) meet(threads);
+  };
   // x += y W^T, normed first if there is a norm behind the block.
-  const auto add_rows = [&](const Prepacked<W>& m, const X* from, int64_t width, const float* norm, float epsilon) {
+  const auto add_rows = [&](const Prepacked<W>& m, const X* from, int64_t width, const Norm& norm, float epsilon) {
     const auto* y = operand(from, width);
     const Range blocks = share((m.outputs + kLanes - 1) / kLanes, 2, thread, threads);
     float* sums = norm ? space.sums : x;
@@ -100,13 +128,7 @@ inline void run_layers(
       for (int b = 0; b < n; ++b, to += kLanes) store(to, norm ? acc[b] : load(to) + acc[b]);
     });
     meet(threads);
-    if (!norm) return;
-    for (int64_t r = mine.begin; r < mine.end; ++r) {
-      float* to = space.sums + r * hidden;
-      rms_norm(to, norm, epsilon, hidden, to);
-      for (int64_t i = 0; i < hidden; i += kLanes) store(x + r * hidden + i, load(x + r * hidden + i) + load(to + i));
-    }
-    if (space.own) meet(threads);
+    if (norm) add_normed(norm, epsilon);
   };
 
   for (size_t n = 0; n < layers.size(); ++n) {
@@ -122,13 +144,15 @@ inline void run_layers(
           for (int b = 0; b < n; ++b) store(space.qkv + r * width + (block + b) * kLanes, acc[b]);
         });
     meet(threads);
-    const Range items = share(rows * heads, 1, thread, threads);
+    // Heads that are normed together are one thread's.
+    const Range items = layer.joint ? Range{mine.begin * heads, mine.end * heads} : share(rows * heads, 1, thread, threads);
     for (int64_t item = items.begin; item < items.end; ++item) {
       const int64_t r = item / heads, head = item % heads;
       float* from = space.qkv + item * dim;
       const int64_t kv = head - layer.query_heads;
-      const float* norm = kv < 0 ? layer.query_norm : kv < layer.kv_heads ? layer.key_norm : nullptr;
-      if (norm) rms_norm(from, norm, layer.epsilon, dim, from);
+      const Norm norm = kv < 0 ? layer.query_norm : kv < layer.kv_heads ? layer.key_norm : Norm{};
+      const int64_t together = !layer.joint ? 1 : kv < 0 ? layer.query_heads : layer.kv_heads;
+      if (norm && (!layer.joint || head == 0 || kv == 0)) norm_row(from, norm, layer.epsilon, together * dim, from);
       if (layer.rotary && kv < layer.kv_heads) rotate(from, cosine + r * rotary, sine + r * rotary, rotary);
       T* to = kv < 0                 ? space.queries + (r * layer.query_heads + head) * dim
               : kv < layer.kv_heads ? layer.keys + (slots[r] * layer.kv_heads + kv) * dim
@@ -142,15 +166,25 @@ inline void run_layers(
     attend(attention, *layer.visible, space.queries, space.attended, space.partials, most_chunks, thread, threads);
     meet(threads);
     add_rows(layer.out, space.attended, layer.query_heads * dim, layer.post_attention, layer.epsilon);
-    normed = norm_rows(layer.pre_mlp, layer.epsilon);
+    normed = layer.parallel ? operand(normed_rows, hidden) : norm_rows(layer.pre_mlp, layer.epsilon);
+    if (layer.router.routed) {
+      if (layer.post_mlp) std::fill(space.sums + mine.begin * hidden, space.sums + mine.end * hidden, 0.f);
+      add_experts<W, X>(layer, space, normed_rows, normed, rows, hidden, layer.post_mlp ? space.sums : x, thread, threads);
+      if (layer.post_mlp) add_normed(layer.post_mlp, layer.epsilon);
+      continue;
+    }
     multiply(
-        layer.gate_up, normed, rows, share(2 * layer.inner / kLanes, 2, thread, threads),
+        layer.gate_up, normed, rows, share(layer.gate_up.outputs / kLanes, 2, thread, threads),
         [&](int64_t r, int64_t block, const f32x16* acc, int n) {
-          X* to = space.gated + r * layer.inner + block / 2 * kLanes;
-          for (int b = 0; b < n; b += 2, to += kLanes) store(to, activate(acc[b], layer.activation) * acc[b + 1]);
+          const int step = layer.gated ? 2 : 1;  // a block of gates stands before the block that they open
+          X* to = space.inner + r * layer.inner + block / step * kLanes;
+          for (int b = 0; b < n; b += step, to += kLanes) {
+            const f32x16 active = activate(acc[b], layer.activation);
+            store(to, layer.gated ? active * acc[b + 1] : active);
+          }
         });
     meet(threads);
-    add_rows(layer.down, space.gated, layer.inner, layer.post_mlp, layer.epsilon);
+    add_rows(layer.down, space.inner, layer.inner, layer.post_mlp, layer.epsilon);
   }
 }
 

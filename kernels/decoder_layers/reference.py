@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from arbordraft.kernels.prepacked_linear import ACTIVATION_CODES, LANES, prepacked_linear_reference
+from arbordraft.kernels.prepacked_linear import ACTIVATION_CODES, ACTIVATIONS, LANES, prepacked_linear_reference
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch, ragged_tree_attention_reference
 
 
@@ -24,51 +24,87 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class LayerWeights:
-    """A decoder layer with rotary grouped-query attention and a gated MLP.
+class Experts:
+    """How rows choose among the MLPs of a layer: ``routed`` experts, and behind them ``shared`` ones.
 
-    Every norm is an RMS norm with float32 weights and may be missing; ``post_*`` ones stand behind their block, before
-    the residual is added.
+    Args:
+        router: ``[routed, H]``, or ``[routed + 1, H]`` if the shared ones are gated, in the type of the rows.
+        routed: experts that rows choose from, by a softmax over their scores.
+        chosen: how many of them a row takes, those of the largest scores.
+        shared: experts that every row takes.
+        normalised: whether the factors of a row's chosen experts add up to 1.
+        gated: whether the shared ones count by the sigmoid of the router's last output, not by 1.
+    """
+
+    router: Matrix
+    routed: int
+    chosen: int
+    shared: int = 0
+    normalised: bool = True
+    gated: bool = False
+
+
+@dataclass(frozen=True)
+class Norm:
+    """An RMS norm, or with an offset a LayerNorm, which takes the mean of a row off first.
+
+    Args:
+        weight: ``[H]`` float32 factors.
+        offset: ``[H]`` float32, added at the end; zeros for a LayerNorm without a bias.
+    """
+
+    weight: Tensor
+    offset: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """A decoder layer with grouped-query attention and an MLP.
+
+    Every norm may be missing; ``post_*`` ones stand behind their block, before the residual is added.
 
     Args:
         pre_attention: ``[H]``.
         qkv: ``[(Hq + 2 Hkv) D, H]``, or ``[(Hq + 2 Hkv) D, E + H]`` where something stands beside the hidden states.
-        query_norm: ``[D]``.
-        key_norm: ``[D]``.
+        query_norm: ``[D]`` of every head by itself, or ``[Hq D]`` of all of them together.
+        key_norm: ``[D]`` or ``[Hkv D]``, likewise.
         sinks: ``[Hq]`` float32 logits of attention sinks.
         out: ``[H, Hq D]``.
         post_attention: ``[H]``.
         pre_mlp: ``[H]``.
-        gate_up: ``[2 N, H]``, interleaved.
-        down: ``[H, N]``.
+        gate_up: ``[2 N, H]``, gates and inputs interleaved; ``[N, H]``, inputs alone, of an MLP without gates. Those of
+            experts, which have gates, below each other.
+        down: ``[H, N]``; those of experts below each other.
         post_mlp: ``[H]``.
         heads: query heads.
         kv_heads: key heads.
         dim: head size.
         inner: inner size of the MLP.
-        activation: of the gate.
+        activation: of the gates, or else of the inputs.
         window: sliding window in tokens.
-        rotary: whether queries and keys are rotated.
+        rotary: whether queries and keys are rotated, pairs of channels that stand half of the rotated ones apart.
         epsilon: of the norms.
         scale: factor of the scores.
         softcap: bound of the scores.
         beside_norm: ``[E]`` of what stands beside the hidden states, before them, for queries, keys and values alone;
             no norm, nothing beside.
+        parallel: whether the MLP reads what the attention reads; then it has no norm of its own before it.
+        experts: how rows choose, if there is more than one MLP.
     """
 
     NORMS: ClassVar = ("pre_attention", "query_norm", "key_norm", "post_attention", "pre_mlp", "post_mlp")
 
-    pre_attention: Tensor | None
+    pre_attention: Norm | None
     qkv: Matrix
-    query_norm: Tensor | None
-    key_norm: Tensor | None
+    query_norm: Norm | None
+    key_norm: Norm | None
     sinks: Tensor | None
     out: Matrix
-    post_attention: Tensor | None
-    pre_mlp: Tensor | None
+    post_attention: Norm | None
+    pre_mlp: Norm | None
     gate_up: Matrix
     down: Matrix
-    post_mlp: Tensor | None
+    post_mlp: Norm | None
     heads: int
     kv_heads: int
     dim: int
@@ -79,7 +115,15 @@ class LayerWeights:
     epsilon: float
     scale: float
     softcap: float | None
-    beside_norm: Tensor | None = None
+    beside_norm: Norm | None = None
+    parallel: bool = False
+    experts: Experts | None = None
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        """In the order in which a forward reads them."""
+        router = [] if self.experts is None else [self.experts.router]
+        return [self.qkv, self.out, *router, self.gate_up, self.down]
 
     def tensors(self) -> list[Tensor | None]:
         """The tensors in the order in which the kernel takes them."""
@@ -89,25 +133,34 @@ class LayerWeights:
             "down", "post_mlp", "beside_norm",
         ):  # fmt: skip
             value = getattr(self, name)
-            tensors += [value.weight, value.scale, value.bias] if isinstance(value, Matrix) else [value]
-        return tensors
+            if isinstance(value, Matrix):
+                tensors += [value.weight, value.scale, value.bias]
+            elif name in (*self.NORMS, "beside_norm"):
+                tensors += [None, None] if value is None else [value.weight, value.offset]
+            else:
+                tensors.append(value)
+        router = None if self.experts is None else self.experts.router
+        return tensors + ([None] * 3 if router is None else [router.weight, router.scale, router.bias])
 
     def integers(self) -> list[int]:
         """The whole numbers in the order in which the kernel takes them."""
-        code = ACTIVATION_CODES[self.activation]
-        return [self.heads, self.kv_heads, self.dim, self.inner, code, self.window or 0, int(self.rotary)]
+        code, flags, e = ACTIVATION_CODES[self.activation], [int(self.rotary), int(self.parallel)], self.experts
+        experts = [0] * 5 if e is None else [e.routed, e.chosen, e.shared, int(e.normalised), int(e.gated)]
+        return [self.heads, self.kv_heads, self.dim, self.inner, code, self.window or 0, *flags, *experts]
 
     def scalars(self) -> list[float]:
         """The real numbers in the order in which the kernel takes them."""
         return [self.epsilon, self.scale, self.softcap or 0.0]
 
 
-def rms_norm_reference(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
-    """``x`` over its root mean square, in float32; as it is without a weight."""
-    if weight is None:
+def apply_norm_reference(x: Tensor, norm: Norm | None, epsilon: float) -> Tensor:
+    """``[..., H]`` normed in float32; as it is without a norm."""
+    if norm is None:
         return x
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + epsilon) * weight).to(x.dtype)
+    wide = wide if norm.offset is None else wide - wide.mean(dim=-1, keepdim=True)
+    unit = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + epsilon)
+    return (unit * norm.weight + (0 if norm.offset is None else norm.offset)).to(x.dtype)
 
 
 def decoder_layers_reference(
@@ -124,14 +177,13 @@ def decoder_layers_reference(
     inputs = []
     for layer, (keys, values) in zip(layers, pools, strict=True):
         inputs.append(x)
-        y = rms_norm_reference(x, layer.pre_attention, layer.epsilon)
+        read = y = apply_norm_reference(x, layer.pre_attention, layer.epsilon)
         if layer.beside_norm is not None:
             assert beside is not None
-            y = torch.cat([rms_norm_reference(beside, layer.beside_norm, layer.epsilon), y], dim=-1)
+            y = torch.cat([apply_norm_reference(beside, layer.beside_norm, layer.epsilon), y], dim=-1)
         qkv = _times(y, layer.qkv).unflatten(-1, (-1, layer.dim))
         query, key, value = qkv.split([layer.heads, layer.kv_heads, layer.kv_heads], dim=1)
-        query = rms_norm_reference(query, layer.query_norm, layer.epsilon)
-        key = rms_norm_reference(key, layer.key_norm, layer.epsilon)
+        query, key = _normed(query, layer.query_norm, layer.epsilon), _normed(key, layer.key_norm, layer.epsilon)
         if layer.rotary:
             query, key = _rotated(query, rotary), _rotated(key, rotary)
         keys[batch.slots], values[batch.slots] = key, value
@@ -145,17 +197,55 @@ def decoder_layers_reference(
             softcap=layer.softcap,
             sinks=layer.sinks,
         )
-        x = x + rms_norm_reference(_times(y.flatten(1), layer.out), layer.post_attention, layer.epsilon)
-        y = rms_norm_reference(x, layer.pre_mlp, layer.epsilon)
-        y = _times(_times(y, layer.gate_up, layer.activation), layer.down)
-        x = x + rms_norm_reference(y, layer.post_mlp, layer.epsilon)
+        x = x + apply_norm_reference(_times(y.flatten(1), layer.out), layer.post_attention, layer.epsilon)
+        y = _mlp(read if layer.parallel else apply_norm_reference(x, layer.pre_mlp, layer.epsilon), layer)
+        x = x + apply_norm_reference(y, layer.post_mlp, layer.epsilon)
     tapped = torch.stack([inputs[index] for index in taps]) if taps else x.new_empty(0, *x.shape)
     return x.view(hidden.shape), tapped
+
+
+def _mixture(x: Tensor, layer: LayerWeights, experts: Experts) -> Tensor:
+    """What the experts that each row takes make of it, by their factors; no others are read."""
+    scores = _times(x.to(torch.promote_types(x.dtype, torch.float32)), experts.router)
+    factors, taken = scores[:, : experts.routed].softmax(dim=-1).topk(experts.chosen)
+    if experts.normalised:
+        factors = factors / factors.sum(dim=-1, keepdim=True)
+    shared = torch.arange(experts.routed, experts.routed + experts.shared).expand(len(x), -1)
+    gates = scores[:, experts.routed, None].sigmoid() if experts.gated else scores.new_ones(len(x), 1)
+    factors, taken = torch.cat([factors, gates.expand(shared.shape)], dim=-1), torch.cat([taken, shared], dim=-1)
+    total = torch.zeros_like(x)
+    for index in taken.unique().tolist():
+        gate_up, down = (_part(m, index, experts.routed + experts.shared) for m in (layer.gate_up, layer.down))
+        rows, place = (taken == index).nonzero(as_tuple=True)
+        made = _times(_times(x[rows], gate_up, layer.activation), down)
+        total[rows] += (factors[rows, place, None] * made).to(x.dtype)
+    return total
+
+
+def _part(matrix: Matrix, index: int, count: int) -> Matrix:
+    """One of ``count`` matrices that lie below each other."""
+    parts = (matrix.weight, matrix.scale, matrix.bias)
+    return Matrix(*(None if part is None else part.unflatten(0, (count, -1))[index] for part in parts))  # type: ignore[arg-type]
 
 
 def _times(x: Tensor, matrix: Matrix, activation: str | None = None) -> Tensor:
     outputs = matrix.weight.shape[0] * LANES
     return prepacked_linear_reference(x, matrix.weight, matrix.scale, matrix.bias, outputs, activation)
+
+
+def _mlp(x: Tensor, layer: LayerWeights) -> Tensor:
+    if layer.experts is not None:
+        return _mixture(x, layer, layer.experts)
+    if len(layer.gate_up.weight) * LANES == 2 * layer.inner:
+        return _times(_times(x, layer.gate_up, layer.activation), layer.down)
+    return _times(ACTIVATIONS[layer.activation](_times(x, layer.gate_up)), layer.down)
+
+
+def _normed(heads: Tensor, norm: Norm | None, epsilon: float) -> Tensor:
+    """``[T, heads, D]``, as many channels together as the norm has factors."""
+    if norm is None:
+        return heads
+    return apply_norm_reference(heads.flatten(1).unflatten(1, (-1, len(norm.weight))), norm, epsilon).view(heads.shape)
 
 
 def _rotated(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:

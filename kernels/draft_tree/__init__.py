@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from arbordraft.kernels import native
-from arbordraft.kernels.decoder_layers import LayerWeights, Matrix
+from arbordraft.kernels.decoder_layers import LayerWeights, Matrix, Norm
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class DraftWeights:
         fuse: ``[H, F]`` makes the layers' input of the target's hidden states, beside which the embedding then stands;
             without it the layers read the embedding alone, and E is H.
         layers: from the first to the last, without a sliding window.
-        norm: ``[H]`` float32, behind them.
+        norm: ``[H]``, behind them.
         head: ``[D, H]``.
         outputs: D.
         vocabulary: ``[D]`` int64 ascending tokens of the head's outputs; by default 0 to D - 1.
@@ -39,7 +39,7 @@ class DraftWeights:
     embedding: Tensor
     fuse: Matrix | None
     layers: Sequence[LayerWeights]
-    norm: Tensor
+    norm: Norm
     head: Matrix
     outputs: int
     vocabulary: Tensor | None
@@ -49,7 +49,7 @@ class DraftWeights:
 
 
 class Growth(NamedTuple):
-    """How far trees go on: a :class:`~arbordraft.types.Plan` in plain numbers.
+    """How far trees go on: a :class:`~arbordraft.decisions.Plan` in plain numbers.
 
     Args:
         offsets: ``[nodes + 1]`` where the children of every node of the topology begin in ``children``.
@@ -163,7 +163,8 @@ class DraftRun:
 
     def __init__(self, weights: DraftWeights) -> None:
         self.weights = weights
-        self._ends = [*_spelled(weights.fuse), weights.norm, *_spelled(weights.head)]
+        norm = [weights.norm.weight, weights.norm.offset]
+        self._ends = [*_spelled(weights.fuse), *norm, *_spelled(weights.head)]
         self._tensors = [tensor for layer in weights.layers for tensor in layer.tensors()]
         self._integers = [number for layer in weights.layers for number in layer.integers()]
         self._scalars = [number for layer in weights.layers for number in layer.scalars()]

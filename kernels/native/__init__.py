@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from arbordraft.kernels.native import fakes
-from arbordraft.kernels.native.build import ISA_VARIABLE, KERNELS, SOURCE, Build, Unavailable, chosen_isa, cpu
+from arbordraft.kernels.native.build import ISA_VARIABLE, KERNELS, SOURCE, Build, Unavailable, chosen_isa, cpu_features
 from arbordraft.kernels.native.threads import TooManyThreads, too_many_threads
 
 
@@ -112,7 +112,7 @@ def load_in_background() -> None:
 
 def fast_bfloat16() -> bool:
     """Whether this processor multiplies bfloat16 faster than float32; asks for no kernels."""
-    return chosen_isa() in ("native", "off") and "avx512_bf16" in cpu().get("flags", "").split()
+    return chosen_isa() in ("native", "neon_bf16", "off") and not cpu_features().isdisjoint({"avx512_bf16", "bf16"})
 
 
 def problem() -> str | None:
@@ -121,7 +121,7 @@ def problem() -> str | None:
 
 
 def isa() -> str | None:
-    """Which of avx512_bf16, avx512, avx_vnni, avx2 and generic the loaded kernels use; None without kernels."""
+    """Which instructions the loaded kernels use: avx512_bf16, neon_bf16, avx2, ... or generic; None without kernels."""
     return torch.ops.arbordraft.isa() if load() else None
 
 

@@ -51,26 +51,28 @@ Tensor prepacked_linear(
 }
 
 template <class T>
-Tensor norm(const Tensor& x, const Tensor& weight, double epsilon) {
+Tensor norm_rows(const Tensor& x, const Tensor& weight, const OptionalTensor& offset, double epsilon) {
   const int64_t size = weight.numel(), rows = x.numel() / std::max<int64_t>(1, size);
   TORCH_CHECK(x.size(-1) == size && size % kLanes == 0, "expected rows of ", size, " channels, a multiple of 16");
   Tensor y = at::empty(x.sizes(), x.options());
   const T* from = data<T>(x);
-  const float* factors = data<float>(weight);
+  TORCH_CHECK(!offset || offset->numel() == size, "expected an offset for each of ", size, " channels");
+  const Norm norm{data<float>(weight), floats(offset)};
   T* to = data<T>(y);
   team(rows * size >= kWorthATeam, [&](int thread, int threads) {
     std::vector<float> wide(size);
     const Range mine = share(rows, 1, thread, threads);
     for (int64_t r = mine.begin; r < mine.end; ++r) {
       for (int64_t i = 0; i < size; i += kLanes) store(wide.data() + i, load(from + r * size + i));
-      rms_norm(wide.data(), factors, float(epsilon), size, to + r * size);
+      norm_row(wide.data(), norm, float(epsilon), size, to + r * size);
     }
   });
   return y;
 }
 
-Tensor rms_norm_op(const Tensor& x, const Tensor& weight, double epsilon) {
-  return x.scalar_type() == at::kBFloat16 ? norm<bf16>(x, weight, epsilon) : norm<float>(x, weight, epsilon);
+Tensor norm(const Tensor& x, const Tensor& weight, const OptionalTensor& offset, double epsilon) {
+  return x.scalar_type() == at::kBFloat16 ? norm_rows<bf16>(x, weight, offset, epsilon)
+                                          : norm_rows<float>(x, weight, offset, epsilon);
 }
 
 template <class T>
@@ -159,9 +161,9 @@ std::tuple<Tensor, Tensor> decoder_layers(
     const Tensor& positions, const Tensor& slots, const OptionalTensor& words, const OptionalTensor& tree_positions,
     at::IntArrayRef taps, const OptionalTensor& beside) {
   const Batch batch(samples, positions, words, tree_positions, hidden.numel() / hidden.size(-1));
-  TORCH_CHECK(!keys.empty() && parameters.size() > 1, "no layers");
+  TORCH_CHECK(!keys.empty() && parameters.size() > kQkv, "no layers");
   const StackTensors given{parameters, ints, scalars, keys, values};
-  return with_all_types(*OptionalTensor(parameters.get(1)), hidden, [&](auto weight, auto row) {
+  return with_all_types(*OptionalTensor(parameters.get(kQkv)), hidden, [&](auto weight, auto row) {
     return layers_of<decltype(weight), decltype(row)>(hidden, given, cosine, sine, batch, slots, taps, beside);
   });
 }
@@ -238,7 +240,7 @@ TORCH_LIBRARY(arbordraft, m) {
   m.def("isa() -> str", &isa);
   m.def("work_alone() -> ()", &work_alone);
   m.def("prepacked_linear(Tensor x, Tensor weight, Tensor? scale, Tensor? bias, int outputs, int activation) -> Tensor");
-  m.def("rms_norm(Tensor x, Tensor weight, float epsilon) -> Tensor");
+  m.def("norm(Tensor x, Tensor weight, Tensor? offset, float epsilon) -> Tensor");
   m.def("ragged_tree_attention(Tensor query, Tensor keys, Tensor values, Tensor samples, Tensor positions, "
         "Tensor? words, Tensor? tree_positions, float scale, int window, float softcap, Tensor? sinks) -> Tensor");
   m.def("decoder_layers(Tensor hidden, Tensor?[] parameters, int[] ints, float[] scalars, Tensor(a!)[] keys, "
@@ -258,7 +260,7 @@ TORCH_LIBRARY(arbordraft, m) {
 
 TORCH_LIBRARY_IMPL(arbordraft, CPU, m) {
   m.impl("prepacked_linear", &prepacked_linear);
-  m.impl("rms_norm", &rms_norm_op);
+  m.impl("norm", &norm);
   m.impl("ragged_tree_attention", &ragged_tree_attention);
   m.impl("decoder_layers", &decoder_layers);
   m.impl("row_max", &row_max);

@@ -43,21 +43,33 @@ SEAL = hashlib.sha256().digest_size
 _V3 = {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}  # names of /proc/cpuinfo
 _VNNI = _V3 | {"avx_vnni"}
 _V4 = _V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
+_NEON = {"asimd"}
+_DOT = _NEON | {"asimddp"}
+_BF16 = _DOT | {"bf16", "i8mm"}
 NEEDED_BY: dict[str, set[str]] = {
     "avx512": _V4,
     "avx_vnni": _VNNI,
     "avx2": _V3,
+    "neon_bf16": _BF16,
+    "neon_dot": _DOT,
+    "neon": _NEON,
     "native": set(),
     "generic": set(),
     "off": set(),
 }
+# Without contraction: whether a product and a sum are fused must not depend on the code around them.
+# Nobody reads floating point exceptions, which forbid to compute both sides of a choice in vectors.
+FLAGS = ["-O3", "-std=c++20", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-w"]
 _X86 = platform.machine().lower() in ("x86_64", "amd64")
 MACHINE_FLAGS = {
     "avx512": ["-march=x86-64-v4"],
     "avx_vnni": ["-march=x86-64-v3", "-mavxvnni"],
     "avx2": ["-march=x86-64-v3"],
+    "neon_bf16": ["-march=armv8.2-a+dotprod+i8mm+bf16"],
+    "neon_dot": ["-march=armv8.2-a+dotprod"],
+    "neon": ["-march=armv8-a"],
     "native": ["-march=native" if _X86 else "-mcpu=native"],
-    "generic": [],
+    "generic": ["-DARBORDRAFT_GENERIC"],
 }
 _MAC = sys.platform == "darwin"
 _NOTICE = "building CPU kernels, once per machine (about 30 s)"
@@ -91,16 +103,12 @@ class Build:
     def __init__(self, isa: str, source: Path = SOURCE, root: Path = KERNELS):
         if sys.platform == "win32":
             raise Unavailable("they need the flags of GCC or Clang, which Windows lacks; use Linux, or WSL")
-        if lacking := NEEDED_BY[isa] - set(cpu().get("flags", "").split()):
+        if lacking := NEEDED_BY[isa] - cpu_features():
             names = ", ".join(sorted(lacking))
             raise Unavailable(f"this CPU lacks {names}, which {ISA_VARIABLE}={isa} asks for; unset the variable")
         self.source = source
         self.compiler, version = _compiler()
-        # Without contraction: whether a product and a sum are fused must not depend on the code around them.
-        # Nobody reads floating point exceptions, which forbid to compute both sides of a choice in vectors.
-        quiet = ["-fno-math-errno", "-fno-trapping-math"]
-        self.flags = ["-O3", "-std=c++20", "-fPIC", *quiet, "-ffp-contract=off", "-w"]
-        self.flags += ["-Xclang", "-fopenmp"] if _MAC else ["-fopenmp"]
+        self.flags = [*FLAGS, *(["-Xclang", "-fopenmp"] if _MAC else ["-fopenmp"])]
         self.flags += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", *MACHINE_FLAGS[isa]]
         files = sorted(path for path in root.rglob("*") if path.suffix in (".h", ".cpp"))
         texts = {path.relative_to(root).as_posix(): path.read_bytes().hex() for path in files}
@@ -260,6 +268,11 @@ def _compiler() -> tuple[list[str], str]:
             return command, version.decode(errors="replace").splitlines()[0]
     fault = f"CXX={chosen!r} does not run" if chosen else f"there is no C++ compiler ({', '.join(names)}) on the PATH"
     raise Unavailable(f"{fault}; install g++ (Debian, Ubuntu: apt install g++) or name a compiler in CXX")
+
+
+def cpu_features() -> set[str]:
+    """What the first core can do, in the words of /proc/cpuinfo; empty where there is no such file."""
+    return {word for name in ("flags", "Features") for word in cpu().get(name, "").split()}
 
 
 @functools.cache

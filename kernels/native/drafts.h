@@ -104,7 +104,7 @@ struct Ends {
   const T* embedding;
   int64_t embeddings, width;
   std::optional<Prepacked<W>> fuse;  // of the target's states, where the drafter reads them
-  const float* norm;
+  Norm norm;
   Prepacked<W> head;
   float epsilon;
   const float* frequencies;
@@ -226,7 +226,7 @@ class Drafting {
       for (int64_t r = mine.begin; r < mine.end; ++r) {
         const auto [s, n] = frontier[r];
         const float* from = outputs_.data() + output[s * growing.shape.nodes + n] * size_;
-        rms_norm(from, ends_.norm, ends_.epsilon, size_, normed + r * size_);
+        norm_row(from, ends_.norm, ends_.epsilon, size_, normed + r * size_);
         if constexpr (grouped) to_eighths(normed + r * size_, size_, eighths + r * groups);
       }
       meet(threads);
@@ -275,7 +275,7 @@ Grown draft_tree(
   const int64_t samples = slabs.size(1), width = embedding.size(1), rows = tokens.numel();
   const int64_t* slab = integers(slabs);
   TORCH_CHECK(slabs.dim() == 2 && slabs.size(0) == 3, "expected slabs of shape [3, S]");
-  TORCH_CHECK(ends.size() == 7 && numbers.size() == 3, "expected 7 tensors and 3 numbers");
+  TORCH_CHECK(ends.size() == 8 && numbers.size() == 3, "expected 8 tensors and 3 numbers");
   const int64_t outputs = int64_t(numbers[2]);
   const Growing growing(
       samples, outputs, offsets, children, levels, trust, next, weights, prices, budget, vocabulary, seeds, positions,
@@ -283,16 +283,17 @@ Grown draft_tree(
   int64_t missing = 0;
   for (int64_t s = 0; s < samples; ++s) missing += slab[2 * samples + s];
   TORCH_CHECK(rows == missing && (!states || states->size(0) == rows), "expected ", missing, " rows, got ", rows);
-  const OptionalTensor head = ends.get(4);
+  const OptionalTensor head = ends.get(5);
   TORCH_CHECK(head, "there is no head");
   return with_all_types(*head, embedding, [&](auto weight, auto row) {
     using W = decltype(weight);
     using T = decltype(row);
-    const OptionalTensor fuse = ends.get(0), norm = ends.get(3);
+    const OptionalTensor fuse = ends.get(0), norm = ends.get(3), offset = ends.get(4);
     const int64_t size = norm->numel();
+    TORCH_CHECK(!offset || offset->numel() == size, "the norm's offset has the wrong size");
     Ends<W, T> around{
-        data<T>(embedding), embedding.size(0), width, std::nullopt, floats(norm),
-        prepacked<W>(*head, ends.get(5), ends.get(6), outputs), float(numbers[0]), data<float>(frequencies),
+        data<T>(embedding), embedding.size(0), width, std::nullopt, {floats(norm), floats(offset)},
+        prepacked<W>(*head, ends.get(6), ends.get(7), outputs), float(numbers[0]), data<float>(frequencies),
         2 * frequencies.numel(), float(numbers[1])};
     if (fuse) around.fuse = prepacked<W>(*fuse, ends.get(1), ends.get(2), size);
     TORCH_CHECK(bool(fuse) == bool(states) && (states || width == size), "a drafter reads states, or its embeddings alone");

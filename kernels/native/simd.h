@@ -16,6 +16,9 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__) && !defined(ARBORDRAFT_GENERIC)  // NEON is in all of them: no flag of theirs asks for plain loops
+#define ARBORDRAFT_NEON
+#include "neon.h"
 #endif
 #ifdef _OPENMP
 #include <omp.h>
@@ -34,6 +37,12 @@ constexpr const char* kIsa = "avx512";
 constexpr const char* kIsa = "avx_vnni";
 #elif defined(__AVX2__) && defined(__FMA__)
 constexpr const char* kIsa = "avx2";
+#elif defined(ARBORDRAFT_NEON) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC) && defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr const char* kIsa = "neon_bf16";
+#elif defined(ARBORDRAFT_NEON) && defined(__ARM_FEATURE_DOTPROD)
+constexpr const char* kIsa = "neon_dot";
+#elif defined(ARBORDRAFT_NEON)
+constexpr const char* kIsa = "neon";
 #else
 constexpr const char* kIsa = "generic";
 #endif
@@ -174,7 +183,7 @@ inline f32x16 sums(const f32x16* x) {
   return load(s);
 }
 
-#else  // any other processor: plain loops, which compilers turn into its own vectors
+#elif !defined(ARBORDRAFT_NEON)  // any other processor: plain loops, which compilers turn into its own vectors
 
 struct f32x16 {
   float v[16];
@@ -234,15 +243,51 @@ inline bf16 narrow(float x) {  // to nearest, ties to even; NaN stays NaN
   if ((bits & 0x7fffffffu) > 0x7f800000u) return bf16((bits >> 16) | 0x40);
   return bf16((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
-inline void store(bf16* p, f32x16 x) {
-#if defined(__AVX512BF16__)
-  _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(x.v));
+
+// What a prepacked matrix multiplies: bf16 rows where the processor has a bf16 dot product, floats otherwise. Lane i of
+// dot(a, b, c) is that of c and a[2 i] b[2 i] + a[2 i + 1] b[2 i + 1].
+#if defined(__AVX512BF16__) || (defined(ARBORDRAFT_NEON) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC))
+#define ARBORDRAFT_DOT_BF16
+constexpr bool kDotBf16 = true;
 #else
+constexpr bool kDotBf16 = false;
+inline void store(bf16* p, f32x16 x) {
   float lanes[16];
   store(lanes, x);
   for (int i = 0; i < 16; ++i) p[i] = narrow(lanes[i]);
-#endif
 }
+#endif
+#if defined(__AVX512BF16__)
+struct bf16x32 {
+  __m512bh v;
+};
+inline bf16x32 load_dot(const bf16* p) { return {(__m512bh)_mm512_loadu_si512(p)}; }
+inline bf16x32 load_dot(const int8_t* p) {  // exact: 8 bits fit bf16's mantissa
+  f32x16 even, odd;
+  load_pairs(p, even, odd);
+  const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(even.v), 16);
+  return {(__m512bh)_mm512_or_si512(low, _mm512_castps_si512(odd.v))};
+}
+inline bf16x32 splat_pair(const bf16* p) {
+  int pair;
+  std::memcpy(&pair, p, 4);
+  return {(__m512bh)_mm512_set1_epi32(pair)};
+}
+inline f32x16 dot(bf16x32 a, bf16x32 b, f32x16 c) { return {_mm512_dpbf16_ps(c.v, a.v, b.v)}; }
+// Pairs up 32 elements of a with those of b: `low` the elements 0-3, 8-11, ..., `high` 4-7, 12-15, ...
+inline void zip(const bf16* a, const bf16* b, bf16x32& low, bf16x32& high) {
+  const __m512i x = _mm512_loadu_si512(a), y = _mm512_loadu_si512(b);
+  low.v = (__m512bh)_mm512_unpacklo_epi16(x, y);
+  high.v = (__m512bh)_mm512_unpackhi_epi16(x, y);
+}
+inline void store_unzipped(float* p, f32x16 low, f32x16 high) {  // in the order before
+  const __m512i front = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512i back = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+  _mm512_storeu_ps(p, _mm512_permutex2var_ps(low.v, front, high.v));
+  _mm512_storeu_ps(p + kLanes, _mm512_permutex2var_ps(low.v, back, high.v));
+}
+inline void store(bf16* p, f32x16 x) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(x.v)); }
+#endif
 template <class T>
 inline void store(T* p, f32x16 x, int64_t lanes) {  // the first `lanes` of them
   if (lanes >= kLanes) return store(p, x);
@@ -333,6 +378,8 @@ class Meeting {
   static void relax() {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("isb");  // waits about as long as the other; `yield` does not wait
 #endif
   }
   std::atomic<int> arrived_{0};

@@ -93,7 +93,7 @@ inline i32x16 dot(i32x16 sums, u8x64 codes, int32_t x) {
   return {dot8<Bits>(sums.a, codes.a, y), dot8<Bits>(sums.b, codes.b, y)};
 }
 
-#else
+#elif !defined(ARBORDRAFT_NEON)  // which neon.h has all of
 
 struct i32x16 {
   int32_t v[16];
@@ -132,6 +132,7 @@ inline i32x16 dot(i32x16 sums, u8x64 codes, int32_t x) {
 
 #endif
 
+#if !defined(ARBORDRAFT_NEON)
 inline float half_to_float(uint16_t half) {
   const uint32_t exponent = half >> 10 & 31, mantissa = half & 1023;
   const float size = exponent == 31 ? (mantissa ? std::nanf("") : std::numeric_limits<float>::infinity())
@@ -162,6 +163,7 @@ inline f32x16 load_counts(const uint8_t* p) {
   return load(lanes);
 #endif
 }
+#endif
 
 // Whole numbers of -127..127, as bytes.
 inline void store_bytes(int8_t* p, f32x16 x) {

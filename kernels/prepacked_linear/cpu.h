@@ -10,13 +10,6 @@
 
 namespace arbordraft {
 
-// What a prepacked matrix multiplies: bf16 rows where the processor has a bf16 dot product, floats otherwise.
-#if defined(__AVX512BF16__)
-constexpr bool kDotBf16 = true;
-#else
-constexpr bool kDotBf16 = false;
-#endif
-
 #if defined(__AVX512F__)
 constexpr int kTileRows = 8;
 constexpr int kTileBlocks(int rows) { return rows <= 4 ? 4 : 2; }
@@ -65,27 +58,18 @@ struct Tile {
         }
       }
     } else {
-#if defined(__AVX512BF16__)
+#if defined(ARBORDRAFT_DOT_BF16)
       for (int64_t i = 0; i < inputs; i += 2) {
         if (!Alone) __builtin_prefetch(ahead + i / 2 * kLine, 0, 2);
-        __m512bh wb[NB];
+        bf16x32 wb[NB];
         for (int b = 0; b < NB; ++b) {
           const W* p = w + (b * inputs + i) * kLanes;
           if (Alone) __builtin_prefetch(p + kAhead);
-          if constexpr (std::is_same_v<W, int8_t>) {  // exact: 8 bits fit bf16's mantissa
-            f32x16 even, odd;
-            load_pairs(p, even, odd);
-            const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(even.v), 16);
-            wb[b] = (__m512bh)_mm512_or_si512(low, _mm512_castps_si512(odd.v));
-          } else {
-            wb[b] = (__m512bh)_mm512_loadu_si512(p);
-          }
+          wb[b] = load_dot(p);
         }
         for (int r = 0; r < R; ++r) {
-          int pair;
-          std::memcpy(&pair, x + r * inputs + i, 4);
-          const __m512bh xr = (__m512bh)_mm512_set1_epi32(pair);
-          for (int b = 0; b < NB; ++b) acc[r][b].v = _mm512_dpbf16_ps(acc[r][b].v, wb[b], xr);
+          const bf16x32 xr = splat_pair(x + r * inputs + i);
+          for (int b = 0; b < NB; ++b) acc[r][b] = dot(wb[b], xr, acc[r][b]);
         }
       }
 #endif

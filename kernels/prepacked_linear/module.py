@@ -28,19 +28,26 @@ class PrepackedLinear(nn.Module):
     to afterwards, which their version counter tells, they are prepacked again. Writes through ``.data`` escape it.
 
     Args:
-        linear: the module it stands for, on the CPU, in float32 or bfloat16.
+        linear: the module it stands for, or what has its ``weight`` and ``bias``; on the CPU, in float32 or bfloat16.
         backend: ``"native"`` (the C++ kernels; rows do not depend on each other's number) or ``"onednn"`` (PyTorch's
             own prepacking).
         weights: keep fewer bits, see :func:`~arbordraft.kernels.prepacked_linear.pack`; changes the output, and is
             for native kernels only.
         groups: what these weights are in groups already, until they are written to.
+        transposed: whether the linear keeps ``[I, O]`` instead of ``[O, I]``.
 
     Raises:
         ValueError: if the backend cannot be used for this linear.
     """
 
     def __init__(
-        self, linear: nn.Linear, backend: str = "native", *, weights: str | None = None, groups: Groups | None = None
+        self,
+        linear: nn.Linear,
+        backend: str = "native",
+        *,
+        weights: str | None = None,
+        groups: Groups | None = None,
+        transposed: bool = False,
     ) -> None:
         super().__init__()
         if backend not in BACKENDS:
@@ -55,9 +62,9 @@ class PrepackedLinear(nn.Module):
             problem = f"weights must be on the CPU, got {linear.weight.device}"
         if problem is not None:
             raise ValueError(f"the {backend} backend cannot prepack this linear: {problem}")
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.backend, self.weights = backend, weights
+        self.backend, self.weights, self.transposed = backend, weights, transposed
         self.weight, self.bias = linear.weight, linear.bias
+        self.out_features, self.in_features = self._rows().shape
         self._prepack(groups)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -78,10 +85,14 @@ class PrepackedLinear(nn.Module):
     def _current(self) -> tuple[int, ...]:
         return tuple(version_of(tensor) for tensor in (self.weight, self.bias) if tensor is not None)
 
+    def _rows(self) -> Tensor:
+        weight = self.weight.detach()
+        return weight.T if self.transposed else weight
+
     def _prepack(self, groups: Groups | None = None) -> None:
         self._state = self._current()
         self._scale = self._wide_bias = None
-        weight = self.weight.detach()
+        weight = self._rows()
         if self.backend == "onednn":
             self._prepacked = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
             return

@@ -197,12 +197,10 @@ struct Attention {
     const int64_t size = D ? D : dim;
     f32x16 found = splat(0.f);
     int64_t d = 0;
-#if defined(__AVX512BF16__)
-    if constexpr (std::is_same_v<T, bf16>) {
-      for (; d + 32 <= size; d += 32)
-        found.v = _mm512_dpbf16_ps(
-            found.v, (__m512bh)_mm512_loadu_si512(query + d), (__m512bh)_mm512_loadu_si512(key + d));
-    }
+#if defined(ARBORDRAFT_DOT_BF16)
+    if constexpr (std::is_same_v<T, bf16>)
+      for (; d + 2 * kLanes <= size; d += 2 * kLanes)
+        found = arbordraft::dot(load_dot(query + d), load_dot(key + d), found);
 #endif
     for (; d < size; d += kLanes) found = fma(load(query + d), load(key + d), found);
     return found;
@@ -212,7 +210,7 @@ struct Attention {
   template <int G>
   void weigh(const T (*weights)[kChunk], const T* const* rows, int64_t n, float* out) const {
     int64_t d = 0;
-#if defined(__AVX512BF16__)
+#if defined(ARBORDRAFT_DOT_BF16)
     if constexpr (std::is_same_v<T, bf16>)
       for (; d + 32 <= value_dim; d += 32) weigh_pairs<G>(weights, rows, n, d, out);
 #endif
@@ -234,31 +232,22 @@ struct Attention {
     for (int h = 0; h < G; ++h)
       for (int i = 0; i < N; ++i) store(out + h * (value_dim + 2) + d + i * kLanes, found[h][i]);
   }
-#if defined(__AVX512BF16__)
+#if defined(ARBORDRAFT_DOT_BF16)
   // 32 channels of two keys at a time: the dot product adds up pairs.
   template <int G>
   void weigh_pairs(const bf16 (*weights)[kChunk], const bf16* const* rows, int64_t n, int64_t d, float* out) const {
-    __m512 low[G], high[G];
-    for (int h = 0; h < G; ++h) low[h] = high[h] = _mm512_setzero_ps();
+    f32x16 low[G], high[G];
+    for (int h = 0; h < G; ++h) low[h] = high[h] = splat(0.f);
     for (int64_t k = 0; k < n; k += 2) {
-      const __m512i a = _mm512_loadu_si512(rows[k] + d), b = _mm512_loadu_si512(rows[k + 1] + d);
-      const __m512bh first = (__m512bh)_mm512_unpacklo_epi16(a, b), second = (__m512bh)_mm512_unpackhi_epi16(a, b);
+      bf16x32 first, second;
+      zip(rows[k] + d, rows[k + 1] + d, first, second);
       for (int h = 0; h < G; ++h) {
-        int pair;
-        std::memcpy(&pair, &weights[h][k], 4);
-        const __m512bh weight = (__m512bh)_mm512_set1_epi32(pair);
-        low[h] = _mm512_dpbf16_ps(low[h], first, weight);
-        high[h] = _mm512_dpbf16_ps(high[h], second, weight);
+        const bf16x32 weight = splat_pair(&weights[h][k]);
+        low[h] = arbordraft::dot(first, weight, low[h]);
+        high[h] = arbordraft::dot(second, weight, high[h]);
       }
     }
-    // Unpacking left channels 0-3, 8-11, ... in the lower and 4-7, 12-15, ... in the higher ones.
-    const __m512i front = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-    const __m512i back = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
-    for (int h = 0; h < G; ++h) {
-      float* to = out + h * (value_dim + 2) + d;
-      _mm512_storeu_ps(to, _mm512_permutex2var_ps(low[h], front, high[h]));
-      _mm512_storeu_ps(to + kLanes, _mm512_permutex2var_ps(low[h], back, high[h]));
-    }
+    for (int h = 0; h < G; ++h) store_unzipped(out + h * (value_dim + 2) + d, low[h], high[h]);
   }
 #endif
 };

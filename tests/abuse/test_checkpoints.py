@@ -235,8 +235,8 @@ def test_weights_too_large_for_their_dtype(copied):
     ],
     ids=["file", "nothing", "no name"],
 )
-def test_names_that_are_no_model(copied, monkeypatch, name, message):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+@pytest.mark.usefixtures("no_hub")
+def test_names_that_are_no_model(copied, name, message):
     with pytest.raises(ValueError, match=message):
         load_model(name.format(folder=copied("model")), torch.float32)
 

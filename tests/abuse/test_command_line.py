@@ -16,6 +16,7 @@ from arbordraft.cli import bench
 from arbordraft.cli import main as cli
 from arbordraft.cli.failures import TRACEBACK
 
+pytestmark = pytest.mark.usefixtures("no_hub")
 PROMPT = json.dumps({"messages": [{"role": "user", "content": "a b"}]}) + "\n"
 
 
@@ -176,7 +177,6 @@ USAGE = {
 def run(arguments, monkeypatch, capsys):
     """The status of a command that is run in this process, and what it says on stderr."""
     monkeypatch.setattr(sys, "argv", ["arbordraft", *arguments])
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     status = 0
     try:
         cli.main()

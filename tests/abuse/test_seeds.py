@@ -44,9 +44,9 @@ from arbordraft.deciders import (
     LearnedDecider,
     PathSurvival,
 )
+from arbordraft.decisions import Plan
 from arbordraft.drafters.garden import Garden
 from arbordraft.sampling import Noise
-from arbordraft.types import Plan
 
 SEEDS = (11, 2**40 + 12, 13)
 SLOPE = CostTable((1, 64), (1.0, 3.0))

@@ -27,7 +27,8 @@ from arbordraft import (
 from arbordraft.laws import AdaptiveTopTail, DraftLaw
 from arbordraft.masks import SlicedCausalMask
 from arbordraft.processors import Warp
-from arbordraft.sampling import Noise, SoftmaxRows
+from arbordraft.rows import SoftmaxRows
+from arbordraft.sampling import Noise
 from arbordraft.topology import MOST_DEPTH, MOST_NODES
 from arbordraft.types import DraftTree, SampleTree
 from arbordraft.verifiers import OptimalTransport, Remembered, TypicalAcceptance

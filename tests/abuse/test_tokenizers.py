@@ -6,7 +6,7 @@ from string import ascii_letters, digits
 import pytest
 import torch
 from models import PROMPTS, VOCAB, context, greedy_reference, joined, left_padded, new_tokens, next_logits, tiny
-from test_generate_law import BUSH, FEW, PAIR, fit, small_decoder
+from request_law import BUSH, FEW, PAIR, fit, small_decoder
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

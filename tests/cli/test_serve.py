@@ -78,6 +78,15 @@ def test_a_taken_port_is_told_before_the_model_is_read(monkeypatch):
     assert "cannot listen on 127.0.0.1" in str(result.exception)
 
 
+@pytest.mark.parametrize(("option", "rows"), [([], 123), (["--max-rows", "7"], 7)], ids=["by costs", "as told"])
+def test_how_many_tokens_are_read_at_a_time(monkeypatch, folder, option, rows):
+    made: dict[str, int] = {}
+    monkeypatch.setattr(module, "rows_within", lambda target: 123)
+    monkeypatch.setattr(module, "Engine", lambda decoder, **options: made.update(options) or sys.exit("made"))
+    CliRunner().invoke(app, ["serve", folder, "--port", "0", "--drafter", "none", "--kernels", "torch", *option])
+    assert made["max_rows"] == rows
+
+
 def test_missing_libraries_are_named(monkeypatch):
     monkeypatch.setattr(module, "find_spec", lambda name: None if name == "uvicorn" else name)
     result = CliRunner().invoke(app, ["serve"])

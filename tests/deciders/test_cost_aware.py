@@ -12,23 +12,14 @@ from hypothesis import strategies as st
 from models import context
 
 from arbordraft import CostTable, Fixed, TreeTopology
+from arbordraft.context import DraftContext
 from arbordraft.costs import StepCosts
 from arbordraft.deciders import CostAware, Decider, FixedDepth, PathSurvival
+from arbordraft.decisions import Draw, Origin, Outcome, Plan, Situation, StepView
 from arbordraft.drafters import Drafter
 from arbordraft.drafters.garden import Garden
 from arbordraft.laws import IID
-from arbordraft.types import (
-    DraftContext,
-    DraftTree,
-    Draw,
-    Origin,
-    Outcome,
-    Plan,
-    SampleTree,
-    SampleVerdict,
-    Situation,
-    StepView,
-)
+from arbordraft.types import DraftTree, SampleTree, SampleVerdict
 
 DEPTH = 6
 

@@ -34,8 +34,8 @@ from arbordraft.deciders import (
     NodeBudget,
     PathSurvival,
 )
+from arbordraft.decisions import Draw, Origin, Outcome, Situation, StepView
 from arbordraft.drafters.garden import Garden
-from arbordraft.types import Draw, Origin, Outcome, Situation, StepView
 
 CERTAIN, FAIR = torch.tensor([1.0, 0.0]), torch.tensor([0.5, 0.5])
 

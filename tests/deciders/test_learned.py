@@ -25,9 +25,9 @@ from arbordraft import (
     WithoutReplacement,
 )
 from arbordraft.deciders import FixedDepth, LearnedDecider
+from arbordraft.decisions import Draw, Origin, StepView
 from arbordraft.heads.eagle import EagleHead
 from arbordraft.target.cache import RaggedKVCache
-from arbordraft.types import Draw, Origin, StepView
 
 ROW = torch.tensor([0.7, 0.2, 0.1])
 TREE = TreeTopology.from_k_config((2, 2, 1))

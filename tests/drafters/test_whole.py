@@ -17,8 +17,10 @@ from grown_trees import (
     TEMPERATURES,
     TEXTS,
     TOPOLOGIES,
+    UNTOLD,
     at_most,
     check,
+    check_no_drafts,
     trees,
 )
 from models import PROMPTS, VOCAB
@@ -26,12 +28,12 @@ from native_drafters import KINDS, built
 from transformers import TemperatureLogitsWarper
 
 from arbordraft import EagleDrafter
+from arbordraft.decisions import Plan
 from arbordraft.drafters import whole
 from arbordraft.heads.medusa import MedusaHead
+from arbordraft.kernels.decoder_layers import Norm
 from arbordraft.kernels.draft_tree import DraftRun
 from arbordraft.kernels.prepacked_linear import WEIGHTS
-from arbordraft.laws import IID
-from arbordraft.types import Plan
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -180,22 +182,11 @@ def test_weights_that_are_no_numbers_draft_nothing(kind, heat):
     target, drafter = built(kind, change=None if kind == "model" else broken)
     if kind == "model":  # which would be refused if it came like this
         sound = drafter._in_one_call().weights
-        drafter._fused = drafter.model.prepacking, DraftRun(replace(sound, norm=sound.norm * float("nan")))
-    rounds = Rounds(drafter, target, TEXTS)
-    with pytest.warns(UserWarning, match="drafter produced NaN or infinite logits"):
-        _, found = trees(rounds, BINARY, at_most(MANY), **TEMPERATURES[heat])
-    assert [list(tokens) for tokens, _ in found] == [[0]] * 4
+        drafter._fused = drafter.model.prepacking, DraftRun(replace(sound, norm=Norm(sound.norm.weight * float("nan"))))
+    check_no_drafts(Rounds(drafter, target, TEXTS), **TEMPERATURES[heat])
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"decide": lambda view: [True] * len(view.paths)},
-        {"processors": [lambda ids, scores: scores * 2]},
-        {"law": IID(2)},
-    ],
-    ids=["asked", "other processors", "random draws"],
-)
+@pytest.mark.parametrize("options", UNTOLD.values(), ids=UNTOLD)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_cannot_be_told_in_numbers_is_grown_level_by_level(calls, kind, options):
     target, drafter = built(kind)

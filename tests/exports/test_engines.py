@@ -385,6 +385,7 @@ def test_an_index_may_not_lead_elsewhere(folders, tmp_path):
         (export_vllm, "eagle", {"target": "nowhere"}, "'nowhere' cannot be read"),
     ],
 )
+@pytest.mark.usefixtures("no_hub")
 def test_unsupported_requests(folders, tmp_path, engine, drafter, options, message):
     with pytest.raises(ValueError, match=message):
         engine(folders[drafter], tmp_path / "out", **{"target": str(folders["target"]), **options})

@@ -1,18 +1,16 @@
 """Grammars and other processors that follow a text, on the paths of trees: what plain decoding says is said."""
 
 import json
-from collections import Counter
 from functools import cache
-from itertools import product
 
 import jsonschema
 import pytest
 import torch
-from models import EOS, PAYS, PROMPTS, VOCAB, left_padded, new_tokens, next_logits, tiny
+from models import EOS, PAYS, PROMPTS, VOCAB, left_padded, new_tokens
 from native_drafters import KINDS, built
-from scipy.stats import chisquare
+from request_law import fit, small, small_decoder
 from spellers import speller, speller_tokenizer
-from transformers import LogitsProcessor, LogitsProcessorList, TopPLogitsWarper
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from arbordraft import (
     IID,
@@ -24,7 +22,6 @@ from arbordraft import (
     Matching,
     NGramDrafter,
     NoDrafter,
-    RaggedModel,
     RecursiveRejection,
     SpecHub,
     SpeculativeDecoder,
@@ -248,8 +245,6 @@ def test_heads_with_native_drafts(kind, temperature):
     assert texts[0][0] != texts[0][1]
 
 
-FEW, SAMPLES, DEPTH, TOP_P = 6, 500, 3, 0.9
-TEXT = [1, 2, 3, 1, 2, 4, 1, 2]
 # Where each state leads: it branches, is forced, and comes back.
 AUTOMATON = {0: {1: 1, 2: 2, 5: 0}, 1: {3: 2}, 2: {0: 0, 1: 1, 4: 3, 5: 2}, 3: {2: 0}}
 
@@ -283,54 +278,17 @@ class Careless(Automaton):
             super().accept(token)
 
 
-@cache
-def small(seed):
-    return RaggedModel(tiny(seed=seed, sharpness=1.5, vocab_size=FEW), kernels="torch")
+def followers(text):
+    """The tokens on which the table leads from a text, if it led so far."""
+    state = 0
+    for token in text:
+        state = AUTOMATON[state][token]
+    return AUTOMATON[state]
 
 
-@cache
-def exact_law():
-    """Probability of every text of some tokens, by the model, the automaton and top-p."""
-
-    @cache
-    def row(text, state):
-        scores = next_logits(small(0).model, [*TEXT, *text])[None].double()
-        scores[0, [token for token in range(FEW) if token not in AUTOMATON[state]]] = -torch.inf
-        return TopPLogitsWarper(TOP_P)(None, scores).softmax(-1)[0].tolist()
-
-    law = {}
-    for text in product(range(FEW), repeat=DEPTH):
-        state, chance = 0, 1.0
-        for at, token in enumerate(text):
-            chance *= row(text[:at], state)[token]
-            state = AUTOMATON[state].get(token)
-            if not chance or state is None:
-                break
-        law[text] = chance if state is not None else 0.0
-    return law
-
-
-def fit(decoder, processor):
-    """P-value of what many samples of one prompt emitted; texts too rare to count share one cell."""
-    output = decoder.generate(
-        torch.tensor([TEXT] * SAMPLES),
-        do_sample=True,
-        top_k=0,
-        top_p=TOP_P,
-        max_new_tokens=DEPTH,
-        eos_token_id=None,
-        logits_processor=LogitsProcessorList([processor]),
-        return_dict_in_generate=True,
-    )
-    assert output.stats.accepted.total() > SAMPLES / 4  # drafting took part in it
-    law = exact_law()
-    assert sum(law.values()) == pytest.approx(1)
-    counted = Counter(map(tuple, output.sequences[:, len(TEXT) :].tolist()))
-    if any(law[text] == 0 for text in counted):
-        return 0.0
-    cells = [text for text in law if law[text] * SAMPLES >= 5]
-    seen, expected = [counted[text] for text in cells], [law[text] * SAMPLES for text in cells]
-    return chisquare([*seen, SAMPLES - sum(seen)], [*expected, SAMPLES - sum(expected)]).pvalue
+def p_value(name, processor):
+    torch.manual_seed(7)
+    return fit(LAWS[name](), 500, followers, logits_processor=LogitsProcessorList([processor]))
 
 
 def model():
@@ -338,25 +296,14 @@ def model():
 
 
 LAWS = {
-    "block, chain": lambda: SpeculativeDecoder(
-        small(0), model(), TreeTopology.chain(3), Coupling(IID(1), Lifted(RecursiveRejection()))
-    ),
-    "with replacement": lambda: SpeculativeDecoder(
-        small(0), model(), TREE, Coupling(IID(2), TopDown(RecursiveRejection()))
-    ),
-    "without replacement": lambda: SpeculativeDecoder(
-        small(0), model(), TREE, Coupling(WithoutReplacement(2), TopDown(RecursiveRejection()))
-    ),
-    "hub pairs": lambda: SpeculativeDecoder(
-        small(0), model(), TreeTopology.k_ary(2, 3), Coupling(TopTail(1, 1), TopDown(SpecHub()))
-    ),
-    "fixed": lambda: SpeculativeDecoder(small(0), model(), TREE, Coupling(Fixed(2), TopDown(Matching()))),
+    "block, chain": lambda: small_decoder(IID(1), Lifted(RecursiveRejection()), TreeTopology.chain(3), model()),
+    "with replacement": lambda: small_decoder(IID(2), TopDown(RecursiveRejection()), TREE, model()),
+    "without replacement": lambda: small_decoder(WithoutReplacement(2), TopDown(RecursiveRejection()), TREE, model()),
+    "hub pairs": lambda: small_decoder(TopTail(1, 1), TopDown(SpecHub()), TreeTopology.k_ary(2, 3), model()),
+    "fixed": lambda: small_decoder(Fixed(2), TopDown(Matching()), TREE, model()),
     "lookup": lambda: SpeculativeDecoder(small(0), NGramDrafter(shortest=1), TREE),
-    "forced, else random": lambda: SpeculativeDecoder(
-        small(0),
-        HybridDrafter(GrammarDrafter(), model()),
-        TREE,
-        Coupling(WithoutReplacement(2), TopDown(RecursiveRejection())),
+    "forced, else random": lambda: small_decoder(
+        WithoutReplacement(2), TopDown(RecursiveRejection()), TREE, HybridDrafter(GrammarDrafter(), model())
     ),
     "shared noise": lambda: SpeculativeDecoder(small(0), model(), TREE),
 }
@@ -364,13 +311,11 @@ LAWS = {
 
 @pytest.mark.parametrize("name", LAWS)
 def test_the_law_is_the_masked_targets(name):
-    torch.manual_seed(7)
-    assert fit(LAWS[name](), Automaton()) > 1e-3
+    assert p_value(name, Automaton()) > 1e-3
 
 
 def test_another_law_is_noticed():
-    torch.manual_seed(7)
-    assert fit(LAWS["shared noise"](), Careless()) < 1e-6
+    assert p_value("shared noise", Careless()) < 1e-6
 
 
 def test_plain_decoding_drafts_nothing():

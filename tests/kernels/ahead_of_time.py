@@ -16,6 +16,7 @@ from triton.compiler import ASTSource
 from arbordraft.kernels.gumbel import triton as gumbel
 from arbordraft.kernels.kv_cache import triton as kv_cache
 from arbordraft.kernels.ragged_tree_attention import triton as attention
+from arbordraft.kernels.ragged_tree_attention.tiling import choose
 from arbordraft.kernels.tree_expand import triton as tree_expand
 from arbordraft.kernels.verify import triton as verify
 
@@ -105,7 +106,7 @@ def _cuobjdump(cubin):
 
 def attention_case(target, rows, size, dtype, group=4, causal=False, options=False):
     hip, exact, key_bytes = target == "gfx942", dtype == "fp32", 2 * size * BYTES[dtype]
-    how = attention.choose(rows, group, 8, 4096, 132, key_bytes, exact=exact, options=options, hip=hip)
+    how = choose(rows, group, 8, 4096, 132, key_bytes, exact=exact, options=options, hip=hip)
     constants = {
         **{"G": group, "D": size, "DV": size, "BLOCK_D": size, "BLOCK_DV": size, "W": 1, "SEARCH": 5},
         **{"BLOCK_Q": how.block_q, "BLOCK_M": how.block_m, "BLOCK_N": how.block_n, "SPLITS": how.splits},

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from arbordraft import TreeTopology
-from arbordraft.kernels.decoder_layers import LayerWeights, Matrix
+from arbordraft.kernels.decoder_layers import LayerWeights, Matrix, Norm
 from arbordraft.kernels.draft_tree import DraftRun, DraftWeights, Draws, Growth, draft_from_rows
 from arbordraft.kernels.prepacked_linear import prepack
 
@@ -23,14 +23,14 @@ def draft_run(states=True, **changes):
     """One layer; it reads hidden states of a target beside its embeddings, or the embeddings alone."""
     beside = HIDDEN if states else 0
     layer = LayerWeights(
-        pre_attention=torch.ones(HIDDEN),
+        pre_attention=Norm(torch.ones(HIDDEN)),
         qkv=matrix(4 * 16, HIDDEN + beside),
         query_norm=None,
         key_norm=None,
         sinks=None,
         out=matrix(HIDDEN, 2 * 16),
         post_attention=None,
-        pre_mlp=torch.ones(HIDDEN),
+        pre_mlp=Norm(torch.ones(HIDDEN)),
         gate_up=matrix(96, HIDDEN),
         down=matrix(HIDDEN, 48),
         post_mlp=None,
@@ -44,13 +44,13 @@ def draft_run(states=True, **changes):
         epsilon=1e-5,
         scale=0.25,
         softcap=None,
-        beside_norm=torch.ones(HIDDEN) if states else None,
+        beside_norm=Norm(torch.ones(HIDDEN)) if states else None,
     )
     fields = {
         "embedding": torch.randn(VOCAB, HIDDEN),
         "fuse": matrix(HIDDEN, STATES) if states else None,
         "layers": [layer],
-        "norm": torch.ones(HIDDEN),
+        "norm": Norm(torch.ones(HIDDEN)),
         "head": matrix(VOCAB, HIDDEN),
         "outputs": VOCAB,
         "vocabulary": None,

@@ -9,9 +9,7 @@ FOLDER = Path(__file__).parent / "interpreted"
 
 
 def test_triton_kernels_in_the_interpreter():
-    # It comes last, as a file with one test: the other workers have nothing to do by then.
-    workers = str(min(4, os.cpu_count() or 1))
-    command = [sys.executable, "-m", "pytest", "-q", "-n", workers, "-p", "no:cacheprovider", str(FOLDER)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(FOLDER)]
     found = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout[-6000:] + found.stderr[-2000:]
     assert "skipped" not in found.stdout

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from native_checks import (
     BESIDE,
+    CHOICES,
     GROUPED,
     KINDS,
     OPTIONS,
@@ -25,10 +26,12 @@ from native_checks import (
     check_attention,
     check_layers,
     check_linear,
-    check_rms_norm,
+    check_mixtures,
+    check_norm,
     check_row_max,
     layers_of,
     linear_case,
+    mixtures_of,
     random_layer,
     relative,
 )
@@ -38,7 +41,8 @@ from torch.testing import assert_close
 
 from arbordraft import TreeTopology
 from arbordraft.kernels import native
-from arbordraft.kernels.decoder_layers import LayerRun
+from arbordraft.kernels.decoder_layers import LayerRun, Matrix, Norm
+from arbordraft.kernels.native import build
 from arbordraft.kernels.prepacked_linear import (
     ACTIVATIONS,
     Groups,
@@ -260,8 +264,8 @@ def test_row_maxima_of_a_large_vocabulary():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rms_norms(dtype):
-    check_rms_norm(dtype)
+def test_norms(dtype):
+    check_norm(dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -306,8 +310,11 @@ def test_attention_of_the_last_levels_only(last):
     assert torch.equal(attention_with(case, words=wide), attention_with(case))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize(
+    ("part", "dtype"),
+    [(part, dtype) for dtype in DTYPES for part in PARTS if dtype == torch.float32 or part not in CHOICES],
+    ids=str,
+)
 def test_layers(part, dtype):
     for layers in ([part], ["base", part, "all"]):
         shared = {name: size for name, size in PARTS[part].items() if name in ("heads", "kv_heads", "dim")}
@@ -318,6 +325,41 @@ def test_layers(part, dtype):
 @pytest.mark.parametrize("kind", [kind for kind, (_, weights) in KINDS.items() if weights])
 def test_layers_with_weights_of_fewer_bits(kind):
     check_layers(layers_of(kind), KINDS[kind][0])
+    check_mixtures(kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_experts_that_a_row_takes_are_read(kind):
+    """What others hold may be no number, or, where there are only codes, their scales."""
+    layer, dtype = mixtures_of(kind)[1], KINDS[kind][0]
+    expected = Stack([layer], dtype).text([[5]])[0]
+
+    def without(experts):
+        matrices = {}
+        for name in ("gate_up", "down"):
+            matrix = getattr(layer, name)
+            parts = {key: None if part is None else part.clone() for key, part in vars(matrix).items()}
+            lost = parts["weight"] if parts["scale"] is None else parts["scale"]
+            lost.view(torch.uint8).unflatten(0, (layer.experts.routed, -1))[experts] = 255  # NaN in every type
+            matrices[name] = Matrix(**parts)
+        return Stack([replace(layer, **matrices)], dtype).text([[5]])[0]
+
+    read = [expert for expert in range(layer.experts.routed) if without([expert]).isnan().any()]
+    assert len(read) == layer.experts.chosen  # the control: these do matter
+    others = [expert for expert in range(layer.experts.routed) if expert not in read]
+    assert torch.equal(without(others), expected)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [{"chosen": 1}, {"normalised": False}, {"shared": 1, "routed": 4}, {"gated": True, "shared": 1, "routed": 4}],
+    ids=str,
+)
+def test_another_choice_of_experts_would_be_seen(fault):
+    layer = random_layer(**PARTS["experts"])
+    check_layers([layer])
+    with pytest.raises(AssertionError):
+        check_layers([layer], truth=[replace(layer, experts=replace(layer.experts, **fault))])
 
 
 def test_layers_that_rotate_some_channels():
@@ -329,7 +371,9 @@ def test_layers_whose_rotation_is_more_exact():
 
 
 @pytest.mark.parametrize(
-    "fault", [{"scale": 0.303}, {"epsilon": 1e-4}, {"window": 3}, {"rotary": False}, {"softcap": 30.0}], ids=str
+    "fault",
+    [{"scale": 0.303}, {"epsilon": 1e-4}, {"window": 3}, {"rotary": False}, {"softcap": 30.0}, {"parallel": True}],
+    ids=str,
 )
 def test_another_layer_would_be_seen(fault):
     layer = random_layer()
@@ -338,12 +382,33 @@ def test_another_layer_would_be_seen(fault):
         check_layers([layer], truth=[replace(layer, **fault)])
 
 
+@pytest.mark.parametrize("place", ["pre_attention", "key_norm", "post_mlp"])
+def test_a_mean_that_stays_would_be_seen(place):
+    layer = random_layer(**PARTS["layer norms"])
+    with pytest.raises(AssertionError):
+        check_layers([layer], truth=[replace(layer, **{place: Norm(getattr(layer, place).weight)})])
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "message"),
+    [
+        ("base", {"parallel": True}, "an MLP beside the attention reads what that reads"),
+        ("norms over all heads", {"key_norm": Norm(torch.ones(16))}, "a norm has the wrong size"),
+        ("base", {"pre_mlp": Norm(torch.ones(64), torch.ones(16))}, "a norm has the wrong size"),
+        ("no gates", {"inner": 80}, "weights are not prepacked for 80 outputs"),
+    ],
+)
+def test_parts_that_do_not_fit_each_other(part, change, message):
+    with pytest.raises(RuntimeError, match=message):
+        Stack([replace(random_layer(**PARTS[part]), **change)]).text([[5, 6, 7]])
+
+
 def test_what_stands_beside_takes_part():
     """Its norm and its values: and it must be there, row by row, where a layer reads it, and nowhere else."""
     plain, reading = random_layer(), random_layer(**PARTS["beside"])
     check_layers([plain, reading])
     with pytest.raises(AssertionError):
-        check_layers([reading], truth=[replace(reading, beside_norm=reading.beside_norm.flip(0))])
+        check_layers([reading], truth=[replace(reading, beside_norm=Norm(reading.beside_norm.weight.flip(0)))])
     hidden, batch = torch.randn(1, 18, 64), Case(TREES["trees"], dtype=torch.float32, size=16).batch
     pools, rotary = [(torch.zeros(60, 2, 16), torch.zeros(60, 2, 16))], torch.ones(2, 1, 18, 16)
     for layer, beside, message in (
@@ -363,6 +428,7 @@ def test_a_layer_without_kernels_computes_the_same(kind, monkeypatch):
     assert not native.load()
     if dtype == torch.float32:
         check_layers(layers_of(kind), dtype)
+        check_mixtures(kind)
     check_linear(kind, 33, 19)
     check_linear(kind, 32, 7, activation="gelu")
     check_row_max(dtype)
@@ -386,7 +452,7 @@ def operator_calls():
         (ops.prepacked_linear.default, (x, *weights, options["outputs"], -1)),
         (ops.prepacked_linear.default, (torch.randn(2, 3, 8), prepack(torch.randn(64, 8)), None, None, 64, 2)),
         (ops.prepacked_linear.default, (torch.randn(2, 3, 40), *pack(torch.randn(64, 40), "int4"), None, 64, -1)),
-        (ops.rms_norm.default, (torch.randn(2, 3, 32), torch.randn(32), 1e-5)),
+        (ops.norm.default, (torch.randn(2, 3, 32), torch.randn(32), torch.randn(32), 1e-5)),
         (ops.row_max.default, (torch.randn(5, 33).bfloat16(),)),
         (
             ops.ragged_tree_attention.default,
@@ -516,33 +582,16 @@ def script(*command, **variables):
 
 # Other processors
 
-ISAS = ("avx512", "avx_vnni", "avx2", "generic")
-
-
-@pytest.fixture(scope="module")
-def builds():
-    """The builds are made side by side, as they may all be new."""
-    here = Path(__file__).parents[1] / "native_checks.py"
-    started = {
-        isa: subprocess.Popen(
-            [sys.executable, str(here)],
-            env=os.environ | {"ARBORDRAFT_ISA": isa, "OMP_WAIT_POLICY": "passive"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for isa in ISAS
-    }
-    yield started
-    for process in started.values():
-        process.kill()
-        process.communicate()
+ISAS = [isa for isa in build.NEEDED_BY if isa not in ("native", "off")]
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_every_instruction_set(isa, builds):
-    output, errors = builds[isa].communicate(timeout=500)
-    if "this CPU lacks" in errors:
-        pytest.skip(errors)
-    assert builds[isa].returncode == 0, errors
-    assert output.split() == [isa, bits_of_groups()]
+def test_every_instruction_set(isa):
+    """One after the other: where there are more threads than processors, teams wait for each other."""
+    if not build.NEEDED_BY[isa] <= build.cpu_features():
+        pytest.skip("this CPU lacks it; test_emulated.py has some of those")
+    here = Path(__file__).parents[1] / "native_checks.py"
+    environment = os.environ | {"ARBORDRAFT_ISA": isa, "OMP_WAIT_POLICY": "passive"}
+    done = subprocess.run([sys.executable, str(here)], capture_output=True, text=True, timeout=500, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [isa, bits_of_groups()]

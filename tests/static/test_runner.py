@@ -1,13 +1,14 @@
 """Decoding in steps of fixed shapes: the tokens of the ordinary step, in buckets, with padding that disturbs nobody."""
 
 from collections import Counter
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import pytest
 import torch
 from companions import drafter as trained_drafter
 from companions import target as trained_target
 from models import EOS, PAYS, PROMPTS, greedy_reference, left_padded, new_tokens, ragged, tiny
+from recording import record_on_cpu
 
 from arbordraft import (
     IID,
@@ -31,6 +32,7 @@ from arbordraft import (
 )
 from arbordraft.deciders import CostAware, EntropyBound, NodeBudget
 from arbordraft.laws import AdaptiveTopTail, DraftLaw
+from arbordraft.static import runner
 from arbordraft.static.runner import StaticStepping, _Runner
 from arbordraft.static.step import StaticStep
 from arbordraft.target.cache import CacheOverflow
@@ -417,49 +419,22 @@ def test_a_model_in_training_mode_is_refused():
 # Recording, with a stand-in for the GPU
 
 
-class Record:
-    """A graph that does again, in the same buffers, what was done while it was recorded."""
-
-    made = replays = 0
-
-    def replay(self):
-        Record.replays += 1
-        for kept, new in zip(self.out, self.again(), strict=True):
-            kept.copy_(new)
-
-
 @pytest.fixture
 def recorded(monkeypatch):
-    """Lets steps be recorded on a CPU, and sees to it that recording touches no sample."""
-    Record.made = Record.replays = 0
+    """Sees to it that recording touches no sample."""
     record = _Runner._record
 
-    def checked(runner, cache, pools):
+    def checked(self, cache, pools):
         before = [pool.clone() for pool in pools]
-        record(runner, cache, pools)
-        runner._graph.out, runner._graph.again = runner._out, lambda: runner._run(pools)
+        record(self, cache, pools)
         samples = torch.ones(len(pools[0]), dtype=torch.bool)
         samples[cache.dummy_start : cache.dummy_start + cache.capacity(cache.dummy)] = False
         for pool, old in zip(pools, before, strict=True):
             assert torch.equal(pool[samples], old[samples])
             assert not torch.equal(pool, old)
 
-    @contextmanager
-    def graph(record, pool):
-        Record.made += 1
-        yield
-
-    class Stream:
-        def wait_stream(self, other):
-            pass
-
     monkeypatch.setattr(_Runner, "_record", checked)
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
-    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Record)
-    monkeypatch.setattr(torch.cuda, "graph", graph)
-    return Record
+    return record_on_cpu(monkeypatch, runner)
 
 
 def on_a_gpu(decoder):

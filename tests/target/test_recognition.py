@@ -8,7 +8,7 @@ from torch.testing import assert_close
 from transformers.activations import ACT2FN
 
 from arbordraft import RaggedModel
-from arbordraft.target.stand_ins import PrepackedRMSNorm
+from arbordraft.target.stand_ins import PrepackedNorm
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -276,7 +276,7 @@ def test_a_last_norm_that_only_looks_right(kind):
     target = RaggedModel(model, kernels="native")
     assert target.prepacking.fused == 2
     assert not target.row_invariant
-    assert not any(isinstance(stand_in, PrepackedRMSNorm) for stand_in in stand_ins(target))
+    assert not any(isinstance(stand_in, PrepackedNorm) for stand_in in stand_ins(target))
     assert_close(logits(target), logits(plain(model)), **ROUNDING)
 
 
@@ -308,5 +308,5 @@ def test_a_module_in_two_places():
     model.model.second = model.model.norm
     target = RaggedModel(model, kernels="native")
     assert target.prepacking.fused == 2
-    assert sum(isinstance(stand_in, PrepackedRMSNorm) for stand_in in stand_ins(target)) == 2
+    assert sum(isinstance(stand_in, PrepackedNorm) for stand_in in stand_ins(target)) == 2
     assert_close(logits(target), logits(plain(model)), **ROUNDING)

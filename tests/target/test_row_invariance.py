@@ -18,8 +18,9 @@ from native_checks import (
     differing,
     layers_of,
     linear_rows,
+    mixtures_of,
 )
-from prepacked_models import FUSED, plain, small
+from prepacked_models import FUSED, plain, small, varied
 from ragged_case import Case
 
 from arbordraft import (
@@ -121,13 +122,14 @@ def test_a_node_gets_the_bits_of_plain_decoding(options, dtype, threads):
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_layers(kind, threads):
     torch.set_num_threads(threads)
-    for layers in (layers_of(kind), layers_of(kind)[1:]):
+    for layers in (layers_of(kind), layers_of(kind)[1:], mixtures_of(kind)):
         check_stack_rows(Stack(layers, KINDS[kind][0]))
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=4), st.integers(0, 99), st.sampled_from(list(KINDS)))
 def test_rows_of_layers_in_any_batch(lengths, seed, kind):
-    check_stack_rows(Stack(layers_of(kind), KINDS[kind][0]), seed, [*lengths, 5, 3][:3])
+    for layers in (layers_of(kind), mixtures_of(kind)):
+        check_stack_rows(Stack(layers, KINDS[kind][0]), seed, [*lengths, 5, 3][:3])
 
 
 def test_layers_whose_rows_depend_on_others_would_be_seen():
@@ -141,12 +143,13 @@ def test_layers_whose_rows_depend_on_others_would_be_seen():
 
 
 def test_all_thread_counts_give_the_same_bits():
-    stack, text = Stack(layers_of("bfloat16"), torch.bfloat16), [index % 50 for index in range(150)]
-    found = []
-    for threads in (1, 2, 4):
-        torch.set_num_threads(threads)
-        found += [stack.text([text])[0], stack.text([text], [[140], *([1] for _ in range(10))])[0]]
-    assert all(torch.equal(found[0], other) for other in found[1:])
+    text = [index % 50 for index in range(150)]
+    for layers in (layers_of("bfloat16"), mixtures_of("bfloat16")):
+        stack, found = Stack(layers, torch.bfloat16), []
+        for threads in (1, 2, 4):
+            torch.set_num_threads(threads)
+            found += [stack.text([text])[0], stack.text([text], [[140], *([1] for _ in range(10))])[0]]
+        assert all(torch.equal(found[0], other) for other in found[1:])
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -184,7 +187,7 @@ def disagreements(target):
                 yield name, batch
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "qwen2_moe"])
 @pytest.mark.parametrize("weights", [None, *WEIGHTS], ids=str)
 def test_speculative_bfloat16_equals_plain_decoding(weights, architecture):
     for seed in range(2):
@@ -192,6 +195,13 @@ def test_speculative_bfloat16_equals_plain_decoding(weights, architecture):
         target = RaggedModel(model, kernels="native", weights=weights)
         assert target.row_invariant
         assert list(disagreements(target)) == []
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "olmo2", "glm4", "cohere", "cohere2", "starcoder2", "phi"])
+def test_speculative_bfloat16_equals_plain_decoding_with_layers_of_other_kinds(architecture):
+    target = RaggedModel(varied(architecture).to(torch.bfloat16), kernels="native")
+    assert target.row_invariant
+    assert list(disagreements(target)) == []
 
 
 def test_rounding_that_depends_on_the_batch_would_be_seen():

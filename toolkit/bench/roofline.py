@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from arbordraft.bench.kernels import ATTENTION, Goal, Problem
 from arbordraft.kernels import work
+from arbordraft.kernels.ragged_tree_attention.tiling import choose
 from arbordraft.kernels.work import Work
 
 QUERY_HEADS = 32
@@ -74,8 +75,6 @@ class Shape(NamedTuple):
 
     def splits(self, processors: int, hip: bool = False) -> int:
         """Into how many parts prefixes are cut on a device."""
-        from arbordraft.kernels.ragged_tree_attention.triton import choose
-
         tiles, key_bytes = self.batch * self.heads // self.group, 2 * self.size * ITEMSIZE
         return choose(self.tree, self.group, tiles, self.context, processors, key_bytes, hip=hip).splits
 

@@ -23,10 +23,11 @@ from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter
 from arbordraft.kernels.gumbel import gumbel
 from arbordraft.laws import IID, AdaptiveTopTail, DraftLaw, SharedNoise, TopTail, WithoutReplacement
+from arbordraft.rows import Rows
 from arbordraft.sampling import GumbelNoise, Noise, draw
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
-from arbordraft.types import DraftTree, Rows, SampleTree, SampleVerdict, Verdict
+from arbordraft.types import DraftTree, SampleTree, SampleVerdict, Verdict
 from arbordraft.verifiers import (
     KSeq,
     Lifted,

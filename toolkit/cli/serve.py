@@ -11,6 +11,7 @@ from arbordraft.cli.display import terminal
 from arbordraft.cli.options import AutoDtypeOption, DrafterOption, KernelsOption, WeightsOption
 from arbordraft.engine import Engine
 from arbordraft.loading import Kernels
+from arbordraft.measuring import rows_within
 
 _LIBRARIES = ("fastapi", "openai", "prometheus_client", "uvicorn")
 
@@ -25,11 +26,16 @@ def serve(
         typer.Option(envvar="ARBORDRAFT_API_KEY", help="What clients must show; by default nothing."),
     ] = None,
     name: Annotated[str | None, typer.Option(help="What clients call the model; by default as above.")] = None,
-    max_samples: Annotated[int, typer.Option(min=1, help="Answers that are decoded at a time.")] = 16,
+    max_samples: Annotated[int, typer.Option(min=1, help="Answers that are decoded at a time.")] = 64,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens that the cache holds, which bounds memory.")] = 65_536,
     max_rows: Annotated[
-        int, typer.Option(min=1, help="Tokens of prompts that are read between two steps, so that no stream stalls.")
-    ] = 256,
+        int | None,
+        typer.Option(
+            min=1,
+            show_default="as many as take 0.2 s",
+            help="Tokens of prompts that are read between two steps, so that no stream stalls.",
+        ),
+    ] = None,
     max_waiting: Annotated[int, typer.Option(min=0, help="Answers that may wait; more are refused with 429.")] = 256,
     max_body: Annotated[int, typer.Option(min=1, help="Longest body of a request, in bytes.")] = 4 * 2**20,
     default_tokens: Annotated[int, typer.Option(min=1, help="Longest answer to whoever does not say.")] = 1024,
@@ -52,9 +58,8 @@ def serve(
     with bound(host, port) as listener:
         with console.status("loading the model"):
             decoder = load_decoder(model, drafter, dtype=dtype, kernels=kernels, weights=weights)
-        engine = Engine(
-            decoder, max_tokens=max_tokens, max_samples=max_samples, max_rows=max_rows, max_waiting=max_waiting
-        )
+            rows = max_rows or rows_within(decoder.target)
+        engine = Engine(decoder, max_tokens=max_tokens, max_samples=max_samples, max_rows=rows, max_waiting=max_waiting)
         service, url = Service(engine, name or _name(model), default_tokens), url_of(listener)
         app = build_app(service, api_key=api_key, max_body=max_body)
 

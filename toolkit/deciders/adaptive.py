@@ -10,7 +10,7 @@ from torch import nn
 from arbordraft.checks import instance, positive, real, whole
 from arbordraft.deciders.base import Decider
 from arbordraft.deciders.simple import EntropyBound
-from arbordraft.types import Outcome, StepView
+from arbordraft.decisions import Outcome, StepView
 
 
 @dataclass

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from arbordraft.types import Outcome, Plan, Situation, StepView
+from arbordraft.decisions import Outcome, Plan, Situation, StepView
 
 
 class Decider(nn.Module):

@@ -12,18 +12,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from arbordraft.context import DraftContext
 from arbordraft.drafters.garden import Garden
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.kernels.tree_expand import tree_expand
 from arbordraft.laws import IID, DraftLaw, SharedNoise
 from arbordraft.masks import stack_words
 from arbordraft.onnx_networks import OnnxNetwork
-from arbordraft.sampling import GumbelNoise, SoftmaxRows
+from arbordraft.rows import SoftmaxRows
+from arbordraft.sampling import GumbelNoise
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.stand_ins import prepack_linears
 from arbordraft.topology import TreeTopology
-from arbordraft.types import DraftContext, DraftTree, Verdict
+from arbordraft.types import DraftTree, Verdict
 
 if TYPE_CHECKING:
     from arbordraft.heads.base import Companion

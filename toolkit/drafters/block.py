@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from arbordraft.context import DraftContext
 from arbordraft.drafters.base import check_ragged, expect, grow
 from arbordraft.drafters.fused import FusedEagle, fusible, matrix_of
 from arbordraft.drafters.garden import Garden
@@ -24,7 +25,7 @@ from arbordraft.onnx_networks import OnnxBlock
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.stand_ins import prepack_linears
-from arbordraft.types import DraftContext, DraftTree, Verdict
+from arbordraft.types import DraftTree, Verdict
 
 if TYPE_CHECKING:
     from arbordraft.heads.block import BlockHead

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from arbordraft.context import DraftContext
 from arbordraft.drafters.base import Drafter, adopt, check_ragged, expect, grow, plan_level
 from arbordraft.drafters.garden import Garden
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.laws import DraftLaw
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
-from arbordraft.types import DraftContext, DraftTree
+from arbordraft.types import DraftTree
 
 if TYPE_CHECKING:
     from arbordraft.heads.exit_adapter import ExitAdapter

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from arbordraft.drafters.whole import CHUNK, feed
-from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Matrix
+from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Matrix, Norm
 from arbordraft.kernels.draft_tree import DraftRun, DraftWeights, Growth
 from arbordraft.kernels.prepacked_linear import interleave, prepack
 from arbordraft.kernels.prepacked_linear.module import PrepackedLinear, version_of
@@ -18,7 +18,9 @@ from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.file_blocks import in_memory
 from arbordraft.target.hook import UnsupportedModel
 from arbordraft.target.model import RaggedModel
-from arbordraft.target.recognition import Parts, Unrecognised
+from arbordraft.target.probing import Unrecognised
+from arbordraft.target.recognition import Parts
+from arbordraft.target.stand_ins import PrepackedNorm
 from arbordraft.topology import TreeTopology
 
 if TYPE_CHECKING:
@@ -63,14 +65,14 @@ class FusedEagle:
         embeddings: Any = self.target.model.get_input_embeddings()
         self._versions = self._current()
         fused = LayerWeights(
-            pre_attention=_wide(layer.hidden_norm.weight),
+            pre_attention=_norm(layer.hidden_norm),
             qkv=Matrix(prepack(qkv)),
             query_norm=None,
             key_norm=None,
             sinks=None,
             out=Matrix(prepack(attention.o_proj.weight)),
             post_attention=None,
-            pre_mlp=_wide(layer.post_attention_layernorm.weight),
+            pre_mlp=_norm(layer.post_attention_layernorm),
             gate_up=Matrix(prepack(interleave(mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()))),
             down=Matrix(prepack(mlp.down_proj.weight)),
             post_mlp=None,
@@ -84,10 +86,9 @@ class FusedEagle:
             epsilon=config.rms_norm_eps,
             scale=config.head_dim**-0.5,
             softcap=None,
-            beside_norm=_wide(layer.input_layernorm.weight),
+            beside_norm=_norm(layer.input_layernorm),
         )
         self._layer = LayerRun([fused])
-        self._norm = _wide(head.norm.weight)
         half = torch.arange(0, config.head_dim, 2) / config.head_dim
         trimmed = config.draft_vocab_size != config.vocab_size
         self.run = DraftRun(
@@ -95,7 +96,7 @@ class FusedEagle:
                 embedding=in_memory(embeddings.weight),
                 fuse=matrix_of(head.fc),
                 layers=[fused],
-                norm=self._norm,
+                norm=_norm(head.norm),
                 head=matrix_of(head.lm_head),
                 outputs=config.draft_vocab_size,
                 vocabulary=head.tokens.contiguous() if trimmed else None,
@@ -189,8 +190,8 @@ def matrix_of(linear: "PrepackedLinear | nn.Linear") -> Matrix:
     return Matrix(*linear.prepacked) if isinstance(linear, PrepackedLinear) else Matrix(prepack(linear.weight))
 
 
-def _wide(weight: Tensor) -> Tensor:
-    return weight.detach().float().contiguous()
+def _norm(module: nn.RMSNorm | PrepackedNorm) -> Norm:
+    return module.norm if isinstance(module, PrepackedNorm) else Norm(module.weight.detach().float().contiguous())
 
 
 __all__ = ["FusedEagle", "fused_model", "fusible", "matrix_of"]

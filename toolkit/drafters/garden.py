@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from arbordraft.context import DraftContext
+from arbordraft.decisions import Draw, Origin, Plan, Situation, StepView
 from arbordraft.laws import DraftLaw
 from arbordraft.stateful import Allowed
-from arbordraft.types import DraftContext, DraftTree, Draw, Origin, Plan, SampleTree, Situation, StepView
+from arbordraft.types import DraftTree, SampleTree
 
 if TYPE_CHECKING:
     from arbordraft.drafters.base import Drafter

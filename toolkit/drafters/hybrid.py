@@ -11,13 +11,14 @@ from typing import Any
 from torch import Tensor
 
 from arbordraft.checks import instance
+from arbordraft.context import DraftContext
 from arbordraft.drafters.base import Drafter
 from arbordraft.drafters.garden import groups_of, situation_of
 from arbordraft.laws import DraftLaw, Fixed
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
-from arbordraft.types import DraftContext, DraftTree, Verdict
+from arbordraft.types import DraftTree, Verdict
 
 
 @dataclass
@@ -29,8 +30,9 @@ class _State:
 class HybridDrafter(Drafter):
     """Asks ``first``, and ``otherwise`` for the samples for which ``first`` proposed nothing, or less than is expected.
 
-    What ``otherwise`` is expected to bring is known only to deciders that plan, see :class:`~arbordraft.types.Plan`.
-    Which of both drafts depends on committed tokens alone, so the output law is preserved.
+    What ``otherwise`` is expected to bring is known only to deciders that plan
+    (:class:`~arbordraft.decisions.Plan`). Which of both drafts depends on committed tokens alone, so the output law is
+    preserved.
 
     Args:
         first: proposes deterministically, as lookups do.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from arbordraft.checkpoints import load_causal_lm, load_tokenizer
+from arbordraft.context import DraftContext
 from arbordraft.drafters.base import Drafter, check_ragged, grow, plan_level, unread
 from arbordraft.drafters.fused import fused_model
 from arbordraft.drafters.garden import Garden
@@ -25,7 +26,7 @@ from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.hook import UnsupportedModel
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.observation import decoder_list
-from arbordraft.types import DraftContext, DraftTree, Verdict
+from arbordraft.types import DraftTree, Verdict
 from arbordraft.vocabulary import check_tokenizers, fit_logits, fit_tokens
 
 if TYPE_CHECKING:

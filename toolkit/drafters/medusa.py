@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from arbordraft.context import DraftContext
 from arbordraft.drafters.base import HeadDrafter, check_ragged, expect, grow
 from arbordraft.drafters.garden import Garden
 from arbordraft.drafters.whole import grow_whole
@@ -18,7 +19,7 @@ from arbordraft.kernels.draft_tree import Drafted, Draws, Growth, draft_from_row
 from arbordraft.onnx_networks import OnnxMedusa
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
-from arbordraft.types import DraftContext, DraftTree, Verdict
+from arbordraft.types import DraftTree, Verdict
 
 if TYPE_CHECKING:
     from arbordraft.heads.medusa import MedusaHead

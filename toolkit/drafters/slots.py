@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from arbordraft.context import DraftContext
 from arbordraft.drafters.base import HeadDrafter, unread
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
-from arbordraft.types import DraftContext
 
 
 @dataclass

@@ -12,6 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from arbordraft.context import DraftContext, WholeDrafts
+from arbordraft.decisions import Plan
 from arbordraft.drafters.base import Drafter
 from arbordraft.drafters.garden import Garden
 from arbordraft.kernels.draft_tree import Drafted, DraftRun, Draws, Growth, usable
@@ -19,7 +21,7 @@ from arbordraft.sampling import GumbelNoise
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.hook import Attending
 from arbordraft.target.model import RaggedModel
-from arbordraft.types import DraftContext, DraftTree, Plan, WholeDrafts
+from arbordraft.types import DraftTree
 
 CHUNK = 2048  # rows of a call, which bounds its memory
 

@@ -1,5 +1,6 @@
 """Tables of numbers with named parts: all that is different from step to step, in one upload."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import cached_property
 from itertools import accumulate
@@ -11,15 +12,15 @@ import torch
 from torch import Tensor
 
 
-class Table:
+class Table(ABC):
     """Names and shapes of the parts of an int64 table; some hold float64, as bits."""
 
     reals: ClassVar[frozenset[str]]
 
     @property
+    @abstractmethod
     def fields(self) -> Mapping[str, tuple[int, ...]]:
         """The parts with their shapes."""
-        raise NotImplementedError
 
     @cached_property
     def spans(self) -> tuple[tuple[str, int, int, tuple[int, ...]], ...]:

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from arbordraft.files import new_file
 from arbordraft.kernels.native.build import cache_folder
 from arbordraft.target.file_blocks import FileBlocks
+from arbordraft.target.mlps import stacked
+from arbordraft.target.probing import rows_of
 
 _ALIGNED = 64  # bytes, so that a tensor of any dtype may begin there
 _LARGE_PAGE = 1 << 21  # bytes
@@ -40,8 +42,10 @@ def available_memory() -> int | None:
 
 
 def copy_bytes(model: nn.Module, weights: str | None = None) -> int:
-    """Bytes of a prepacked copy of a model's linears."""
-    held = {getattr(module, "weight", None) for module in model.modules() if hasattr(module, "in_features")}
+    """Bytes of a prepacked copy of a model's linears and experts."""
+    linears = [m for m in model.modules() if hasattr(m, "in_features") or rows_of(m) is not None]
+    held = {getattr(module, "weight", None) for module in linears}
+    held.update(weight for module in model.modules() if stacked(module) for weight in module.parameters())
     originals = [weight for weight in held if isinstance(weight, Tensor)]
     # Of weights in groups with their scales and minima; of a file's at most.
     bytes_each = {"int4": 0.5625, "int8": 1.0625, "int8-weight-only": 1.0, "file": 1.0625}

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from arbordraft.kernels import native
 from arbordraft.kernels.prepacked_linear import check_weights
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
+from arbordraft.target.adapters import unwrapped
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.file_blocks import holds_blocks
 from arbordraft.target.hook import (
@@ -68,11 +69,13 @@ class RaggedModel(nn.Module):
     :meth:`refresh` for the one exception); a decoding that is under way goes on with what it began with.
 
     Args:
-        model: a causal LM of transformers whose attention follows the ``AttentionInterface``, in eval mode.
+        model: a causal LM of transformers whose attention follows the ``AttentionInterface``, in eval mode; or what
+            PEFT has made of one, if its adapters hang on layers.
         tokenizer: its tokenizer; lets a decoder check that target and drafter agree.
         kernels: how the model's weights are read on a CPU. ``"torch"``: by its own modules. ``"native"``: from a
             prepacked copy by C++ kernels, built on first use, which fuse the decoder layers they recognise and give
             every row the same bits whatever rows run beside it. ``"onednn"``: linears only, prepacked by PyTorch.
+            Active adapters of PEFT are merged into either copy, not into the model.
             ``"auto"``: native ones where they work and a copy fits into memory, else the next best; :attr:`chosen` and
             a line in the log named ``arbordraft`` (level INFO) say which and why. A copy takes as much memory as the
             weights; it is renewed, with a warning, if they have changed.
@@ -97,8 +100,8 @@ class RaggedModel(nn.Module):
         "torch: the model's own modules (asked for)"
 
     Raises:
-        ValueError: if the backend asked for cannot be used here, or ``keep_weights=False`` meets weights that are not
-            this process's own.
+        ValueError: if the backend asked for cannot be used here, ``keep_weights=False`` meets weights that are not
+            this process's own, or PEFT has learned prompts for the model.
         UnsupportedModel: if the architecture does not route all its attention through the interface, or the
             self-test finds different logits.
     """
@@ -114,6 +117,7 @@ class RaggedModel(nn.Module):
         self_test: bool = True,
     ) -> None:
         super().__init__()
+        model = unwrapped(model)
         check_model(model)
         check_weights(weights)
         self.weights = "file" if weights is None and holds_blocks(model) else weights

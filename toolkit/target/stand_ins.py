@@ -1,7 +1,7 @@
 """Stand-ins for a model's modules that read weights prepacked for this processor.
 
-Decoder layers that are recognised become one kernel call for all of them together; of other layers the linears, RMS
-norms and gated MLPs are replaced one by one. They take these places in our view of the model; the model itself keeps
+Decoder layers that are recognised become one kernel call for all of them together; of other layers the linears, norms
+and gated MLPs are replaced one by one. They take these places in our view of the model; the model itself keeps
 its own modules.
 
 Shapes: T packed rows, H hidden size.
@@ -17,15 +17,19 @@ import torch
 from torch import Tensor, nn
 
 from arbordraft.kernels import native
-from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Matrix, rms_norm
+from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Matrix, Norm, apply_norm
 from arbordraft.kernels.prepacked_linear import LANES, prepacked_linear
 from arbordraft.kernels.prepacked_linear.module import PrepackedLinear, onednn_problem
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
+from arbordraft.target.adapters import has_adapters
 from arbordraft.target.file_blocks import FileBlocks, groups_of
 from arbordraft.target.hook import AttentionCall, Forward
 from arbordraft.target.memory import available_memory, copy_bytes, move_to_file, move_together
+from arbordraft.target.mlps import single
 from arbordraft.target.observation import LayerCall, Observation
-from arbordraft.target.recognition import Parts, Unrecognised, same_layer, same_mlp, settings
+from arbordraft.target.probing import Unrecognised, rows_of
+from arbordraft.target.recognition import Parts, same_layer, same_mlp, settings
+from arbordraft.target.rotation import apart, rotations, side_by_side
 
 KERNELS = ("auto", "native", "onednn", "torch")
 # Besides prepacked modules, the kinds that treat every row by itself.
@@ -44,25 +48,26 @@ class PrepackedLayers(nn.Module):
     Args:
         layers: their weights, from the first to the last; none where an earlier call has computed this place.
         first: index of the first one.
+        side_by_side: whether the model has the two cosines or sines of a pair of channels next to each other.
     """
 
-    def __init__(self, layers: Sequence[LayerWeights], first: int = 0) -> None:
+    def __init__(self, layers: Sequence[LayerWeights], first: int = 0, side_by_side: bool = False) -> None:
         super().__init__()
-        self.layers = list(layers)
+        self.layers, self.side_by_side = list(layers), side_by_side
         self.indices = range(first, first + len(layers))
         self._runs = {len(layers): LayerRun(layers)}
 
     def forward(
         self,
         hidden_states: Tensor,
-        *_: Any,
+        *others: Any,
         ragged: Forward,
-        position_embeddings: tuple[Tensor, Tensor],
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Tensor | None = None,
         **__: Any,
     ) -> Tensor:
         """``[1, T, H]`` to ``[1, T, H]``, called as the model calls a layer of its own."""
-        if attention_mask is not None:
+        if any(isinstance(given, Tensor) for given in (attention_mask, *others)):
             raise ValueError("prepacked layers take their mask from the batch, but the model made one of its own")
         depth = self.indices.stop if ragged.depth is None else ragged.depth
         indices = self.indices[: max(0, depth - self.indices.start)]
@@ -78,28 +83,30 @@ class PrepackedLayers(nn.Module):
         ragged.layers.update(dict.fromkeys(indices))
         wanted = [index for index in indices if index in ragged.hidden]
         taps = [indices.index(index) for index in wanted]
-        out, inputs = run(hidden_states, pools, position_embeddings, ragged.batch, taps)
+        tables = position_embeddings
+        tables = apart(tables) if self.side_by_side and tables is not None else tables
+        out, inputs = run(hidden_states, pools, tables, ragged.batch, taps)
         ragged.hidden.update(zip(wanted, inputs, strict=True))
         if indices.stop == ragged.depth:
             out = ragged.last = out if ragged.behind is None else ragged.behind(out)
         return out
 
 
-class PrepackedRMSNorm(nn.Module):
-    """An RMS norm, computed in float32.
+class PrepackedNorm(nn.Module):
+    """An RMS norm or LayerNorm, computed in float32.
 
     Args:
-        weight: ``[H]`` float32.
+        norm: its numbers.
         epsilon: added to the mean square.
     """
 
-    def __init__(self, weight: Tensor, epsilon: float) -> None:
+    def __init__(self, norm: Norm, epsilon: float) -> None:
         super().__init__()
-        self.weight, self.epsilon = weight, epsilon
+        self.norm, self.epsilon = norm, epsilon
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., H]``."""
-        return rms_norm(x, self.weight, self.epsilon)
+        return apply_norm(x, self.norm, self.epsilon)
 
 
 class PrepackedGatedMLP(nn.Module):
@@ -154,8 +161,9 @@ class Prepacking:
         self._originals = [call.layer for call in seen.layers]
         self._place = seen.place
         # One call for neighbouring layers that the model hands the same tables.
-        tables = [id(call.kwargs.get("position_embeddings")) for call in seen.layers]
-        alike = [table if layer else -1 - n for n, (table, layer) in enumerate(zip(tables, self._layers, strict=True))]
+        self._tables = [call.kwargs.get("position_embeddings") for call in seen.layers]
+        given = enumerate(zip(map(id, self._tables), self._layers, strict=True))
+        alike = [table if layer else -1 - n for n, (table, layer) in given]
         self._runs = [list(run) for _, run in itertools.groupby(range(len(alike)), alike.__getitem__)]
         self._together = self.fused > 0 and len(self._runs) == 1
         self._stand_ins: dict[nn.Module, nn.Module | None] = {
@@ -220,16 +228,17 @@ class Prepacking:
         """What was prepacked, in a few words."""
         linears = sum(isinstance(module, PrepackedLinear) for module in self._stand_ins.values())
         prepacked = f"{linears} linears prepacked"
+        adapted = f", adapters merged into copies of {self._parts.adapted} linears" if self._parts.adapted else ""
         if self.backend != "native":
-            return prepacked
+            return prepacked + adapted
         layers = f"{self.fused} of {len(self._layers)} layers fused"
         others = f", {prepacked}" if self.fused < len(self._layers) else ""
-        return f"{layers}{others}, {native.isa()}{f', {self.weights}' if self.weights else ''}"
+        return f"{layers}{others}{adapted}, {native.isa()}{f', {self.weights}' if self.weights else ''}"
 
     def _matrices(self) -> Iterator[Matrix]:
         """The prepacked ones, in the order in which a forward reads them."""
         for layer in self._layers:
-            yield from (layer.qkv, layer.out, layer.gate_up, layer.down) if layer else ()
+            yield from layer.matrices if layer else ()
         for stand_in in self._stand_ins.values():
             if isinstance(stand_in, PrepackedLinear):
                 yield Matrix(*stand_in.prepacked)
@@ -246,27 +255,30 @@ class Prepacking:
         """What stands in the list of layers: of a call for several of them the first place, unless there is but one."""
         for run in self._runs:
             layers = [layer for layer in self._layers[run[0] : run[-1] + 1] if layer]
-            yield PrepackedLayers(layers, run[0]) if layers else self._originals[run[0]]
+            if layers:
+                yield PrepackedLayers(layers, run[0], side_by_side(self._tables[run[0]]))
+            else:
+                yield self._originals[run[0]]
             if not self._together:
                 yield from (PrepackedLayers((), index) for index in run[1:])
 
     def _recognise(
         self, index: int, call: LayerCall, attention: AttentionCall | None, batch: RaggedBatch
     ) -> LayerWeights | None:
-        if self.backend != "native" or attention is None or "position_embeddings" not in call.kwargs:
+        if self.backend != "native" or attention is None:
             return None
         kind = (settings(call.layer), attention[:-1])
-        for rotary in (True, False):  # some models leave the positions out of some layers
-            parts = Parts(self.weights)
-            try:
-                weights = parts.layer(call.layer, attention, rotary=rotary)
-            except Unrecognised:
-                return None
-            if (kind, rotary) not in self._proven:
-                self._proven[kind, rotary] = same_layer(index, call, attention, batch, rotary)
-            if self._proven[kind, rotary]:
-                self._parts.sources += parts.sources
-                return weights
+        try:
+            for rotation in rotations(call.kwargs.get("position_embeddings")):
+                if (kind, rotation) not in self._proven:
+                    self._proven[kind, rotation] = same_layer(index, call, attention, batch, rotation)
+                if self._proven[kind, rotation]:
+                    parts = Parts(self.weights)
+                    weights = parts.layer(call.layer, attention, rotation)
+                    self._parts.take(parts)
+                    return weights
+        except Unrecognised:  # maybe this one alone, as somebody listens to it
+            pass
         return None
 
     def _replace_below(self, module: nn.Module, path: str) -> Iterator[Place]:
@@ -286,30 +298,37 @@ class Prepacking:
             return None
         parts = Parts(self.weights)
         stand_in: nn.Module | None = None
+        is_linear = rows_of(module) is not None or hasattr(module, "in_features")
         try:
-            if isinstance(module, nn.Linear) or hasattr(module, "in_features"):
+            if is_linear:
                 # In 4 bits, the head alone would lose ten times what all other weights lose together.
                 weights = "int8" if parts.weights == "int4" and module is self._head else parts.weights
                 linear = parts.linear(owner, name)
-                groups = groups_of(linear.weight) if parts.as_stored else None
-                stand_in = PrepackedLinear(linear, self.backend, weights=weights, groups=groups)
+                options: Any = {
+                    "groups": groups_of(linear.weight) if parts.as_stored else None,
+                    "transposed": linear.weight is not linear.module.weight,
+                }
+                stand_in = PrepackedLinear(linear.module, self.backend, weights=weights, **options)
             elif self.backend == "native" and hasattr(module, "down_proj"):
-                gated = parts.gated_mlp(module)
-                stand_in = PrepackedGatedMLP(*gated) if same_mlp(module, PrepackedGatedMLP) else None
+                mlp = single(parts, module)
+                same = mlp.gated and same_mlp(module, PrepackedGatedMLP)
+                stand_in = PrepackedGatedMLP(mlp.gate_up, mlp.down, mlp.activation) if same else None
             elif self.backend == "native" and hasattr(module, "weight"):
-                stand_in = PrepackedRMSNorm(*parts.norm(owner, name))
+                stand_in = PrepackedNorm(*parts.norm(owner, name))
         except Unrecognised as reason:
-            if hasattr(module, "in_features"):
+            if is_linear:
                 self.left.append(f"{path} ({reason})")
             return None
-        self._parts.sources += parts.sources if stand_in else []
+        if stand_in:
+            self._parts.take(parts)
         return stand_in
 
     def _odd(self, model: nn.Module) -> Iterator[nn.Module]:
         """Modules that ran, are still the model's own, and of which nobody says that they treat every row alike."""
         prepacked = {part for module in self._stand_ins for part in module.modules()}
         for module in model.modules():
-            inner = module in prepacked or any(module.children()) or isinstance(module, _ROWWISE)
+            inner = module in prepacked or (any(module.children()) and not has_adapters(module))
+            inner = inner or isinstance(module, _ROWWISE)
             if module in self._called and not inner and "RotaryEmbedding" not in type(module).__name__:
                 yield module
 
@@ -334,7 +353,7 @@ def prepack_linears(module: nn.Module, backend: str, leave: str = "") -> None:
         if isinstance(child, nn.Linear):
             setattr(module, name, PrepackedLinear(child, backend))
         elif isinstance(child, nn.RMSNorm) and backend == "native" and child.eps is not None:
-            setattr(module, name, PrepackedRMSNorm(child.weight.detach().float(), child.eps))
+            setattr(module, name, PrepackedNorm(Norm(child.weight.detach().float()), child.eps))
         else:
             prepack_linears(child, backend)
 
@@ -397,7 +416,7 @@ __all__ = [
     "Choice",
     "PrepackedGatedMLP",
     "PrepackedLayers",
-    "PrepackedRMSNorm",
+    "PrepackedNorm",
     "Prepacking",
     "choose",
     "prepack_linears",

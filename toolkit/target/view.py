@@ -50,6 +50,7 @@ class ModelView:
         modules = list(model.modules())
         tables = [vars(module) for module in modules] + [module._modules for module in modules]
         tables += [vars(value) for value in self._kept if is_config(value)]
+        tables += [value for module in modules for value in vars(module).values() if _holds_numbers(value)]
         self._tables: list[tuple[dict[str, Any], list[str], list[Any]]] = []
         for table in tables:
             names = _lasting(table)
@@ -141,6 +142,11 @@ class ModelView:
 def is_config(value: Any) -> bool:
     """Whether a value is a configuration, which names the attention that its model shall ask for."""
     return hasattr(type(value), "_attn_implementation")
+
+
+def _holds_numbers(value: Any) -> bool:
+    """Whether a value keeps numbers by name, as adapters keep their scales."""
+    return type(value) is dict and bool(value) and all(isinstance(number, (int, float)) for number in value.values())
 
 
 def _lasting(table: Mapping[str, Any]) -> list[str]:

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from arbordraft.checks import instance, positive, real
 from arbordraft.kernels import choice
 from arbordraft.laws import DraftLaw
-from arbordraft.sampling import GumbelNoise, Noise, SoftmaxRows, draw
-from arbordraft.types import DraftTree, Exactness, Rows, SampleTree, SampleVerdict, Verdict
+from arbordraft.rows import Rows, SoftmaxRows
+from arbordraft.sampling import GumbelNoise, Noise, draw
+from arbordraft.types import DraftTree, Exactness, SampleTree, SampleVerdict, Verdict
 from arbordraft.verifiers.packed import verify_packed
 from arbordraft.verifiers.rules import NodeLaw, Rule
 

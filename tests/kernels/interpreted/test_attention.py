@@ -10,7 +10,7 @@ from arbordraft import TreeTopology
 from arbordraft.kernels import choice
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch, ragged_tree_attention
 from arbordraft.kernels.ragged_tree_attention.operator import tree_attention
-from arbordraft.kernels.ragged_tree_attention.triton import choose
+from arbordraft.kernels.ragged_tree_attention.tiling import choose
 
 CHAIN, TREE, WIDE = TreeTopology.chain, TreeTopology.k_ary(2, 2), TreeTopology.from_k_config((3, 1))
 RAGGED = [(37, TREE), (0, CHAIN(0)), (101, CHAIN(8)), (0, WIDE)]

@@ -1,0 +1,120 @@
+// A mixture of experts: many MLPs, of which every row takes a few by its own scores. What no row takes is never read.
+//
+// Row-invariant as the rest: a row chooses by itself, an expert's products have the same bits however many rows take it,
+// and a row adds what its experts made of it in their order.
+#pragma once
+
+#include <numeric>
+#include <vector>
+
+#include "../prepacked_linear/grouped.h"
+
+namespace arbordraft {
+
+// What weights of type W multiply where rows have type X, and how many of these a row of some width is.
+template <class W, class X>
+using Multiplied = std::conditional_t<std::is_same_v<W, Grouped>, Eighth, X>;
+template <class W>
+inline int64_t length_of(int64_t width) {
+  return std::is_same_v<W, Grouped> ? groups_of(width) : width;
+}
+
+// How rows choose among a layer's experts: the routed ones, and behind them the shared ones, which every row takes.
+template <class T>
+struct Router {
+  Prepacked<T> matrix;             // its outputs are the scores of routed experts, and of all shared ones if those are gated
+  int64_t routed, chosen, shared;  // nothing routed: the layer has one MLP
+  bool normalised;                 // whether the factors of a row's chosen experts add up to 1
+  bool gated;
+
+  int64_t taken() const { return chosen + shared; }
+};
+
+// The experts that a row takes, in their order, and the factors of what they make of it.
+template <class T>
+inline void choose(const float* scores, const Router<T>& router, int64_t* experts, float* factors) {
+  std::vector<char> chosen(router.routed, false);
+  for (int64_t n = 0; n < router.chosen; ++n) {
+    int64_t best = -1;
+    for (int64_t e = 0; e < router.routed; ++e)
+      if (!chosen[e] && (best < 0 || scores[e] > scores[best])) best = e;
+    chosen[best] = true;
+  }
+  const float most = *std::max_element(scores, scores + router.routed);
+  float whole = 0.f;
+  for (int64_t e = 0; e < router.routed; ++e)
+    if (chosen[e] || !router.normalised) whole += std::exp(scores[e] - most);
+  for (int64_t e = 0; e < router.routed; ++e)
+    if (chosen[e]) *experts++ = e, *factors++ = std::exp(scores[e] - most) / whole;
+  const float factor = router.gated ? 1.f / (1.f + std::exp(-scores[router.routed])) : 1.f;
+  for (int64_t e = 0; e < router.shared; ++e) *experts++ = router.routed + e, *factors++ = factor;
+}
+
+// sums += what their experts make of rows that are `normed`, and in `operand` as the matrices multiply them.
+template <class W, class X>
+inline void add_experts(
+    const auto& layer, const auto& space, const X* normed, const Multiplied<W, X>* operand, int64_t rows, int64_t hidden,
+    float* sums, int thread, int threads) {
+  const auto& router = layer.router;
+  const int64_t taken = router.taken(), all = router.routed + router.shared, outputs = router.matrix.outputs;
+  const Range mine = share(rows, 1, thread, threads);
+  multiply(
+      router.matrix, normed + mine.begin * hidden, mine.end - mine.begin, {0, (outputs + kLanes - 1) / kLanes},
+      [&](int64_t r, int64_t block, const f32x16* acc, int n) {
+        for (int64_t o = block * kLanes, b = 0; b < n; ++b, o += kLanes)
+          store(space.scores + (mine.begin + r) * outputs + o, acc[b], outputs - o);
+      });
+  for (int64_t r = mine.begin; r < mine.end; ++r)
+    choose(space.scores + r * outputs, router, space.experts + r * taken, space.factors + r * taken);
+  meet(threads);
+
+  // Rows that take the same expert go side by side: those of expert e to the places begin[e] .. begin[e + 1].
+  std::vector<int64_t> begin(all + 1), row_at(rows * taken);
+  std::vector<float> factor_at(rows * taken);
+  for (int64_t i = 0; i < rows * taken; ++i) ++begin[space.experts[i] + 1];
+  std::partial_sum(begin.begin(), begin.end(), begin.begin());
+  std::vector<int64_t> next = begin;
+  const int64_t length = length_of<W>(hidden);
+  for (int64_t i = 0; i < rows * taken; ++i) {
+    const int64_t place = next[space.experts[i]]++, r = i / taken;
+    row_at[place] = r;
+    factor_at[place] = space.factors[i];
+    if (mine.begin <= r && r < mine.end) std::copy_n(operand + r * length, length, space.gathered + place * length);
+  }
+  meet(threads);
+
+  // Calls emit(place, block of the expert's own, accumulators, their number) for this thread's outputs of all experts.
+  const auto multiply_taken = [&](const Prepacked<W>& m, const auto* from, int64_t width, int64_t count, const auto& emit) {
+    const Range blocks = share(count / kLanes, 2, thread, threads);
+    for (int64_t e = 0, first = 0; e < all; ++e, first += count / kLanes) {
+      if (begin[e] == begin[e + 1]) continue;
+      multiply(
+          m, from + begin[e] * length_of<W>(width), begin[e + 1] - begin[e], {first + blocks.begin, first + blocks.end},
+          [&](int64_t r, int64_t block, const f32x16* acc, int n) { emit(begin[e] + r, block - first, acc, n); });
+    }
+  };
+  const int64_t inner = layer.inner;
+  multiply_taken(
+      layer.gate_up, space.gathered, hidden, 2 * inner, [&](int64_t place, int64_t block, const f32x16* acc, int n) {
+        X* to = space.inner + place * inner + block / 2 * kLanes;
+        for (int b = 0; b < n; b += 2, to += kLanes) store(to, activate(acc[b], layer.activation) * acc[b + 1]);
+      });
+  meet(threads);
+  const Multiplied<W, X>* gated;
+  if constexpr (std::is_same_v<W, Grouped>) {
+    const Range places = share(rows * taken, 1, thread, threads);
+    for (int64_t p = places.begin; p < places.end; ++p)
+      to_eighths(space.inner + p * inner, inner, space.eighths + p * groups_of(inner));
+    gated = space.eighths;
+    meet(threads);
+  } else {
+    gated = space.inner;
+  }
+  multiply_taken(layer.down, gated, inner, hidden, [&](int64_t place, int64_t block, const f32x16* acc, int n) {
+    float* to = sums + row_at[place] * hidden + block * kLanes;
+    for (int b = 0; b < n; ++b, to += kLanes) store(to, fma(splat(factor_at[place]), acc[b], load(to)));
+  });
+  meet(threads);
+}
+
+}  // namespace arbordraft

@@ -1,0 +1,123 @@
+// Sixteen lanes, against scalar code.
+#pragma once
+
+#include "checking.h"
+#include "prepacked_linear/bytes.h"
+
+template <class Of>
+Rows<float> each(const Of& of) {
+  Rows<float> lanes(kLanes);
+  for (int i = 0; i < kLanes; ++i) lanes[i] = of(i);
+  return lanes;
+}
+
+void check_lanes() {
+  Chance chance(1);
+  const float nan = std::nanf(""), infinity = std::numeric_limits<float>::infinity();
+  const auto a = chance.some<float>(16), b = chance.some<float>(16), c = chance.some<float>(16);
+  const f32x16 x = load(a.data()), y = load(b.data()), z = load(c.data()), ten = splat(10.f);
+  same(lanes_of(x + y), each([&](int i) { return a[i] + b[i]; }), "+");
+  same(lanes_of(x - y), each([&](int i) { return a[i] - b[i]; }), "-");
+  same(lanes_of(x * y), each([&](int i) { return a[i] * b[i]; }), "*");
+  same(lanes_of(x / y), each([&](int i) { return a[i] / b[i]; }), "/");
+  same(lanes_of(max(x, y)), each([&](int i) { return std::max(a[i], b[i]); }), "max");
+  same(lanes_of(min(x, y)), each([&](int i) { return std::min(a[i], b[i]); }), "min");
+  same(lanes_of(round(x * ten)), each([&](int i) { return std::nearbyint(a[i] * 10.f); }), "round");
+  const bool fused = lanes_of(fma(splat(1 + 0x1p-12f), splat(1 + 0x1p-12f), splat(-1.f)))[0] != 0x1p-11f;
+  same(
+      lanes_of(fma(x, y, z)), each([&](int i) { return fused ? std::fma(a[i], b[i], c[i]) : a[i] * b[i] + c[i]; }), "fma");
+  for (float n : {-140.f, -127.f, -1.f, 0.f, 30.f, 127.f})
+    same(lanes_of(times_power_of_two(x, splat(n))), each([&](int i) { return std::ldexp(a[i], int(n)); }), "power of two");
+  double total = 0;
+  for (float lane : a) total += lane;
+  near({sum(x)}, {total}, {16 * 0x1p-23}, "sum");
+  same<float>({largest(x)}, {*std::max_element(a.begin(), a.end())}, "largest");
+  const auto many = chance.some<float>(256);
+  f32x16 vectors[16];
+  Rows<double> totals(16), bounds(16, 16 * 0x1p-23);
+  for (int i = 0; i < 256; ++i) totals[i / 16] += many[i];
+  for (int i = 0; i < 16; ++i) vectors[i] = load(many.data() + 16 * i);
+  near(lanes_of(sums(vectors)), totals, bounds, "sums");
+  for (int place = 0; place < 16; ++place) {
+    auto sick = a;
+    sick[place] = nan;
+    expect((any_nan(load(sick.data())) && !any_nan(x)) != fault, "any_nan");
+    const auto relu = lanes_of(activate(load(sick.data()), Activation::relu));
+    expect(std::isnan(relu[place]) != fault && std::isnan(lanes_of(exp(load(sick.data())))[place]) != fault, "NaN comes through");
+  }
+  Rows<double> exact, bound;
+  Rows<float> found;
+  for (float from = -86; from < 88; from += 0.37f) {
+    found.push_back(lanes_of(exp(splat(from)))[3]);
+    exact.push_back(std::exp(double(from)));
+    bound.push_back(2 * 0x1p-23 * exact.back());
+  }
+  near(found, exact, bound, "exp");
+  same(lanes_of(exp(splat(-infinity))), Rows<float>(16, 0.f), "exp of the lowest");
+
+  Rows<float> narrowed = {1 + 0x1p-8f, 1 + 3 * 0x1p-8f, 1 + 0x1p-8f + 0x1p-20f, -infinity, 3.3e38f, 0.f, -1.7f, 1e-30f};
+  narrowed.resize(16, 2.25f);
+  Rows<bf16> halves(16), expected(16);
+  store(halves.data(), load(narrowed.data()));
+  std::transform(narrowed.begin(), narrowed.end(), expected.begin(), [](float f) { return narrow(f); });
+  same(halves, expected, "rounded to bf16");
+  store(halves.data(), splat(nan));
+  expect(std::isnan(widen(halves[5])) != fault, "NaN as bf16");
+
+  const auto bytes = chance.some<int8_t>(32);
+  const auto pairs = chance.some<bf16>(32);
+  f32x16 even, odd;
+  load_pairs(bytes.data(), even, odd);
+  same(lanes_of(even), each([&](int i) { return bytes[2 * i]; }), "even bytes");
+  same(lanes_of(odd), each([&](int i) { return bytes[2 * i + 1]; }), "odd bytes");
+  load_pairs(pairs.data(), even, odd);
+  same(lanes_of(even), each([&](int i) { return widen(pairs[2 * i]); }), "even bf16");
+  same(lanes_of(odd), each([&](int i) { return widen(pairs[2 * i + 1]); }), "odd bf16");
+  same(lanes_of(load(bytes.data())), each([&](int i) { return bytes[i]; }), "bytes");
+  same(lanes_of(load(pairs.data() + 7)), each([&](int i) { return widen(pairs[7 + i]); }), "bf16");
+#if defined(ARBORDRAFT_DOT_BF16)
+  const auto others = chance.some<bf16>(32);
+  const auto product = [&](auto p, int i) { return wide(p[i]) * widen(others[i]); };
+  const auto pair_sums = [&](auto numbers, const char* what) {
+    Rows<double> exact(16), bound(16);
+    for (int i = 0; i < 32; ++i) {
+      exact[i / 2] += product(numbers, i);
+      bound[i / 2] += 0x1p-22 * std::abs(product(numbers, i));
+    }
+    near(lanes_of(dot(load_dot(numbers.data()), load_dot(others.data()), splat(0.f))), exact, bound, what);
+  };
+  pair_sums(pairs, "dot of bf16");
+  pair_sums(bytes, "dot of bytes and bf16");
+#endif
+}
+
+void check_halves() {
+  Rows<float> found(1 << 16), expected(1 << 16);
+  Rows<uint16_t> halves(1 << 16);
+  for (int h = 0; h < 1 << 16; ++h) {
+    const int exponent = h >> 10 & 31, mantissa = h & 1023;
+    const double size = exponent == 31 ? (mantissa ? 0 : INFINITY) : exponent ? std::ldexp(1024 + mantissa, exponent - 25) : std::ldexp(mantissa, -24);
+    halves[h] = uint16_t(exponent == 31 && mantissa ? 0 : h);
+    expected[h] = float(halves[h] >> 15 ? -size : size);
+  }
+  for (int h = 0; h < 1 << 16; h += kLanes) store(found.data() + h, load_halves(halves.data() + h));
+  same(found, expected, "halves");
+}
+
+template <int Bits>
+void check_bytes() {
+  Chance chance(2);
+  for (int round = 0; round < 20; ++round) {
+    auto codes = chance.some<uint8_t>(64);
+    auto x = chance.some<int8_t>(4);
+    if (round < 4) std::fill(codes.begin(), codes.end(), round % 2 ? 255 : 0), std::fill(x.begin(), x.end(), round / 2 ? 127 : -127);
+    if (Bits == 4)
+      for (auto& code : codes) code &= 15;
+    Rows<float> expected(16);
+    int32_t four;
+    std::memcpy(&four, x.data(), 4);
+    for (int i = 0; i < 64; ++i) expected[i / 4] += float((codes[i] - kOffset<Bits>) * x[i % 4]);
+    for (float& lane : expected) lane += 1000;
+    same(lanes_of(to_float(dot<Bits>(splat_integer(1000), load_bytes(codes.data()), four))), expected, "dot of bytes");
+  }
+}

@@ -1,0 +1,38 @@
+// What the kernels compute, checked without PyTorch: test_emulated.py builds this for other processors and emulates them.
+//
+// The truth is scalar code in double precision, or in integers where these are exact. Printed are numbers that builds can
+// compare.
+#include "attention.h"
+#include "lanes.h"
+#include "layers.h"
+#include "linears.h"
+#include "noise.h"
+
+int main(int count, char** words) {
+  fault = count > 1 && std::string(words[1]) == "--fault";
+  std::printf("isa %s\n", kIsa);
+  check_lanes();
+  check_halves();
+  check_bytes<8>();
+  check_bytes<4>();
+  for (const auto& [outputs, inputs] : {std::pair<int64_t, int64_t>{33, 18}, {96, 64}}) {
+    check_linear<float, float>(outputs, inputs);
+    check_linear<bf16, float>(outputs, inputs);
+    check_linear<int8_t, float>(outputs, inputs);
+#if defined(ARBORDRAFT_DOT_BF16)
+    check_linear<bf16, bf16>(outputs, inputs);
+    check_linear<int8_t, bf16>(outputs, inputs);
+#endif
+    for (bool four : {false, true}) check_groups(four, false, outputs, (inputs + 31) / 32 * 32);
+    check_groups(true, true, outputs, (inputs + 31) / 32 * 32);
+  }
+  for (int64_t group : {1, 3, 5}) {
+    check_attention<float>(64, 48, group, 130, group == 3);
+    check_attention<bf16>(64, 80, group, 130, group == 3);
+    check_attention<bf16>(16, 16, group, 3, true);
+  }
+  check_layers<bf16, bf16>();
+  check_noise();
+  std::printf("checks %d\nfailures %d\n", checks, failures);
+  return failures > 0;
+}

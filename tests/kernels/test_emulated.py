@@ -1,0 +1,117 @@
+"""The kernels on processors that this machine is not: built with a cross compiler, without PyTorch, and emulated.
+
+An emulated processor has the instructions of the one it is named after and no others, so that a kernel that takes too
+much for granted dies. Nothing is timed.
+"""
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from arbordraft.kernels.gumbel import gumbel_reference
+from arbordraft.kernels.native import build
+
+MASK = 2**64 - 1
+SEED = torch.tensor([0x9ABCDEF012345678 - 2**64])  # as the driver's, which has no sign
+DRIVER = Path(__file__).with_name("emulated") / "main.cpp"
+PACKAGES = "qemu-user g++ g++-aarch64-linux-gnu"  # of Debian and Ubuntu
+
+
+class Processor(NamedTuple):
+    compiler: str
+    isa: str
+    emulator: tuple[str, ...]
+
+
+def x86(isa: str, cpu: str) -> Processor:
+    return Processor("x86_64-linux-gnu-g++", isa, ("qemu-x86_64", "-cpu", cpu))
+
+
+def arm(isa: str, cpu: str) -> Processor:
+    return Processor("aarch64-linux-gnu-g++", isa, ("qemu-aarch64", "-cpu", cpu))
+
+
+PROCESSORS = {
+    "x86-avx2": x86("avx2", "max"),  # which has no AVX512, as the emulator knows none
+    "arm-neon": arm("neon", "cortex-a72"),
+    "arm-neon_dot": arm("neon_dot", "neoverse-n1"),
+    "arm-neon_bf16": arm("neon_bf16", "max"),
+}
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    """All are built side by side."""
+    tools = {processor.compiler for processor in PROCESSORS.values()}
+    tools |= {processor.emulator[0] for processor in PROCESSORS.values()}
+    if lacking := sorted(tool for tool in tools if shutil.which(tool) is None):
+        pytest.skip(f"no {', '.join(lacking)}; on Debian: apt install {PACKAGES}")
+    folder = tmp_path_factory.mktemp("emulated")
+    flags = [*build.FLAGS, "-fopenmp", "-static", f"-I{build.KERNELS}"]
+    running = {
+        name: subprocess.Popen(
+            [processor.compiler, *flags, *build.MACHINE_FLAGS[processor.isa], DRIVER, "-o", folder / name],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for name, processor in PROCESSORS.items()
+    }
+    for name, process in running.items():
+        said = process.communicate()[1]
+        assert process.returncode == 0, f"{name}: {said}"
+    return {name: folder / name for name in PROCESSORS}
+
+
+def run(program: Path, emulator: tuple[str, ...], *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*emulator, program, *options], capture_output=True, text=True, timeout=120, check=False)
+
+
+def report(output: str) -> dict[str, list[str]]:
+    return {words[0]: words[1:] for line in output.splitlines() if (words := line.split())}
+
+
+def digest(numbers: torch.Tensor) -> str:
+    """FNV-1a of float64 numbers, a word at a time."""
+    found = 14695981039346656037
+    for word in numbers.view(torch.int64).tolist():
+        found = (found ^ (word & MASK)) * 1099511628211 & MASK
+    return f"{found:016x}"
+
+
+@pytest.fixture(scope="module")
+def reports(programs):
+    return {name: run(program, PROCESSORS[name].emulator) for name, program in programs.items()}
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_an_emulated_processor_computes_what_it_should(name, reports):
+    done = reports[name]
+    assert done.returncode == 0, done.stderr
+    found, plain = report(done.stdout), report(reports["arm-neon"].stdout)  # the latter multiplies floats only
+    assert found["isa"] == [PROCESSORS[name].isa]
+    assert found["failures"] == ["0"]
+    assert [*map(float, found["layers"])] == pytest.approx([*map(float, plain["layers"])], rel=1e-2, abs=1e-2)
+    assert found["noise"] == [digest(gumbel_reference(SEED, torch.tensor([77]), 1000)[0])]
+
+
+@pytest.mark.parametrize("name", ["x86-avx2", "arm-neon_bf16"])
+def test_every_check_can_fail(name, programs):
+    done = run(programs[name], PROCESSORS[name].emulator, "--fault")
+    assert done.returncode == 1
+    found = report(done.stdout)
+    assert found["failures"] == found["checks"]
+
+
+@pytest.mark.parametrize(
+    ("name", "cpu"),
+    [("x86-avx2", "qemu64"), ("arm-neon_dot", "cortex-a72"), ("arm-neon_bf16", "neoverse-n1")],
+)
+def test_an_older_processor_has_not_all_of_it(name, cpu, programs):
+    """Each set of instructions is really used, and the emulator really holds them back."""
+    done = run(programs[name], (PROCESSORS[name].emulator[0], "-cpu", cpu))
+    assert done.returncode < 0
+    assert "failures" not in report(done.stdout)

@@ -1,0 +1,206 @@
+"""Adapters of PEFT that nobody merged: the copies that kernels read are merged, the model is not."""
+
+import pytest
+import torch
+from models import PROMPTS, greedy_reference, left_padded, new_tokens
+from prepacked_models import BACKENDS, ROUNDING, logits, plain, small
+from torch.testing import assert_close
+
+from arbordraft import RaggedModel, builders
+from arbordraft.target.exactness import probe_rows
+
+peft = pytest.importorskip("peft", reason="PEFT is not installed: pip install peft")
+pytestmark = pytest.mark.usefixtures("kernels")
+EVERYWHERE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+KINDS = {
+    "lora": peft.LoraConfig(r=4, lora_alpha=8, target_modules=EVERYWHERE, init_lora_weights=False),
+    "some": peft.LoraConfig(r=4, lora_alpha=8, target_modules=["v_proj", "lm_head"], init_lora_weights=False),
+    "rslora": peft.LoraConfig(r=4, use_rslora=True, target_modules=["q_proj"], init_lora_weights=False),
+    "dora": peft.LoraConfig(r=4, use_dora=True, target_modules=["o_proj"], init_lora_weights=False),
+    "lokr": peft.LoKrConfig(r=4, target_modules=["down_proj"], init_weights=False),
+}
+
+
+def adapted(kind="lora", architecture="llama", seed=0):
+    torch.manual_seed(seed)
+    return peft.get_peft_model(small(architecture, seed=seed), KINDS[kind]).eval()
+
+
+def is_merged(model):
+    return any(getattr(module, "merged", False) for module in model.modules())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_take_part(kind, backend):
+    model = adapted(kind)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    target = RaggedModel(model, kernels=backend)
+    assert target.row_invariant == (backend == "native")
+    assert "adapters merged into copies of" in target.chosen
+    found = logits(target)
+    assert_close(found, logits(plain(model)), **ROUNDING)
+    with model.disable_adapter():  # the control: they do matter
+        assert not torch.allclose(found, logits(plain(model)), atol=1e-2)
+    assert not is_merged(model)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, weights[name]), name
+
+
+def test_adapters_that_transformers_loaded():
+    model = small()
+    model.add_adapter(KINDS["lora"])
+    target = RaggedModel(model.eval(), kernels="native")
+    assert target.row_invariant
+    assert target.chosen.startswith("native: 2 of 2 layers fused, adapters merged into copies of 14 linears")
+    assert_close(logits(target), logits(plain(model)), **ROUNDING)
+
+
+def test_adapters_beside_experts():
+    model = adapted("some", "qwen2_moe")
+    target = RaggedModel(model, kernels="native")
+    assert target.row_invariant
+    assert_close(logits(target), logits(plain(model)), **ROUNDING)
+
+
+# What is active may change
+
+
+def several(model):
+    model.base_model.set_adapter(["default", "second"])
+
+
+def another(model):
+    model.set_adapter("second")
+
+
+def none(model):
+    model.base_model.disable_adapter_layers()
+
+
+def scaled(model):
+    for module in model.modules():
+        if hasattr(module, "set_scale"):
+            module.set_scale("default", 3.0)
+
+
+def trained(model):
+    with torch.no_grad():
+        model.get_parameter("base_model.model.model.layers.1.mlp.up_proj.lora_B.default.weight").mul_(3)
+
+
+def merged_by_hand(model):
+    model.merge_adapter()
+
+
+@pytest.mark.parametrize("change", [several, another, none, scaled, trained])
+def test_a_change_is_noticed_once(change):
+    model = adapted()
+    model.add_adapter("second", KINDS["some"])
+    target = RaggedModel(model, kernels="native")
+    before = logits(target)
+    change(model)
+    expected = logits(plain(model.eval()))
+    with pytest.warns(UserWarning, match="changed after they were prepacked"):
+        found = logits(target)
+    assert_close(found, expected, **ROUNDING)
+    assert not torch.allclose(found, before, atol=1e-2)
+    assert target.row_invariant
+    assert torch.equal(logits(target), found)
+
+
+@pytest.mark.parametrize("change", [several, another, none, scaled, trained, merged_by_hand])
+def test_what_was_active_before(change):
+    model = adapted()
+    model.add_adapter("second", KINDS["some"])
+    change(model)
+    target = RaggedModel(model.eval(), kernels="native")
+    assert target.row_invariant
+    assert_close(logits(target), logits(plain(model)), **ROUNDING)
+
+
+# Decoding
+
+
+@pytest.mark.parametrize("weights", [None, "int8"], ids=str)
+def test_speculative_bfloat16_equals_plain_decoding(weights):
+    target = RaggedModel(adapted().to(torch.bfloat16), kernels="native", weights=weights)
+    rows, equal = probe_rows(target)
+    assert equal == rows > 0
+    options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
+    found = {}
+    for decoder in (builders.plain(target), builders.ems_sd(target, length=4)):
+        for batch in ([0], [1], [2], [0, 1, 2]):
+            prompts = [PROMPTS[index] for index in batch]
+            output = decoder.generate(**left_padded(prompts), **options)
+            for index, tokens in zip(batch, new_tokens(output.sequences, prompts, output.stats.emitted), strict=True):
+                found.setdefault(index, set()).add((*tokens,))
+    assert all(len(texts) == 1 for texts in found.values())
+    assert len(found) == len(PROMPTS)
+
+
+def test_greedy_tokens_are_those_of_the_model_itself():
+    model = adapted()
+    output = builders.plain(RaggedModel(model, kernels="native")).generate(
+        **left_padded(PROMPTS[:1]), max_new_tokens=12, do_sample=False, eos_token_id=None, return_dict_in_generate=True
+    )
+    expected = greedy_reference(model, PROMPTS[:1], max_new_tokens=12, eos_token_id=None)
+    assert new_tokens(output.sequences, PROMPTS[:1], output.stats.emitted) == expected
+
+
+def test_generate_of_the_wrapped_model():
+    model, options = adapted(), {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    decoder = builders.ems_sd(model, length=3)
+    found = model.generate(**left_padded(PROMPTS), **options, custom_generate=decoder.decode_loop)
+    assert torch.equal(found, decoder.generate(**left_padded(PROMPTS), **options))
+    assert new_tokens(found, PROMPTS, [12] * 3) == greedy_reference(
+        model, PROMPTS, max_new_tokens=12, eos_token_id=None
+    )
+
+
+def test_learned_prompts_are_refused():
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    with pytest.raises(ValueError, match="default: prompts that PEFT learned put positions before each text"):
+        RaggedModel(peft.get_peft_model(small(), config).eval())
+
+
+def test_merging_in_bfloat16_is_no_less_exact():
+    """Both round: PEFT the product with an adapter and the sum, the copy every weight once."""
+    errors = {"native": 0.0, "torch": 0.0}
+    for seed in range(4):
+        model = adapted(seed=seed).to(torch.bfloat16)
+        exact = logits(plain(model.float()))
+        model.to(torch.bfloat16)
+        for kernels in errors:
+            found = logits(RaggedModel(model, kernels=kernels, self_test=False)).float()
+            errors[kernels] += (found - exact).square().mean().item()
+    assert errors["native"] < 1.5 * errors["torch"]
+
+
+# What only looks like adapters
+
+
+@pytest.mark.filterwarnings("ignore:not prepacked")
+@pytest.mark.parametrize("fault", ["adds something", "cannot merge", "merges something else"])
+def test_adapters_that_only_look_right_are_left_alone(fault, monkeypatch):
+    model = adapted()
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    kind = type(layer)
+
+    class Odd(kind):
+        def forward(self, x, *args, **kwargs):
+            found = super().forward(x, *args, **kwargs)
+            return found + 1 if fault == "adds something" else found
+
+        def merge(self, *args, **kwargs):
+            if fault == "cannot merge":
+                raise ValueError("no")
+            super().merge(*args, **kwargs)
+            if fault == "merges something else":
+                self.get_base_layer().weight.data *= 1.01
+
+    layer.__class__ = Odd
+    target = RaggedModel(model, kernels="native", self_test=False)
+    assert target.prepacking.fused == 1
+    assert not target.row_invariant
+    assert_close(logits(target), logits(plain(model)), **ROUNDING)

@@ -1,0 +1,222 @@
+"""Layers of all kinds that the kernels compute: what each is made of, and that something else is noticed."""
+
+import pytest
+import torch
+from models import PROMPTS, greedy_reference, next_logits
+from prepacked_models import BACKENDS, ROUNDING, logits, plain, stand_ins, varied
+from torch import nn
+from torch.testing import assert_close
+from transformers.models.glm4 import modeling_glm4
+from transformers.models.llama import modeling_llama
+
+from arbordraft import RaggedModel, builders
+from arbordraft.drafters.fused import fused_model
+from arbordraft.kernels.prepacked_linear.module import PrepackedLinear
+from arbordraft.target import recognition
+from arbordraft.target.cache import RaggedKVCache
+from arbordraft.target.hook import HOOK
+from arbordraft.target.memory import copy_bytes
+from arbordraft.target.observation import observe
+from arbordraft.target.recognition import same_layer
+from arbordraft.target.rotation import Rotation
+from arbordraft.target.view import ModelView
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+# What sets their layers apart from Llama's: the rotated pairs, and what LayerWeights has.
+KINDS = {
+    "gpt2": {"rotary": False, "gated": False, "centred": True, "activation": "gelu_tanh"},
+    "olmo2": {"joint": True, "pre": False},
+    "glm4": {"neighbours": True, "post": True},
+    "cohere": {"neighbours": True, "parallel": True, "centred": True},
+    "cohere2": {"neighbours": True, "parallel": True, "centred": True},
+    "starcoder2": {"gated": False, "centred": True, "activation": "gelu_tanh"},
+    "phi": {"parallel": True, "gated": False, "centred": True, "activation": "gelu_tanh"},
+}
+
+
+def observed(model):
+    return observe(ModelView(model, HOOK).model, 2, model.config.vocab_size)
+
+
+def recognised(seen, rotation, index=0):
+    return same_layer(index, seen.layers[index], seen.attention[index], seen.batch, rotation)
+
+
+@pytest.mark.parametrize("architecture", KINDS)
+def test_what_a_layer_is_made_of(architecture):
+    expected = {"rotary": True, "gated": True, "centred": False, "joint": False, "parallel": False, "pre": True}
+    expected = {**expected, "post": architecture == "olmo2", "activation": "silu", **KINDS[architecture]}
+    target = RaggedModel(varied(architecture), kernels="native")
+    assert target.row_invariant
+    layer, *_ = target.prepacking.stack
+    norms = [norm for norm in (layer.pre_attention, layer.post_attention) if norm]
+    found = {
+        "rotary": layer.rotary,
+        "gated": len(layer.gate_up.weight) * 16 == 2 * layer.inner,
+        "centred": norms[0].offset is not None,
+        "joint": layer.query_norm is not None and len(layer.query_norm.weight) == layer.heads * layer.dim,
+        "parallel": layer.parallel,
+        "pre": layer.pre_attention is not None,
+        "post": layer.post_attention is not None,
+        "activation": layer.activation,
+    }
+    assert found == {name: value for name, value in expected.items() if name != "neighbours"}
+
+
+@pytest.mark.parametrize("architecture", KINDS)
+def test_they_say_what_transformers_says(architecture):
+    """In float32: the logits within rounding, the greedy text, and in trees what the model's own modules say."""
+    model = varied(architecture)
+    target = RaggedModel(model, kernels="native", self_test=False)
+    assert target.prepacking.fused == 2
+    cache = RaggedKVCache()
+    lengths = [len(prompt) for prompt in PROMPTS]
+    batch = cache.plan([cache.open() for _ in PROMPTS], [range(length) for length in lengths])
+    last = torch.tensor(lengths).cumsum(0) - 1
+    found = target(torch.tensor([token for prompt in PROMPTS for token in prompt]), batch, cache, rows=last)
+    assert_close(found, torch.stack([next_logits(model, prompt) for prompt in PROMPTS]), **ROUNDING)
+    assert_close(logits(target), logits(plain(model)), **ROUNDING)
+    output = builders.ems_sd(target, length=4).generate(
+        torch.tensor([PROMPTS[2]]), max_new_tokens=20, do_sample=False, eos_token_id=None
+    )
+    expected = greedy_reference(model, PROMPTS[2:], max_new_tokens=20, eos_token_id=None)
+    assert output[0, len(PROMPTS[2]) :].tolist() == expected[0]
+
+
+# Rotations
+
+
+@pytest.mark.parametrize(
+    ("architecture", "neighbours"),
+    [("llama", False), ("phi", False), ("glm4", True), ("cohere", True)],
+)
+def test_pairs_that_rotate(architecture, neighbours):
+    """The other pairs, or none, are noticed."""
+    seen = observed(varied(architecture))
+    channels = seen.layers[0].kwargs["position_embeddings"][0].shape[-1]
+    assert channels == (8 if architecture in ("phi", "glm4") else 16)
+    assert recognised(seen, Rotation(channels, neighbours))
+    assert not recognised(seen, Rotation(channels, not neighbours))
+    assert not recognised(seen, None)
+    if neighbours:
+        assert not recognised(seen, Rotation(channels // 2, neighbours))
+
+
+def test_some_layers_rotate_and_others_do_not():
+    target = RaggedModel(varied("cohere2"), kernels="native")
+    assert [layer.rotary for layer in target.prepacking.stack] == [True, False]
+
+
+def test_tables_read_in_the_other_order_are_noticed(monkeypatch):
+    seen = observed(varied("cohere"))
+    assert recognised(seen, Rotation(16, True))
+    monkeypatch.setattr(recognition, "side_by_side", lambda tables: False)
+    assert not recognised(seen, Rotation(16, True))
+
+
+def test_pairs_are_read_off_what_a_layer_does(monkeypatch):
+    """Whatever its class is called."""
+    monkeypatch.setattr(modeling_glm4, "rotate_half", modeling_llama.rotate_half)
+    model = varied("glm4")
+    seen = observed(model)
+    assert not recognised(seen, Rotation(8, neighbours=True))
+    assert RaggedModel(model, kernels="native", self_test=False).prepacking.fused == 0  # the tables' order fits neither
+
+
+# Norms and blocks
+
+
+class Uncentred(nn.LayerNorm):
+    def forward(self, x):
+        return nn.functional.rms_norm(x, (x.shape[-1],), eps=self.eps) * self.weight + self.bias
+
+
+class EachHead(nn.Module):
+    """A norm of every head by itself with the factors of a norm over all of them."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.weight, self.variance_epsilon = norm.weight, norm.variance_epsilon
+
+    def forward(self, x):
+        heads = x.unflatten(-1, (-1, 16))
+        return self.weight * nn.functional.rms_norm(heads, (16,), eps=self.variance_epsilon).flatten(-2)
+
+
+def uncentred(model):
+    for layer in model.transformer.h:
+        layer.ln_1.__class__ = Uncentred
+
+
+def norm_of_each_head(model):
+    for layer in model.model.layers:
+        layer.self_attn.q_norm = EachHead(layer.self_attn.q_norm)
+
+
+def one_after_the_other(model):
+    def forward(self, hidden_states, **kwargs):
+        hidden_states = hidden_states + self.self_attn(self.input_layernorm(hidden_states), **kwargs)[0]
+        return hidden_states + self.mlp(self.input_layernorm(hidden_states))
+
+    for layer in model.model.layers:
+        layer.__class__ = type("Serial", (type(layer),), {"forward": forward})
+
+
+def other_projection(model):
+    for layer in model.transformer.h:
+        layer.mlp.c_fc.__class__ = type("Louder", (type(layer.mlp.c_fc),), {})
+
+
+FAULTS = {uncentred: "gpt2", other_projection: "gpt2", norm_of_each_head: "olmo2", one_after_the_other: "cohere"}
+
+
+@pytest.mark.filterwarnings("ignore:not prepacked")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_layers_that_only_look_like_one_of_them_are_not_fused(fault):
+    model = varied(FAULTS[fault])
+    assert RaggedModel(model, kernels="native").prepacking.fused == 2
+    fault(model)
+    target = RaggedModel(model, kernels="native", self_test=False)
+    assert target.prepacking.fused == 0
+    assert not target.row_invariant
+    assert_close(logits(target), logits(plain(model)), **ROUNDING)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "whole"), [("glm4", True), ("starcoder2", True), ("cohere", False), ("gpt2", False)]
+)
+def test_whole_drafts_in_one_call(architecture, whole):
+    """Where what stands around the layers allows: Cohere scales its logits, GPT-2's positions are no rotation."""
+    options = {"sliding_window": None} if architecture == "starcoder2" else {}
+    assert (fused_model(RaggedModel(varied(architecture, **options), kernels="native")) is not None) == whole
+
+
+# Linears that keep their weights transposed
+
+
+@pytest.mark.parametrize("weights", [None, "int8"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_transposed_linears_are_prepacked_where_no_layer_is_fused(backend, weights):
+    if backend == "onednn" and weights:
+        pytest.skip("native kernels only")
+    model = varied("gpt2", n_head=8)  # heads of 8 channels
+    target = RaggedModel(model, kernels=backend, weights=weights)
+    found = [stand_in for stand_in in stand_ins(target) if isinstance(stand_in, PrepackedLinear)]
+    assert target.prepacking.fused == 0
+    assert sum(linear.transposed for linear in found) == 8
+    assert copy_bytes(model) == sum(linear.weight.nbytes for linear in found)
+    rounding = {"rtol": 0.1, "atol": 0.1} if weights else ROUNDING
+    assert_close(logits(target), logits(plain(model)), **rounding)
+
+
+def test_writing_to_a_transposed_linear_is_noticed():
+    model = varied("gpt2")
+    target = RaggedModel(model, kernels="native")
+    before = logits(target)
+    with torch.no_grad():
+        model.transformer.h[1].mlp.c_fc.weight.mul_(1.25)
+    with pytest.warns(UserWarning, match="changed after they were prepacked"):
+        found = logits(target)
+    assert not torch.allclose(found, before, atol=1e-3)
+    assert_close(found, logits(plain(model)), **ROUNDING)

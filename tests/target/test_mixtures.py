@@ -1,0 +1,174 @@
+"""Mixtures of experts: which are fused, which only look right, and that their weights are watched like all others."""
+
+import pytest
+import torch
+from prepacked_models import MIXTURES, ROUNDING, logits, plain, small
+from torch import nn
+from torch.testing import assert_close
+
+from arbordraft import RaggedModel
+from arbordraft.target.memory import copy_bytes
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+
+def block_of(model, layer=0):
+    return model.model.layers[layer].mlp
+
+
+def experts_of(model):
+    return block_of(model).experts
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [
+        ("qwen2_moe", {"shared_expert_intermediate_size": 32}),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 16}),
+        ("qwen2_moe", {"norm_topk_prob": True, "num_experts_per_tok": 1}),
+        ("qwen3_moe", {"norm_topk_prob": True, "num_experts_per_tok": 3}),
+        ("qwen3_moe", {"norm_topk_prob": False, "num_experts": 17}),
+        ("qwen3_moe", {"num_experts_per_tok": 4}),
+        ("qwen3_moe", {"mlp_only_layers": [0]}),
+        ("qwen3_moe", {"hidden_act": "gelu"}),
+        ("mixtral", {"experts_implementation": "eager"}),
+        ("mixtral", {"experts_implementation": "batched_mm"}),
+    ],
+    ids=str,
+)
+def test_kinds_of_mixtures(architecture, options):
+    model = small(architecture, **options)
+    target = RaggedModel(model, kernels="native")
+    assert target.prepacking.fused == 2
+    assert target.row_invariant
+    assert_close(logits(target), logits(plain(model)), **ROUNDING)
+
+
+@pytest.mark.parametrize("architecture", MIXTURES)
+def test_bytes_of_a_copy_are_foreseen(architecture):
+    model = small(architecture, num_experts=16, num_local_experts=16)
+    held = RaggedModel(model, kernels="native").prepacking.nbytes
+    assert 0.85 < copy_bytes(model) / held < 1.02  # the shared ones are padded, the router is not foreseen
+
+
+# What only looks right
+
+
+def sigmoid_router(model):
+    class Sigmoid(type(block_of(model).gate)):
+        def forward(self, x):
+            scores = nn.functional.linear(x, self.weight)
+            factors, chosen = scores.sigmoid().topk(self.top_k)
+            return scores, factors / factors.sum(-1, keepdim=True), chosen
+
+    block_of(model).gate.__class__ = Sigmoid
+
+
+def bounded_router(model):
+    class Bounded(type(block_of(model).gate)):
+        def forward(self, x):
+            scores, factors, chosen = super().forward(x)
+            return scores, factors.clamp(max=0.8), chosen
+
+    block_of(model).gate.__class__ = Bounded
+
+
+def corrected_router(model):
+    block_of(model).gate.register_buffer("correction", torch.zeros(4))
+
+
+def clamped_gates(model):
+    class Clamped(type(experts_of(model))):
+        def _apply_gate(self, gate_up):
+            gate, up = gate_up.chunk(2, dim=-1)
+            return self.act_fn(gate.clamp(max=20)) * up
+
+    experts_of(model).__class__ = Clamped
+
+
+def odd_activation(model):
+    experts_of(model).act_fn = nn.ReLU6()
+
+
+def louder_block(model):
+    class Louder(type(block_of(model))):
+        def forward(self, x):
+            return 1.1 * super().forward(x)
+
+    block_of(model).__class__ = Louder
+
+
+def extra_part(model):
+    block_of(model).more = nn.Linear(64, 64)
+
+
+def listener(model):
+    experts_of(model).register_forward_hook(lambda module, args, output: 1.1 * output)
+
+
+def other_activation_shared(model):
+    block_of(model).shared_expert.act_fn = nn.GELU()
+
+
+@pytest.mark.filterwarnings("ignore:not prepacked")
+@pytest.mark.parametrize(
+    "fault",
+    [
+        sigmoid_router,
+        bounded_router,
+        corrected_router,
+        clamped_gates,
+        odd_activation,
+        louder_block,
+        extra_part,
+        listener,
+        other_activation_shared,
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_mixture_that_only_looks_right_is_not_fused(fault, dtype):
+    model = small("qwen2_moe").to(dtype)
+    fault(model)
+    target = RaggedModel(model, kernels="native", self_test=False)
+    assert target.prepacking.fused == 1
+    assert not target.row_invariant
+    if dtype == torch.float32:
+        assert_close(logits(target), logits(plain(model)), **ROUNDING)
+
+
+# Changes
+
+
+@pytest.mark.parametrize(
+    "part", ["experts.gate_up_proj", "experts.down_proj", "gate.weight", "shared_expert_gate.weight"]
+)
+def test_a_change_is_noticed(part):
+    model = small("qwen2_moe")
+    target = RaggedModel(model, kernels="native")
+    before = logits(target)
+    with torch.no_grad():
+        block_of(model, 1).get_parameter(part).mul_(-1.25)
+    with pytest.warns(UserWarning, match="changed after they were prepacked"):
+        found = logits(target)
+    assert_close(found, logits(plain(model)), **ROUNDING)
+    assert not torch.allclose(found, before, atol=1e-3)
+
+
+def test_originals_in_a_file():
+    model = small("qwen2_moe")
+    expected = logits(plain(model))
+    target = RaggedModel(model, kernels="native", keep_weights=False)
+    assert_close(logits(target), expected, **ROUNDING)
+    assert_close(logits(plain(model)), expected, **ROUNDING)
+
+
+@pytest.mark.parametrize(("weights", "most"), [("int8-weight-only", 0.05), ("int8", 0.05), ("int4", 0.3)])
+def test_fewer_bits_cost_little(weights, most):
+    """The router keeps its own, so that nearly all rows take the experts that they would take."""
+    model = small("qwen2_moe")
+    exact = logits(plain(model))
+    target = RaggedModel(model, kernels="native", weights=weights)
+    assert target.prepacking.stack[0].experts.router.weight.dtype == torch.float32
+    spread = (exact - exact.mean(dim=-1, keepdim=True)).square().mean().sqrt()
+    error = (logits(target) - exact).square().mean().sqrt() / spread
+    assert 1e-4 < error < most

@@ -1,0 +1,72 @@
+"""The parts of a decoder: what is left out is derived, and they have to fit."""
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from arbordraft.checks import instance
+from arbordraft.coupling import Coupling
+from arbordraft.deciders import Decider, FixedDepth
+from arbordraft.drafters import Drafter, LanguageModelDrafter
+from arbordraft.target.model import RaggedModel
+from arbordraft.topology import TreeTopology
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class Parts(NamedTuple):
+    """What a decoder is made of, see :class:`~arbordraft.SpeculativeDecoder`."""
+
+    target: RaggedModel
+    drafter: Drafter
+    topology: TreeTopology
+    coupling: Coupling
+    decider: Decider
+
+
+def fitting(
+    target: "RaggedModel | PreTrainedModel",
+    drafter: "Drafter | RaggedModel | PreTrainedModel",
+    topology: TreeTopology | None = None,
+    coupling: Coupling | None = None,
+    decider: Decider | None = None,
+) -> Parts:
+    """All parts of a decoder, of those that were given.
+
+    Raises:
+        TypeError: if one is of another kind.
+        ValueError: if they do not fit: vocabulary, tokenizer, draft law or topology.
+    """
+    target, drafter = wrapped(target), as_drafter(drafter)
+    topology = drafter.default_topology() if topology is None else topology
+    instance("topology", topology, TreeTopology)
+    coupling = Coupling.of(drafter.default_law(topology.width)) if coupling is None else coupling
+    instance("coupling", coupling, Coupling)
+    decider = FixedDepth() if decider is None else decider
+    instance("decider", decider, Decider)
+    drafter.check(target, coupling.law)
+    coupling.check(topology)
+    for law in drafter.laws(coupling.law):
+        if not coupling.verifier.supports(law):
+            raise ValueError(f"{drafter} also proposes by {law}, for which {coupling.verifier} is not valid")
+    if decider.anticipating and not coupling.verifier.shared:
+        raise ValueError(
+            f"{decider} looks at tokens that are still to be verified, which would bias the output unless target "
+            "and drafter share their noise: Coupling.shared(k)"
+        )
+    return Parts(target, drafter, topology, coupling, decider)
+
+
+def wrapped(target: Any) -> RaggedModel:
+    """A target as it is, or a model of transformers wrapped."""
+    return target if isinstance(target, RaggedModel) else RaggedModel(target)
+
+
+def as_drafter(drafter: Any) -> Drafter:
+    """A drafter as it is, a model as a draft model."""
+    if isinstance(drafter, RaggedModel) or hasattr(drafter, "get_output_embeddings"):
+        return LanguageModelDrafter(drafter)
+    instance("drafter", drafter, Drafter)
+    return drafter
+
+
+__all__ = ["Parts", "as_drafter", "fitting", "wrapped"]

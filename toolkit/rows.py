@@ -1,0 +1,180 @@
+"""Packed rows, as far as somebody reads them.
+
+Shapes: T packed rows, R of them, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from arbordraft.kernels import choice
+from arbordraft.kernels.verify import row_max
+from arbordraft.processors import surely_kept, truncate, truncated, widened
+from arbordraft.sampling import GumbelNoise
+
+if TYPE_CHECKING:
+    from transformers import LogitsProcessor
+
+Row = TypeVar("Row")
+RowOut = TypeVar("RowOut", covariant=True)
+
+
+class Rows(Protocol[RowOut]):
+    """Packed rows; a tensor's, or such as are computed when they are asked for."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, row: int, /) -> RowOut: ...
+
+
+class Share(Mapping[int, Row]):
+    """One sample's part of packed rows, by node.
+
+    Args:
+        nodes: its nodes, in the order of their rows.
+        rows: the rows of all samples.
+        start: the first one of this sample.
+    """
+
+    def __init__(self, nodes: Iterable[int], rows: Rows[Row], start: int) -> None:
+        self._rows = rows
+        self._row_of = {node: row for row, node in enumerate(nodes, start)}
+
+    def __getitem__(self, node: int) -> Row:
+        return self._rows[self._row_of[node]]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._row_of)
+
+    def __len__(self) -> int:
+        return len(self._row_of)
+
+
+class SoftmaxRows:
+    """The softmax of ``[T, V]`` scores, row by row, as far as somebody reads them.
+
+    A verifier that stops at the first rejection leaves most rows of a tree alone.
+
+    Args:
+        scores: the scores, or logits that ``process`` makes scores of.
+        process: given ``[R, V]`` of the logits and the numbers of these rows, returns their scores; row by row.
+        trim: likewise, but what :meth:`~arbordraft.processors.Warp.trimmed` returns; to go with ``process``.
+        temperature: of logits that are divided by it and not processed otherwise; in place of both.
+        best: T most probable tokens, where these and not random ones are wanted.
+    """
+
+    def __init__(
+        self,
+        scores: Tensor,
+        process: Callable[[Tensor, Sequence[int]], Tensor] | None = None,
+        trim: "Callable[[Tensor, Sequence[int]], tuple[Tensor, LogitsProcessor | None]] | None" = None,
+        temperature: float | None = None,
+        best: Sequence[int] | None = None,
+    ) -> None:
+        self._logits, self._process, self._trim, self._temperature = scores, process, trim, temperature
+        self._best = best
+        self._found: dict[int, Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._logits)
+
+    def __getitem__(self, row: int) -> Tensor:
+        if row not in self._found:
+            self._found[row] = self.scores_of([row])[0].softmax(dim=-1)
+        return self._found[row]
+
+    @cached_property
+    def scores(self) -> Tensor:
+        """``[T, V]``, all of them."""
+        return self.scores_of(range(len(self)))
+
+    def scores_of(self, rows: Sequence[int]) -> Tensor:
+        """``[R, V]`` scores of some rows."""
+        logits = self._taken(rows)
+        if self._process is not None:
+            return self._process(logits, rows)
+        return logits if self._temperature is None else widened(logits) / self._temperature
+
+    def draw(self, rows: Sequence[int], noise: GumbelNoise, places: Sequence[tuple[int, int]]) -> list[int]:
+        """Draws behind some rows with the noise of ``places``: see :meth:`~arbordraft.sampling.GumbelNoise.draw`.
+
+        Greedy rows give their most probable tokens. What would have been drawn without top-k or top-p is also drawn
+        with it if it is kept. That can nearly always be told without sorting the row.
+        """
+        if self._best is not None:
+            return self.most_probable(rows)
+        if self._process is None:
+            return noise.draw(self._taken(rows), None, places, self._temperature or 1.0)
+        if self._trim is None:
+            return noise.draw(self.scores_of(rows), None, places)
+        scores, processor = self._trim(self._taken(rows), rows)
+        if processor is None or choice.wants_triton("truncate", scores):
+            return noise.draw(*truncated(processor, scores), places)
+        tokens = noise.draw(scores, None, places)
+        doubtful = [row for row, kept in enumerate(surely_kept(processor, scores, tokens)) if not kept]
+        if doubtful:
+            again = noise.draw(truncate(processor, scores[doubtful]), None, [places[row] for row in doubtful])
+            for row, token in zip(doubtful, again, strict=True):
+                tokens[row] = token
+        return tokens
+
+    def most_probable(self, rows: Sequence[int]) -> list[int]:
+        """The most probable tokens behind some rows."""
+        if self._best is None or self._process is not None:
+            found: list[int] = row_max(self.scores_of(rows))[1].tolist()
+            return found
+        return [self._best[row] for row in rows]
+
+    def _taken(self, rows: Sequence[int]) -> Tensor:
+        if list(rows) == list(range(len(self))):
+            return self._logits
+        return self._logits[rows[0] : rows[0] + 1] if len(rows) == 1 else self._logits[list(rows)]
+
+
+class MixedRows(SoftmaxRows):
+    """Rows that are not all processed alike.
+
+    Args:
+        kinds: all T rows in each of several ways.
+        kind_of: ``[T]`` which of them is each row's own.
+    """
+
+    def __init__(self, kinds: Sequence[SoftmaxRows], kind_of: Sequence[int]) -> None:
+        self._kinds, self._kind_of = kinds, kind_of
+
+    def __len__(self) -> int:
+        return len(self._kind_of)
+
+    def __getitem__(self, row: int) -> Tensor:
+        return self._kinds[self._kind_of[row]][row]
+
+    def scores_of(self, rows: Sequence[int]) -> Tensor:
+        parts, order = [], []
+        for kind, places in self._split(rows):
+            parts.append(kind.scores_of([rows[place] for place in places]))
+            order += places
+        return torch.cat(parts)[torch.tensor(order).argsort()]
+
+    def draw(self, rows: Sequence[int], noise: GumbelNoise, places: Sequence[tuple[int, int]]) -> list[int]:
+        tokens = [0] * len(rows)
+        for kind, own in self._split(rows):
+            drawn = kind.draw([rows[at] for at in own], noise, [places[at] for at in own])
+            for at, token in zip(own, drawn, strict=True):
+                tokens[at] = token
+        return tokens
+
+    def most_probable(self, rows: Sequence[int]) -> list[int]:
+        tokens = [0] * len(rows)
+        for kind, own in self._split(rows):
+            for at, token in zip(own, kind.most_probable([rows[at] for at in own]), strict=True):
+                tokens[at] = token
+        return tokens
+
+    def _split(self, rows: Sequence[int]) -> Iterator[tuple[SoftmaxRows, list[int]]]:
+        """The kinds of some rows, each with the places among them that are its own."""
+        for number, kind in enumerate(self._kinds):
+            if own := [place for place, row in enumerate(rows) if self._kind_of[row] == number]:
+                yield kind, own

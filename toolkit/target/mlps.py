@@ -1,0 +1,199 @@
+"""Takes MLPs apart: single ones, and mixtures of experts: who chooses, what there is to choose, and what all rows take.
+
+Shapes: E experts to choose from, S shared ones, H hidden size, N inner size of an MLP, K experts that a row chooses.
+"""
+
+import copy
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from arbordraft.kernels.decoder_layers import Experts, Matrix
+from arbordraft.kernels.prepacked_linear import ACTIVATIONS, LANES, interleave, pack, prepack
+from arbordraft.target.probing import TOLERANCE, Unrecognised, distance, hooked, noise, parts_named, tried
+
+if TYPE_CHECKING:
+    from arbordraft.target.recognition import Linear, Parts
+
+# What MLPs are made of, by the names that transformers' models give the parts.
+_KINDS = (
+    (("gate_proj", "up_proj"), "down_proj"),
+    (("gate_up_proj",), "down_proj"),
+    (("c_fc",), "c_proj"),
+    (("fc1",), "fc2"),
+)
+
+
+class Mlp(NamedTuple):
+    """An MLP or several, as :class:`~arbordraft.kernels.decoder_layers.LayerWeights` has them; whether with gates."""
+
+    gate_up: Matrix
+    down: Matrix
+    activation: str
+    inner: int
+    gated: bool
+    experts: Experts | None = None
+
+
+def is_mlp(module: nn.Module) -> bool:
+    """Whether a module has the parts of an MLP or of a mixture of experts."""
+    return _is_mixture(module) or parts_named(module, _KINDS) is not None
+
+
+def mlp_of(parts: "Parts", module: nn.Module) -> Mlp:
+    """What :func:`is_mlp` found.
+
+    Raises:
+        Unrecognised: if it is of another kind all the same.
+    """
+    return mixture(parts, module) if _is_mixture(module) else single(parts, module)
+
+
+def single(parts: "Parts", mlp: nn.Module) -> Mlp:
+    """An MLP, with gates or without."""
+    readers, down, activation = _linears(parts, mlp)
+    inner = down.weight.shape[1]
+    gated = sum(len(linear.weight) for linear in readers) == 2 * inner
+    first = parts.matrix(readers, lambda both: interleave(*both.chunk(2))) if gated else parts.matrix(readers)
+    return Mlp(first, parts.matrix([down]), activation, inner, gated)
+
+
+def _linears(parts: "Parts", mlp: nn.Module) -> tuple[list["Linear"], "Linear", str]:
+    """Gates and inputs, or inputs alone, the linear behind them, and the activation."""
+    if not (names := parts_named(mlp, _KINDS)):
+        raise Unrecognised(f"{type(mlp).__name__} is no MLP")
+    readers, down = parts.linears(mlp, *names[0]), parts.linear(mlp, names[1])
+    hidden, inner = down.weight.shape
+    rows = sum(len(linear.weight) for linear in readers)
+    if rows not in (inner, 2 * inner) or inner % LANES or hidden % LANES:
+        raise Unrecognised(f"{type(mlp).__name__} is not an MLP of fitting size")
+    if hooked(mlp) or mlp._parameters or list(mlp.buffers()):
+        raise Unrecognised(f"{type(mlp).__name__} has parts of another kind")
+    return readers, down, _activation(mlp)
+
+
+def _activation(mlp: nn.Module) -> str:
+    function = next((getattr(mlp, key) for key in ("act_fn", "activation_fn", "act") if hasattr(mlp, key)), None)
+    # Far out too: some activations are others with a bound.
+    points = torch.cat([torch.linspace(-8, 8, 129), torch.tensor([-1e4, -100.0, -20.0, 20.0, 100.0, 1e4])])
+    curve = None if function is None else tried(function, points)
+    for name, known in ACTIVATIONS.items():
+        if curve is not None and torch.allclose(known(points), curve, atol=1e-6):
+            return name
+    raise Unrecognised(f"the activation of {type(mlp).__name__} is unknown")
+
+
+def stacked(module: nn.Module) -> bool:
+    """Whether a module holds experts as transformers keeps them: ``[E, 2 N, H]`` and ``[E, H, N]``."""
+    gate_up, down = (module._parameters.get(name) for name in ("gate_up_proj", "down_proj"))
+    if gate_up is None or down is None or not gate_up.ndim == down.ndim == 3:
+        return False
+    experts, hidden, inner = down.shape
+    return gate_up.shape == (experts, 2 * inner, hidden)
+
+
+def _is_mixture(module: nn.Module) -> bool:
+    """Whether a part of the module holds experts."""
+    return any(map(stacked, module.children()))
+
+
+def mixture(parts: "Parts", block: nn.Module) -> Mlp:
+    """Router, experts and perhaps an MLP that every row takes, with or without a gate of its own.
+
+    The shared MLP is taken for so many experts of the size of the others: its inner channels are parted among them.
+
+    Raises:
+        Unrecognised: if the block has other parts, or its router or experts compute something else.
+    """
+    children = dict(block.named_children())
+    routed = [child for child in children.values() if stacked(child)]
+    shared = [child for child in children.values() if isinstance(getattr(child, "down_proj", None), nn.Module)]
+    gates = [name for name, child in children.items() if getattr(child, "out_features", 0) == 1]
+    routers = [child for child in children.values() if child not in (*routed, *shared, *(children[g] for g in gates))]
+    counts = (len(routed), len(routers), len(shared) <= 1, len(gates) <= len(shared))
+    if counts != (1, 1, True, True) or hooked(block) or block._parameters or list(block.buffers()):
+        raise Unrecognised(f"{type(block).__name__} has parts of another kind")
+    router, experts = routers[0], routed[0]
+    activation = _activation_of(experts)
+    chosen, normalised = _routing(router)
+    gate_up, down = experts.gate_up_proj.detach(), experts.down_proj.detach()  # type: ignore[operator]
+    scores = router.weight.detach()  # type: ignore[operator]
+    number, hidden, inner = down.shape
+    for each in shared:
+        more, back = _parted(parts, each, inner, activation)
+        gate_up, down = torch.cat([gate_up, more]), torch.cat([down, back])
+    for name in gates:
+        if (gate := parts.linear(block, name)).bias is not None:
+            raise Unrecognised(f"{name} has a bias")
+        scores = torch.cat([scores, gate.weight.detach()])
+    fits = scores.shape[1] == hidden and number == len(scores) - len(gates)
+    if not fits or hidden % LANES or inner % LANES or len({t.dtype for t in (gate_up, down, scores)}) > 1:
+        raise Unrecognised(f"{type(block).__name__} has sizes or types that the kernel does not know")
+    for module in (router, experts):
+        parts.remember(module)
+    # With fewer bits in the router, rows would take other experts.
+    choice = Experts(Matrix(prepack(scores)), number, chosen, len(down) - number, normalised, bool(gates))
+    halves = [half.flatten(0, 1) for half in gate_up.chunk(2, dim=1)]
+    first, second = (Matrix(*pack(rows, parts.weights)) for rows in (interleave(*halves), down.flatten(0, 1)))
+    return Mlp(first, second, activation, inner, True, choice)
+
+
+def _parted(parts: "Parts", mlp: nn.Module, inner: int, activation: str) -> tuple[Tensor, Tensor]:
+    """``[S, 2 N, H]`` and ``[S, H, N]``: a gated MLP as several of this inner size, with zeros where it ends."""
+    readers, down, own = _linears(parts, mlp)
+    rows, back = torch.cat([linear.weight.detach() for linear in readers]), down.weight.detach().T
+    if len(rows) != 2 * len(back) or own != activation or any(linear.bias is not None for linear in (*readers, down)):
+        raise Unrecognised(f"{type(mlp).__name__} has no gates, biases or another activation than the experts")
+    stacks = torch.stack([*rows.chunk(2), back])  # all [M, H]
+    count = -(-len(back) // inner)
+    gate, up, back = F.pad(stacks, (0, 0, 0, count * inner - len(back))).unflatten(1, (count, inner))
+    return torch.cat([gate, up], dim=1), back.transpose(1, 2)
+
+
+def _routing(router: nn.Module) -> tuple[int, bool]:
+    """How many experts a router chooses, and whether their factors add up to 1, read off what it does to noise."""
+    weight = router._parameters.get("weight")
+    own = [*router.parameters(), *router.buffers()]
+    if len(own) != 1 or own[0] is not weight or weight.ndim != 2:
+        raise Unrecognised(f"{type(router).__name__} has parts of another kind")
+    wide = copy.deepcopy(router).float()
+    x = noise(16, weight.shape[1])
+    x *= torch.tensor([0.3, 1.0, 3.0, 8.0]).repeat(4)[:, None] / (x @ weight.detach().float().T).std()
+    probabilities = (x @ weight.detach().float().T).softmax(dim=-1)
+    factors, chosen = (tried(lambda x, place=place: wide(x)[place], x) for place in (1, 2))
+    found = tried(torch.zeros_like(probabilities).scatter, -1, chosen, factors)
+    if found is not None and chosen is not None:
+        largest = probabilities.topk(chosen.shape[-1])
+        for normalised in (True, False):
+            values = largest.values / largest.values.sum(dim=-1, keepdim=True) if normalised else largest.values
+            expected = torch.zeros_like(probabilities).scatter(-1, largest.indices, values)
+            if distance(found, expected) < TOLERANCE:
+                return chosen.shape[-1], normalised
+    raise Unrecognised(f"{type(router).__name__} is not a softmax over scores")
+
+
+def _activation_of(experts: nn.Module) -> str:
+    """The activation of experts that compute ``down(activation(gate) * up)``, as what they do to noise shows."""
+    name = _activation(experts)
+    gate_up, down = experts.gate_up_proj.detach(), experts.down_proj.detach()  # type: ignore[operator]
+    if len(list(experts.parameters())) != 2 or list(experts.buffers()) or not gate_up.is_cpu:
+        raise Unrecognised(f"{type(experts).__name__} has parts of another kind")
+    if gate_up.dtype not in (torch.float32, torch.bfloat16):
+        raise Unrecognised(f"{type(experts).__name__} is {gate_up.dtype}")
+    # Far out too: some clamp their gates.
+    x = (noise(4, down.shape[1]) * torch.tensor([0.1, 1.0, 30.0, 1000.0])[:, None]).to(down.dtype)
+    taken = torch.arange(4)[:, None] % len(down)
+    found = tried(experts, x, taken, torch.ones(4, 1, dtype=x.dtype))
+    # In bfloat16 a few numbers are rounded on the way.
+    tolerance = max(TOLERANCE, 8 * torch.finfo(x.dtype).eps)
+    for row, expert in enumerate(taken.flatten().tolist()):
+        gate, up = (gate_up[expert].float() @ x[row].float()).chunk(2)
+        expected = down[expert].float() @ (ACTIVATIONS[name](gate) * up)
+        if found is None or not distance(found[row].float(), expected) < tolerance:
+            raise Unrecognised(f"{type(experts).__name__} are not gated MLPs")
+    return name
+
+
+__all__ = ["Mlp", "is_mlp", "mixture", "mlp_of", "single", "stacked"]
