@@ -115,6 +115,27 @@ def test_a_text_is_that_of_the_files_numbers(written):
     assert decoder.complete("hello", max_new_tokens=8) == decoder.complete("hello", max_new_tokens=8)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_adapters_are_merged_into_copies(written, dtype):
+    """Their linears are no blocks then, and kept in 8 bits."""
+    peft = pytest.importorskip("peft", reason="PEFT is not installed: pip install peft")
+    file, config = written(MIXED), peft.LoraConfig(r=4, target_modules=["v_proj", "down_proj"], init_lora_weights=False)
+    models = []
+    for as_stored in (False, True):
+        torch.manual_seed(0)
+        models.append(peft.get_peft_model(load_model(str(file), dtype, as_stored=as_stored)[0], config).eval())
+    target = ad.RaggedModel(models[1], kernels="native")
+    assert "2 of 2 layers fused, adapters merged into copies of 4 linears" in target.chosen
+    tokens, cache = torch.arange(20) % len(LETTERS), RaggedKVCache()
+    found = target(tokens, cache.plan([cache.open(20)], [range(20)]), cache).float()
+    with torch.no_grad():
+        expected = models[0](tokens[None]).logits[0].float()
+        with models[0].disable_adapter():
+            without = models[0](tokens[None]).logits[0].float()
+    assert (found - expected).norm() < 0.05 * expected.norm()
+    assert (without - expected).norm() > 0.2 * expected.norm()  # the control: they do matter
+
+
 def test_decoding_makes_no_matrix_dense(written, monkeypatch):
     decoder = decoder_of(written(MIXED))
 

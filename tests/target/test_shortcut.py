@@ -21,7 +21,7 @@ def long_way(target):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("weights", [None, "int4"])
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral", "phi3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "phi3", "mixtral", "qwen2_moe", "olmo2", "glm4", "phi"])
 def test_both_ways_give_the_same_bits(architecture, weights, dtype):
     target = RaggedModel(small(architecture).to(dtype), kernels="native", weights=weights)
     assert target._prepared.shortcut is not None
@@ -44,7 +44,13 @@ def test_rows_and_hidden_states_are_those_of_the_long_way():
 
 @pytest.mark.parametrize(
     ("architecture", "change"),
-    [("gemma2", {}), ("granite", {"logits_scaling": 3.0}), ("granite", {"embedding_multiplier": 2.0})],
+    [
+        ("gemma2", {}),
+        ("gpt2", {}),
+        ("cohere", {}),
+        ("granite", {"logits_scaling": 3.0}),
+        ("granite", {"embedding_multiplier": 2.0}),
+    ],
     ids=str,
 )
 def test_models_that_do_more_go_the_long_way(monkeypatch, architecture, change):

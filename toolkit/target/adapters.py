@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from arbordraft.target.file_blocks import in_memory
 from arbordraft.target.probing import TOLERANCE, Unrecognised, distance, noise, rows_of, tried
 
 
@@ -41,9 +42,10 @@ def merged(module: Any) -> nn.Module:
     x = noise(3, module.in_features)
     expected = tried(wide, x)
     try:
+        linear = wide.get_base_layer()
+        linear.weight = nn.Parameter(in_memory(linear.weight), requires_grad=False)  # nothing is added to a file
         if not (wide.merged or wide.disable_adapters):
             wide.merge()
-        linear = wide.get_base_layer()
     except Exception as reason:  # some adapters cannot be merged, and each kind says so in its own way
         raise Unrecognised(f"{type(module).__name__} cannot be merged: {reason}") from reason
     if rows_of(linear) is None or expected is None or not distance(linear(x), expected) < TOLERANCE:
