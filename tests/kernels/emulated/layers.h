@@ -50,15 +50,19 @@ class Layers {
     std::vector<Layer<W, X, T>> layers;
     for (int64_t n = 0; n < kLayers; ++n)
       layers.push_back(
-          {norm_.data(), norm_.data(), nullptr, nullptr, nullptr, norm_.data(), nullptr, nullptr, qkv_.matrix, out_.matrix,
-           gate_up_.matrix, down_.matrix, kHeads, kKvHeads, kDim, kInner, 0, Activation::silu, true, 1e-5f, 0.25f, 0.f,
-           keys.data() + n * kPool, values.data() + n * kPool, &visible});
-    Rows<X> normed(rows * kHidden), attended(rows * kHeads * kDim), gated(rows * kInner);
+          {.pre_attention = {norm_.data()}, .query_norm = {norm_.data()}, .key_norm = {norm_.data()},
+           .pre_mlp = {norm_.data(), norm_.data()}, .qkv = qkv_.matrix, .out = out_.matrix, .gate_up = gate_up_.matrix,
+           .down = down_.matrix, .query_heads = kHeads, .kv_heads = kKvHeads, .dim = kDim, .inner = kInner,
+           .activation = Activation::silu, .rotary = true, .gated = true, .epsilon = 1e-5f, .scale = 0.25f,
+           .keys = keys.data() + n * kPool, .values = values.data() + n * kPool, .visible = &visible});
+    Rows<X> normed(rows * kHidden), attended(rows * kHeads * kDim), inner(rows * kInner);
     Rows<T> queries(rows * kHeads * kDim);
     Rows<float> qkv(rows * (kHeads + 2 * kKvHeads) * kDim), sums(rows * kHidden);
     Rows<float> partials(rows * chunks * kHeads * (kDim + 2));
     Rows<Eighth> eighths(rows * groups_of(kInner));
-    const Workspace<X, T> space{normed.data(), attended.data(), gated.data(), queries.data(), qkv.data(), sums.data(), partials.data(), eighths.data()};
+    const Workspace<W, X, T> space{
+        .normed = normed.data(), .attended = attended.data(), .inner = inner.data(), .queries = queries.data(),
+        .qkv = qkv.data(), .sums = sums.data(), .partials = partials.data(), .eighths = eighths.data()};
     team(true, [&](int thread, int threads) {
       run_layers<W, X, T>(
           x, nullptr, 0, rows, kHidden, layers, space, cosines.data(), sines.data(), kDim, slots.data(), chunks, {}, thread,
