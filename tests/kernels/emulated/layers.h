@@ -50,9 +50,9 @@ class Layers {
     std::vector<Layer<W, X, T>> layers;
     for (int64_t n = 0; n < kLayers; ++n)
       layers.push_back({
-          .pre_attention = {norm_.data()}, .query_norm = {norm_.data()}, .pre_mlp = {norm_.data(), norm_.data()},
-          .post_mlp = {norm_.data()}, .qkv = qkv_.matrix, .out = out_.matrix, .gate_up = gate_up_.matrix,
-          .down = down_.matrix, .query_heads = kHeads, .kv_heads = kKvHeads, .dim = kDim, .inner = kInner,
+          .pre_attention = {norm_.data()}, .query_norm = {norm_.data()}, .key_norm = {norm_.data()},
+          .pre_mlp = {norm_.data(), norm_.data()}, .post_mlp = {norm_.data()}, .qkv = qkv_.matrix, .out = out_.matrix,
+          .gate_up = gate_up_.matrix, .down = down_.matrix, .query_heads = kHeads, .kv_heads = kKvHeads, .dim = kDim, .inner = kInner,
           .activation = Activation::silu, .rotary = true, .gated = true, .epsilon = 1e-5f, .scale = 0.25f,
           .keys = keys.data() + n * kPool, .values = values.data() + n * kPool, .visible = &visible});
     const bool own = rows == 1;
