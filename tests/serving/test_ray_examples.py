@@ -40,10 +40,13 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def cluster():
     """Ray on this machine; its address."""
-    context = ray.init(num_cpus=2, object_store_memory=200 * 2**20, include_dashboard=False, log_to_driver=False)
-    yield context.address_info["gcs_address"]
-    serve.shutdown()
-    ray.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        for check in ("READY", "HEALTH"):  # or a proxy that starts slowly is replaced by one that starts as slowly
+            patch.setenv(f"RAY_SERVE_PROXY_{check}_CHECK_TIMEOUT_S", str(PATIENCE))
+        context = ray.init(num_cpus=2, object_store_memory=200 * 2**20, include_dashboard=False, log_to_driver=False)
+        yield context.address_info["gcs_address"]
+        serve.shutdown()
+        ray.shutdown()
 
 
 def free_port():
