@@ -87,6 +87,18 @@ def test_disks_of_folders_to_come_are_those_of_their_parents(tmp_path):
     assert sizing.free_disk(tmp_path / "a" / "b") == pytest.approx(sizing.free_disk(tmp_path), rel=0.1)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts the parent's memory")
+def test_the_peak_is_not_that_of_who_started_the_process():
+    child = (
+        "import resource; from arbordraft.training.sizing import peak_memory; "
+        "print(peak_memory(), 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    large = f"import subprocess, sys; kept = b'1' * (2 * 10**9); subprocess.run([sys.executable, '-c', {child!r}])"
+    done = subprocess.run([sys.executable, "-c", large], capture_output=True, text=True, check=True)
+    peak, control = map(int, done.stdout.split())
+    assert 10**8 < peak < 1.9 * 10**9 < control
+
+
 @pytest.mark.parametrize(("minutes", "clock"), [(0.5, "00:00:00:30"), (90, "00:01:30:00"), (2881, "02:00:01:00")])
 def test_minutes_are_written_as_lightning_reads_them(minutes, clock):
     assert demo._clock(minutes) == clock
