@@ -50,7 +50,7 @@ def request(chance):
     prompts = [
         [chance.randrange(3, VOCAB) for _ in range(chance.randrange(1, 12))] for _ in range(chance.choice((1, 3)))
     ]
-    options = {"max_new_tokens": chance.randrange(1, 6), "pad_token_id": 0, "do_sample": chance.random() < 0.5}
+    options = {"max_new_tokens": chance.randrange(1, 9), "pad_token_id": 0, "do_sample": chance.random() < 0.5}
     if options["do_sample"]:
         options |= {"seeds": [chance.randrange(2**64) for _ in prompts], "top_k": chance.choice((0, 5))}
     if chance.random() < 0.2:
