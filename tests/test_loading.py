@@ -16,7 +16,8 @@ from arbordraft.heads.medusa import MedusaConfig, MedusaHead
 from arbordraft.kernels import native
 from arbordraft.loading import drafter_named, trained_for
 from arbordraft.measuring import cost_file, known_costs, known_rows
-from arbordraft.target import memory, stand_ins
+from arbordraft.target import backend as backends
+from arbordraft.target import memory
 
 FREE = {"costs": None, "kernels": "torch"}
 
@@ -415,7 +416,7 @@ def test_one_slow_spell_does_not_spoil_a_table(monkeypatch):
     ("free", "backend"), [(None, "native"), (2**30, "native"), (1000, "torch")], ids=["unknown", "plenty", "too little"]
 )
 def test_a_copy_must_fit_into_memory(kernels, monkeypatch, free, backend):
-    monkeypatch.setattr(stand_ins, "available_memory", lambda: free)
+    monkeypatch.setattr(backends, "available_memory", lambda: free)
     if backend == "native":
         target = ad.RaggedModel(tiny(), kernels="auto")
     else:

@@ -1,7 +1,12 @@
 """How this process gets memory from the system."""
 
 import ctypes
+import math
+import mmap
 import sys
+
+import torch
+from torch import Tensor
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 _LARGE = 1 << 30  # bytes; mallopt takes a C int
@@ -28,4 +33,20 @@ def keep_freed_memory() -> bool:
     return bool(mapped and mallopt(_TRIM_THRESHOLD, 2 * _LARGE - 1))
 
 
-__all__ = ["keep_freed_memory"]
+def untouched_zeros(*shape: int, dtype: torch.dtype) -> Tensor | None:
+    """Zeros on the CPU that take memory only where they are written to.
+
+    Returns:
+        ``None`` where the system has no such memory, or not as much.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if size == 0 or sys.platform == "win32":
+        return None
+    try:
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError):
+        return None
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
+
+
+__all__ = ["keep_freed_memory", "untouched_zeros"]

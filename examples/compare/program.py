@@ -186,7 +186,13 @@ def _parse(kind: PeerKind, description: str | None) -> argparse.Namespace:
     parser.add_argument("--python", type=Path, help=f"Python of the environment that {kind.name} is installed in")
     parser.add_argument("--check", action="store_true", help=f"only tell whether {kind.name} can be measured")
     parser.add_argument(
-        "--load", type=_argument, nargs="+", default=[], metavar="NAME=VALUE", help="of arbordraft.load"
+        "--load",
+        type=_argument,
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME=VALUE",
+        help="of arbordraft.load",
     )
     parser.add_argument("--drafter", type=Path, help="folder of a trained drafter, to compare too")
     parser.add_argument("--without-generate", action="store_true", help="leave transformers out")

@@ -20,64 +20,63 @@ constexpr int kTileBlocks(int) { return 2; }
 
 // Weights are fetched ahead of their use. Alone, a tile fetches what it is about to read. Where several tiles of rows
 // pass over the same weights, each fetches a part of the next ones, which spreads memory traffic over all of them.
-template <class W, class X, int R, int NB, bool Alone>
-struct Tile {
-  // found[r][b] = sum over inputs of x[r] and block b of w.
-  static inline void run(const W* w, const X* x, int64_t inputs, const W* ahead, f32x16 (&found)[R][NB]) {
-    constexpr int64_t kAhead = 2048 / sizeof(W);  // elements
-    constexpr int64_t kLine = 64 / sizeof(W);
-    f32x16 acc[R][NB];  // nobody else holds its address, so it stays in registers
-    for (int r = 0; r < R; ++r)
-      for (int b = 0; b < NB; ++b) acc[r][b] = splat(0.f);
-    if constexpr (std::is_same_v<W, float>) {
-      for (int64_t i = 0; i < inputs; ++i) {
-        f32x16 wb[NB];
-        for (int b = 0; b < NB; ++b) {
-          const W* p = w + (b * inputs + i) * kLanes;
-          if (Alone) __builtin_prefetch(p + kAhead);
-          wb[b] = load(p);
-        }
-        if (!Alone) __builtin_prefetch(ahead + i * kLine, 0, 2);
-        for (int r = 0; r < R; ++r) {
-          const f32x16 xr = splat(x[r * inputs + i]);
-          for (int b = 0; b < NB; ++b) acc[r][b] = fma(wb[b], xr, acc[r][b]);
-        }
+//
+// found[r][b] = sum over inputs of x[r] and block b of w.
+template <int R, int NB, bool Alone, class W, class X>
+inline void tile(const W* w, const X* x, int64_t inputs, const W* ahead, f32x16* found) {
+  constexpr int64_t kAhead = 2048 / sizeof(W);  // elements
+  constexpr int64_t kLine = 64 / sizeof(W);
+  f32x16 acc[R][NB];  // nobody else holds its address, so it stays in registers
+  for (int r = 0; r < R; ++r)
+    for (int b = 0; b < NB; ++b) acc[r][b] = splat(0.f);
+  if constexpr (std::is_same_v<W, float>) {
+    for (int64_t i = 0; i < inputs; ++i) {
+      f32x16 wb[NB];
+      for (int b = 0; b < NB; ++b) {
+        const W* p = w + (b * inputs + i) * kLanes;
+        if (Alone) __builtin_prefetch(p + kAhead);
+        wb[b] = load(p);
       }
-    } else if constexpr (std::is_same_v<X, float>) {
-      for (int64_t i = 0; i < inputs; i += 2) {
-        if (!Alone) __builtin_prefetch(ahead + i / 2 * kLine, 0, 2);
-        for (int b = 0; b < NB; ++b) {
-          const W* p = w + (b * inputs + i) * kLanes;
-          if (Alone) __builtin_prefetch(p + kAhead);
-          f32x16 even, odd;
-          load_pairs(p, even, odd);
-          for (int r = 0; r < R; ++r) {
-            acc[r][b] = fma(even, splat(x[r * inputs + i]), acc[r][b]);
-            acc[r][b] = fma(odd, splat(x[r * inputs + i + 1]), acc[r][b]);
-          }
-        }
+      if (!Alone) __builtin_prefetch(ahead + i * kLine, 0, 2);
+      for (int r = 0; r < R; ++r) {
+        const f32x16 xr = splat(x[r * inputs + i]);
+        for (int b = 0; b < NB; ++b) acc[r][b] = fma(wb[b], xr, acc[r][b]);
       }
-    } else {
-#if defined(ARBORDRAFT_DOT_BF16)
-      for (int64_t i = 0; i < inputs; i += 2) {
-        if (!Alone) __builtin_prefetch(ahead + i / 2 * kLine, 0, 2);
-        bf16x32 wb[NB];
-        for (int b = 0; b < NB; ++b) {
-          const W* p = w + (b * inputs + i) * kLanes;
-          if (Alone) __builtin_prefetch(p + kAhead);
-          wb[b] = load_dot(p);
-        }
-        for (int r = 0; r < R; ++r) {
-          const bf16x32 xr = splat_pair(x + r * inputs + i);
-          for (int b = 0; b < NB; ++b) acc[r][b] = dot(wb[b], xr, acc[r][b]);
-        }
-      }
-#endif
     }
-    for (int r = 0; r < R; ++r)
-      for (int b = 0; b < NB; ++b) found[r][b] = acc[r][b];
+  } else if constexpr (std::is_same_v<X, float>) {
+    for (int64_t i = 0; i < inputs; i += 2) {
+      if (!Alone) __builtin_prefetch(ahead + i / 2 * kLine, 0, 2);
+      for (int b = 0; b < NB; ++b) {
+        const W* p = w + (b * inputs + i) * kLanes;
+        if (Alone) __builtin_prefetch(p + kAhead);
+        f32x16 even, odd;
+        load_pairs(p, even, odd);
+        for (int r = 0; r < R; ++r) {
+          acc[r][b] = fma(even, splat(x[r * inputs + i]), acc[r][b]);
+          acc[r][b] = fma(odd, splat(x[r * inputs + i + 1]), acc[r][b]);
+        }
+      }
+    }
+  } else {
+#if defined(ARBORDRAFT_DOT_BF16)
+    for (int64_t i = 0; i < inputs; i += 2) {
+      if (!Alone) __builtin_prefetch(ahead + i / 2 * kLine, 0, 2);
+      bf16x32 wb[NB];
+      for (int b = 0; b < NB; ++b) {
+        const W* p = w + (b * inputs + i) * kLanes;
+        if (Alone) __builtin_prefetch(p + kAhead);
+        wb[b] = load_dot(p);
+      }
+      for (int r = 0; r < R; ++r) {
+        const bf16x32 xr = splat_pair(x + r * inputs + i);
+        for (int b = 0; b < NB; ++b) acc[r][b] = dot(wb[b], xr, acc[r][b]);
+      }
+    }
+#endif
   }
-};
+  for (int r = 0; r < R; ++r)
+    for (int b = 0; b < NB; ++b) found[r * NB + b] = acc[r][b];
+}
 
 // One prepacked matrix, which multiplies rows of as many inputs. `scale` is 8-bit weights' factor per output, `bias` may be
 // missing. Weights in groups: see grouped.h.
@@ -96,15 +95,32 @@ struct Prepacked {
   }
 };
 
-template <int R, int NB, bool Alone, class W, class X, class Emit>
-inline void tile_rows(
-    const Prepacked<W>& m, const X* x, int64_t row, int64_t block, const W* ahead, const Emit& emit) {
-  f32x16 acc[R][NB];
-  const W* weight = m.weight + block * m.inputs * kLanes;
-  Tile<W, X, R, NB, Alone>::run(weight, x + row * m.inputs, m.inputs, ahead, acc);
-  for (int r = 0; r < R; ++r) {
-    for (int b = 0; b < NB; ++b) acc[r][b] = m.finish(acc[r][b], (block + b) * kLanes);
-    emit(row + r, block, acc[r], NB);
+// The tile of `rows` and `blocks`, one of those that multiply() asks for: compiled once, not wherever something is
+// multiplied.
+template <class W, class X>
+[[gnu::noinline]] void some_tile(
+    int rows, int blocks, bool alone, const W* w, const X* x, int64_t inputs, const W* ahead, f32x16* found) {
+  const auto of = [&](auto known) {
+    constexpr int R = decltype(known)::value;
+    if (alone) {
+      if (blocks == 1) return tile<R, 1, true>(w, x, inputs, ahead, found);
+      if (blocks == 2) return tile<R, 2, true>(w, x, inputs, ahead, found);
+      return tile<R, kTileBlocks(R), true>(w, x, inputs, ahead, found);
+    }
+    if constexpr (R >= kTileRows / 2)  // passes are about as long
+      return blocks == 2 ? tile<R, 2, false>(w, x, inputs, ahead, found) : tile<R, 1, false>(w, x, inputs, ahead, found);
+  };
+  switch (rows) {
+    case 1: return of(std::integral_constant<int, 1>());
+    case 2: return of(std::integral_constant<int, 2>());
+#if defined(__AVX512F__)
+    case 3: return of(std::integral_constant<int, 3>());
+    case 4: return of(std::integral_constant<int, 4>());
+    case 5: return of(std::integral_constant<int, 5>());
+    case 6: return of(std::integral_constant<int, 6>());
+    case 7: return of(std::integral_constant<int, 7>());
+    case 8: return of(std::integral_constant<int, 8>());
+#endif
   }
 }
 
@@ -112,54 +128,23 @@ inline void tile_rows(
 // is even wherever the range is: a gated activation finds its two halves, prepacked as neighbours, in one call.
 template <class W, class X, class Emit>
 inline void multiply(const Prepacked<W>& m, const X* x, int64_t rows, Range blocks, const Emit& emit) {
-  const auto some_rows = [&](auto count, int64_t row, int64_t block, int64_t n) {  // too few for several passes
-    constexpr int R = decltype(count)::value, NB = kTileBlocks(R);
-    for (; n >= NB; n -= NB, block += NB) tile_rows<R, NB, true>(m, x, row, block, m.weight, emit);
-    for (; n >= 2; n -= 2, block += 2) tile_rows<R, 2, true>(m, x, row, block, m.weight, emit);
-    if (n) tile_rows<R, 1, true>(m, x, row, block, m.weight, emit);
-  };
-  const auto rest = [&](int64_t count, int64_t row, int64_t block, int64_t n) {
-    switch (count) {
-      case 1: return some_rows(std::integral_constant<int, 1>(), row, block, n);
-      case 2: return some_rows(std::integral_constant<int, 2>(), row, block, n);
-#if defined(__AVX512F__)
-      case 3: return some_rows(std::integral_constant<int, 3>(), row, block, n);
-      case 4: return some_rows(std::integral_constant<int, 4>(), row, block, n);
-      case 5: return some_rows(std::integral_constant<int, 5>(), row, block, n);
-      case 6: return some_rows(std::integral_constant<int, 6>(), row, block, n);
-      case 7: return some_rows(std::integral_constant<int, 7>(), row, block, n);
-      case 8: return some_rows(std::integral_constant<int, 8>(), row, block, n);
-#endif
-    }
-  };
-  if (rows <= kTileRows) return rest(rows, 0, blocks.begin, blocks.end - blocks.begin);
   // Two blocks at a time stay in the inner caches while all rows pass over them, in passes of about as many rows: one of
   // few would wait for its own sums.
-  const int64_t passes = (rows + kTileRows - 1) / kTileRows, half = m.inputs * kLanes;
-  for (int64_t block = blocks.begin; block < blocks.end; block += 2) {
-    const int64_t n = std::min<int64_t>(2, blocks.end - block);
+  const int64_t half = m.inputs * kLanes, passes = (rows + kTileRows - 1) / kTileRows;
+  const int64_t wide = passes > 1 ? 2 : kTileBlocks(int(rows));
+  for (int64_t block = blocks.begin, n; block < blocks.end; block += n) {
+    n = std::min(wide, blocks.end - block);
+    if (n == 3) n = 2;
     const W* next = m.weight + (block + n) * half;
     for (int64_t pass = 0; pass < passes; ++pass) {
       const int64_t row = rows * pass / passes, count = rows * (pass + 1) / passes - row;
-      const W* ahead = next + (pass == 0 ? 0 : half);  // each fetches a half
-      const auto some_rows = [&](auto known) {
-        constexpr int R = decltype(known)::value;
-        if (n == 2)
-          tile_rows<R, 2, false>(m, x, row, block, ahead, emit);
-        else
-          tile_rows<R, 1, false>(m, x, row, block, ahead, emit);
-      };
-      switch (count) {
-#if defined(__AVX512F__)
-        case 8: some_rows(std::integral_constant<int, 8>()); break;
-        case 7: some_rows(std::integral_constant<int, 7>()); break;
-        case 6: some_rows(std::integral_constant<int, 6>()); break;
-        case 5: some_rows(std::integral_constant<int, 5>()); break;
-        case 4: some_rows(std::integral_constant<int, 4>()); break;
-#else
-        case 2: some_rows(std::integral_constant<int, 2>()); break;
-        case 1: some_rows(std::integral_constant<int, 1>()); break;
-#endif
+      f32x16 acc[kTileRows * 2];
+      some_tile(
+          int(count), int(n), passes == 1, m.weight + block * half, x + row * m.inputs, m.inputs,
+          next + (pass == 0 ? 0 : half), acc);  // each fetches a half
+      for (int64_t r = 0; r < count; ++r) {
+        for (int64_t b = 0; b < n; ++b) acc[r * n + b] = m.finish(acc[r * n + b], (block + b) * kLanes);
+        emit(row + r, block, acc + r * n, int(n));
       }
     }
   }

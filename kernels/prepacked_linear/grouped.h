@@ -82,8 +82,8 @@ inline f32x16 load_scales(const uint8_t* p, f32x16 factor) { return load_counts(
 
 // found[r][b] = sum over inputs of x[r] and block b. Meanwhile the first `fetched` of the next blocks, from `ahead` on, come
 // into the cache.
-template <int Bits, class S, int R, int NB>
-[[gnu::noinline]] void tile_groups(
+template <int R, int NB, int Bits, class S>
+inline void tile_groups(
     const Prepacked<Grouped>& m, const Eighth* x, int64_t block, int64_t ahead, int fetched, f32x16* found) {
   constexpr int64_t kBytes = 64 * Bits, kScales = Bits == 4 ? 2 * kLanes : kLanes;
   const int64_t groups = m.groups(), stride = kFactors<S> + groups * kScales;
@@ -139,67 +139,54 @@ template <int Bits, class S, int R, int NB>
     for (int b = 0; b < NB; ++b) found[r * NB + b] = acc[r][b];
 }
 
-// As multiply() of cpu.h.
-template <int Bits, class S, class Emit>
-inline void multiply_groups(
-    const Prepacked<Grouped>& m, const Eighth* x, int64_t rows, Range blocks, const Emit& emit) {
-  constexpr int64_t kRows = kGroupedRows<Bits>;
-  const int64_t groups = m.groups();
-  // Alone, a tile fetches what the next one reads. Where several tiles of rows pass over the same two blocks, the first
-  // two of them fetch the next two.
-  const auto tile = [&](auto count, auto wide, int64_t row, int64_t block) {
-    constexpr int R = decltype(count)::value, NB = decltype(wide)::value;
-    f32x16 found[R * NB];
-    const bool alone = rows <= kRows;
-    const int64_t ahead = alone ? block + NB : block + 2 + (row > 0);
-    const int64_t fetched = std::min<int64_t>(alone ? NB : row <= kRows, blocks.end - ahead);
-    tile_groups<Bits, S, R, NB>(m, x + row * groups, block, ahead, int(fetched), found);
-    for (int r = 0; r < R; ++r) {
-      if (m.bias)
-        for (int b = 0; b < NB; ++b)
-          found[r * NB + b] += load(m.bias + (block + b) * kLanes, m.outputs - (block + b) * kLanes);
-      emit(row + r, block, found + r * NB, NB);
-    }
+template <int Bits, class S>
+[[gnu::noinline]] void some_tile(
+    int rows, int blocks, const Prepacked<Grouped>& m, const Eighth* x, int64_t block, int64_t ahead, int fetched,
+    f32x16* found) {
+  const auto of = [&](auto known) {
+    constexpr int R = decltype(known)::value;
+    if (blocks == 1) return tile_groups<R, 1, Bits, S>(m, x, block, ahead, fetched, found);
+    if (blocks == 2) return tile_groups<R, 2, Bits, S>(m, x, block, ahead, fetched, found);
+    return tile_groups<R, kGroupedBlocks(R), Bits, S>(m, x, block, ahead, fetched, found);
   };
-  const auto some_rows = [&](auto count, int64_t row, int64_t block, int64_t n) {
-    constexpr int NB = kGroupedBlocks(decltype(count)::value);
-    for (; n >= NB; n -= NB, block += NB) tile(count, std::integral_constant<int, NB>(), row, block);
-    for (; n >= 2; n -= 2, block += 2) tile(count, std::integral_constant<int, 2>(), row, block);
-    if (n) tile(count, std::integral_constant<int, 1>(), row, block);
-  };
-  const auto rest = [&](int64_t count, int64_t row, int64_t block, int64_t n) {
-    switch (count) {
-      case 1: return some_rows(std::integral_constant<int, 1>(), row, block, n);
-      case 2: return some_rows(std::integral_constant<int, 2>(), row, block, n);
+  switch (rows) {
+    case 1: return of(std::integral_constant<int, 1>());
+    case 2: return of(std::integral_constant<int, 2>());
 #if defined(__AVX512F__)
-      case 3: return some_rows(std::integral_constant<int, 3>(), row, block, n);
-      case 4: return some_rows(std::integral_constant<int, 4>(), row, block, n);
+    case 3: return of(std::integral_constant<int, 3>());
+    case 4: return of(std::integral_constant<int, 4>());
 #endif
-    }
-#if defined(__AVX512F__)
-    if constexpr (Bits == 8) {
-      if (count == 5) return some_rows(std::integral_constant<int, 5>(), row, block, n);
-      if (count == 6) return some_rows(std::integral_constant<int, 6>(), row, block, n);
-    }
-#endif
-  };
-  if (rows <= kRows) return rest(rows, 0, blocks.begin, blocks.end - blocks.begin);
-  // Two blocks at a time stay in the inner caches while all rows pass over them.
-  for (int64_t block = blocks.begin; block < blocks.end; block += 2) {
-    const int64_t n = std::min<int64_t>(2, blocks.end - block);
-    for (int64_t row = 0; row < rows; row += kRows)
-      rest(std::min(kRows, rows - row), row, block, n);
   }
+#if defined(__AVX512F__)
+  if constexpr (Bits == 8) return rows == 5 ? of(std::integral_constant<int, 5>()) : of(std::integral_constant<int, 6>());
+#endif
 }
 
+// As for other weights, see cpu.h.
 template <class Emit>
 inline void multiply(const Prepacked<Grouped>& m, const Eighth* x, int64_t rows, Range blocks, const Emit& emit) {
-  if (!m.four)
-    multiply_groups<8, uint16_t>(m, x, rows, blocks, emit);
-  else if (m.bytes)
-    multiply_groups<4, uint8_t>(m, x, rows, blocks, emit);
-  else
-    multiply_groups<4, uint16_t>(m, x, rows, blocks, emit);
+  const auto tile = !m.four ? some_tile<8, uint16_t> : m.bytes ? some_tile<4, uint8_t> : some_tile<4, uint16_t>;
+  const int64_t most = m.four ? kGroupedRows<4> : kGroupedRows<8>, groups = m.groups();
+  const bool alone = rows <= most;
+  const int64_t wide = alone ? kGroupedBlocks(int(rows)) : 2;
+  // Two blocks at a time stay in the inner caches while all rows pass over them, and the first two tiles fetch the next
+  // two blocks. Alone, a tile fetches what the next one reads.
+  for (int64_t block = blocks.begin, n; block < blocks.end; block += n) {
+    n = std::min(wide, blocks.end - block);
+    if (n == 3) n = 2;
+    for (int64_t row = 0; row < rows; row += most) {
+      f32x16 found[kGroupedRows<8> * 4];
+      const int64_t count = std::min(most, rows - row), ahead = alone ? block + n : block + 2 + (row > 0);
+      const int64_t fetched = std::min<int64_t>(alone ? n : row <= most, blocks.end - ahead);
+      tile(int(count), int(n), m, x + row * groups, block, ahead, int(fetched), found);
+      for (int r = 0; r < count; ++r) {
+        if (m.bias)
+          for (int b = 0; b < n; ++b)
+            found[r * n + b] += load(m.bias + (block + b) * kLanes, m.outputs - (block + b) * kLanes);
+        emit(row + r, block, found + r * n, int(n));
+      }
+    }
+  }
 }
 
 }  // namespace arbordraft

@@ -84,7 +84,7 @@ struct Attention {
 
   // Unnormalised result of keys begin..end-1 of one row and key head: for each query head of the group its maximum,
   // its sum of weights and its weighted values.
-  void chunk(const T* query, const Visible::Row& row, int64_t head, int64_t begin, int64_t end, float* partial) const {
+  [[gnu::noinline]] void chunk(const T* query, const Visible::Row& row, int64_t head, int64_t begin, int64_t end, float* partial) const {
     const int64_t n = end - begin, stride = kv_heads * dim, value_stride = kv_heads * value_dim;
     const T* key_rows[kChunk];
     const T* value_rows[kChunk + 1];
@@ -260,7 +260,7 @@ inline bool attention_is_split(int64_t rows, int threads) { return rows < 4 * th
 constexpr int64_t kMostTogether = 8;  // rows that go over the keys side by side, while these are in the inner caches
 
 template <class T, class Out>
-inline void attend(
+[[gnu::noinline]] void attend(
     const Attention<T>& a, const Visible& visible, const T* queries, Out* out, float* partials, int64_t most_chunks,
     int thread, int threads) {
   const int64_t rows = int64_t(visible.rows.size()), size = a.partial_size(), heads = a.kv_heads;

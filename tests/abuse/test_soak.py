@@ -1,14 +1,11 @@
 """One decoder, thousands of requests of every kind: memory stays flat, and the last answer is the first."""
 
-import ctypes
-import gc
-import os
 import random
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from memory import resident
 from models import PROMPTS, VOCAB, left_padded, ragged, tiny
 from prepacked_models import small
 
@@ -36,13 +33,6 @@ pytestmark = [
 REQUESTS, SETTLED = 3000, 500  # memory is compared from the second number on
 TREE = TreeTopology([-1, 0, 0, 1, 1, 2])
 SAMPLED = Coupling(WithoutReplacement(2), Lifted(RecursiveRejection()))
-
-
-def resident():
-    """Bytes of this process that lie in memory, after what can be given back was given back."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def request(chance):

@@ -8,6 +8,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
+from memory import resident
 
 from arbordraft.kernels.ragged_tree_attention import ragged_tree_attention
 from arbordraft.target.cache import CacheOverflow, RaggedKVCache
@@ -233,6 +234,27 @@ def test_a_step_never_copies_the_cache():
         fixed.commit(dict.fromkeys(samples, (0, 2)))
         pointers.add(tuple(pool.data_ptr() for pool in fixed.buffers()))
     assert len(pointers) == 1
+
+
+def test_pools_with_a_limit_grow_where_they_are(monkeypatch):
+    """And take memory as they are filled. The control cannot: it has to copy."""
+
+    def places():
+        cache, samples = opened([1, 1], max_tokens=1 << 22)
+        found = set()
+        for step in range(100):
+            fill(cache, cache.plan(samples, [range(3)] * 2), [step, 0.0, step + 0.5] * 2)
+            cache.commit(dict.fromkeys(samples, (0, 2)))
+            found.add(cache.get_buffer("keys_0").data_ptr())
+        expected = [number for step in range(100) for number in (step, step + 0.5)]
+        assert [contents(cache, sample)[1:] for sample in samples] == [expected] * 2
+        return found
+
+    before = resident()
+    assert len(places()) == 1
+    assert resident() - before < 50e6  # of 4 times 100 MB
+    monkeypatch.setattr("arbordraft.target.cache.untouched_zeros", lambda *_, **__: None)
+    assert len(places()) > 3
 
 
 def test_a_freed_slab_is_used_again():

@@ -7,6 +7,7 @@ import torch
 from models import ARCHITECTURES
 from prepacked_models import ROUNDING, logits, plain, small
 from torch.testing import assert_close
+from transformers import LlamaForCausalLM
 
 from arbordraft import RaggedModel
 from arbordraft.target.cache import RaggedKVCache
@@ -60,6 +61,19 @@ def test_models_that_do_more_go_the_long_way(monkeypatch, architecture, change):
     target = RaggedModel(model, kernels="native")
     assert target._prepared.shortcut is None
     assert_close(logits(target), logits(plain(model)), **ROUNDING)
+
+
+def test_a_cap_that_small_logits_never_reach_is_seen():
+    class Capped(LlamaForCausalLM):
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            output.logits = output.logits.clamp(-20, 20)
+            return output
+
+    model = small()
+    assert logits(plain(model)).abs().max() < 20
+    model.__class__ = Capped
+    assert RaggedModel(model, kernels="native")._prepared.shortcut is None
 
 
 def test_listeners_are_heard():

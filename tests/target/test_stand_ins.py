@@ -14,8 +14,9 @@ from arbordraft import RaggedModel
 from arbordraft.kernels import native
 from arbordraft.kernels.prepacked_linear.module import PrepackedLinear, onednn_problem
 from arbordraft.target import self_test
+from arbordraft.target.backend import choose
 from arbordraft.target.hook import UnsupportedModel
-from arbordraft.target.stand_ins import PrepackedGatedMLP, PrepackedLayers, PrepackedNorm, choose
+from arbordraft.target.stand_ins import PrepackedGatedMLP, PrepackedLayers, PrepackedNorm
 from arbordraft.topology import ancestor_words
 
 pytestmark = pytest.mark.usefixtures("kernels")

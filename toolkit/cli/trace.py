@@ -14,6 +14,7 @@ from arbordraft.cli.options import (
     ModelOption,
     TemperatureOption,
     TopPOption,
+    WeightsOption,
     output_file,
 )
 from arbordraft.engine import Engine
@@ -36,6 +37,7 @@ def trace(
     seed: Annotated[int | None, typer.Option(min=0, help="By default each answer's is drawn anew.")] = None,
     dtype: AutoDtypeOption = None,
     kernels: KernelsOption = Kernels.auto,
+    weights: WeightsOption = None,
 ) -> None:
     """Answer a prompt and write a page that shows every step: what was drafted, and what became of it."""
     from arbordraft.serving.page import page
@@ -43,7 +45,7 @@ def trace(
 
     console = terminal(highlight=False, soft_wrap=True)
     with console.status("loading the model") as status:
-        decoder = load_decoder(model, drafter, dtype=dtype, kernels=kernels)
+        decoder = load_decoder(model, drafter, dtype=dtype, kernels=kernels, weights=weights)
         tokenizer = decoder.target.tokenizer
         assert tokenizer is not None
         request = Request(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from arbordraft.allocator import untouched_zeros
 from arbordraft.kernels.kv_cache import append, compact
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 
@@ -30,7 +31,8 @@ class RaggedKVCache(nn.Module):
 
     A forward writes its rows *behind* the committed length of each sample. :meth:`commit` then keeps some of them (the
     accepted path), closes the gaps in place and advances the length; rejected rows are overwritten by the next step.
-    Slabs grow by doubling, so no step copies the cache.
+    Slabs grow by doubling, so no step copies the cache. With a limit, pools on the CPU have their final place from the
+    start, and take memory as they are filled: no stream waits while they are copied.
 
     Args:
         max_tokens: greatest number of pool rows, draft trees included; unlimited by default.
@@ -42,6 +44,7 @@ class RaggedKVCache(nn.Module):
         super().__init__()
         self.max_tokens = max_tokens
         self.weights: object = None  # what the keys and values were computed with
+        self._whole: dict[str, Tensor] = {}  # pools as large as the limit allows, of which the first rows are used
         self._slabs: dict[int, _Slab] = {}
         self._free: list[tuple[int, int]] = []  # (start, rows), ascending, never adjacent
         self._rows = 0  # rows of every pool
@@ -254,8 +257,17 @@ class RaggedKVCache(nn.Module):
 
     def _pool(self, name: str, like: Tensor) -> Tensor:
         if name not in self._buffers:
-            self.register_buffer(name, like.new_zeros(self._rows, *like.shape[1:]), persistent=False)
+            if like.is_cpu and self.max_tokens is not None:
+                whole = untouched_zeros(self.max_tokens, *like.shape[1:], dtype=like.dtype)
+                if whole is not None:
+                    self._whole[name] = whole
+            self.register_buffer(name, self._resized(name, like[:0], self._rows), persistent=False)
         return self._buffers[name]  # type: ignore[return-value]
+
+    def _resized(self, name: str, pool: Tensor, rows: int) -> Tensor:
+        if (whole := self._whole.get(name)) is not None:
+            return whole[:rows]
+        return torch.cat([pool, pool.new_zeros(rows - len(pool), *pool.shape[1:])])
 
     def _reserve(self, slab: _Slab, tokens: int) -> None:
         if tokens <= slab.capacity:
@@ -290,7 +302,7 @@ class RaggedKVCache(nn.Module):
         grown = max(total, min(ahead, self.max_tokens or ahead))
         for name, pool in self._buffers.items():
             if pool is not None:
-                self._buffers[name] = torch.cat([pool, pool.new_zeros(grown - len(pool), *pool.shape[1:])])
+                self._buffers[name] = self._resized(name, pool, grown)
         if tail[1]:
             self._free.pop()
         self._rows = grown

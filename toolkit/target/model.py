@@ -19,6 +19,7 @@ from arbordraft.kernels import native
 from arbordraft.kernels.prepacked_linear import check_weights
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.target.adapters import unwrapped
+from arbordraft.target.backend import choose
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.file_blocks import holds_blocks
 from arbordraft.target.hook import (
@@ -33,9 +34,10 @@ from arbordraft.target.hook import (
 )
 from arbordraft.target.memory import check_movable
 from arbordraft.target.observation import decoder_list, final_module, observe
+from arbordraft.target.prepacking import Prepacking
 from arbordraft.target.self_test import check_logits
 from arbordraft.target.shortcut import Shortcut, unheard
-from arbordraft.target.stand_ins import PrepackedLayers, Prepacking, choose
+from arbordraft.target.stand_ins import PrepackedLayers
 from arbordraft.target.view import ModelView
 
 if TYPE_CHECKING:

@@ -1,0 +1,69 @@
+"""Which kernels read a model's weights on this machine."""
+
+import warnings
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from arbordraft.kernels import native
+from arbordraft.kernels.prepacked_linear.module import onednn_problem
+from arbordraft.target.memory import available_memory, copy_bytes
+
+KERNELS = ("auto", "native", "onednn", "torch")
+
+
+class Choice(NamedTuple):
+    """How a model's weights are read.
+
+    Args:
+        backend: ``"torch"``, ``"native"`` or ``"onednn"``.
+        reason: why it is no faster one; empty if there is none.
+    """
+
+    backend: str
+    reason: str = ""
+
+
+def choose(kernels: str, model: nn.Module, *, weights: str | None = None) -> Choice:
+    """What ``kernels`` means for this model on this machine.
+
+    Raises:
+        ValueError: if the word is unknown, or a backend asked for by name cannot be used.
+    """
+    if kernels not in KERNELS:
+        raise ValueError(f"kernels must be one of {', '.join(KERNELS)}, got {kernels!r}")
+    if kernels == "torch":
+        return Choice("torch", "asked for")
+    weight = next(model.parameters())
+    unfit = None
+    if not weight.is_cpu or weight.dtype not in (torch.float32, torch.bfloat16):
+        unfit = f"weights must be float32 or bfloat16 on the CPU, not {weight.dtype} on {weight.device}"
+    elif kernels == "auto":
+        unfit = _too_large(model, weights)
+    problems: list[str] = []
+    for backend in ("native", "onednn") if kernels == "auto" else (kernels,):
+        # In this order: asking for the kernels may build them.
+        problem = unfit or (native.problem() if backend == "native" else onednn_problem(weight.dtype))
+        if problem is None:
+            return Choice(backend, *(f"no native kernels: {reason}" for reason in problems))
+        problems.append(problem)
+    if kernels == "auto":
+        if weight.is_cpu and unfit:
+            warnings.warn(f"kernels='auto' uses the model's own linears: {unfit}", stacklevel=3)
+        return Choice("torch", unfit or problems[0])
+    raise ValueError(f"kernels={kernels!r} cannot be used: {problems[0]}")
+
+
+def _too_large(model: nn.Module, weights: str | None) -> str | None:
+    """Why no prepacked copy of a model's weights fits into memory, if it does not."""
+    needed, free = copy_bytes(model, weights), available_memory()
+    if free is None or needed <= 0.9 * free:  # caches need some, too
+        return None
+    return (
+        f"a prepacked copy of the weights takes {needed / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free; "
+        "kernels='native' takes them all the same"
+    )
+
+
+__all__ = ["KERNELS", "Choice", "choose"]

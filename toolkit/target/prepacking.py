@@ -1,0 +1,251 @@
+"""Puts stand-ins that read prepacked weights into a view of a model.
+
+Decoder layers that are recognised become one kernel call for all of them together; of other layers the linears, norms
+and gated MLPs are replaced one by one. They take these places in our view of the model; the model itself keeps
+its own modules.
+"""
+
+import itertools
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from arbordraft.kernels import native
+from arbordraft.kernels.decoder_layers import LayerWeights, Matrix
+from arbordraft.kernels.prepacked_linear.module import PrepackedLinear
+from arbordraft.kernels.ragged_tree_attention import RaggedBatch
+from arbordraft.target.adapters import has_adapters
+from arbordraft.target.file_blocks import FileBlocks, groups_of
+from arbordraft.target.hook import AttentionCall
+from arbordraft.target.memory import move_to_file, move_together
+from arbordraft.target.mlps import single
+from arbordraft.target.observation import LayerCall, Observation
+from arbordraft.target.probing import Unrecognised, rows_of
+from arbordraft.target.recognition import Parts, same_layer, same_mlp, settings
+from arbordraft.target.rotation import rotations, side_by_side
+from arbordraft.target.stand_ins import PrepackedGatedMLP, PrepackedLayers, PrepackedNorm
+
+# Besides prepacked modules, the kinds that treat every row by itself.
+_ROWWISE = (nn.Embedding, nn.Dropout, nn.Identity)
+
+_VERSION = operator.attrgetter("_version")
+
+_SAMPLED = 16  # elements of every tensor that are compared whenever a cache is begun
+
+Place = tuple[nn.Module, str, nn.Module]  # owner, name, stand-in
+
+
+class Prepacking:
+    """All stand-ins of one model, and the proof that they still match its weights.
+
+    Args:
+        model: a view of the model whose layers ask for our attention.
+        seen: what one of its forwards showed.
+        backend: ``"native"`` or ``"onednn"``.
+        weights: bits of the copies, see :class:`~arbordraft.RaggedModel`; ``"file"`` for a file's own blocks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        seen: Observation,
+        backend: str,
+        *,
+        weights: str | None = None,
+    ) -> None:
+        self.backend, self.weights = backend, weights
+        self.left: list[str] = []  # linears that stay as they are, with the reason
+        self._parts = Parts(weights)
+        self._called = seen.called
+        self._head = model.get_output_embeddings()  # type: ignore[operator]
+        self._proven: dict[Any, bool] = {}
+        self._layers: list[LayerWeights | None] = [
+            self._recognise(index, call, seen.attention.get(index), seen.batch)
+            for index, call in enumerate(seen.layers)
+        ]
+        self.fused = sum(layer is not None for layer in self._layers)
+        self._originals = [call.layer for call in seen.layers]
+        self._place = seen.place
+        # One call for neighbouring layers that the model hands the same tables.
+        self._tables = [call.kwargs.get("position_embeddings") for call in seen.layers]
+        given = enumerate(zip(map(id, self._tables), self._layers, strict=True))
+        alike = [table if layer else -1 - n for n, (table, layer) in given]
+        self._runs = [list(run) for _, run in itertools.groupby(range(len(alike)), alike.__getitem__)]
+        self._together = self.fused > 0 and len(self._runs) == 1
+        self._stand_ins: dict[nn.Module, nn.Module | None] = {
+            call.layer: None for call, layer in zip(seen.layers, self._layers, strict=True) if layer
+        }
+        self.places = list(self._replace_below(model, ""))
+        self.row_invariant = backend == "native" and 0 < self.fused == len(seen.layers) and not list(self._odd(model))
+        if self._place is not None and self.fused:
+            self.places.append((*self._place, nn.ModuleList(self._stack())))
+        if backend == "native":
+            move_together([matrix.weight for matrix in self._matrices()])
+        self._watch()
+
+    def _watch(self) -> None:
+        """Notes what the weights are now; spelled out, as all of it is compared whenever a cache is begun."""
+        sources = self._parts.sources
+        self._holders = [source.module._parameters for source in sources], [source.parameter for source in sources]
+        self._tensors = [source.tensor for source in sources]
+        self._writable = [tensor for tensor in self._tensors if not isinstance(tensor, FileBlocks)]
+        self._addresses = list(map(Tensor.data_ptr, self._writable))
+        self._counting = [tensor for tensor in self._writable if not tensor.is_inference()]
+        self._versions = list(map(_VERSION, self._counting))
+        self._samples = list(map(_sampled, self._writable))
+        self._fingerprint = self._read()
+
+    def current(self) -> bool:
+        """Whether the model still has the weights that were prepacked.
+
+        What is written through ``.data``, through numpy or in inference mode counts no version. It is noticed if it
+        reaches one of a few elements of each tensor, spread evenly.
+        """
+        return (
+            all(map(operator.is_, map(dict.get, *self._holders), self._tensors))
+            and list(map(_VERSION, self._counting)) == self._versions
+            and list(map(Tensor.data_ptr, self._writable)) == self._addresses
+            and torch.equal(self._read(), self._fingerprint)
+        )
+
+    @property
+    def stack(self) -> list[LayerWeights] | None:
+        """All of the model's layers, if they run in one call."""
+        layers = [layer for layer in self._layers if layer is not None]
+        return layers if self._together else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the prepacked matrices."""
+        return sum(tensor.nbytes for m in self._matrices() for tensor in (m.weight, m.scale) if tensor is not None)
+
+    def move_originals(self) -> None:
+        """Leaves the prepacked weights to a file, from which whoever reads them reads them; see `move_to_file`.
+
+        Raises:
+            WriteError: if there is no room for the file.
+        """
+        large = {id(tensor): tensor for tensor in self._writable if tensor.ndim > 1}
+        if large:
+            move_to_file(list(large.values()))
+            self._watch()
+
+    def __str__(self) -> str:
+        """What was prepacked, in a few words."""
+        linears = sum(isinstance(module, PrepackedLinear) for module in self._stand_ins.values())
+        prepacked = f"{linears} linears prepacked"
+        adapted = f", adapters merged into copies of {self._parts.adapted} linears" if self._parts.adapted else ""
+        if self.backend != "native":
+            return prepacked + adapted
+        layers = f"{self.fused} of {len(self._layers)} layers fused"
+        others = f", {prepacked}" if self.fused < len(self._layers) else ""
+        return f"{layers}{others}{adapted}, {native.isa()}{f', {self.weights}' if self.weights else ''}"
+
+    def _matrices(self) -> Iterator[Matrix]:
+        """The prepacked ones, in the order in which a forward reads them."""
+        for layer in self._layers:
+            yield from layer.matrices if layer else ()
+        for stand_in in self._stand_ins.values():
+            if isinstance(stand_in, PrepackedLinear):
+                yield Matrix(*stand_in.prepacked)
+            elif isinstance(stand_in, PrepackedGatedMLP):
+                yield from (stand_in.gate_up, stand_in.down)
+
+    def _read(self) -> Tensor:
+        """Bits of the sampled elements, as NaN equals nothing."""
+        if not self._samples:
+            return torch.empty(0, dtype=torch.int32)
+        return torch.cat(self._samples).float().view(torch.int32)
+
+    def _stack(self) -> Iterator[nn.Module]:
+        """What stands in the list of layers: of a call for several of them the first place, unless there is but one."""
+        for run in self._runs:
+            layers = [layer for layer in self._layers[run[0] : run[-1] + 1] if layer]
+            if layers:
+                yield PrepackedLayers(layers, run[0], side_by_side(self._tables[run[0]]))
+            else:
+                yield self._originals[run[0]]
+            if not self._together:
+                yield from (PrepackedLayers((), index) for index in run[1:])
+
+    def _recognise(
+        self, index: int, call: LayerCall, attention: AttentionCall | None, batch: RaggedBatch
+    ) -> LayerWeights | None:
+        if self.backend != "native" or attention is None:
+            return None
+        kind = (settings(call.layer), attention[:-1])
+        try:
+            for rotation in rotations(call.kwargs.get("position_embeddings")):
+                if (kind, rotation) not in self._proven:
+                    self._proven[kind, rotation] = same_layer(index, call, attention, batch, rotation)
+                if self._proven[kind, rotation]:
+                    parts = Parts(self.weights)
+                    weights = parts.layer(call.layer, attention, rotation)
+                    self._parts.take(parts)
+                    return weights
+        except Unrecognised:  # maybe this one alone, as somebody listens to it
+            pass
+        return None
+
+    def _replace_below(self, module: nn.Module, path: str) -> Iterator[Place]:
+        for name, child in module._modules.items():
+            where = f"{path}.{name}" if path else name
+            if child is None:
+                continue
+            if child not in self._stand_ins and (stand_in := self._stand_in(module, name, child, where)):
+                self._stand_ins[child] = stand_in
+            if child not in self._stand_ins:
+                yield from self._replace_below(child, where)
+            elif replacement := self._stand_ins[child]:  # a module may have several places
+                yield module, name, replacement
+
+    def _stand_in(self, owner: nn.Module, name: str, module: nn.Module, path: str) -> nn.Module | None:
+        if module not in self._called:
+            return None
+        parts = Parts(self.weights)
+        stand_in: nn.Module | None = None
+        is_linear = rows_of(module) is not None or hasattr(module, "in_features")
+        try:
+            if is_linear:
+                # In 4 bits, the head alone would lose ten times what all other weights lose together.
+                weights = "int8" if parts.weights == "int4" and module is self._head else parts.weights
+                linear = parts.linear(owner, name)
+                options: Any = {
+                    "groups": groups_of(linear.weight) if parts.as_stored else None,
+                    "transposed": linear.weight is not linear.module.weight,
+                }
+                stand_in = PrepackedLinear(linear.module, self.backend, weights=weights, **options)
+            elif self.backend == "native" and hasattr(module, "down_proj"):
+                mlp = single(parts, module)
+                same = mlp.gated and same_mlp(module, PrepackedGatedMLP)
+                stand_in = PrepackedGatedMLP(mlp.gate_up, mlp.down, mlp.activation) if same else None
+            elif self.backend == "native" and hasattr(module, "weight"):
+                stand_in = PrepackedNorm(*parts.norm(owner, name))
+        except Unrecognised as reason:
+            if is_linear:
+                self.left.append(f"{path} ({reason})")
+            return None
+        if stand_in:
+            self._parts.take(parts)
+        return stand_in
+
+    def _odd(self, model: nn.Module) -> Iterator[nn.Module]:
+        """Modules that ran, are still the model's own, and of which nobody says that they treat every row alike."""
+        prepacked = {part for module in self._stand_ins for part in module.modules()}
+        for module in model.modules():
+            inner = module in prepacked or (any(module.children()) and not has_adapters(module))
+            inner = inner or isinstance(module, _ROWWISE)
+            if module in self._called and not inner and "RotaryEmbedding" not in type(module).__name__:
+                yield module
+
+
+def _sampled(tensor: Tensor) -> Tensor:
+    """A few elements of a tensor, as a view of its storage."""
+    flat = tensor.detach().flatten()
+    return flat[:: max(1, len(flat) // _SAMPLED)]
+
+
+__all__ = ["Prepacking"]
