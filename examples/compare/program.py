@@ -239,7 +239,8 @@ def run(kind: PeerKind, description: str | None) -> int:
             findings = compare(kind, arguments.python, groups, task, engines, arguments.repeats)
     show(findings)
     if arguments.json is not None:
-        settings = {"model": NAME, "load": load, "max_new_tokens": arguments.max_new_tokens}
+        loaded = json.loads(_without_folders(json.dumps(load)))
+        settings = {"model": NAME, "load": loaded, "max_new_tokens": arguments.max_new_tokens}
         settings |= {"prompts": arguments.prompts.name if arguments.prompts else "built in"}
         store(arguments.json, findings, **settings, repeats=arguments.repeats, peer=kind.name, peer_version=version)
         console.print(f"wrote {arguments.json}")
