@@ -174,7 +174,7 @@ def test_a_crowd_is_answered_or_told_to_come_again(served):
     )
 
     def ask(number):
-        return chat(url, max_retries=20, http_client=client, seed=number, max_tokens=20).choices
+        return chat(url, max_retries=20, http_client=client, seed=number, **LONG | {"max_tokens": 300}).choices
 
     with ThreadPoolExecutor(30) as crowd:
         assert all(crowd.map(ask, range(30)))
