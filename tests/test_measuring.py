@@ -42,7 +42,8 @@ def test_a_slow_decider_is_not_taken_for_slow_drafting():
 
 
 def test_a_drafter_with_nothing_to_say_costs_next_to_nothing():
-    assert measured(NoDrafter()).draft(1) < 1e-3
+    """The least of several times: whatever else runs on the machine only adds to them."""
+    assert min(measured(NoDrafter()).draft(1) for _ in range(5)) < 1e-3
 
 
 @pytest.mark.parametrize(("table", "rows"), [((0.01, 0.091), 127), ((0.01, 0.01), 2048)], ids=["slow", "rows are free"])
