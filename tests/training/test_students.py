@@ -1,11 +1,12 @@
 """Students: what they predict along a text is what their drafters draft there, and so is the expected gain."""
 
+from copy import deepcopy
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from companions import EXIT, LAYERS, STUDENTS, Rounds, batch_for, drafter, frequent, target, texts, trained
+from companions import EXIT, LAYERS, STUDENTS, Rounds, batch_for, drafter, frequent, target, texts, trained, with_norms
 from models import PROMPTS, VOCAB, tiny
 from torch.nn import functional
 from torch.testing import assert_close
@@ -16,7 +17,7 @@ from arbordraft.training.drafts import follow
 from arbordraft.training.features import TeacherHead
 from arbordraft.training.optimizers import MuonAdamW
 from arbordraft.training.shards import ANSWER, GIVEN
-from arbordraft.training.students import EarlyExitStudent, LanguageModelStudent, MedusaStudent
+from arbordraft.training.students import EagleStudent, EarlyExitStudent, LanguageModelStudent, MedusaStudent
 from arbordraft.training.students.eagle import attend_unrolled
 from arbordraft.training.validation import chain_accepted, tree_accepted, walked_tau
 
@@ -332,3 +333,39 @@ def test_students_say_early_what_cannot_work():
         with pytest.raises(ValueError, match="Gemma2ForCausalLM caps its logits"):
             student.build(capped, frequent)
     MedusaStudent(vocabulary=10).build(capped, frequent)
+
+
+@every_student
+def test_training_may_begin_with_a_trained_network(name, tmp_path):
+    """Its weights and its draft vocabulary, not those of the text at hand, and it goes on learning."""
+    trained(name).save(tmp_path)
+    student = STUDENTS[name]()
+    student.build(target(), lambda count: list(range(count)))
+    student.train()
+    student.begin_with(tmp_path, target())
+    rounded = deepcopy(trained(name).network).half().float().state_dict()
+    for key, value in student.network.state_dict().items():
+        assert_close(value, rounded[key], rtol=0, atol=0)
+    assert student.training
+    assert all(module.training for module in student.modules())
+    assert all(parameter.requires_grad and parameter.dtype == torch.float32 for parameter in student.parameters())
+
+
+def test_trained_networks_of_another_form_or_target_are_no_beginning(tmp_path):
+    trained("eagle").save(tmp_path)
+    for settings, message in (({"vocabulary": 39}, "lm_head.weight"), ({"layers": (0, 2, 3)}, "hidden_layers")):
+        student = EagleStudent(**{"vocabulary": 40, "layers": (1, 2, 3), **settings})
+        student.build(target(), frequent)
+        new = student.network
+        with pytest.raises(ValueError, match=f"another form than model.student asks for.*{message}"):
+            student.begin_with(tmp_path, target())
+        assert student.network is new
+    other = RaggedModel(with_norms(tiny(num_hidden_layers=LAYERS), seed=2), kernels="torch")
+    student = STUDENTS["eagle"]()
+    student.build(other, frequent)
+    with pytest.raises(ValueError, match="trained for another target"):
+        student.begin_with(tmp_path, other)
+    student = STUDENTS["block"]()
+    student.build(target(), frequent)
+    with pytest.raises(ValueError, match="holds a model of type"):
+        student.begin_with(tmp_path, target())

@@ -147,6 +147,17 @@ def test_another_recipe_for_the_same_folder(world, tmp_path):
         fit(world, tmp_path, source=data(world, recipe=type(RECIPE)(12, 4, max_new_tokens=12, max_tokens=64)))
 
 
+def test_training_begins_where_another_ended(world, tmp_path):
+    """Without a step of its own, what is published is what it began with; an end that is not there is named."""
+    best = world / "results" / "best"
+    fit(world, tmp_path, model=module(begin_with=str(best), lr=0.0), max_steps=1, val_check_interval=1)
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "best", best))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    with pytest.raises(ValueError, match="no trained drafter"):
+        fit(world, tmp_path / "none", model=module(begin_with=str(tmp_path / "nothing")), max_steps=1)
+
+
 def test_drafters_of_another_target(finished, tmp_path):
     best = finished / "results" / "best"
     assert EagleDrafter.from_pretrained(best, Target(str(finished / "target"), dtype="float32").load())

@@ -3,9 +3,11 @@
 Shapes: B sequences, S slots, H hidden size, D draft vocabulary, V vocabulary.
 """
 
+import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,8 +16,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from arbordraft import RaggedModel
+from arbordraft.checkpoints import few, load_network, read_config
 from arbordraft.drafters import Drafter
-from arbordraft.heads.base import DraftHead
+from arbordraft.heads.base import Companion, DraftHead
 from arbordraft.training.batches import Batch
 from arbordraft.training.features import TeacherHead
 
@@ -81,6 +84,27 @@ class Student(nn.Module):
             ValueError: if it cannot draft for this target.
         """
 
+    def begin_with(self, folder: str | os.PathLike[str], target: RaggedModel) -> None:
+        """Puts a trained network of the same form in the place of the new one; its draft vocabulary comes with it.
+
+        Raises:
+            ValueError: if it is damaged, of another form, or was trained for another target.
+        """
+        read_config(folder)  # or transformers would take it for the name of a repository
+        new = self.network
+        kind = type(new)
+        read = kind.from_pretrained if isinstance(new, Companion) else partial(load_network, kind.from_pretrained)
+        network: PreTrainedModel = read(folder)
+        if isinstance(network, Companion):
+            network.check_target(target.model)
+        ours, theirs = _form(new), _form(network)
+        if differing := [name for name in ours | theirs if ours.get(name) != theirs.get(name)]:
+            raise ValueError(
+                f"{folder} has another form than model.student asks for; different are {few(differing)}. Give the "
+                "settings of model.student with which it was trained; its training.yaml has them"
+            )
+        self.network = network.float().train()
+
     @abstractmethod
     def unroll(self, batch: Batch, target: RaggedModel, steps: int) -> Iterator[Prediction]:
         """What its first ``steps`` drafting steps predict; fewer if it drafts no further."""
@@ -92,6 +116,12 @@ class Student(nn.Module):
     def save(self, folder: Path) -> None:
         """Writes the network as transformers does, in float16: half the size, and drafters need no more."""
         deepcopy(self.network).half().save_pretrained(folder)
+
+
+def _form(network: PreTrainedModel) -> dict[str, object]:
+    """What two networks of one class must have in common to stand for each other."""
+    shapes: dict[str, object] = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+    return shapes | {"hidden_layers": getattr(network.config, "hidden_layers", None)}
 
 
 def shift(x: Tensor, by: int = 1) -> Tensor:
