@@ -69,6 +69,7 @@ clean: ## Remove everything that was built here, .venv included
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# Bytecode comes when modules are first imported: compiling all there is takes as long as installing it.
 # A stamp is written last, so that an interrupted set-up is never taken for a finished one.
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -79,5 +80,5 @@ $(VENV)/.created:
 	@touch $@
 
 $(VENV)/.installed-%: pyproject.toml $(VENV)/.created
-	$(BIN)/python -m pip install --editable '.[$*]'
+	$(BIN)/python -m pip install --no-compile --editable '.[$*]'
 	@touch $@

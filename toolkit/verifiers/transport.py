@@ -9,8 +9,6 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import torch
-from scipy.optimize import linprog
-from scipy.sparse import csr_array
 from torch import Tensor
 
 from arbordraft.checks import whole
@@ -206,6 +204,9 @@ def _compact_plan(outcomes: Outcomes, drawn: tuple[int, ...], p: Array) -> Array
 
 def _solve(worth: Array, rows: Indices, tokens: Indices, masses: Array, p: Array) -> Array:
     """The plan of the greatest worth that serves no row and no token beyond its mass, up to HiGHS' tolerance."""
+    from scipy.optimize import linprog  # a fifth of the time that importing this package takes
+    from scipy.sparse import csr_array
+
     columns = np.arange(len(rows))
     entries = (np.ones(2 * len(rows)), (np.append(rows, len(masses) + tokens), np.append(columns, columns)))
     sums = csr_array(entries, shape=(len(masses) + len(p), len(rows)))  # by row, and below that by token
