@@ -5,7 +5,6 @@
 #pragma once
 
 #include <pthread.h>
-#include <sched.h>
 
 #include <algorithm>
 #include <atomic>
@@ -355,7 +354,8 @@ inline bool& forked() {
 }
 // Where the threads of a team wait for each other. OpenMP's own barriers put threads to sleep at once as soon as a
 // process has more teams than processors, which it has with every thread of Python that computes: waking them takes
-// longer than most of what is waited for.
+// longer than most of what is waited for. Who has waited long sleeps all the same: somebody else may need this processor
+// to arrive.
 class Meeting {
  public:
   void wait(int threads) {
@@ -363,13 +363,14 @@ class Meeting {
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
       arrived_.store(0, std::memory_order_relaxed);
       round_.store(round + 1, std::memory_order_release);
+      round_.notify_all();
       return;
     }
     for (int spins = 0; round_.load(std::memory_order_acquire) == round; ++spins) {
       if (spins < kPatience)
         relax();
       else
-        sched_yield();  // somebody else may need this processor to arrive
+        round_.wait(round, std::memory_order_acquire);
     }
   }
 
