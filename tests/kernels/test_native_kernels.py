@@ -582,7 +582,13 @@ def script(*command, **variables):
 
 # Other processors
 
-ISAS = [isa for isa in build.NEEDED_BY if isa not in ("native", "off")]
+# Each is a build and all checks, a minute of work: those close to others are for the soak.
+SOAKED = ("avx512", "avx_vnni")
+ISAS = [
+    pytest.param(isa, marks=pytest.mark.soak if isa in SOAKED else ())
+    for isa in build.NEEDED_BY
+    if isa not in ("native", "off")
+]
 
 
 @pytest.mark.parametrize("isa", ISAS)

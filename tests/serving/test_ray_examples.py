@@ -9,6 +9,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import httpx
 import openai
@@ -70,12 +71,20 @@ def replicas(app):
     return {actor["name"] for actor in actors if actor["name"].startswith(f"SERVE_REPLICA::{app}#")}
 
 
-def chat(url, *, key="secret", max_retries=0, timeout=PATIENCE, http_client=None, **settings):
+def client_of(url, *, key="secret", max_retries=0, timeout=PATIENCE, http_client=None):
     """OpenAI's client, which keeps its connection open as long as its stream is read."""
-    client = openai.OpenAI(
+    return openai.OpenAI(
         base_url=f"{url}/v1", api_key=key, max_retries=max_retries, timeout=timeout, http_client=http_client
     )
+
+
+def ask_of(client, **settings):
     return client.chat.completions.create(model="tiny", messages=HELLO, **settings)
+
+
+def chat(url, *, key="secret", max_retries=0, timeout=PATIENCE, http_client=None, **settings):
+    client = client_of(url, key=key, max_retries=max_retries, timeout=timeout, http_client=http_client)
+    return ask_of(client, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -167,14 +176,16 @@ def test_a_key_is_asked_for(served):
 
 
 def test_a_crowd_is_answered_or_told_to_come_again(served):
-    url, _ = served
     statuses = []
-    client = httpx.Client(
+    counting = httpx.Client(
         event_hooks={"response": [lambda reply: statuses.append(reply.status_code)]}, timeout=PATIENCE
     )
+    client = client_of(served[0], max_retries=20, http_client=counting)
+    together = Barrier(30)  # or the first are answered before the last has asked
 
     def ask(number):
-        return chat(url, max_retries=20, http_client=client, seed=number, **LONG | {"max_tokens": 300}).choices
+        together.wait(PATIENCE)
+        return ask_of(client, seed=number, **LONG | {"max_tokens": 300}).choices
 
     with ThreadPoolExecutor(30) as crowd:
         assert all(crowd.map(ask, range(30)))

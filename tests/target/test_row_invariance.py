@@ -152,14 +152,24 @@ def test_all_thread_counts_give_the_same_bits():
         assert all(torch.equal(found[0], other) for other in found[1:])
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+def check_rows_of_model(architecture, dtypes, kinds):
+    model = small(architecture)
+    for dtype, weights in itertools.product(dtypes, kinds):
+        rows, equal = probe_rows(RaggedModel(model.to(dtype), kernels="native", weights=weights))
+        assert equal == rows > 0
+
+
+@pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("architecture", FUSED)
 def test_rows_of_models(architecture, threads):
     torch.set_num_threads(threads)
-    model = small(architecture)
-    for dtype, weights in itertools.product(DTYPES, (None, *WEIGHTS)):
-        rows, equal = probe_rows(RaggedModel(model.to(dtype), kernels="native", weights=weights))
-        assert equal == rows > 0
+    check_rows_of_model(architecture, DTYPES, (None, *WEIGHTS))
+
+
+@pytest.mark.parametrize("architecture", FUSED)
+def test_rows_of_models_on_two_threads(architecture):
+    torch.set_num_threads(2)
+    check_rows_of_model(architecture, [torch.bfloat16], [None])
 
 
 def decoders(target):
