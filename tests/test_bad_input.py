@@ -34,6 +34,7 @@ from arbordraft import (
     WithoutReplacement,
 )
 from arbordraft.target.cache import CacheOverflow
+from arbordraft.target.own_cache import cache_argument
 from arbordraft.verifiers import KSeq
 
 TREE = TreeTopology([-1, 0, 0, 1])
@@ -162,8 +163,8 @@ def test_one_streamer_for_several_samples():
 def test_a_cache_to_continue():
     ids, past = torch.tensor(PROMPTS[:1]), DynamicCache()
     with torch.no_grad():
-        ragged().model(ids[:, :-1], past_key_values=past)
-    with pytest.raises(ValueError, match="past_key_values cannot be continued: pass the whole text"):
+        ragged().model(ids[:, :-1], **{cache_argument(ragged().model): past})
+    with pytest.raises(ValueError, match="a cache cannot be continued: pass the whole text"):
         build().generate(ids, past_key_values=past, max_new_tokens=4)
 
 

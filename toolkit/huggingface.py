@@ -13,6 +13,7 @@ from torch import Tensor
 
 from arbordraft.checks import positive, real, whole
 from arbordraft.metrics import DecodeStats
+from arbordraft.target.own_cache import CACHE_NAMES
 
 if TYPE_CHECKING:
     from transformers import (
@@ -165,7 +166,7 @@ _OTHER_WAYS = (
     "synced_gpus",
 )
 # What generate() hands to every decoding method, besides the inputs of the model at hand.
-_EXPECTED = frozenset({"attention_mask", "logits_to_keep", "past_key_values", "position_ids", "use_cache"})
+_EXPECTED = frozenset({"attention_mask", "logits_to_keep", "position_ids", "use_cache", *CACHE_NAMES})
 
 
 def whole_lengths(options: Mapping[str, Any]) -> dict[str, int]:
@@ -234,9 +235,9 @@ def refuse_unsupported(
         raise ValueError("cache_implementation cannot be chosen: the cache is this decoder's own; leave it out")
     if config.use_cache is False and default.use_cache is not False:
         raise ValueError("use_cache=False cannot be honoured: what was accepted is kept in a cache; leave it out")
-    past = model_kwargs.get("past_key_values")
-    if past is not None and past.get_seq_length() > 0:
-        raise ValueError("past_key_values cannot be continued: pass the whole text as input_ids")
+    pasts = [past for name in CACHE_NAMES if (past := model_kwargs.get(name)) is not None]
+    if any(past.get_seq_length() > 0 for past in pasts):
+        raise ValueError("a cache cannot be continued: pass the whole text as input_ids")
     if model_kwargs.get("inputs_embeds") is not None:
         raise ValueError("inputs_embeds are not supported: drafting needs token ids")
     unused = [name for name, given in model_kwargs.items() if name not in _EXPECTED and _says_something(given)]

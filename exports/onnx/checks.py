@@ -14,6 +14,7 @@ from arbordraft import UnsupportedModel
 from arbordraft.exports.onnx.cases import Shape, chain, past_of
 from arbordraft.exports.onnx.networks import CausalNetwork
 from arbordraft.onnx_graph import HIDDEN
+from arbordraft.target.own_cache import returned_cache
 
 
 def cache_sizes(model: PreTrainedModel) -> list[tuple[int, int, int]]:
@@ -24,7 +25,7 @@ def cache_sizes(model: PreTrainedModel) -> list[tuple[int, int, int]]:
     """
     with torch.no_grad():
         outputs = model(torch.zeros(1, 2, dtype=torch.int64), use_cache=True)
-    cache = getattr(outputs, "past_key_values", None)
+    cache = returned_cache(outputs)
     layers: list[Any] = cache.layers if isinstance(cache, DynamicCache) else []
     other = sorted({type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer})
     if not layers or other:

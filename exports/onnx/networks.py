@@ -17,6 +17,7 @@ from arbordraft.heads.block import BlockHead
 from arbordraft.heads.eagle import EagleHead
 from arbordraft.heads.medusa import MedusaHead
 from arbordraft.onnx_graph import HIDDEN
+from arbordraft.target.own_cache import cache_argument
 
 
 class CausalNetwork(nn.Module):
@@ -53,9 +54,9 @@ class CausalNetwork(nn.Module):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=cache,
             use_cache=True,
             output_hidden_states=bool(self.hidden_layers),
+            **{cache_argument(self.model): cache},
         )
         states = [outputs.hidden_states[layer] for layer in self.hidden_layers]
         shown = [torch.cat(states, dim=-1)] if states else []

@@ -26,6 +26,7 @@ from arbordraft.prompts import REPEATING, VARIED, left_padded
 from arbordraft.sampling import Noise
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
+from arbordraft.target.own_cache import cache_argument
 from arbordraft.topology import TreeTopology
 from arbordraft.types import DraftTree
 from arbordraft.verifiers import (
@@ -73,16 +74,17 @@ def forward_pair(target: RaggedModel, contexts: list[int], new: int) -> tuple[Ca
 
     ids, mask = left_padded(prompts).values()
     past = DynamicCache(config=model.config)
+    kept = {cache_argument(model): past}
     with torch.no_grad():
         positions = (mask.cumsum(1) - 1).clamp(min=0)
-        model(ids, attention_mask=mask, position_ids=positions, past_key_values=past, logits_to_keep=1)
+        model(ids, attention_mask=mask, position_ids=positions, logits_to_keep=1, **kept)
     # generate() drops a mask that masks nothing, which spares the model work: so does this.
     grown = None if batch == 1 else torch.cat([mask, torch.ones(batch, new, dtype=torch.long)], dim=1)
     next_positions = torch.tensor(contexts)[:, None] + torch.arange(new)
 
     def padded() -> None:
         with torch.no_grad():
-            model(tokens, attention_mask=grown, position_ids=next_positions, past_key_values=past)
+            model(tokens, attention_mask=grown, position_ids=next_positions, **kept)
         past.crop(-new)
 
     return packed, padded

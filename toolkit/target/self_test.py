@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from arbordraft.checkpoints import check_finite
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.hook import HOOK, UnsupportedModel, unsupported
+from arbordraft.target.own_cache import cache_argument, returned_cache
 from arbordraft.target.view import ModelView, is_config
 from arbordraft.topology import TreeTopology, ancestor_words
 
@@ -159,6 +160,6 @@ def _cached_logits(model: Any, prompt: list[int], path: list[int]) -> Tensor:
     """``[V]`` behind a path, by the model alone, going on from its own cache of the prompt."""
     before, after = (torch.tensor([tokens], device=model.device) for tokens in (prompt, path))
     with torch.no_grad():
-        past = model(before, use_cache=True).past_key_values
-        logits: Tensor = model(after, use_cache=True, past_key_values=past).logits[0, -1]
+        past = returned_cache(model(before, use_cache=True))
+        logits: Tensor = model(after, use_cache=True, **{cache_argument(model): past}).logits[0, -1]
     return logits
