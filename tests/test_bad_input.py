@@ -165,7 +165,7 @@ def test_a_cache_to_continue():
     with torch.no_grad():
         ragged().model(ids[:, :-1], **{cache_argument(ragged().model): past})
     with pytest.raises(ValueError, match="a cache cannot be continued: pass the whole text"):
-        build().generate(ids, past_key_values=past, max_new_tokens=4)
+        build().generate(ids, max_new_tokens=4, **{cache_argument(ragged().model): past})
 
 
 def test_embeddings_for_tokens():

@@ -33,6 +33,7 @@ from arbordraft import (
     TopDown,
     TreeTopology,
 )
+from arbordraft.target.own_cache import cache_argument
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -187,7 +188,7 @@ def test_options(case):
     [
         {"position_ids": torch.arange(5)[None]},
         {"use_cache": True},
-        {"past_key_values": DynamicCache()},
+        {cache_argument(tiny()): DynamicCache()},
         {"generation_config": GenerationConfig(max_new_tokens=4)},
         {"seeds": np.array([3], dtype=np.uint64)},
         {"seeds": torch.tensor([3])},

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from models import PROMPTS, VOCAB, greedy_reference, new_tokens, tiny
+from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from arbordraft import NGramDrafter, RaggedModel, SpeculativeDecoder, TreeTopology, UnsupportedModel
@@ -44,7 +46,6 @@ _GPT = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positio
 REFUSED = {
     "stablelm": _SIZES,
     "nemotron": _SIZES,
-    "gptj": {**_GPT, "rotary_dim": 4},
     "gpt_neo": {
         **_SIZES,
         "num_layers": 2,
@@ -53,17 +54,18 @@ REFUSED = {
     },
     "mpt": {"vocab_size": VOCAB, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 128},
     "xglm": {"vocab_size": VOCAB, "d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48},
-    "codegen": {**_GPT, "rotary_dim": 4},
     "diffllama": _SIZES,
     "rwkv": {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2},
 }
+# What does so since transformers 5.24.
+ROUTED = {"gptj": {**_GPT, "rotary_dim": 4}, "codegen": {**_GPT, "rotary_dim": 4}}
 CHOOSING = Path(__file__).resolve().parents[2] / "docs" / "choosing.md"
 
 
 def built(architecture, **options):
     """A random model whose attention tells tokens apart."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(architecture, **{**(HIDDEN | REFUSED)[architecture], **options})
+    config = AutoConfig.for_model(architecture, **{**(HIDDEN | REFUSED | ROUTED)[architecture], **options})
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for weight in model.parameters():
@@ -77,6 +79,20 @@ def test_models_that_are_refused_are_listed(architecture):
     with pytest.raises(UnsupportedModel, match=r"AttentionInterface|a mask of its own|packed trees do not support"):
         RaggedModel(built(architecture), kernels="torch")
     assert f"`{architecture}`" in CHOOSING.read_text()
+
+
+@pytest.mark.parametrize("architecture", ROUTED)
+def test_models_whose_attention_transformers_routes_of_late(architecture):
+    model = built(architecture)
+    if Version(transformers.__version__) < Version("5.24"):
+        with pytest.raises(UnsupportedModel, match="AttentionInterface"):
+            RaggedModel(model, kernels="torch")
+        return
+    found = SpeculativeDecoder(RaggedModel(model, kernels="torch"), NGramDrafter(), TreeTopology([-1, 0, 1])).generate(
+        torch.tensor(PROMPTS[:1]), max_new_tokens=12, do_sample=False, eos_token_id=None
+    )
+    expected = greedy_reference(model, PROMPTS[:1], max_new_tokens=12, eos_token_id=None)
+    assert new_tokens(found, PROMPTS[:1], [12]) == expected
 
 
 @pytest.mark.parametrize("architecture", HIDDEN)

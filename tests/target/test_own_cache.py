@@ -1,10 +1,10 @@
 import pytest
 import torch
+from models import tiny
 from torch import nn
 from transformers import DynamicCache
 
 from arbordraft.target.own_cache import cache_argument, returned_cache
-from tests.models import tiny
 
 
 class Older(nn.Module):
