@@ -18,26 +18,24 @@ constexpr int kTileRows = 2;
 constexpr int kTileBlocks(int) { return 2; }
 #endif
 
-// Weights are fetched ahead of their use. Alone, a tile fetches what it is about to read. Where several tiles of rows
-// pass over the same weights, each fetches a part of the next ones, which spreads memory traffic over all of them.
+// Weights come into the caches while the ones before them are multiplied. Alone, a tile fetches all that the next one
+// reads, whose first lines it would wait for otherwise. Where several tiles of rows pass over the same weights, each
+// fetches one of the next blocks, which spreads memory traffic over all of them.
 //
 // found[r][b] = sum over inputs of x[r] and block b of w.
 template <int R, int NB, bool Alone, class W, class X>
 inline void tile(const W* w, const X* x, int64_t inputs, const W* ahead, f32x16* found) {
-  constexpr int64_t kAhead = 2048 / sizeof(W);  // elements
-  constexpr int64_t kLine = 64 / sizeof(W);
+  const auto fetch = [&](int64_t i) {
+    for (int b = 0; b < (Alone ? NB : 1); ++b) __builtin_prefetch(ahead + (b * inputs + i) * kLanes, 0, 2);
+  };
   f32x16 acc[R][NB];  // nobody else holds its address, so it stays in registers
   for (int r = 0; r < R; ++r)
     for (int b = 0; b < NB; ++b) acc[r][b] = splat(0.f);
   if constexpr (std::is_same_v<W, float>) {
     for (int64_t i = 0; i < inputs; ++i) {
+      fetch(i);
       f32x16 wb[NB];
-      for (int b = 0; b < NB; ++b) {
-        const W* p = w + (b * inputs + i) * kLanes;
-        if (Alone) __builtin_prefetch(p + kAhead);
-        wb[b] = load(p);
-      }
-      if (!Alone) __builtin_prefetch(ahead + i * kLine, 0, 2);
+      for (int b = 0; b < NB; ++b) wb[b] = load(w + (b * inputs + i) * kLanes);
       for (int r = 0; r < R; ++r) {
         const f32x16 xr = splat(x[r * inputs + i]);
         for (int b = 0; b < NB; ++b) acc[r][b] = fma(wb[b], xr, acc[r][b]);
@@ -45,12 +43,10 @@ inline void tile(const W* w, const X* x, int64_t inputs, const W* ahead, f32x16*
     }
   } else if constexpr (std::is_same_v<X, float>) {
     for (int64_t i = 0; i < inputs; i += 2) {
-      if (!Alone) __builtin_prefetch(ahead + i / 2 * kLine, 0, 2);
+      fetch(i);
       for (int b = 0; b < NB; ++b) {
-        const W* p = w + (b * inputs + i) * kLanes;
-        if (Alone) __builtin_prefetch(p + kAhead);
         f32x16 even, odd;
-        load_pairs(p, even, odd);
+        load_pairs(w + (b * inputs + i) * kLanes, even, odd);
         for (int r = 0; r < R; ++r) {
           acc[r][b] = fma(even, splat(x[r * inputs + i]), acc[r][b]);
           acc[r][b] = fma(odd, splat(x[r * inputs + i + 1]), acc[r][b]);
@@ -60,13 +56,9 @@ inline void tile(const W* w, const X* x, int64_t inputs, const W* ahead, f32x16*
   } else {
 #if defined(ARBORDRAFT_DOT_BF16)
     for (int64_t i = 0; i < inputs; i += 2) {
-      if (!Alone) __builtin_prefetch(ahead + i / 2 * kLine, 0, 2);
+      fetch(i);
       bf16x32 wb[NB];
-      for (int b = 0; b < NB; ++b) {
-        const W* p = w + (b * inputs + i) * kLanes;
-        if (Alone) __builtin_prefetch(p + kAhead);
-        wb[b] = load_dot(p);
-      }
+      for (int b = 0; b < NB; ++b) wb[b] = load_dot(w + (b * inputs + i) * kLanes);
       for (int r = 0; r < R; ++r) {
         const bf16x32 xr = splat_pair(x + r * inputs + i);
         for (int b = 0; b < NB; ++b) acc[r][b] = dot(wb[b], xr, acc[r][b]);
@@ -141,7 +133,7 @@ inline void multiply(const Prepacked<W>& m, const X* x, int64_t rows, Range bloc
       f32x16 acc[kTileRows * 2];
       some_tile(
           int(count), int(n), passes == 1, m.weight + block * half, x + row * m.inputs, m.inputs,
-          next + (pass == 0 ? 0 : half), acc);  // each fetches a half
+          next + (pass == 0 ? 0 : half), acc);
       for (int64_t r = 0; r < count; ++r) {
         for (int64_t b = 0; b < n; ++b) acc[r * n + b] = m.finish(acc[r * n + b], (block + b) * kLanes);
         emit(row + r, block, acc + r * n, int(n));
