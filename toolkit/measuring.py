@@ -40,7 +40,7 @@ _ROWS = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128)
 _MOST_READ = 2048  # tokens of prompts in one forward
 _MOST_ROWS, _LONGEST = 2**14, 2**20  # of a forward that is timed, and of the text before it: their memory is real
 # Kernels take rows in blocks: the first row of a block may cost as much as all of it.
-_KEPT_ROWS = (1, 2, 4, 5, 8, 9, 16, 17, 24, 25, 32, 33, 48, 49, 64)
+_KEPT_ROWS = (1, 2, 4, 5, 8, 9, 12, 16, 17, 24, 25, 32, 33, 48, 49, 64)
 _KEPT_REPEATS, _KEPT_BATCHES = 10, (1, 4, 16)  # what is kept for ever is worth some seconds
 _BATCHES = (1, 2, 4, 8, 16)
 
