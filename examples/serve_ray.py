@@ -95,7 +95,10 @@ def main() -> None:
     replicas = application(Settings(**options))
     ray.init()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray's own would leave the replicas behind
-    serve.start(http_options=http)
+    try:
+        serve.start(http_options=http)
+    except TimeoutError:  # Ray waits a minute for its proxies; on a busy machine they come later, and this finds them
+        serve.start(http_options=http)
     with suppress(KeyboardInterrupt):
         serve.run(replicas, name=APP, blocking=True)
     serve.delete(APP)  # lets running answers end, and leaves other applications of the cluster alone

@@ -87,6 +87,7 @@ class StepCosts:
         decide: asking a learned decider about a level, if there is one.
         rest: verification and bookkeeping of a step without drafts.
         start: what drafting takes besides its levels, once per step.
+        joining: and that of every sample beside the first.
 
     Raises:
         TypeError: if a table is none, or a time no number.
@@ -103,13 +104,13 @@ class StepCosts:
     decide: float = 0.0
     rest: float = 0.0
     start: float = 0.0
+    joining: float = 0.0
 
     def __post_init__(self) -> None:
         instance("target", self.target, CostTable)
         instance("draft", self.draft, CostTable)
-        object.__setattr__(self, "decide", real("decide", self.decide, 0))
-        object.__setattr__(self, "rest", real("rest", self.rest, 0))
-        object.__setattr__(self, "start", real("start", self.start, 0))
+        for name in ("decide", "rest", "start", "joining"):
+            object.__setattr__(self, name, real(name, getattr(self, name), 0))
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -132,8 +133,12 @@ class StepCosts:
     def step(self, samples: int, levels: float) -> float:
         """Seconds of a step in which ``samples`` chains of ``levels`` drafts, on average, are drafted and verified."""
         rows = samples * (1 + levels)
-        drafting = self.start + levels * (self.draft(samples) + self.decide) if levels else 0.0
+        drafting = self.starting(samples) + levels * (self.draft(samples) + self.decide) if levels else 0.0
         return self.rest + self.target(rows) + drafting
+
+    def starting(self, samples: int) -> float:
+        """Seconds that drafting for some samples takes besides its levels."""
+        return self.start + self.joining * (samples - 1)
 
     def level(self, planned: int, rows: int) -> float:
         """Seconds that one level more takes: its drafting, and its rows in the target's forward.

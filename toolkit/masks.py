@@ -4,6 +4,7 @@ Shapes: N nodes of the topology, n <= N nodes in use, C context tokens, W ancest
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -79,8 +80,8 @@ class SlicedCausalMask(nn.Module):
             columns: M nodes; bit ``j`` stands for ``columns[j]``.
 
         Returns:
-            ``[R, max(1, ceil(M / 64))]`` int64. A stretch of a prefix of the tree is answered with a view,
-            any other choice (a tree that lost branches) with a gather.
+            ``[R, max(1, ceil(M / 64))]`` int64. A stretch of a prefix of the tree is answered with a view, a tree that
+            lost branches from its parents, any other choice with a gather.
 
         Examples:
             >>> SlicedCausalMask(TreeTopology([-1, 0, 0, 1])).select([1, 3], [0, 1, 3]).tolist() == [[0b11], [0b111]]
@@ -88,10 +89,24 @@ class SlicedCausalMask(nn.Module):
         """
         if rows and rows[-1] < len(columns) and _is_range(columns, 0) and _is_range(rows, rows[0]):
             return self.words[rows[0] : rows[-1] + 1, : -(-len(columns) // WORD_BITS)]
+        if list(rows) == list(columns) and all(before < after for before, after in pairwise(columns)):
+            return self._pruned(columns).to(self.words.device)
         visible = self.strip[:, self.max_context :]
         row_index = torch.as_tensor(rows, dtype=torch.int64, device=visible.device)
         column_index = torch.as_tensor(columns, dtype=torch.int64, device=visible.device)
         return ancestor_words(visible[row_index[:, None], column_index])
+
+    def _pruned(self, nodes: Sequence[int]) -> Tensor:
+        """Ancestor words of ascending nodes among themselves: a few integers, where a gather takes longer to begin."""
+        parents, seen = self.topology.parent_list, {-1: 0}
+        for place, node in enumerate(nodes):
+            above = parents[node]
+            while above not in seen:
+                above = parents[above]
+            seen[node] = seen[above] | 1 << place
+        width, word = max(1, -(-len(nodes) // WORD_BITS)), (1 << WORD_BITS) - 1
+        words = [[seen[node] >> WORD_BITS * index & word for index in range(width)] for node in nodes]
+        return torch.tensor(words, dtype=torch.uint64).reshape(len(nodes), width).view(torch.int64)
 
     def extra_repr(self) -> str:
         return f"max_context={self.max_context}"
@@ -100,7 +115,7 @@ class SlicedCausalMask(nn.Module):
 def stack_words(words: Sequence[Tensor]) -> Tensor:
     """One ``[T, W]`` tensor of ancestor words from those of several samples, as wide as the widest."""
     width = max((rows.shape[1] for rows in words), default=1)
-    return torch.cat([F.pad(rows, (0, width - rows.shape[1])) for rows in words])
+    return torch.cat([rows if rows.shape[1] == width else F.pad(rows, (0, width - rows.shape[1])) for rows in words])
 
 
 def _is_range(values: Sequence[int], start: int) -> bool:

@@ -194,7 +194,7 @@ def measure_steps(
     """
     depth, level = max(2, depth), dict[int, float]()
     questions: list[float] = []
-    rest, start, endless = [], [], cycle(texts)
+    rest, start, endless = [], dict[int, float](), cycle(texts)
 
     def decode(batch: int, levels: int, watch: Decider) -> tuple[float, float]:
         """Seconds of a step besides the target's forward: of drafting, and of the rest."""
@@ -219,13 +219,15 @@ def measure_steps(
         answering = sum(asked) / max(1, len(asked)) * depth
         more = (sum(busy) - sum(once) - answering) / (depth - 1)
         level[batch] = min(level.get(batch, math.inf), max(more, 1e-9))
-        start.append(max(0.0, sum(once) - sum(idle) - level[batch]))
+        start[batch] = min(start.get(batch, math.inf), max(0.0, sum(once) - sum(idle) - level[batch]))
         rest.append(sum(idle))
     decide = statistics.median(questions) if questions else 0.0
     if not isinstance(rows, CostTable):
         # Forwards take longer behind long texts: these are as long as the prompts and half an answer.
         rows = measure_rows(target, rows, context=int(statistics.median(map(len, texts))) + 64)
-    return StepCosts(rows, CostTable(tuple(level), tuple(level.values())), decide, min(rest), min(start))
+    few, many = min(start), max(start)
+    joining = max(0.0, start[many] - start[few]) / max(1, many - few)
+    return StepCosts(rows, CostTable(tuple(level), tuple(level.values())), decide, min(rest), start[few], joining)
 
 
 class _Stopwatch(Decider):

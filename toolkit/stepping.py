@@ -206,7 +206,9 @@ class Stepper(nn.Module):
             raise
         with state.stats.phase("commit"):
             shares, own = hidden.split(tree.lengths), logits.split(tree.lengths)
-            self._commit(state, tree, verdict, lambda number, path: shares[number][path], state.cache.commit, own)
+            self._commit(
+                state, tree, verdict, lambda number, path: _picked(shares[number], path), state.cache.commit, own
+            )
         return verdict
 
     def _static_step(self, static: StaticStepping, state: DecodeState, cohorts: Sequence[Cohort]) -> Verdict:
@@ -278,10 +280,14 @@ class Stepper(nn.Module):
     def _plan(self, state: DecodeState, tree: DraftTree) -> RaggedBatch:
         depths = self.topology.depth_list
         living = [(state[number], drafted) for number, drafted in enumerate(tree.samples) if drafted]
+        words = None  # of chains the causal order says all
+        if self.static is not None or not all(drafted.is_chain for _, drafted in living):
+            nodes = (list(drafted.tokens) for _, drafted in living)
+            words = stack_words([self.mask.select(alive, alive) for alive in nodes])
         batch = state.cache.plan(
             [sample.handle for sample, _ in living],
             [[depths[node] for node in drafted.tokens] for _, drafted in living],
-            stack_words([self.mask.select(list(drafted.tokens), list(drafted.tokens)) for _, drafted in living]),
+            words,
         )
         needed = sum(len(sample.tokens) - 1 + len(drafted.tokens) for sample, drafted in living)
         state.stats.count_forward(batch, rows=sum(tree.lengths), keys=needed)
@@ -335,7 +341,8 @@ class Stepper(nn.Module):
             if sample.logprobs is not None:
                 found = logprobs_of(logits[number][path], tokens, sample.logprobs)
             emitted = sample.append(Emission(tokens, drafted, judged, found))
-            seen[number] = accepted(number, path[:emitted])
+            if self.drafter.hidden_layers:
+                seen[number] = accepted(number, path[:emitted])
             state.stats.record(drafted, judged, emitted)
             sample.forwards += 1
             # What had to be, or was not to be, tells nothing of who drafts.
@@ -345,7 +352,7 @@ class Stepper(nn.Module):
             kept[sample.handle] = path[:emitted]
         keep(kept)
         self.drafter.commit(state.drafts, tree, Verdict(tuple(remaining)))
-        if self.drafter.hidden_layers and seen:
+        if seen:
             self.drafter.take_hidden(state.drafts, seen)
 
     def check_positions(self, longest: int, budget: int) -> None:
@@ -360,6 +367,11 @@ class Stepper(nn.Module):
 
 def _nothing(situation: Situation) -> Plan:
     return Plan.everything([0] * len(situation.room))
+
+
+def _picked(rows: Tensor, path: list[int]) -> Tensor:
+    """Some rows; the first ones, as they are nearly always, without a copy."""
+    return rows[: len(path)] if path[-1] == len(path) - 1 else rows[path]
 
 
 def _cut(drafted: SampleTree, judged: SampleVerdict, emitted: int) -> SampleVerdict:

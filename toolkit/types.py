@@ -6,6 +6,7 @@ Shapes: B samples, n_b nodes of sample b (root included, 0 if it is finished), T
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -86,6 +87,19 @@ class SampleTree:
                     "the law that drew them, such as IID"
                 )
             seen.add((parents[node], token))
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every living node but the last has one living child.
+
+        Examples:
+            >>> from arbordraft import Fixed
+            >>> fork = TreeTopology([-1, 0, 0, 1])
+            >>> [SampleTree(fork, Fixed(2), {0: 5, 1: 6, node: 7}).is_chain for node in (2, 3)]
+            [False, True]
+        """
+        parents = self.topology.parent_list
+        return all(parents[node] == above for above, node in pairwise(self.tokens))
 
     def children(self, node: int) -> list[int]:
         """Living children of a node, in the order in which they were drawn."""

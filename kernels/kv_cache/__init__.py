@@ -1,12 +1,12 @@
 """Writing to the pools of a ragged KV cache and closing the gaps that rejected tokens leave."""
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
 
-from arbordraft.kernels import choice
+from arbordraft.kernels import choice, native
 from arbordraft.kernels.kv_cache.operator import kv_append, kv_compact
 from arbordraft.kernels.kv_cache.reference import append_reference, compact_reference
 
@@ -39,8 +39,12 @@ def compact(pools: Sequence[Tensor], moves: Sequence[Sequence[tuple[int, int]]])
     if not flat:
         return
     device = pools[0].device
+    triton = choice.wants_triton("kv_compact", pools[0])
+    if not triton and device.type == "cpu" and choice.wants_native() and native.load():
+        torch.ops.arbordraft.move_rows(pools, list(chain.from_iterable(flat)))  # of all layers in one call
+        return
     source, destination = torch.tensor(flat, dtype=torch.int64, device=device).t().contiguous()
-    if choice.wants_triton("kv_compact", pools[0]):
+    if triton:
         first = torch.tensor([0, *accumulate(map(len, moves))], dtype=torch.int64, device=device)
         kv_compact(list(pools), source, destination, first)
     else:

@@ -228,6 +228,18 @@ Tensor gumbel_argmax(const Tensor& scores, const Tensor& seeds, const Tensor& po
   return tokens;
 }
 
+// Moves of `moves`, (source, destination) after (source, destination), one after the other in every pool.
+void move_rows(at::TensorList pools, at::IntArrayRef moves) {
+  TORCH_CHECK(moves.size() % 2 == 0, "a move has a source and a destination");
+  for (const Tensor& pool : pools) {
+    TORCH_CHECK(pool.is_contiguous() && pool.is_cpu() && pool.dim() > 0, "expected contiguous pools on the CPU");
+    for (int64_t row : moves) TORCH_CHECK(0 <= row && row < pool.size(0), "row ", row, " lies outside its pool");
+    char* rows = static_cast<char*>(pool.data_ptr());
+    const int64_t size = pool.stride(0) * pool.element_size();
+    for (size_t i = 0; i < moves.size(); i += 2) std::memmove(rows + moves[i + 1] * size, rows + moves[i] * size, size);
+  }
+}
+
 std::string isa() { return kIsa; }
 
 // For a process that was forked before it loaded this library.
@@ -254,6 +266,7 @@ TORCH_LIBRARY(arbordraft, m) {
   m.def("draft_from_rows(Tensor scores, Tensor? table, Tensor? correction, Tensor? gates, Tensor roots, Tensor? vocabulary, int[] offsets, "
         "int[] children, int[] levels, float[] trust, float[] next, float[] weights, float[] prices, int budget, Tensor? seeds, "
         "Tensor? positions, float[] temperatures) -> (Tensor, Tensor, Tensor, int)");
+  m.def("move_rows(Tensor(a!)[] pools, int[] moves) -> ()");
   m.def("gumbel(Tensor seeds, Tensor positions, int vocabulary) -> Tensor");
   m.def("gumbel_argmax(Tensor scores, Tensor seeds, Tensor positions, float temperature) -> Tensor");
 }
@@ -266,6 +279,7 @@ TORCH_LIBRARY_IMPL(arbordraft, CPU, m) {
   m.impl("row_max", &row_max);
   m.impl("draft_tree", &draft_tree);
   m.impl("draft_from_rows", &draft_from_rows);
+  m.impl("move_rows", &move_rows);
   m.impl("gumbel", &gumbel);
   m.impl("gumbel_argmax", &gumbel_argmax);
 }

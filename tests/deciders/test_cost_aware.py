@@ -304,6 +304,28 @@ def test_what_is_drafted_is_expected_to_be_faster_than_plain_decoding(slope, lev
     assert tokens / (price.target(samples * (1 + depth)) + rest + depth * level) >= plain * (1 - 1e-9)
 
 
+NARROW = StepCosts(CostTable((1, 8, 12, 13, 16), (1.0, 1.0, 1.02, 2.0, 2.0)), CostTable((1, 64), (0.1, 0.1)))
+
+
+def test_a_batch_drafts_for_all_where_only_some_drafts_are_cheap_to_verify():
+    """Eight rows more would double the forward, four are nearly free: the likeliest four are verified."""
+    decider = CostAware(NARROW)
+    plan = decider.plan(situation(decider, 8, 0.6))
+    assert min(plan.levels) > 0
+    assert plan.keep([0.6] * 8) == 4
+    assert plan.keep([0.9, 0.8, 0.02, 0.01]) == 2
+    whole = replace(NARROW, target=CostTable((1, 8, 9, 16), (1.0, 1.0, 2.0, 2.0)))
+    assert CostAware(whole).plan(situation(decider, 8, 0.6)).levels == [0] * 8
+
+
+@pytest.mark.parametrize("samples", [1, 8])
+def test_what_every_sample_adds_to_the_beginning_of_drafts_counts(samples):
+    dear = replace(NARROW, joining=0.2)
+    assert dear.starting(samples) == pytest.approx(0.2 * (samples - 1))
+    plan = CostAware(dear).plan(situation(CostAware(dear), samples, 0.6))
+    assert [levels > 0 for levels in plan.levels] == [samples == 1] * samples
+
+
 # What was learned
 
 

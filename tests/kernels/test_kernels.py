@@ -6,6 +6,7 @@ from ragged_case import Case
 from torch.testing import assert_close
 
 from arbordraft import TreeTopology
+from arbordraft.kernels import choice, native
 from arbordraft.kernels.kv_cache import append, append_reference, compact
 from arbordraft.kernels.ragged_tree_attention import ragged_tree_attention, ragged_tree_attention_reference
 
@@ -97,9 +98,29 @@ def test_append_writes_its_rows_only(run):
         assert pool[[0, 2, 3, 5]].isnan().all()
 
 
-def test_compact_moves_rows_over_each_other():
-    """Rows are moved to where others have left, of several samples."""
-    pools = [torch.arange(9.0)[:, None, None].repeat(1, 2, 3), torch.arange(9.0)[:, None, None].repeat(1, 1, 5)]
-    compact(pools, [[(3, 2), (4, 3)], [], [(7, 6), (8, 7)]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("path", ["reference", "auto"])
+def test_compact_moves_rows_over_each_other(path, dtype):
+    """Rows are moved to where others have left, of several samples; nothing else changes."""
+    pools = [torch.arange(9, dtype=dtype)[:, None, None].repeat(1, *sizes) for sizes in ((2, 3), (1, 5))]
+    with choice.use(path):
+        compact(pools, [[(3, 2), (4, 3)], [], [(7, 6), (8, 7)]])
     for pool in pools:
+        assert torch.equal(pool, pool[:, :1, :1].expand_as(pool))
         assert pool[:, 0, 0].tolist() == [0, 1, 3, 4, 4, 5, 7, 8, 8]
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    ("pool", "moves", "message"),
+    [
+        (torch.zeros(4, 2), [1, 4], "row 4 lies outside"),
+        (torch.zeros(4, 2), [-1, 0], "row -1 lies outside"),
+        (torch.zeros(4, 2), [1], "a source and a destination"),
+        (torch.zeros(2, 4).t(), [1, 0], "contiguous"),
+    ],
+)
+def test_impossible_moves_are_refused(pool, moves, message):
+    assert native.load()
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.arbordraft.move_rows([pool], moves)

@@ -105,6 +105,7 @@ class CostAware(Decider):
             self.anticipating = survival.anticipating
         self.decay = real("decay", decay, 0, 1)
         self._slopes: dict[int, float] = {}
+        self._times = [0.0]
 
     def start(self) -> dict[str, _Record]:
         return {}
@@ -152,7 +153,7 @@ class CostAware(Decider):
         if all(record.rests for record in records):
             return Plan.everything([0] * len(records))
         samples = len(records) * situation.alike
-        base = self.costs.target(samples) + self.costs.rest
+        base = self._target(samples) + self.costs.rest
         margin = _MARGIN + (_LAG * min(_MOST, math.log2(len(records))) if situation.left else 0.0)
         rate = margin * samples / base
         row = self._slope(samples)
@@ -174,7 +175,9 @@ class CostAware(Decider):
         row += each
         for _ in range(_ROUNDS):
             gains, gained, seconds = self._chains(situation, following, weights, rate, level, row, each)
-            rate = max(rate, margin * (samples + gained) / (base + seconds))
+            before, rate = rate, max(rate, margin * (samples + gained) / (base + seconds))
+            if rate == before:
+                break
         behind = situation.behind or [0] * len(gains)
         gains = [gain - rate * each * tokens / _SOON for gain, tokens in zip(gains, behind, strict=True)]
         return Plan(
@@ -201,27 +204,38 @@ class CostAware(Decider):
     ) -> tuple[list[float], float, float]:
         """What drafting is worth to each sample, as far as chains tell, and what all of it brings and takes.
 
-        A row takes ``row`` at least, ``each`` of it in drafting.
+        Of what is drafted only the likeliest part is verified, as far as it pays. A row takes ``row`` at least,
+        ``each`` of it in drafting.
         """
-        samples = len(situation.room) * situation.alike
-        before, rows = self.costs.target(samples), 0
+        alike = situation.alike
+        samples, drafted = len(situation.room) * alike, 0
+        before = self._target(samples)
         chains: list[list[float]] = []
         for room, next_, weight in zip(situation.room, following, weights, strict=True):
             chances = (next_[min(depth, len(next_) - 1)] for depth in range(room))
             reaches = islice(accumulate(chances, mul, initial=weight), 1, None)
             chains.append(list(takewhile(lambda reach: reach >= rate * row, reaches)))
-        best, worth, gained, seconds, total, time = 0, 0.0, 0.0, 0.0, 0.0, 0.0
+        start = self.costs.starting(alike * sum(map(bool, chains)))
+        best, worth, gained, seconds, share = 0, 0.0, 0.0, 0.0, 0.0
+        reaches: list[float] = []
         for level in range(max(map(len, chains), default=0)):
             here = [chain[level] for chain in chains if len(chain) > level]
-            rows += len(here) * situation.alike
-            total += sum(here) * situation.alike
-            time = self.costs.start + (level + 1) * extra + each * rows + self.costs.target(samples + rows) - before
-            if total - rate * time > worth:
-                best, worth, gained, seconds = level + 1, total - rate * time, total, time
+            drafted += len(here) * alike
+            drafting = start + (level + 1) * extra + each * drafted
+            reaches = sorted(reaches + here, reverse=True)
+            for verified, total in enumerate(accumulate(reaches), 1):
+                time = drafting + self._target(samples + verified * alike) - before
+                if total * alike - rate * time > worth:
+                    best, worth, gained, seconds = level + 1, total * alike - rate * time, total * alike, time
+                    share = (start + extra * best) / (verified * alike)  # of the levels, for every row of them
         chains = [chain[:best] for chain in chains]
-        drafted = sum(map(len, chains)) * situation.alike
-        share = (self.costs.start + extra * best) / drafted if drafted else 0.0  # of the levels, for every row in them
         return [sum(chain) - rate * (row + share) * len(chain) for chain in chains], gained, seconds
+
+    def _target(self, rows: int) -> float:
+        """Seconds of a forward, looked up: they are asked for by the hundred in every step."""
+        while len(self._times) <= rows:
+            self._times.append(self.costs.target(len(self._times)))
+        return self._times[rows]
 
     def _slope(self, samples: int) -> float:
         """Seconds of a row more, where rows are cheapest."""
@@ -233,12 +247,12 @@ class CostAware(Decider):
         self, samples: int, alike: int, rate: float, budget: int | None, margin: float | None = None
     ) -> Callable[[Sequence[float]], int]:
         """How many drafts are worth their rows where decoding brings ``rate``, or by what they bring."""
-        before = self.costs.target(samples)
+        before = self._target(samples)
         base = before + self.costs.rest
 
         def keep(chances: Sequence[float]) -> int:
             gained = list(accumulate(chances[:budget], initial=0.0))
-            taken = [self.costs.target(samples + drafts * alike) - before for drafts in range(len(gained))]
+            taken = [self._target(samples + drafts * alike) - before for drafts in range(len(gained))]
             worth, count = rate, 0
             for _ in range(1 if margin is None else _ROUNDS):
                 count = max(range(len(gained)), key=lambda drafts: gained[drafts] * alike - worth * taken[drafts])
