@@ -70,6 +70,7 @@ class DraftContext:
         closed: whether nobody else will join the batch, so that it counts which sample ends last.
         places: by sample, its stateful processors behind the committed tokens; ``None`` where it has none.
         static: grows whole trees in fixed shapes, as the target's steps have them; ``None`` where steps have not.
+        beside: rows of the target's forward that belong to samples which take no part, where the text is pathwise.
     """
 
     tokens: Sequence[Sequence[int]]
@@ -91,3 +92,4 @@ class DraftContext:
     closed: bool = False
     places: Sequence[PathState | None] = ()
     static: WholeDrafts | None = None
+    beside: int = 0

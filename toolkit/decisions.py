@@ -112,6 +112,7 @@ class Situation:
         free: a level takes next to no time beside the target's forward, as lookups do.
         behind: committed tokens of every sample that the drafter would have to read first; none if empty.
         left: tokens that every sample may still get; no matter how many if empty.
+        beside: rows that the target's forward has besides those of these samples, whatever becomes of them.
     """
 
     room: Sequence[int]
@@ -122,6 +123,7 @@ class Situation:
     free: bool = False
     behind: Sequence[int] = ()
     left: Sequence[int] = ()
+    beside: int = 0
 
 
 def _all_of(chances: Sequence[float]) -> int:

@@ -26,7 +26,7 @@ from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter
 from arbordraft.kernels.native.build import cache_folder, cpu
 from arbordraft.metrics import DecodeStats
-from arbordraft.prompts import chat_batches, check_texts, left_padded
+from arbordraft.prompts import chat_batches, check_texts, left_padded, plain_request
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
@@ -43,6 +43,7 @@ _MOST_ROWS, _LONGEST = 2**14, 2**20  # of a forward that is timed, and of the te
 _KEPT_ROWS = (1, 2, 4, 5, 8, 9, 12, 16, 17, 24, 25, 32, 33, 48, 49, 64)
 _KEPT_REPEATS, _KEPT_BATCHES = 10, (1, 4, 16)  # what is kept for ever is worth some seconds
 _BATCHES = (1, 2, 4, 8, 16)
+_WIDTH = 4  # nodes of a sample that get children, where drafts are trees
 
 
 def measure_rows(
@@ -182,7 +183,10 @@ def measure_steps(
     new_tokens: int = 24,
     rows: Sequence[int] | CostTable = _ROWS,
 ) -> StepCosts:
-    """The same for tokenized prompts, a learned decider and other sizes; decodes greedily, chain after chain.
+    """The same for tokenized prompts, a learned decider and other sizes.
+
+    Drafts are chains, and of the largest batch forks too, whose levels have more rows; drawn with shared noise, which is
+    what drafts cost at most.
 
     Args:
         texts: tokens to begin with.
@@ -196,13 +200,12 @@ def measure_steps(
     questions: list[float] = []
     rest, start, endless = [], dict[int, float](), cycle(texts)
 
-    def decode(batch: int, levels: int, watch: Decider) -> tuple[float, float]:
+    def decode(batch: int, topology: TreeTopology, watch: Decider, sampled: bool = True) -> tuple[float, float]:
         """Seconds of a step besides the target's forward: of drafting, and of the rest."""
-        decoder = SpeculativeDecoder(target, drafter, TreeTopology.chain(levels), Coupling.matching(), watch)
+        decoder = SpeculativeDecoder(target, drafter, topology, Coupling.shared(max(1, topology.width)), watch)
         output: Any = decoder.generate(
             **left_padded(list(islice(endless, batch))),
-            max_new_tokens=new_tokens,
-            do_sample=False,
+            **plain_request(float(sampled), new_tokens),
             eos_token_id=None,
             return_dict_in_generate=True,
         )
@@ -211,16 +214,20 @@ def measure_steps(
         return stats.seconds["draft"] / steps, (stats.seconds["verify"] + stats.seconds["commit"]) / steps
 
     for batch in batches:
-        idle = decode(batch, 0, FixedDepth())
-        watch = FixedDepth() if decider is None else _Stopwatch(decider)
-        once, busy = decode(batch, 1, FixedDepth()), decode(batch, depth, watch)
-        asked = watch.questions if isinstance(watch, _Stopwatch) else []
-        questions += asked
-        answering = sum(asked) / max(1, len(asked)) * depth
-        more = (sum(busy) - sum(once) - answering) / (depth - 1)
-        level[batch] = min(level.get(batch, math.inf), max(more, 1e-9))
-        start[batch] = min(start.get(batch, math.inf), max(0.0, sum(once) - sum(idle) - level[batch]))
-        rest.append(sum(idle))
+        for width in (1, _WIDTH) if batch == max(batches) else (1,):
+            shapes = [TreeTopology.fork(width, levels) for levels in (1, depth)]
+            idle = decode(batch, TreeTopology.chain(0), FixedDepth())
+            watch = FixedDepth() if decider is None else _Stopwatch(decider)
+            once, busy = decode(batch, shapes[0], FixedDepth()), decode(batch, shapes[1], watch)
+            asked = watch.questions if isinstance(watch, _Stopwatch) else []
+            questions += asked
+            answering = sum(asked) / max(1, len(asked)) * depth
+            more = (sum(busy) - sum(once) - answering) / (depth - 1)
+            nodes = batch * width
+            level[nodes] = min(level.get(nodes, math.inf), max(more, 1e-9))
+            if width == 1:
+                start[batch] = min(start.get(batch, math.inf), max(0.0, sum(once) - sum(idle) - level[nodes]))
+        rest.append(sum(decode(batch, TreeTopology.chain(0), FixedDepth(), sampled=False)))
     decide = statistics.median(questions) if questions else 0.0
     if not isinstance(rows, CostTable):
         # Forwards take longer behind long texts: these are as long as the prompts and half an answer.

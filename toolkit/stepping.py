@@ -271,6 +271,7 @@ class Stepper(nn.Module):
             closed=state.closed,
             places=[sample.place if sample else None for sample in state.samples],
             static=None if self.static is None else self.static.drafts,
+            beside=len(state.active) - len(cohort),
         )
 
     def _hurries(self, state: DecodeState, greedy: bool) -> bool:

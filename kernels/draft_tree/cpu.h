@@ -161,18 +161,26 @@ inline std::vector<std::pair<int64_t, float>> likeliest(const float* scores, int
 
 constexpr float kBoundExcess = 0.015f;  // by which the bound of the noise exceeds it on average
 
-// The same of scores / temperature + noise. `vocabulary` names the tokens of the scores, ascending, or is null for
-// 0..size-1. The mass of what does not come first is a float's estimate: nobody's law depends on it.
-inline std::vector<std::pair<int64_t, float>> likeliest(
-    float* scores, int64_t size, int64_t count, const int64_t* vocabulary, NoiseKey key, float temperature) {
+// Bounds of the noise of the scores' tokens: `vocabulary` names them, ascending, or is null for 0..size-1.
+inline void noise_bounds(const int64_t* vocabulary, int64_t size, NoiseKey key, float* bounds) {
   const auto token = [&](int64_t i) { return vocabulary ? vocabulary[i] : i; };
-  std::vector<float> noise(size);
-  uint32_t words[kGroup], lower[kGroup];
+  uint32_t words[kGroup];
   for (int64_t i = 0; i < size;) {
     const int64_t first = token(i) / kGroup * kGroup;
     philox(key, first, 0, words);
-    for (; i < size && token(i) < first + kGroup; ++i) noise[i] = std::bit_cast<float>(words[token(i) - first]);
+    for (; i < size && token(i) < first + kGroup; ++i) bounds[i] = std::bit_cast<float>(words[token(i) - first]);
   }
+  for (int64_t i = 0; i < size; ++i) bounds[i] = gumbel_bound(std::bit_cast<uint32_t>(bounds[i]));
+}
+
+// The same of scores / temperature + noise, of which `bounds` are known. The mass of what does not come first is a float's
+// estimate: nobody's law depends on it.
+inline std::vector<std::pair<int64_t, float>> likeliest(
+    float* scores, int64_t size, int64_t count, const int64_t* vocabulary, NoiseKey key, float temperature,
+    const float* bounds) {
+  const auto token = [&](int64_t i) { return vocabulary ? vocabulary[i] : i; };
+  std::vector<float> noise(size);
+  uint32_t words[kGroup], lower[kGroup];
   Highest best(count);
   bool sound = true;
   double mass = 0;
@@ -180,8 +188,7 @@ inline std::vector<std::pair<int64_t, float>> likeliest(
   for (int64_t i = 0; i < size; ++i) {
     scores[i] /= temperature;
     sound &= scores[i] == scores[i];
-    const uint32_t upper = std::bit_cast<uint32_t>(noise[i]);
-    noise[i] = scores[i] + gumbel_bound(upper) + std::abs(scores[i]) * 1e-6f + 1e-3f;
+    noise[i] = scores[i] + bounds[i] + std::abs(scores[i]) * 1e-6f + 1e-3f;
   }
   int64_t group = -1;
   for (int64_t i = 0; i < size; ++i) {

@@ -43,19 +43,35 @@ struct Growing {
     limits = {levels.data(), trust.data(), next.data(), weights.data(), known, budget, prices[0], prices[1]};
   }
 
+  // What a level draws: of every node its children, and of every sample the bounds of the noise, which its nodes share.
+  struct Level {
+    Level(int64_t nodes, int64_t samples) : drawn(nodes), bounds(samples) {}
+    std::vector<std::vector<std::pair<int64_t, float>>> drawn;
+    std::vector<std::vector<float>> bounds;
+  };
+
   // A thread's part of drawing the children of a level, from rows of scores that it may overwrite.
   void draw(
-      const Forest& forest, const std::vector<Place>& frontier, int64_t depth, float* scores, int64_t outputs,
-      std::vector<std::vector<std::pair<int64_t, float>>>& drawn, int thread, int threads) const {
+      const Forest& forest, const std::vector<Place>& frontier, int64_t depth, float* scores, int64_t outputs, Level& level,
+      int thread, int threads) const {
+    const auto noisy = [&](int64_t s) { return seeds && temperatures[s] > 0; };
+    const auto key = [&](int64_t s) { return noise_key(*seeds, *positions, s, depth); };
+    for (size_t r = 0, number = 0; r < frontier.size(); ++r) {  // a sample's nodes stand together
+      const int64_t s = frontier[r].sample;
+      if (!noisy(s) || (r && frontier[r - 1].sample == s) || int(number++ % threads) != thread) continue;
+      level.bounds[s].resize(outputs);
+      noise_bounds(vocabulary, outputs, key(s), level.bounds[s].data());
+    }
+    meet(threads);
     for (int64_t r = thread; r < int64_t(frontier.size()); r += threads) {
       const int64_t children = std::min(forest.children(frontier[r]), outputs);
       const int64_t s = frontier[r].sample;
-      drawn[r] = seeds && temperatures[s] > 0
-          ? likeliest(scores + r * outputs, outputs, children, vocabulary, noise_key(*seeds, *positions, s, depth),
-                      float(temperatures[s]))
-          : likeliest(scores + r * outputs, outputs, children);
+      auto& drawn = level.drawn[r];
+      drawn = noisy(s) ? likeliest(scores + r * outputs, outputs, children, vocabulary, key(s), float(temperatures[s]),
+                                   level.bounds[s].data())
+                       : likeliest(scores + r * outputs, outputs, children);
       if (vocabulary)
-        for (auto& [token, chance] : drawn[r]) token = vocabulary[token];
+        for (auto& [token, chance] : drawn) token = vocabulary[token];
     }
   }
 };
@@ -220,7 +236,7 @@ class Drafting {
     arena.reserve(eighths, grouped ? rows * groups : 0);
     arena.reserve(logits, rows * outputs);
     arena.allocate();
-    std::vector<std::vector<std::pair<int64_t, float>>> drawn(rows);
+    Growing::Level level(rows, growing.samples);
     team(true, [&](int thread, int threads) {
       const Range mine = share(rows, 1, thread, threads);
       for (int64_t r = mine.begin; r < mine.end; ++r) {
@@ -235,9 +251,9 @@ class Drafting {
       else
         times(ends_.head, normed, rows, logits, false, thread, threads);
       meet(threads);
-      growing.draw(forest, frontier, depth, logits, outputs, drawn, thread, threads);
+      growing.draw(forest, frontier, depth, logits, outputs, level, thread, threads);
     });
-    broken += forest.plant(frontier, depth, drawn);
+    broken += forest.plant(frontier, depth, level.drawn);
   }
 
   // The layers; x holds what they read, or is filled with the tokens' embeddings, which else stand beside it.
@@ -329,7 +345,7 @@ Grown draft_from_rows(
     if (frontier.empty()) return grown(forest, growing, {}, broken);
     const int64_t rows = int64_t(frontier.size());
     std::vector<float> own(rows * outputs);
-    std::vector<std::vector<std::pair<int64_t, float>>> drawn(rows);
+    Growing::Level level(rows, growing.samples);
     const auto token_of = [&](const Place& at) {
       return at.node ? forest.tokens[at.sample * growing.shape.nodes + at.node] : root[at.sample];
     };
@@ -340,7 +356,7 @@ Grown draft_from_rows(
         meet(threads);
         correct(thread, threads);
         meet(threads);
-        growing.draw(forest, frontier, depth, own.data(), outputs, drawn, thread, threads);
+        growing.draw(forest, frontier, depth, own.data(), outputs, level, thread, threads);
       });
     };
     if (!table) {
@@ -368,7 +384,7 @@ Grown draft_from_rows(
         expand([&](int thread, int threads) { times(m, x, rows, own.data(), true, thread, threads); });
       });
     }
-    broken += forest.plant(frontier, depth, drawn);
+    broken += forest.plant(frontier, depth, level.drawn);
   }
 }
 

@@ -152,7 +152,7 @@ class CostAware(Decider):
         records = [memory.setdefault(situation.source, _Record()) for memory in situation.memory]
         if all(record.rests for record in records):
             return Plan.everything([0] * len(records))
-        samples = len(records) * situation.alike
+        samples = len(records) * situation.alike + situation.beside
         base = self._target(samples) + self.costs.rest
         margin = _MARGIN + (_LAG * min(_MOST, math.log2(len(records))) if situation.left else 0.0)
         rate = margin * samples / base
@@ -208,7 +208,7 @@ class CostAware(Decider):
         ``each`` of it in drafting.
         """
         alike = situation.alike
-        samples, drafted = len(situation.room) * alike, 0
+        samples, drafted = len(situation.room) * alike + situation.beside, 0
         before = self._target(samples)
         chains: list[list[float]] = []
         for room, next_, weight in zip(situation.room, following, weights, strict=True):

@@ -38,7 +38,8 @@ def situation_of(context: DraftContext, drafter: "Drafter", group: Sequence[int]
     alike = 1 if context.pathwise else context.expected_batch
     behind = [context.behind[sample] for sample in group] if context.behind else []
     left = [(context.room[sample] or 0) + 1 for sample in group] if context.closed else []
-    return Situation(room, memory, alike, type(drafter).__name__, drafter.acceptance, drafter.free, behind, left)
+    source, beside = type(drafter).__name__, context.beside if context.pathwise else 0
+    return Situation(room, memory, alike, source, drafter.acceptance, drafter.free, behind, left, beside)
 
 
 class Garden:

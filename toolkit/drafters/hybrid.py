@@ -107,7 +107,8 @@ class HybridDrafter(Drafter):
         if not any(waits):
             return draft
         room = [limit if waiting else None for limit, waiting in zip(context.room, waits, strict=True)]
-        others = self.otherwise.propose(state.otherwise, replace(context, room=room))
+        beside = context.beside + sum(n for n, waiting in zip(draft.lengths, waits, strict=True) if not waiting)
+        others = self.otherwise.propose(state.otherwise, replace(context, room=room, beside=beside))
         pairs = zip(draft.samples, others.samples, strict=True)
         return DraftTree(tuple(b if b is not None and len(b.tokens) > 1 else a for a, b in pairs))
 
