@@ -185,8 +185,8 @@ def measure_steps(
 ) -> StepCosts:
     """The same for tokenized prompts, a learned decider and other sizes.
 
-    Drafts are chains, and of the largest batch forks too, whose levels have more rows; drawn with shared noise, which is
-    what drafts cost at most.
+    Drafts are chains, and of the largest batch forks too, whose levels have more rows; drawn with shared noise, which
+    is what drafts cost at most.
 
     Args:
         texts: tokens to begin with.

@@ -24,7 +24,7 @@ _AHEAD = 16  # rows of a sample among which the cheapest ones are looked for
 _PACE = 4  # a batch takes as long as its last sample: tokens of those ahead are worth less, by this power
 _SOON = 16  # steps in which what a drafter has to read first is to pay
 _MARGIN = 1.1  # how much more than they take drafts must bring: not all that they take is known
-_LAG, _MOST = 0.1, 4  # more for every doubling of a batch that ends with its last sample: what others gain is half lost
+_LAG, _MOST = 0.25, 4  # more for every doubling of a batch that ends with its last sample: what others gain is lost
 _PATIENCE, _PAUSE = 2, 16  # steps without drafts after which fewer look for some, and the fewest: one in so many
 _ROUNDS = 3  # the rate that drafts bring and the drafts that are worth it settle together
 
