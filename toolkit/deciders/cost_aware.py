@@ -21,10 +21,10 @@ _FALL = 0.85  # acceptance below the first level relative to that there, where n
 _WEIGHT, _LEAST = 4.0, 0.1  # drafted steps that what is known beforehand counts for, until more is known, and then
 _IDLE = 0.99  # what a step without drafts leaves of what was learned: what was bad for them may have passed
 _AHEAD = 16  # rows of a sample among which the cheapest ones are looked for
-_PACE = 4  # a batch takes as long as its last sample: tokens of those ahead are worth less, by this power
+_PACE = 8  # a batch takes as long as its last sample: tokens of those ahead are worth less, by this power
 _SOON = 16  # steps in which what a drafter has to read first is to pay
 _MARGIN = 1.1  # how much more than they take drafts must bring: not all that they take is known
-_LAG, _MOST = 0.25, 4  # more for every doubling of a batch that ends with its last sample: what others gain is lost
+_LAG, _MOST = 0.1, 4  # more for every doubling of a batch that ends with its last sample: what others gain is half lost
 _PATIENCE, _PAUSE = 2, 16  # steps without drafts after which fewer look for some, and the fewest: one in so many
 _ROUNDS = 3  # the rate that drafts bring and the drafts that are worth it settle together
 
@@ -154,17 +154,19 @@ class CostAware(Decider):
             return Plan.everything([0] * len(records))
         samples = len(records) * situation.alike + situation.beside
         base = self._target(samples) + self.costs.rest
+        longest = max(situation.left, default=1)
+        weights = [(left / longest) ** _PACE for left in situation.left] or [1.0] * len(records)
+        # A token more of everybody who is last saves a step: the fewer these are, the more each of theirs is worth.
+        worth = sum(weights) * situation.alike + situation.beside
         margin = _MARGIN + (_LAG * min(_MOST, math.log2(len(records))) if situation.left else 0.0)
-        rate = margin * samples / base
+        rate = margin * worth / base
         row = self._slope(samples)
         budget = None if self.nodes is None else len(records) * (self.nodes - 1)
         if budget is not None:
             situation = replace(situation, room=[min(room, budget) for room in situation.room])
         trust = [_trust(record) for record in records]
-        longest = max(situation.left, default=1)
-        weights = [(left / longest) ** _PACE for left in situation.left] or [1.0] * len(records)
         if situation.free:  # they are found first: how far they go on is for what was found to say
-            keep = self._keeping(samples, situation.alike, rate, budget, margin)
+            keep = self._keeping(samples, worth, situation.alike, rate, budget, margin)
             ones = [(1.0,)] * len(records)
             levels = [0 if record.rests else room for record, room in zip(records, situation.room, strict=True)]
             return Plan(levels, trust, ones, row=rate * row, budget=budget, keep=keep, weights=weights)
@@ -175,7 +177,7 @@ class CostAware(Decider):
         row += each
         for _ in range(_ROUNDS):
             gains, gained, seconds = self._chains(situation, following, weights, rate, level, row, each)
-            before, rate = rate, max(rate, margin * (samples + gained) / (base + seconds))
+            before, rate = rate, max(rate, margin * (worth + gained) / (base + seconds))
             if rate == before:
                 break
         behind = situation.behind or [0] * len(gains)
@@ -187,7 +189,7 @@ class CostAware(Decider):
             level=rate * level,
             row=rate * row,
             budget=budget,
-            keep=self._keeping(samples, situation.alike, rate, budget),
+            keep=self._keeping(samples, worth, situation.alike, rate, budget),
             weights=weights,
             gains=gains,
         )
@@ -244,9 +246,12 @@ class CostAware(Decider):
         return self._slopes[samples]
 
     def _keeping(
-        self, samples: int, alike: int, rate: float, budget: int | None, margin: float | None = None
+        self, samples: int, tokens: float, alike: int, rate: float, budget: int | None, margin: float | None = None
     ) -> Callable[[Sequence[float]], int]:
-        """How many drafts are worth their rows where decoding brings ``rate``, or by what they bring."""
+        """How many drafts are worth their rows where decoding brings ``rate``, or by what they bring.
+
+        Without drafts ``samples`` rows bring what counts for ``tokens``.
+        """
         before = self._target(samples)
         base = before + self.costs.rest
 
@@ -256,7 +261,7 @@ class CostAware(Decider):
             worth, count = rate, 0
             for _ in range(1 if margin is None else _ROUNDS):
                 count = max(range(len(gained)), key=lambda drafts: gained[drafts] * alike - worth * taken[drafts])
-                worth = max(worth, (margin or 0.0) * (samples + gained[count] * alike) / (base + taken[count]))
+                worth = max(worth, (margin or 0.0) * (tokens + gained[count] * alike) / (base + taken[count]))
             return count
 
         return keep
