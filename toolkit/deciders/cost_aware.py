@@ -215,8 +215,8 @@ class CostAware(Decider):
         chains: list[list[float]] = []
         for room, next_, weight in zip(situation.room, following, weights, strict=True):
             chances = (next_[min(depth, len(next_) - 1)] for depth in range(room))
-            reaches = islice(accumulate(chances, mul, initial=weight), 1, None)
-            chains.append(list(takewhile(lambda reach: reach >= rate * row, reaches)))
+            path = islice(accumulate(chances, mul, initial=weight), 1, None)
+            chains.append(list(takewhile(lambda reach: reach >= rate * row, path)))
         start = self.costs.starting(alike * sum(map(bool, chains)))
         best, worth, gained, seconds, share = 0, 0.0, 0.0, 0.0, 0.0
         reaches: list[float] = []
