@@ -1,5 +1,6 @@
 """generate() as Hugging Face users know it: same arguments, same results."""
 
+import math
 from functools import cache
 
 import pytest
@@ -40,6 +41,7 @@ from arbordraft import (
     TreeTopology,
     WithoutReplacement,
 )
+from arbordraft.deciders import FixedDepth
 from arbordraft.verifiers import KSeq, OptimalTransport, TopTailRule, TypicalAcceptance
 
 CHAIN, TREE = TreeTopology.chain(3), TreeTopology([-1, 0, 0, 1, 1, 2, 3])
@@ -282,6 +284,30 @@ def test_stats_add_up(drafter):
 def test_nothing_is_drafted_that_the_budget_cannot_use():
     drafted = [decode(build(topology=CHAIN), max_new_tokens=count, **NEVER)[1].stats.drafted for count in (1, 2)]
     assert drafted == [0, 3]
+
+
+class Resting(FixedDepth):
+    """Lets every third step of a sample draft."""
+
+    def start(self):
+        return []
+
+    def learn(self, memory, outcome):
+        memory.append(outcome)
+
+    def rests(self, memory):
+        return len(memory) % 3 > 0
+
+
+@pytest.mark.parametrize("buckets", [None, (8, 32)])
+def test_no_drafter_is_asked_while_all_samples_rest(buckets, monkeypatch):
+    decoder = build("fixed matching", decider=Resting(3), buckets=buckets)
+    asked, propose = [], decoder.drafter.propose
+    monkeypatch.setattr(decoder.drafter, "propose", lambda state, context: asked.append(1) or propose(state, context))
+    tokens, output = decode(decoder, PROMPTS[:1], max_new_tokens=20, **NEVER)
+    assert tokens == [plain_reference(20)[0][:20]]
+    assert len(asked) == math.ceil(output.stats.forwards[0] / 3)
+    assert output.stats.drafted > 0
 
 
 def test_the_promise_is_part_of_the_result():

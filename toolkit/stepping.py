@@ -16,6 +16,7 @@ from arbordraft.coupling import Coupling
 from arbordraft.deciders import Decider
 from arbordraft.decisions import Plan, Situation
 from arbordraft.drafters import Drafter
+from arbordraft.drafters.none import roots
 from arbordraft.grammars import GrammarCompiler
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.laws import Fixed
@@ -191,7 +192,7 @@ class Stepper(nn.Module):
             return self._static_step(self.static, state, cohorts)
         try:
             with state.stats.phase("draft"):
-                tree = joined([self.drafter.propose(state.drafts, self._context(state, *cohort)) for cohort in cohorts])
+                tree = joined([self._propose(state, *cohort) for cohort in cohorts])
             with state.stats.phase("target"):
                 logits, hidden = self._run_target(state, tree)
             with state.stats.phase("verify"):
@@ -216,7 +217,7 @@ class Stepper(nn.Module):
         verdicts: list[SampleVerdict | None] = [None] * len(state.samples)
         for samples, noise in cohorts:
             with state.stats.phase("draft"):
-                tree = self.drafter.propose(state.drafts, self._context(state, samples, noise))
+                tree = self._propose(state, samples, noise)
             with state.stats.phase("target"):
                 result = static(tree, self._plan(state, tree), noise, state.cache, samples[0].warp)
                 state.stats.count_padding(result.rows - sum(tree.lengths))
@@ -240,6 +241,12 @@ class Stepper(nn.Module):
         state.cache.drop([sample.handle for sample in active])
         nothing = (None,) * len(state.samples)
         self.drafter.commit(state.drafts, DraftTree(nothing), Verdict(nothing))
+
+    def _propose(self, state: DecodeState, cohort: Sequence[Sample], noise: Noise | GumbelNoise | None) -> DraftTree:
+        context = self._context(state, cohort, noise)
+        idle = self._hurries(state, noise is None) or all(self.decider.rests(sample.memory) for sample in cohort)
+        bound = context.candidates is not None or any(sample.place for sample in cohort)  # some drafts have to be
+        return roots(context) if idle and not bound else self.drafter.propose(state.drafts, context)
 
     def _context(self, state: DecodeState, cohort: Sequence[Sample], noise: Noise | GumbelNoise | None) -> DraftContext:
         shared = self.coupling.verifier.shared

@@ -217,7 +217,7 @@ def test_a_signal_ends_a_command(world, command, moment, number):
         text=True,
         timeout=120,
         cwd=world,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONFAULTHANDLER": "1"},
     )
     assert run.returncode == (130 if number == signal.SIGINT else 143), run.stderr
     assert "Traceback" not in run.stderr

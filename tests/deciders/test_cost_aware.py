@@ -398,6 +398,41 @@ def test_an_idle_step_forgets_a_little():
     assert 5 < waits < 500
 
 
+def test_idle_steps_fade_alike_one_by_one_or_at_once():
+    def faded(asked: bool) -> list[float]:
+        decider = CostAware(costs(0.1, 0.1))
+        case = situation(decider)
+        taught(decider, case.memory[0], right=0.5, stated=0.6, steps=40)
+        for _ in range(30):
+            decider.learn(case.memory[0], Outcome(0, 0))
+            if asked:
+                case.memory[0][""].wake()
+        case.memory[0][""].wake()
+        record = case.memory[0][""]
+        return [*record.tried, *record.accepted, *record.stated, *record.presumed]
+
+    assert faded(asked=True) == pytest.approx(faded(asked=False))
+    assert faded(asked=True)[0] > 0
+
+
+def test_a_sample_rests_where_every_drafter_of_it_does():
+    decider = CostAware(costs(0.1, 0.1))
+    case = situation(decider, source="model")
+    memory = case.memory[0]
+    assert not decider.rests(memory), "nobody was asked yet"
+    for source in ("copies", "model"):
+        taught(decider, memory, right=0.0, stated=0.6, source=source)
+    resting = []
+    for _ in range(64):
+        plans = [decider.plan(replace(case, source=source)).levels for source in ("copies", "model")]
+        resting.append(decider.rests(memory))
+        assert plans == [[0], [0]] or not resting[-1]
+        decider.learn(memory, Outcome(0, 0))
+    assert 0.5 < sum(resting) / len(resting) < 1, "most steps, but it looks again now and then"
+    taught(decider, memory, right=1.0, stated=0.6, source="model", steps=1)
+    assert not decider.rests(memory), "one of them drafts"
+
+
 @pytest.mark.parametrize("decay", [0.0, 1.0])
 def test_the_bounds_of_forgetting(decay):
     decider = CostAware(CHEAP, decay=decay)

@@ -31,6 +31,7 @@ from arbordraft import (
     WithoutReplacement,
     builders,
 )
+from arbordraft.deciders import FixedDepth
 from arbordraft.drafters import GrammarDrafter, HybridDrafter
 from arbordraft.engine import Engine
 from arbordraft.grammars import Grammar
@@ -60,6 +61,11 @@ def draft():
 
 def exit_early():
     return EarlyExitDrafter(speller(), 1)
+
+
+class Resting(FixedDepth):
+    def rests(self, memory):
+        return True
 
 
 DECODERS = {
@@ -119,6 +125,13 @@ def test_forced_tokens_cost_no_steps(temperature):
     tokens, stats = decoded(DECODERS["forced alone"](), temperature)
     assert stats.emitted[0] / stats.forwards[0] > 1.5
     assert stats.forwards[1] == len(tokens[1])  # no grammar, no drafts
+
+
+def test_what_is_forced_is_drafted_while_deciders_rest():
+    decoder = SpeculativeDecoder(speller(), GrammarDrafter(), decider=Resting(8))
+    tokens, stats = decoded(decoder, 0.0)
+    assert tokens == plainly(0.0)
+    assert stats.emitted[0] / stats.forwards[0] > 1.5
 
 
 def test_what_is_forbidden_is_never_drafted():

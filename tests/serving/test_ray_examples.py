@@ -44,6 +44,7 @@ def cluster():
     with pytest.MonkeyPatch.context() as patch:
         for check in ("READY", "HEALTH"):  # or a proxy that starts slowly is replaced by one that starts as slowly
             patch.setenv(f"RAY_SERVE_PROXY_{check}_CHECK_TIMEOUT_S", str(PATIENCE))
+        patch.setenv("RAY_worker_niceness", "0")  # or replicas wait for all the tests beside them
         context = ray.init(num_cpus=2, object_store_memory=200 * 2**20, include_dashboard=False, log_to_driver=False)
         yield context.address_info["gcs_address"]
         serve.shutdown()

@@ -22,9 +22,11 @@ def world(tmp_path_factory):
 
 @pytest.fixture(scope="module", autouse=True)
 def _cluster():
-    ray.init(num_cpus=2, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": str(HERE)}})
-    yield
-    ray.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_worker_niceness", "0")  # or they wait for all the tests beside them
+        ray.init(num_cpus=2, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": str(HERE)}})
+        yield
+        ray.shutdown()
 
 
 @pytest.fixture

@@ -28,6 +28,8 @@ class Decider(nn.Module):
         super().__init_subclass__(**options)
         if "forward" in vars(cls) and "plan" not in vars(cls):  # whoever answers otherwise has other plans, too
             cls.plan = Decider.plan  # type: ignore[method-assign]
+            if "rests" not in vars(cls):
+                cls.rests = Decider.rests  # type: ignore[method-assign]
 
     def start(self) -> Any:
         """What is remembered of a new sample; changed by :meth:`learn`, shown in ``view.memory``."""
@@ -41,6 +43,10 @@ class Decider(nn.Module):
         By default it does not, and :meth:`forward` is asked before every level.
         """
         return None
+
+    def rests(self, memory: Any) -> bool:
+        """Whether nothing is to be drafted for a sample in this step, whoever would: it saves asking for plans."""
+        return False
 
     def forward(self, view: StepView) -> Sequence[bool]:
         """``[B]``: whether each sample goes on."""

@@ -39,6 +39,7 @@ class _Record:
     presumed: list[float] = field(default_factory=lambda: [_WEIGHT] * _DEPTHS)  # what was known beforehand counts for
     steps: int = 0
     idle: int = 0  # of them since drafts of this drafter were verified
+    quiet: int = 0  # of them without drafts of anybody, which are still to fade
 
     @property
     def rests(self) -> bool:
@@ -51,6 +52,13 @@ class _Record:
     def fade(self, share: float) -> None:
         for sums in (self.tried, self.accepted, self.stated):
             sums[:] = [share * value for value in sums]
+
+    def wake(self) -> None:
+        """Fades for the steps without drafts, at once: most of them are followed by another."""
+        if self.quiet:
+            share, self.quiet = _IDLE**self.quiet, 0
+            self.fade(share)
+            self.presumed = [_WEIGHT - share * (_WEIGHT - weight) for weight in self.presumed]
 
 
 class CostAware(Decider):
@@ -116,10 +124,10 @@ class CostAware(Decider):
             record.idle = 0 if outcome.drafted and source == outcome.source else record.idle + 1
         if not outcome.drafted:
             for record in memory.values():
-                record.fade(_IDLE)
-                record.presumed = [_WEIGHT - _IDLE * (_WEIGHT - weight) for weight in record.presumed]
+                record.quiet += 1
             return
         record = memory.setdefault(outcome.source, _Record())
+        record.wake()
         record.fade(self.decay)
         for depth, stated in enumerate(outcome.stated):
             if depth in outcome.certain:
@@ -131,6 +139,9 @@ class CostAware(Decider):
         # A promise that does not come true is forgotten, or whoever makes a high one would be drafted with for ever.
         for at in range(min(len(outcome.stated), _DEPTHS)):
             record.presumed[at] = max(_LEAST, self.decay * record.presumed[at])
+
+    def rests(self, memory: dict[str, _Record]) -> bool:
+        return bool(memory) and all(record.rests for record in memory.values())
 
     def plan(self, situation: Situation) -> Plan | None:
         return None if self.survival is not None else self._plan(situation)
@@ -152,6 +163,8 @@ class CostAware(Decider):
         records = [memory.setdefault(situation.source, _Record()) for memory in situation.memory]
         if all(record.rests for record in records):
             return Plan.everything([0] * len(records))
+        for record in records:
+            record.wake()
         samples = len(records) * situation.alike + situation.beside
         base = self._target(samples) + self.costs.rest
         longest = max(situation.left, default=1)

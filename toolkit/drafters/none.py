@@ -4,10 +4,9 @@ from typing import Any
 
 from arbordraft.context import DraftContext
 from arbordraft.drafters.base import Drafter
-from arbordraft.drafters.garden import Garden
 from arbordraft.laws import DraftLaw, Fixed
 from arbordraft.topology import TreeTopology
-from arbordraft.types import DraftTree
+from arbordraft.types import DraftTree, SampleTree
 
 
 class NoDrafter(Drafter):
@@ -20,4 +19,14 @@ class NoDrafter(Drafter):
         return Fixed(width)
 
     def propose(self, state: Any, context: DraftContext) -> DraftTree:
-        return Garden(context, Fixed(context.law.k), self).tree()
+        return roots(context)
+
+
+def roots(context: DraftContext) -> DraftTree:
+    """The trees of a step in which nothing is drafted."""
+    return DraftTree(
+        tuple(
+            None if room is None else SampleTree(context.topology, context.law, {0: tokens[-1]})
+            for room, tokens in zip(context.room, context.tokens, strict=True)
+        )
+    )
