@@ -8,6 +8,7 @@ import pytest
 import torch
 from companions import EXIT, LAYERS, STUDENTS, Rounds, batch_for, drafter, frequent, target, texts, trained, with_norms
 from models import PROMPTS, VOCAB, tiny
+from safetensors.torch import load_file
 from torch.nn import functional
 from torch.testing import assert_close
 
@@ -342,7 +343,7 @@ def test_training_may_begin_with_a_trained_network(name, tmp_path):
     student = STUDENTS[name]()
     student.build(target(), lambda count: list(range(count)))
     student.train()
-    student.begin_with(tmp_path, target())
+    student.begin_with([tmp_path], target())
     rounded = deepcopy(trained(name).network).half().float().state_dict()
     for key, value in student.network.state_dict().items():
         assert_close(value, rounded[key], rtol=0, atol=0)
@@ -358,14 +359,41 @@ def test_trained_networks_of_another_form_or_target_are_no_beginning(tmp_path):
         student.build(target(), frequent)
         new = student.network
         with pytest.raises(ValueError, match=f"another form than model.student asks for.*{message}"):
-            student.begin_with(tmp_path, target())
+            student.begin_with([tmp_path], target())
         assert student.network is new
     other = RaggedModel(with_norms(tiny(num_hidden_layers=LAYERS), seed=2), kernels="torch")
     student = STUDENTS["eagle"]()
     student.build(other, frequent)
     with pytest.raises(ValueError, match="trained for another target"):
-        student.begin_with(tmp_path, other)
+        student.begin_with([tmp_path], other)
     student = STUDENTS["block"]()
     student.build(target(), frequent)
     with pytest.raises(ValueError, match="holds a model of type"):
-        student.begin_with(tmp_path, target())
+        student.begin_with([tmp_path], target())
+
+
+@every_student
+def test_training_may_begin_with_the_mean_of_networks(name, tmp_path):
+    student, generator = STUDENTS[name](), torch.Generator().manual_seed(0)
+    student.build(target(), frequent)
+    folders = [tmp_path / str(number) for number in range(3)]
+    for folder in folders:
+        for parameter in student.network.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator).half().float()
+        student.save(folder)
+    saved = [load_file(folder / "model.safetensors") for folder in folders]
+    student.begin_with(folders, target())
+    for key, parameter in student.network.named_parameters():
+        assert_close(parameter, sum(one[key].double() for one in saved).div(3).float())
+    for key, buffer in student.network.named_buffers():
+        if key in saved[0]:
+            assert torch.equal(buffer, saved[0][key])
+
+
+def test_networks_with_other_draft_vocabularies_have_no_mean(tmp_path):
+    student = EagleStudent(vocabulary=40, layers=(1, 2, 3))
+    for first in (0, 1):
+        student.build(target(), lambda count, first=first: list(range(first, first + count)))
+        student.save(tmp_path / str(first))
+    with pytest.raises(ValueError, match=r"1 has another draft vocabulary than .*0: they have no mean"):
+        student.begin_with([tmp_path / "0", tmp_path / "1"], target())

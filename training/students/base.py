@@ -5,7 +5,7 @@ Shapes: B sequences, S slots, H hidden size, D draft vocabulary, V vocabulary.
 
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -84,12 +84,30 @@ class Student(nn.Module):
             ValueError: if it cannot draft for this target.
         """
 
-    def begin_with(self, folder: str | os.PathLike[str], target: RaggedModel) -> None:
-        """Puts a trained network of the same form in the place of the new one; its draft vocabulary comes with it.
+    def begin_with(self, folders: Sequence[str | os.PathLike[str]], target: RaggedModel) -> None:
+        """Puts a trained network in the place of the new one, or the mean of several; with its draft vocabulary.
+
+        What one training made of another's result lies in the same valley: between them is less of the noise that
+        the last steps of each have left.
 
         Raises:
-            ValueError: if it is damaged, of another form, or was trained for another target.
+            ValueError: if one is damaged, of another form or draft vocabulary, or was trained for another target.
+
+        Source: averaging checkpoints of one trajectory is stochastic weight averaging (Izmailov et al., 2018); of
+        several trainings from one beginning, model soups (Wortsman et al., 2022).
         """
+        mean, *others = (self._trained(folder, target) for folder in folders)
+        with torch.no_grad():
+            for folder, other in zip(folders[1:], others, strict=True):
+                if not all(map(torch.equal, mean.buffers(), other.buffers())):
+                    raise ValueError(f"{folder} has another draft vocabulary than {folders[0]}: they have no mean")
+                for ours, theirs in zip(mean.parameters(), other.parameters(), strict=True):
+                    ours.add_(theirs)
+            for parameter in mean.parameters():
+                parameter.div_(len(folders))
+        self.network = mean
+
+    def _trained(self, folder: str | os.PathLike[str], target: RaggedModel) -> PreTrainedModel:
         read_config(folder)  # or transformers would take it for the name of a repository
         new = self.network
         kind = type(new)
@@ -103,7 +121,7 @@ class Student(nn.Module):
                 f"{folder} has another form than model.student asks for; different are {few(differing)}. Give the "
                 "settings of model.student with which it was trained; its training.yaml has them"
             )
-        self.network = network.float().train()
+        return network.float().train()
 
     @abstractmethod
     def unroll(self, batch: Batch, target: RaggedModel, steps: int) -> Iterator[Prediction]:
