@@ -433,6 +433,19 @@ def test_a_sample_rests_where_every_drafter_of_it_does():
     assert not decider.rests(memory), "one of them drafts"
 
 
+@pytest.mark.parametrize("name", ["forward", "plan"])
+def test_whoever_answers_otherwise_rests_at_other_times(name):
+    other = type("Other", (CostAware,), {name: lambda self, asked: None})(DEAR)
+    memory = other.start()
+    taught(other, memory, right=0.0, stated=0.6)
+    plain, rested = CostAware(DEAR), []
+    for _ in range(8):
+        other.learn(memory, Outcome(0, 0))
+        rested.append((plain.rests(memory), other.rests(memory)))
+    assert any(resting for resting, _ in rested), "or this would say nothing"
+    assert not any(resting for _, resting in rested)
+
+
 @pytest.mark.parametrize("decay", [0.0, 1.0])
 def test_the_bounds_of_forgetting(decay):
     decider = CostAware(CHEAP, decay=decay)

@@ -26,10 +26,11 @@ class Decider(nn.Module):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if "forward" in vars(cls) and "plan" not in vars(cls):  # whoever answers otherwise has other plans, too
+        own = vars(cls).keys()  # whoever answers otherwise has other plans, too, and rests at other times
+        if "forward" in own and "plan" not in own:
             cls.plan = Decider.plan  # type: ignore[method-assign]
-            if "rests" not in vars(cls):
-                cls.rests = Decider.rests  # type: ignore[method-assign]
+        if {"forward", "plan"} & own and "rests" not in own:
+            cls.rests = Decider.rests  # type: ignore[method-assign]
 
     def start(self) -> Any:
         """What is remembered of a new sample; changed by :meth:`learn`, shown in ``view.memory``."""
