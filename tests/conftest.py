@@ -52,7 +52,6 @@ def _quoted(monkeypatch):
     """Decoders that draft what pays do not measure what it costs, which takes seconds and is never twice the same."""
     for module in (builders, loading):
         monkeypatch.setattr(module, "known_costs", lambda *_, **__: PAYS)
-    monkeypatch.setattr(builders, "known_rows", lambda *_, **__: PAYS.target)
 
 
 @pytest.fixture

@@ -96,6 +96,7 @@ def test_step_costs_survive_a_file(tmp_path):
     beginning = replace(costs, start=1.0, joining=0.5)
     assert [beginning.step(samples, 0) for samples in (1, 3)] == [costs.step(samples, 0) for samples in (1, 3)]
     assert beginning.step(3, 2) - costs.step(3, 2) == pytest.approx(2.0)
+    assert [replace(costs, lookup=1.0, finding=0.5).looking(samples) for samples in (1, 3)] == [1.0, 2.0]
 
 
 def test_measuring_leaves_nothing_behind():

@@ -327,11 +327,12 @@ def test_steps_are_measured_anew_when_asked_to(timed, stepped):
     assert ad.load(of, drafter, costs="renew").decider.costs.draft == stepped[3].draft
 
 
-def test_lookups_take_no_time_that_could_be_measured(timed, stepped):
+def test_lookups_have_no_levels_that_could_be_measured(timed):
     costs = known_costs(target(), ad.NGramDrafter())
     assert costs.target == timed[0]
     assert costs.draft(1) < 1e-6
-    assert not stepped
+    assert costs.starting(16) == 0
+    assert min(costs.rest, costs.looking(16)) > 0
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"target": 3}', '{"rows": [1], "seconds": [1]}'])

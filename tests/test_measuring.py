@@ -7,7 +7,7 @@ from models import PROMPTS, ragged
 
 from arbordraft import CostTable, measuring
 from arbordraft.deciders import Decider
-from arbordraft.drafters import LanguageModelDrafter, NoDrafter
+from arbordraft.drafters import LanguageModelDrafter, NGramDrafter, NoDrafter
 from arbordraft.measuring import measure_steps, rows_within
 
 PAUSE = 0.02
@@ -57,6 +57,26 @@ def test_a_level_costs_what_it_takes_and_nothing_costs_nothing(monkeypatch):
     assert costs.draft(1) == pytest.approx(1)
     assert (costs.start, costs.rest) == (0, 0)
     assert measured(NoDrafter(), rows=rows).draft(1) == pytest.approx(1e-9), "the least that a table holds"
+
+
+def test_lookups_are_timed_by_samples_whoever_drafts(monkeypatch):
+    """By a clock that only they advance, by a second and by half of one for every sample."""
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    propose = NGramDrafter.propose
+
+    def ticking(self, state, context):
+        nonlocal now
+        tree = propose(self, state, context)
+        now += any(len(each.tokens) > 1 for each in tree.samples if each) * (1 + 0.5 * len(tree.samples))
+        return tree
+
+    monkeypatch.setattr(NGramDrafter, "propose", ticking)
+    for drafter in (NGramDrafter(), LanguageModelDrafter(ragged(seed=3))):
+        costs = measured(drafter, batches=(1, 4), rows=CostTable((1,), (1.0,)))
+        assert 0 < costs.lookup <= 1.5
+        assert 0 < costs.finding <= 0.5
+        assert costs.draft(1) == pytest.approx(1e-9)
 
 
 @pytest.mark.parametrize(("table", "rows"), [((0.01, 0.091), 127), ((0.01, 0.01), 2048)], ids=["slow", "rows are free"])

@@ -11,7 +11,7 @@ from arbordraft.deciders import ConfidenceThreshold, CostAware, Decider, NodeBud
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter, EagleDrafter, HybridDrafter, NGramDrafter, NoDrafter
 from arbordraft.laws import IID, TopTail, WithoutReplacement
-from arbordraft.measuring import known_costs, known_rows
+from arbordraft.measuring import known_costs
 from arbordraft.parts import as_drafter, wrapped
 from arbordraft.target.model import RaggedModel
 from arbordraft.target_initialised import TargetInitialisedDecoder
@@ -34,12 +34,12 @@ def lookup(target: "Model", costs: StepCosts | CostTable | None = None, expected
 
     Args:
         target: the target.
-        costs: by default those of this machine, which are measured once (:func:`~arbordraft.measuring.known_rows`).
+        costs: by default those of this machine, which are measured once (:func:`~arbordraft.measuring.known_costs`).
         expected_batch: samples that a sampled request takes its batch to have, see :class:`SpeculativeDecoder`.
     """
     model = wrapped(target)
-    decider = CostAware(known_rows(model) if costs is None else costs)
     drafter = NGramDrafter(longest=8, shortest=1)
+    decider = CostAware(known_costs(model, drafter) if costs is None else costs)
     return SpeculativeDecoder(model, drafter, decider=decider, expected_batch=expected_batch)
 
 

@@ -88,6 +88,8 @@ class StepCosts:
         rest: verification and bookkeeping of a step without drafts.
         start: what drafting takes besides its levels, once per step.
         joining: and that of every sample beside the first.
+        lookup: what drafts that were looked up take besides their rows, once per step.
+        finding: and those of every sample beside the first.
 
     Raises:
         TypeError: if a table is none, or a time no number.
@@ -105,11 +107,13 @@ class StepCosts:
     rest: float = 0.0
     start: float = 0.0
     joining: float = 0.0
+    lookup: float = 0.0
+    finding: float = 0.0
 
     def __post_init__(self) -> None:
         instance("target", self.target, CostTable)
         instance("draft", self.draft, CostTable)
-        for name in ("decide", "rest", "start", "joining"):
+        for name in ("decide", "rest", "start", "joining", "lookup", "finding"):
             object.__setattr__(self, name, real(name, getattr(self, name), 0))
 
     @classmethod
@@ -139,6 +143,10 @@ class StepCosts:
     def starting(self, samples: int) -> float:
         """Seconds that drafting for some samples takes besides its levels."""
         return self.start + self.joining * (samples - 1)
+
+    def looking(self, samples: int) -> float:
+        """Seconds that drafts take which were looked up for some samples, besides their rows."""
+        return self.lookup + self.finding * (samples - 1)
 
     def level(self, planned: int, rows: int) -> float:
         """Seconds that one level more takes: its drafting, and its rows in the target's forward.

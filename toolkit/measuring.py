@@ -8,8 +8,8 @@ import random
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from importlib.metadata import version
 from itertools import accumulate, cycle, islice
 from pathlib import Path
@@ -23,7 +23,7 @@ from arbordraft.coupling import Coupling
 from arbordraft.deciders import Decider, FixedDepth
 from arbordraft.decisions import StepView
 from arbordraft.decoder import SpeculativeDecoder
-from arbordraft.drafters import Drafter
+from arbordraft.drafters import Drafter, NGramDrafter
 from arbordraft.kernels.native.build import cache_folder, cpu
 from arbordraft.metrics import DecodeStats
 from arbordraft.prompts import chat_batches, check_texts, left_padded, plain_request
@@ -44,12 +44,16 @@ _KEPT_ROWS = (1, 2, 4, 5, 8, 9, 12, 16, 17, 24, 25, 32, 33, 48, 49, 64)
 _KEPT_REPEATS, _KEPT_BATCHES = 10, (1, 4, 16)  # what is kept for ever is worth some seconds
 _BATCHES = (1, 2, 4, 8, 16)
 _WIDTH = 4  # nodes of a sample that get children, where drafts are trees
+_TWICE = 32  # tokens that are said twice, for lookups to find
 
 
 def measure_rows(
     target: RaggedModel, rows: Sequence[int] = _ROWS, *, context: int = 256, repeats: int = 5
 ) -> CostTable:
     """Times forwards of a chain behind ``context`` tokens: the best of ``repeats``, which noise disturbs least.
+
+    Every other round goes from the most rows to the fewest. A row alone takes a fifth longer where many were before it
+    than it does in decoding, where few were; and then rows would look cheaper than they are.
 
     Args:
         rows: numbers of rows to time, ascending from 1 to at most 16384.
@@ -72,8 +76,8 @@ def measure_rows(
     sample = cache.open(context + max(rows))
     target.prefill({sample: [0] * context}, cache)
     best = dict.fromkeys(rows, float("inf"))
-    for _ in range(repeats):
-        for count in rows:  # in turns, so that a slow spell does not hit one number alone
+    for turn in range(repeats):
+        for count in rows[:: 1 - 2 * (turn % 2)]:  # in turns, so that a slow spell does not hit one number alone
             batch, tokens = cache.plan([sample], [range(count)]), torch.zeros(count, dtype=torch.int64)
             start = time.perf_counter()
             target(tokens, batch, cache)
@@ -114,8 +118,6 @@ def known_costs(target: RaggedModel, drafter: Drafter, *, renew: bool = False) -
         renew: measure anew all the same.
     """
     rows = known_rows(target, renew=renew)
-    if drafter.free:
-        return StepCosts(rows, CostTable((1,), (1e-9,)))
     drafts = _known(cost_file(target, drafter), StepCosts.load, lambda: _on_noise(target, drafter, rows), renew)
     return replace(drafts, target=rows)
 
@@ -148,7 +150,8 @@ def cost_file(target: RaggedModel, drafter: Drafter | None = None) -> Path:
     device = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else cpu()
     versions = [torch.__version__, *map(version, ("arbordraft", "transformers"))]
     kernels = [str(model.dtype), target.backend, str(target.prepacking)]
-    parts = [device, torch.get_num_threads(), versions, type(model).__name__, shapes, kernels, _KEPT_ROWS]
+    asked = [_KEPT_ROWS, [part.name for part in fields(StepCosts)]]
+    parts = [device, torch.get_num_threads(), versions, type(model).__name__, shapes, kernels, asked]
     if drafter is not None:
         network = drafter.state_dict()
         parts += [repr(drafter), [(name, list(tensor.shape)) for name, tensor in network.items()]]
@@ -186,7 +189,7 @@ def measure_steps(
     """The same for tokenized prompts, a learned decider and other sizes.
 
     Drafts are chains, and of the largest batch forks too, whose levels have more rows; drawn with shared noise, which
-    is what drafts cost at most.
+    is what drafts cost at most. What lookups take is measured with whatever drafter, as they may stand before it.
 
     Args:
         texts: tokens to begin with.
@@ -198,13 +201,19 @@ def measure_steps(
     """
     depth, level = max(2, depth), dict[int, float]()
     questions: list[float] = []
-    rest, start, endless = [], dict[int, float](), cycle(texts)
+    rest, start, looked, endless = [], dict[int, float](), dict[int, float](), cycle(texts)
+    lookups = NGramDrafter(longest=8, shortest=1)
 
-    def decode(batch: int, topology: TreeTopology, watch: Decider, sampled: bool = True) -> tuple[float, float]:
+    def decode(
+        batch: int, topology: TreeTopology, watch: Decider, sampled: bool = True, drafter: Drafter = drafter
+    ) -> tuple[float, float]:
         """Seconds of a step besides the target's forward: of drafting, and of the rest."""
         decoder = SpeculativeDecoder(target, drafter, topology, Coupling.shared(max(1, topology.width)), watch)
+        begun = list(islice(endless, batch))
+        if drafter is lookups:
+            begun = [[*text[-_TWICE:]] * 2 for text in begun]  # there is something to be found
         output: Any = decoder.generate(
-            **left_padded(list(islice(endless, batch))),
+            **left_padded(begun),
             **plain_request(float(sampled), new_tokens),
             eos_token_id=None,
             return_dict_in_generate=True,
@@ -214,7 +223,8 @@ def measure_steps(
         return stats.seconds["draft"] / steps, (stats.seconds["verify"] + stats.seconds["commit"]) / steps
 
     for batch in batches:
-        for width in (1, _WIDTH) if batch == max(batches) else (1,):
+        widths = (1, _WIDTH) if batch == max(batches) else (1,)
+        for width in () if drafter.free else widths:
             shapes = [TreeTopology.fork(width, levels) for levels in (1, depth)]
             idle = decode(batch, TreeTopology.chain(0), FixedDepth())
             watch = FixedDepth() if decider is None else _Stopwatch(decider)
@@ -227,14 +237,23 @@ def measure_steps(
             level[nodes] = min(level.get(nodes, math.inf), max(more, 1e-9))
             if width == 1:
                 start[batch] = min(start.get(batch, math.inf), max(0.0, sum(once) - sum(idle) - level[nodes]))
+        idle, busy = (decode(batch, TreeTopology.chain(levels), FixedDepth(), True, lookups) for levels in (0, depth))
+        looked[batch] = min(looked.get(batch, math.inf), max(0.0, sum(busy) - sum(idle)))
         rest.append(sum(decode(batch, TreeTopology.chain(0), FixedDepth(), sampled=False)))
     decide = statistics.median(questions) if questions else 0.0
     if not isinstance(rows, CostTable):
         # Forwards take longer behind long texts: these are as long as the prompts and half an answer.
         rows = measure_rows(target, rows, context=int(statistics.median(map(len, texts))) + 64)
-    few, many = min(start), max(start)
-    joining = max(0.0, start[many] - start[few]) / max(1, many - few)
-    return StepCosts(rows, CostTable(tuple(level), tuple(level.values())), decide, min(rest), start[few], joining)
+    if drafter.free:
+        level, start = {1: 1e-9}, {1: 0.0}
+    draft = CostTable(tuple(level), tuple(level.values()))
+    return StepCosts(rows, draft, decide, min(rest), *_by_sample(start), *_by_sample(looked))
+
+
+def _by_sample(seconds: Mapping[int, float]) -> tuple[float, float]:
+    """What the smallest batch takes, and every sample more."""
+    few, many = min(seconds), max(seconds)
+    return seconds[few], max(0.0, seconds[many] - seconds[few]) / max(1, many - few)
 
 
 class _Stopwatch(Decider):

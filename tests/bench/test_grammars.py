@@ -22,7 +22,7 @@ def test_all_contestants_decode_the_same(monkeypatch):
     monkeypatch.setattr(
         target.tokenizer, "chat_template", "{% for message in messages %}{{ message.content }}{% endfor %}"
     )
-    monkeypatch.setattr("arbordraft.builders.known_rows", lambda model: None)
+    monkeypatch.setattr("arbordraft.builders.known_costs", lambda *_: None)
     monkeypatch.setattr("arbordraft.builders.CostAware", lambda costs: None)
     contest = GrammarContest(target, 2)
     workload = Workload(contest.prompts, batch=2, new_tokens=24, repeats=1)

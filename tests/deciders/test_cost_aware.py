@@ -199,6 +199,13 @@ def test_free_drafts_are_drafted_whole_and_pruned(price):
     assert plan.keep([0.001] * 4) == 0
 
 
+def test_what_lookups_take_besides_their_rows_has_to_be_gained():
+    chances = [0.9, 0.8, 0.7, 0.1]
+    for price, kept in ({}, 4), ({"lookup": 0.5}, 4), ({"lookup": 0.5, "finding": 1.5}, 0):
+        decider = CostAware(replace(CHEAP, **price))
+        assert decider.plan(situation(decider, 2, promise=0.0, free=True)).keep(chances) == kept
+
+
 @pytest.mark.parametrize("nodes", [1, 2, 5])
 @pytest.mark.parametrize("samples", [1, 3])
 def test_no_more_nodes_than_wanted(nodes, samples):

@@ -21,7 +21,7 @@ from arbordraft.deciders import CostAware
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import NGramDrafter
 from arbordraft.laws import DraftLaw, TopTail, WithoutReplacement
-from arbordraft.measuring import known_rows
+from arbordraft.measuring import known_costs
 from arbordraft.prompts import REPEATING, VARIED, left_padded
 from arbordraft.sampling import Noise
 from arbordraft.target.cache import RaggedKVCache
@@ -158,8 +158,9 @@ def lookup_speed(
 ) -> Measurement:
     """Greedy decoding with the n-gram tree against plain ``generate``, all prompts of one ``kind`` in one batch."""
     tree, count = TreeTopology.from_k_config((2, 1, 1, 1)), len(workload.prompts)
-    pays = CostAware(known_rows(target))
-    decoder = SpeculativeDecoder(target, NGramDrafter(longest=5, shortest=3), tree, Coupling.matching(2), pays)
+    drafter = NGramDrafter(longest=5, shortest=3)
+    pays = CostAware(known_costs(target, drafter))
+    decoder = SpeculativeDecoder(target, drafter, tree, Coupling.matching(2), pays)
     (inputs,) = replace(workload, batch=count).batches(target)
     request: dict[str, Any] = {**inputs, **workload.request()}
     model: Any = target.model

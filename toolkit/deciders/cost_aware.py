@@ -179,7 +179,8 @@ class CostAware(Decider):
             situation = replace(situation, room=[min(room, budget) for room in situation.room])
         trust = [_trust(record) for record in records]
         if situation.free:  # they are found first: how far they go on is for what was found to say
-            keep = self._keeping(samples, worth, situation.alike, rate, budget, margin)
+            looking = self.costs.looking(samples)
+            keep = self._keeping(samples, worth, situation.alike, rate, budget, margin, looking)
             ones = [(1.0,)] * len(records)
             levels = [0 if record.rests else room for record, room in zip(records, situation.room, strict=True)]
             return Plan(levels, trust, ones, row=rate * row, budget=budget, keep=keep, weights=weights)
@@ -259,18 +260,26 @@ class CostAware(Decider):
         return self._slopes[samples]
 
     def _keeping(
-        self, samples: int, tokens: float, alike: int, rate: float, budget: int | None, margin: float | None = None
+        self,
+        samples: int,
+        tokens: float,
+        alike: int,
+        rate: float,
+        budget: int | None,
+        margin: float | None = None,
+        drafting: float = 0.0,
     ) -> Callable[[Sequence[float]], int]:
         """How many drafts are worth their rows where decoding brings ``rate``, or by what they bring.
 
-        Without drafts ``samples`` rows bring what counts for ``tokens``.
+        Without drafts ``samples`` rows bring what counts for ``tokens``; with any the step takes ``drafting`` more.
         """
         before = self._target(samples)
         base = before + self.costs.rest
 
         def keep(chances: Sequence[float]) -> int:
             gained = list(accumulate(chances[:budget], initial=0.0))
-            taken = [self._target(samples + drafts * alike) - before for drafts in range(len(gained))]
+            times = (drafting + self._target(samples + drafts * alike) - before for drafts in range(1, len(gained)))
+            taken = [0.0, *times]
             worth, count = rate, 0
             for _ in range(1 if margin is None else _ROUNDS):
                 count = max(range(len(gained)), key=lambda drafts: gained[drafts] * alike - worth * taken[drafts])
