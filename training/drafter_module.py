@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -164,7 +164,7 @@ class DrafterModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
     @property
     def _result(self) -> Student:
         """What training is for: the student, or its average."""
-        return self.student if self.average is None else cast(Student, self.average.module)
+        return self.student if self.average is None else self.average.module
 
     def configure_model(self) -> None:
         """Splits weights, gradients and optimizer state over all processes if a ``ModelParallelStrategy`` wants it."""
@@ -302,7 +302,7 @@ class DrafterModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
         check_fit(self, checkpoint)
 
     def _gather(self) -> None:
-        """Has the result at hand with all its weights, also where they are split; all processes must take part."""
+        """Has what training is for at hand with all its weights, also where they are split; all processes must take part."""
         whole = self._result
         if isinstance(self, FSDPModule):
             self.unshard()

@@ -73,7 +73,7 @@ def averaged(network: nn.Module, decay: float) -> AveragedModel:
         decay: per step, in (0, 1); lower for the first ones, of which only the last tenth counts.
     """
 
-    def mix(average: Tensor, weight: Tensor, count: Tensor | int) -> Tensor:
+    def mix(average: Tensor, weight: Tensor, count: Tensor) -> Tensor:
         return average.lerp(weight, 1 - min(decay, (1 + int(count)) / (10 + int(count))))
 
     average = AveragedModel(network, avg_fn=mix)
