@@ -34,8 +34,7 @@ def main(world: Path, folder: Path) -> None:
     torch.set_num_threads(1)
     log_generation(folder / "generated")
     for name in ("ddp", "fsdp"):
-        average = {"ema_decay": 0.9}
-        runs = {"plain": {"noise": 0.0}, "whole": average, "stopped": {**average, "kill": 5}, "resumed": average}
+        runs = {"plain": {"noise": 0.0}, "whole": {}, "stopped": {"kill": 5}, "resumed": {}}
         found = {
             run: fit(
                 world,

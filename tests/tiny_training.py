@@ -156,7 +156,7 @@ class Losses(Callback):
         self.seen.append((float(outputs["loss"]), batch.tokens.tolist()))
 
 
-def fit(world, folder, every=2, kill=None, noise=0.1, ema_decay=0.0, **settings):
+def fit(world, folder, every=2, kill=None, noise=0.1, **settings):
     """Trains, from the last checkpoint if there is one; returns the last checkpoint and what every batch was.
 
     Checkpoints are written every so many steps, or with 0 at the end of every epoch.
@@ -170,7 +170,7 @@ def fit(world, folder, every=2, kill=None, noise=0.1, ema_decay=0.0, **settings)
     last = folder / "checkpoints" / "last.ckpt"
     trainer = Trainer(**settings, callbacks=callbacks)
     try:
-        trainer.fit(module(noise, ema_decay=ema_decay), data(world), ckpt_path=last if last.exists() else None)
+        trainer.fit(module(noise), data(world), ckpt_path=last if last.exists() else None)
     except Killed:
         assert kill is not None
     else:

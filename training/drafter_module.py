@@ -17,7 +17,6 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-from torch.optim.swa_utils import AveragedModel
 
 from arbordraft import RaggedModel, TreeTopology
 from arbordraft.checks import real, whole
@@ -28,7 +27,7 @@ from arbordraft.training.data import SelfDistillationDataModule
 from arbordraft.training.drafts import follow
 from arbordraft.training.features import TeacherHead
 from arbordraft.training.losses import loss_named, position_decay
-from arbordraft.training.optimizers import MuonAdamW, averaged
+from arbordraft.training.optimizers import MuonAdamW
 from arbordraft.training.reports import acceptance_figure, card, tau_figure
 from arbordraft.training.resuming import check_fit
 from arbordraft.training.schedule import BEFORE_COOLDOWN, Phase, progress, relative_rate
@@ -63,9 +62,6 @@ class DrafterModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
         decay: weight of a drafting step relative to the one before.
         lr: highest learning rate, reached after ``warmup`` optimizer steps and held until the cool-down.
         warmup: optimizer steps.
-        ema_decay: decay per optimizer step of a moving average of the weights, in [0, 1), which is then validated and
-            published; 0 for the weights themselves. The average reaches ``1 / (1 - ema_decay)`` steps back, or over the
-            last tenth of younger trainings. It takes away the noise of a high learning rate, as a cool-down does.
         cooldown: share of training, of the time (``trainer.max_time``) or steps given, at the end of which the learning
             rate falls to 0. The state before is kept beside the other checkpoints, as ``before-cooldown.ckpt``: a
             training that is given more goes on from there as if it had been given that at once.
@@ -91,7 +87,6 @@ class DrafterModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
         decay: float = 0.85,
         lr: float = 1e-3,
         warmup: int = 30,
-        ema_decay: float = 0.0,
         cooldown: float = 0.2,
         lookup_weight: float = 1.0,
         chunk: int = 256,
@@ -111,12 +106,10 @@ class DrafterModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
         self.begin_with = [begin_with] if isinstance(begin_with, str) else begin_with
         self.phases, self.decay = list(phases), decay
         self.lr, self.warmup, self.cooldown = lr, warmup, real("cooldown", cooldown, 0, 1)
-        self.ema_decay = real("ema_decay", ema_decay, 0, 1 - 1e-6)
         self.lookup_weight, self.chunk = real("lookup_weight", lookup_weight, 0, 1), whole("chunk", chunk, least=1)
         self.walked_tokens = whole("walked_tokens", walked_tokens, least=1)
         self.draft_steps, self.decoded, self.decoded_tokens = draft_steps, decoded, decoded_tokens
         self.tree = TreeTopology.from_k_config(tree)
-        self.average: AveragedModel | None = None
         self.samples: dict[str, list[Any]] = {}
         self._progress = 0.0
         self._seen: list[dict[str, Tensor]] = []
@@ -154,17 +147,10 @@ class DrafterModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
             self.student.build(self.data.target, self.data.frequent, self.data.spec.model)
             if self.begin_with:
                 self.student.begin_with(self.begin_with, self.data.target)
-            if self.ema_decay:
-                self.average = averaged(self.student, self.ema_decay)
         self.data.target.requires_grad_(False)  # its gradients would be computed in vain
         # Outside of the module's state: a checkpoint holds the drafter only.
         object.__setattr__(self, "_teacher", TeacherHead(self.data.target))
-        object.__setattr__(self, "_whole", self._result)
-
-    @property
-    def _result(self) -> Student:
-        """What training is for: the student, or its average."""
-        return self.student if self.average is None else self.average.module
+        object.__setattr__(self, "_whole", self.student)
 
     def configure_model(self) -> None:
         """Splits weights, gradients and optimizer state over all processes if a ``ModelParallelStrategy`` wants it."""
@@ -180,12 +166,6 @@ class DrafterModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
 
     def on_train_start(self) -> None:
         self._advance()
-
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Steps, and averages, before any callback writes a checkpoint."""
-        super().optimizer_step(*args, **kwargs)
-        if self.average is not None:
-            self.average.update_parameters(self.student)
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, index: int) -> None:
         """Keeps the state before the cool-down, and has Lightning validate what training ends with."""
@@ -259,7 +239,7 @@ class DrafterModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
 
     def validation_step(self, batch: Batch, index: int) -> None:
         """Collects what would be accepted along held-out text."""
-        drafts = follow(self._result, batch, self.data.target, self._teacher, self.draft_steps)
+        drafts = follow(self.student, batch, self.data.target, self._teacher, self.draft_steps)
         tensors = {name: getattr(drafts, name) for name in ("labels", "passes", "ranks", "valid")}
         tensors["temperatures"] = batch.temperatures[drafts.sequences]
         tensors["answers"] = drafts.answers + sum(len(seen["answers"]) for seen in self._seen)  # other numbers
@@ -270,7 +250,7 @@ class DrafterModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
         seen = {name: torch.cat([part[name] for part in self._seen], dim=-1) for name in self._seen[0]}
         metrics, acceptance = expectations(seen, self.tree, self.walked_tokens)
         if acceptance:
-            self._result.network.config.acceptance = acceptance
+            self.student.network.config.acceptance = acceptance
         self._gather()
         if self.decoded and not self.trainer.sanity_checking:
             prompts = self.data.held_out_prompts(self.decoded)
@@ -302,11 +282,11 @@ class DrafterModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
         check_fit(self, checkpoint)
 
     def _gather(self) -> None:
-        """Has what training is for at hand with all its weights, also where they are split; all processes must take part."""
-        whole = self._result
+        """Has the student at hand with all its weights, also where they are split; all processes must take part."""
+        whole = self.student
         if isinstance(self, FSDPModule):
             self.unshard()
-            whole = deepcopy(whole)
+            whole = deepcopy(self.student)
             self.reshard()
         object.__setattr__(self, "_whole", whole)
 

@@ -1,4 +1,4 @@
-"""Muon for the matrices inside a drafter, AdamW for everything else, as one optimizer; and averages of weights."""
+"""Muon for the matrices inside a drafter, AdamW for everything else, as one optimizer."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
-from torch.optim.swa_utils import AveragedModel
 
 
 class MuonAdamW(Optimizer):
@@ -63,19 +62,3 @@ class MuonAdamW(Optimizer):
         for part in self.parts:
             part.param_groups = [next(groups) for _ in part.param_groups]
             part.state = self.state
-
-
-def averaged(network: nn.Module, decay: float) -> AveragedModel:
-    """An exponential moving average of a network's weights, at first the network as it is.
-
-    Args:
-        network: what is trained.
-        decay: per step, in (0, 1); lower for the first ones, of which only the last tenth counts.
-    """
-
-    def mix(average: Tensor, weight: Tensor, count: Tensor) -> Tensor:
-        return average.lerp(weight, 1 - min(decay, (1 + int(count)) / (10 + int(count))))
-
-    average = AveragedModel(network, avg_fn=mix)
-    average.requires_grad_(False)
-    return average

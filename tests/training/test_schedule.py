@@ -1,13 +1,11 @@
 """Trainings end with the time or the steps that they were given, and longer ones go on from before the cool-down."""
 
-from copy import deepcopy
 from types import SimpleNamespace
 
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from safetensors.torch import load_file
 from tiny_training import TRAINER, data, module, same, save_world
 
 from arbordraft.training.drafter_module import Phase
@@ -125,52 +123,3 @@ def test_a_training_without_checkpoints_keeps_none(world, tmp_path):
     settings = {**TRAINER, "max_steps": 5, "max_epochs": -1, "limit_val_batches": 0}
     Trainer(**settings, default_root_dir=tmp_path).fit(module(), data(world))
     assert not [*tmp_path.rglob("*.ckpt")]
-
-
-class Weights(Callback):
-    """The weights after every step, and what training made of them."""
-
-    def __init__(self):
-        self.seen = []
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.seen.append(deepcopy(dict(pl_module.student.network.named_parameters())))
-
-
-@pytest.mark.parametrize("accumulated", [1, 2])
-def test_the_average_is_what_is_published(world, tmp_path, accumulated):
-    """Weight by weight as its definition says; the student itself is left alone."""
-    weights, options = Weights(), {"max_steps": 6, "max_epochs": -1, "accumulate_grad_batches": accumulated}
-    _, _, found = train(world, tmp_path / "average", weights, model={"ema_decay": 0.5}, **options)
-    _, _, plain = train(world, tmp_path / "plain", **options)
-    assert same({name: found[name] for name in plain}, plain)
-    folders = [tmp_path / name / "best" / "model.safetensors" for name in ("average", "plain")]
-    published, last = (load_file(folder) for folder in folders)
-    for name, tensor in published.items():
-        steps = [seen[name] for seen in weights.seen[accumulated - 1 :: accumulated] if name in seen]
-        if not steps:
-            assert torch.equal(tensor, last[name]), "what is not trained"
-            continue
-        assert len(steps) == 6
-        expected = steps[0]
-        for count, step in enumerate(steps[1:], start=1):
-            decay = min(0.5, (1 + count) / (10 + count))
-            expected = decay * expected + (1 - decay) * step
-        torch.testing.assert_close(tensor.float(), expected.half().float(), rtol=2e-3, atol=1e-6)
-        assert not torch.equal(tensor, last[name])
-
-
-def test_the_average_goes_on_exactly(world, tmp_path):
-    options = {"max_epochs": -1, "model": {"ema_decay": 0.9}}
-    _, before, _ = train(world, tmp_path / "short", max_steps=10, **options)
-    _, _, found = train(world, tmp_path / "long", resumed=before, max_steps=20, **options)
-    _, _, expected = train(world, tmp_path / "whole", max_steps=20, **options)
-    assert same(found, expected)
-    with pytest.raises(ValueError, match="that of another training"):
-        train(world, tmp_path / "other", resumed=before, max_steps=20, max_epochs=-1)
-
-
-@pytest.mark.parametrize("decay", [-0.1, 1, "much"])
-def test_a_decay_out_of_range(decay):
-    with pytest.raises((ValueError, TypeError), match="ema_decay"):
-        module(ema_decay=decay)
