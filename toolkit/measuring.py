@@ -44,7 +44,7 @@ _KEPT_ROWS = (1, 2, 4, 5, 8, 9, 12, 16, 17, 24, 25, 32, 33, 48, 49, 64)
 _KEPT_REPEATS, _KEPT_BATCHES = 10, (1, 4, 16)  # what is kept for ever is worth some seconds
 _BATCHES = (1, 2, 4, 8, 16)
 _WIDTH = 4  # nodes of a sample that get children, where drafts are trees
-_TWICE = 32  # tokens that are said twice, for lookups to find
+_SAID, _TIMES = 8, 4  # tokens that are said again and again, for lookups to find, as models then go on saying them
 
 
 def measure_rows(
@@ -211,7 +211,7 @@ def measure_steps(
         decoder = SpeculativeDecoder(target, drafter, topology, Coupling.shared(max(1, topology.width)), watch)
         begun = list(islice(endless, batch))
         if drafter is lookups:
-            begun = [[*text[-_TWICE:]] * 2 for text in begun]  # there is something to be found
+            begun = [[*text[-_SAID:]] * _TIMES for text in begun]  # there is something to be found
         output: Any = decoder.generate(
             **left_padded(begun),
             **plain_request(float(sampled), new_tokens),
@@ -237,7 +237,7 @@ def measure_steps(
             level[nodes] = min(level.get(nodes, math.inf), max(more, 1e-9))
             if width == 1:
                 start[batch] = min(start.get(batch, math.inf), max(0.0, sum(once) - sum(idle) - level[nodes]))
-        idle, busy = (decode(batch, TreeTopology.chain(levels), FixedDepth(), True, lookups) for levels in (0, depth))
+        idle, busy = (decode(batch, TreeTopology.chain(levels), FixedDepth(), False, lookups) for levels in (0, depth))
         looked[batch] = min(looked.get(batch, math.inf), max(0.0, sum(busy) - sum(idle)))
         rest.append(sum(decode(batch, TreeTopology.chain(0), FixedDepth(), sampled=False)))
     decide = statistics.median(questions) if questions else 0.0
