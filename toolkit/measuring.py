@@ -199,18 +199,18 @@ def measure_steps(
         new_tokens: length of the answers.
         rows: numbers of rows to time the target's forward with, see :func:`measure_rows`; or what they cost.
     """
-    depth, level = max(2, depth), dict[int, float]()
+    depth, lookups, endless = max(2, depth), NGramDrafter(longest=8, shortest=1), cycle(texts)
     questions: list[float] = []
-    rest, start, looked, endless = [], dict[int, float](), dict[int, float](), cycle(texts)
-    lookups = NGramDrafter(longest=8, shortest=1)
+    # Least seconds of a step besides the target's forward: by who drafts, samples, trees and whether tokens are drawn.
+    # Noise only adds, to each of them: a least difference of two would be one that noise has made small.
+    least: dict[tuple[Drafter, int, int, int, bool], float] = {}
 
-    def decode(
-        batch: int, topology: TreeTopology, watch: Decider, sampled: bool = True, drafter: Drafter = drafter
-    ) -> tuple[float, float]:
-        """Seconds of a step besides the target's forward: of drafting, and of the rest."""
-        decoder = SpeculativeDecoder(target, drafter, topology, Coupling.shared(max(1, topology.width)), watch)
+    def decode(batch: int, width: int, levels: int, who: Drafter = drafter, sampled: bool = True) -> None:
+        watch = _Stopwatch(decider) if decider is not None and levels == depth and who is drafter else FixedDepth()
+        topology = TreeTopology.fork(width, levels) if width > 1 else TreeTopology.chain(levels)
+        decoder = SpeculativeDecoder(target, who, topology, Coupling.shared(max(1, topology.width)), watch)
         begun = list(islice(endless, batch))
-        if drafter is lookups:
+        if who is lookups:
             begun = [[*text[-_SAID:]] * _TIMES for text in begun]  # there is something to be found
         output: Any = decoder.generate(
             **left_padded(begun),
@@ -219,35 +219,39 @@ def measure_steps(
             return_dict_in_generate=True,
         )
         stats: DecodeStats = output.stats
-        steps = max(1, max(stats.forwards))
-        return stats.seconds["draft"] / steps, (stats.seconds["verify"] + stats.seconds["commit"]) / steps
+        asked = watch.questions if isinstance(watch, _Stopwatch) else []
+        spent = sum(stats.seconds[phase] for phase in ("draft", "verify", "commit")) - sum(asked)
+        key = (who, batch, width, levels, sampled)
+        least[key] = min(least.get(key, math.inf), spent / max(1, *stats.forwards))
+        questions.extend(asked)
 
+    shapes = [] if drafter.free else [*((batch, 1) for batch in batches), (max(batches), _WIDTH)]
     for batch in batches:
-        widths = (1, _WIDTH) if batch == max(batches) else (1,)
-        for width in () if drafter.free else widths:
-            shapes = [TreeTopology.fork(width, levels) for levels in (1, depth)]
-            idle = decode(batch, TreeTopology.chain(0), FixedDepth())
-            watch = FixedDepth() if decider is None else _Stopwatch(decider)
-            once, busy = decode(batch, shapes[0], FixedDepth()), decode(batch, shapes[1], watch)
-            asked = watch.questions if isinstance(watch, _Stopwatch) else []
-            questions += asked
-            answering = sum(asked) / max(1, len(asked)) * depth
-            more = (sum(busy) - sum(once) - answering) / (depth - 1)
-            nodes = batch * width
-            level[nodes] = min(level.get(nodes, math.inf), max(more, 1e-9))
-            if width == 1:
-                start[batch] = min(start.get(batch, math.inf), max(0.0, sum(once) - sum(idle) - level[nodes]))
-        idle, busy = (decode(batch, TreeTopology.chain(levels), FixedDepth(), False, lookups) for levels in (0, depth))
-        looked[batch] = min(looked.get(batch, math.inf), max(0.0, sum(busy) - sum(idle)))
-        rest.append(sum(decode(batch, TreeTopology.chain(0), FixedDepth(), sampled=False)))
-    decide = statistics.median(questions) if questions else 0.0
+        decode(batch, 1, 0)
+        decode(batch, 1, 0, sampled=False)
+        for width in (width for samples, width in dict.fromkeys(shapes) if samples == batch):
+            for levels in (1, depth):
+                decode(batch, width, levels)
+        for levels in (0, depth):
+            decode(batch, 1, levels, lookups, sampled=False)
     if not isinstance(rows, CostTable):
         # Forwards take longer behind long texts: these are as long as the prompts and half an answer.
         rows = measure_rows(target, rows, context=int(statistics.median(map(len, texts))) + 64)
-    if drafter.free:
-        level, start = {1: 1e-9}, {1: 0.0}
+
+    level, start, looked = {1: 1e-9}, dict.fromkeys(batches, 0.0), dict.fromkeys(batches, 0.0)
+    for batch, width in shapes:
+        whole, once = (least[drafter, batch, width, levels, True] for levels in (depth, 1))
+        level[batch * width] = max(1e-9, (whole - once) / (depth - 1))
+    for batch in batches:
+        if not drafter.free:
+            once, idle = (least[drafter, batch, 1, levels, True] for levels in (1, 0))
+            start[batch] = max(0.0, once - idle - level[batch])
+        found, idle = (least[lookups, batch, 1, levels, False] for levels in (depth, 0))
+        looked[batch] = max(0.0, found - idle)
+    decide = statistics.median(questions) if questions else 0.0
+    rest = min(least[drafter, batch, 1, 0, False] for batch in batches)
     draft = CostTable(tuple(level), tuple(level.values()))
-    return StepCosts(rows, draft, decide, min(rest), *_by_sample(start), *_by_sample(looked))
+    return StepCosts(rows, draft, decide, rest, *_by_sample(start), *_by_sample(looked))
 
 
 def _by_sample(seconds: Mapping[int, float]) -> tuple[float, float]:

@@ -22,7 +22,7 @@ _WEIGHT, _LEAST = 4.0, 0.1  # drafted steps that what is known beforehand counts
 _IDLE = 0.99  # what a step without drafts leaves of what was learned: what was bad for them may have passed
 _AHEAD = 16  # rows of a sample among which the cheapest ones are looked for
 _PACE = 8  # a batch takes as long as its last sample: tokens of those ahead are worth less, by this power
-_SOON = 16  # steps in which what a drafter has to read first is to pay
+_SOON = 16  # steps in which what a drafter has to read first is to pay, or in all that are left
 _MARGIN = 1.1  # how much more than they take drafts must bring: not all that they take is known
 _LAG, _MOST = 0.1, 4  # more for every doubling of a batch that ends with its last sample: what others gain is half lost
 _PATIENCE, _PAUSE = 2, 16  # steps without drafts after which fewer look for some, and the fewest: one in so many
@@ -171,7 +171,7 @@ class CostAware(Decider):
         weights = [(left / longest) ** _PACE for left in situation.left] or [1.0] * len(records)
         # A token more of everybody who is last saves a step: the fewer these are, the more each of theirs is worth.
         worth = sum(weights) * situation.alike + situation.beside
-        margin = _MARGIN + (_LAG * min(_MOST, math.log2(len(records))) if situation.left else 0.0)
+        margin = _MARGIN + (_LAG * min(_MOST, math.log2(len(records) + situation.beside)) if situation.left else 0.0)
         rate = margin * worth / base
         row = self._slope(samples)
         budget = None if self.nodes is None else len(records) * (self.nodes - 1)
@@ -195,7 +195,9 @@ class CostAware(Decider):
             if rate == before:
                 break
         behind = situation.behind or [0] * len(gains)
-        gains = [gain - rate * each * tokens / _SOON for gain, tokens in zip(gains, behind, strict=True)]
+        soon = [min(_SOON, left) for left in situation.left] or [_SOON] * len(gains)
+        reading = [rate * each * tokens / steps for tokens, steps in zip(behind, soon, strict=True)]
+        gains = [gain - cost for gain, cost in zip(gains, reading, strict=True)]
         return Plan(
             [room if gain > 0 else 0 for room, gain in zip(situation.room, gains, strict=True)],
             trust,
