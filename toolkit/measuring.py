@@ -41,7 +41,7 @@ _MOST_READ = 2048  # tokens of prompts in one forward
 _MOST_ROWS, _LONGEST = 2**14, 2**20  # of a forward that is timed, and of the text before it: their memory is real
 # Kernels take rows in blocks: the first row of a block may cost as much as all of it.
 _KEPT_ROWS = (1, 2, 4, 5, 8, 9, 12, 16, 17, 24, 25, 32, 33, 48, 49, 64)
-_KEPT_REPEATS, _KEPT_BATCHES = 10, (1, 4, 16)  # what is kept for ever is worth some seconds
+_KEPT_REPEATS, _KEPT_BATCHES = 6, (1, 4, 16)  # what is kept for ever is worth some seconds
 _BATCHES = (1, 2, 4, 8, 16)
 _WIDTH = 4  # nodes of a sample that get children, where drafts are trees
 _SAID, _TIMES = 8, 4  # tokens that are said again and again, for lookups to find, as models then go on saying them
@@ -227,8 +227,9 @@ def measure_steps(
 
     shapes = [] if drafter.free else [*((batch, 1) for batch in batches), (max(batches), _WIDTH)]
     for batch in batches:
-        decode(batch, 1, 0)
-        decode(batch, 1, 0, sampled=False)
+        if not drafter.free:
+            decode(batch, 1, 0)
+            decode(batch, 1, 0, sampled=False)
         for width in (width for samples, width in dict.fromkeys(shapes) if samples == batch):
             for levels in (1, depth):
                 decode(batch, width, levels)
@@ -249,7 +250,7 @@ def measure_steps(
         found, idle = (least[lookups, batch, 1, levels, False] for levels in (depth, 0))
         looked[batch] = max(0.0, found - idle)
     decide = statistics.median(questions) if questions else 0.0
-    rest = min(least[drafter, batch, 1, 0, False] for batch in batches)
+    rest = min(least[lookups if drafter.free else drafter, batch, 1, 0, False] for batch in batches)
     draft = CostTable(tuple(level), tuple(level.values()))
     return StepCosts(rows, draft, decide, rest, *_by_sample(start), *_by_sample(looked))
 
