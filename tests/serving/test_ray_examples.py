@@ -182,14 +182,14 @@ def test_a_crowd_is_answered_or_told_to_come_again(served):
         event_hooks={"response": [lambda reply: statuses.append(reply.status_code)]}, timeout=PATIENCE
     )
     client = client_of(served[0], max_retries=20, http_client=counting)
-    together = Barrier(30)  # or the first are answered before the last has asked
+    together = Barrier(40)  # or the first are answered before the last has asked
 
     def ask(number):
         together.wait(PATIENCE)
         return ask_of(client, seed=number, **LONG | {"max_tokens": 300}).choices
 
-    with ThreadPoolExecutor(30) as crowd:
-        assert all(crowd.map(ask, range(30)))
+    with ThreadPoolExecutor(40) as crowd:
+        assert all(crowd.map(ask, range(40)))
     assert set(statuses) == {200, 503}
 
 
