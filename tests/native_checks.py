@@ -292,7 +292,8 @@ class Stack:
     """
 
     def __init__(self, layers, dtype=torch.float32, rotary=None, rotary_dtype=None):
-        generator = torch.Generator().manual_seed(1)
+        # With seed 1 a row of 8 bits lies so close between two steps that processors differ.
+        generator = torch.Generator().manual_seed(2)
         self.layers, self.native = layers, LayerRun(layers)
         hidden = 16 * layers[0].out.weight.shape[0]
         self.embeddings = torch.randn(50, hidden, generator=generator).to(dtype)
@@ -364,10 +365,9 @@ def check_layers(layers, dtype=torch.float32, truth=None, **rotation):
     stack = Stack(layers, dtype, **rotation)
     stack.layers = truth or layers
     # In bfloat16 about ten numbers per layer are rounded on the way to its output, each by up to 2^-8.
-    # Weights in groups bring rows to 8 bits, where the last bit of a float may decide about a whole step: of one number
-    # it makes 3e-3 of such a layer, on a processor where the sum before it rounds the other way.
+    # Weights in groups bring rows to 8 bits, where the last bit of a float may decide about a whole step.
     grouped = layers[0].qkv.weight.dtype == torch.uint8
-    bound = 2e-2 if dtype == torch.bfloat16 else 6e-3 if grouped else 2e-6
+    bound = 2e-2 if dtype == torch.bfloat16 else 3e-3 if grouped else 2e-6
     cache = RaggedKVCache()
     samples = [cache.open(20) for _ in range(3)]
     texts = [[5, 9, 7, 5, 9, 1], [11], []]

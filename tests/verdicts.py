@@ -69,7 +69,7 @@ def check_verdicts(coupling, lifted, vocabulary, turns):
     law, rule = coupling
     verifier, shapes = (Lifted if lifted else TopDown)(rule), THREE if law.k == 3 else TWO
     assert verifier.rejects_in_turn
-    generator, lengths, recovered = torch.Generator().manual_seed(2), set(), set()
+    generator, lengths, recovered = torch.Generator().manual_seed(1), set(), set()
     for turn in range(turns):
         sharp = 1.0 if vocabulary < 100 else 4.0
         trees = [grown(shape, law, vocabulary, generator, sharp) for shape in shapes]
