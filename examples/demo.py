@@ -139,7 +139,8 @@ def same_in_float32(prompts: list[str], new_tokens: int) -> bool:
     model, tokenizer = load_smollm2(torch.float32)
     inputs = chat_batch(tokenizer, prompts[:CHECKED])
     tokens = min(CHECKED_TOKENS, new_tokens)
-    decoder = builders.eagle(RaggedModel(model, tokenizer, kernels="torch"), TRAINED, lookup=True)
+    target = RaggedModel(model, tokenizer, kernels="torch")
+    decoder = builders.expanding(target, EagleDrafter.from_pretrained(TRAINED, target), lookup=True)
     return ours(decoder, inputs, tokens)[0] == theirs(model, inputs, tokens)[0]
 
 

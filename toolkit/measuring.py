@@ -9,11 +9,12 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from importlib.metadata import version
 from itertools import accumulate, cycle, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -25,11 +26,12 @@ from arbordraft.decisions import StepView
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter, NGramDrafter
 from arbordraft.kernels.native.build import cache_folder, cpu
-from arbordraft.metrics import DecodeStats
 from arbordraft.prompts import chat_batches, check_texts, left_padded, plain_request
+from arbordraft.state import DecodeState
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
+from arbordraft.types import DraftTree, Verdict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -196,61 +198,70 @@ def measure_steps(
         decider: asked before every level, though nothing stops here; none costs nothing.
         batches: numbers of samples to decode at a time, ascending from 1.
         depth: of the chains, at least 2 whatever is said: a level is what the others take beside the first.
-        new_tokens: length of the answers.
+        new_tokens: length of the answers; who drafts is timed while no tree is cut by their end.
         rows: numbers of rows to time the target's forward with, see :func:`measure_rows`; or what they cost.
     """
     depth, lookups, endless = max(2, depth), NGramDrafter(longest=8, shortest=1), cycle(texts)
+    few, many = min(batches), max(batches)
     questions: list[float] = []
     # Least seconds of a step besides the target's forward: by who drafts, samples, trees and whether tokens are drawn.
     # Noise only adds, to each of them: a least difference of two would be one that noise has made small.
     least: dict[tuple[Drafter, int, int, int, bool], float] = {}
 
     def decode(batch: int, width: int, levels: int, who: Drafter = drafter, sampled: bool = True) -> None:
-        watch = _Stopwatch(decider) if decider is not None and levels == depth and who is drafter else FixedDepth()
+        watch = _Stopwatch(decider) if decider is not None and levels > 1 and who is drafter else FixedDepth()
         topology = TreeTopology.fork(width, levels) if width > 1 else TreeTopology.chain(levels)
         decoder = SpeculativeDecoder(target, who, topology, Coupling.shared(max(1, topology.width)), watch)
+        asked = watch.questions if isinstance(watch, _Stopwatch) else []
+        # At every verdict, between two of which lies a whole step. Before the first drafters also read the prompts; and
+        # where a sample is near its end, its tree is cut.
+        spent = [0.0] if who is lookups else []
+
+        def note(state: DecodeState, tree: DraftTree, verdict: Verdict) -> None:
+            if who is drafter and spent and any(sample.budget <= levels for sample in state.samples if sample):
+                raise _Enough
+            seconds = state.stats.seconds
+            spent.append(sum(seconds.get(phase, 0.0) for phase in ("draft", "verify", "commit")) - sum(asked))
+
+        decoder.on_step = note
         begun = list(islice(endless, batch))
         if who is lookups:
             begun = [[*text[-_SAID:]] * _TIMES for text in begun]  # there is something to be found
-        output: Any = decoder.generate(
-            **left_padded(begun),
-            **plain_request(float(sampled), new_tokens),
-            eos_token_id=None,
-            return_dict_in_generate=True,
-        )
-        stats: DecodeStats = output.stats
-        asked = watch.questions if isinstance(watch, _Stopwatch) else []
-        spent = sum(stats.seconds[phase] for phase in ("draft", "verify", "commit")) - sum(asked)
+        with suppress(_Enough):
+            decoder.generate(**left_padded(begun), **plain_request(float(sampled), new_tokens), eos_token_id=None)
+        step = (spent[-1] - spent[0]) / (len(spent) - 1) if len(spent) > 1 else spent[0]
         key = (who, batch, width, levels, sampled)
-        least[key] = min(least.get(key, math.inf), spent / max(1, *stats.forwards))
+        least[key] = min(least.get(key, math.inf), step)
         questions.extend(asked)
 
-    shapes = [] if drafter.free else [*((batch, 1) for batch in batches), (max(batches), _WIDTH)]
+    # Forks need no more than two levels, which have as many rows.
+    shapes = {} if drafter.free else {**{(batch, 1): depth for batch in batches}, (many, _WIDTH): 2}
     for batch in batches:
-        if not drafter.free:
-            decode(batch, 1, 0)
-            decode(batch, 1, 0, sampled=False)
-        for width in (width for samples, width in dict.fromkeys(shapes) if samples == batch):
-            for levels in (1, depth):
+        for (_, width), deepest in ((shape, deepest) for shape, deepest in shapes.items() if shape[0] == batch):
+            for levels in (1, deepest):
                 decode(batch, width, levels)
-        for levels in (0, depth):
-            decode(batch, 1, levels, lookups, sampled=False)
+        if batch in (few, many):
+            if not drafter.free:
+                decode(batch, 1, 0)
+                decode(batch, 1, 0, sampled=False)
+            for levels in (0, depth):
+                decode(batch, 1, levels, lookups, sampled=False)
     if not isinstance(rows, CostTable):
         # Forwards take longer behind long texts: these are as long as the prompts and half an answer.
         rows = measure_rows(target, rows, context=int(statistics.median(map(len, texts))) + 64)
 
-    level, start, looked = {1: 1e-9}, dict.fromkeys(batches, 0.0), dict.fromkeys(batches, 0.0)
-    for batch, width in shapes:
-        whole, once = (least[drafter, batch, width, levels, True] for levels in (depth, 1))
-        level[batch * width] = max(1e-9, (whole - once) / (depth - 1))
-    for batch in batches:
+    level, start, looked = {1: 1e-9}, {few: 0.0, many: 0.0}, {few: 0.0, many: 0.0}
+    for (batch, width), deepest in shapes.items():
+        whole, once = (least[drafter, batch, width, levels, True] for levels in (deepest, 1))
+        level[batch * width] = max(1e-9, (whole - once) / (deepest - 1))
+    for batch in start:
         if not drafter.free:
             once, idle = (least[drafter, batch, 1, levels, True] for levels in (1, 0))
             start[batch] = max(0.0, once - idle - level[batch])
         found, idle = (least[lookups, batch, 1, levels, False] for levels in (depth, 0))
         looked[batch] = max(0.0, found - idle)
     decide = statistics.median(questions) if questions else 0.0
-    rest = min(least[lookups if drafter.free else drafter, batch, 1, 0, False] for batch in batches)
+    rest = least[lookups if drafter.free else drafter, few, 1, 0, False]
     draft = CostTable(tuple(level), tuple(level.values()))
     return StepCosts(rows, draft, decide, rest, *_by_sample(start), *_by_sample(looked))
 
@@ -259,6 +270,10 @@ def _by_sample(seconds: Mapping[int, float]) -> tuple[float, float]:
     """What the smallest batch takes, and every sample more."""
     few, many = min(seconds), max(seconds)
     return seconds[few], max(0.0, seconds[many] - seconds[few]) / max(1, many - few)
+
+
+class _Enough(Exception):
+    """Ends a decoding of which no more is to be timed."""
 
 
 class _Stopwatch(Decider):
