@@ -1,7 +1,10 @@
 """Tests of the Triton kernels in Triton's interpreter, which a process has from its start or not at all."""
 
+import inspect
 import os
 import sys
+from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +13,22 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     raise pytest.UsageError("set TRITON_INTERPRET=1 to run these tests")
 
 GUARD = 64
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _listed_once():
+    """The interpreter lists all of Triton's language at every call of a function, which takes a third of the time."""
+    from triton.runtime import interpreter
+
+    @cache
+    def names(package):  # of what it looks for, which at first nothing has taken the place of
+        return [name for name, member in inspect.getmembers(package) if interpreter.tl.core.is_builtin(member)]
+
+    once = SimpleNamespace(**vars(inspect))
+    once.getmembers = lambda package: [(name, getattr(package, name)) for name in names(package)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "inspect", once)
+        yield
 
 
 @pytest.fixture(autouse=True)
