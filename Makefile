@@ -39,7 +39,7 @@ check: lint ## Lint, type-check and run the quick tests: a minute or two
 test: ## Lint, type-check and run all tests but those that soak: about twenty minutes on two cores
 	$(MAKE) --no-print-directory --jobs=2 suite lint
 
-suite: $(VENV)/.installed-dev
+suite: $(VENV)/.compiled
 	$(PYTEST) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: types ## Check style and types
@@ -80,6 +80,11 @@ $(VENV)/.created:
 	@$(PYTHON) -c 'import ensurepip, venv' || { \
 	  echo "This Python cannot create virtual environments; on Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+# Once by one process, or all that run tests would compile the same modules side by side.
+$(VENV)/.compiled: $(VENV)/.installed-dev
+	-OMP_NUM_THREADS=1 $(BIN)/python -m pytest --collect-only -qq > /dev/null
 	@touch $@
 
 $(VENV)/.installed-%: pyproject.toml $(VENV)/.created
