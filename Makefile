@@ -36,7 +36,7 @@ QUICK := $(addprefix tests/,test_losslessness.py test_generate_law.py test_gener
 check: lint ## Lint, type-check and run the quick tests: a minute or two
 	$(PYTEST) $(QUICK) $(ARGS)
 
-test: ## Lint, type-check and run all tests but those that soak: about twenty minutes on two cores
+test: ## Lint, type-check and run all tests but those that soak: under twenty minutes on two cores
 	$(MAKE) --no-print-directory --jobs=2 suite lint
 
 suite: $(VENV)/.compiled

@@ -44,6 +44,7 @@ _MOST_ROWS, _LONGEST = 2**14, 2**20  # of a forward that is timed, and of the te
 # Kernels take rows in blocks: the first row of a block may cost as much as all of it.
 _KEPT_ROWS = (1, 2, 4, 5, 8, 9, 12, 16, 17, 24, 25, 32, 33, 48, 49, 64)
 _KEPT_REPEATS, _KEPT_BATCHES = 6, (1, 4, 16)  # what is kept for ever is worth some seconds
+_METHOD = 2  # what was found by another one is measured anew
 _BATCHES = (1, 2, 4, 8, 16)
 _WIDTH = 4  # nodes of a sample that get children, where drafts are trees
 _SAID, _TIMES = 8, 4  # tokens that are said again and again, for lookups to find, as models then go on saying them
@@ -152,7 +153,7 @@ def cost_file(target: RaggedModel, drafter: Drafter | None = None) -> Path:
     device = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else cpu()
     versions = [torch.__version__, *map(version, ("arbordraft", "transformers"))]
     kernels = [str(model.dtype), target.backend, str(target.prepacking)]
-    asked = [_KEPT_ROWS, [part.name for part in fields(StepCosts)]]
+    asked = [_METHOD, _KEPT_ROWS, [part.name for part in fields(StepCosts)]]
     parts = [device, torch.get_num_threads(), versions, type(model).__name__, shapes, kernels, asked]
     if drafter is not None:
         network = drafter.state_dict()
