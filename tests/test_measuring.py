@@ -59,6 +59,29 @@ def test_a_level_costs_what_it_takes_and_nothing_costs_nothing(monkeypatch):
     assert measured(NoDrafter(), rows=rows).draft(1) == pytest.approx(1e-9), "the least that a table holds"
 
 
+def test_only_whole_trees_are_timed_and_no_prompts(monkeypatch):
+    """By a clock that every draft advances by a second, and the first step of a batch by a hundred."""
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+
+    class Ticking(LanguageModelDrafter):
+        def propose(self, state, context):
+            nonlocal now
+            tree = super().propose(state, context)
+            first = len(context.tokens[0]) == len(PROMPTS[0])
+            now += sum(len(sample.tokens) - 1 for sample in tree.samples if sample) + 100 * first
+            return tree
+
+    prompts = [PROMPTS[0]] * 4
+    for seed in range(3):
+        drafter = Ticking(ragged(seed=seed))  # one of them is the target: samples end early
+        costs = measure_steps(
+            ragged(), drafter, prompts, batches=(1, 4), depth=3, new_tokens=9, rows=CostTable((1,), (1.0,))
+        )
+        assert dict(zip(costs.draft.rows, costs.draft.seconds, strict=True)) == pytest.approx({1: 1, 4: 4, 16: 16})
+        assert (costs.start, costs.rest) == (0, 0)
+
+
 def test_lookups_are_timed_by_samples_whoever_drafts(monkeypatch):
     """By a clock that only they advance, by a second and by half of one for every sample."""
     now = 0.0
