@@ -12,6 +12,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 TYPED  := build/typing
 
+# Without bytecode each of the hundred processes that the tests start would compile torch and transformers anew.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
@@ -71,8 +72,7 @@ clean: ## Remove everything that was built here, .venv included
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Bytecode comes when modules are first imported: compiling all there is takes as long as installing it. It does come, also
-# where the environment forbids it: the tests start a hundred processes that would compile torch and transformers anew.
+# Bytecode comes when modules are first imported: compiling all there is takes as long as installing it.
 # A stamp is written last, so that an interrupted set-up is never taken for a finished one.
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

@@ -1,6 +1,7 @@
 """Step costs: what a decider takes is counted as its own, and it stops nothing while it is timed."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 from models import PROMPTS, ragged
@@ -19,6 +20,14 @@ class Slow(Decider):
     def forward(self, view):
         time.sleep(PAUSE)
         return [False] * len(view.paths)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Stands still but for what moves its ``now``."""
+    made = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: made.now)
+    return made
 
 
 def measured(drafter, decider=None, batches=(1, 2), rows=(1, 2, 3)):
@@ -41,15 +50,12 @@ def test_a_slow_decider_is_not_taken_for_slow_drafting():
     assert costs.draft(1) < costs.decide
 
 
-def test_a_level_costs_what_it_takes_and_nothing_costs_nothing(monkeypatch):
+def test_a_level_costs_what_it_takes_and_nothing_costs_nothing(clock):
     """By a clock that only levels of drafts advance, by a second each."""
-    now = 0.0
-    monkeypatch.setattr(time, "perf_counter", lambda: now)
 
     class Ticking(LanguageModelDrafter):
         def propose(self, state, context):
-            nonlocal now
-            now += context.topology.max_depth
+            clock.now += context.topology.max_depth
             return super().propose(state, context)
 
     rows = CostTable((1,), (1.0,))
@@ -59,17 +65,14 @@ def test_a_level_costs_what_it_takes_and_nothing_costs_nothing(monkeypatch):
     assert measured(NoDrafter(), rows=rows).draft(1) == pytest.approx(1e-9), "the least that a table holds"
 
 
-def test_only_whole_trees_are_timed_and_no_prompts(monkeypatch):
+def test_only_whole_trees_are_timed_and_no_prompts(clock):
     """By a clock that every draft advances by a second, and the first step of a batch by a hundred."""
-    now = 0.0
-    monkeypatch.setattr(time, "perf_counter", lambda: now)
 
     class Ticking(LanguageModelDrafter):
         def propose(self, state, context):
-            nonlocal now
             tree = super().propose(state, context)
             first = len(context.tokens[0]) == len(PROMPTS[0])
-            now += sum(len(sample.tokens) - 1 for sample in tree.samples if sample) + 100 * first
+            clock.now += sum(len(sample.tokens) - 1 for sample in tree.samples if sample) + 100 * first
             return tree
 
     prompts = [PROMPTS[0]] * 4
@@ -82,16 +85,13 @@ def test_only_whole_trees_are_timed_and_no_prompts(monkeypatch):
         assert (costs.start, costs.rest) == (0, 0)
 
 
-def test_lookups_are_timed_by_samples_whoever_drafts(monkeypatch):
+def test_lookups_are_timed_by_samples_whoever_drafts(clock, monkeypatch):
     """By a clock that only they advance, by a second and by half of one for every sample."""
-    now = 0.0
-    monkeypatch.setattr(time, "perf_counter", lambda: now)
     propose = NGramDrafter.propose
 
     def ticking(self, state, context):
-        nonlocal now
         tree = propose(self, state, context)
-        now += any(len(each.tokens) > 1 for each in tree.samples if each) * (1 + 0.5 * len(tree.samples))
+        clock.now += any(len(each.tokens) > 1 for each in tree.samples if each) * (1 + 0.5 * len(tree.samples))
         return tree
 
     monkeypatch.setattr(NGramDrafter, "propose", ticking)

@@ -238,9 +238,10 @@ def measure_steps(
     # Forks need no more than two levels, which have as many rows.
     shapes = {} if drafter.free else {**{(batch, 1): depth for batch in batches}, (many, _WIDTH): 2}
     for batch in batches:
-        for (_, width), deepest in ((shape, deepest) for shape, deepest in shapes.items() if shape[0] == batch):
-            for levels in (1, deepest):
-                decode(batch, width, levels)
+        for (samples, width), deepest in shapes.items():
+            if samples == batch:
+                decode(batch, width, 1)
+                decode(batch, width, deepest)
         if batch in (few, many):
             if not drafter.free:
                 decode(batch, 1, 0)
@@ -253,8 +254,8 @@ def measure_steps(
 
     level, start, looked = {1: 1e-9}, {few: 0.0, many: 0.0}, {few: 0.0, many: 0.0}
     for (batch, width), deepest in shapes.items():
-        whole, once = (least[drafter, batch, width, levels, True] for levels in (deepest, 1))
-        level[batch * width] = max(1e-9, (whole - once) / (deepest - 1))
+        deep, once = (least[drafter, batch, width, levels, True] for levels in (deepest, 1))
+        level[batch * width] = max(1e-9, (deep - once) / (deepest - 1))
     for batch in start:
         if not drafter.free:
             once, idle = (least[drafter, batch, 1, levels, True] for levels in (1, 0))
