@@ -10,11 +10,13 @@ import httpx
 import openai
 import pytest
 from chats import chat_tokenizer
+from fastapi.testclient import TestClient
 from models import tiny
 from typer.testing import CliRunner
 
 from arbordraft.cli import serve as module
 from arbordraft.cli.main import app, main
+from arbordraft.serving import server
 from arbordraft.serving.server import bound
 
 
@@ -85,6 +87,25 @@ def test_how_many_tokens_are_read_at_a_time(monkeypatch, folder, option, rows):
     monkeypatch.setattr(module, "Engine", lambda decoder, **options: made.update(options) or sys.exit("made"))
     CliRunner().invoke(app, ["serve", folder, "--port", "0", "--drafter", "none", "--kernels", "torch", *option])
     assert made["max_rows"] == rows
+
+
+def test_origins_are_allowed_one_by_one(monkeypatch, folder):
+    apps = []
+    monkeypatch.setattr(server, "Server", lambda made, **_: apps.append(made) or sys.exit("made"))
+    origins = ["http://localhost:3000", "https://chat.example.org"]
+    options = [part for origin in origins for part in ("--cors", origin)]
+    CliRunner().invoke(app, ["serve", folder, "--port", "0", "--drafter", "none", "--kernels", "torch", *options])
+    client = TestClient(apps[0])
+    for origin in (*origins, "https://example.org"):
+        granted = client.get("/v1/models", headers={"Origin": origin}).headers.get("Access-Control-Allow-Origin")
+        assert granted == (origin if origin in origins else None)
+
+
+def test_a_wrong_origin_is_told_before_the_model_is_read(monkeypatch):
+    monkeypatch.setattr(module, "load_decoder", lambda *_, **__: pytest.fail("read"))
+    result = CliRunner().invoke(app, ["serve", "nothing", "--port", "0", "--cors", "localhost:3000"])
+    assert isinstance(result.exception, ValueError)
+    assert "write scheme://host:port" in str(result.exception)
 
 
 def test_missing_libraries_are_named(monkeypatch):

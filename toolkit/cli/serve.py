@@ -38,6 +38,13 @@ def serve(
     ] = None,
     max_waiting: Annotated[int, typer.Option(min=0, help="Answers that may wait; more are refused with 429.")] = 256,
     max_body: Annotated[int, typer.Option(min=1, help="Longest body of a request, in bytes.")] = 4 * 2**20,
+    cors: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGIN",
+            help="Origin whose web pages may ask, as http://localhost:3000, or * for all; repeatable. By default none.",
+        ),
+    ] = None,
     default_tokens: Annotated[int, typer.Option(min=1, help="Longest answer to whoever does not say.")] = 1024,
     grace: Annotated[float, typer.Option(min=0, help="Seconds that answers have to end when the server does.")] = 30.0,
     dtype: AutoDtypeOption = None,
@@ -51,9 +58,11 @@ def serve(
     if missing := [library for library in _LIBRARIES if find_spec(library) is None]:
         raise ImportError(f"serving needs {', '.join(missing)}; run: pip install 'arbordraft[serve]'")
     from arbordraft.serving.app import build_app
+    from arbordraft.serving.middleware import cors_options
     from arbordraft.serving.server import Server, bound, url_of
     from arbordraft.serving.service import Service
 
+    cors_options(cors or ())  # what is wrong there is told before the model is read
     console = terminal(highlight=False, soft_wrap=True)
     with bound(host, port) as listener:
         with console.status("loading the model"):
@@ -61,7 +70,7 @@ def serve(
             rows = max_rows or rows_within(decoder.target)
         engine = Engine(decoder, max_tokens=max_tokens, max_samples=max_samples, max_rows=rows, max_waiting=max_waiting)
         service, url = Service(engine, name or _name(model), default_tokens), url_of(listener)
-        app = build_app(service, api_key=api_key, max_body=max_body)
+        app = build_app(service, api_key=api_key, max_body=max_body, cors=cors or ())
 
         def ready() -> None:
             console.print(f"{decoder.target.chosen}", style="dim")

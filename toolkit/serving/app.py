@@ -1,12 +1,13 @@
 """The endpoints; one event loop carries all of their streams."""
 
 import hmac
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from openai import BaseModel
 from openai.types import Model
@@ -16,28 +17,30 @@ from starlette.exceptions import HTTPException
 from arbordraft.checks import whole
 from arbordraft.serving.answers import ChatShape, Shape, TextShape, usage_of
 from arbordraft.serving.errors import ApiError, as_body, crashed
+from arbordraft.serving.middleware import BodyLimit, Head, allowed, cors_options
 from arbordraft.serving.page import page
 from arbordraft.serving.pieces import Piece
 from arbordraft.serving.schema import ChatQuestion, CompletionQuestion, Question
 from arbordraft.serving.service import Call, Service
 
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-
-def build_app(service: Service, *, api_key: str | None = None, max_body: int = 4 * 2**20) -> FastAPI:
+def build_app(
+    service: Service, *, api_key: str | None = None, max_body: int = 4 * 2**20, cors: Sequence[str] = ()
+) -> FastAPI:
     """The server as an ASGI app, for any server of those; :class:`~arbordraft.serving.server.Server` is one.
 
     Args:
         service: answers; it starts and ends with the app.
         api_key: what clients of ``/v1`` must show, if they must.
         max_body: longest body of a request, in bytes.
+        cors: origins whose pages may ask from a browser, ``*`` for all; by default the server's own only.
 
     Raises:
         TypeError: for arguments of another kind.
         ValueError: for values out of range.
     """
     whole("max_body", max_body, 1)
+    options = cors_options(cors)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -49,7 +52,10 @@ def build_app(service: Service, *, api_key: str | None = None, max_body: int = 4
     app = FastAPI(title="arbordraft", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
     app.include_router(_endpoints(service, api_key))
-    app.add_middleware(_BodyLimit, most=max_body)
+    app.add_middleware(BodyLimit, most=max_body)
+    app.add_middleware(Head)
+    if cors:
+        app.add_middleware(CORSMiddleware, **options)
     app.add_exception_handler(HTTPException, _told)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(Exception, _unforeseen)
@@ -149,6 +155,10 @@ def _json(answer: BaseModel) -> str:
 
 
 async def _told(http: Request, error: HTTPException) -> Response:
+    if error.status_code == 405 and error.headers:
+        error.headers = {"Allow": allowed(error.headers["Allow"])}
+        if http.method == "OPTIONS":  # tells the methods, and allows no page of another origin anything
+            return Response(status_code=204, headers=error.headers)
     return JSONResponse(as_body(error), error.status_code, error.headers)
 
 
@@ -164,25 +174,3 @@ async def _invalid(http: Request, error: RequestValidationError) -> Response:
     reason = first["ctx"]["error"] if first["type"] == "value_error" else first["msg"]
     message = f"{where or 'the body'}: {reason}"
     return await _told(http, ApiError(400, message, param=where or None))
-
-
-class _BodyLimit:
-    """Refuses long bodies, of which it keeps nothing; they are read to their end, as many clients listen only then."""
-
-    def __init__(self, app: "ASGIApp", most: int) -> None:
-        self.app, self.most = app, most
-
-    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-        length = 0
-
-        async def limited() -> "Message":
-            nonlocal length
-            while True:
-                message = await receive()
-                length += len(message.get("body", b""))
-                if length <= self.most:
-                    return message
-                if not message.get("more_body"):
-                    raise ApiError(413, f"the body is longer than {self.most} bytes", code="body_too_large")
-
-        await self.app(scope, limited, send)
