@@ -7,7 +7,7 @@ from string import ascii_letters, digits
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from arbordraft import CostTable, RaggedModel, TreeTopology
 from arbordraft.context import DraftContext
@@ -20,6 +20,10 @@ from arbordraft.masks import SlicedCausalMask
 from arbordraft.processors import Warp
 from arbordraft.sampling import GumbelNoise, Noise, SharedSource
 from arbordraft.target.cache import RaggedKVCache
+from arbordraft.testing import greedy_reference as greedy_reference
+from arbordraft.testing import left_padded as left_padded
+from arbordraft.testing import new_tokens as new_tokens
+from arbordraft.testing import tiny_model
 
 VOCAB = 61
 EOS = 2
@@ -120,23 +124,9 @@ ARCHITECTURES = {
 
 
 def tiny(architecture: str = "llama", seed: int = 0, sharpness: float = 1.0, **overrides: object) -> PreTrainedModel:
-    """A random model in eval mode whose matrices are large enough for every token to matter.
-
-    Args:
-        sharpness: factor of the logits.
-    """
-    generator = torch.random.get_rng_state()
-    torch.manual_seed(seed)
+    """A random model of an architecture; see :func:`arbordraft.testing.tiny_model`."""
     config = AutoConfig.for_model(architecture, **{**ARCHITECTURES[architecture], **overrides})
-    model = AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.ndim > 1:
-                weight.normal_(std=weight.shape[-1] ** -0.5)
-        head = model.get_output_embeddings().weight
-        head.copy_(torch.randn(head.shape) * sharpness / head.shape[1] ** 0.5)
-    torch.random.set_rng_state(generator)
-    return model
+    return tiny_model(config, seed=seed, sharpness=sharpness)
 
 
 @cache
@@ -149,31 +139,6 @@ def next_logits(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
     """``[V]`` logits after ``tokens``, by the model alone: no cache, no batch, no tree."""
     with torch.no_grad():
         return model(torch.tensor([list(tokens)]), use_cache=False).logits[0, -1]
-
-
-def left_padded(prompts: Sequence[Sequence[int]], pad: int = 0) -> dict[str, Tensor]:
-    """``input_ids`` and ``attention_mask`` as a tokenizer with ``padding_side="left"`` gives them."""
-    width = max(map(len, prompts))
-    return {
-        "input_ids": torch.tensor([[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts]),
-        "attention_mask": torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]),
-    }
-
-
-def greedy_reference(model: PreTrainedModel, prompts: Sequence[Sequence[int]], **kwargs: object) -> list[list[int]]:
-    """New tokens of every prompt by transformers' own greedy search, one prompt at a time."""
-    found = []
-    for prompt in prompts:
-        ids = torch.tensor([list(prompt)])
-        output = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **kwargs)
-        found.append(output[0, len(prompt) :].tolist())
-    return found
-
-
-def new_tokens(sequences: Tensor, prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[list[int]]:
-    """What a batch emitted behind left-padded prompts; ``lengths`` are those of ``stats.emitted``."""
-    columns = max(map(len, prompts))
-    return [row[columns : columns + length].tolist() for row, length in zip(sequences, lengths, strict=True)]
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:

@@ -18,7 +18,8 @@ costs metrics checkpoints vocabulary pretrained
 target onnx_graph
 verifiers coupling
 heads onnx_networks drafters deciders grammars static
-output huggingface texts prompts parts state cohorts processing stepping
+testing
+output huggingface texts prompts parts state step_log cohorts processing stepping
 batching requests streams engine decoder target_initialised
 measuring builders loading tuning drawing mlflow_server bench
 training exports serving

@@ -5,11 +5,11 @@ import math
 
 import pytest
 import torch
-from oracles import random_rows, row
 from scipy.stats import chisquare
 
 from arbordraft import IID, Fixed, TopTail, WithoutReplacement
 from arbordraft.laws import AdaptiveTopTail, DraftLaw
+from arbordraft.testing import random_rows, row
 
 LAWS = [
     IID(2),

@@ -2,14 +2,6 @@
 
 import pytest
 import torch
-from oracles import (
-    ROW_KINDS,
-    distance_to_target,
-    draft_trees,
-    random_table,
-    row,
-    target_rows,
-)
 from scipy.stats import chisquare
 
 from arbordraft import (
@@ -26,6 +18,14 @@ from arbordraft import (
 )
 from arbordraft.laws import AdaptiveTopTail
 from arbordraft.sampling import Noise, draw
+from arbordraft.testing import (
+    ROW_KINDS,
+    distance_to_target,
+    draft_trees,
+    random_table,
+    row,
+    target_rows,
+)
 from arbordraft.types import DraftTree, Exactness, SampleTree
 from arbordraft.verifiers import KSeq, NodeLaw, OptimalTransport, Remembered, Rule, TopTailRule, TypicalAcceptance
 

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from oracles import row
 from transformers.generation import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -20,6 +19,7 @@ from transformers.generation import (
 
 from arbordraft.processors import Warp
 from arbordraft.sampling import Noise, draw, residual
+from arbordraft.testing import row
 
 LAST = math.nextafter(1, 0)  # the greatest uniform
 

@@ -6,7 +6,6 @@ from itertools import pairwise
 import pytest
 import torch
 from models import PROMPTS, greedy_reference, left_padded, new_tokens, ragged
-from oracles import distance_to_target, random_table, row
 from torch.nn import functional
 
 from arbordraft import (
@@ -23,6 +22,7 @@ from arbordraft import (
 from arbordraft.deciders import FixedDepth
 from arbordraft.sampling import Noise, residual
 from arbordraft.target_initialised import TargetInitialisedDecoder
+from arbordraft.testing import distance_to_target, random_table, row
 from arbordraft.types import SampleTree
 from arbordraft.verifiers import LongestBranch
 

@@ -27,6 +27,7 @@ from arbordraft.laws import IID, Fixed, TopTail, WithoutReplacement
 from arbordraft.loading import load
 from arbordraft.metrics import DecodeStats
 from arbordraft.requests import Request
+from arbordraft.step_log import StepLog
 from arbordraft.target.hook import UnsupportedModel
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
@@ -59,6 +60,7 @@ __all__ = [
     "Request",
     "SpecHub",
     "SpeculativeDecoder",
+    "StepLog",
     "TopDown",
     "TopTail",
     "TreeTopology",

@@ -66,8 +66,8 @@ class SpeculativeDecoder(Stepper):
         compiler: compile these steps with this backend of ``torch.compile``, such as ``"inductor"``.
 
     Attributes:
-        on_step: is told of every step before it is committed: the batch, the drafts and what became of them. For those
-            who watch; it must change none of the three.
+        on_step: called as ``on_step(state, tree, verdict)`` in every step, after verification and before anything is
+            committed; it must change none of the three. :class:`~arbordraft.StepLog` records steps as a table.
 
     Raises:
         TypeError: if a part is of another kind.

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 from models import PROMPTS, greedy_reference, left_padded, new_tokens, next_logits, ragged, tiny
-from oracles import distance_to_target, random_table, target_rows
 from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
 
 from arbordraft import (
@@ -25,6 +24,7 @@ from arbordraft.drafters import Drafter
 from arbordraft.drafters.garden import Garden
 from arbordraft.kernels.verify import lowest_kept, row_max
 from arbordraft.sampling import Noise
+from arbordraft.testing import distance_to_target, random_table, target_rows
 from arbordraft.types import DraftTree, SampleTree
 from arbordraft.verifiers import OptimalTransport, optimal_acceptance
 from arbordraft.verifiers.packed import verify_packed

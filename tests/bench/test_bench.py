@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from models import PROMPTS, VOCAB, greedy_reference, left_padded, new_tokens, ragged, tiny_tokenizer
-from oracles import acceptance, random_rows
 
 from arbordraft import (
     Coupling,
@@ -36,6 +35,7 @@ from arbordraft.bench.verifiers import (
 from arbordraft.bench.workload import Workload
 from arbordraft.drafters import Drafter
 from arbordraft.drafters.garden import Garden
+from arbordraft.testing import acceptance, random_rows
 from arbordraft.verifiers import optimal_acceptance
 
 CHAIN = TreeTopology.chain(5)

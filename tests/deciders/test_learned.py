@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 import torch
 from models import PROMPTS, VOCAB, context, greedy_reference, joined, left_padded, new_tokens, ragged, tiny
-from oracles import distance_to_target, draft_trees, random_table
 from torch.testing import assert_close
 
 from arbordraft import (
@@ -28,6 +27,7 @@ from arbordraft.deciders import FixedDepth, LearnedDecider
 from arbordraft.decisions import Draw, Origin, StepView
 from arbordraft.heads.eagle import EagleHead
 from arbordraft.target.cache import RaggedKVCache
+from arbordraft.testing import distance_to_target, draft_trees, random_table
 
 ROW = torch.tensor([0.7, 0.2, 0.1])
 TREE = TreeTopology.from_k_config((2, 2, 1))

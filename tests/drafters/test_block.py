@@ -6,7 +6,6 @@ import pytest
 import torch
 from companions import Rounds, check_rows, drafter, target, trained
 from models import PROMPTS, greedy_reference, left_padded, new_tokens, next_logits
-from oracles import distance_to_target, draft_trees
 from test_generate_law import small as few
 
 from arbordraft import (
@@ -25,6 +24,7 @@ from arbordraft import (
 )
 from arbordraft.drafters import block
 from arbordraft.heads.block import BlockHead
+from arbordraft.testing import distance_to_target, draft_trees
 from arbordraft.types import SampleTree
 from arbordraft.verifiers import Matching, TopTailRule
 

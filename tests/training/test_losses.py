@@ -3,17 +3,16 @@
 import math
 import weakref
 
-import oracles
 import pytest
 import torch
 import torch.nn.functional as F
-from oracles import ROW_KINDS, random_rows
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import gradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from arbordraft import IID
+from arbordraft import IID, testing
+from arbordraft.testing import ROW_KINDS, random_rows
 from arbordraft.training.chunked_loss import DraftRows, distillation_loss
 from arbordraft.training.losses import (
     LOSSES,
@@ -144,7 +143,7 @@ def test_acceptance_is_that_of_rejection_sampling(kind, mass):
     found = acceptance(TeacherRows.of(log_p), logits)
     for target, draft, one in zip(log_p.exp(), logits.softmax(dim=-1), found, strict=True):
         full = torch.cat([target, double(1 - mass)]), torch.cat([draft, double(0)])
-        assert oracles.acceptance(RecursiveRejection(), IID(1), *full) == pytest.approx(one.item(), abs=1e-12)
+        assert testing.acceptance(RecursiveRejection(), IID(1), *full) == pytest.approx(one.item(), abs=1e-12)
 
 
 @every_kind

@@ -4,17 +4,6 @@ import math
 
 import pytest
 import torch
-from oracles import (
-    ROW_KINDS,
-    acceptance,
-    draft_trees,
-    expected_accepted,
-    packed,
-    random_rows,
-    random_table,
-    row,
-    target_rows,
-)
 
 from arbordraft import (
     IID,
@@ -31,6 +20,17 @@ from arbordraft import (
 )
 from arbordraft.laws import AdaptiveTopTail, DraftLaw
 from arbordraft.sampling import Noise
+from arbordraft.testing import (
+    ROW_KINDS,
+    acceptance,
+    draft_trees,
+    expected_accepted,
+    packed,
+    random_rows,
+    random_table,
+    row,
+    target_rows,
+)
 from arbordraft.types import DraftTree, Exactness, SampleTree
 from arbordraft.verifiers import (
     KSeq,

@@ -1,7 +1,9 @@
-"""Exact oracles: what a decoder emits, by enumerating every draft tree and every decision about it.
+"""Exact oracles: the output law of a decoder, by enumerating every draft tree and every decision about it.
 
 A *table* maps a prefix of tokens to its target row and its draft row, so the rows of a tree depend on the whole path.
-All is done in float64 on vocabularies of a few tokens; an exact verifier is then off by rounding alone.
+Everything is computed in float64 on vocabularies of a few tokens: an exact verifier is then off by rounding alone.
+
+Shapes: V vocabulary, T packed rows.
 """
 
 from collections import defaultdict
@@ -13,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from arbordraft import TreeTopology
 from arbordraft.laws import DraftLaw
+from arbordraft.topology import TreeTopology
 from arbordraft.types import DraftTree, SampleTree
 from arbordraft.verifiers import Rule, TreeVerifier
 
@@ -26,13 +28,19 @@ ROW_KINDS = ("random", "peaked", "holes", "ties", "equal", "disjoint", "certain 
 
 
 def row(*values: float, dtype: torch.dtype = torch.float64) -> Tensor:
-    """A row of probabilities proportional to ``values``."""
+    """Makes ``[V]`` probabilities proportional to ``values``."""
     weights = torch.tensor(values, dtype=torch.float64)
     return (weights / weights.sum()).to(dtype)
 
 
 def random_rows(kind: str, vocabulary: int, *seed: int) -> tuple[Tensor, Tensor]:
-    """A target and a draft row of one of the ``ROW_KINDS``."""
+    """Draws a ``[V]`` target row and a draft row.
+
+    Args:
+        kind: one of ``ROW_KINDS``, the shapes of rows that rules have got wrong.
+        vocabulary: V, a few tokens.
+        *seed: any integers.
+    """
     generator = np.random.default_rng([ROW_KINDS.index(kind), vocabulary, *seed])
     scale = 4.0 if kind == "peaked" else 1.0
     target, draft = np.exp(scale * generator.normal(size=(2, vocabulary)))
@@ -53,7 +61,7 @@ def random_rows(kind: str, vocabulary: int, *seed: int) -> tuple[Tensor, Tensor]
 
 
 def random_table(kind: str, vocabulary: int, seed: int = 0) -> Table:
-    """Rows that depend on every token of the prefix."""
+    """Makes a table of :func:`random_rows`, which depend on every token of the prefix."""
 
     @cache
     def table(prefix: Tokens) -> tuple[Tensor, Tensor]:
@@ -71,9 +79,13 @@ def draft_trees(
     goes_on: Callable[[int, SampleTree], bool] = lambda depth, before: True,
     regrets: Callable[[int, SampleTree], bool] = lambda depth, after: False,
 ) -> Iterator[tuple[float, SampleTree]]:
-    """Every tree that may be drafted after ``prefix``, with its probability.
+    """Yields every tree that may be drafted after ``prefix``, with its probability.
 
     Args:
+        topology: its shape.
+        law: how children are drawn.
+        table: gives the draft rows.
+        prefix: committed tokens.
         goes_on: decides whether a level is drafted, given the tree above it. That is what deciders may see.
         regrets: decides whether a drafted level is dropped again, given the tree with it. No decider may do that.
     """
@@ -99,7 +111,7 @@ def draft_trees(
 
 
 def target_rows(tree: SampleTree, table: Table, prefix: Tokens = ()) -> dict[int, Tensor]:
-    """The target row of every living node."""
+    """The ``[V]`` target row of every living node."""
     return {node: table((*prefix, *tree.path(node)))[0] for node in tree.tokens}
 
 
@@ -133,6 +145,7 @@ def complete(law: Law, table: Table, length: int) -> Law:
 
 
 def total_variation(first: Law, second: Law) -> float:
+    """Half the sum of the differences of two laws' probabilities: 0 for equal ones, at most 1."""
     return sum(abs(first.get(tokens, 0.0) - second.get(tokens, 0.0)) for tokens in {*first, *second}) / 2
 
 
@@ -144,7 +157,19 @@ def distance_to_target(
     steps: int = 1,
     draft: Callable[..., Iterator[tuple[float, SampleTree]]] = draft_trees,
 ) -> float:
-    """Total variation between what some consecutive steps emit and what the target itself would."""
+    """Total variation between the law that some consecutive steps emit and the target's own.
+
+    Args:
+        verifier: decides about whole trees, such as ``TopDown(rule)`` and ``Lifted(rule)``.
+        topology: of the drafts; a step emits up to its greatest depth plus one token.
+        law: how children are drawn.
+        table: gives target and draft rows.
+        steps: how many; the second one shows a bias that depends on the first one's outcome.
+        draft: yields the trees of a step with their probabilities, as :func:`draft_trees` does.
+
+    Returns:
+        Below 1e-12 for an exact verifier.
+    """
     emitted: Law = {(): 1.0}
     for _ in range(steps):
         following: Law = defaultdict(float)
@@ -171,6 +196,6 @@ def acceptance(rule: Rule, law: DraftLaw, target: Tensor, draft: Tensor) -> floa
 
 
 def packed(samples: Sequence[SampleTree | None], tables: Sequence[Mapping[int, Tensor]]) -> tuple[DraftTree, Tensor]:
-    """A batch and its packed target rows, given the rows of every sample by node."""
+    """Packs a batch: its draft tree and ``[T, V]`` target rows, given the rows of every sample by node."""
     tree = DraftTree(tuple(samples))
     return tree, torch.stack([tables[sample][node] for sample, node, _ in tree.rows()])

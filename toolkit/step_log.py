@@ -1,0 +1,98 @@
+"""Every step of a decoder as a table: what was drafted, and what became of it.
+
+Shapes: none; rows are counted.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from arbordraft.state import DecodeState
+from arbordraft.types import DraftTree, SampleTree, SampleVerdict, Verdict
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+    from transformers import PreTrainedTokenizerBase
+
+
+class StepLog:
+    """Records the steps of a decoder: ``decoder.on_step = log``.
+
+    Each step gives a row per packed node of every sample, and one for the token that the target adds:
+
+    ========== ========================================================================================
+    step       number of the step, from 0
+    sample     number of the sample in its batch; another sample may get it when this one has ended
+    length     committed tokens of the sample before the step, prompt included
+    kind       ``root`` (the last committed token), ``draft``, ``recovered`` or ``bonus``
+    node       number in the topology; -1 for the token that the target adds
+    parent     node that it follows; -1 for the root
+    depth      tokens behind the root
+    token      its id
+    text       its text, if the log has a tokenizer
+    chance     draft probability given the parent, where the drafter states it
+    accepted   whether it was kept; always true for the root and the target's own token
+    source     which of several drafters proposed the tree
+    ========== ========================================================================================
+
+    A step is recorded before it is committed: if an answer ends among the kept tokens, later ones are in the table but
+    not in the answer.
+
+    Args:
+        tokenizer: spells the tokens.
+
+    Attributes:
+        rows: all rows so far, as dictionaries.
+
+    Examples:
+        >>> from arbordraft import NGramDrafter, RaggedModel, SpeculativeDecoder
+        >>> from arbordraft.testing import left_padded, tiny_model
+        >>> target = RaggedModel(tiny_model(), kernels="torch")
+        >>> decoder = SpeculativeDecoder(target, NGramDrafter())
+        >>> decoder.on_step = log = StepLog()
+        >>> answer = decoder.generate(**left_padded([[5, 6, 7]]), max_new_tokens=1)
+        >>> [(row["kind"], row["token"] == answer[0, -1].item()) for row in log.rows]
+        [('root', False), ('bonus', True)]
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase | None" = None) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self._tokenizer = tokenizer
+        self._step = 0
+
+    def __call__(self, state: DecodeState, tree: DraftTree, verdict: Verdict) -> None:
+        """Takes one step down; the signature of ``on_step``."""
+        for sample, (drafted, judged) in enumerate(zip(tree.samples, verdict.samples, strict=True)):
+            if drafted is not None and judged is not None:
+                self._record(sample, len(state[sample].tokens), drafted, judged)
+        self._step += 1
+
+    def to_frame(self) -> "DataFrame":
+        """The rows as a table of pandas.
+
+        Raises:
+            RuntimeError: if pandas is not installed.
+        """
+        try:
+            from pandas import DataFrame
+        except ImportError as error:
+            raise RuntimeError("a table needs pandas: pip install pandas, or read .rows") from error
+        return DataFrame(self.rows)
+
+    def _record(self, sample: int, length: int, tree: SampleTree, verdict: SampleVerdict) -> None:
+        parents, depths = tree.topology.parent_list, tree.topology.depth_list
+        step = {"step": self._step, "sample": sample, "length": length}
+        accepted = {0, *verdict.path}
+        last = verdict.path[-1] if verdict.path else 0
+
+        def add(kind: str, node: int, parent: int, depth: int, token: int, chance: float | None, kept: bool) -> None:
+            row = {**step, "kind": kind, "node": node, "parent": parent, "depth": depth, "token": token}
+            if self._tokenizer is not None:
+                row["text"] = str(self._tokenizer.decode([token]))
+            self.rows.append({**row, "chance": chance, "accepted": kept, "source": tree.source})
+
+        for node, token in tree.tokens.items():
+            kind = "draft" if node else "root"
+            add(kind, node, parents[node], depths[node], token, tree.chances.get(node), node in accepted)
+        add("recovered" if verdict.recovered else "bonus", -1, last, depths[last] + 1, verdict.token, None, True)
+
+
+__all__ = ["StepLog"]

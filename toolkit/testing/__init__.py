@@ -1,0 +1,36 @@
+"""Proofs for parts of your own: exact oracles of output laws, and random models small enough to compare with."""
+
+from arbordraft.testing.models import greedy_reference, left_padded, new_tokens, tiny_model
+from arbordraft.testing.oracles import (
+    ROW_KINDS,
+    acceptance,
+    distance_to_target,
+    draft_trees,
+    expected_accepted,
+    packed,
+    random_rows,
+    random_table,
+    row,
+    step_law,
+    target_rows,
+    total_variation,
+)
+
+__all__ = [
+    "ROW_KINDS",
+    "acceptance",
+    "distance_to_target",
+    "draft_trees",
+    "expected_accepted",
+    "greedy_reference",
+    "left_padded",
+    "new_tokens",
+    "packed",
+    "random_rows",
+    "random_table",
+    "row",
+    "step_law",
+    "target_rows",
+    "tiny_model",
+    "total_variation",
+]
