@@ -33,6 +33,7 @@ from arbordraft import (
     TreeTopology,
     WithoutReplacement,
 )
+from arbordraft.engine import Engine
 from arbordraft.target.cache import CacheOverflow
 from arbordraft.target.own_cache import cache_argument
 from arbordraft.verifiers import KSeq
@@ -118,14 +119,22 @@ def test_a_mask_of_another_shape():
         build().generate(torch.tensor([[5, 6]]), attention_mask=torch.ones(1, 3), max_new_tokens=2)
 
 
-def test_more_tokens_than_positions():
-    """128 positions: the last token that fits is decoded, one more is refused before anything happens."""
-    ids = torch.randint(3, VOCAB, (1, 100))
-    options = {"do_sample": False, "eos_token_id": None, "attention_mask": torch.ones_like(ids)}
-    expected = ragged().model.generate(ids, max_new_tokens=28, **options)
-    assert torch.equal(build().generate(ids, max_new_tokens=28, **options), expected)
-    with pytest.raises(ValueError, match=r"prompt of 100 tokens and 29 new ones exceed the target's 128 positions"):
-        build().generate(ids, max_new_tokens=29, **options)
+@pytest.mark.parametrize("drafter", [None, "model"], ids=["lookups", "draft model"])
+@pytest.mark.parametrize("length", [100, 128])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_more_tokens_than_positions(architecture, length, drafter):
+    """128 positions, of which the last token needs none: the last one that fits is decoded, one more is refused."""
+    target = ragged(architecture)
+    decoder = SpeculativeDecoder(target, NGramDrafter() if drafter is None else LanguageModelDrafter(target))
+    ids, new = torch.randint(3, VOCAB, (1, length)), 129 - length
+    options = {"eos_token_id": None, "attention_mask": torch.ones_like(ids)}
+    expected = target.model.generate(ids, max_new_tokens=new, do_sample=False, **options)
+    assert torch.equal(decoder.generate(ids, max_new_tokens=new, do_sample=False, **options), expected)
+    assert decoder.generate(ids, max_new_tokens=new, do_sample=True, seeds=[0], **options).shape == expected.shape
+    assert Engine(decoder).room(length) == new
+    wanted = rf"prompt of {length} tokens and {new + 1} new ones exceed the target's 128 positions"
+    with pytest.raises(ValueError, match=wanted):
+        decoder.generate(ids, max_new_tokens=new + 1, **options)
 
 
 def test_a_draft_model_with_fewer_positions():

@@ -261,7 +261,7 @@ def test_what_can_never_be_answered_is_refused_at_once():
     cases = [
         ({"prompt": [5] * 90, "max_new_tokens": 20}, CacheOverflow, "raise that limit"),
         ({"prompt": [VOCAB]}, ValueError, "outside the target's vocabulary"),
-        ({"prompt": [5], "max_new_tokens": 128}, ValueError, "positions"),
+        ({"prompt": [5], "max_new_tokens": 129}, ValueError, "positions"),
         ({"prompt": [5], "max_new_tokens": 5, "stop": ["x"]}, ValueError, "tokenizer"),
     ]
     for settings, error, message in cases:

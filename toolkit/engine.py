@@ -144,7 +144,8 @@ class Engine:
         """Most new tokens that may be asked for behind a prompt of some tokens; below 1 if it is too long itself."""
         decoder, cache = self.decoder, self._batch.state.cache
         limits = [self.max_tokens - cache.reserved - decoder.topology.num_nodes]
-        limits += [part.max_positions for part in (decoder.target, decoder.drafter) if part.max_positions is not None]
+        positions = [part.max_positions for part in (decoder.target, decoder.drafter)]
+        limits += [limit + 1 for limit in positions if limit is not None]  # the last token needs none
         return min(limits) - prompt
 
     def step(self) -> bool:

@@ -364,9 +364,9 @@ class Stepper(nn.Module):
             self.drafter.take_hidden(state.drafts, seen)
 
     def check_positions(self, longest: int, budget: int) -> None:
-        """Raises ValueError if a prompt with its answer is too long for a part."""
+        """Raises ValueError if a prompt with its answer is too long for a part; the last token needs no position."""
         for part, limit in (("target", self.target.max_positions), ("drafter", self.drafter.max_positions)):
-            if limit is not None and longest + budget > limit:
+            if limit is not None and longest + budget - 1 > limit:
                 raise ValueError(
                     f"a prompt of {longest} tokens and {budget} new ones exceed the {part}'s {limit} positions; "
                     "shorten the prompt or lower max_new_tokens"
