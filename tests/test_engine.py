@@ -383,6 +383,79 @@ def test_drafts_wait_for_prompts_where_they_change_no_text(name, temperature, wa
     assert len(learned) == trees - reading * waits
 
 
+def rounds(engine, streams, until=lambda: False):
+    """Steps; the order in which answers began, by the number of their stream."""
+    begun, order = [0] * len(streams), []
+    while not until() and engine.step():
+        for number, stream in enumerate(streams):
+            now = sum(bool(answer.tokens) for answer in stream.answers)
+            order += [number] * (now - begun[number])
+            begun[number] = now
+    return order
+
+
+def many(answers, tokens=6, **settings):
+    return Request(prompt=PROMPTS[0], max_new_tokens=tokens, n=answers, seed=1, temperature=1.0, ends=(), **settings)
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_a_newcomer_gets_the_first_slot_that_becomes_free(slots):
+    engine = Engine(decoder(NoDrafter()), max_tokens=500, max_samples=slots)
+    first = engine.submit(many(12))
+    engine.step()
+    late = engine.submit(many(1, tokens=1))
+    rounds(engine, [first, late], until=lambda: late.done)
+    assert sum(answer.finish_reason is not None for answer in first.answers) <= slots
+    engine.run()
+    assert [answer.finish_reason for answer in first.answers] == ["length"] * 12
+
+
+def test_slots_are_shared_between_requests_and_not_between_answers():
+    """Two for many answers and one for a few: none gets ahead of another while both wait."""
+    engine = Engine(decoder(NoDrafter()), max_tokens=900, max_samples=3)
+    streams = [engine.submit(many(count)) for count in (7, 6, 2)]
+    order = rounds(engine, streams)
+    assert [sorted(order[at : at + 3]) for at in (0, 3)] == [[0, 1, 2]] * 2
+    assert all(abs(order[:end].count(0) - order[:end].count(1)) <= 2 for end in range(len(order)))
+
+
+def test_a_request_for_many_answers_is_not_overtaken_for_ever():
+    """One slot, and always somebody new: turns come round."""
+    engine = Engine(decoder(NoDrafter()), max_tokens=500, max_samples=1)
+    large, news = engine.submit(many(4, tokens=2)), [engine.submit(many(1, tokens=2))]
+    for _ in range(40):
+        engine.step()
+        if news[-1].done:
+            news += [engine.submit(many(1, tokens=2)) for _ in range(2)]  # more than can be served
+    assert large.done
+    for stream in news:
+        stream.cancel()
+    engine.run()
+
+
+def test_turns_change_no_answer_and_come_after_priorities():
+    made = decoder()
+    asked = [many(5), many(3, priority=1), many(1), Request(prompt=text(50, 3), max_new_tokens=9, seed=4, n=2)]
+    engine = Engine(made, max_tokens=400, max_samples=2, max_rows=16)
+    streams = [engine.submit(request) for request in asked]
+    order = rounds(engine, streams)
+    assert order[:3] == [1, 1, 1]
+    assert [[answer.tokens for answer in stream.answers] for stream in streams] == [alone(made, r) for r in asked]
+
+
+def test_a_request_for_many_answers_does_not_fill_the_queue():
+    engine = Engine(decoder(), max_tokens=300, max_samples=2, max_waiting=1)
+    streams = [engine.submit(many(30)) for _ in range(2)]
+    engine.step()
+    streams.append(engine.submit(many(30)))
+    assert engine.waiting == 3 * 30 - 2
+    with pytest.raises(QueueFull, match="1 requests wait already, 1 may"):
+        engine.submit(many(1))
+    for stream in streams:
+        stream.cancel()
+    engine.run()
+
+
 def test_a_full_queue():
     engine = Engine(decoder(), max_tokens=300, max_samples=1, max_waiting=2)
     request = Request(prompt=PROMPTS[0], max_new_tokens=3)

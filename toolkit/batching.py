@@ -4,10 +4,11 @@ Shapes: none; samples are counted, not stacked.
 """
 
 import heapq
+import itertools
 import sys
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from arbordraft.state import Sample, SampleError
@@ -20,23 +21,49 @@ _KEPT = 4  # finished texts for every sample at a time
 _PART = 4  # prompts are read together up to this part of what may be read between two steps
 
 
-@dataclass(order=True)
-class Entry:
-    """A sample on its way; entries are ordered as they are admitted.
+@dataclass(eq=False)
+class Job:
+    """A request as the batch sees it: free slots are shared out between jobs, not between their samples.
 
     Args:
-        rank: the lowest one comes first.
+        priority: a higher one is admitted first.
+        cancelled: whether the request was given up.
+
+    Attributes:
+        waiting: its samples that are still to be admitted, in order.
+        living: how many of its samples are in the batch.
+        begun: whether one of its samples was admitted.
+        turn: its place among jobs with as many living samples; it gets a new one, the last, with every sample that ends.
+    """
+
+    priority: int = 0
+    cancelled: Callable[[], bool] = lambda: False
+    waiting: "deque[Entry]" = field(init=False, default_factory=deque)
+    living: int = field(init=False, default=0)
+    begun: bool = field(init=False, default=False)
+    turn: int = field(init=False, default=0)
+
+    @property
+    def rank(self) -> tuple[int, int, int]:
+        """The job with the lowest one gets the next free slot."""
+        return -self.priority, self.living, self.turn
+
+
+@dataclass(eq=False)
+class Entry:
+    """A sample on its way.
+
+    Args:
         sample: the sample.
+        job: the request that it answers.
         finished: is told when it has ended.
-        cancelled: whether nobody wants it any more.
         due: tokens of prompts that will have been read when its own is, if it is the next one.
     """
 
-    rank: tuple[int, int]
-    sample: Sample = field(compare=False)
-    finished: Callable[[Sample], None] = field(compare=False, default=lambda sample: None)
-    cancelled: Callable[[], bool] = field(compare=False, default=lambda: False)
-    due: int = field(compare=False, default=0)
+    sample: Sample
+    job: Job = field(default_factory=Job)
+    finished: Callable[[Sample], None] = lambda sample: None
+    due: int = 0
 
     @property
     def turn(self) -> tuple[int, int]:
@@ -45,7 +72,7 @@ class Entry:
         So a short prompt need not wait for a long one; and a long one is overtaken only by those that are admitted
         before as many tokens were read as they are shorter, and not for ever.
         """
-        return self.rank[0], self.due
+        return -self.job.priority, self.due
 
 
 class Batch:
@@ -60,7 +87,7 @@ class Batch:
         closed: whether all samples are there from the start.
 
     Attributes:
-        waiting: a heap of what is still to be admitted.
+        waiting: jobs with samples that are still to be admitted.
         living: what was admitted and has not ended, in that order.
     """
 
@@ -75,8 +102,9 @@ class Batch:
     ) -> None:
         self.decoder, self.max_samples, self.max_rows, self.reuse = decoder, max_samples, max_rows, reuse
         self.state = decoder.open(max_samples, max_tokens, closed=closed)
-        self.waiting: list[Entry] = []
+        self.waiting: list[Job] = []
         self.living: list[Entry] = []
+        self._turns = itertools.count()
         self._done = 0  # tokens of prompts that were read
         self._kept: OrderedDict[int, Sample] = OrderedDict()  # finished ones by number, the least recently used first
 
@@ -94,9 +122,13 @@ class Batch:
                 f"the cache may hold {limit}: raise that limit, shorten the prompt or lower max_new_tokens"
             )
 
-    def add(self, samples: Sequence[Sample]) -> None:
-        """Lets samples wait for their admission, in this order."""
-        self.waiting += [Entry((0, number), sample) for number, sample in enumerate(samples)]
+    def add(self, *entries: Entry) -> None:
+        """Lets samples wait for their admission; those of one job are added together, in their order."""
+        for entry in entries:
+            if not entry.job.waiting:
+                entry.job.turn = next(self._turns)
+                self.waiting.append(entry.job)
+            entry.job.waiting.append(entry)
 
     def advance(self, mutex: "threading.Lock | None" = None) -> bool:
         """Admits, reads and decodes a bit; returns whether there is more to do."""
@@ -122,22 +154,14 @@ class Batch:
             reason: what they are told.
             everybody: end those that wait, too.
         """
-        lost, self.living = self.living, []
-        if everybody:
-            lost, self.waiting = lost + self.waiting, []
-        for entry in lost:
-            entry.sample.fail(reason)
-            entry.finished(entry.sample)
+        lost = self.living + (self._withdraw(self.waiting) if everybody else [])
+        self._end(lost, reason)
         self._kept.clear()
         self.state = self.decoder.open(self.max_samples, self.state.cache.max_tokens, closed=self.state.closed)
 
     def close(self, reason: Exception) -> None:
         """Ends everything."""
-        waiting, self.waiting = self.waiting, []
-        for entry in [*self.living, *waiting]:
-            entry.sample.fail(reason)
-            entry.finished(entry.sample)
-        self.living.clear()
+        self._end(self.living + self._withdraw(self.waiting), reason)
         self.decoder.close(self.state)
 
     def _rows(self, sample: Sample) -> int:
@@ -146,33 +170,60 @@ class Batch:
         likely = sample.budget if self.state.cache.max_tokens is not None else min(sample.budget, _AHEAD)
         return len(sample.tokens) + likely + nodes
 
-    def _sweep(self) -> None:
-        """Lets go of what nobody wants any more."""
-        gone = [entry for entry in self.waiting if entry.cancelled()]
-        if gone:
-            self.waiting = [entry for entry in self.waiting if entry not in gone]
-            heapq.heapify(self.waiting)
-        for entry in gone:
+    def _withdraw(self, jobs: list[Job]) -> list[Entry]:
+        """Takes the samples of jobs out of the queue."""
+        gone = [entry for job in jobs for entry in job.waiting]
+        for job in jobs:
+            job.waiting.clear()
+        self.waiting = [job for job in self.waiting if job.waiting]
+        return gone
+
+    def _end(self, entries: list[Entry], reason: Exception) -> None:
+        """Ends samples, whether admitted or withdrawn, with an error."""
+        for entry in entries:
+            self._leave(entry)
+            entry.sample.fail(reason)
             entry.finished(entry.sample)
-        for entry in [entry for entry in self.living if entry.cancelled()]:
+
+    def _leave(self, entry: Entry) -> None:
+        """Frees the slot of a sample, if it has one."""
+        if entry in self.living:
             self.living.remove(entry)
+            entry.job.living -= 1
+            entry.job.turn = next(self._turns)
+
+    def _sweep(self) -> None:
+        """Drops the samples of cancelled jobs."""
+        for entry in self._withdraw([job for job in self.waiting if job.cancelled()]):
+            entry.finished(entry.sample)
+        for entry in [entry for entry in self.living if entry.job.cancelled()]:
+            self._leave(entry)
             entry.finished(entry.sample)
             self.decoder.leave(self.state, entry.sample)
 
     def admit(self) -> None:
-        """Admits those who come next as far as there is room."""
-        while self.waiting and len(self.living) < self.max_samples:
-            sample = self.waiting[0].sample
+        """Gives free slots to the jobs whose turn it is, as far as the cache has room."""
+        free = self.max_samples - len(self.living)
+        line = [(job.rank, job) for job in self.waiting] if free > 0 else []  # no two have the same turn
+        heapq.heapify(line)
+        while line and free > 0:
+            job = line[0][1]
+            sample = job.waiting[0].sample
             try:
                 self.decoder.join(self.state, sample, self._rows(sample))
             except CacheOverflow:
                 if not self._kept:
-                    return  # until somebody leaves
+                    break  # until another sample leaves: nobody overtakes the job whose turn it is
                 self.decoder.leave(self.state, self._kept.popitem(last=False)[1])
                 continue
-            entry = heapq.heappop(self.waiting)
+            entry = job.waiting.popleft()
             entry.due = self._done + sample.unread
             self.living.append(entry)
+            job.begun, job.living, free = True, job.living + 1, free - 1
+            heapq.heappop(line)
+            if job.waiting:
+                heapq.heappush(line, (job.rank, job))
+        self.waiting = [job for job in self.waiting if job.waiting]
 
     def _read(self) -> None:
         """Reads some of the prompts that are not read yet, in their turn."""
@@ -211,7 +262,7 @@ class Batch:
 
     def _retire(self) -> None:
         for entry in [entry for entry in self.living if not entry.sample.budget]:
-            self.living.remove(entry)
+            self._leave(entry)
             sample = entry.sample
             if self.reuse and not self.state.closed and sample.failure is None and not sample.unread:
                 self._kept[sample.number] = sample
@@ -235,4 +286,4 @@ def _common(sample: Sample, other: Sample, known: int) -> int:
     return min(limit, equal - 1)
 
 
-__all__ = ["Batch", "Entry"]
+__all__ = ["Batch", "Entry", "Job"]

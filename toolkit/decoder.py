@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from arbordraft import texts
-from arbordraft.batching import Batch
+from arbordraft.batching import Batch, Entry
 from arbordraft.checks import each, whole
 from arbordraft.grammars import Grammar, grammars_of
 from arbordraft.huggingface import (
@@ -300,7 +300,7 @@ class SpeculativeDecoder(Stepper):
         for sample in samples:
             self.check(sample)
             batch.check(sample)
-        batch.add(samples)
+        batch.add(*map(Entry, samples))
         batch.admit()
         if batch.waiting:
             raise CacheOverflow(

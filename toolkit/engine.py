@@ -3,8 +3,6 @@
 Shapes: none; samples are counted, not stacked.
 """
 
-import heapq
-import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -12,7 +10,7 @@ from typing import Any, Self
 
 import torch
 
-from arbordraft.batching import Batch, Entry
+from arbordraft.batching import Batch, Entry, Job
 from arbordraft.checks import instance, whole
 from arbordraft.processors import Warp
 from arbordraft.requests import Ends, Request
@@ -39,8 +37,11 @@ class Engine:
     A request's settings are its own. What it says depends on its prompt, settings and seed alone, and not on what
     shares the batch: bit for bit where the kernels treat rows alike (``decoder.exactness_report()``).
 
-    Requests are admitted in their order as soon as the cache holds all that they may need, so an admitted one never
-    fails for lack of room. Prompts are read in portions between the steps of those that decode already, first the one
+    Slots are shared out between requests, not between answers. A free one goes to the request with the fewest answers
+    that are being decoded, among equals to the one whose last answer ended, or that came, the longest ago: a request for
+    many answers (``n``) holds nobody up until all of them are done. A higher ``priority`` goes before all that. An
+    answer is admitted once the cache holds all that it may need, so an admitted one never fails for lack of room, and
+    nobody overtakes the request that waits for it. Prompts are read in portions between the steps of those that decode already, first the one
     that would be done first if it were alone: a short prompt does not wait for a long one that came with it, and a
     long one not for all that come later. What a prompt has in common with the beginning of a text that is still there
     is copied, not computed. Weights are those that the model had when the engine was made.
@@ -52,7 +53,8 @@ class Engine:
         max_samples: answers that are decoded at a time.
         max_rows: tokens of prompts that are read between two steps, which bounds how long a stream can stall;
             :func:`~arbordraft.measuring.rows_within` says how many a machine reads in a given time.
-        max_waiting: requests that may wait; any number by default.
+        max_waiting: requests that may wait for their first slot, whatever number of answers they want; any number by
+            default.
         reuse: copy common beginnings. By default where that gives the same bits as reading them.
 
     Raises:
@@ -91,7 +93,6 @@ class Engine:
         if reuse is None:
             reuse = decoder.target.row_invariant and decoder.static is None
         self._batch = Batch(decoder, self.max_tokens, self.max_samples, self.max_rows, reuse)
-        self._numbers = itertools.count()
         self._warps: OrderedDict[tuple[Any, ...], Warp] = OrderedDict()
         self._mutex = threading.Lock()  # over the queue and the flags
         self._stepping = threading.Lock()  # over the batch
@@ -117,18 +118,17 @@ class Engine:
         with self._wanted:
             if self._closed:
                 raise EngineClosed("the engine is closed: make another one")
-            waiting = len(self._batch.waiting)
-            if self.max_waiting is not None and waiting + len(entries) > self.max_waiting + self._free():
-                raise QueueFull(f"{waiting} answers wait already, {self.max_waiting} may: ask again later")
-            for entry in entries:
-                heapq.heappush(self._batch.waiting, entry)
+            waiting = sum(not job.begun for job in self._batch.waiting)
+            if self.max_waiting is not None and waiting + 1 > self.max_waiting + self._free():
+                raise QueueFull(f"{waiting} requests wait already, {self.max_waiting} may: ask again later")
+            self._batch.add(*entries)
             self._wanted.notify_all()
         return stream
 
     @property
     def waiting(self) -> int:
         """Answers that are still to be admitted."""
-        return len(self._batch.waiting)
+        return sum(len(job.waiting) for job in list(self._batch.waiting))
 
     @property
     def living(self) -> int:
@@ -244,7 +244,7 @@ class Engine:
         seeds = torch.randint(2**62, (request.n,)).tolist()
         if request.seed is not None:
             seeds = [request.seed + index for index in range(request.n)]
-        entries = []
+        job, entries = Job(request.priority, lambda: stream.cancelled), []
         for index, seed in enumerate(seeds):
             sample = Sample(
                 list(request.prompt),
@@ -258,8 +258,7 @@ class Engine:
             )
             decoder.check(sample)
             self._batch.check(sample)
-            rank = (-request.priority, next(self._numbers))
-            entries.append(Entry(rank, sample, _teller(stream, index), lambda: stream.cancelled))
+            entries.append(Entry(sample, job, _teller(stream, index)))
         return entries
 
     def _warp(self, request: Request, constraint: StatefulProcessor | None) -> Warp:

@@ -36,7 +36,7 @@ def serve(
             help="Tokens of prompts that are read between two steps, so that no stream stalls.",
         ),
     ] = None,
-    max_waiting: Annotated[int, typer.Option(min=0, help="Answers that may wait; more are refused with 429.")] = 256,
+    max_waiting: Annotated[int, typer.Option(min=0, help="Requests that may wait; more are refused with 429.")] = 256,
     max_body: Annotated[int, typer.Option(min=1, help="Longest body of a request, in bytes.")] = 4 * 2**20,
     cors: Annotated[
         list[str] | None,
