@@ -33,7 +33,7 @@ class Job:
         waiting: its samples that are still to be admitted, in order.
         living: how many of its samples are in the batch.
         begun: whether one of its samples was admitted.
-        turn: its place among jobs with as many living samples; it gets a new one, the last, with every sample that ends.
+        turn: its place among jobs with as many living samples; the last one again whenever one of its samples ends.
     """
 
     priority: int = 0

@@ -38,13 +38,15 @@ class Engine:
     shares the batch: bit for bit where the kernels treat rows alike (``decoder.exactness_report()``).
 
     Slots are shared out between requests, not between answers. A free one goes to the request with the fewest answers
-    that are being decoded, among equals to the one whose last answer ended, or that came, the longest ago: a request for
-    many answers (``n``) holds nobody up until all of them are done. A higher ``priority`` goes before all that. An
+    that are being decoded, among equals to the one whose last answer ended, or that came, the longest ago: a request
+    for many answers (``n``) holds nobody up until all of them are done. A higher ``priority`` goes before all that. An
     answer is admitted once the cache holds all that it may need, so an admitted one never fails for lack of room, and
-    nobody overtakes the request that waits for it. Prompts are read in portions between the steps of those that decode already, first the one
-    that would be done first if it were alone: a short prompt does not wait for a long one that came with it, and a
-    long one not for all that come later. What a prompt has in common with the beginning of a text that is still there
-    is copied, not computed. Weights are those that the model had when the engine was made.
+    nobody overtakes the request that waits for it.
+
+    Prompts are read in portions between the steps of those that decode already, first the one that would be done first
+    if it were alone: a short prompt does not wait for a long one that came with it, and a long one not for all that
+    come later. What a prompt has in common with the beginning of a text that is still there is copied, not computed.
+    Weights are those that the model had when the engine was made.
 
     Args:
         decoder: does the steps; any number of engines and other calls may use it at a time.
