@@ -17,8 +17,9 @@ BUSH, PAIR = TreeTopology([-1, 0, 0, 1]), TreeTopology([-1, 0, 0])
 
 
 @cache
-def small(seed):
-    return RaggedModel(tiny(seed=seed, sharpness=1.5, vocab_size=FEW), kernels="torch")
+def small(seed, positions=128):
+    model = tiny(seed=seed, sharpness=1.5, vocab_size=FEW, max_position_embeddings=positions)
+    return RaggedModel(model, kernels="torch")
 
 
 def small_decoder(law, verifier, topology, drafter=None):

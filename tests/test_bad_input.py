@@ -137,12 +137,6 @@ def test_more_tokens_than_positions(architecture, length, drafter):
         decoder.generate(ids, max_new_tokens=new + 1, **options)
 
 
-def test_a_draft_model_with_fewer_positions():
-    short = RaggedModel(tiny(seed=3, max_position_embeddings=16), kernels="torch")
-    with pytest.raises(ValueError, match=r"exceed the drafter's 16 positions"):
-        build(drafter=LanguageModelDrafter(short)).generate(torch.tensor(PROMPTS[2:]), max_new_tokens=10)
-
-
 # Options of generate()
 
 

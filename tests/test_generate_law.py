@@ -1,12 +1,13 @@
 """The law of whole requests: what many samples of one prompt emit, against the target's own probabilities."""
 
 import pytest
-from request_law import BUSH, PAIR, fit, small, small_decoder
+from request_law import BUSH, PAIR, TEXT, fit, small, small_decoder
 
 from arbordraft import (
     IID,
     EarlyExitDrafter,
     Fixed,
+    LanguageModelDrafter,
     Lifted,
     Matching,
     NGramDrafter,
@@ -24,6 +25,9 @@ LAWFUL = {
     "spechub as in the paper": lambda: small_decoder(TopTail(1, 1), TopDown(SpecHub(order="paper")), PAIR),
     "iid, k-seq": lambda: small_decoder(IID(2), TopDown(KSeq()), BUSH),
     "n-gram": lambda: small_decoder(Fixed(2), TopDown(Matching()), BUSH, NGramDrafter(3, 1)),
+    "a draft model that ends": lambda: small_decoder(
+        WithoutReplacement(2), Lifted(RecursiveRejection()), BUSH, LanguageModelDrafter(small(3, len(TEXT) + 1))
+    ),
     "early exit": lambda: small_decoder(
         WithoutReplacement(2), TopDown(RecursiveRejection()), PAIR, EarlyExitDrafter(small(0), 1)
     ),

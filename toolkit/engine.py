@@ -145,10 +145,10 @@ class Engine:
     def room(self, prompt: int) -> int:
         """Most new tokens that may be asked for behind a prompt of some tokens; below 1 if it is too long itself."""
         decoder, cache = self.decoder, self._batch.state.cache
-        limits = [self.max_tokens - cache.reserved - decoder.topology.num_nodes]
-        positions = [part.max_positions for part in (decoder.target, decoder.drafter)]
-        limits += [limit + 1 for limit in positions if limit is not None]  # the last token needs none
-        return min(limits) - prompt
+        room = self.max_tokens - cache.reserved - decoder.topology.num_nodes
+        if decoder.target.max_positions is not None:
+            room = min(room, decoder.target.max_positions + 1)  # the last token needs none
+        return room - prompt
 
     def step(self) -> bool:
         """Admits, reads and decodes a bit; returns whether there is more to do.

@@ -246,7 +246,9 @@ class Stepper(nn.Module):
         context = self._context(state, cohort, noise)
         idle = self._hurries(state, noise is None) or all(self.decider.rests(sample.memory) for sample in cohort)
         bound = context.candidates is not None or any(sample.place for sample in cohort)  # some drafts have to be
-        return roots(context) if idle and not bound else self.drafter.propose(state.drafts, context)
+        if idle and not bound:
+            return roots(context)
+        return self.drafter.propose(state.drafts, self.drafter.within(context))
 
     def _context(self, state: DecodeState, cohort: Sequence[Sample], noise: Noise | GumbelNoise | None) -> DraftContext:
         shared = self.coupling.verifier.shared
@@ -364,13 +366,13 @@ class Stepper(nn.Module):
             self.drafter.take_hidden(state.drafts, seen)
 
     def check_positions(self, longest: int, budget: int) -> None:
-        """Raises ValueError if a prompt with its answer is too long for a part; the last token needs no position."""
-        for part, limit in (("target", self.target.max_positions), ("drafter", self.drafter.max_positions)):
-            if limit is not None and longest + budget - 1 > limit:
-                raise ValueError(
-                    f"a prompt of {longest} tokens and {budget} new ones exceed the {part}'s {limit} positions; "
-                    "shorten the prompt or lower max_new_tokens"
-                )
+        """Raises ValueError if a prompt with its answer is too long; the last token needs no position."""
+        limit = self.target.max_positions
+        if limit is not None and longest + budget - 1 > limit:
+            raise ValueError(
+                f"a prompt of {longest} tokens and {budget} new ones exceed the target's {limit} positions; "
+                "shorten the prompt or lower max_new_tokens"
+            )
 
 
 def _nothing(situation: Situation) -> Plan:

@@ -6,6 +6,7 @@ Shapes: R frontier nodes of all samples, V vocabulary.
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -41,7 +42,7 @@ class Drafter(nn.Module):
     it between two steps; all that is kept of them is kept by their number.
     """
 
-    max_positions: int | None = None  # length of the longest text it can draft for, if there is a limit
+    max_positions: int | None = None  # length of the longest text, drafts included, that it can propose; None for any
     # How often the next token is its most probable one, its second, and so on: what trees are fitted to.
     acceptance: tuple[float, ...] = (0.5, 0.15, 0.08, 0.05, 0.03, 0.02, 0.02, 0.01)
     hidden_layers: tuple[int, ...] = ()  # the target's hidden states that it wants, as transformers numbers them
@@ -100,8 +101,23 @@ class Drafter(nn.Module):
         """Committed tokens of every sample that it would have to read before it drafts; none for all by default."""
         return ()
 
+    def within(self, context: DraftContext) -> DraftContext:
+        """The step with trees that end where ``max_positions`` do: longer texts get none, and the target goes alone."""
+        if self.max_positions is None:
+            return context
+        room = [
+            limit if limit is None else min(limit, max(0, self.max_positions - len(tokens)))
+            for limit, tokens in zip(context.room, context.tokens, strict=True)
+        ]
+        return context if room == list(context.room) else replace(context, room=room)
+
     def propose(self, state: Any, context: DraftContext) -> DraftTree:
-        """Grows one tree per sample that takes part; a step may ask for some samples first and for others then."""
+        """Grows one tree per sample that takes part; a step may ask for some samples first and for others then.
+
+        Args:
+            state: what :meth:`open` returned.
+            context: the step, as :meth:`within` gives it.
+        """
         raise NotImplementedError
 
     def commit(self, state: Any, tree: DraftTree, verdict: Verdict) -> None:

@@ -32,7 +32,7 @@ class HybridDrafter(Drafter):
 
     What ``otherwise`` is expected to bring is known only to deciders that plan
     (:class:`~arbordraft.decisions.Plan`). Which of both drafts depends on committed tokens alone, so the output law is
-    preserved.
+    preserved. Where the positions of one end, the other one goes on.
 
     Args:
         first: proposes deterministically, as lookups do.
@@ -50,8 +50,6 @@ class HybridDrafter(Drafter):
         self.otherwise = otherwise
         self.acceptance = otherwise.acceptance
         self.hidden_layers = tuple(dict.fromkeys((*first.hidden_layers, *otherwise.hidden_layers)))
-        limits = [part.max_positions for part in (first, otherwise) if part.max_positions is not None]
-        self.max_positions = min(limits) if limits else None
 
     def default_topology(self) -> TreeTopology:
         return self.otherwise.default_topology()
@@ -98,17 +96,20 @@ class HybridDrafter(Drafter):
                 part.take_hidden(own, {s: h.unflatten(1, (count, -1))[:, wanted].flatten(1) for s, h in hidden.items()})
 
     def propose(self, state: _State, context: DraftContext) -> DraftTree:
-        draft = self.first.propose(state.first, context)
+        draft = self.first.propose(state.first, self.first.within(context))
         waits = [tree is not None and len(tree.tokens) == 1 for tree in draft.samples]
         if any(length > 1 for length in draft.lengths):
-            hopes = self._hopes(replace(context, behind=self.otherwise.behind(state.otherwise, context)))
+            behind = self.otherwise.behind(state.otherwise, context)
+            hopes = self._hopes(self.otherwise.within(replace(context, behind=behind)))
             known = zip(draft.samples, hopes, waits, strict=True)
             waits = [waiting or (tree is not None and tree.gain < hope) for tree, hope, waiting in known]
         if not any(waits):
             return draft
         room = [limit if waiting else None for limit, waiting in zip(context.room, waits, strict=True)]
         beside = context.beside + sum(n for n, waiting in zip(draft.lengths, waits, strict=True) if not waiting)
-        others = self.otherwise.propose(state.otherwise, replace(context, room=room, beside=beside))
+        others = self.otherwise.propose(
+            state.otherwise, self.otherwise.within(replace(context, room=room, beside=beside))
+        )
         pairs = zip(draft.samples, others.samples, strict=True)
         return DraftTree(tuple(b if b is not None and len(b.tokens) > 1 else a for a, b in pairs))
 

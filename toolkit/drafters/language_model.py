@@ -41,7 +41,7 @@ _PLACES = ("cache_dir", "gguf_file", "local_files_only", "revision", "subfolder"
 class _State:
     target: RaggedKVCache
     cache: RaggedKVCache
-    handles: dict[int, int] = field(default_factory=dict)
+    handles: dict[int, int] = field(default_factory=dict)  # of the samples that it has positions for
     fed: dict[int, list[int]] = field(default_factory=dict)  # nodes behind the committed tokens, in cache order
 
 
@@ -49,7 +49,8 @@ class LanguageModelDrafter(Drafter):
     """Drafts with any causal LM that shares the target's tokenizer, on its own ragged cache.
 
     Its vocabulary may be padded to another size than the target's: ids that the target lacks are never proposed, and
-    those that the drafter lacks have the draft probability 0.
+    those that the drafter lacks have the draft probability 0. Beyond its positions it rests: the target decodes alone,
+    and prompts that are longer are not read.
 
     Args:
         model: the draft model; one of transformers is wrapped. An exported one may stand in its place.
@@ -122,18 +123,26 @@ class LanguageModelDrafter(Drafter):
         return _State(target_cache, target_cache.beside(self))
 
     def join(self, state: _State, sample: int, tokens: Sequence[int], handle: int) -> None:
-        state.handles[sample] = state.cache.open(state.target.capacity(handle))
+        if self.max_positions is None or len(tokens) < self.max_positions:
+            state.handles[sample] = state.cache.open(state.target.capacity(handle))
 
     def share(self, state: _State, source: int, sample: int, tokens: int) -> None:
+        if not {source, sample} <= state.handles.keys():
+            return
         filled = min(tokens, state.cache.length(state.handles[source]))
         state.cache.share(state.handles[source], state.handles[sample], filled)
 
     def read(self, state: _State, tokens: Mapping[int, Sequence[int]]) -> None:
-        known = {state.handles[sample]: self._readable(part).tolist() for sample, part in tokens.items()}
+        known = {
+            state.handles[sample]: self._readable(part).tolist()
+            for sample, part in tokens.items()
+            if sample in state.handles
+        }
         self.model.prefill(known, state.cache)
 
     def leave(self, state: _State, sample: int) -> None:
-        state.cache.close(state.handles.pop(sample))
+        if (handle := state.handles.pop(sample, None)) is not None:
+            state.cache.close(handle)
 
     def behind(self, state: _State, context: DraftContext) -> Sequence[int]:
         return unread(state.cache, state.handles, context.tokens)

@@ -24,7 +24,8 @@ class SlotState:
         target: the target's cache.
         cache: the drafter's slots.
         handles: the samples in it.
-        pending: target states whose slots the cache lacks, ``[n, F]`` each.
+        pending: target states whose slots the cache lacks, ``[n, F]`` each, as far as there are positions.
+        slots: how many of a sample's are filled or pending.
         last: ``[1, F]`` the state of the last slot that was filled.
     """
 
@@ -32,6 +33,7 @@ class SlotState:
     cache: RaggedKVCache
     handles: dict[int, int] = field(default_factory=dict)
     pending: dict[int, list[Tensor]] = field(default_factory=dict)
+    slots: dict[int, int] = field(default_factory=dict)
     last: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -43,6 +45,7 @@ class SlotDrafter(HeadDrafter):
         target: the model it drafts for.
     """
 
+    max_positions: int
     state_class: type[SlotState] = SlotState
 
     def __init__(self, head: Any, target: RaggedModel) -> None:
@@ -55,17 +58,18 @@ class SlotDrafter(HeadDrafter):
 
     def join(self, state: Any, sample: int, tokens: Sequence[int], handle: int) -> None:
         state.handles[sample] = state.cache.open(state.target.capacity(handle))
-        state.pending[sample] = []
+        state.pending[sample], state.slots[sample] = [], 0
 
     def share(self, state: Any, source: int, sample: int, tokens: int) -> None:
         filled = min(tokens, state.cache.length(state.handles[source]))
         state.cache.share(state.handles[source], state.handles[sample], filled)
-        if filled < tokens:
-            state.pending[sample] = [torch.cat(state.pending[source])[: tokens - filled]]
+        state.slots[sample] = min(tokens, state.slots[source])
+        if filled < state.slots[sample]:
+            state.pending[sample] = [torch.cat(state.pending[source])[: state.slots[sample] - filled]]
 
     def leave(self, state: Any, sample: int) -> None:
         state.cache.close(state.handles.pop(sample))
-        del state.pending[sample]
+        del state.pending[sample], state.slots[sample]
         state.last.pop(sample, None)
 
     def missing(self, state: Any, context: DraftContext, sample: int) -> tuple[Sequence[int], Tensor]:
@@ -80,7 +84,9 @@ class SlotDrafter(HeadDrafter):
 
     def take_hidden(self, state: Any, hidden: Mapping[int, Tensor]) -> None:
         for sample, states in hidden.items():
-            state.pending[sample].append(states)
+            if kept := min(len(states), self.max_positions - state.slots[sample]):
+                state.pending[sample].append(states[:kept])
+                state.slots[sample] += kept
 
     def behind(self, state: Any, context: DraftContext) -> Sequence[int]:
         return unread(state.cache, state.handles, context.tokens, 1)

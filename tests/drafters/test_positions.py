@@ -1,0 +1,170 @@
+"""Drafters with fewer positions than their target: they rest beyond them, and the target goes alone."""
+
+import pytest
+import torch
+from models import PROMPTS, VOCAB, left_padded, new_tokens, ragged, tiny
+from native_drafters import built
+
+from arbordraft import (
+    IID,
+    Coupling,
+    HybridDrafter,
+    LanguageModelDrafter,
+    Lifted,
+    NGramDrafter,
+    NoDrafter,
+    RaggedModel,
+    RecursiveRejection,
+    SpeculativeDecoder,
+    TreeTopology,
+)
+from arbordraft.drafters.whole import ModelOnRows
+from arbordraft.engine import Engine
+from arbordraft.requests import Request
+from arbordraft.target.cache import RaggedKVCache
+
+POSITIONS = 24
+TREE = TreeTopology.from_k_config((2, 2, 1))
+LONG = torch.randint(3, VOCAB, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+TEXTS = [*PROMPTS, LONG[:23], LONG[:24], LONG]  # far from the limit, and one token before it, at it and beyond
+NEVER = {"eos_token_id": None, "pad_token_id": 0, "top_k": 0}
+
+
+def limited(drafter):
+    drafter.max_positions = POSITIONS
+    return drafter
+
+
+def draft_model(architecture="gpt2"):
+    """A table of positions: whoever reads behind it is told at once."""
+    size = {"n_positions": POSITIONS} if architecture == "gpt2" else {"max_position_embeddings": POSITIONS}
+    return LanguageModelDrafter(RaggedModel(tiny(architecture, seed=3, **size), kernels="torch"))
+
+
+def pair(kind):
+    """A target and a drafter for it that ends."""
+    if kind == "model, table":
+        return ragged(), draft_model()
+    kind, _, kernels = kind.partition(", ")
+    target, drafter = built(kind, kernels)
+    return target, limited(drafter)
+
+
+KINDS = ["model, table", "model, native", "eagle, native", "block, native", "eagle, torch", "block, torch"]
+
+
+def decode(decoder, *, sampled, texts=TEXTS):
+    """The tokens, and of every tree how long the text with it is and who drafted."""
+    seen = []
+
+    def watch(state, tree, verdict):
+        for number, drafted in enumerate(tree.samples):
+            if drafted is not None and len(drafted.tokens) > 1:
+                depth = max(drafted.topology.depth_list[node] for node in drafted.tokens)
+                seen.append((len(state[number].tokens) + depth, drafted.source))
+
+    decoder.on_step = watch
+    output = decoder.generate(
+        **left_padded(texts),
+        max_new_tokens=12,
+        do_sample=sampled,
+        seeds=range(len(texts)),
+        return_dict_in_generate=True,
+        **({"temperature": 0.8} if sampled else {}),
+        **NEVER,
+    )
+    return new_tokens(output.sequences, texts, output.stats.emitted), seen
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("kernels")
+def test_drafts_end_with_the_positions_and_texts_go_on(kind, sampled):
+    target, drafter = pair(kind)
+    expected, _ = decode(SpeculativeDecoder(target, NoDrafter(), coupling=Coupling.shared(2)), sampled=sampled)
+    found, drafted = decode(SpeculativeDecoder(target, drafter, TREE, Coupling.shared(2)), sampled=sampled)
+    assert found == expected
+    assert max(length for length, _ in drafted) == POSITIONS
+
+
+@pytest.mark.parametrize("kind", ["eagle", "model"])
+def test_fixed_shapes_draft_no_further(kind, monkeypatch):
+    """All that runs stays within the positions, padding included."""
+    target, drafter = built(kind, "torch")
+    network, highest = ModelOnRows if kind == "model" else type(drafter._network), []
+    run = network.run
+
+    def watched(self, tokens, hidden, positions, ragged, rows=None):
+        highest.append(positions.max().item())
+        return run(self, tokens, hidden, positions, ragged, rows)
+
+    monkeypatch.setattr(network, "run", watched)
+    expected, _ = decode(SpeculativeDecoder(target, NoDrafter(), coupling=Coupling.shared(2)), sampled=False)
+    fixed = SpeculativeDecoder(target, limited(drafter), TREE, Coupling.shared(2), buckets=(16, 64))
+    found, drafted = decode(fixed, sampled=False)
+    assert found == expected
+    assert max(length for length, _ in drafted) == POSITIONS
+    assert max(highest) < POSITIONS
+
+
+def test_lookups_go_on_where_a_draft_model_ends():
+    text = LONG[:10] * 4
+    decoder = SpeculativeDecoder(ragged(), HybridDrafter(NGramDrafter(), draft_model()), TREE)
+    found, drafted = decode(decoder, sampled=False, texts=[text, PROMPTS[0]])
+    assert found == decode(SpeculativeDecoder(ragged(), NoDrafter()), sampled=False, texts=[text, PROMPTS[0]])[0]
+    assert {source for length, source in drafted if length > POSITIONS} == {"NGramDrafter"}
+    assert "LanguageModelDrafter" in {source for _, source in drafted}
+
+
+def test_a_prompt_that_is_too_long_is_not_read(monkeypatch):
+    read, prefill = [], RaggedModel.prefill
+
+    def watched(self, tokens, cache, **options):
+        read.append(sum(map(len, tokens.values())))
+        return prefill(self, tokens, cache, **options)
+
+    drafter = draft_model()
+    decoder = SpeculativeDecoder(ragged(), drafter, TREE)
+    monkeypatch.setattr(type(drafter.model), "prefill", watched)
+    decode(decoder, sampled=False, texts=[LONG, PROMPTS[0]])
+    assert read == [len(LONG) + len(PROMPTS[0]) - 2, len(PROMPTS[0]) - 1]
+
+
+def test_the_room_of_an_engine_is_the_targets():
+    decoder = SpeculativeDecoder(ragged(), draft_model(), TREE)
+    assert Engine(decoder).room(len(LONG)) == Engine(SpeculativeDecoder(ragged(), NoDrafter())).room(len(LONG)) == 89
+
+
+@pytest.mark.parametrize("kind", ["model, table", "eagle, torch"])
+def test_what_is_shared_with_longer_texts_changes_no_draft(kind):
+    """Drawn at random, drafts are a part of the text: requests get those that they would get alone."""
+    target, drafter = pair(kind)
+    drafter.max_positions = limit = 60 if kind == "eagle, torch" else POSITIONS
+    text = torch.randint(3, VOCAB, (80,), generator=torch.Generator().manual_seed(2)).tolist()
+    decoder = SpeculativeDecoder(target, drafter, TREE, Coupling(IID(2), Lifted(RecursiveRejection())))
+    prompts = [text, text[: limit - 10], text[: limit - 4], text[:50]]
+    asked = [
+        Request(prompt=prompt, max_new_tokens=12, temperature=1.0, seed=number, ends=())
+        for number, prompt in enumerate(prompts)
+    ]
+
+    def answers(requests):
+        engine = Engine(decoder, max_tokens=1000, reuse=True)
+        streams = [engine.submit(request) for request in requests]
+        engine.run()
+        return [(answer.tokens, answer.drafted) for stream in streams for answer in stream.answers]
+
+    together = answers(asked)
+    assert together == [found for request in asked for found in answers([request])]
+    assert together[0][1] == 0
+    assert min(drafted for _, drafted in together[1:3]) > 0
+
+
+def test_states_beyond_the_positions_are_not_kept():
+    _, drafter = pair("eagle, torch")
+    cache = RaggedKVCache()
+    state = drafter.open(cache)
+    drafter.join(state, 0, LONG, cache.open(len(LONG)))
+    for _ in range(5):
+        drafter.take_hidden(state, {0: torch.zeros(7, 3 * 32)})
+    assert sum(map(len, state.pending[0])) == POSITIONS
