@@ -232,7 +232,8 @@ class Batch:
         most, count = sys.maxsize if self.max_rows is None else self.max_rows, 0
         for entry in sorted((entry for entry in self.living if entry.sample.unread), key=lambda entry: entry.turn):
             sample = entry.sample
-            if self.reuse and sample.unread == sample.prompt - 1:
+            # What is copied brings no rows, and so no log-probabilities.
+            if self.reuse and not sample.read and sample.prompt_logprobs is None:
                 source, common = self._longest(sample)
                 ahead = max((_common(sample, other, other.prompt) for other in reading), default=0)
                 if ahead >= common + _LEAST:
@@ -255,13 +256,13 @@ class Batch:
         best, most = None, _LEAST - 1
         for other in self.state.samples:
             if other is not None and other is not sample:
-                known = other.prompt - 1 - other.unread if other.unread else len(other.tokens) - 1
+                known = other.read if other.unread else len(other.tokens) - 1
                 if (common := _common(sample, other, known)) > most:
                     best, most = other, common
         return best, most if best is not None else 0
 
     def _retire(self) -> None:
-        for entry in [entry for entry in self.living if not entry.sample.budget]:
+        for entry in [entry for entry in self.living if entry.sample.ended]:
             self._leave(entry)
             sample = entry.sample
             if self.reuse and not self.state.closed and sample.failure is None and not sample.unread:

@@ -103,20 +103,32 @@ class Engine:
         self._closed = self._drains = False
         self._failed = 0  # steps in a row
 
-    def submit(self, request: Request) -> Stream:
+    def submit(self, *requests: Request) -> Stream:
         """Asks for answers; may be called from any thread.
 
+        Args:
+            requests: at least one, all of one priority; either all of them are taken, or none. They count as one where
+                slots are shared out, and if one fails, the others end, too.
+
+        Returns:
+            Their answers, numbered request by request.
+
         Raises:
-            TypeError: if it is no request.
-            ValueError: if it cannot be answered: its tokens are unknown, it is too long, or wants what the decoder's
+            TypeError: if one is no request.
+            ValueError: if one cannot be answered: its tokens are unknown, it is too long, or wants what the decoder's
                 kind of steps cannot do.
-            CacheOverflow: if it can never have as much room as it may need.
+            CacheOverflow: if one can never have as much room as it may need.
             QueueFull: if too many wait.
             EngineClosed: if the engine was closed.
         """
-        instance("request", request, Request)
-        stream = Stream(request, self._driven)
-        entries = self._entries(request, stream)
+        if not requests:
+            raise ValueError("there is nothing to answer: submit at least one request")
+        stream = Stream([instance("request", request, Request) for request in requests], self._driven)
+        if len({request.priority for request in requests}) > 1:
+            raise ValueError("requests that are submitted together share one priority")
+        job, entries = Job(requests[0].priority, lambda: stream.unwanted), list[Entry]()
+        for request in requests:
+            entries += self._entries(request, stream, job, len(entries))
         with self._wanted:
             if self._closed:
                 raise EngineClosed("the engine is closed: make another one")
@@ -228,7 +240,8 @@ class Engine:
     def _free(self) -> int:
         return max(0, self.max_samples - len(self._batch.living))
 
-    def _entries(self, request: Request, stream: Stream) -> list[Entry]:
+    def _entries(self, request: Request, stream: Stream, job: Job, first: int) -> list[Entry]:
+        """The samples of a request whose answers are numbered from ``first``."""
         decoder, target = self.decoder, self.decoder.target
         if max(request.prompt) >= target.vocab_size:
             raise ValueError(f"the prompt holds ids outside the target's vocabulary of {target.vocab_size} tokens")
@@ -246,8 +259,8 @@ class Engine:
         seeds = torch.randint(2**62, (request.n,)).tolist()
         if request.seed is not None:
             seeds = [request.seed + index for index in range(request.n)]
-        job, entries = Job(request.priority, lambda: stream.cancelled), []
-        for index, seed in enumerate(seeds):
+        entries = []
+        for index, seed in enumerate(seeds, first):
             sample = Sample(
                 list(request.prompt),
                 request.max_new_tokens,
@@ -257,6 +270,8 @@ class Engine:
                 Ends(ends, target.tokenizer, request.stop),
                 emit=stream.told(index),
                 logprobs=request.logprobs,
+                prompt_logprobs=request.prompt_logprobs,
+                scored=stream.scored(index),
             )
             decoder.check(sample)
             self._batch.check(sample)
@@ -281,7 +296,7 @@ def _teller(stream: Stream, index: int) -> Callable[[Sample], None]:
         if sample.failure is not None:
             stream.fail(sample.failure)
         else:
-            ended = "stop" if sample.stopped else "length" if not sample.budget else "cancelled"
+            ended = "stop" if sample.stopped else "length" if sample.ended else "cancelled"
             stream.end(index, ended)
 
     return finished

@@ -26,7 +26,7 @@ class Request:
 
     Args:
         prompt: token ids, at least one.
-        max_new_tokens: longest answer, in tokens.
+        max_new_tokens: longest answer, in tokens; 0 only with ``prompt_logprobs``.
         temperature: 0 decodes greedily, more samples.
         top_k: sample from this many most probable tokens; 0 for all.
         top_p: sample from the fewest tokens whose probabilities reach this sum, 0 to 1.
@@ -44,6 +44,7 @@ class Request:
         n: number of answers.
         logprobs: log-probabilities of the answer's tokens by the model itself, and of as many of the most probable
             ones, 0 or more; ``None`` for none.
+        prompt_logprobs: the same of the prompt's tokens behind the first; the whole prompt is read for them.
         priority: requests with a higher one are admitted first.
 
     Raises:
@@ -68,12 +69,13 @@ class Request:
     seed: int | None = None
     n: int = 1
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     priority: int = 0
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {
             "prompt": each("prompt", self.prompt, lambda name, token: whole(name, token, 0)),
-            "max_new_tokens": whole("max_new_tokens", self.max_new_tokens, 1),
+            "max_new_tokens": whole("max_new_tokens", self.max_new_tokens, 1 if self.prompt_logprobs is None else 0),
             "temperature": real("temperature", self.temperature, 0),
             "top_k": whole("top_k", self.top_k, 0),
             "top_p": real("top_p", self.top_p, 0, 1),
@@ -92,8 +94,9 @@ class Request:
             checked["ends"] = each("ends", self.ends, lambda name, token: whole(name, token, 0))
         if self.seed is not None:
             checked["seed"] = whole("seed", self.seed, 0, 2**64 - checked["n"])
-        if self.logprobs is not None:
-            checked["logprobs"] = whole("logprobs", self.logprobs, 0)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                checked[name] = whole(name, getattr(self, name), 0)
         if not checked["prompt"]:
             raise ValueError("the prompt is empty: there is nothing to go on from")
         for name, value in checked.items():

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from arbordraft.metrics import DecodeStats
@@ -19,9 +20,12 @@ from arbordraft.stateful import PathState
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.types import SampleTree, SampleVerdict
 
+_NOT_FINITE = "the target's logits are NaN or infinite"
+_ROWS = 64  # whose log-probabilities are computed at a time, which bounds their memory
+
 
 class TokenLogprobs(NamedTuple):
-    """Of a token that was emitted, by the target's own logits: no processor has changed them.
+    """Of a token of a prompt or an answer, by the target's own logits: no processor has changed them.
 
     Args:
         logprob: its log-probability.
@@ -49,19 +53,22 @@ class Emission(NamedTuple):
 
 
 def logprobs_of(logits: Tensor, tokens: Sequence[int], others: int) -> list[TokenLogprobs]:
-    """Log-probabilities of emitted tokens.
+    """Log-probabilities of tokens.
 
     Args:
         logits: ``[R, V]``, the rows behind which they stand.
         tokens: R of them.
         others: how many of the most probable ones are wanted besides.
     """
-    rows = logits.double().log_softmax(dim=-1)
-    best = rows.topk(min(others, rows.shape[1]))
-    return [
-        TokenLogprobs(row[token].item(), tuple(zip(ids, values, strict=True)))
-        for row, token, ids, values in zip(rows, tokens, best.indices.tolist(), best.values.tolist(), strict=True)
-    ]
+    found = list[TokenLogprobs]()
+    for part in logits.split(_ROWS):
+        rows = part.double().log_softmax(dim=-1)
+        best = rows.topk(min(others, rows.shape[1]))
+        ids = torch.tensor(tokens[len(found) : len(found) + len(part)], device=rows.device)
+        own = rows.gather(1, ids[:, None]).flatten().tolist()
+        known = zip(own, best.indices.tolist(), best.values.tolist(), strict=True)
+        found += [TokenLogprobs(value, tuple(zip(*ranked, strict=True))) for value, *ranked in known]
+    return found
 
 
 class SampleError(Exception):
@@ -92,6 +99,8 @@ class Sample:
         emit: is told what it gains.
         logprobs: log-probabilities of emitted tokens are wanted, and of as many of the most probable ones; ``None`` for
             none.
+        prompt_logprobs: the same of its prompt's tokens behind the first.
+        scored: is told these, portion by portion.
 
     Attributes:
         prompt: length of the prompt.
@@ -116,6 +125,8 @@ class Sample:
     padding: int = 0
     emit: Callable[[Emission], None] | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    scored: Callable[[Sequence[TokenLogprobs]], None] | None = None
     prompt: int = field(init=False)
     unread: int = field(init=False)
     number: int = field(init=False, default=-1)
@@ -139,6 +150,16 @@ class Sample:
     def active(self) -> bool:
         """Whether it takes part in the next step."""
         return self.budget > 0 and not self.unread
+
+    @property
+    def read(self) -> int:
+        """Tokens of the prompt that the target has read."""
+        return self.prompt - 1 - self.unread
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing is left to be read or decoded for it."""
+        return self.failure is not None or not (self.budget or self.unread)
 
     @cached_property
     def _generator(self) -> np.random.Generator:
@@ -187,6 +208,18 @@ class Sample:
             self.fail(error)
         return kept
 
+    def score(self, logits: Tensor) -> None:
+        """Tells the log-probabilities of the prompt's tokens behind those that are read next.
+
+        Args:
+            logits: ``[R, V]`` target rows of the next R unread tokens.
+        """
+        if not logits.amax(dim=-1).isfinite().all():  # NaN and +inf reach the maximum
+            return self.fail(FloatingPointError(_NOT_FINITE))
+        assert self.prompt_logprobs is not None
+        assert self.scored is not None
+        self.scored(logprobs_of(logits, self.tokens[self.read + 1 :][: len(logits)], self.prompt_logprobs))
+
     def fail(self, reason: Exception) -> None:
         """Ends it."""
         self.failure, self.budget = reason, 0
@@ -231,5 +264,5 @@ class DecodeState:
     def give_up(self, numbers: Sequence[int]) -> None:
         """Ends samples for which the target gave no numbers, and drops what this step wrote for them."""
         for number in numbers:
-            self[number].fail(FloatingPointError("the target's logits are NaN or infinite"))
+            self[number].fail(FloatingPointError(_NOT_FINITE))
             self.cache.drop([self[number].handle])

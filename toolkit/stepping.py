@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from arbordraft.checks import whole
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _CHUNK = 2048  # rows of a forward over prompts, which bounds its memory
+_SCORED_CHUNK = 256  # the same where their logits are wanted
 
 
 class Stepper(nn.Module):
@@ -151,24 +153,26 @@ class Stepper(nn.Module):
             tokens: how many, by the sample's number; at most what each has not read yet.
         """
         with state.stats.phase("prefill"):
-            parts: dict[int, list[int]] = {}
-            for number, count in tokens.items():
-                sample = state[number]
-                done = sample.prompt - 1 - sample.unread
-                parts[number] = sample.tokens[done : done + count]
-            handles = {number: state[number].handle for number in parts}
-            hidden = self.target.prefill(
-                {handles[number]: part for number, part in parts.items()},
+            samples = {state[number].handle: state[number] for number in tokens}
+            parts = {number: state[number].tokens[state[number].read :][:count] for number, count in tokens.items()}
+            scored = [handle for handle, sample in samples.items() if sample.prompt_logprobs is not None]
+            hidden: dict[int, list[Tensor]] = {}
+            for portion in self.target.portions(
+                {handle: parts[sample.number] for handle, sample in samples.items()},
                 state.cache,
-                chunk=_CHUNK,
+                chunk=_SCORED_CHUNK if scored else _CHUNK,
                 hidden=self.drafter.hidden_layers,
-            )
+                scored=scored,
+            ):
+                for handle, (states, logits) in portion.items():
+                    sample = samples[handle]
+                    if handle in scored:
+                        sample.score(logits)
+                    hidden.setdefault(sample.number, []).append(states)
+                    sample.unread -= len(states)
             if self.drafter.hidden_layers:
-                seen = {number: hidden[handle] for number, handle in handles.items() if handle in hidden}
-                self.drafter.take_hidden(state.drafts, seen)
+                self.drafter.take_hidden(state.drafts, {number: torch.cat(seen) for number, seen in hidden.items()})
             self.drafter.read(state.drafts, parts)
-            for number, part in parts.items():
-                state[number].unread -= len(part)
 
     def leave(self, state: DecodeState, sample: Sample) -> None:
         """Gives back all that a sample holds."""

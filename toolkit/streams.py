@@ -27,6 +27,7 @@ class Answer:
         drafted: tokens that were drafted for it.
         accepted: how many of them were accepted.
         logprobs: one per token, if they were wanted.
+        prompt_logprobs: one per token of the prompt behind the first, if they were wanted.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -35,6 +36,7 @@ class Answer:
     drafted: int = 0
     accepted: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 class Event(NamedTuple):
@@ -42,8 +44,9 @@ class Event(NamedTuple):
 
     Args:
         answer: its number, from 0.
-        tokens: those that were committed; none in the event that says how it ended.
+        tokens: those that were committed; none in an event of the prompt, and in the one that says how it ended.
         logprobs: one per token, if they are wanted.
+        prompt_logprobs: of the next tokens of the prompt, if they are wanted; the first one has none.
         tree: what was drafted in that step.
         verdict: what became of it.
         finish_reason: see :class:`Answer`.
@@ -52,27 +55,29 @@ class Event(NamedTuple):
     answer: int
     tokens: Sequence[int] = ()
     logprobs: Sequence[TokenLogprobs] = ()
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
     tree: SampleTree | None = None
     verdict: SampleVerdict | None = None
     finish_reason: str | None = None
 
 
 class Stream:
-    """The answers to a request while they come; to be iterated over, with ``for`` or ``async for``, by one reader.
+    """The answers to some requests while they come; to be iterated over, with ``for`` or ``async for``, by one reader.
 
     An error that ended an answer is raised where its next event is asked for.
 
     Args:
-        request: what was asked.
+        requests: at least one.
         drive: takes a step of the engine if nobody else does; returns whether somebody else does.
 
     Attributes:
-        answers: one per answer wanted.
+        request: the first of them.
+        answers: one per answer wanted, request by request.
     """
 
-    def __init__(self, request: Request, drive: Callable[[], bool]) -> None:
-        self.request = request
-        self.answers = [Answer() for _ in range(request.n)]
+    def __init__(self, requests: Sequence[Request], drive: Callable[[], bool]) -> None:
+        self.requests, self.request = tuple(requests), requests[0]
+        self.answers = [Answer() for request in requests for _ in range(request.n)]
         self._drive = drive
         self._events: deque[Event | Exception] = deque()
         self._news = threading.Condition()
@@ -84,6 +89,11 @@ class Stream:
     def done(self) -> bool:
         """Whether all answers have ended, or one of them failed."""
         return self._failed or all(answer.finish_reason is not None for answer in self.answers)
+
+    @property
+    def unwanted(self) -> bool:
+        """Whether what still runs of it is of no use: it was cancelled, or one of its answers failed."""
+        return self._cancelled or self._failed
 
     @property
     def cancelled(self) -> bool:
@@ -148,7 +158,16 @@ class Stream:
             answer.forwards += 1
             answer.drafted += len(gain.tree.tokens) - 1
             answer.accepted += min(len(gain.verdict.path), len(gain.tokens))
-            self._put(Event(index, gain.tokens, gain.logprobs or (), gain.tree, gain.verdict))
+            self._put(Event(index, gain.tokens, gain.logprobs or (), tree=gain.tree, verdict=gain.verdict))
+
+        return take
+
+    def scored(self, index: int) -> Callable[[Sequence[TokenLogprobs]], None]:
+        """What takes the log-probabilities of the prompt of one of the answers."""
+
+        def take(found: Sequence[TokenLogprobs]) -> None:
+            self.answers[index].prompt_logprobs += found
+            self._put(Event(index, prompt_logprobs=found))
 
         return take
 

@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -295,11 +295,44 @@ class RaggedModel(nn.Module):
             The ``[n, F]`` hidden states of every sample with tokens.
         """
         features: dict[int, list[Tensor]] = {sample: [] for sample, tokens in prompts.items() if tokens}
-        for part, packed, batch in cache.portions(prompts, chunk):
-            _, states = self.run(packed, batch, cache, torch.zeros(1, dtype=torch.long), layers, hidden)
-            for sample, share in zip(part, states.split(list(map(len, part.values()))), strict=True):
-                features[sample].append(share)
+        for portion in self.portions(prompts, cache, chunk=chunk, layers=layers, hidden=hidden):
+            for sample, (states, _) in portion.items():
+                features[sample].append(states)
         return {sample: torch.cat(parts) for sample, parts in features.items()}
+
+    def portions(
+        self,
+        prompts: Mapping[int, Sequence[int]],
+        cache: RaggedKVCache,
+        *,
+        chunk: int = 2048,
+        layers: int | None = None,
+        hidden: Sequence[int] = (),
+        scored: Collection[int] = (),
+    ) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
+        """Does what :meth:`prefill` does, forward by forward.
+
+        Args:
+            prompts: tokens to append to each sample of the cache; may be empty.
+            cache: the KV cache.
+            chunk: bound on the rows of one forward, and so on its memory.
+            layers: run only the first layers, as many as this.
+            hidden: hidden states that are wanted, see :meth:`run`.
+            scored: samples whose logits are wanted.
+
+        Yields:
+            For each sample of a forward, the ``[n, F]`` hidden states and ``[n, V]`` logits of its next tokens; of a
+            sample that is not scored there are ``[0, V]``. The tokens are committed when the next forward is asked for.
+        """
+        for part, packed, batch in cache.portions(prompts, chunk):
+            lengths = [len(tokens) for tokens in part.values()]
+            wanted = torch.tensor([sample in scored for sample in part]).repeat_interleave(torch.tensor(lengths))
+            rows = wanted.nonzero().flatten()
+            few = rows if len(rows) else torch.zeros(1, dtype=torch.long)  # a model gives logits of one row at least
+            logits, states = self.run(packed, batch, cache, few, layers, hidden)
+            counts = [length if sample in scored else 0 for sample, length in zip(part, lengths, strict=True)]
+            shares = zip(states.split(lengths), logits[: len(rows)].split(counts), strict=True)
+            yield dict(zip(part, shares, strict=True))
 
     def self_test(self) -> None:
         """Compares packed with single logits, within and beyond the windows of its attention.
