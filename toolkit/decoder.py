@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from arbordraft import texts
 from arbordraft.batching import Batch, Entry
 from arbordraft.checks import each, whole
-from arbordraft.grammars import Grammar, grammars_of
+from arbordraft.grammars import Grammar, GrammarError, grammars_of
 from arbordraft.huggingface import (
     DecodingError,
     Stopping,
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
     from transformers.generation.streamers import BaseStreamer
     from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+_OWN = (FloatingPointError, GrammarError)  # end a sample; the others of its batch go on
 
 
 class SpeculativeDecoder(Stepper):
@@ -229,7 +231,8 @@ class SpeculativeDecoder(Stepper):
             TypeError: for prompts, masks and settings of another type.
             ValueError: for arguments that speculative decoding cannot honour, and for unusable prompts.
             CacheOverflow: if the batch cannot fit into ``max_cache_tokens``; nothing was decoded then.
-            DecodingError: if the target produced NaN or infinite logits for some sample.
+            DecodingError: if the target produced NaN or infinite logits for some sample, or a grammar could not be
+                followed to the end of its answer.
         """
         if input_ids is None:
             input_ids = kwargs.pop("inputs", None)  # transformers' own name for it
@@ -316,7 +319,7 @@ class SpeculativeDecoder(Stepper):
         while busy:
             busy = batch.advance()
             for sample in samples:
-                if sample.failure is not None and not isinstance(sample.failure, FloatingPointError):
+                if sample.failure is not None and not isinstance(sample.failure, _OWN):
                     raise sample.failure
         self.close(batch.state)
         stats = batch.state.stats

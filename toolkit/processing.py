@@ -130,8 +130,11 @@ def _rows_of(
                 lambda row: owners[rows[row]].state(drafted(rows[row])),
             )
             scores = processed[0] if isinstance(processed, tuple) else processed
-            if warp.stateful and bool((scores.amax(dim=1) == -math.inf).any()):
-                raise ValueError("no token may come next: some processor forbids what another one demands")
+            for row in (scores.amax(dim=1) == -math.inf).nonzero().flatten().tolist() if warp.stateful else ():
+                owners[rows[row]].state(drafted(rows[row])).fail(
+                    ValueError("no token may come next: some processor forbids what another one demands")
+                )
+                scores[row] = 0.0  # behind a draft that cannot be gone on from: nothing drawn here is committed
             return processed
 
         return lambda logits, rows: _blamed(process, logits, rows, owners)

@@ -220,7 +220,7 @@ def _followed(number: int, scores: Tensor, logits: Tensor, state_of: Callable[[i
     """What the stateful processor with a number makes of scores, which are overwritten unless they are the logits."""
     scores = scores.clone() if scores is logits else scores
     for row, own in enumerate(scores):
-        processed = state_of(row).processors[number](own)
+        processed = state_of(row).processed(number, own)
         if processed is not own:
             own.copy_(processed)
     return scores

@@ -188,7 +188,8 @@ class Sample:
     def append(self, gain: Emission) -> int:
         """Commits tokens one by one until the sample ends; returns how many.
 
-        What its own criteria raise ends it, too, with the token that they were asked about.
+        What its own criteria raise ends it, too, with the token that they were asked about; so does a processor that
+        fails behind one.
         """
         kept, self._uniforms = 0, None
         try:
@@ -199,11 +200,15 @@ class Sample:
                 if self.stopping(token, self.path):
                     self.budget, self.stopped = 0, True
                     break
+                if self.place is not None:
+                    self.place = self.place.commit(token)
+                    if self.place.failure is not None:  # what follows was not drawn by its processors
+                        break
             self.emitted += kept
-            if self.place is not None:
-                self.place = self.place.along(gain.tokens[:kept])
             if self.emit is not None:
                 self.emit(gain._replace(tokens=gain.tokens[:kept], logprobs=gain.logprobs and gain.logprobs[:kept]))
+            if self.budget and self.place is not None and self.place.failure is not None:
+                self.fail(self.place.failure)
         except Exception as error:
             self.fail(error)
         return kept

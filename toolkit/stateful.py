@@ -29,7 +29,7 @@ class StatefulProcessor(Protocol):
         """Goes on behind a token.
 
         Drafts are guesses, so it may be one whose score it makes -inf. That never becomes text, nor does what follows
-        it: then any state will do.
+        it: then any state will do, and it may raise.
         """
         ...
 
@@ -53,6 +53,11 @@ class Allowed:
 
     def __and__(self, other: "Allowed") -> "Allowed":
         return Allowed(bytes(map(and_, self._bits, other._bits)))
+
+    def tokens(self) -> list[int]:
+        """All of them, ascending."""
+        bits: list[int] = np.unpackbits(np.frombuffer(self._bits, np.uint8), bitorder="little").nonzero()[0].tolist()
+        return bits
 
     @cached_property
     def only(self) -> int | None:
@@ -85,39 +90,88 @@ class Constraint(StatefulProcessor, Protocol):
 class PathState:
     """The stateful processors of a text behind one path of a tree, and behind those that go on from it.
 
+    A processor may fail, as a grammar does that becomes too complex. Behind committed tokens that ends the sample.
+    Behind drafted ones it is remembered only: the draft may be rejected, and whether a text fails must not depend on
+    drafts. If it is accepted, the sample ends with it.
+
     Args:
         processors: in their states behind this path.
+        drafted: whether the path holds tokens that are not committed.
+        failure: why these states cannot be used, if they cannot.
+
+    Attributes:
+        failure: why one of the processors failed here, as far as they were asked.
     """
 
-    def __init__(self, processors: Sequence[StatefulProcessor]) -> None:
-        self.processors = processors
+    def __init__(
+        self, processors: Sequence[StatefulProcessor], drafted: bool = False, failure: Exception | None = None
+    ) -> None:
+        self.processors, self.failure = processors, failure
+        self._drafted = drafted
         self._longer: dict[int, PathState] = {}
 
     def along(self, tokens: Sequence[int]) -> "PathState":
-        """The same some tokens later."""
+        """The states some drafted tokens later."""
         state = self
         for token in tokens:
             if token not in state._longer:
-                forks = [processor.fork() for processor in state.processors]
-                for fork in forks:
-                    fork.accept(token)
-                state._longer[token] = PathState(forks)
+                state._longer[token] = state._after(token)
             state = state._longer[token]
         return state
 
-    def allowed(self, tokens: Sequence[int]) -> Allowed | None:
-        """What constraints let come next some tokens later; ``None`` for everything.
+    def commit(self, token: int) -> "PathState":
+        """The states behind a token that was committed."""
+        state = self.along([token])
+        state._drafted = False
+        return state
 
-        Also where a processor fails: it will fail again, and be told of, when the target's rows are processed.
+    def processed(self, number: int, scores: Tensor) -> Tensor:
+        """``[V]`` scores of the token that comes next, processed by the processor with a number.
+
+        Behind drafted tokens where it fails they stay as they are: nothing that is drawn from them is committed.
+
+        Raises:
+            Exception: what the processor raised, behind committed tokens.
         """
+        if self.failure is None:
+            try:
+                return self.processors[number](scores)
+            except Exception as error:
+                self.failure = error
+        self.fail(self.failure)
+        return scores
+
+    def fail(self, reason: Exception) -> None:
+        """Remembers that no text goes on here; raises that behind committed tokens."""
+        self.failure = reason
+        if not self._drafted:
+            raise reason
+
+    def allowed(self, tokens: Sequence[int]) -> Allowed | None:
+        """What constraints let come next some tokens later: ``None`` for everything, none where a processor fails."""
+        return self.along(tokens)._allowed
+
+    def _after(self, token: int) -> "PathState":
+        if self.failure is not None:
+            return PathState((), True, self.failure)
+        forks: list[StatefulProcessor] = []
         try:
-            return self.along(tokens)._allowed
-        except Exception:
-            return None
+            for processor in self.processors:
+                forks.append(processor.fork())
+                forks[-1].accept(token)
+        except Exception as error:
+            return PathState((), True, error)
+        return PathState(forks, True)
 
     @cached_property
     def _allowed(self) -> Allowed | None:
-        said = (one.allowed() for one in self.processors if isinstance(one, Constraint))
+        if self.failure is None:
+            try:
+                said = [one.allowed() for one in self.processors if isinstance(one, Constraint)]
+            except Exception as error:
+                self.failure = error
+        if self.failure is not None:
+            return Allowed(b"")
         known = [allowed for allowed in said if allowed is not None]
         return reduce(and_, known) if known else None
 

@@ -23,7 +23,7 @@ DEEP = json.dumps({"properties": {f"key {number}": {"enum": [f"v{number}"]} for 
         pytest.param(lambda: Grammar.json_schema(3), TypeError, "mapping", id="a number"),
         pytest.param(lambda: Grammar.json_schema({"type": {1, 2}}), ValueError, "cannot be written", id="a set"),
         pytest.param(lambda: Grammar.json_schema({"type": "text"}), ValueError, "Invalid type: text", id="type"),
-        pytest.param(lambda: Grammar.json_schema({"not": {}}), ValueError, r'keys: \["not"\]', id="keyword"),
+        pytest.param(lambda: Grammar.json_schema({"not": {}}), ValueError, '"not"', id="keyword"),
         pytest.param(lambda: Grammar.json_schema({"$ref": "#/a"}), ValueError, "does not exist", id="reference"),
         pytest.param(lambda: Grammar.json_schema(DEEP), ValueError, "too large", id="a megabyte"),
         pytest.param(
@@ -119,12 +119,15 @@ def test_what_it_cannot_be_compiled_for(make, error, message):
         make()
 
 
-@pytest.mark.parametrize("text", ['start: "a" <eos> "b"', 'start: "a" "<eos>" "b"'], ids=["token", "its spelling"])
+@pytest.mark.parametrize(
+    "text", ['start: "b" "a" <eos> "b"', 'start: "b" "a" "<eos>" "b"'], ids=["token", "its spelling"]
+)
 def test_an_end_token_in_the_middle(text):
     with pytest.raises(ValueError, match="end token in the middle"):
-        spelled(Grammar.lark(text), "a")
+        spelled(Grammar.lark(text), "ba")
     state = GrammarCompiler(speller_tokenizer(), SPEAKER_VOCAB)(Grammar.lark(text), [EOS]).fork()
-    state.accept(speller_tokenizer().convert_tokens_to_ids("a"))
+    for letter in "ba":
+        state.accept(speller_tokenizer().convert_tokens_to_ids(letter))
     for _ in range(2):  # every time that it is asked: drafting asks first
         with pytest.raises(ValueError, match="end token in the middle"):
             state.allowed()

@@ -14,6 +14,7 @@ from served import serving
 
 from arbordraft.engine import Engine
 from arbordraft.grammars import Grammar
+from arbordraft.grammars import engine as grammar_engine
 from arbordraft.requests import Request
 from arbordraft.texts import Pieces
 
@@ -377,3 +378,23 @@ def test_all_kinds_share_a_batch(served, client):
         assert list(pool.map(ask, range(15))) == expected
     assert expected[3] == "response_format.json_schema.schema"
     assert len({repr(one) for one in expected}) > 9
+
+
+def test_a_grammar_that_becomes_too_complex_ends_its_own_answer(client, monkeypatch):
+    """With an error, and not with text that no grammar holds."""
+    monkeypatch.setattr(grammar_engine, "_PARTS", 100)
+    wide = {"type": "object", "properties": {f"k{i}": {"const": i} for i in range(40)}, "additionalProperties": False}
+    late = {"properties": {"name": {"enum": ["cat", "dog"]}, "wide": wide}, "required": ["name", "wide"]}
+    asked = {"response_format": json_format({"type": "object", **late, "additionalProperties": False}), "seed": 1}
+    with ThreadPoolExecutor() as pool:
+        beside = pool.submit(chat, client, seed=4, max_tokens=40)
+        with pytest.raises(openai.BadRequestError, match="too many parts") as caught:
+            chat(client, **asked)
+        assert caught.value.code == "grammar_failed"
+        chunks = chat(client, **asked, stream=True)
+        said = next(chunks).choices[0].delta.content
+        assert said
+        assert '{"name": "cat", "wide": {'.startswith(said[:10])
+        with pytest.raises(openai.APIError, match="too many parts"):
+            list(chunks)
+        assert beside.result().choices == chat(client, seed=4, max_tokens=40).choices

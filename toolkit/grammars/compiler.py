@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Self
 
 from torch import Tensor
 
+from arbordraft.grammars.engine import GrammarError, explained, limits
 from arbordraft.grammars.grammar import Grammar
 from arbordraft.stateful import Allowed
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _KEPT = 256  # compiled grammars
+_TRIED = 16  # first tokens
 
 
 class GrammarState:
@@ -29,41 +31,48 @@ class GrammarState:
     """
 
     def __init__(self, matcher: "LLMatcher", ends: Sequence[int]) -> None:
-        self._ends = ends
-        self._matcher: LLMatcher | None = matcher  # none where a draft was forbidden
-        self._allowed: Allowed | None = None
+        self._matcher, self._ends = matcher, ends
+        self._allowed: Allowed | None = None  # until it is asked for
+        self._ended = False
 
     def fork(self) -> Self:
-        if self._matcher is None:
-            return self
         return type(self)(self._matcher.deep_copy(), self._ends)
 
     def accept(self, token: int) -> None:
-        self._allowed = None
-        if self._matcher is not None and not self._matcher.try_consume_tokens([token]):
-            self._matcher = None
+        """Goes on behind a token.
 
-    def allowed(self) -> Allowed | None:
+        Raises:
+            GrammarError: if the grammar forbids the token, or the engine gave up behind it.
+        """
+        self._allowed = None
+        if not self._ended and token in self._ends and self._matcher.is_accepting():
+            self._ended = True
+        elif self._ended or not self._matcher.try_consume_tokens([token]) or self._matcher.is_error():
+            raise self._failure(f"it forbids the token {token}")
+
+    def allowed(self) -> Allowed:
         """The tokens that may come next.
 
         Raises:
-            ValueError: if the engine gave up, since the grammar is too complex at this place; or if the grammar names
+            GrammarError: if the engine gave up, since the grammar is too complex at this place; or if the grammar names
                 an end token in the middle, where the answer would end without having met it.
         """
-        if self._allowed is None and self._matcher is not None:
+        if self._allowed is None:
             bits = self._matcher.compute_bitmask()
             if self._matcher.is_error() or not any(bits):
-                reason = self._matcher.get_error() or "no token may come next"
-                raise ValueError(f"the grammar cannot be followed any further: {reason}")
+                raise self._failure("no token may come next")
             allowed = Allowed(bits)
             if not self._matcher.is_accepting() and any(token in allowed for token in self._ends):
-                raise ValueError("the grammar has an end token in the middle: the answer would end there, unfinished")
+                raise GrammarError("the grammar has an end token in the middle: the answer would end there, unfinished")
             self._allowed = allowed  # only now: whoever asks again is told again
         return self._allowed
 
+    def _failure(self, otherwise: str) -> GrammarError:
+        reason = explained(self._matcher.get_error()) if self._matcher.is_error() else otherwise
+        return GrammarError(f"the grammar cannot be followed any further: {reason}")
+
     def __call__(self, scores: Tensor) -> Tensor:
-        allowed = self.allowed()
-        return scores if allowed is None else allowed.mask(scores)
+        return self.allowed().mask(scores)
 
 
 class GrammarCompiler:
@@ -118,12 +127,27 @@ class GrammarCompiler:
     def _compile(self, grammar: Grammar, ends: tuple[int, ...]) -> GrammarState:
         from llguidance import LLMatcher
 
-        matcher = LLMatcher(self._engine(ends), grammar.definition, log_level=0)
+        matcher = LLMatcher(self._engine(ends), grammar.definition, log_level=0, limits=limits())
         if matcher.is_error():
-            raise ValueError(f"invalid {grammar.kind}: {matcher.get_error()}")
+            raise ValueError(f"invalid {grammar.kind}: {explained(matcher.get_error())}")
         state = GrammarState(matcher, ends)
-        state.allowed()
+        self._try(state)
         return state
+
+    def _try(self, state: GrammarState) -> None:
+        """Raises GrammarError if every answer would fail at its first token: better now than then."""
+        tokens, failure = state.allowed().tokens(), None
+        for token in tokens if len(tokens) <= _TRIED else ():
+            place = state.fork()
+            try:
+                place.accept(token)
+                place.allowed()
+            except GrammarError as error:
+                failure = error
+            else:
+                return
+        if failure is not None:
+            raise failure
 
     def _engine(self, ends: tuple[int, ...]) -> "LLTokenizer":
         if ends not in self._engines:

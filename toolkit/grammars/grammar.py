@@ -3,12 +3,10 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from arbordraft.checks import instance
-
-if TYPE_CHECKING:
-    from llguidance import LLMatcher
+from arbordraft.grammars.engine import explained, limits, matcher_class
 
 _PLAIN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -61,7 +59,7 @@ class Grammar:
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"the schema cannot be written as JSON: {error}") from error
         options = {"whitespace_flexible": True} if whitespace else _PLAIN
-        return cls._checked("json_schema", _matcher().grammar_from_json_schema(text, overrides=options))
+        return cls._checked("json_schema", matcher_class().grammar_from_json_schema(text, overrides=options))
 
     @classmethod
     def json(cls, *, whitespace: bool = False) -> "Grammar":
@@ -80,7 +78,7 @@ class Grammar:
             ValueError: if it is no such expression, or too complex.
         """
         instance("pattern", pattern, str)
-        return cls._checked("regex", _matcher().grammar_from_regex(pattern))
+        return cls._checked("regex", matcher_class().grammar_from_regex(pattern))
 
     @classmethod
     def lark(cls, text: str) -> "Grammar":
@@ -98,7 +96,7 @@ class Grammar:
             'lark'
         """
         instance("text", text, str)
-        return cls._checked("lark", _matcher().grammar_from_lark(text))
+        return cls._checked("lark", matcher_class().grammar_from_lark(text))
 
     @classmethod
     def choice(cls, texts: Sequence[str]) -> "Grammar":
@@ -113,13 +111,13 @@ class Grammar:
         if not texts or "" in texts:
             raise ValueError("choices must hold at least one text, and no empty one")
         quoted = " | ".join(json.dumps(text) for text in texts)
-        return cls._checked("choice", _matcher().grammar_from_lark(f"start: {quoted}"))
+        return cls._checked("choice", matcher_class().grammar_from_lark(f"start: {quoted}"))
 
     @classmethod
     def _checked(cls, kind: str, definition: str) -> "Grammar":
-        failed, messages = _matcher().validate_grammar_with_warnings(definition)
+        failed, messages = matcher_class().validate_grammar_with_warnings(definition, limits=limits())
         if failed:
-            raise ValueError(f"invalid {kind}: {'; '.join(messages)}")
+            raise ValueError(f"invalid {kind}: {'; '.join(map(explained, messages))}")
         return cls(kind, definition)
 
 
@@ -139,14 +137,6 @@ def grammars_of(grammar: Grammar | Sequence[Grammar | None] | None, batch: int) 
             f"{len(grammars)} grammars for {batch} samples; pass one for all, or a list with one per sample"
         )
     return grammars
-
-
-def _matcher() -> "type[LLMatcher]":
-    try:
-        from llguidance import LLMatcher
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("grammars need llguidance: pip install 'arbordraft[grammar]'") from error
-    return LLMatcher
 
 
 __all__ = ["Grammar", "grammars_of"]

@@ -7,6 +7,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 
 from arbordraft.engine import EngineClosed, QueueFull
+from arbordraft.grammars import GrammarError
 
 _LOG = logging.getLogger(__name__)
 _KINDS = {429: "rate_limit_error", **dict.fromkeys((400, 401, 404, 405, 413), "invalid_request_error")}
@@ -66,6 +67,9 @@ def failed(error: Exception) -> HTTPException:
     if isinstance(error, FloatingPointError):
         _LOG.warning("an answer failed: %s", error)
         return ApiError(500, f"{error}: this prompt or the weights are to blame", code="not_finite")
+    if isinstance(error, GrammarError):
+        _LOG.warning("an answer failed: %s", error)
+        return ApiError(400, f"{error}: simplify the schema", code="grammar_failed")
     _LOG.error("an answer failed", exc_info=error)
     return crashed()
 

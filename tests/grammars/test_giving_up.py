@@ -1,0 +1,145 @@
+"""Grammars that become too complex: their own answer fails by name, whoever drafts, and never goes on unconstrained."""
+
+import pytest
+from constrained import DECODERS, TEXTS, Following, plainly
+from models import EOS, left_padded, new_tokens
+from spellers import SPEAKER_VOCAB, speller, speller_tokenizer
+from transformers import LogitsProcessorList
+
+from arbordraft import DecodingError, NoDrafter, Request, SpeculativeDecoder, builders
+from arbordraft.engine import Engine
+from arbordraft.grammars import Grammar, GrammarCompiler, GrammarError, engine
+
+MANY = {"type": "object", "properties": {f"k{i}": {"const": i} for i in range(40)}, "additionalProperties": False}
+# Fails between the word, which is a choice, and the keys of "wide": the engine looks ahead where text is forced.
+LATE = {
+    "type": "object",
+    "properties": {"word": {"enum": ["cat", "dog"]}, "wide": MANY},
+    "required": ["word", "wide"],
+    "additionalProperties": False,
+}
+SAID = '{"word": "'
+
+
+@pytest.fixture
+def narrow(monkeypatch):
+    """An engine that gives up early."""
+    monkeypatch.setattr(engine, "_PARTS", 100)
+
+
+def failed(decoder, temperature):
+    prompts = [speller_tokenizer()(text).input_ids for text in TEXTS]
+    sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    grammars = [None, Grammar.json_schema(LATE), Grammar.regex("[a-c]{2}(, [a-c]{2}){3}")]
+    with pytest.raises(DecodingError) as caught:
+        decoder.generate(**left_padded(prompts), max_new_tokens=24, seeds=[10, 12, 13], grammar=grammars, **sampling)
+    output = caught.value.output
+    return caught.value.failures, new_tokens(output.sequences, prompts, output.stats.emitted)
+
+
+@pytest.mark.usefixtures("narrow")
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", DECODERS)
+def test_only_its_own_answer_fails_whoever_drafts(name, temperature):
+    failures, tokens = failed(DECODERS[name](), temperature)
+    assert list(failures) == [1]
+    assert "too many parts: 159 items, at most 100" in failures[1]
+    text = speller_tokenizer().decode(tokens[1])
+    assert any(f'{SAID}{word}", "wide": {{"'.startswith(text) for word in ("cat", "dog"))
+    assert text.startswith(SAID)
+    assert tokens == failed(builders.plain(speller()), temperature)[1]
+    assert tokens[2] == plainly(temperature)[2]
+    assert len(tokens[0]) == 24
+
+
+@pytest.mark.usefixtures("narrow")
+def test_an_engine_ends_the_request_and_no_other():
+    decoder = SpeculativeDecoder(speller(), NoDrafter())
+    running = Engine(decoder, max_tokens=4000)
+    prompt = speller_tokenizer()("yes").input_ids
+    late, good = (
+        running.submit(Request(prompt=prompt, grammar=grammar, temperature=1.0, seed=1))
+        for grammar in (Grammar.json_schema(LATE), Grammar.choice(["yes", "no"]))
+    )
+    running.run()
+    assert good.result()[0].finish_reason == "stop"
+    with pytest.raises(GrammarError, match="too many parts"):
+        late.result()
+    # at once, where the first token shows it
+    with pytest.raises(GrammarError, match="too many parts"):
+        running.submit(Request(prompt=prompt, grammar=Grammar.json_schema(MANY)))
+
+
+@pytest.mark.usefixtures("narrow")
+def test_text_in_text_out():
+    decoder = builders.lookup(speller())
+    with pytest.raises(DecodingError, match="too many parts"):
+        decoder.complete("yes", raw=True, grammar=Grammar.json_schema(LATE))
+    pieces = decoder.complete("yes", raw=True, stream=True, grammar=Grammar.json_schema(LATE))
+    with pytest.raises(DecodingError, match="too many parts"):
+        "".join(pieces)
+    with pytest.raises(DecodingError, match="too many parts"):
+        decoder.chat([{"role": "user", "content": "yes"}], raw=True, grammar=Grammar.json_schema(LATE))
+
+
+def test_wide_and_long_ones_are_followed():
+    compiler = GrammarCompiler(speller_tokenizer(), SPEAKER_VOCAB)
+    wide = {**MANY, "properties": {f"k{i}": {"const": i} for i in range(1000)}}
+    long = {"type": "array", "items": {"const": 1}, "minItems": 20_000}
+    for schema, text in ((wide, '{"k7": 7, "k998": 998}'), (long, "[1, 1, 1")):
+        state = compiler(Grammar.json_schema(schema), [EOS]).fork()
+        for token in speller_tokenizer()(text).input_ids:
+            assert token in state.allowed()
+            state.accept(token)
+        assert (EOS in state.allowed()) == (schema is wide)
+
+
+def test_a_state_never_allows_everything():
+    """Neither behind a token that is forbidden, nor behind the end."""
+    compiler = GrammarCompiler(speller_tokenizer(), SPEAKER_VOCAB)
+    state = compiler(Grammar.choice(["yes"]), [EOS]).fork()
+    with pytest.raises(GrammarError, match="forbids the token"):
+        state.fork().accept(EOS)
+    for token in speller_tokenizer()("yes").input_ids:
+        state.accept(token)
+    state.accept(EOS)
+    assert state.allowed().tokens() == [EOS]
+    with pytest.raises(GrammarError, match="forbids"):
+        state.accept(EOS)
+
+
+class Jealous(Following):
+    """Fails behind every token that one text does not have next."""
+
+    def __init__(self, text, count=0):
+        super().__init__(count)
+        self.text = text
+
+    def fork(self):
+        return type(self)(self.text, self.count)
+
+    def accept(self, token):
+        if token != self.text[self.count]:
+            raise RuntimeError("not this one")
+        super().accept(token)
+
+    def __call__(self, scores):
+        return scores
+
+
+@pytest.mark.parametrize("name", ["lookup, tree", "model, tree", "head, tree"])
+def test_a_failure_behind_a_rejected_draft_is_none(name):
+    """Whether a text fails must not depend on what was drafted beside it."""
+    prompt = speller_tokenizer()(TEXTS[1]).input_ids
+    settings = {**left_padded([prompt]), "max_new_tokens": 30, "do_sample": False, "eos_token_id": None}
+    plain = builders.plain(speller()).generate(**settings)
+    rejected = []
+    decoder = DECODERS[name]()
+    decoder.on_step = lambda state, tree, verdict: rejected.append(
+        len(tree.samples[0].tokens) - 1 - len(verdict.samples[0].path)
+    )
+    followed = decoder.generate(
+        **settings, logits_processor=LogitsProcessorList([Jealous(plain[0, len(prompt) :].tolist())])
+    )
+    assert followed.tolist() == plain.tolist()
+    assert sum(rejected) > 0
