@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,6 +59,9 @@ def encode(
     raw: bool,
     name: str = "the text",
     tools: Sequence[Mapping[str, Any]] = (),
+    turn: bool = True,
+    begun: bool = False,
+    variables: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[int]:
     """The token ids of a conversation that the model is to continue.
 
@@ -67,6 +71,9 @@ def encode(
         raw: as they are, a blank line between two, instead of by the chat template.
         name: what errors call the text.
         tools: that the model is told of, if the chat template does.
+        turn: whether the model's own turn begins behind the messages.
+        begun: whether the last message is the beginning of the answer, so that no turn ends or begins behind it.
+        variables: further variables of the chat template.
 
     Raises:
         ValueError: without a tokenizer; for messages that the chat template refuses, or that need one where there is
@@ -89,7 +96,9 @@ def encode(
                 list(messages),  # type: ignore[arg-type]
                 tools=list(tools) or None,  # type: ignore[arg-type]
                 tokenize=False,
-                add_generation_prompt=True,
+                add_generation_prompt=turn and not begun,
+                continue_final_message=begun,
+                **variables,
             )
         except Exception as error:  # templates raise whatever they like
             raise ValueError(f"the chat template refuses these messages: {error}") from error

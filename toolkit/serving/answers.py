@@ -113,7 +113,7 @@ class ChatShape(Shape):
     def _said(self, piece: Piece) -> dict[str, Any]:
         """New words and calls; an empty text without either, but where the answer may call."""
         said: dict[str, Any] = {} if self.calling and not piece.text else {"content": piece.text}
-        return {**said, "tool_calls": [_delta(part) for part in piece.calls]} if piece.calls else said
+        return {**said, "tool_calls": [_delta(call) for call in _merged(piece.calls)]} if piece.calls else said
 
     def _logprobs(self, piece: Piece) -> list[ChatCompletionTokenLogprob]:
         return [
@@ -204,17 +204,21 @@ def usage_of(stream: Stream) -> CompletionUsage:
 def _message(answer: Piece) -> ChatCompletionMessage:
     if not answer.calls:
         return ChatCompletionMessage(role="assistant", content=answer.text)
-    names, arguments = dict[int, str](), dict[int, str]()
-    for piece in answer.calls:
-        names.setdefault(piece.index, piece.name or "")
-        arguments[piece.index] = arguments.get(piece.index, "") + piece.arguments
     calls = [
         ChatCompletionMessageFunctionToolCall(
-            id=_call_id(), type="function", function=MessageFunction(name=name, arguments=arguments[index])
+            id=_call_id(), type="function", function=MessageFunction(name=call.name or "", arguments=call.arguments)
         )
-        for index, name in names.items()
+        for call in _merged(answer.calls)
     ]
     return ChatCompletionMessage(role="assistant", content=answer.text or None, tool_calls=calls)
+
+
+def _merged(pieces: Sequence[CallPiece]) -> list[CallPiece]:
+    """One piece per call: clients lose the second one of a chunk."""
+    calls = dict[int, CallPiece]()
+    for piece in pieces:
+        calls[piece.index] = calls[piece.index] + piece if piece.index in calls else piece
+    return list(calls.values())
 
 
 def _delta(piece: CallPiece) -> ChoiceDeltaToolCall:

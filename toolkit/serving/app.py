@@ -16,11 +16,11 @@ from starlette.exceptions import HTTPException
 
 from arbordraft.checks import whole
 from arbordraft.serving.answers import ChatShape, Shape, TextShape, usage_of
-from arbordraft.serving.errors import ApiError, as_body, crashed
+from arbordraft.serving.errors import ApiError, as_body, crashed, invalid
 from arbordraft.serving.middleware import BodyLimit, Head, allowed, cors_options
 from arbordraft.serving.page import page
 from arbordraft.serving.pieces import Piece
-from arbordraft.serving.schema import ChatQuestion, CompletionQuestion, Question
+from arbordraft.serving.schema import ChatQuestion, CompletionQuestion, Question, StreamOptions
 from arbordraft.serving.service import Call, Service
 
 
@@ -114,7 +114,7 @@ async def _answer(service: Service, question: Question, http: Request, kind: typ
     call = await service.take(question)
     shape = kind(service, call.speller.token, question)
     if question.stream:
-        chunks = _chunks(call, http, shape, question.stream_options.include_usage)
+        chunks = _chunks(call, http, shape, question.stream_options)
         first = await anext(chunks)  # what fails before that has a status of its own
         return StreamingResponse(
             _events(first, chunks), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
@@ -125,12 +125,16 @@ async def _answer(service: Service, question: Question, http: Request, kind: typ
     return Response(_json(shape.whole(answers, usage_of(call.stream))), media_type="application/json")
 
 
-async def _chunks(call: Call, http: Request, shape: Shape, usage: bool) -> AsyncGenerator[BaseModel, None]:
+async def _chunks(call: Call, http: Request, shape: Shape, options: StreamOptions) -> AsyncGenerator[BaseModel, None]:
     async with aclosing(call.pieces(http)) as pieces:
         async for piece in pieces:
             for chunk in shape.chunks(piece):
+                if options.continuous_usage_stats:
+                    chunk = chunk.model_copy(update={"usage": usage_of(call.stream)})
+                elif options.include_usage:
+                    chunk = chunk.model_copy(update={"usage": None})
                 yield chunk
-    if usage:
+    if options.include_usage:
         yield shape.last(usage_of(call.stream))
 
 
@@ -167,10 +171,4 @@ async def _unforeseen(http: Request, error: Exception) -> Response:
 
 
 async def _invalid(http: Request, error: RequestValidationError) -> Response:
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"][1:] if isinstance(part, str | int))
-    if first["type"] == "json_invalid":
-        return await _told(http, ApiError(400, f"the body is no JSON: {first['ctx']['error']}", code="invalid_json"))
-    reason = first["ctx"]["error"] if first["type"] == "value_error" else first["msg"]
-    message = f"{where or 'the body'}: {reason}"
-    return await _told(http, ApiError(400, message, param=where or None))
+    return await _told(http, invalid(error.errors(), http.headers.get("Content-Type", "")))

@@ -1,7 +1,8 @@
 """What went wrong, in the shape in which OpenAI's clients expect it."""
 
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -10,6 +11,19 @@ from arbordraft.engine import EngineClosed, QueueFull
 from arbordraft.grammars import GrammarError
 
 _LOG = logging.getLogger(__name__)
+# What is wrong with a value, in words of JSON, by pydantic's words for it.
+_REASONS = {
+    **dict.fromkeys(("dict_type", "model_attributes_type", "model_type"), "it has to be a JSON object"),
+    **dict.fromkeys(("is_instance_of", "list_type", "sequence_type"), "it has to be a list"),
+    **dict.fromkeys(("bool_parsing", "bool_type"), "it has to be true or false"),
+    **dict.fromkeys(("int_from_float", "int_parsing", "int_type"), "it has to be a whole number"),
+    **dict.fromkeys(("float_parsing", "float_type"), "it has to be a number"),
+    "missing": "this field is required",
+    "string_type": "it has to be a text",
+    "string_unicode": "half of a surrogate pair is no text",
+    "too_long": "at most {max_length} entries, got {actual_length}",
+    "too_short": "at least {min_length} entry, got {actual_length}",
+}
 _KINDS = {429: "rate_limit_error", **dict.fromkeys((400, 401, 404, 405, 413), "invalid_request_error")}
 
 
@@ -33,8 +47,8 @@ class ApiError(HTTPException):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(status, message, dict(headers or {}))
-        self.param, self.code = param, code
+        super().__init__(status, _speakable(message), dict(headers or {}))
+        self.param, self.code = param and _speakable(param), code
 
 
 def as_body(error: HTTPException) -> dict[str, Any]:
@@ -49,13 +63,42 @@ def as_body(error: HTTPException) -> dict[str, Any]:
     }
 
 
-def refused(error: Exception) -> ApiError:
-    """Why an engine does not take a request."""
+def invalid(problems: Sequence[Mapping[str, Any]], media_type: str) -> ApiError:
+    """Why a body is no request.
+
+    Args:
+        problems: as pydantic tells them, the first one is told on.
+        media_type: of the body, as the client has it.
+    """
+    first = problems[0]
+    kind, reason = first["type"], first["msg"]
+    if kind == "json_invalid":
+        return ApiError(400, f"the body is no JSON: {first['ctx']['error']}", code="invalid_json")
+    where = ".".join(str(part) for part in first["loc"][1:] if part != "[key]")
+    if not where and "json" not in media_type:
+        return ApiError(400, "the body has to be JSON: send it with the header Content-Type: application/json")
+    if kind == "extra_forbidden":
+        return ApiError(400, f"{where} is not supported: leave it out", param=where, code="unsupported")
+    if kind == "value_error":
+        reason = first["ctx"]["error"]
+    elif kind in _REASONS:
+        reason = _REASONS[kind].format(**first.get("ctx", {}))
+    return ApiError(400, f"{where or 'the body'}: {reason}", param=where or None)
+
+
+def refused(error: Exception, fields: Collection[str] = ()) -> ApiError:
+    """Why an engine does not take a request.
+
+    Args:
+        error: the engine's, which begins with the name of a field if that is to blame.
+        fields: of the request.
+    """
     if isinstance(error, QueueFull):
         return ApiError(429, str(error), code="queue_full", headers={"Retry-After": "1"})
     if isinstance(error, EngineClosed):
         return closing()
-    return ApiError(400, str(error))
+    name = re.match(r"\w*", str(error))[0]  # type: ignore[index]  # it matches everything
+    return ApiError(400, str(error), param=name if name in fields else None)
 
 
 def failed(error: Exception) -> HTTPException:
@@ -82,3 +125,8 @@ def crashed() -> ApiError:
 def closing() -> ApiError:
     """Nothing is taken any more, and what could not be finished in time ends."""
     return ApiError(503, "the server is shutting down: ask another one, or again later", code="shutting_down")
+
+
+def _speakable(text: str) -> str:
+    """A text that can be encoded, whatever a client's words in it are."""
+    return text.encode(errors="backslashreplace").decode()

@@ -1,52 +1,99 @@
-"""Fields of requests: what is unknown is refused by its name."""
+"""Which fields requests may have: what asks for nothing is taken, what is unknown is refused by its name."""
 
-from typing import Annotated, Any, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 
-from arbordraft.serving.errors import ApiError
-
-_LABELS = frozenset({"user", "safety_identifier", "prompt_cache_key", "metadata"})  # do not change the answer
-# Values of what is not supported that ask for nothing.
-_NOTHING: dict[str, tuple[Any, ...]] = {
-    "annotations": ([],),
-    "best_of": (1,),
+# Hints of a request: they may change what it costs, where it is kept or how soon it is answered, never its answer.
+REQUEST_HINTS = frozenset(
+    (
+        *("metadata", "safety_identifier", "service_tier", "store", "user"),
+        *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "cache_prompt", "cache_salt"),
+        *("prediction", "priority", "request_id", "verbosity"),
+    )
+)
+# Fields of a request that are not supported, or have a default of their own, with values that ask for nothing.
+REQUEST_NOTHING: Mapping[str, tuple[Any, ...]] = {
+    "add_special_tokens": (False,),
+    "bad_words": ([],),
+    "documents": ([],),
     "echo": (False,),
+    "function_call": ("none", "auto"),
     "functions": ([],),
-    "include_obfuscation": (False,),
+    "include_reasoning": (True,),
+    "include_stop_str_in_output": (False,),
+    "kv_transfer_params": ({},),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "seed": (-1,),
+    "separate_reasoning": (True,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "stream_reasoning": (True,),
     "suffix": ("",),
+    "top_k": (-1,),
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+    "web_search_options": ({},),
 }
+# What servers and clients' libraries put into messages beside what was said, so that it comes back with them.
+MESSAGE_HINTS = frozenset(
+    (
+        *("annotations", "cache_control", "parsed", "prompt_cache_breakpoint", "provider_specific_fields"),
+        *("reasoning_details", "thinking_blocks"),
+    )
+)
+MESSAGE_NOTHING: Mapping[str, tuple[Any, ...]] = {"images": ([],)}
+PART_HINTS = frozenset(("annotations", "cache_control", "logprobs", "prompt_cache_breakpoint"))
+CALL_HINTS = frozenset(("cache_control", "index", "parsed_arguments", "provider_specific_fields"))
+TOOL_HINTS = frozenset(("cache_control",))
+STREAM_HINTS = frozenset(("include_obfuscation",))
 
 
-def _spelt(text: str) -> str:
-    if not text.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in text):
+def spelt(text: Any) -> Any:
+    """The value; raises ValueError for a text that no encoding has."""
+    if isinstance(text, str) and not text.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in text):
         raise ValueError("half of a surrogate pair is no text")
     return text
 
 
-Text = Annotated[str, AfterValidator(_spelt)]
+Text = Annotated[str, BeforeValidator(spelt)]
 
 
 class Fields(BaseModel):
-    """Fields whose ``null`` is as good as nothing; what else is given is an error."""
+    """Fields of a request: hints and values that ask for nothing count as absent, and what else is unknown is refused.
 
-    model_config = ConfigDict(extra="allow")
+    ``null`` asks for nothing, whatever the field.
+
+    Attributes:
+        hints: fields that are taken with any value and have no effect on the answer.
+        nothing: of other fields the values that ask for nothing.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+    hints: ClassVar[frozenset[str]] = frozenset()
+    nothing: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
-        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
+    def _asked(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {
+            name: value
+            for name, value in given.items()
+            if value is not None and name not in cls.hints and value not in cls.nothing.get(name, ())
+        }
 
-    @model_validator(mode="after")
-    def _without_others(self) -> Self:
-        for name, value in (self.model_extra or {}).items():
-            if name not in _LABELS and value not in _NOTHING.get(name, ()):
-                raise ApiError(400, f"{name} is not supported: leave it out", param=name, code="unsupported")
-        return self
 
-
-__all__ = ["Fields", "Text"]
+__all__ = [
+    *("CALL_HINTS", "MESSAGE_HINTS", "MESSAGE_NOTHING", "PART_HINTS", "REQUEST_HINTS", "REQUEST_NOTHING"),
+    *("STREAM_HINTS", "TOOL_HINTS", "Fields", "Text", "spelt"),
+]

@@ -11,7 +11,7 @@ from arbordraft.serving.calls import CallFormat
 
 @dataclass(frozen=True)
 class CallPiece:
-    """What is new of one call.
+    """What is new of one call; two of them add up.
 
     Args:
         index: of the call in its answer.
@@ -22,6 +22,9 @@ class CallPiece:
     index: int
     arguments: str = ""
     name: str | None = None
+
+    def __add__(self, later: "CallPiece") -> "CallPiece":
+        return CallPiece(self.index, self.arguments + later.arguments, self.name)
 
 
 class CallReader:

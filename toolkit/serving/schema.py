@@ -1,17 +1,19 @@
 """What clients may ask: OpenAI's fields and some of ours; all others are refused by their names."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from collections.abc import Sequence
+from inspect import signature
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
 from arbordraft.grammars import Grammar
 from arbordraft.requests import Request
 from arbordraft.serving.calls import CallFormat
 from arbordraft.serving.errors import ApiError
-from arbordraft.serving.fields import Fields, Text
-from arbordraft.serving.structure import Function, ResponseFormat, Tool, ToolCall, ToolChoice, grammar_of
+from arbordraft.serving.fields import REQUEST_HINTS, REQUEST_NOTHING, STREAM_HINTS, Fields, Text, spelt
+from arbordraft.serving.messages import Message
+from arbordraft.serving.structure import Function, ResponseFormat, Tool, ToolChoice, grammar_of
 from arbordraft.texts import encode
 
 if TYPE_CHECKING:
@@ -22,12 +24,22 @@ _SETTINGS = (
     *("n", "seed", "stop", "temperature", "top_p", "top_k", "min_p", "logit_bias"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
+# What cannot be had where a grammar holds the answer.
+_NOT_WITH_FORMS = {
+    "ignore_eos": "with tools and JSON the model must be able to end",
+    "continue_final_message": "with tools and JSON an answer cannot be begun by you",
+}
 
 
 class StreamOptions(Fields):
-    """What a stream holds besides the answers."""
+    """What a stream holds besides the answers.
 
+    ``include_usage``: what it has cost, in a last chunk; ``continuous_usage_stats``: so far, in every chunk.
+    """
+
+    hints: ClassVar = STREAM_HINTS
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class Extension(Fields):
@@ -39,59 +51,22 @@ class Extension(Fields):
     steps: bool = False
 
 
-class Message(Fields):
-    """What somebody said, called, or got from a tool; several parts of text are joined by line breaks."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text = ""
-    tool_calls: Sequence[ToolCall] = ()
-    tool_call_id: Text | None = None
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _joined(cls, content: Any) -> Any:
-        if not isinstance(content, list):
-            return content
-        kinds = {part.get("type") if isinstance(part, dict) else type(part).__name__ for part in content}
-        if others := kinds - {"text"}:
-            raise ValueError(f"only parts of type text can be read, got {', '.join(map(str, others))}")
-        return "\n".join(str(part.get("text", "")) for part in content)
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if "content" not in self.model_fields_set and not self.tool_calls:
-            raise ValueError("content is missing: only messages with tool_calls may go without")
-        if self.tool_calls and self.role != "assistant":
-            raise ValueError("tool_calls are for the role assistant")
-        if (self.tool_call_id is not None) != (self.role == "tool"):
-            raise ValueError("tool_call_id is for the role tool, which cannot do without")
-        return self
-
-    def shown(self, names: Mapping[str, str], quoted: bool) -> dict[str, Any]:
-        """The same for a chat template.
-
-        Args:
-            names: of the functions that were called, by the ids of the calls.
-            quoted: whether the template takes arguments as text.
-        """
-        role = "system" if self.role == "developer" else self.role  # its newer name, which templates do not know
-        shown: dict[str, Any] = {"role": role, "content": self.content}
-        if self.tool_calls:
-            shown["tool_calls"] = [call.shown(quoted) for call in self.tool_calls]
-        if self.tool_call_id is not None:
-            shown |= {"tool_call_id": self.tool_call_id, "name": names[self.tool_call_id]}
-        return shown
+def _listed(stop: Any) -> Any:
+    return [stop] if isinstance(stop, str) else stop
 
 
 class Question(Fields, ABC):
     """What both endpoints take; for ranges see :class:`~arbordraft.requests.Request`."""
 
-    model: str | None = None
+    hints: ClassVar = REQUEST_HINTS
+    nothing: ClassVar = REQUEST_NOTHING
+    model: Text | None = None
     n: int = Field(1, ge=1, le=128)
+    best_of: int | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     seed: int | None = None
-    stop: Text | Annotated[list[Text], Field(max_length=16)] = ()  # type: ignore[assignment]
+    stop: Annotated[Sequence[Text], BeforeValidator(_listed), Field(max_length=16)] = ()
     temperature: float = 1.0
     top_p: float = 1.0
     presence_penalty: float = 0.0
@@ -104,6 +79,13 @@ class Question(Fields, ABC):
     repetition_penalty: float = 1.0
     ignore_eos: bool = False
     arbordraft: Extension = Extension()
+
+    @model_validator(mode="after")
+    def _all_shown(self) -> Self:
+        if self.best_of not in (None, self.n):
+            reason = f"all answers that are made are returned: leave it out, or set it to n, {self.n}"
+            raise ApiError(400, f"best_of: {reason}", param="best_of")
+        return self
 
     @property
     def most(self) -> int | None:
@@ -176,6 +158,12 @@ class ChatQuestion(Question):
     tool_choice: ToolChoice = ToolChoice()
     parallel_tool_calls: bool = True
 
+    # How the chat template writes the prompt.
+    add_generation_prompt: bool | None = None  # by default, unless an answer is continued
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    reasoning_effort: Text | None = None
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
@@ -188,14 +176,35 @@ class ChatQuestion(Question):
             raise ApiError(400, f"tool_choice: there is no {chosen.name} among the tools", param="tool_choice")
         if self.tool_choice.type == "required" and not names:
             raise ApiError(400, "tool_choice: there are no tools to call", param="tool_choice")
-        if self.ignore_eos and (self.functions or self.response_format.content is not None):
-            raise ApiError(400, "ignore_eos: with tools and JSON the model must be able to end", param="ignore_eos")
+        if self.functions or self.response_format.content is not None:
+            for name, reason in _NOT_WITH_FORMS.items():
+                if getattr(self, name):
+                    raise ApiError(400, f"{name}: {reason}", param=name)
+        if self.continue_final_message:
+            self._check_begun()
         known = {call.id for said in self.messages for call in said.tool_calls}
         for index, said in enumerate(self.messages):
             if said.tool_call_id is not None and said.tool_call_id not in known:
                 where = f"messages.{index}.tool_call_id"
                 raise ApiError(400, f"{where}: there is no call {said.tool_call_id}", param=where)
         return self
+
+    def _check_begun(self) -> None:
+        """Whether the last message is the beginning of an answer."""
+        last, where = self.messages[-1], f"messages.{len(self.messages) - 1}"
+        if last.role != "assistant" or last.tool_calls:
+            reason = "only words of the role assistant can be continued: leave continue_final_message out"
+            raise ApiError(400, f"{where}: {reason}", param=where)
+        if self.add_generation_prompt:
+            reason = "no turn begins where continue_final_message continues one: set one of the two to false"
+            raise ApiError(400, f"add_generation_prompt: {reason}", param="add_generation_prompt")
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """What the chat template is told besides the messages."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        silent = {"enable_thinking": False} if self.reasoning_effort == "none" else {}
+        return {**effort, **silent, **self.chat_template_kwargs}
 
     @property
     def most(self) -> int | None:
@@ -220,7 +229,20 @@ class ChatQuestion(Question):
         names = {call.id: call.function.name for said in self.messages for call in said.tool_calls}
         messages = [said.shown(names, calls is not None and calls.quoted) for said in self.messages]
         tools = [tool.shown() for tool in self.tools] if self.functions else []
-        return encode(tokenizer, messages, tools=tools, raw=False, name="the conversation")
+        others = {"messages", *signature(tokenizer.apply_chat_template).parameters}
+        for name in sorted(others & self.chat_template_kwargs.keys()):
+            where = f"chat_template_kwargs.{name}"
+            raise ApiError(400, f"{where} is no variable of chat templates: leave it out", param=where)
+        return encode(
+            tokenizer,
+            messages,
+            raw=False,
+            name="the conversation",
+            tools=tools,
+            turn=self.add_generation_prompt is not False,
+            begun=self.continue_final_message,
+            variables=self.variables,
+        )
 
     def grammar(self, calls: CallFormat | None) -> Grammar | None:
         answer = self.response_format.grammar
@@ -241,21 +263,31 @@ class ChatQuestion(Question):
         return Grammar.lark(text)
 
 
+def _only_one(prompt: Any) -> Any:
+    several = isinstance(prompt, list) and prompt and all(isinstance(one, str | list) for one in prompt)
+    if several and len(prompt) > 1:
+        raise ValueError(f"one prompt at a time, got {len(prompt)}: send a request for each")
+    prompt = prompt[0] if several else prompt
+    if isinstance(prompt, str):
+        return spelt(prompt)
+    if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
+        raise ValueError("a prompt is a text or a list of token ids")
+    return prompt
+
+
+def _counted(logprobs: Any) -> Any:
+    """How many: 0 brings those of the answer alone, unlike ``false``."""
+    if logprobs is True:
+        raise ValueError("it is the number of alternatives, 0 to 20")
+    return None if logprobs is False else logprobs
+
+
 class CompletionQuestion(Question):
     """What /v1/completions takes: one text, or its token ids."""
 
-    prompt: Text | list[int] | list[Text] | list[list[int]]
+    prompt: Annotated[str | list[int], PlainValidator(_only_one)]
     max_tokens: int | None = Field(16, ge=1)
-    logprobs: int | None = Field(None, ge=0, le=20)
-
-    @field_validator("prompt")
-    @classmethod
-    def _only_one(cls, prompt: Any) -> Any:
-        if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int):
-            return prompt
-        if len(prompt) > 1:
-            raise ValueError(f"one prompt at a time, got {len(prompt)}: send a request for each")
-        return prompt[0]
+    logprobs: Annotated[int | None, BeforeValidator(_counted)] = Field(None, ge=0, le=20)
 
     @property
     def others(self) -> int | None:
@@ -263,5 +295,5 @@ class CompletionQuestion(Question):
 
     def encode(self, tokenizer: "PreTrainedTokenizerBase", calls: CallFormat | None) -> list[int]:
         if not isinstance(self.prompt, str):
-            return list(self.prompt)  # type: ignore[arg-type]
+            return self.prompt
         return encode(tokenizer, [{"role": "user", "content": self.prompt}], raw=True, name="the prompt")

@@ -117,7 +117,7 @@ class Service:
                 )
             return self.engine.submit(question.request(prompt, most, calls)), calls
         except (TypeError, ValueError, QueueFull, EngineClosed) as error:
-            raise refused(error) from error
+            raise refused(error, type(question).model_fields) from error
 
     @cached_property
     def _calls(self) -> CallFormat:

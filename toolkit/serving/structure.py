@@ -2,13 +2,13 @@
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from arbordraft.grammars import Grammar
 from arbordraft.serving.errors import ApiError
-from arbordraft.serving.fields import Fields, Text
+from arbordraft.serving.fields import CALL_HINTS, TOOL_HINTS, Fields, Text
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
@@ -82,6 +82,7 @@ class Function(Fields):
 class Tool(Fields):
     """A function that the model may ask to have called."""
 
+    hints: ClassVar = TOOL_HINTS
     type: Literal["function"]
     function: Function
 
@@ -115,14 +116,17 @@ class ToolChoice(Fields):
 
 
 class CalledFunction(Fields):
-    """A function with its arguments, as JSON text of an object."""
+    """A function with its arguments, as JSON text of an object; no text stands for an empty one."""
 
+    hints: ClassVar = CALL_HINTS
     name: Name
     arguments: Text
 
     @field_validator("arguments")
     @classmethod
     def _object(cls, arguments: str) -> str:
+        if not arguments.strip():
+            return "{}"
         try:
             if not isinstance(json.loads(arguments), dict):
                 raise ValueError("it is another value")
@@ -134,8 +138,9 @@ class CalledFunction(Fields):
 class ToolCall(Fields):
     """What the model called earlier."""
 
+    hints: ClassVar = CALL_HINTS
     id: Text
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: CalledFunction
 
     def shown(self, quoted: bool) -> dict[str, Any]:

@@ -1,0 +1,291 @@
+"""Hints, echoes and what asks for nothing are taken; what would change the answer and is not supported is named."""
+
+import json
+import typing
+
+import pytest
+from callers import caller
+from fastapi.testclient import TestClient
+from openai.types import chat as openai_chat
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+from pydantic import ValidationError
+
+from arbordraft.engine import Engine
+from arbordraft.serving.app import build_app
+from arbordraft.serving.errors import ApiError, invalid
+from arbordraft.serving.fields import MESSAGE_NOTHING, REQUEST_HINTS, REQUEST_NOTHING
+from arbordraft.serving.messages import Message, Part
+from arbordraft.serving.schema import ChatQuestion, CompletionQuestion, StreamOptions
+from arbordraft.serving.service import Service
+from arbordraft.serving.structure import Tool
+
+USER = {"role": "user", "content": "hi"}
+CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+RESULT = {"role": "tool", "tool_call_id": "abcdefghi", "content": "1"}
+TOOL = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"enum": [12]}}, "required": ["a"]}}
+TOOLS = {"tools": [{"type": "function", "function": TOOL}], "tool_choice": "required", "parallel_tool_calls": False}
+
+
+@pytest.fixture(scope="module")
+def http():
+    app = build_app(Service(Engine(caller(), max_samples=4, max_tokens=12_000), "tiny", 40))
+    with TestClient(app) as client:
+        yield client
+
+
+def ask(http, path="chat/completions", **body):
+    body = {"messages": [USER], "max_tokens": 4, "seed": 1, **body} if path.startswith("chat") else body
+    return http.post(f"/v1/{path}", content=json.dumps(body), headers={"Content-Type": "application/json"})
+
+
+def refusal(kind, given):
+    """What a client is told of a body that is not taken."""
+    try:
+        kind.model_validate(given)
+    except ApiError as error:
+        return error
+    except ValidationError as error:
+        return invalid([{**one, "loc": ("body", *one["loc"])} for one in error.errors()], "application/json")
+    return None
+
+
+def chat(**fields):
+    return ChatQuestion.model_validate({"messages": [USER], **fields})
+
+
+# By our own type the fields of OpenAI's that would change the answer and are refused, and what else has to be said.
+REFUSED = {
+    ChatQuestion: ({"audio": {"voice": "alloy"}, "moderation": {"model": "m"}}, {"messages": [USER]}),
+    Message: ({"audio": {"id": "a"}, "function_call": {"name": "f", "arguments": "{}"}}, {"role": "assistant"}),
+}
+OPENAI = {
+    "chat": (ChatQuestion, [chat_create_params.CompletionCreateParamsBase]),
+    "completions": (CompletionQuestion, [completion_create_params.CompletionCreateParamsBase]),
+    "messages": (
+        Message,
+        [
+            openai_chat.ChatCompletionDeveloperMessageParam,
+            openai_chat.ChatCompletionSystemMessageParam,
+            openai_chat.ChatCompletionUserMessageParam,
+            openai_chat.ChatCompletionAssistantMessageParam,
+            openai_chat.ChatCompletionToolMessageParam,
+            openai_chat.ParsedChatCompletionMessage,
+        ],
+    ),
+    "parts": (
+        Part,
+        [openai_chat.ChatCompletionContentPartTextParam, openai_chat.ChatCompletionContentPartRefusalParam],
+    ),
+    "streams": (StreamOptions, [openai_chat.ChatCompletionStreamOptionsParam]),
+    "tools": (Tool, [openai_chat.ChatCompletionFunctionToolParam]),
+}
+
+
+@pytest.mark.parametrize("name", OPENAI)
+def test_every_field_of_openais_types_is_decided_upon(name):
+    ours, theirs = OPENAI[name]
+    fields = {field for kind in theirs for field in getattr(kind, "model_fields", None) or typing.get_type_hints(kind)}
+    refused, least = REFUSED.get(ours, ({}, {}))
+    assert fields
+    assert not fields - {*ours.model_fields, *ours.hints, *ours.nothing, *refused}, "a field, a hint, or refused?"
+    for field, value in refused.items():
+        error = refusal(ours, {**least, field: value})
+        assert (error.param, error.code) == (field, "unsupported")
+
+
+@pytest.mark.parametrize("kind", [ChatQuestion, CompletionQuestion])
+def test_hints_and_values_that_ask_for_nothing_are_absent(kind):
+    least = {"messages": [USER]} if kind is ChatQuestion else {"prompt": "a"}
+    plain = kind.model_validate(least)
+    for name in REQUEST_HINTS:
+        for value in ("x", 5, True, {"a": 1}, None):
+            assert kind.model_validate({**least, name: value}) == plain
+    for name, values in REQUEST_NOTHING.items():
+        for value in (None, *values):
+            assert kind.model_validate({**least, name: value}) == plain
+        if name not in kind.model_fields:
+            error = refusal(kind, {**least, name: "something"})
+            assert (error.param, error.code) == (name, "unsupported")
+    assert refusal(kind, {**least, "temprature": 1}).param == "temprature"
+    assert kind.model_validate({**least, "n": 3, "best_of": 3}).n == 3
+    assert refusal(kind, {**least, "n": 2, "best_of": 3}).param == "best_of"
+
+
+MESSAGES = {
+    "names": [{"role": role, "content": "x", "name": "ada"} for role in ("system", "user", "assistant", "developer")],
+    "a tool's name": [USER, {"role": "assistant", "tool_calls": [CALL]}, {**RESULT, "name": "f"}],
+    "places of calls": [USER, {"role": "assistant", "tool_calls": [{**CALL, "index": 0}]}, RESULT],
+    "what was parsed": [
+        {"role": "assistant", "content": "{}", "parsed": {"a": 1}, "annotations": [{"type": "url_citation"}]},
+        {"role": "assistant", "tool_calls": [{**CALL, "function": {**CALL["function"], "parsed_arguments": {}}}]},
+    ],
+    "nothing said": [USER, {"role": "assistant"}, {"role": "assistant", "content": None, "audio": None}],
+    "caches": [
+        {"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]},
+        {**USER, "cache_control": {"type": "ephemeral"}},
+    ],
+    "other names of parts": [
+        {"role": "user", "content": [{"type": "input_text", "text": "x"}]},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "x", "annotations": []}]},
+    ],
+    "nothing seen": [{**USER, **{name: values[0] for name, values in MESSAGE_NOTHING.items()}}],
+}
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_messages_are_taken_as_they_come_back(http, name):
+    reply = ask(http, messages=[*MESSAGES[name], USER])
+    assert reply.status_code == 200, reply.text
+
+
+def test_templates_are_shown_what_was_said():
+    shown = {
+        "a name": ({**USER, "name": "ada"}, {**USER, "name": "ada"}),
+        "no words": ({"role": "assistant"}, {"role": "assistant", "content": ""}),
+        "a refusal": (
+            {"role": "assistant", "content": None, "refusal": "no"},
+            {"role": "assistant", "content": "no"},
+        ),
+        "a part that refuses": (
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}, {"type": "text", "text": "way"}]},
+            {"role": "assistant", "content": "no\nway"},
+        ),
+        **{
+            name: (
+                {"role": "assistant", "content": "x", name: "hm"},
+                {"role": "assistant", "content": "x", "reasoning_content": "hm"},
+            )
+            for name in ("reasoning", "reasoning_content")
+        },
+    }
+    for said, meant in shown.values():
+        assert Message.model_validate(said).shown({}, quoted=False) == meant
+    called = {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": ""}}]}
+    (call,) = Message.model_validate(called).shown({}, quoted=False)["tool_calls"]
+    assert call["function"] == {"name": "f", "arguments": {}}
+
+
+UNCLEAR = {
+    "many stops": ({"stop": ["a"] * 17}, "stop", "at most 16"),
+    "half a character": ({"stop": "\ud800"}, "stop.0", "surrogate"),
+    "half a character in a name": ({"\ud800": 1}, None, "surrogate"),
+    "a field of the second message": ({"messages": [USER, {**USER, "a": 1}]}, "messages.1.a", "not supported"),
+    "a text that is null": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]},
+        "messages.0.content.0",
+        "the field text",
+    ),
+    "a user who says nothing": ({"messages": [{**USER, "content": None}]}, "messages.0", "content is missing"),
+    "no object": ({"stream_options": 5}, "stream_options", "JSON object"),
+    "no list": ({"tools": 5}, "tools", "a list"),
+    "no number": ({"n": "x"}, "n", "whole number"),
+    "a bias of no token": ({"logit_bias": {"a": 1}}, "logit_bias.a", "whole number"),
+    "a temperature": ({"temperature": -1}, "temperature", "at least 0"),
+    "a seed": ({"seed": -2}, "seed", "from 0 to"),
+    "a template's own": ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize", "no variable"),
+    "its messages": ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages", "no variable"),
+    "an answer of the user": ({"continue_final_message": True}, "messages.0", "role assistant"),
+    "an answer in a form": (
+        {"continue_final_message": True, "response_format": {"type": "json_object"}},
+        "continue_final_message",
+        "begun by you",
+    ),
+    "two ways to begin": (
+        {
+            "messages": [{"role": "assistant", "content": "a"}],
+            "continue_final_message": True,
+            "add_generation_prompt": True,
+        },
+        "add_generation_prompt",
+        "no turn begins",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNCLEAR)
+def test_errors_name_the_place_and_the_bound(http, name):
+    body, param, cause = UNCLEAR[name]
+    reply = ask(http, **body)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (400, param)
+    assert cause in error["message"]
+    assert not any(word in error["message"] for word in ("instance", "Sequence", "function-", "dictionary"))
+
+
+@pytest.mark.parametrize("prompt", [[1, "a"], 5, [True], [1.5], [[1], "a", 2], "\ud800"], ids=repr)
+def test_mixed_prompts_are_named(http, prompt):
+    reply = ask(http, "completions", prompt=prompt)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "prompt")
+
+
+def test_other_media_types_are_told_of_json(http):
+    for kind in ({"Content-Type": "text/plain"}, {}):
+        reply = http.post("/v1/completions", content='{"prompt": "a"}', headers=kind)
+        assert reply.status_code == 400
+        assert "Content-Type: application/json" in reply.json()["error"]["message"]
+
+
+def test_no_log_probabilities_are_as_good_as_false(http):
+    def logprobs(wanted):
+        return ask(http, "completions", prompt="a", max_tokens=2, logprobs=wanted).json()["choices"][0]["logprobs"]
+
+    assert logprobs(False) is None
+    assert logprobs(None) is None
+    assert len(logprobs(0)["token_logprobs"]) == 2
+    assert ask(http, "completions", prompt="a", logprobs=True).json()["error"]["param"] == "logprobs"
+    assert ask(http, logprobs=False).json()["choices"][0]["logprobs"] is None
+
+
+def chunks(http, **body):
+    lines = ask(http, stream=True, **body).text.splitlines()
+    return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+
+
+def test_a_chunk_has_one_delta_per_call(http):
+    called = chunks(http, **TOOLS, temperature=0, max_tokens=60)
+    deltas = [chunk["choices"][0]["delta"].get("tool_calls", []) for chunk in called]
+    assert sum(len(calls) for calls in deltas) > 1
+    for calls in deltas:
+        assert len({call["index"] for call in calls}) == len(calls)
+    whole = ask(http, **TOOLS, temperature=0, max_tokens=60).json()["choices"][0]["message"]["tool_calls"][0]
+    said = "".join(call["function"]["arguments"] for calls in deltas for call in calls)
+    assert said == whole["function"]["arguments"]
+
+
+def test_usage_of_streams(http):
+    plain = chunks(http)
+    *parts, last = chunks(http, stream_options={"include_usage": True, "include_obfuscation": True})
+    assert all("usage" not in chunk for chunk in plain)
+    assert [chunk["usage"] for chunk in parts] == [None] * len(parts)
+    assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 4)
+    counted = [chunk["usage"] for chunk in chunks(http, stream_options={"continuous_usage_stats": True})]
+    assert counted[-1] == last["usage"]
+    written = [usage["completion_tokens"] for usage in counted]
+    assert written == sorted(written)
+
+
+def prompt(tokenizer, **fields):
+    return tokenizer.decode(chat(**fields).encode(tokenizer, None))
+
+
+def test_templates_get_their_variables():
+    tokenizer = caller().target.tokenizer
+    tokenizer.chat_template = (
+        "{% for said in messages %}{{ said.role + ': ' + said.content + '<eos>' }}{% endfor %}"
+        "{% if reasoning_effort is defined %}{{ 'effort ' + reasoning_effort }}{% endif %}"
+        "{% if enable_thinking is defined and not enable_thinking %}{{ ' no thoughts ' }}{% endif %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    asked = "user: hi<eos>"
+    assert prompt(tokenizer) == f"{asked}assistant: "
+    assert prompt(tokenizer, chat_template_kwargs={"enable_thinking": False}) == f"{asked} no thoughts assistant: "
+    assert prompt(tokenizer, chat_template_kwargs={"enable_thinking": True}) == f"{asked}assistant: "
+    assert prompt(tokenizer, reasoning_effort="low") == f"{asked}effort lowassistant: "
+    assert prompt(tokenizer, reasoning_effort="none") == f"{asked}effort none no thoughts assistant: "
+    assert prompt(tokenizer, add_generation_prompt=False) == asked
+    begun = [USER, {"role": "assistant", "content": "He "}]
+    assert prompt(tokenizer, messages=begun) == f"{asked}assistant: He <eos>assistant: "
+    for turn in (None, False):
+        continued = prompt(tokenizer, messages=begun, continue_final_message=True, add_generation_prompt=turn)
+        assert continued == f"{asked}assistant: He "

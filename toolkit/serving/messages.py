@@ -1,0 +1,92 @@
+"""Messages of a conversation, as clients write them and as chat templates read them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BeforeValidator, field_validator, model_validator
+
+from arbordraft.serving.fields import MESSAGE_HINTS, MESSAGE_NOTHING, PART_HINTS, Fields, Text
+from arbordraft.serving.structure import ToolCall
+
+
+class Part(Fields):
+    """A part of a message: text, or a refusal in words."""
+
+    hints: ClassVar = PART_HINTS
+    type: Literal["text", "input_text", "output_text", "refusal"]
+    text: Text | None = None
+    refusal: Text | None = None
+
+    @field_validator("type", mode="before")
+    @classmethod
+    def _readable(cls, type: Any) -> Any:
+        if type not in ("text", "input_text", "output_text", "refusal"):
+            raise ValueError(f"only parts of text can be read, got {type}")
+        return type
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        meant, other = ("refusal", "text") if self.type == "refusal" else ("text", "refusal")
+        if getattr(self, meant) is None or getattr(self, other) is not None:
+            raise ValueError(f"a part of type {self.type} has the field {meant}, and not {other}")
+        return self
+
+
+def _parts(content: Any) -> Any:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, list):
+        raise ValueError("a content is a text or a list of parts")
+    return content
+
+
+class Message(Fields):
+    """What somebody said, called, or got from a tool; several parts of text are joined by line breaks."""
+
+    hints: ClassVar = MESSAGE_HINTS
+    nothing: ClassVar = MESSAGE_NOTHING
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[Sequence[Part], BeforeValidator(_parts)] = ()
+    name: Text | None = None
+    refusal: Text | None = None
+    reasoning_content: Text | None = None
+    reasoning: Text | None = None  # another name for the same
+    tool_calls: Sequence[ToolCall] = ()
+    tool_call_id: Text | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if "content" not in self.model_fields_set and self.role != "assistant":
+            raise ValueError("content is missing: only messages of the role assistant may go without")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls are for the role assistant")
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            raise ValueError("tool_call_id is for the role tool, which cannot do without")
+        return self
+
+    @property
+    def text(self) -> str:
+        """All that it says."""
+        return "\n".join(part.text or part.refusal or "" for part in self.content) or self.refusal or ""
+
+    def shown(self, names: Mapping[str, str], quoted: bool) -> dict[str, Any]:
+        """The same for a chat template.
+
+        Args:
+            names: of the functions that were called, by the ids of the calls.
+            quoted: whether the template takes arguments as text.
+        """
+        role = "system" if self.role == "developer" else self.role  # its newer name, which templates do not know
+        shown: dict[str, Any] = {"role": role, "content": self.text}
+        if self.name is not None:
+            shown["name"] = self.name
+        if thoughts := self.reasoning_content or self.reasoning:
+            shown["reasoning_content"] = thoughts
+        if self.tool_calls:
+            shown["tool_calls"] = [call.shown(quoted) for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            shown |= {"tool_call_id": self.tool_call_id, "name": names[self.tool_call_id]}
+        return shown
+
+
+__all__ = ["Message", "Part"]
