@@ -33,6 +33,7 @@ from arbordraft.types import DraftTree, SampleVerdict, Verdict
 LAYERS, EXIT = 4, 2
 STUDENTS: dict[str, Callable[[], Student]] = {
     "block": lambda: BlockStudent(markov_rank=8, vocabulary=40, layers=(1, 2, 3), keep=1.0),
+    "peagle": lambda: BlockStudent(markov_rank=0, mask_token_id=60, vocabulary=40, layers=(1, 2, 3), keep=1.0),
     "eagle": lambda: EagleStudent(vocabulary=40, layers=(1, 2, 3)),
     "medusa": lambda: MedusaStudent(num_heads=3, vocabulary=40),
     "exit": lambda: EarlyExitStudent(EXIT),
@@ -144,14 +145,24 @@ def eagle_row(head: torch.nn.Module, model: PreTrainedModel, prefix: Sequence[in
 
 @torch.no_grad()
 def block_row(head: torch.nn.Module, model: PreTrainedModel, prefix: Sequence[int], drafted: Sequence[int]) -> Tensor:
-    """The last slot, or the mask of the depth, attending to all slots; then the term of the parent's token."""
-    tokens, depth = torch.tensor([*prefix, *drafted]), torch.tensor(len(drafted))
+    """The last slot, or the mask of the depth, attending to all slots; then the term of the parent's token.
+
+    In P-EAGLE's form the mask attends to itself and the masks above it, too.
+    """
+    tokens, depth = torch.tensor([*prefix, *drafted]), len(drafted)
     embeddings = model.get_input_embeddings()(tokens)
     fused, last = head.fuse(states(model, prefix[:-1], *head.config.hidden_layers)), len(prefix) - 2
     rotary = head.rotary(torch.arange(last + 1), fused.dtype)
     _, keys, values = head.queries_keys_values(embeddings[1 : last + 2], fused, rotary)
-    embedding, hidden = head.ask(embeddings[last + 1], fused[last], depth)
-    query, _, _ = head.queries_keys_values(embedding, hidden, head.rotary(last + depth, fused.dtype))
+    hidden, query = fused[last], None
+    for level in range(depth + 1):
+        embedding = embeddings[last + 1]
+        if level and (mask := head.config.mask_token_id) is not None:
+            embedding = model.get_input_embeddings().weight[mask]
+        embedding, hidden = head.ask(embedding, fused[last], torch.tensor(level))
+        query, *own = head.queries_keys_values(embedding, hidden, head.rotary(torch.tensor(last + level), fused.dtype))
+        if level and head.config.mask_token_id is not None:
+            keys, values = (torch.cat([part, new[None]]) for part, new in zip((keys, values), own, strict=True))
     keys, values = (part.repeat_interleave(len(query) // part.shape[1], dim=1) for part in (keys, values))
     shares = (torch.einsum("hc,shc->hs", query, keys) * query.shape[-1] ** -0.5).softmax(-1)
     final = head.norm(head.finish(hidden, torch.einsum("hs,shc->hc", shares, values).flatten()))
@@ -179,7 +190,14 @@ def model_row(small: PreTrainedModel, model: PreTrainedModel, prefix: Sequence[i
     return next_logits(small, [*prefix, *drafted])
 
 
-ROWS = {"block": block_row, "eagle": eagle_row, "medusa": medusa_row, "exit": exit_row, "model": model_row}
+ROWS = {
+    "block": block_row,
+    "peagle": block_row,
+    "eagle": eagle_row,
+    "medusa": medusa_row,
+    "exit": exit_row,
+    "model": model_row,
+}
 
 
 def check_rows(name: str, network: PreTrainedModel, model: PreTrainedModel, tree: DraftTree, tokens, atol=2e-5) -> int:

@@ -31,9 +31,11 @@ def weights(kind):
     if kind.startswith("eagle"):
         sizes = {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 4, "num_key_value_heads": 2}
         head = EagleHead(EagleConfig(**options, **sizes, head_dim=16, hidden_layers=[0, 1, 2]))
-    elif kind.startswith("block"):
+    elif "block" in kind:
         sizes = {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 4, "num_key_value_heads": 2}
         own = {"block_size": 3, "markov_rank": 24}
+        if kind.startswith("masked"):  # P-EAGLE's form
+            own |= {"markov_rank": 0, "mask_token_id": VOCAB - 1}
         head = BlockHead(BlockConfig(**options, **sizes, **own, head_dim=16, hidden_layers=[0, 1, 2]))
     else:
         head = MedusaHead(MedusaConfig(**options, hidden_layers=[2], num_heads=3))
@@ -48,8 +50,8 @@ def weights(kind):
     return target, head
 
 
-KINDS = ["eagle", "eagle, trimmed", "block", "block, trimmed", "medusa", "medusa, trimmed", "model"]
-DRAFTERS = {"eagle": EagleDrafter, "block": BlockDrafter, "medusa": MedusaDrafter}
+KINDS = ["eagle", "eagle, trimmed", "block", "block, trimmed", "masked block", "medusa", "medusa, trimmed", "model"]
+DRAFTERS = {"eagle": EagleDrafter, "block": BlockDrafter, "masked block": BlockDrafter, "medusa": MedusaDrafter}
 
 
 def built(kind, kernels="native", dtype=torch.float32, change=None, bits=None):

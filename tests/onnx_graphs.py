@@ -35,6 +35,7 @@ def decider() -> LearnedDecider:
 
 PLANS: dict[str, Callable[[], list[plans.Plan]]] = {
     "block": lambda: plans.block(trained("block").network, origin()),
+    "peagle": lambda: plans.block(trained("peagle").network, origin()),
     "eagle": lambda: plans.eagle(trained("eagle").network, origin()),
     "medusa": lambda: [plans.medusa(trained("medusa").network, origin())],
     "exit": lambda: [plans.early_exit(origin(), EXIT, trained("exit").network)],

@@ -188,6 +188,7 @@ class OnnxBlock(OnnxNetwork):
             max_position_embeddings=graph.about["max_positions"],
             block_size=int(graph.about["block_size"]),
             markov_rank=int(graph.about["markov_rank"]),
+            mask_token_id=graph.about["mask_token_id"],
         )
         self._run, self._fuse, self._markov = RaggedGraph(graph), fuse, markov
 

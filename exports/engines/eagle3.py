@@ -1,5 +1,7 @@
 """EAGLE-3 heads in the layout of their authors, and in that of the ``speculators`` library.
 
+Block heads of P-EAGLE's form are EAGLE-3 heads with a mask: vLLM reads them in either layout, and drafts in parallel.
+
 Both engines compute what :class:`~arbordraft.heads.eagle.EagleHead` does: the embedding and the fused states are normed
 each by itself, the residual is taken before that norm, the layer's own output before the last norm feeds the next step,
 and token embeddings are the target's.
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from arbordraft.exports.engines.layout import Layout, Shapes, dtype_name
 from arbordraft.exports.engines.target import Target, check_fit
+from arbordraft.heads.block import BlockHead
 from arbordraft.heads.eagle import EagleConfig, EagleHead
 
 SPECULATORS_VERSION = "0.9.0"  # of the library whose format this is
@@ -42,6 +45,8 @@ def eagle3(head: EagleHead, target: Target, engine: str, card: str) -> Layout:
     }
     if engine == "vllm":
         config |= {"eagle_aux_hidden_state_layer_ids": ids, "num_aux_hidden_states": len(ids)}
+    if isinstance(head, BlockHead):
+        config["pard_token"] = head.config.mask_token_id
     return Layout(config, tensors, eagle3_shapes(config, "midlayer."), card)
 
 
@@ -52,9 +57,10 @@ def speculators(head: EagleHead, target: Target, speculative_tokens: int, card: 
         ValueError: if vLLM does not compute such a network.
     """
     ids, tensors = _tensors(head, target, "vllm", "layers.0.")
+    algorithm, architecture = ("peagle", "PEagle") if isinstance(head, BlockHead) else ("eagle3", "Eagle3")
     config = {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
+        "architectures": [f"{architecture}Speculator"],
+        "speculators_model_type": algorithm,
         "speculators_version": SPECULATORS_VERSION,
         "draft_vocab_size": head.config.draft_vocab_size,
         "target_hidden_size": None,  # as large as the head's own
@@ -68,7 +74,7 @@ def speculators(head: EagleHead, target: Target, speculative_tokens: int, card: 
         "dtype": dtype_name(head.dtype),
         "transformer_layer_config": _llama(head, target) | {"num_aux_hidden_states": len(ids)},
         "speculators_config": {
-            "algorithm": "eagle3",
+            "algorithm": algorithm,
             "default_proposal_method": "greedy",
             "proposal_methods": [
                 {"proposal_type": "greedy", "speculative_tokens": speculative_tokens, "verifier_accept_k": 1}
@@ -76,6 +82,8 @@ def speculators(head: EagleHead, target: Target, speculative_tokens: int, card: 
             "verifier": {"name_or_path": target.name, "architectures": target.architectures},
         },
     }
+    if isinstance(head, BlockHead):
+        config["mask_token_id"] = head.config.mask_token_id
     return Layout(config, tensors, eagle3_shapes(config, "layers.0."), card)
 
 
@@ -87,6 +95,8 @@ def eagle3_shapes(config: dict[str, Any], layer: str) -> Shapes:
     ids = config.get("eagle_aux_hidden_state_layer_ids") or config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
     states, drafted = len(ids) * (config["target_hidden_size"] or hidden), config["draft_vocab_size"]
     shapes: Shapes = {"fc.weight": (hidden, states), "norm.weight": (hidden,), "lm_head.weight": (drafted, hidden)}
+    if {"mask_token_id", "pard_token"} & config.keys():
+        shapes["mask_hidden"] = (1, 1, states)
     if drafted != vocabulary:
         shapes |= {"d2t": (drafted,), "t2d": (vocabulary,)}
     inside = {
@@ -113,24 +123,37 @@ def _tensors(head: EagleHead, target: Target, engine: str, layer: str) -> tuple[
             f"engines norm embeddings and states of one size, the head has {config.target_hidden_size} and "
             f"{config.hidden_size}"
         )
-    states, fc = _ascending(head)
+    states, fc, mask = _ascending(head)
     _check_states(states, target, engine)
     tensors = {name.replace("midlayer.", layer): tensor for name, tensor in head.state_dict().items()}
     tensors["fc.weight"] = fc
+    if mask is not None:
+        tensors["mask_hidden"] = mask[None, None]
     if config.draft_vocab_size == config.vocab_size:  # engines have no place for a map then
         del tensors["d2t"], tensors["t2d"]
     return states, tensors
 
 
-def _ascending(head: EagleHead) -> tuple[list[int], Tensor]:
-    """The states in the order in which engines collect them, each once, and the columns ``[H, F]`` that read them."""
+def _ascending(head: EagleHead) -> tuple[list[int], Tensor, Tensor | None]:
+    """Puts the states into the order in which engines collect them, each once.
+
+    Returns:
+        Their numbers, the columns ``[H, F]`` that read them, and a mask's own states ``[F]``.
+    """
     numbers, weight = list(head.config.hidden_layers or ()), head.fc.weight.detach()
+    mask = head.mask_hidden.detach() if isinstance(head, BlockHead) else None
     order = sorted(set(numbers))
     if numbers == order:
-        return order, weight
-    blocks = weight.float().split(head.config.target_hidden_size, dim=1)
+        return order, weight, mask
+    size = head.config.target_hidden_size
+    if mask is not None:
+        if len(order) < len(numbers):
+            raise ValueError(f"the head reads hidden states {numbers}, engines give each once: train one on others")
+        parts = mask.split(size)
+        mask = torch.cat([parts[numbers.index(number)] for number in order])
+    blocks = weight.float().split(size, dim=1)
     columns = [torch.stack([b for b, n in zip(blocks, numbers, strict=True) if n == number]).sum(0) for number in order]
-    return order, torch.cat(columns, dim=1).to(weight.dtype)
+    return order, torch.cat(columns, dim=1).to(weight.dtype), mask
 
 
 def _check_states(states: list[int], target: Target, engine: str) -> None:

@@ -2,8 +2,9 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from arbordraft.checkpoints import read_config
 from arbordraft.exports.engines.draft_model import write_draft_model
@@ -13,7 +14,7 @@ from arbordraft.exports.engines.medusa import medusa
 from arbordraft.exports.engines.target import Target, describe_target
 from arbordraft.exports.folder import Export, contents
 from arbordraft.files import new_folder
-from arbordraft.heads.block import BlockConfig
+from arbordraft.heads.block import BlockConfig, BlockHead
 from arbordraft.heads.eagle import EagleConfig, EagleHead
 from arbordraft.heads.exit_adapter import ExitAdapterConfig
 from arbordraft.heads.medusa import MedusaConfig, MedusaHead
@@ -40,12 +41,13 @@ def export_vllm(
     """Writes a trained drafter for vLLM, which drafts chains with it.
 
     Args:
-        drafter: folder of an EAGLE head, of Medusa heads, or of a small causal LM.
+        drafter: folder of an EAGLE head, of a block head of P-EAGLE's form, of Medusa heads, or of a small causal LM.
         folder: where it goes.
-        layout: of EAGLE heads: ``eagle3``, or ``speculators``, which names its target, so that ``vllm serve FOLDER`` is
-            enough.
+        layout: of EAGLE and block heads: ``eagle3``, or ``speculators``, which names its target, so that
+            ``vllm serve FOLDER`` is enough.
         target: hub name or folder of the target; by default the one that the drafter names.
-        speculative_tokens: length of the chains, at least 1; written into the ``speculators`` layout and the card.
+        speculative_tokens: length of the chains, at least 1 and at most what a block head looks ahead; written into the
+            ``speculators`` layout and the card.
         dtype: of the weights, by default as they are stored.
         force: replace a folder that is there.
         tell: is told what is going on.
@@ -74,7 +76,7 @@ def export_sglang(
 ) -> Export:
     """The same as :func:`export_vllm` for SGLang, which drafts chains or trees.
 
-    It serves no Medusa heads, and reads EAGLE heads in the layout ``eagle3`` only.
+    It serves no Medusa and block heads, and reads EAGLE heads in the layout ``eagle3`` only.
     """
     return _export("sglang", drafter, folder, layout, target, speculative_tokens, dtype, force, tell)
 
@@ -92,7 +94,7 @@ def _export(
 ) -> Export:
     config = read_config(drafter)
     kind = str(config.get("model_type", config.get("class")))
-    _check_request(engine, kind, layout, speculative_tokens, dtype)
+    _check_request(engine, kind, config, layout, speculative_tokens, dtype)
     _check_path(engine, kind, folder)
     with new_folder(folder, force=force) as staging:
         tell("reading the target's settings")
@@ -102,7 +104,7 @@ def _export(
         described = describe_target(name)
         card = _card(engine, kind, layout, described.name, speculative_tokens)
         tell("reading, checking and writing the drafter")
-        if kind in (EAGLE, MEDUSA):
+        if kind in (EAGLE, BLOCK, MEDUSA):
             _head_layout(engine, kind, drafter, layout, described, speculative_tokens, dtype, card).write(staging)
         else:
             write_draft_model(Path(drafter), staging, described, card)
@@ -123,24 +125,33 @@ def _head_layout(
     if kind == MEDUSA:
         heads = MedusaHead.from_pretrained(drafter, dtype=dtype or "auto")
         return medusa(heads, target, card)
-    head = EagleHead.from_pretrained(drafter, dtype=dtype or "auto")
+    head = (BlockHead if kind == BLOCK else EagleHead).from_pretrained(drafter, dtype=dtype or "auto")
+    if isinstance(head, BlockHead) and speculative_tokens > head.config.block_size:
+        raise ValueError(
+            f"the head looks {head.config.block_size} tokens ahead, and chains of {speculative_tokens} are wanted: "
+            "name fewer with --speculative-tokens"
+        )
     if layout == "speculators":
         return speculators(head, target, speculative_tokens, card)
     return eagle3(head, target, engine, card)
 
 
-def _check_request(engine: str, kind: str, layout: str, speculative_tokens: int, dtype: str | None) -> None:
+def _check_request(
+    engine: str, kind: str, config: Mapping[str, Any], layout: str, speculative_tokens: int, dtype: str | None
+) -> None:
     """What cannot work, before anything is done."""
     if layout not in LAYOUTS:
         raise ValueError(f"there is no layout {layout!r}; known are {', '.join(LAYOUTS)}")
     if engine == "sglang" and layout != "eagle3":
         raise ValueError("SGLang reads EAGLE heads in the layout 'eagle3' only")
-    if layout == "speculators" and kind != EAGLE:
-        raise ValueError(f"the layout 'speculators' is for EAGLE heads, and the drafter is of type {kind!r}")
-    if kind == BLOCK:
+    if layout == "speculators" and kind not in (EAGLE, BLOCK):
+        raise ValueError(f"the layout 'speculators' is for EAGLE and block heads, the drafter is of type {kind!r}")
+    if kind == BLOCK and engine == "sglang":
+        raise ValueError("SGLang serves no block heads; vLLM does (arbordraft export vllm), or train an EAGLE head")
+    if kind == BLOCK and config.get("mask_token_id") is None:
         raise ValueError(
-            f"{engine} has no drafter of this kind: block heads cannot be served there; train an EAGLE head "
-            "(arbordraft train drafter fit --config drafter/eagle)"
+            "vLLM computes block heads of P-EAGLE's form, this one has a mask for every depth: train one with "
+            "--model.student.init_args.mask_token_id ID --model.student.init_args.markov_rank 0"
         )
     if kind == EXIT_ADAPTER:
         raise ValueError(
@@ -153,13 +164,13 @@ def _check_request(engine: str, kind: str, layout: str, speculative_tokens: int,
         raise ValueError(f"chains have at least one token, got {speculative_tokens}")
     if dtype is not None and dtype not in list(Dtype):
         raise ValueError(f"weights in {dtype} are not served; name one of {', '.join(Dtype)}")
-    if dtype is not None and kind not in (EAGLE, MEDUSA):
+    if dtype is not None and kind not in (EAGLE, BLOCK, MEDUSA):
         raise ValueError("a draft model keeps its dtype: engines cast it to the target's")
 
 
 def _check_path(engine: str, kind: str, folder: str | os.PathLike[str]) -> None:
     misleading = [word for word in _MISLEADING if word in os.fspath(folder).lower()]
-    if engine == "vllm" and kind != EAGLE and misleading:
+    if engine == "vllm" and kind not in (EAGLE, BLOCK) and misleading:
         raise ValueError(
             f"vLLM would take a drafter in {folder} for one of another kind, because of {misleading[0]!r} in its path: "
             "name another folder"
@@ -178,10 +189,13 @@ def _card(engine: str, kind: str, layout: str, target: str, speculative_tokens: 
     elif layout == "speculators":
         command = "vllm serve THIS_FOLDER"
     else:
-        method = {EAGLE: "eagle3", MEDUSA: "medusa"}.get(kind, "draft_model")
-        settings = {"method": method, "model": "THIS_FOLDER", "num_speculative_tokens": speculative_tokens}
+        method = {EAGLE: "eagle3", BLOCK: "eagle3", MEDUSA: "medusa"}.get(kind, "draft_model")
+        settings: dict[str, Any] = {"method": method, "model": "THIS_FOLDER"}
+        settings |= {"num_speculative_tokens": speculative_tokens}
+        if kind == BLOCK:
+            settings["parallel_drafting"] = True
         command = f"vllm serve {target} --speculative-config '{json.dumps(settings)}'"
     text = f"# Drafter for {target}\n\nWritten by arbordraft for {engine}:\n\n```\n{command}\n```\n"
-    if engine == "vllm" and kind != EAGLE:
+    if engine == "vllm" and kind not in (EAGLE, BLOCK):
         text += f"\nvLLM guesses what a drafter is: keep {', '.join(map(repr, _MISLEADING))} out of its path.\n"
     return text

@@ -228,7 +228,7 @@ def block(head: BlockHead, origin: Origin) -> list[Plan]:
     """
     fuse, slots = eagle(head, origin)
     config, embeddings = head.config, origin.target.model.get_input_embeddings()
-    own = {"kind": "block", "block_size": config.block_size, "markov_rank": config.markov_rank}
+    own = {"kind": "block", **{name: getattr(config, name) for name in ("block_size", "markov_rank", "mask_token_id")}}
 
     def example(shape: Shape, generator: torch.Generator) -> Inputs:
         depths = torch.randint(config.block_size, (shape.batch, shape.rows), generator=generator)

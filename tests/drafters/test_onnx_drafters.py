@@ -36,6 +36,7 @@ TREE = TreeTopology.from_k_config((2, 2, 1))
 GREEDY = Coupling(Fixed(2), TopDown(Matching()))
 KINDS = [
     ("block", BlockDrafter, OnnxBlock),
+    ("peagle", BlockDrafter, OnnxBlock),
     ("eagle", EagleDrafter, OnnxEagle),
     ("medusa", MedusaDrafter, OnnxMedusa),
     ("model", LanguageModelDrafter, OnnxModel),

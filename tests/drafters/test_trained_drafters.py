@@ -94,6 +94,9 @@ def few_drafter(name):
         head = BlockHead.for_target(model, [0, 1, 3, 4, 5], hidden_layers=[1], markov_rank=2)
         torch.nn.init.normal_(head.lm_head_markov.weight)
         return BlockDrafter(head, few(0))
+    if name == "peagle":
+        head = BlockHead.for_target(model, [0, 1, 3, 4, 5], hidden_layers=[1], markov_rank=0, mask_token_id=2)
+        return BlockDrafter(head, few(0))
     if name == "eagle":
         return EagleDrafter(EagleHead.for_target(model, [0, 1, 3, 4, 5], hidden_layers=[1]), few(0))
     if name == "medusa":
@@ -268,6 +271,9 @@ def untrained(name, of):
             torch.nn.init.normal_(head.lm_head_markov.weight, std=0.3)
             torch.nn.init.normal_(head.masks.weight[1:], std=0.3)
             return BlockDrafter(head, of)
+        if name == "peagle":
+            options = {"markov_rank": 0, "mask_token_id": 31, "hidden_layers": [0, 1, 2]}
+            return BlockDrafter(BlockHead.for_target(model, range(30), **options), of)
         if name == "eagle":
             return EagleDrafter(EagleHead.for_target(model, range(30), hidden_layers=[0, 1, 2]), of)
         if name == "medusa":

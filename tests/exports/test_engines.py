@@ -24,6 +24,7 @@ from arbordraft.exports.engines.eagle3 import eagle3, speculators
 from arbordraft.exports.engines.layout import LayoutError
 from arbordraft.exports.engines.medusa import medusa, widened
 from arbordraft.exports.engines.target import describe_target
+from arbordraft.heads.block import BlockHead
 from arbordraft.heads.eagle import EagleHead
 from arbordraft.heads.medusa import MedusaHead
 
@@ -92,6 +93,10 @@ def engine_row(folder: Path, engine: str, prefix: list[int], drafted: list[int])
         return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
 
     fused = list(linear(torch.cat(states, dim=-1), inside["fc.weight"]))
+    mask = config.get("mask_token_id", config.get("pard_token"))
+    if mask is not None:  # drafts in parallel: what was drafted is not read
+        drafted = [mask] * len(drafted)
+        fused += [linear(inside["mask_hidden"].flatten(), inside["fc.weight"])] * len(drafted)
     text, keys, values, hidden = [*prefix, *drafted], [], [], None
     for slot, token in enumerate(text[1:]):
         hidden = fused[slot] if slot < len(fused) else hidden
@@ -132,6 +137,30 @@ def test_engines_compute_the_same_head(folders, tmp_path, engine, layout):
     if layout == "eagle3":
         other = engine_row(tmp_path / "out", {"vllm": "sglang", "sglang": "vllm"}[engine], PROMPTS[2], [])
         assert not torch.allclose(other, companions.eagle_row(head, model, PROMPTS[2], []), atol=1e-2)
+
+
+@pytest.mark.parametrize("layout", ["eagle3", "speculators"])
+@pytest.mark.parametrize("order", [[1, 2, 3], [3, 1, 2]])
+def test_vllm_computes_the_same_block_head(folders, tmp_path, layout, order):
+    """Also where the head reads the target's states in another order than engines collect them in."""
+    head = BlockHead.from_pretrained(folders["peagle"])
+    size, places = head.config.target_hidden_size, [[1, 2, 3].index(number) for number in order]
+    with torch.no_grad():
+        for weight in (head.fc.weight, head.mask_hidden):
+            parts = weight.clone().split(size, dim=-1)
+            weight.copy_(torch.cat([parts[place] for place in places], dim=-1))
+    head.config.hidden_layers = order
+    head.save_pretrained(tmp_path / "head")
+    export_vllm(tmp_path / "head", tmp_path / "out", layout=layout, target=str(folders["target"]))
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    prefix = "midlayer." if layout == "eagle3" else "layers.0."
+    assert {name.removeprefix(prefix) for name in tensors} == {*KEYS, "mask_hidden"}
+    for drafted in ([], [7], [7, 9, 4]):
+        expected = companions.block_row(head, companions.target().model, PROMPTS[2], drafted)
+        row = engine_row(tmp_path / "out", "vllm", PROMPTS[2], drafted)
+        torch.testing.assert_close(row, expected, rtol=0, atol=2e-5)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert layout == "speculators" or '"parallel_drafting": true' in card
 
 
 def test_settings_of_the_eagle3_layout(folders, tmp_path):
@@ -371,13 +400,14 @@ def test_an_index_may_not_lead_elsewhere(folders, tmp_path):
 @pytest.mark.parametrize(
     ("engine", "drafter", "options", "message"),
     [
-        (export_vllm, "block", {}, "block heads cannot be served"),
-        (export_sglang, "block", {}, "block heads cannot be served"),
+        (export_vllm, "block", {}, "mask_token_id"),
+        (export_vllm, "peagle", {"speculative_tokens": 5}, "4 tokens ahead"),
+        (export_sglang, "peagle", {}, "SGLang serves no block heads"),
         (export_vllm, "exit", {}, "early exits cannot be served"),
         (export_sglang, "exit", {}, "early exits cannot be served"),
         (export_sglang, "medusa", {}, "SGLang serves no Medusa heads"),
         (export_sglang, "eagle", {"layout": "speculators"}, "'eagle3' only"),
-        (export_vllm, "medusa", {"layout": "speculators"}, "is for EAGLE heads"),
+        (export_vllm, "medusa", {"layout": "speculators"}, "is for EAGLE and block heads"),
         (export_vllm, "eagle", {"layout": "eagle2"}, "no layout 'eagle2'"),
         (export_vllm, "eagle", {"dtype": "int8"}, "float32, bfloat16, float16"),
         (export_vllm, "eagle", {"speculative_tokens": 0}, "at least one token"),

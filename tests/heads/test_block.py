@@ -74,9 +74,15 @@ def test_embeddings_of_any_scale_say_the_same():
     [
         ({"block_size": 0}, ValueError, "block_size must be a whole number from 1 to 32, got 0"),
         ({"block_size": 2.5}, TypeError, "block_size must be a whole number"),
+        (
+            {"markov_rank": 0, "mask_token_id": VOCAB},
+            ValueError,
+            f"mask_token_id must be a whole number from 0 to {VOCAB - 1}",
+        ),
+        ({"markov_rank": 4, "mask_token_id": 1}, ValueError, "set markov_rank to 0"),
         ({"markov_rank": -1}, ValueError, "markov_rank must be a whole number of at least 0, got -1"),
     ],
-    ids=["no token", "half a token", "negative rank"],
+    ids=["no token", "half a token", "unknown mask", "a mask and a term", "negative rank"],
 )
 def test_settings_out_of_range(settings, error, message):
     with pytest.raises(error, match=message):

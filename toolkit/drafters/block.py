@@ -144,17 +144,19 @@ class BlockDrafter(SlotDrafter):
     ) -> Iterator[tuple[Tensor, ...]]:
         """Fills slots, which end with the tokens of their samples; ``[levels, ...]`` of each, see `_HeadOnRows`."""
         packed: list[int] = []
+        mask = self.head.config.mask_token_id
         depths: list[int] = []
         words: list[int] = []
         asked: list[int] = []
         states: list[Tensor] = []
         for handle, rows in slots.items():
             count, text = len(rows), tokens[handle][-len(rows) :]
-            packed += [*text, *[text[-1]] * (levels - 1)]
+            packed += [*text, *[text[-1] if mask is None else mask] * (levels - 1)]
             states += [rows, rows[-1:].expand(levels - 1, -1)]
             depths += [*[0] * count, *range(1, levels)]
-            # A slot sees itself and those before it, a mask all of them, but no mask.
-            words += [(1 << min(row + 1, count)) - 1 for row in range(count + levels - 1)]
+            # A slot sees itself and those before it. A mask sees all slots; in P-EAGLE's form masks up to itself, too.
+            last = count if mask is None else count + levels - 1
+            words += [(1 << min(row + 1, last)) - 1 for row in range(count + levels - 1)]
             asked += range(len(packed) - levels, len(packed))
         places = [range(len(rows) + levels - 1) for rows in slots.values()]
         batch = cache.plan(list(slots), places, torch.tensor(words)[:, None])

@@ -6,6 +6,9 @@ states that are not there yet. They attend to the slots but not to each other, w
 in a single layer, masks could hand on nothing that they read. So those of the slots serve all depths, and no depth is
 made of another.
 
+With ``mask_token_id`` the head has the form of P-EAGLE instead, which engines serve: one mask for all depths, and each
+sees itself and the masks before it. There is no Markov term then.
+
 What the pass predicts of a depth d is the same for all nodes there. The Markov term adds what follows from a node's
 own token y, of low rank and as far as the depth wants it: ``logits(d, y) = W h_d + C (g_d * M e_y)`` with the token's
 embedding e_y and gates ``g_d = 2 sigmoid(G h_d)``.
@@ -30,12 +33,15 @@ class BlockConfig(EagleConfig):
     Args:
         block_size: k, the depth of the deepest draft, 1 to 32.
         markov_rank: r; 0 for no Markov term: all nodes of a depth then predict the same.
+        mask_token_id: for P-EAGLE's form, which needs a ``markov_rank`` of 0: the mask is the embedding of this token
+            with learned states. ``None`` for a mask of its own for every depth.
     """
 
     model_type = "arbordraft_block"
 
     block_size: int = 4
     markov_rank: int = 64
+    mask_token_id: int | None = None
 
 
 class BlockHead(EagleHead):
@@ -43,7 +49,7 @@ class BlockHead(EagleHead):
 
     Raises:
         TypeError: if a setting is no whole number.
-        ValueError: if one is out of range.
+        ValueError: if one is out of range, or P-EAGLE's form has a Markov term.
 
     Source: masks as in P-EAGLE (arXiv:2602.01469) and DFlash (arXiv:2602.06036); the term is the gated Markov head of
     DSpark (Cheng et al., 2026), with a projection of the target's embeddings where that has a table of its own: rare
@@ -58,8 +64,14 @@ class BlockHead(EagleHead):
         depths, rank = whole("block_size", config.block_size, 1, 32), whole("markov_rank", config.markov_rank, 0)
         super().__init__(config)
         width = config.target_hidden_size
-        # The first row stands for depth 0, the slot as it is, and is never read.
-        self.masks = nn.Embedding(depths, width + config.hidden_size, padding_idx=0)
+        if config.mask_token_id is None:
+            # The first row stands for depth 0, the slot as it is, and is never read.
+            self.masks = nn.Embedding(depths, width + config.hidden_size, padding_idx=0)
+        else:
+            whole("mask_token_id", config.mask_token_id, 0, config.vocab_size - 1)
+            if rank:
+                raise ValueError(f"with mask_token_id there is no Markov term: set markov_rank to 0, not {rank}")
+            self.mask_hidden = nn.Parameter(torch.randn(self.fc.in_features))
         self.markov = nn.Linear(width, rank, bias=False) if rank else None
         self.gate = nn.Linear(config.hidden_size, rank, bias=False) if rank else None
         self.lm_head_markov = nn.Linear(rank, config.draft_vocab_size, bias=False) if rank else None
@@ -73,6 +85,7 @@ class BlockHead(EagleHead):
         *,
         block_size: int = 4,
         markov_rank: int = 64,
+        mask_token_id: int | None = None,
         **options: Any,
     ) -> Self:
         """A new head, begun as an EAGLE head is, with a Markov term of 0 and gates of 1.
@@ -82,14 +95,28 @@ class BlockHead(EagleHead):
             tokens: target ids that can be drafted.
             block_size: k.
             markov_rank: r.
+            mask_token_id: for P-EAGLE's form.
             **options: further ones of :meth:`EagleHead.for_target <arbordraft.heads.eagle.EagleHead.for_target>`.
         """
-        return super().for_target(model, tokens, block_size=block_size, markov_rank=markov_rank, **options)
+        own: dict[str, Any] = {
+            "block_size": block_size,
+            "markov_rank": markov_rank,
+            "mask_token_id": mask_token_id,
+        }
+        return super().for_target(model, tokens, **own, **options)
 
     def ask(self, embeddings: Tensor, hidden: Tensor, depths: Tensor) -> tuple[Tensor, Tensor]:
-        """What predicts the tokens of depths ``[...]``: the last slot, ``[..., E]`` and ``[..., H]``, or its masks."""
-        token, states = self.masks(depths).split([embeddings.shape[-1], hidden.shape[-1]], dim=-1)
+        """Gives the inputs that predict the tokens of some depths: the last slot, or its masks.
+
+        Args:
+            embeddings: ``[..., E]`` of the last slot's token; in P-EAGLE's form of the mask token at depths above 0.
+            hidden: ``[..., H]`` the last slot's states.
+            depths: ``[...]`` int64.
+        """
         here = depths[..., None] == 0
+        if self.config.mask_token_id is not None:
+            return embeddings, torch.where(here, hidden, self.fuse(self.mask_hidden))
+        token, states = self.masks(depths).split([embeddings.shape[-1], hidden.shape[-1]], dim=-1)
         return torch.where(here, embeddings, token), torch.where(here, hidden, states)
 
     def follow(self, embeddings: Tensor) -> Tensor:

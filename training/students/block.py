@@ -28,6 +28,8 @@ class BlockStudent(Student):
     Args:
         block_size: tokens to look ahead; phases of more drafting steps train no more.
         markov_rank: of the Markov term, 0 for none.
+        mask_token_id: for a head of P-EAGLE's form, which vLLM serves and which needs a ``markov_rank`` of 0: the token
+            whose embedding is the mask's, best one that texts do not hold.
         vocabulary: size of the draft vocabulary, ``None`` for the target's whole.
         layers: the target's hidden states to read; by default a low, a middle and a high one.
         intermediate_size: of the MLP, by default the target's.
@@ -50,11 +52,13 @@ class BlockStudent(Student):
         layers: Sequence[int] | None = None,
         intermediate_size: int | None = None,
         keep: float = 0.7,
+        mask_token_id: int | None = None,
     ) -> None:
         super().__init__()
         self.block_size, self.markov_rank, self.vocabulary = block_size, markov_rank, vocabulary
         self.layers, self.intermediate_size = layers, intermediate_size
         self.keep = real("keep", keep, 1e-3, 1)
+        self.mask_token_id = mask_token_id
 
     def hidden_layers(self, target: RaggedModel) -> tuple[int, ...]:
         count = target.num_layers
@@ -66,6 +70,7 @@ class BlockStudent(Student):
             frequent(self.vocabulary or target.vocab_size),
             block_size=self.block_size,
             markov_rank=self.markov_rank,
+            mask_token_id=self.mask_token_id,
             hidden_layers=self.hidden_layers(target),
             intermediate_size=self.intermediate_size,
             name=name,
@@ -74,18 +79,31 @@ class BlockStudent(Student):
     def unroll(self, batch: Batch, target: RaggedModel, steps: int) -> Iterator[Prediction]:
         head, device = self.network, batch.tokens.device
         slots = batch.tokens.shape[1] - 2  # the last slot that predicts something holds the last token but one
-        embeddings = target.model.get_input_embeddings()(batch.tokens[:, 1:-1]).to(head.dtype)
+        embed = target.model.get_input_embeddings()
+        embeddings = embed(batch.tokens[:, 1:-1]).to(head.dtype)
         hidden = head.fuse(batch.inputs[:, :slots].to(head.dtype))
         at = torch.arange(slots, device=device)
         _, keys, values = head.queries_keys_values(embeddings, hidden, head.rotary(at, head.dtype))
+        mask = None
+        if self.mask_token_id is not None:  # masks are the same everywhere but for their places
+            mask = embed(torch.tensor([self.mask_token_id], device=device)).to(head.dtype)
+            masks = head.ask(mask.expand(1, slots, -1), hidden[:1], torch.ones_like(at))
+            _, *masked = head.queries_keys_values(*masks, head.rotary(at, head.dtype))
+            keys, values = (
+                torch.cat([part, more.expand_as(part)], 1) for part, more in zip((keys, values), masked, strict=True)
+            )
         # Slot j holds the token before the one that it predicts, the parent, whatever the depth.
         follow, weight = head.follow(embeddings), head.weight
         for step in range(min(steps, self.block_size, slots)):
             begins = self._begins(slots - step, step, device)
-            inputs = head.ask(embeddings[:, begins], hidden[:, begins], torch.full_like(begins, step))
-            query, _, _ = head.queries_keys_values(*inputs, head.rotary(begins + step, head.dtype))
-            attended = _attend(query, keys, values, begins)
-            final, places = head.norm(head.finish(inputs[1], attended.flatten(2))), begins + step
+            places, seen = begins + step, at <= begins[:, None]
+            last = embeddings[:, begins]
+            if mask is not None:
+                last = last if step == 0 else mask.expand_as(last)
+                seen = torch.cat([seen, (at > begins[:, None]) & (at <= places[:, None])], dim=1)
+            inputs = head.ask(last, hidden[:, begins], torch.full_like(begins, step))
+            query, _, _ = head.queries_keys_values(*inputs, head.rotary(places, head.dtype))
+            final = head.norm(head.finish(inputs[1], _attend(query, keys, values, seen).flatten(2)))
             found = torch.cat([final, head.gates(final) * follow[:, places]], dim=-1)
             rows = found.new_zeros(len(found), slots, found.shape[-1]).index_copy(1, places, found)
             trained = torch.zeros(slots, dtype=torch.bool, device=device).index_fill(0, places, True)
@@ -100,9 +118,8 @@ class BlockStudent(Student):
         return torch.randperm(count, device=device)[:kept].sort().values
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, begins: Tensor) -> Tensor:
-    """``[B, n, Hq, C]`` attending to the slots ``[B, S, Hkv, C]`` up to where their drafts begin."""
+def _attend(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
+    """``[B, n, Hq, C]`` of queries that attend to those keys ``[B, K, Hkv, C]`` that are ``seen``, ``[n, K]``."""
     query, keys, values = (part.transpose(1, 2) for part in (query, keys, values))
-    seen = torch.arange(keys.shape[2], device=begins.device) <= begins[:, None]
     found = functional.scaled_dot_product_attention(query, keys, values, attn_mask=seen, enable_gqa=True)
     return found.transpose(1, 2)
