@@ -86,6 +86,7 @@ class DecoderConfig:
         decider: when drafting stops.
         max_cache_tokens: bound on the rows of each KV cache.
         expected_batch: samples that sampled requests take their batch to have.
+        generation_config: where settings come from that a request leaves open.
     """
 
     target: TargetReference
@@ -97,6 +98,7 @@ class DecoderConfig:
     decider: Description
     max_cache_tokens: int | None = None
     expected_batch: int = 1
+    generation_config: str = "model"
 
     @classmethod
     def of(cls, decoder: ad.SpeculativeDecoder, target: str, trained: str | None = None) -> "DecoderConfig":
@@ -127,6 +129,7 @@ class DecoderConfig:
             describe(decoder.decider),
             decoder.max_cache_tokens,
             decoder.expected_batch,
+            decoder.generation_config,
         )
 
     def build(self, folder: str | os.PathLike[str]) -> "tuple[ad.SpeculativeDecoder, PreTrainedTokenizerBase]":
@@ -149,6 +152,7 @@ class DecoderConfig:
             rebuild(self.decider, here),
             max_cache_tokens=self.max_cache_tokens,
             expected_batch=self.expected_batch,
+            generation_config=self.generation_config,
         )
         return decoder, tokenizer
 

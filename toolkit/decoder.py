@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from arbordraft import texts
 from arbordraft.batching import Batch, Entry
 from arbordraft.checks import each, whole
+from arbordraft.generation import changed, with_settings
 from arbordraft.grammars import Grammar, GrammarError, grammars_of
 from arbordraft.huggingface import (
     DecodingError,
@@ -66,6 +67,8 @@ class SpeculativeDecoder(Stepper):
             the decider plans beforehand. ``stats.pad_rows`` counts the target's padding. Sampling then takes shared
             noise or recursive rejection (or ``TopTailRule``), and processors that look at the scores alone.
         compiler: compile these steps with this backend of ``torch.compile``, such as ``"inductor"``.
+        generation_config: where settings come from that a request leaves open: the ``model``'s own
+            ``generation_config``, or ``none`` for its special tokens alone.
 
     Attributes:
         on_step: called as ``on_step(state, tree, verdict)`` in every step, after verification and before anything is
@@ -85,7 +88,7 @@ class SpeculativeDecoder(Stepper):
         text: str | Sequence[str],
         *,
         max_new_tokens: int = 256,
-        temperature: float = 0.0,
+        temperature: float | None = 0.0,
         top_p: float | None = None,
         top_k: int | None = None,
         seed: int | None = None,
@@ -97,18 +100,22 @@ class SpeculativeDecoder(Stepper):
     ) -> str | list[str] | texts.TextStream:
         """Text in, text out: what the model answers to a text, or behind it with ``raw=True``.
 
+        All other settings are those of the model's own ``generation_config``.
+
         Args:
             text: one, or a list of them, which are decoded as one batch.
             max_new_tokens: longest answer, in tokens.
-            temperature: 0 decodes greedily, more samples.
-            top_p: sample from the fewest tokens whose probabilities reach this sum, 0 to 1.
-            top_k: sample from this many most probable tokens; 0 or ``None`` for all.
+            temperature: 0 decodes greedily, more samples; ``None`` for the model's own, or 0 if it has none.
+            top_p: sample from the fewest tokens whose probabilities reach this sum, 0 to 1; by default the model's own,
+                or 1.
+            top_k: sample from this many most probable tokens, 0 for all; by default the model's own, or all.
             seed: 0 to 2**64 - 1, of the first text; text i gets ``seed + i``. By default torch's generator gives some.
             stream: return the answer in pieces, as they are decoded in a thread of their own; one text only. Closing
                 the iterator ends the decoding.
             raw: continue the text itself, without the tokenizer's chat template.
             system: system prompt of the chat template.
-            stop: the answer ends before this text, or the first of several.
+            stop: the answer ends before this text, or the first of several. By default it ends with the model's own
+                ``stop_strings``, which it keeps.
             grammar: the form that answers have to have.
 
         Returns:
@@ -144,7 +151,9 @@ class SpeculativeDecoder(Stepper):
             conversations = [texts.user_turn(one, system) for one in text]
         if not conversations:
             return []
-        settings = texts.settings_of(max_new_tokens, temperature, top_p, top_k, seed, len(conversations))
+        settings = texts.settings_of(
+            max_new_tokens, temperature, top_p, top_k, seed, len(conversations), self.own_settings
+        )
         settings["grammar"] = grammar
         answers = self._answer(conversations, settings, raw, stream, stop)
         return answers[0] if isinstance(text, str) and isinstance(answers, list) else answers
@@ -154,7 +163,7 @@ class SpeculativeDecoder(Stepper):
         messages: texts.Messages,
         *,
         max_new_tokens: int = 256,
-        temperature: float = 0.0,
+        temperature: float | None = 0.0,
         top_p: float | None = None,
         top_k: int | None = None,
         seed: int | None = None,
@@ -184,7 +193,7 @@ class SpeculativeDecoder(Stepper):
             TypeError: for messages that are none, and as :meth:`complete`.
             ValueError: as there, and for messages that the chat template refuses.
         """
-        settings = texts.settings_of(max_new_tokens, temperature, top_p, top_k, seed, 1)
+        settings = texts.settings_of(max_new_tokens, temperature, top_p, top_k, seed, 1, self.own_settings)
         settings["grammar"] = grammar
         answers = self._answer([texts.check_messages(messages)], settings, raw, stream, stop)
         return answers[0] if isinstance(answers, list) else answers
@@ -192,7 +201,7 @@ class SpeculativeDecoder(Stepper):
     def _answer(
         self, conversations: Sequence[texts.Messages], settings: dict[str, Any], raw: bool, streamed: bool, stop: Any
     ) -> list[str] | texts.TextStream:
-        tokenizer, ends = self.target.tokenizer, texts.stops(stop)
+        tokenizer, ends = self.target.tokenizer, None if stop is None else texts.stops(stop)
         prompts = [texts.encode(tokenizer, messages, raw=raw) for messages in conversations]
         assert tokenizer is not None  # or encode() has raised
         self.check_positions(max(map(len, prompts)), settings["max_new_tokens"])
@@ -237,18 +246,23 @@ class SpeculativeDecoder(Stepper):
         if input_ids is None:
             input_ids = kwargs.pop("inputs", None)  # transformers' own name for it
         kwargs |= whole_lengths(kwargs)
-        check_options(kwargs)
-        if kwargs.get("temperature") == 0:
+        own = self.own_settings
+        settings = check_options(kwargs, own)
+        if settings["temperature"] == 0:
             kwargs |= {"temperature": None, "do_sample": False}
-        if (strings := kwargs.pop("stop_strings", None)) is not None:
-            kwargs["stopping_criteria"] = with_stop_strings(
-                kwargs.get("stopping_criteria"), strings, kwargs.pop("tokenizer", None) or self.target.tokenizer
-            )
+        if (strings := settings["stop_strings"]) is not None:
+            tokenizer = kwargs.pop("tokenizer", None) or self.target.tokenizer
+            kwargs["stopping_criteria"] = with_stop_strings(kwargs.get("stopping_criteria"), strings, tokenizer)
+            kwargs.pop("stop_strings", None)  # transformers would want the tokenizer, and drop it
+            own = changed(own, stop_strings=None)
+            if (config := kwargs.get("generation_config")) is not None:
+                kwargs["generation_config"] = changed(config, stop_strings=None)
         if input_ids is not None:
             check_prompts(input_ids, kwargs.get("attention_mask"), self.target.vocab_size)
             if kwargs.get("max_new_tokens") == 0:  # transformers takes 0 for a mistake; here it means what it says
                 return self._nothing(input_ids, streamer, kwargs)
-        output: Tensor | GenerateDecoderOnlyOutput = self.target.model.generate(  # type: ignore[operator]
+        model = with_settings(self.target.model, own)
+        output: Tensor | GenerateDecoderOnlyOutput = model.generate(  # type: ignore[operator]
             input_ids,
             custom_generate=self.decode_loop,
             spec_streamer=streamer,
@@ -273,12 +287,14 @@ class SpeculativeDecoder(Stepper):
     ) -> "Tensor | GenerateDecoderOnlyOutput":
         """The decoding method behind ``model.generate(..., custom_generate=decoder.decode_loop)``.
 
-        ``streamer`` does not reach a custom method in transformers: pass it as ``spec_streamer``. For the other
-        arguments, results and errors see :meth:`generate`.
+        ``streamer`` does not reach a custom method in transformers: pass it as ``spec_streamer``. Neither does
+        ``tokenizer``, without which transformers refuses ``stop_strings``: pass ``StopStringCriteria``, or call
+        :meth:`generate`. For the other arguments, results and errors see there.
         """
-        if model is not self.target.model:
+        if model._modules is not self.target.model._modules:  # generate() may call it by a second object
             raise ValueError("this decoder was built for another model than the one whose generate() called it")
-        refuse_unsupported(self.target.model, generation_config, model_kwargs.get("attention_mask"), model_kwargs)
+        own: Any = model.generation_config
+        refuse_unsupported(own, generation_config, model_kwargs.get("attention_mask"), model_kwargs)
         streamers = per_sample_streamers(spec_streamer, len(input_ids))
         # Not a named parameter: transformers would take it for an option of this method and pass it twice.
         mask = model_kwargs.get("attention_mask")

@@ -4,14 +4,13 @@ Shapes: B samples, L prompt columns (padding included).
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from arbordraft.checks import positive, real, whole
+from arbordraft.generation import EXTRA_OUTPUTS, check_settings, effective, says_something
 from arbordraft.metrics import DecodeStats
 from arbordraft.target.own_cache import CACHE_NAMES
 
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
         GenerationConfig,
         LogitsProcessor,
         LogitsProcessorList,
-        PreTrainedModel,
         PreTrainedTokenizerBase,
         StoppingCriteriaList,
     )
@@ -60,7 +58,7 @@ class Stopping:
             criterion is asked about one sample at a time, after each of its tokens.
     """
 
-    def __init__(self, criteria: "StoppingCriteriaList") -> None:
+    def __init__(self, criteria: "Iterable[Any]") -> None:
         self.max_length = sys.maxsize
         self._ends: set[int] = set()
         self._others = []
@@ -86,9 +84,15 @@ class Stopping:
 def with_stop_strings(
     criteria: "StoppingCriteriaList | None", strings: str | list[str], tokenizer: "PreTrainedTokenizerBase | None"
 ) -> "StoppingCriteriaList":
-    """Adds stop strings to stopping criteria; transformers would not pass the tokenizer on to a custom method."""
+    """Adds stop strings, if there are any, to stopping criteria.
+
+    Raises:
+        ValueError: if there is no tokenizer to spell tokens.
+    """
     from transformers import StoppingCriteriaList, StopStringCriteria
 
+    if not strings:
+        return StoppingCriteriaList(criteria or [])
     if tokenizer is None:
         raise ValueError("stop_strings need a tokenizer: pass tokenizer=..., or build RaggedModel(model, tokenizer)")
     return StoppingCriteriaList([*(criteria or []), StopStringCriteria(tokenizer, strings)])
@@ -154,19 +158,8 @@ def without_padding(
     return kept
 
 
-# Ways of decoding that transformers chooses by these options, none of which can be had together with drafts.
-_OTHER_WAYS = (
-    "assistant_model",
-    "constraints",
-    "dola_layers",
-    "force_words_ids",
-    "negative_prompt_ids",
-    "penalty_alpha",
-    "prompt_lookup_num_tokens",
-    "synced_gpus",
-)
 # What generate() hands to every decoding method, besides the inputs of the model at hand.
-_EXPECTED = frozenset({"attention_mask", "logits_to_keep", "position_ids", "use_cache", *CACHE_NAMES})
+_EXPECTED = frozenset({"attention_mask", "logits_to_keep", "position_ids", "use_cache", *CACHE_NAMES, *EXTRA_OUTPUTS})
 
 
 def whole_lengths(options: Mapping[str, Any]) -> dict[str, int]:
@@ -176,8 +169,13 @@ def whole_lengths(options: Mapping[str, Any]) -> dict[str, int]:
     return {name: int(value) for name, value in given.items() if isinstance(value, float) and value.is_integer()}
 
 
-def check_options(options: Mapping[str, Any]) -> None:
-    """Raises TypeError or ValueError for arguments of ``generate()`` that make no sense, or none here."""
+def check_options(options: Mapping[str, Any], own: "GenerationConfig") -> dict[str, Any]:
+    """All settings that arguments of ``generate()`` and the model's own come to, by name.
+
+    Raises:
+        TypeError: for arguments of another kind.
+        ValueError: for arguments that make no sense, or none here.
+    """
     from transformers import GenerationConfig
 
     config = options.get("generation_config")
@@ -186,61 +184,22 @@ def check_options(options: Mapping[str, Any]) -> None:
             f"generation_config must be a GenerationConfig, got {_described(config)}: write "
             "GenerationConfig(**dict), or GenerationConfig.from_pretrained(folder)"
         )
-    _refuse_other_ways(options)
-    for name, check in _CHECKS.items():
-        for value in (options.get(name), getattr(config, name, None)):
-            if value is not None:
-                check(name, value)
-
-
-def _refuse_other_ways(options: Mapping[str, Any]) -> None:
-    if wanted := [name for name in _OTHER_WAYS if _says_something(options.get(name))]:
-        raise ValueError(
-            f"{wanted[0]} asks for another way of decoding than this decoder's: leave it out, or call the model's own "
-            "generate()"
-        )
-
-
-_CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
-    "max_new_tokens": partial(whole, least=0),
-    "max_length": partial(whole, least=1),
-    "min_new_tokens": partial(whole, least=0),
-    "min_length": partial(whole, least=0),
-    "temperature": partial(real, least=0),
-    "top_k": partial(whole, least=0),
-    "top_p": partial(real, least=0, most=1),
-    "min_p": partial(real, least=0, most=1),
-    "typical_p": partial(real, least=0, most=1),
-    "epsilon_cutoff": partial(real, least=0, most=1),
-    "eta_cutoff": partial(real, least=0, most=1),
-    "repetition_penalty": positive,
-    "no_repeat_ngram_size": partial(whole, least=0),
-    "num_return_sequences": partial(whole, least=1),
-}
+    settings = effective(options, own)
+    check_settings(settings, own)
+    return settings
 
 
 def refuse_unsupported(
-    model: "PreTrainedModel", config: "GenerationConfig", attention_mask: Tensor | None, model_kwargs: dict[str, Any]
+    own: "GenerationConfig", config: "GenerationConfig", attention_mask: Tensor | None, model_kwargs: dict[str, Any]
 ) -> None:
     """Raises ValueError for options of ``generate()`` and inputs of a model that cannot be honoured here."""
-    check_options(config.to_dict())
-    wanted = [name for name in ("output_attentions", "output_hidden_states", "output_logits", "output_scores")
-              if getattr(config, name, False)]  # fmt: skip
-    if wanted and config.return_dict_in_generate:
-        raise ValueError(f"{', '.join(wanted)}: per-token outputs are not kept when several tokens are decided at once")
-    if (config.num_beams or 1) > 1:
-        raise ValueError("beam search cannot be combined with speculative decoding; set num_beams=1")
-    default = model.generation_config
-    if config.cache_implementation not in (None, default.cache_implementation):
-        raise ValueError("cache_implementation cannot be chosen: the cache is this decoder's own; leave it out")
-    if config.use_cache is False and default.use_cache is not False:
-        raise ValueError("use_cache=False cannot be honoured: what was accepted is kept in a cache; leave it out")
+    check_settings(vars(config), own)
     pasts = [past for name in CACHE_NAMES if (past := model_kwargs.get(name)) is not None]
     if any(past.get_seq_length() > 0 for past in pasts):
         raise ValueError("a cache cannot be continued: pass the whole text as input_ids")
     if model_kwargs.get("inputs_embeds") is not None:
         raise ValueError("inputs_embeds are not supported: drafting needs token ids")
-    unused = [name for name, given in model_kwargs.items() if name not in _EXPECTED and _says_something(given)]
+    unused = [name for name, given in model_kwargs.items() if name not in _EXPECTED and says_something(given)]
     if unused:
         raise ValueError(
             f"{', '.join(unused)}: inputs of the model besides its tokens would be ignored when they run packed; only "
@@ -249,11 +208,6 @@ def refuse_unsupported(
     positions = model_kwargs.get("position_ids")
     if positions is not None and not _own_positions(positions, attention_mask):
         raise ValueError("position_ids must number each prompt's own tokens 0, 1, 2, ...: leave them out")
-
-
-def _says_something(value: Any) -> bool:
-    """Whether a model input could change what the model says: not nothing, and no empty collection."""
-    return value is not None and (isinstance(value, Tensor) or bool(value))
 
 
 def _own_positions(positions: Tensor, attention_mask: Tensor | None) -> bool:

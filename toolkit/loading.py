@@ -70,6 +70,13 @@ class Weights(StrEnum):
     file = "file"
 
 
+class Settings(StrEnum):
+    """Where settings come from that a request leaves open; see ``SpeculativeDecoder``."""
+
+    model = "model"
+    none = "none"
+
+
 class Kernels(StrEnum):
     """How weights are read on a CPU; see ``RaggedModel``."""
 
@@ -95,6 +102,7 @@ def load(
     decider: Decider | None = None,
     costs: str | StepCosts | CostTable | None = "auto",
     max_cache_tokens: int | None = None,
+    generation_config: str = "model",
 ) -> SpeculativeDecoder:
     """A decoder that is ready to write, of a model and a drafter that are named.
 
@@ -120,6 +128,7 @@ def load(
             :func:`~arbordraft.measuring.known_costs`; ``renew`` to measure again; what was measured elsewhere; or
             ``None`` to draft whole trees whatever they cost.
         max_cache_tokens: bound on the rows of each KV cache; unlimited by default.
+        generation_config: see :class:`~arbordraft.SpeculativeDecoder`.
 
     Returns:
         The decoder, in eval mode; ``decoder.target`` holds the model and its tokenizer.
@@ -169,7 +178,8 @@ def load(
             proposer = NGramDrafter(longest=8, shortest=1)  # what does not pay is dropped
         known = known_costs(target, proposer, renew=costs == "renew") if isinstance(costs, str) else costs
         decider = CostAware(known)
-    return SpeculativeDecoder(target, proposer, topology, coupling, decider, max_cache_tokens=max_cache_tokens).eval()
+    options: dict[str, Any] = {"max_cache_tokens": max_cache_tokens, "generation_config": generation_config}
+    return SpeculativeDecoder(target, proposer, topology, coupling, decider, **options).eval()
 
 
 def _target_named(

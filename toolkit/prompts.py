@@ -152,7 +152,7 @@ def chat_batches(tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[str], b
 
 def plain_request(temperature: float, new_tokens: int) -> dict[str, Any]:
     """Arguments of ``generate`` for sampling from the whole vocabulary, or greedy decoding at temperature 0."""
-    return settings_of(new_tokens, temperature, None, None, None, 1)
+    return settings_of(new_tokens, temperature, 1.0, 0, None, 1)
 
 
 def check_texts(prompts: Sequence[str]) -> None:

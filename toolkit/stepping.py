@@ -18,6 +18,7 @@ from arbordraft.deciders import Decider
 from arbordraft.decisions import Plan, Situation
 from arbordraft.drafters import Drafter
 from arbordraft.drafters.none import roots
+from arbordraft.generation import SOURCES, own_settings
 from arbordraft.grammars import GrammarCompiler
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.laws import Fixed
@@ -35,7 +36,7 @@ from arbordraft.types import DraftTree, SampleTree, SampleVerdict, Verdict
 from arbordraft.verifiers import matching_verdict
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import GenerationConfig, PreTrainedModel
 
 _CHUNK = 2048  # rows of a forward over prompts, which bounds its memory
 _SCORED_CHUNK = 256  # the same where their logits are wanted
@@ -59,8 +60,12 @@ class Stepper(nn.Module):
         max_cache_tokens: int | None = None,
         buckets: Sequence[int] | None = None,
         compiler: str | None = None,
+        generation_config: str = "model",
     ) -> None:
         super().__init__()
+        if generation_config not in SOURCES:
+            raise ValueError(f"generation_config must be one of {', '.join(SOURCES)}, got {generation_config!r}")
+        self.generation_config = generation_config
         parts = fitting(target, drafter, topology, coupling, decider)
         self.target, self.drafter, self.topology, self.coupling, self.decider = parts
         self.mask = SlicedCausalMask(self.topology)
@@ -85,6 +90,11 @@ class Stepper(nn.Module):
         self.target.begin(cache)
         stats = DecodeStats(self.coupling.exactness.value, [0], [0])
         return DecodeState(cache, self.drafter.open(cache), stats, closed=closed)
+
+    @property
+    def own_settings(self) -> "GenerationConfig":
+        """Settings of the model itself, for all that a request leaves open."""
+        return own_settings(self.target.model, self.generation_config)
 
     @cached_property
     def compiler(self) -> GrammarCompiler:

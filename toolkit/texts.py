@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from arbordraft.checks import real, whole
+from arbordraft.generation import EXTRA_OUTPUTS, own_temperature
 from arbordraft.metrics import DecodeStats
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
 
     Generate = Callable[..., Any]  # SpeculativeDecoder.generate, which stands above
 
@@ -109,24 +110,45 @@ def encode(
 
 
 def settings_of(
-    max_new_tokens: int, temperature: float, top_p: float | None, top_k: int | None, seed: int | None, batch: int
+    max_new_tokens: int,
+    temperature: float | None,
+    top_p: float | None,
+    top_k: int | None,
+    seed: int | None,
+    batch: int,
+    own: "GenerationConfig | None" = None,
 ) -> dict[str, Any]:
     """These settings as ``generate`` takes them; sample i of the batch gets ``seed + i``.
+
+    Args:
+        max_new_tokens: longest answer.
+        temperature: 0 for greedy decoding; ``None`` for the model's own, or 0.
+        top_p: ``None`` for the model's own, or 1.
+        top_k: 0 for all tokens; ``None`` for the model's own, or all.
+        seed: of the first sample.
+        batch: number of samples.
+        own: the model's own settings, which :meth:`~arbordraft.SpeculativeDecoder.generate` adds; by default none.
 
     Raises:
         TypeError: for a value that is no number of its kind.
         ValueError: for one out of range.
     """
     settings: dict[str, Any] = {"max_new_tokens": whole("max_new_tokens", max_new_tokens, 0)}
-    top_p = 1.0 if top_p is None else real("top_p", top_p, 0, 1)
-    top_k = 0 if top_k is None else whole("top_k", top_k, 0)
+    settings |= {"num_return_sequences": 1, **dict.fromkeys(EXTRA_OUTPUTS, False)}
     if seed is not None:
         seed = whole("seed", seed, 0, 2**64 - batch)
         settings["seeds"] = [seed + sample for sample in range(batch)]
+    truncation: dict[str, Any] = {}
+    if top_p is not None:
+        truncation["top_p"] = real("top_p", top_p, 0, 1)
+    if top_k is not None or own is None or own.top_k is None:  # transformers would take 50
+        truncation["top_k"] = whole("top_k", top_k or 0, 0)
+    if temperature is None:
+        temperature = 0.0 if own is None else own_temperature(own) or 0.0
     temperature = real("temperature", temperature, 0)  # transformers takes 1 for no number
     if temperature == 0:
         return {**settings, "do_sample": False}
-    return {**settings, "do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+    return {**settings, "do_sample": True, "temperature": temperature, **truncation}
 
 
 def stops(stop: Any) -> tuple[str, ...]:
@@ -285,13 +307,13 @@ def write(
     tokenizer: "PreTrainedTokenizerBase",
     inputs: Mapping[str, Tensor],
     settings: Mapping[str, Any],
-    stop: Sequence[str],
+    stop: Sequence[str] | None,
 ) -> list[str]:
     """What a decoder writes behind each of several prompts, decoded as one ragged batch."""
     output = generate(**_request(tokenizer, inputs, settings, stop))
     columns, answers = inputs["input_ids"].shape[1], []
     for row, emitted in zip(output.sequences.tolist(), output.stats.emitted, strict=True):
-        pieces = Pieces(tokenizer, stop)
+        pieces = Pieces(tokenizer, stop or ())
         answers.append(pieces.add(row[columns : columns + emitted]) + pieces.end())
     return answers
 
@@ -301,14 +323,17 @@ def stream(
     tokenizer: "PreTrainedTokenizerBase",
     inputs: Mapping[str, Tensor],
     settings: Mapping[str, Any],
-    stop: Sequence[str],
+    stop: Sequence[str] | None,
 ) -> TextStream:
     """The same for one prompt, in pieces."""
-    return TextStream(partial(generate, **_request(tokenizer, inputs, settings, stop)), Pieces(tokenizer, stop))
+    return TextStream(partial(generate, **_request(tokenizer, inputs, settings, stop)), Pieces(tokenizer, stop or ()))
 
 
 def _request(
-    tokenizer: "PreTrainedTokenizerBase", inputs: Mapping[str, Tensor], settings: Mapping[str, Any], stop: Sequence[str]
+    tokenizer: "PreTrainedTokenizerBase",
+    inputs: Mapping[str, Tensor],
+    settings: Mapping[str, Any],
+    stop: Sequence[str] | None,
 ) -> dict[str, Any]:
-    ends = {"stop_strings": list(stop), "tokenizer": tokenizer} if stop else {}
+    ends = {} if stop is None else {"stop_strings": list(stop), "tokenizer": tokenizer}
     return {**inputs, **settings, **ends, "return_dict_in_generate": True}

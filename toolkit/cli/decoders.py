@@ -66,4 +66,5 @@ def load_decoder(
     if verifier is not None:
         part = ad.Lifted if verifier == Verifier.lifted else ad.TopDown
         coupling = ad.Coupling(drawn, part(ad.RecursiveRejection()))
-    return ad.SpeculativeDecoder(decoder.target, decoder.drafter, decoder.topology, coupling, decoder.decider)
+    parts = decoder.target, decoder.drafter, decoder.topology, coupling, decoder.decider
+    return ad.SpeculativeDecoder(*parts, generation_config=decoder.generation_config)
