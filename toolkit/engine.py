@@ -51,7 +51,7 @@ class Engine:
     Args:
         decoder: does the steps; any number of engines and other calls may use it at a time.
         max_tokens: rows of each KV cache, which bounds the memory; of a finished text they are kept until others need
-            them.
+            them. Steps of fixed shapes set some aside for padding, the more the higher ``max_samples`` is.
         max_samples: answers that are decoded at a time.
         max_rows: tokens of prompts that are read between two steps, which bounds how long a stream can stall;
             :func:`~arbordraft.measuring.rows_within` says how many a machine reads in a given time.
@@ -88,6 +88,12 @@ class Engine:
         self.decoder = instance("decoder", decoder, Stepper)
         self.max_tokens = whole("max_tokens", max_tokens, 1)
         self.max_samples = whole("max_samples", max_samples, 1)
+        if self.max_tokens < (least := decoder.least_tokens(self.max_samples)):
+            padding = ", the padding of fixed shapes included" if decoder.static is not None else ""
+            raise ValueError(
+                f"max_tokens must be at least {least} for max_samples={self.max_samples} and trees of "
+                f"{decoder.topology.num_nodes} nodes{padding}, got {self.max_tokens}: raise it, or lower max_samples"
+            )
         self.max_rows = whole("max_rows", max_rows, 1)
         self.max_waiting = None if max_waiting is None else whole("max_waiting", max_waiting, 0)
         if reuse and decoder.static is not None:

@@ -96,6 +96,11 @@ class Stepper(nn.Module):
         """Settings of the model itself, for all that a request leaves open."""
         return own_settings(self.target.model, self.generation_config)
 
+    def least_tokens(self, samples: int) -> int:
+        """Fewest rows of a cache for some samples at a time in which one has room for a token behind another."""
+        reserved = 0 if self.static is None else self.static.reserved(samples)
+        return reserved + self.topology.num_nodes + 2
+
     @cached_property
     def compiler(self) -> GrammarCompiler:
         """Makes processors of grammars for the target."""

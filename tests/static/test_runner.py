@@ -31,7 +31,9 @@ from arbordraft import (
     WithoutReplacement,
 )
 from arbordraft.deciders import CostAware, EntropyBound, NodeBudget
+from arbordraft.engine import Engine
 from arbordraft.laws import AdaptiveTopTail, DraftLaw
+from arbordraft.requests import Request
 from arbordraft.static import runner
 from arbordraft.static.runner import StaticStepping, _Runner
 from arbordraft.static.step import StaticStep
@@ -349,6 +351,21 @@ def test_the_dummy_counts_for_the_limit():
     assert decode(enough, PROMPTS[:1], **NEVER, max_new_tokens=10)
     with pytest.raises(CacheOverflow, match="may hold"):
         decode(build(buckets=(8,), max_cache_tokens=dummy + sample - 1), PROMPTS[:1], **NEVER, max_new_tokens=10)
+
+
+@pytest.mark.parametrize(("buckets", "least"), [((8,), 1 + 64), ((256,), 1 + 256), (None, 0)], ids=str)
+def test_an_engine_says_at_once_how_many_tokens_it_takes(buckets, least):
+    """For samples that are all drafted for at the same time; the least that is named has room for a request."""
+    decoder, least = build(buckets=buckets), least + TREE.num_nodes + 2
+    with pytest.raises(ValueError, match=rf"max_tokens must be at least {least} for max_samples=7 .*, got {least - 1}"):
+        Engine(decoder, max_tokens=least - 1, max_samples=7)
+    engine = Engine(decoder, max_tokens=least, max_samples=7)
+    assert engine.room(1) == 1
+    assert len(engine.submit(Request(prompt=[5], max_new_tokens=1)).result()[0].tokens) == 1
+    if buckets:
+        small = build(buckets=buckets, max_cache_tokens=8)
+        with pytest.raises(CacheOverflow, match=r"may hold 8 tokens, and steps of fixed shapes set \d+ aside .* fewer"):
+            decode(small, PROMPTS, **NEVER)
 
 
 class OwnTops(DraftLaw):

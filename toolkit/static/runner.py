@@ -22,7 +22,7 @@ from arbordraft.static.cache import StaticCache
 from arbordraft.static.drafting import StaticDrafts
 from arbordraft.static.recording import INSTEAD, check_kernels, record
 from arbordraft.static.step import Call, Pools, StaticStep, StepKind, compiled
-from arbordraft.target.cache import RaggedKVCache
+from arbordraft.target.cache import CacheOverflow, RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
 from arbordraft.types import DraftTree, SampleVerdict, Verdict
@@ -180,12 +180,22 @@ class StaticStepping:
         if len({law.replacement for law in self._laws}) > 1:
             raise ValueError(f"trees are drawn both with and without replacement: {INSTEAD}")
 
+    def reserved(self, batch: int) -> int:
+        """Rows of a cache for this many samples at a time that no sample can have: for padding, and one more."""
+        return 1 + max(fitting(self.buckets, batch * self.topology.num_nodes), self.drafts.spare(batch))
+
     def open(self, batch: int, max_tokens: int | None) -> StaticCache:
         """A cache for this many samples; the last one again if it is idle, as graphs are recorded for its pools.
 
         Raises:
-            CacheOverflow: if ``max_tokens`` does not even allow the dummy.
+            CacheOverflow: if ``max_tokens`` does not even allow the rows for padding.
         """
+        reserved = self.reserved(batch)
+        if max_tokens is not None and max_tokens < reserved:
+            raise CacheOverflow(
+                f"the KV cache may hold {max_tokens} tokens, and steps of fixed shapes set {reserved} aside for the "
+                f"padding of {batch} samples at a time: raise that limit, or decode fewer samples at once"
+            )
         parts = (self.target.model, self._drafter)
         tensors = (tensor for part in parts for tensor in (*part.parameters(), *part.buffers()))
         weights = self.target.network(), *(tensor.data_ptr() for tensor in tensors)
@@ -194,10 +204,9 @@ class StaticStepping:
                 self.reset()
                 self._weights = weights
             cache, self._idle = self._idle, None
-        rows = max(fitting(self.buckets, batch * self.topology.num_nodes), self.drafts.spare(batch))
-        fits = cache is not None and cache.capacity(cache.dummy) > rows and cache.max_tokens == max_tokens
+        fits = cache is not None and cache.reserved >= reserved and cache.max_tokens == max_tokens
         if cache is None or not fits:
-            cache = StaticCache(max_tokens, rows)
+            cache = StaticCache(max_tokens, reserved - 1)
             self.target.prefill({cache.dummy: [0]}, cache)
         return cache
 
