@@ -102,6 +102,43 @@ def test_generate_says_the_same():
             assert alone(made, request) == [ids[0, len(prompt) :].tolist()]
 
 
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_short_answers_do_not_end(temperature):
+    made, bias = decoder(), {EOS: 8.0}
+    settings = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    asked = {
+        "prompt": PROMPTS[1],
+        "max_new_tokens": 20,
+        "seed": 1,
+        "temperature": temperature,
+        "logit_bias": bias,
+    }
+    (short,) = alone(made, Request(**asked))
+    assert len(short) < 9
+    ids = made.generate(
+        torch.tensor([PROMPTS[1]]),
+        max_new_tokens=20,
+        min_new_tokens=9,
+        sequence_bias={(EOS,): bias[EOS]},
+        seeds=[1],
+        **settings,
+    )
+    (answer,) = alone(made, Request(**asked, min_new_tokens=9))
+    assert len(answer) >= 9
+    assert answer == ids[0, len(PROMPTS[1]) :].tolist()
+
+
+def test_further_tokens_end_answers():
+    made, asked = decoder(), {"prompt": PROMPTS[1], "max_new_tokens": 20, "ends": []}
+    (answer,) = alone(made, Request(**asked))
+    end = answer[7]
+    expected = answer[: answer.index(end) + 1]
+    assert alone(made, Request(**asked, stop_token_ids=[end])) == [expected]
+    assert alone(made, Request(**{**asked, "ends": [end]})) == [expected]
+    (longer,) = alone(made, Request(**asked, stop_token_ids=[end], min_new_tokens=12))
+    assert end not in longer[:11]
+
+
 def test_log_probabilities_are_the_models_own():
     model, request = ragged().model, Request(prompt=PROMPTS[2], max_new_tokens=9, temperature=1.4, seed=3, logprobs=2)
     (answer,) = Engine(decoder(), max_tokens=500).submit(request).result()

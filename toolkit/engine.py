@@ -5,7 +5,7 @@ Shapes: none; samples are counted, not stacked.
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
@@ -260,8 +260,11 @@ class Engine:
         if ends is None:
             known = target.model.generation_config.eos_token_id
             ends = () if known is None else (known,) if isinstance(known, int) else tuple(known)
+        if max(request.stop_token_ids, default=0) >= target.vocab_size:
+            raise ValueError(f"stop_token_ids names ids outside the target's vocabulary of {target.vocab_size} tokens")
+        ends = (*ends, *request.stop_token_ids)
         constraint = None if request.grammar is None else decoder.compiler(request.grammar, ends)
-        warp = self._warp(request, constraint)
+        warp = self._warp(request, constraint, ends)
         seeds = torch.randint(2**62, (request.n,)).tolist()
         if request.seed is not None:
             seeds = [request.seed + index for index in range(request.n)]
@@ -284,10 +287,10 @@ class Engine:
             entries.append(Entry(sample, job, _teller(stream, index)))
         return entries
 
-    def _warp(self, request: Request, constraint: StatefulProcessor | None) -> Warp:
+    def _warp(self, request: Request, constraint: StatefulProcessor | None, ends: Sequence[int]) -> Warp:
         """The processors of a request; those with the same settings share them, and so are processed together."""
         if not request.plain:
-            return request.warp(constraint)
+            return request.warp(constraint, ends)
         settings = (request.temperature, request.top_k, request.top_p, request.min_p, constraint)
         with self._mutex:
             warp = self._warps.pop(settings, None) or request.warp(constraint)

@@ -40,6 +40,8 @@ class Request:
         grammar: the form that the answer has to have.
         stop: the answer ends with the first of these texts; they need the target's tokenizer.
         ends: token ids that end an answer; by default those of the model's ``generation_config``.
+        stop_token_ids: token ids that end it besides.
+        min_new_tokens: 0 to ``max_new_tokens``; an answer with fewer does not end. Not with ``grammar`` or ``stop``.
         seed: 0 to 2**64 - 1; answer i gets ``seed + i``. By default torch's generator gives some.
         n: number of answers.
         logprobs: log-probabilities of the answer's tokens by the model itself, and of as many of the most probable
@@ -66,6 +68,8 @@ class Request:
     grammar: Grammar | None = None
     stop: str | Sequence[str] = ()
     ends: Sequence[int] | None = None
+    stop_token_ids: Sequence[int] = ()
+    min_new_tokens: int = 0
     seed: int | None = None
     n: int = 1
     logprobs: int | None = None
@@ -85,11 +89,15 @@ class Request:
             "frequency_penalty": real("frequency_penalty", self.frequency_penalty),
             "logit_bias": {whole("logit_bias", t, 0): real(f"logit_bias[{t}]", b) for t, b in self.logit_bias.items()},
             "stop": stops(self.stop),
+            "stop_token_ids": each("stop_token_ids", self.stop_token_ids, lambda name, token: whole(name, token, 0)),
             "n": whole("n", self.n, 1),
             "priority": whole("priority", self.priority),
         }
+        checked["min_new_tokens"] = whole("min_new_tokens", self.min_new_tokens, 0, checked["max_new_tokens"])
         if self.grammar is not None:
             instance("grammar", self.grammar, Grammar)
+        if self.min_new_tokens and (self.grammar is not None or checked["stop"]):
+            raise ValueError("min_new_tokens: a grammar or a stop says where an answer ends: ask for one of the two")
         if self.ends is not None:
             checked["ends"] = each("ends", self.ends, lambda name, token: whole(name, token, 0))
         if self.seed is not None:
@@ -111,13 +119,14 @@ class Request:
     def plain(self) -> bool:
         """Whether all that happens to scores is what a grammar, temperature, top-k, top-p and min-p do."""
         penalties = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
-        return not (penalties or self.logit_bias or self.processors)
+        return not (penalties or self.logit_bias or self.processors or self.min_new_tokens)
 
-    def warp(self, constraint: StatefulProcessor | None = None) -> Warp:
+    def warp(self, constraint: StatefulProcessor | None = None, ends: Sequence[int] = ()) -> Warp:
         """Its processors, in the order in which transformers applies them.
 
         Args:
             constraint: follows the grammar, if there is one; comes first, so that nothing else is truncated or drawn.
+            ends: token ids that end an answer.
 
         Raises:
             TypeError: if one of the user's is none.
@@ -139,6 +148,8 @@ class Request:
             chain.append(RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
         if self.presence_penalty or self.frequency_penalty:
             chain.append(CountPenalty(len(self.prompt), self.presence_penalty, self.frequency_penalty))
+        if self.min_new_tokens and ends:
+            chain.append(LeastLength(len(self.prompt) + self.min_new_tokens, ends))
         chain += self.processors
         if not self.greedy:
             if self.temperature != 1:
@@ -170,6 +181,23 @@ class CountPenalty:
         return scores - self.frequency * counts - self.presence * (counts > 0)
 
 
+class LeastLength:
+    """Forbids the tokens that end a text as long as it is short.
+
+    Args:
+        least: tokens that it has to have, prompt included.
+        ends: these tokens.
+    """
+
+    def __init__(self, least: int, ends: Sequence[int]) -> None:
+        self.least, self.ends = least, list(ends)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if input_ids.shape[1] < self.least:
+            scores[:, self.ends] = -torch.inf
+        return scores
+
+
 class Ends:
     """Ends an answer with certain tokens, or with a text.
 
@@ -194,4 +222,4 @@ class Ends:
         return self._pieces.ended
 
 
-__all__ = ["CountPenalty", "Ends", "Request"]
+__all__ = ["CountPenalty", "Ends", "LeastLength", "Request"]

@@ -6,6 +6,7 @@ import typing
 import pytest
 from callers import caller
 from fastapi.testclient import TestClient
+from models import EOS
 from openai.types import chat as openai_chat
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
@@ -185,6 +186,12 @@ UNCLEAR = {
     "a seed": ({"seed": -2}, "seed", "from 0 to"),
     "a template's own": ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize", "no variable"),
     "its messages": ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages", "no variable"),
+    "more than there may be": ({"min_tokens": 5}, "min_tokens", "may have, 4, got 5"),
+    "an end before the end": ({"min_tokens": 2, "stop": "a"}, "min_tokens", "one of the two"),
+    "a form that goes on": ({"min_tokens": 2, "response_format": {"type": "json_object"}}, "min_tokens", "JSON"),
+    "an end in a form": ({"stop_token_ids": [5], **TOOLS}, "stop_token_ids", "tools"),
+    "an unknown end": ({"stop_token_ids": [10**6]}, "stop_token_ids", "vocabulary"),
+    "an end that is none": ({"stop_token_ids": [-1]}, "stop_token_ids.0", "greater than or equal to 0"),
     "an answer of the user": ({"continue_final_message": True}, "messages.0", "role assistant"),
     "an answer in a form": (
         {"continue_final_message": True, "response_format": {"type": "json_object"}},
@@ -263,6 +270,20 @@ def test_usage_of_streams(http):
     assert counted[-1] == last["usage"]
     written = [usage["completion_tokens"] for usage in counted]
     assert written == sorted(written)
+
+
+def test_where_answers_end(http):
+    def finished(**fields):
+        reply = ask(http, max_tokens=30, seed=1, logit_bias={str(EOS): 12}, **fields).json()
+        return reply["usage"]["completion_tokens"], reply["choices"][0]["finish_reason"]
+
+    length, reason = finished()
+    assert (length < 9, reason) == (True, "stop")
+    assert finished(min_tokens=9)[0] >= 9
+    free = {"prompt": "a", "max_tokens": 30, "ignore_eos": True, "seed": 1}
+    for ends, (length, reason) in {(): (30, "length"), tuple(range(350)): (1, "stop")}.items():
+        reply = ask(http, "completions", **free, stop_token_ids=ends).json()
+        assert (reply["usage"]["completion_tokens"], reply["choices"][0]["finish_reason"]) == (length, reason)
 
 
 def prompt(tokenizer, **fields):

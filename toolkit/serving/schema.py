@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from inspect import signature
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
-from pydantic import BeforeValidator, Field, PlainValidator, model_validator
+from pydantic import BeforeValidator, Field, NonNegativeInt, PlainValidator, model_validator
 
 from arbordraft.grammars import Grammar
 from arbordraft.requests import Request
@@ -21,12 +21,15 @@ if TYPE_CHECKING:
 
 # Fields that an engine's request has under the same names.
 _SETTINGS = (
-    *("n", "seed", "stop", "temperature", "top_p", "top_k", "min_p", "logit_bias"),
+    *("n", "seed", "stop", "stop_token_ids", "temperature", "top_p", "top_k", "min_p", "logit_bias"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
+_MOST_ENDS = 1024
 # What cannot be had where a grammar holds the answer.
 _NOT_WITH_FORMS = {
     "ignore_eos": "with tools and JSON the model must be able to end",
+    "min_tokens": "tools and JSON say where an answer ends",
+    "stop_token_ids": "tools and JSON say where an answer ends",
     "continue_final_message": "with tools and JSON an answer cannot be begun by you",
 }
 
@@ -78,10 +81,14 @@ class Question(Fields, ABC):
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     ignore_eos: bool = False
+    min_tokens: int = Field(0, ge=0)
+    stop_token_ids: Annotated[Sequence[NonNegativeInt], Field(max_length=_MOST_ENDS)] = ()
     arbordraft: Extension = Extension()
 
     @model_validator(mode="after")
-    def _all_shown(self) -> Self:
+    def _possible(self) -> Self:
+        if self.min_tokens and self.stop:
+            raise ApiError(400, "min_tokens: a stop ends an answer: ask for one of the two", param="min_tokens")
         if self.best_of not in (None, self.n):
             reason = f"all answers that are made are returned: leave it out, or set it to n, {self.n}"
             raise ApiError(400, f"best_of: {reason}", param="best_of")
@@ -134,12 +141,16 @@ class Question(Fields, ABC):
             ValueError: for values out of range.
             ApiError: as :meth:`grammar`.
         """
+        if self.min_tokens > most:
+            reason = f"at most as many as the answer may have, {most}, got {self.min_tokens}"
+            raise ApiError(400, f"min_tokens: {reason}", param="min_tokens")
         settings = {name: getattr(self, name) for name in _SETTINGS}
         return Request(
             prompt=prompt,
             max_new_tokens=most,
             logprobs=self.others,
             ends=() if self.ignore_eos else None,
+            min_new_tokens=self.min_tokens,
             grammar=self.grammar(calls),
             **settings,
         )
