@@ -24,7 +24,7 @@ from arbordraft import (
     TreeTopology,
 )
 from arbordraft.laws import SharedNoise
-from arbordraft.texts import Pieces
+from arbordraft.spelling import Pieces
 from arbordraft.verifiers import SharedMatching
 
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}{% if add_generation_prompt %}a{% endif %}"

@@ -14,6 +14,7 @@ from arbordraft.batching import Batch, Entry, Job
 from arbordraft.checks import instance, whole
 from arbordraft.processors import Warp
 from arbordraft.requests import Ends, Request
+from arbordraft.spelling import Spelling
 from arbordraft.state import Sample
 from arbordraft.stateful import StatefulProcessor
 from arbordraft.stepping import Stepper
@@ -100,6 +101,8 @@ class Engine:
             raise ValueError("steps of fixed shapes keep no finished texts: build the decoder with buckets=None")
         if reuse is None:
             reuse = decoder.target.row_invariant and decoder.static is None
+        tokenizer = decoder.target.tokenizer
+        self._spelling = None if tokenizer is None else Spelling(tokenizer)
         self._batch = Batch(decoder, self.max_tokens, self.max_samples, self.max_rows, reuse)
         self._warps: OrderedDict[tuple[Any, ...], Warp] = OrderedDict()
         self._mutex = threading.Lock()  # over the queue and the flags
@@ -276,7 +279,7 @@ class Engine:
                 seed,
                 request.greedy,
                 warp,
-                Ends(ends, target.tokenizer, request.stop),
+                Ends(ends, self._spelling, request.stop),
                 emit=stream.told(index),
                 logprobs=request.logprobs,
                 prompt_logprobs=request.prompt_logprobs,

@@ -13,11 +13,12 @@ from torch import Tensor
 from arbordraft.checks import each, instance, positive, real, whole
 from arbordraft.grammars import Grammar
 from arbordraft.processors import Warp
+from arbordraft.spelling import Pieces, Spelling
 from arbordraft.stateful import StatefulProcessor
-from arbordraft.texts import Pieces, stops
+from arbordraft.texts import stops
 
 if TYPE_CHECKING:
-    from transformers import LogitsProcessor, PreTrainedTokenizerBase
+    from transformers import LogitsProcessor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,15 +204,13 @@ class Ends:
 
     Args:
         tokens: each of them ends it.
-        tokenizer: spells the answer.
+        spelling: of the answer's tokens.
         texts: so does each of these.
     """
 
-    def __init__(
-        self, tokens: Sequence[int], tokenizer: "PreTrainedTokenizerBase | None", texts: Sequence[str]
-    ) -> None:
+    def __init__(self, tokens: Sequence[int], spelling: Spelling | None, texts: Sequence[str]) -> None:
         self._tokens = frozenset(tokens)
-        self._pieces = Pieces(tokenizer, texts) if texts and tokenizer is not None else None
+        self._pieces = Pieces(spelling, texts) if texts and spelling is not None else None
 
     def __call__(self, token: int, path: Callable[[], Sequence[int]]) -> bool:
         if token in self._tokens:

@@ -1,7 +1,7 @@
 """Text in, text out: what stands between a tokenizer and a decoder."""
 
 import threading
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
 from types import MappingProxyType
@@ -13,6 +13,7 @@ from torch import Tensor
 from arbordraft.checks import real, whole
 from arbordraft.generation import EXTRA_OUTPUTS, own_temperature
 from arbordraft.metrics import DecodeStats
+from arbordraft.spelling import Pieces
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     Generate = Callable[..., Any]  # SpeculativeDecoder.generate, which stands above
 
 Messages = Sequence[Mapping[str, Any]]
-
-_UNFINISHED = "\ufffd"  # what a tokenizer shows of a character of which bytes are still to come
 
 
 def user_turn(text: Any, system: str | None) -> list[dict[str, str]]:
@@ -164,73 +163,6 @@ def stops(stop: Any) -> tuple[str, ...]:
     if "" in texts:
         raise ValueError("stop must not hold an empty text, which stands everywhere")
     return tuple(texts)
-
-
-class Pieces:
-    """Turns tokens into text as they come, so that what was said never changes later.
-
-    Args:
-        tokenizer: special tokens are left out.
-        stop: the text ends before the first of these.
-        kept: special tokens that are spelt all the same.
-    """
-
-    def __init__(
-        self, tokenizer: "PreTrainedTokenizerBase", stop: Sequence[str] = (), kept: Collection[int] = ()
-    ) -> None:
-        self._tokenizer, self._stop = tokenizer, stop
-        self._hidden: set[int] | None = None  # left to the tokenizer
-        if kept:
-            added = tokenizer.added_tokens_decoder.items()
-            self._hidden = {index for index, token in added if token.special} - set(kept)
-        self._tokens: list[int] = []
-        self._shown = self._read = 0  # tokens before the last piece, and with it: some are spelt by what is before them
-        self._held, self._ended = "", False
-
-    def add(self, tokens: Sequence[int]) -> str:
-        """The text that these tokens make certain."""
-        self._tokens += tokens
-        news = self._news()
-        if not news or news.endswith(_UNFINISHED):
-            return ""
-        self._shown, self._read = self._read, len(self._tokens)
-        return self._certain(news)
-
-    @property
-    def ended(self) -> bool:
-        """Whether a stop has come."""
-        return self._ended
-
-    def end(self) -> str:
-        """What is left when no tokens follow."""
-        return self._certain(self._news()) + self._held
-
-    def _news(self) -> str:
-        """What the tokens behind the last piece are spelt as."""
-        before, now = self._spelt(self._tokens[self._shown : self._read]), self._spelt(self._tokens[self._shown :])
-        return now[len(before) :]
-
-    def _certain(self, text: str) -> str:
-        """What of the text, behind what was held back, can belong to no stop."""
-        if self._ended:
-            return ""
-        text = self._held + text
-        if places := [place for stop in self._stop if (place := text.find(stop)) >= 0]:
-            self._held, self._ended = "", True
-            return text[: min(places)]
-        held = max(
-            (size for stop in self._stop for size in range(1, len(stop)) if text.endswith(stop[:size])), default=0
-        )
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
-
-    def _spelt(self, tokens: list[int]) -> str:
-        if self._hidden is not None:
-            tokens = [token for token in tokens if token not in self._hidden]
-        spelt = self._tokenizer.decode(
-            tokens, skip_special_tokens=self._hidden is None, clean_up_tokenization_spaces=False
-        )
-        return spelt if isinstance(spelt, str) else "".join(spelt)
 
 
 class TextStream(Iterator[str]):

@@ -16,7 +16,7 @@ import arbordraft as ad
 from arbordraft.cli import main as cli
 from arbordraft.cli.display import AnswerStreamer, show_answers, verdict
 from arbordraft.metrics import DecodeStats
-from arbordraft.texts import Pieces
+from arbordraft.spelling import Pieces
 
 TOKENS = 12
 

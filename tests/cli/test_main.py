@@ -16,7 +16,7 @@ from arbordraft import CostTable, NoDrafter
 from arbordraft.cli import main as cli
 from arbordraft.costs import StepCosts
 from arbordraft.prompts import read_prompts
-from arbordraft.texts import Pieces
+from arbordraft.spelling import Pieces
 from arbordraft.tuning import Choice, Setting, Tuned, grid
 
 runner = CliRunner()

@@ -8,7 +8,8 @@ from served import serving, tiny_decoder
 
 from arbordraft.engine import Engine
 from arbordraft.requests import Request
-from arbordraft.texts import Pieces, encode
+from arbordraft.spelling import Pieces
+from arbordraft.texts import encode
 
 HELLO = [{"role": "user", "content": "hello there"}]
 

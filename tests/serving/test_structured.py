@@ -16,7 +16,7 @@ from arbordraft.engine import Engine
 from arbordraft.grammars import Grammar
 from arbordraft.grammars import engine as grammar_engine
 from arbordraft.requests import Request
-from arbordraft.texts import Pieces
+from arbordraft.spelling import Pieces
 
 HELLO = [{"role": "user", "content": "hello there"}]
 SCHEMA = {
@@ -110,6 +110,26 @@ def test_answers_are_json_as_the_engine_writes_it(served, client, name, temperat
     chunks = list(chat(client, response_format=form, stream=True, **settings))
     said = ["".join(c.choices[0].delta.content for c in chunks if c.choices[0].index == i) for i in range(3)]
     assert said == texts
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
+def test_log_probabilities_spell_characters_of_several_tokens(client, streaming):
+    settings = {
+        "response_format": json_format({"const": "\u00e9\u6771\U0001f642"}),
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    reply = chat(client, stream=streaming, **settings)
+    choices = [one.choices[0] for one in reply] if streaming else reply.choices
+    words = [choice.delta.content if streaming else choice.message.content for choice in choices]
+    tokens = [token for choice in choices for token in choice.logprobs.content]
+    assert "".join(words) == '"\u00e9\u6771\U0001f642"'
+    assert "".join(token.token for token in tokens) == "".join(words)
+    assert b"".join(bytes(token.bytes) for token in tokens) == "".join(words).encode()
+    assert len(tokens) > len("".join(words)) + 5
+    for choice, said in zip(choices, words, strict=True):
+        assert "".join(token.token for token in choice.logprobs.content) == said
+    assert all(other.bytes for token in tokens for other in token.top_logprobs[1:])
 
 
 def test_without_a_format_answers_are_no_json(client):

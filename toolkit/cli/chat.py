@@ -29,8 +29,9 @@ from arbordraft.engine import Engine
 from arbordraft.kernels.native.build import cache_folder
 from arbordraft.loading import Kernels
 from arbordraft.requests import Request
+from arbordraft.spelling import Pieces
 from arbordraft.streams import Answer
-from arbordraft.texts import Pieces, encode
+from arbordraft.texts import encode
 from arbordraft.types import SampleTree, SampleVerdict
 
 HELP = """\

@@ -14,7 +14,7 @@ from rich.tree import Tree
 from torch import Tensor
 
 from arbordraft.metrics import DecodeStats
-from arbordraft.texts import Pieces
+from arbordraft.spelling import Pieces
 from arbordraft.topology import TreeTopology
 from arbordraft.types import SampleTree, SampleVerdict
 

@@ -28,7 +28,8 @@ from arbordraft.grammars import Grammar
 from arbordraft.loading import Kernels
 from arbordraft.metrics import DecodeStats
 from arbordraft.prompts import left_padded
-from arbordraft.texts import Pieces, encode, settings_of, stops, user_turn
+from arbordraft.spelling import Pieces
+from arbordraft.texts import encode, settings_of, stops, user_turn
 
 
 def generate(

@@ -4,7 +4,7 @@ import secrets
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from string import ascii_letters, digits
 from typing import Any, Literal
@@ -22,13 +22,12 @@ from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenL
 from openai.types.completion_choice import Logprobs
 from openai.types.completion_usage import CompletionTokensDetails
 
-from arbordraft.serving.pieces import Piece
+from arbordraft.serving.pieces import Piece, SpeltLogprob
 from arbordraft.serving.reading import CallPiece
 from arbordraft.serving.schema import Question
 from arbordraft.serving.service import Service
+from arbordraft.spelling import is_text
 from arbordraft.streams import Stream
-
-Spell = Callable[[int], str]
 
 
 class Shape(ABC):
@@ -36,14 +35,13 @@ class Shape(ABC):
 
     Args:
         service: what answers.
-        spell: the text of a token, for log-probabilities.
         question: what was asked.
     """
 
     prefix: str
 
-    def __init__(self, service: Service, spell: Spell, question: Question) -> None:
-        self.spell, self.logprobs = spell, question.others is not None
+    def __init__(self, service: Service, question: Question) -> None:
+        self.logprobs = question.others is not None
         self.calling = bool(question.functions)
         self.head: dict[str, Any] = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
@@ -70,8 +68,8 @@ class ChatShape(Shape):
 
     prefix = "chatcmpl"
 
-    def __init__(self, service: Service, spell: Spell, question: Question) -> None:
-        super().__init__(service, spell, question)
+    def __init__(self, service: Service, question: Question) -> None:
+        super().__init__(service, question)
         self._begun = 0
 
     def whole(self, answers: Sequence[Piece], usage: CompletionUsage) -> BaseModel:
@@ -117,17 +115,14 @@ class ChatShape(Shape):
 
     def _logprobs(self, piece: Piece) -> list[ChatCompletionTokenLogprob]:
         return [
-            ChatCompletionTokenLogprob(
-                **self._of(token, known.logprob),
-                top_logprobs=[TopLogprob(**self._of(other, logprob)) for other, logprob in known.others],
-            )
-            for token, known in zip(piece.tokens, piece.logprobs, strict=False)
+            ChatCompletionTokenLogprob(**_of(known), top_logprobs=[TopLogprob(**_of(other)) for other in known.others])
+            for known in piece.logprobs
         ]
 
-    def _of(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self.spell(token)
-        spelt = None if "\ufffd" in text else list(text.encode())  # of a part of a character there is no saying
-        return {"token": text, "bytes": spelt, "logprob": logprob}
+
+def _of(known: SpeltLogprob) -> dict[str, Any]:
+    spelt = None if known.data is None else list(known.data)
+    return {"token": known.text, "bytes": spelt, "logprob": known.logprob}
 
 
 class _TextChoice(CompletionChoice):
@@ -145,8 +140,8 @@ class TextShape(Shape):
 
     prefix = "cmpl"
 
-    def __init__(self, service: Service, spell: Spell, question: Question) -> None:
-        super().__init__(service, spell, question)
+    def __init__(self, service: Service, question: Question) -> None:
+        super().__init__(service, question)
         self._offsets: dict[int, int] = {}
 
     def whole(self, answers: Sequence[Piece], usage: CompletionUsage) -> BaseModel:
@@ -171,18 +166,26 @@ class TextShape(Shape):
         )
 
     def _logprobs(self, piece: Piece) -> Logprobs:
-        spelt = [self.spell(token) for token in piece.tokens]
         offsets, offset = [], self._offsets.get(piece.index, 0)
-        for text in spelt:
+        for known in piece.logprobs:
             offsets.append(offset)
-            offset += len(text)
+            offset += len(known.text)
         self._offsets[piece.index] = offset
         return Logprobs(
-            tokens=spelt,
+            tokens=[known.text for known in piece.logprobs],
             token_logprobs=[known.logprob for known in piece.logprobs],
-            top_logprobs=[{self.spell(token): value for token, value in known.others} for known in piece.logprobs],
+            top_logprobs=[_by_text(known.others) for known in piece.logprobs],
             text_offset=offsets,
         )
+
+
+def _by_text(others: Sequence[SpeltLogprob]) -> dict[str, float]:
+    """Log-probabilities by texts, the higher one where two are equal; parts of characters go by their bytes."""
+    found: dict[str, float] = {}
+    for text, data, logprob, _ in others:
+        part = data is not None and "\ufffd" in text and not is_text(data)
+        found.setdefault(f"bytes:{repr(data)[2:-1]}" if part else text, logprob)
+    return found
 
 
 def usage_of(stream: Stream) -> CompletionUsage:

@@ -112,7 +112,7 @@ def _endpoints(service: Service, api_key: str | None) -> APIRouter:
 
 async def _answer(service: Service, question: Question, http: Request, kind: type[Shape]) -> Response:
     call = await service.take(question)
-    shape = kind(service, call.speller.token, question)
+    shape = kind(service, question)
     if question.stream:
         chunks = _chunks(call, http, shape, question.stream_options)
         first = await anext(chunks)  # what fails before that has a status of its own

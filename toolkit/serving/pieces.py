@@ -1,21 +1,39 @@
 """What an engine says, as text and as pictures of its steps."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from arbordraft.serving.calls import CallFormat
 from arbordraft.serving.reading import CallPiece, CallReader
+from arbordraft.spelling import Pieces, Spelling, Spelt
 from arbordraft.state import TokenLogprobs
 from arbordraft.streams import Event
-from arbordraft.texts import Pieces
 from arbordraft.types import SampleTree, SampleVerdict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Step = dict[str, Any]
+
+
+class SpeltLogprob(NamedTuple):
+    """The log-probability of a token, and how that is spelt.
+
+    Args:
+        text: what it adds to the answer, see :class:`~arbordraft.spelling.Spelt`; of another token than the answer's,
+            what it would add, or the name of a special token.
+        data: the bytes of the same; ``None`` if the tokenizer does not tell.
+        logprob: its log-probability.
+        others: the most probable tokens at its place, descending.
+    """
+
+    text: str
+    data: bytes | None
+    logprob: float
+    others: "tuple[SpeltLogprob, ...]" = ()
 
 
 @dataclass(frozen=True)
@@ -26,7 +44,7 @@ class Piece:
         index: of the answer.
         text: what can be shown of it, without its calls of tools.
         tokens: what was committed.
-        logprobs: one per token, if they are wanted.
+        logprobs: one per token that ``text`` is of, if they are wanted: a token waits until it is certain what it adds.
         steps: see :func:`step_of`, if they are wanted.
         finish_reason: see :class:`~arbordraft.streams.Answer`; ``tool_calls`` if the answer ended with those.
         calls: of tools.
@@ -35,7 +53,7 @@ class Piece:
     index: int
     text: str = ""
     tokens: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: tuple[SpeltLogprob, ...] = ()
     steps: tuple[Step, ...] = ()
     finish_reason: str | None = None
     calls: tuple[CallPiece, ...] = ()
@@ -69,16 +87,17 @@ class Speller:
 
     def __init__(
         self,
-        tokenizer: "PreTrainedTokenizerBase",
+        tokenizer: "PreTrainedTokenizerBase | Spelling",
         stop: Sequence[str],
         n: int,
         steps: bool,
         calls: CallFormat | None = None,
         functions: Collection[str] = (),
     ) -> None:
-        self._tokenizer, self._steps = tokenizer, steps
+        self._spelling, self._steps = Spelling.of(tokenizer), steps
         kept = calls.marks if calls and functions else ()
-        self._answers = [Pieces(tokenizer, stop, kept) for _ in range(n)]
+        self._answers = [Pieces(self._spelling, stop, kept) for _ in range(n)]
+        self._logprobs = [_Logprobs(self._spelling) for _ in range(n)]
         self._readers = [CallReader(calls, functions) if calls and functions else None for _ in range(n)]
         self._start = perf_counter()
 
@@ -86,22 +105,59 @@ class Speller:
         """What an event adds."""
         answer, reader = self._answers[event.answer], self._readers[event.answer]
         reason = event.finish_reason
-        text = answer.add(event.tokens) if reason is None else answer.end()
+        spelt = answer.spelt(event.tokens) if reason is None else answer.rest()
+        logprobs = self._logprobs[event.answer]
+        logprobs.add(event)
+        known = tuple(logprobs.of(spelt))
+        text = "".join(part.text for part in spelt)
         text, called = (text, ()) if reader is None else reader.add(text)
         if reason is not None:
             if reader is not None:
                 text += reader.end()
                 reason = "tool_calls" if reader.called and reason == "stop" else reason
-            return Piece(event.answer, text, finish_reason=reason, calls=called)
+            return Piece(event.answer, text, logprobs=known, finish_reason=reason, calls=called)
         steps: tuple[Step, ...] = ()
         if self._steps and event.tree is not None and event.verdict is not None:
             shown = step_of(event.tree, event.verdict, len(event.tokens), self.token)
             steps = ({**shown, "seconds": round(perf_counter() - self._start, 4)},)
-        return Piece(event.answer, text, tuple(event.tokens), tuple(event.logprobs), steps, calls=called)
+        return Piece(event.answer, text, tuple(event.tokens), known, steps, calls=called)
 
     def token(self, token: int) -> str:
-        """How a token looks by itself; bytes of a character that is not whole show as ``\\ufffd``."""
-        return str(self._tokenizer.decode([token]))
+        """How a token looks behind others; bytes of a character that is not whole show as ``\\ufffd``."""
+        return self._spelling[token].text
+
+
+class _Logprobs:
+    """Keeps the log-probabilities of an answer's tokens until it is certain how these are spelt."""
+
+    def __init__(self, spelling: Spelling) -> None:
+        self._spelling = spelling
+        self._waiting: deque[tuple[int, TokenLogprobs]] = deque()
+        self._begun = False  # a token that is not hidden has come
+
+    def add(self, event: Event) -> None:
+        """Takes what is known of an event's tokens."""
+        self._waiting += zip(event.tokens, event.logprobs, strict=False)
+
+    def of(self, spelt: Sequence[Spelt]) -> Iterable[SpeltLogprob]:
+        """Those of the next tokens, which are spelt like this."""
+        for part in spelt[: len(self._waiting)]:
+            token, known = self._waiting.popleft()
+            hidden = self._spelling[token].hidden
+            others = tuple(
+                SpeltLogprob(part.text, part.data, logprob)
+                if other == token and not hidden
+                else self._alone(other, logprob)
+                for other, logprob in known.others
+            )
+            yield SpeltLogprob(part.text, part.data, known.logprob, others)
+            self._begun = self._begun or not hidden
+
+    def _alone(self, token: int, logprob: float) -> SpeltLogprob:
+        known = self._spelling[token]
+        if self._begun or known.text == known.first:
+            return SpeltLogprob(known.text, known.data, logprob)
+        return SpeltLogprob(known.first, known.first.encode(), logprob)
 
 
 def step_of(tree: SampleTree, verdict: SampleVerdict, emitted: int, spell: Callable[[int], str]) -> Step:

@@ -16,6 +16,7 @@ from arbordraft.serving.errors import ApiError, closing, failed, refused
 from arbordraft.serving.metrics import Metrics, Watch
 from arbordraft.serving.pieces import Piece, Speller
 from arbordraft.serving.schema import Question
+from arbordraft.spelling import Spelling
 from arbordraft.streams import Stream
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Service:
         if tokenizer is None:
             raise ValueError("a server speaks text: build the target as RaggedModel(model, tokenizer)")
         self.tokenizer: PreTrainedTokenizerBase = tokenizer
+        self.spelling = Spelling(tokenizer)
         self.metrics = Metrics(engine)
         self.created = int(time.time())
         self.exactness = engine.decoder.coupling.exactness.value
@@ -87,7 +89,7 @@ class Service:
             raise
         watch.taken(len(stream.request.prompt))
         stop = tuple(stream.request.stop)
-        speller = Speller(self.tokenizer, stop, question.n, question.arbordraft.steps, calls, question.functions)
+        speller = Speller(self.spelling, stop, question.n, question.arbordraft.steps, calls, question.functions)
         return Call(stream, speller, watch)
 
     def check_model(self, name: str) -> None:
