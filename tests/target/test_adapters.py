@@ -160,12 +160,6 @@ def test_generate_of_the_wrapped_model():
     )
 
 
-def test_learned_prompts_are_refused():
-    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    with pytest.raises(ValueError, match="default: prompts that PEFT learned put positions before each text"):
-        RaggedModel(peft.get_peft_model(small(), config).eval())
-
-
 def test_merging_in_bfloat16_is_no_less_exact():
     """Both round: PEFT the product with an adapter and the sum, the copy every weight once."""
     errors = {"native": 0.0, "torch": 0.0}

@@ -46,7 +46,7 @@ def test_a_broken_promise_is_found():
     head = next(stand_in for _, name, stand_in in prepacking.places if name == "lm_head")
     head.register_forward_hook(lambda module, args, out: out + 1e-3 * args[0].shape[-2])
     report = exactness_report(target, EXACT.exactness)
-    assert report.level == Level.tokens
+    assert report.level == Level.law  # by far more than rounding
     assert report.equal < report.rows
     assert "please report" in report.reason
 

@@ -90,9 +90,8 @@ def test_unknown_ones_are_refused():
 
 def test_a_model_that_hides_them_is_named():
     model = tiny()
+    model.model.layers.append(torch.nn.Identity())  # no list of as many layers as the configuration says
     target = plain(model)
-    target.num_layers = 3  # no list of so many layers
-    target.refresh()
     cache = RaggedKVCache()
     with pytest.raises(UnsupportedModel, match="hidden states"):
         target.run(torch.tensor([1]), cache.plan([cache.open()], [range(1)]), cache, hidden=(1,))

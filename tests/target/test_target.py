@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from models import ARCHITECTURES, PROMPTS, VOCAB, next_logits, tiny
+from models import ARCHITECTURES, PROMPTS, VOCAB, greedy_reference, left_padded, new_tokens, next_logits, tiny
 from torch.testing import assert_close
 
-from arbordraft import RaggedModel, TreeTopology, UnsupportedModel
+from arbordraft import NGramDrafter, RaggedModel, SpeculativeDecoder, TreeTopology, UnsupportedModel
 from arbordraft.masks import SlicedCausalMask, stack_words
 from arbordraft.target.cache import RaggedKVCache
 
@@ -212,3 +212,30 @@ def test_positions_end_where_the_rotation_would_depend_on_the_batch(architecture
     rope = {"rope_type": kind, "rope_theta": 1e4, **extra}
     original = {"original_max_position_embeddings": 32} if kind == "longrope" else {}
     assert RaggedModel(tiny(architecture, rope_parameters=rope, **original), kernels="torch").max_positions == limit
+
+
+def pruned(model):
+    model.model.layers = model.model.layers[:1]
+    model.config.num_hidden_layers = 1
+
+
+SIZES = {
+    "vocabulary 61 -> 70": lambda model: model.resize_token_embeddings(70),
+    "layers 2 -> 1": pruned,
+    "positions 128 -> 16": lambda model: setattr(model.config, "max_position_embeddings", 16),
+}
+
+
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+@pytest.mark.parametrize("change", SIZES)
+def test_other_sizes_after_wrapping_are_named(change, kernels):
+    model = tiny()
+    decoder = SpeculativeDecoder(RaggedModel(model, kernels=kernels), NGramDrafter())
+    options = {**left_padded(PROMPTS), "max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    decoder.generate(**options)
+    SIZES[change](model)
+    with pytest.raises(ValueError, match=rf"sizes changed after it was wrapped \({change}\): build RaggedModel anew"):
+        decoder.generate(**options)
+    again = SpeculativeDecoder(RaggedModel(model, kernels=kernels), NGramDrafter()).generate(**options)
+    expected = greedy_reference(model, PROMPTS, max_new_tokens=4, eos_token_id=None)
+    assert new_tokens(again, PROMPTS, [4] * 3) == expected

@@ -18,7 +18,7 @@ from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.file_blocks import in_memory
 from arbordraft.target.hook import UnsupportedModel
 from arbordraft.target.model import RaggedModel
-from arbordraft.target.probing import Unrecognised
+from arbordraft.target.probing import Unrecognised, plain
 from arbordraft.target.recognition import Parts
 from arbordraft.target.stand_ins import PrepackedNorm
 from arbordraft.topology import TreeTopology
@@ -137,7 +137,9 @@ def fused_model(model: RaggedModel) -> DraftRun | None:
     ends: Any = model.network()
     embedding, head = ends.get_input_embeddings(), ends.get_output_embeddings()
     rotary: list[Any] = [part for part in model.model.modules() if isinstance(getattr(part, "inv_freq", None), Tensor)]
-    if stack is None or len(rotary) != 1 or type(embedding) is not nn.Embedding or any(layer.window for layer in stack):
+    if stack is None or len(rotary) != 1 or any(layer.window for layer in stack):
+        return None
+    if type(embedding) is not nn.Embedding or not plain(embedding.weight):
         return None
     if not isinstance(head, PrepackedLinear) or head.bias is not None:
         return None

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from arbordraft.checkpoints import load_network, read_config
 from arbordraft.checks import real
+from arbordraft.target.probing import vocabulary
 
 
 class CompanionConfig(PreTrainedConfig):
@@ -39,7 +40,7 @@ class CompanionConfig(PreTrainedConfig):
         """Those of a companion of this model, which people call ``name``; ``own`` are what it has besides."""
         config: Any = model.config.get_text_config()
         return cls(
-            vocab_size=model.get_output_embeddings().weight.shape[0],
+            vocab_size=vocabulary(model),
             target_hidden_size=config.hidden_size,
             target_fingerprint=fingerprint(model),
             target_name=name,
@@ -80,10 +81,10 @@ class Companion(PreTrainedModel):
     def check_target(self, model: PreTrainedModel) -> None:
         """Raises ValueError if it cannot draft for this model, or was trained for another one."""
         config = model.config.get_text_config()
-        vocabulary = model.get_output_embeddings().weight.shape[0]
-        if self.config.vocab_size != vocabulary:
+        size = vocabulary(model)
+        if self.config.vocab_size != size:
             raise ValueError(
-                f"the drafter was made for a vocabulary of {self.config.vocab_size} tokens, the target has {vocabulary}"
+                f"the drafter was made for a vocabulary of {self.config.vocab_size} tokens, the target has {size}"
             )
         if self.config.target_hidden_size != config.hidden_size:
             raise ValueError(

@@ -1,28 +1,80 @@
-"""Adapters that hang on linears, as PEFT has them: LoRA and its kin."""
+"""Adapters of PEFT: which of them act within layers, and what linear a layer with adapters amounts to."""
 
 import copy
+import sys
 from typing import Any
 
 from torch import nn
 
 from arbordraft.target.file_blocks import in_memory
+from arbordraft.target.hook import UnsupportedModel
 from arbordraft.target.probing import TOLERANCE, Unrecognised, distance, noise, rows_of, tried
+
+# Kinds that compute more than a row of a layer from that row of its input, by PEFT's name of their type.
+_OUTSIDE = {
+    "LILY": "its routers average over all tokens of a forward, so that a draft would change the tokens before it",
+    "POLY": "PEFT's own forward hands the task_ids of each call to its layers",
+    "SHADOW": "its second network keeps a cache of its own",
+    "XLORA": "its classifier runs the whole model once more before each forward",
+}
 
 
 def unwrapped(model: Any) -> Any:
     """A model without the wrapper that PEFT has put around it; its layers keep their adapters.
 
     Raises:
-        ValueError: if the wrapper computes something itself, as with prompts that were learned.
+        UnsupportedModel: if the wrapper computes something itself, as with prompts that were learned.
     """
-    if not hasattr(model, "get_base_model"):
+    peft = sys.modules.get("peft")  # whoever has wrapped a model has imported it
+    if peft is None or not isinstance(model, (peft.PeftModel, peft.PeftMixedModel)):
         return model
-    if learned := [name for name, config in model.peft_config.items() if config.is_prompt_learning]:
-        raise ValueError(
-            f"{', '.join(learned)}: prompts that PEFT learned put positions before each text that no token stands for; "
-            "only adapters that hang on layers can be decoded with"
-        )
-    return model.get_base_model()
+    for name, config in model.peft_config.items():
+        if config.is_prompt_learning:
+            reason = "prompts that PEFT learned put positions before each text that no token stands for"
+            raise _refused(name, config, reason)
+        if _type_of(config) == "XLORA":  # its layers know LoRA only
+            raise _refused(name, config, _OUTSIDE["XLORA"])
+    return model.base_model.model
+
+
+def check_adapters(model: Any) -> None:
+    """Raises UnsupportedModel if an active adapter does not act within its layers, row by row.
+
+    Args:
+        model: of transformers, with or without adapters in it.
+    """
+    configs = getattr(model, "peft_config", None) or {}
+    layers = [part for part in model.modules() if configs and not getattr(part, "disable_adapters", True)]
+    active = {name for layer in layers for name in layer.active_adapters}
+    for name, config in configs.items():
+        if name not in active:
+            continue
+        if getattr(config, "alora_invocation_tokens", None):
+            reason = "PEFT's own generate finds where aLoRA begins to act, by alora_invocation_tokens"
+            raise _refused(name, config, reason)
+        if getattr(config, "sample_at_inference", False):
+            raise _refused(name, config, "sample_at_inference=True adds other noise in every forward")
+        if (kind := _type_of(config)) in _OUTSIDE:
+            raise _refused(name, config, _OUTSIDE[kind])
+    for layer in layers:
+        for hook in layer._forward_pre_hooks.values():
+            if names := getattr(hook, "keywords", {}).get("adapter_names"):
+                raise UnsupportedModel(
+                    f"adapter_names={names} chooses an adapter for each text of a batch: choose one for all of them, "
+                    "model.set_adapter(name), and decode the others in another batch"
+                )
+
+
+def _refused(name: str, config: Any, reason: str) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"PEFT's adapter {name!r} ({_type_of(config)}) does not act within layers, row by row: {reason}. Decode with "
+        "PEFT's own generate, with an adapter that does, such as LoRA, or without: model.disable_adapter_layers(), or "
+        "model.get_base_model() where prompts were learned"
+    )
+
+
+def _type_of(config: Any) -> str:
+    return str(getattr(config.peft_type, "value", config.peft_type))
 
 
 def has_adapters(module: nn.Module | None) -> bool:
@@ -38,10 +90,10 @@ def merged(module: Any) -> nn.Module:
     Raises:
         Unrecognised: if that is no linear.
     """
-    wide: Any = copy.deepcopy(module).float()
     x = noise(3, module.in_features)
-    expected = tried(wide, x)
     try:
+        wide: Any = copy.deepcopy(module).float()
+        expected = tried(wide, x)
         linear = wide.get_base_layer()
         linear.weight = nn.Parameter(in_memory(linear.weight), requires_grad=False)  # nothing is added to a file
         if not (wide.merged or wide.disable_adapters):
@@ -53,4 +105,4 @@ def merged(module: Any) -> nn.Module:
     return linear.to(module.weight.dtype).requires_grad_(False)
 
 
-__all__ = ["has_adapters", "merged", "unwrapped"]
+__all__ = ["check_adapters", "has_adapters", "merged", "unwrapped"]

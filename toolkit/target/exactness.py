@@ -10,6 +10,7 @@ import torch
 
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
+from arbordraft.target.self_test import ROUNDING, apart
 from arbordraft.topology import TreeTopology, ancestor_words
 from arbordraft.types import Exactness
 
@@ -52,21 +53,23 @@ class ExactnessReport:
 
 def exactness_report(target: RaggedModel, promise: Exactness) -> ExactnessReport:
     """Combines what a verifier promises with a probe of random trees on this machine."""
-    rows, equal = probe_rows(target)
+    rows, equal, farthest = _probe(target)
     if not promise.lossless:
         level, reason = Level.lossy, f"the verifier is {promise.value}"
     elif target.row_invariant and equal == rows:
         level = Level.pathwise if promise is Exactness.PATHWISE else Level.bitwise
         reason = "every part of the forward treats a row alike whatever runs beside it"
     else:
+        wide = target.model.dtype in (torch.float32, torch.float64)
         if target.row_invariant:
             reason = "all parts promise row invariance, yet the probe found different bits: please report it"
+        elif wide and not farthest < ROUNDING:
+            reason = "the model's own modules give a row other logits when other rows run beside it"
         elif target.backend == "native":
             reason = "some modules are not known to be row-invariant"
         else:
             reason = "rounding depends on the number of rows; kernels='native' may change that"
-        wide = target.model.dtype in (torch.float32, torch.float64)
-        level = Level.tokens if wide else Level.law
+        level = Level.tokens if wide and farthest < ROUNDING else Level.law
     return ExactnessReport(level, reason, rows, equal)
 
 
@@ -76,6 +79,11 @@ def probe_rows(target: RaggedModel) -> tuple[int, int]:
     Returns:
         Number of rows, and of those whose logits agree bit for bit.
     """
+    return _probe(target)[:2]
+
+
+def _probe(target: RaggedModel) -> tuple[int, int, float]:
+    """The same, and how far the logits of a row are apart at most, relative to their spread."""
     generator = torch.Generator().manual_seed(0)
     longest = min(150, (target.max_positions or 150) - 8)
     prompts = [torch.randint(target.vocab_size, (n,), generator=generator).tolist() for n in (5, longest, longest // 3)]
@@ -91,6 +99,7 @@ def probe_rows(target: RaggedModel) -> tuple[int, int]:
     together = target(tokens.flatten(), batch, cache).view(len(prompts), nodes, -1)
 
     rows = equal = 0
+    farthest = 0.0
     for prompt, drafted, logits in zip(prompts, tokens, together, strict=True):
         for leaf in (node for node, children in enumerate(topology.child_list) if not children):
             alone = RaggedKVCache()
@@ -101,4 +110,5 @@ def probe_rows(target: RaggedModel) -> tuple[int, int]:
                 alone.commit({sample: [0]})
                 rows += 1
                 equal += torch.equal(row, logits[node])
-    return rows, equal
+                farthest = max(farthest, apart(logits[node : node + 1], row[None]))
+    return rows, equal, farthest

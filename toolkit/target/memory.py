@@ -14,7 +14,7 @@ from arbordraft.files import new_file
 from arbordraft.kernels.native.build import cache_folder
 from arbordraft.target.file_blocks import FileBlocks
 from arbordraft.target.mlps import stacked
-from arbordraft.target.probing import rows_of
+from arbordraft.target.probing import is_linear, plain
 
 _ALIGNED = 64  # bytes, so that a tensor of any dtype may begin there
 _LARGE_PAGE = 1 << 21  # bytes
@@ -43,10 +43,9 @@ def available_memory() -> int | None:
 
 def copy_bytes(model: nn.Module, weights: str | None = None) -> int:
     """Bytes of a prepacked copy of a model's linears and experts."""
-    linears = [m for m in model.modules() if hasattr(m, "in_features") or rows_of(m) is not None]
-    held = {getattr(module, "weight", None) for module in linears}
+    held = {getattr(module, "weight", None) for module in model.modules() if is_linear(module)}
     held.update(weight for module in model.modules() if stacked(module) for weight in module.parameters())
-    originals = [weight for weight in held if isinstance(weight, Tensor)]
+    originals = [weight for weight in held if plain(weight)]
     # Of weights in groups with their scales and minima; of a file's at most.
     bytes_each = {"int4": 0.5625, "int8": 1.0625, "int8-weight-only": 1.0, "file": 1.0625}
     return int(sum(tensor.numel() * bytes_each.get(weights or "", tensor.element_size()) for tensor in originals))
@@ -55,7 +54,7 @@ def copy_bytes(model: nn.Module, weights: str | None = None) -> int:
 def check_movable(model: nn.Module) -> None:
     """Raises ValueError unless a model's weights are memory of this process alone, which :func:`move_to_file` frees."""
     for weight in model.parameters():
-        if isinstance(weight, FileBlocks):
+        if isinstance(weight, FileBlocks) or not plain(weight):  # these are not moved
             continue
         if weight.is_inference():
             raise ValueError(

@@ -3,7 +3,6 @@
 Shapes: E experts to choose from, S shared ones, H hidden size, N inner size of an MLP, K experts that a row chooses.
 """
 
-import copy
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -12,7 +11,17 @@ from torch import Tensor, nn
 
 from arbordraft.kernels.decoder_layers import Experts, Matrix
 from arbordraft.kernels.prepacked_linear import ACTIVATIONS, LANES, interleave, pack, prepack
-from arbordraft.target.probing import TOLERANCE, Unrecognised, distance, hooked, noise, parts_named, tried
+from arbordraft.target.probing import (
+    TOLERANCE,
+    Unrecognised,
+    distance,
+    hooked,
+    noise,
+    parts_named,
+    plain,
+    tried,
+    widened,
+)
 
 if TYPE_CHECKING:
     from arbordraft.target.recognition import Linear, Parts
@@ -88,7 +97,7 @@ def _activation(mlp: nn.Module) -> str:
 def stacked(module: nn.Module) -> bool:
     """Whether a module holds experts as transformers keeps them: ``[E, 2 N, H]`` and ``[E, H, N]``."""
     gate_up, down = (module._parameters.get(name) for name in ("gate_up_proj", "down_proj"))
-    if gate_up is None or down is None or not gate_up.ndim == down.ndim == 3:
+    if not (plain(gate_up) and plain(down) and gate_up.ndim == down.ndim == 3):
         return False
     experts, hidden, inner = down.shape
     return gate_up.shape == (experts, 2 * inner, hidden)
@@ -158,7 +167,7 @@ def _routing(router: nn.Module) -> tuple[int, bool]:
     own = [*router.parameters(), *router.buffers()]
     if len(own) != 1 or own[0] is not weight or weight.ndim != 2:
         raise Unrecognised(f"{type(router).__name__} has parts of another kind")
-    wide = copy.deepcopy(router).float()
+    wide = widened(router)
     x = noise(16, weight.shape[1])
     x *= torch.tensor([0.3, 1.0, 3.0, 8.0]).repeat(4)[:, None] / (x @ weight.detach().float().T).std()
     probabilities = (x @ weight.detach().float().T).softmax(dim=-1)

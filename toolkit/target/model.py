@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from arbordraft.kernels import native
 from arbordraft.kernels.prepacked_linear import check_weights
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
-from arbordraft.target.adapters import unwrapped
+from arbordraft.target.adapters import check_adapters, unwrapped
 from arbordraft.target.backend import choose
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.file_blocks import holds_blocks
@@ -35,6 +35,7 @@ from arbordraft.target.hook import (
 from arbordraft.target.memory import check_movable
 from arbordraft.target.observation import decoder_list, final_module, observe
 from arbordraft.target.prepacking import Prepacking
+from arbordraft.target.probing import vocabulary
 from arbordraft.target.self_test import check_logits
 from arbordraft.target.shortcut import Shortcut, unheard
 from arbordraft.target.stand_ins import PrepackedLayers
@@ -102,10 +103,10 @@ class RaggedModel(nn.Module):
         "torch: the model's own modules (asked for)"
 
     Raises:
-        ValueError: if the backend asked for cannot be used here, ``keep_weights=False`` meets weights that are not
-            this process's own, or PEFT has learned prompts for the model.
-        UnsupportedModel: if the architecture does not route all its attention through the interface, or the
-            self-test finds different logits.
+        ValueError: if the backend asked for cannot be used here, or ``keep_weights=False`` meets weights that are not
+            this process's own.
+        UnsupportedModel: if the architecture does not route all its attention through the interface, an adapter of
+            PEFT does not act within layers alone, or the self-test finds different logits.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class RaggedModel(nn.Module):
         self_test: bool = True,
     ) -> None:
         super().__init__()
-        model = unwrapped(model)
+        given, model = model, unwrapped(model)
         check_model(model)
         check_weights(weights)
         self.weights = "file" if weights is None and holds_blocks(model) else weights
@@ -133,16 +134,13 @@ class RaggedModel(nn.Module):
         register()
         self.model = model
         self.tokenizer = tokenizer
-        config = model.config.get_text_config()
-        self.num_layers: int = config.num_hidden_layers
-        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
-        self.max_positions = _max_positions(config)
+        self.num_layers, self.vocab_size, self.max_positions = _sizes(model)
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._prepared = self._prepare()
         logging.getLogger("arbordraft").info("kernels: %s", self.chosen)
         if self_test:
-            self.self_test()
+            check_logits(self, given)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies, in this process or another one, make their own view of their own model."""
@@ -356,7 +354,8 @@ class RaggedModel(nn.Module):
         """Ties a cache to the weights as they are now, which its first forward would do otherwise.
 
         Raises:
-            ValueError: if the model is in training mode.
+            ValueError: if the model is in training mode, or has another vocabulary, or other sizes, than it was wrapped
+                with.
         """
         self._prepared_for(cache)
 
@@ -388,6 +387,14 @@ class RaggedModel(nn.Module):
                 "ever: start it with multiprocessing's 'spawn' or 'forkserver', load the model in it, or call "
                 "torch.set_num_threads(1) in it first"
             )
+        known = (self.num_layers, self.vocab_size, self.max_positions)
+        if (found := _sizes(self.model)) != known:
+            pairs = zip(("layers", "vocabulary", "positions"), known, found, strict=True)
+            changes = ", ".join(f"{name} {old} -> {new}" for name, old, new in pairs if old != new)
+            raise ValueError(
+                f"the model's sizes changed after it was wrapped ({changes}): build RaggedModel anew, and all that was "
+                "built with it"
+            )
         with self._lock:
             if not self._prepared.current():
                 if self._prepared.prepacking is not None:
@@ -399,6 +406,7 @@ class RaggedModel(nn.Module):
             return self._prepared
 
     def _prepare(self) -> _Prepared:
+        check_adapters(self.model)
         view = ModelView(self.model, HOOK)
         place = decoder_list(view.model, self.num_layers)
         prepacking, shortcut = None, None
@@ -424,7 +432,7 @@ class RaggedModel(nn.Module):
             seen = observe(view.model, self.num_layers, self.vocab_size)
         except UnsupportedModel:
             raise
-        except Exception as failure:
+        except Exception as failure:  # modules of users may fail in any way
             raise unsupported(self.model, failure) from failure
         prepacking = Prepacking(view.model, seen, self.backend, weights=self.weights)
         if prepacking.left:
@@ -454,6 +462,12 @@ def check_model(model: Any) -> None:
         )
     if model.training:
         raise ValueError(_TRAINING)
+
+
+def _sizes(model: Any) -> tuple[int, int, int | None]:
+    """Layers, vocabulary and greatest number of positions."""
+    config = model.config.get_text_config()
+    return config.num_hidden_layers, vocabulary(model), _max_positions(config)
 
 
 def _max_positions(config: Any) -> int | None:

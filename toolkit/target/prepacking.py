@@ -23,7 +23,7 @@ from arbordraft.target.hook import AttentionCall
 from arbordraft.target.memory import move_to_file, move_together
 from arbordraft.target.mlps import single
 from arbordraft.target.observation import LayerCall, Observation
-from arbordraft.target.probing import Unrecognised, rows_of
+from arbordraft.target.probing import Unrecognised, is_linear
 from arbordraft.target.recognition import Parts, same_layer, same_mlp, settings
 from arbordraft.target.rotation import rotations, side_by_side
 from arbordraft.target.stand_ins import PrepackedGatedMLP, PrepackedLayers, PrepackedNorm
@@ -138,11 +138,12 @@ class Prepacking:
         linears = sum(isinstance(module, PrepackedLinear) for module in self._stand_ins.values())
         prepacked = f"{linears} linears prepacked"
         adapted = f", adapters merged into copies of {self._parts.adapted} linears" if self._parts.adapted else ""
+        left = f", {len(self.left)} linears left to the model, such as {self.left[0]}" if self.left else ""
         if self.backend != "native":
-            return prepacked + adapted
+            return prepacked + adapted + left
         layers = f"{self.fused} of {len(self._layers)} layers fused"
         others = f", {prepacked}" if self.fused < len(self._layers) else ""
-        return f"{layers}{others}{adapted}, {native.isa()}{f', {self.weights}' if self.weights else ''}"
+        return f"{layers}{others}{adapted}{left}, {native.isa()}{f', {self.weights}' if self.weights else ''}"
 
     def _matrices(self) -> Iterator[Matrix]:
         """The prepacked ones, in the order in which a forward reads them."""
@@ -186,7 +187,7 @@ class Prepacking:
                     weights = parts.layer(call.layer, attention, rotation)
                     self._parts.take(parts)
                     return weights
-        except Unrecognised:  # maybe this one alone, as somebody listens to it
+        except Exception:  # modules of users may fail in any way when they are looked at: this one runs as it is
             pass
         return None
 
@@ -207,9 +208,8 @@ class Prepacking:
             return None
         parts = Parts(self.weights)
         stand_in: nn.Module | None = None
-        is_linear = rows_of(module) is not None or hasattr(module, "in_features")
         try:
-            if is_linear:
+            if is_linear(module):
                 # In 4 bits, the head alone would lose ten times what all other weights lose together.
                 weights = "int8" if parts.weights == "int4" and module is self._head else parts.weights
                 linear = parts.linear(owner, name)
@@ -224,9 +224,9 @@ class Prepacking:
                 stand_in = PrepackedGatedMLP(mlp.gate_up, mlp.down, mlp.activation) if same else None
             elif self.backend == "native" and hasattr(module, "weight"):
                 stand_in = PrepackedNorm(*parts.norm(owner, name))
-        except Unrecognised as reason:
-            if is_linear:
-                self.left.append(f"{path} ({reason})")
+        except Exception as reason:  # as above
+            if is_linear(module):
+                self.left.append(f"{path} ({reason if isinstance(reason, Unrecognised) else repr(reason)})")
             return None
         if stand_in:
             self._parts.take(parts)

@@ -1,12 +1,13 @@
-"""How parts of somebody's model are looked at, and tried on noise, to find out what they compute."""
+"""Looks at parts of a user's model, and tries them on noise, to find out what they compute."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from arbordraft.target.view import heard
+from arbordraft.target.file_blocks import FileBlocks, in_memory
+from arbordraft.target.view import ModelView, heard
 
 TOLERANCE = 1e-4  # relative to what a part computes, in float32
 
@@ -48,10 +49,58 @@ def parts_named(module: nn.Module, kinds: Any) -> Any:
     return next((kind for kind in kinds if all(hasattr(module, name) for name in (*kind[0], kind[1]))), None)
 
 
+def plain(tensor: Any) -> TypeGuard[Tensor]:
+    """Whether a tensor's numbers are those in its memory or file: quantisers have subclasses that compute them."""
+    known = type(tensor) in (Tensor, nn.Parameter, FileBlocks)
+    return known and tensor.layout is torch.strided and not tensor.is_quantized
+
+
 def rows_of(module: nn.Module | None) -> Tensor | None:
     """The ``[O, I]`` weights of a plain linear, be they kept like that or transposed; ``None`` for other modules."""
     from transformers.pytorch_utils import Conv1D
 
-    if type(module) is nn.Linear:
-        return module.weight
-    return module.weight.T if type(module) is Conv1D else None
+    if module is None or type(module) not in (nn.Linear, Conv1D) or not all(map(plain, module.parameters())):
+        return None
+    weight = module._parameters.get("weight")  # another place means that something computes it
+    return weight.T if weight is not None and type(module) is Conv1D else weight
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear, whatever form its weights have, perhaps with adapters around it."""
+    if isinstance(base := getattr(module, "base_layer", None), nn.Module):
+        return is_linear(base)
+    sized = isinstance(getattr(module, "in_features", None), int) and not any(map(is_linear, module.children()))
+    return sized or rows_of(module) is not None
+
+
+def kind_of(module: Any) -> str:
+    """What to call a module that is no plain linear: its class, and that of its weights if these are a subclass."""
+    weight = getattr(module, "weight", None)
+    odd = isinstance(weight, Tensor) and not plain(weight)
+    return type(module).__name__ + (f" with weights of {type(weight).__name__}" if odd else "")
+
+
+def vocabulary(model: Any) -> int:
+    """The number of tokens that a causal LM has logits for."""
+    head = model.get_output_embeddings()
+    weight = getattr(head, "weight", None)
+    return int(weight.shape[0] if plain(weight) else head.out_features)  # quantised weights may be packed
+
+
+def widened(module: nn.Module) -> Any:
+    """A float32 copy of a part of a user's model, to be tried: its modules and tensors are new, all else is shared.
+
+    Raises:
+        Unrecognised: if its tensors are of other kinds than torch's own.
+    """
+    if not all(map(plain, (*module.parameters(), *module.buffers()))):
+        raise Unrecognised(f"{type(module).__name__} has tensors of another kind")
+    copy = ModelView(module).model
+    for part in copy.modules():
+        for table in ("_parameters", "_buffers"):
+            vars(part)[table] = {name: _wide(tensor) for name, tensor in vars(part)[table].items()}
+    return copy
+
+
+def _wide(tensor: Tensor | None) -> Tensor | None:
+    return in_memory(tensor).float() if tensor is not None and tensor.is_floating_point() else tensor

@@ -6,7 +6,6 @@ what it was given in an observed forward and on noise; the kernel takes its plac
 Shapes: H hidden size, D head size, N inner size of the MLP.
 """
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -27,10 +26,13 @@ from arbordraft.target.probing import (
     Unrecognised,
     distance,
     hooked,
+    kind_of,
     noise,
     parts_named,
+    plain,
     rows_of,
     tried,
+    widened,
 )
 from arbordraft.target.rotation import Rotation, apart, side_by_side
 
@@ -105,8 +107,9 @@ class Parts:
         """A linear of ``owner`` that nothing but adapters has been hung on, those merged into a copy."""
         module: Any = getattr(owner, name, None)
         adapted = has_adapters(module)
-        if not adapted and rows_of(module) is None:  # quantised ones are other types
-            raise Unrecognised(f"{name} is {type(module).__name__}")
+        base = module.get_base_layer() if adapted else module
+        if rows_of(base) is None:
+            raise Unrecognised(f"{name} is {f'{type(module).__name__} around ' if adapted else ''}{kind_of(base)}")
         if hooked(module):
             raise Unrecognised(f"{name} has hooks")
         if module.weight.dtype not in (torch.float32, torch.bfloat16) or not module.weight.is_cpu:
@@ -134,12 +137,12 @@ class Parts:
         epsilon = next((getattr(module, key) for key in ("variance_epsilon", "eps") if hasattr(module, key)), None)
         own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
         unknown = own != {id(tensor) for tensor in (weight, bias) if tensor is not None}
-        if unknown or not isinstance(weight, Tensor) or weight.ndim != 1 or epsilon is None or hooked(module):
+        if unknown or not plain(weight) or weight.ndim != 1 or epsilon is None or hooked(module):
             raise Unrecognised(f"{name} is {type(module).__name__}")
         # So small that epsilon shows, and so large that a bound would.
         sizes = torch.tensor([[0.003], [0.02], [1.0], [100.0]])
         x = noise(4, len(weight)) * sizes
-        expected = tried(copy.deepcopy(module).float(), x)
+        expected = tried(widened(module), x)
         wide = weight.detach().float().contiguous()
         offset = torch.zeros_like(wide) if bias is None else bias.detach().float().contiguous()
         for found in (Norm(wide), Norm(1 + wide), Norm(wide, offset)):
@@ -237,7 +240,7 @@ class Parts:
 
 def same_mlp(mlp: nn.Module, run: Any) -> bool:
     """Whether ``run(gate_up, down, activation)(x)`` is what a float32 copy makes of noise ``x``."""
-    wide = copy.deepcopy(mlp).float()
+    wide = widened(mlp)
     parts = single(Parts(), wide)
     x = noise(3, LANES * len(parts.down.weight))
     expected = tried(wide, x)
@@ -254,7 +257,7 @@ def same_layer(
     Raises:
         Unrecognised: if it has other parts than the kernel knows.
     """
-    wide = copy.deepcopy(call.layer).float()
+    wide = widened(call.layer)
     wide_attention = attention._replace(sinks=None if attention.sinks is None else attention.sinks.float())
     run = LayerRun([Parts().layer(wide, wide_attention, rotation)])
     kwargs = _widened(call.kwargs)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.hook import Forward
+from arbordraft.target.probing import vocabulary
 from arbordraft.target.stand_ins import PrepackedLayers
 from arbordraft.target.view import heard
 
@@ -69,7 +70,7 @@ class Shortcut:
 
     def _agrees_with(self, model: Any) -> bool:
         generator = torch.Generator().manual_seed(0)
-        tokens = torch.randint(model.get_output_embeddings().weight.shape[0], (1, _ROWS), generator=generator)
+        tokens = torch.randint(vocabulary(model), (1, _ROWS), generator=generator)
         found = []
         louder = self.head.register_forward_hook(lambda _, __, logits: logits * _LOUD)
         try:

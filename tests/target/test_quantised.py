@@ -1,0 +1,167 @@
+"""Weights in other forms than plain tensors: the model's own modules run, and the rest is as fast as ever."""
+
+import copy
+
+import pytest
+import torch
+from models import PROMPTS, greedy_reference, left_padded, new_tokens
+from prepacked_models import ROUNDING, logits, plain, small
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.testing import assert_close
+
+import arbordraft
+from arbordraft import RaggedModel, UnsupportedModel, builders
+from arbordraft.target.exactness import Level
+from arbordraft.target.memory import copy_bytes
+from arbordraft.target.probing import vocabulary
+
+pytestmark = [pytest.mark.filterwarnings("ignore:not prepacked"), pytest.mark.filterwarnings("ignore:torch.ao")]
+
+
+class Codes(Tensor):
+    """Weights of 8 bits that pose as float32, as torchao's: few operations are there, and no copies of it."""
+
+    codes: Tensor
+    scale: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __new__(cls, weight):
+        self = Tensor._make_wrapper_subclass(cls, weight.shape, dtype=weight.dtype)
+        self.scale = weight.detach().abs().amax(dim=1, keepdim=True) / 127
+        self.codes = (weight.detach() / self.scale).round().to(torch.int8)
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, function, _, args=(), kwargs=None):
+        if function is torch.ops.aten.detach.default:
+            return args[0]
+        if function in (torch.ops.aten.t.default, torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            return function(*(a.codes * a.scale if isinstance(a, cls) else a for a in args), **(kwargs or {}))
+        raise NotImplementedError(function)
+
+    def __deepcopy__(self, memo):
+        raise NotImplementedError("no copies")
+
+
+class Packed(nn.Module):
+    """A linear whose weight is a method, and of which there are no copies, as other libraries have them."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.register_buffer("codes", linear.weight.detach().clone())
+
+    def weight(self):
+        return self.codes
+
+    def forward(self, x):
+        return x @ self.codes.T
+
+    def __deepcopy__(self, memo):
+        raise TypeError("no copies")
+
+
+def as_subclass(linear):
+    linear.weight = nn.Parameter(Codes(linear.weight), requires_grad=False)
+    return linear
+
+
+KINDS = {"subclass": as_subclass, "module": Packed, "parametrised": parametrizations.weight_norm}
+PLACES = {
+    "q_proj": ("self_attn", "q_proj"),
+    "down_proj": ("mlp", "down_proj"),
+    "all": None,
+}
+
+
+def changed(kind, place="all"):
+    model = small()
+    for name, module in list(model.named_modules()):
+        where = (*name.split(".")[-2:],)
+        if type(module) is nn.Linear and PLACES[place] in (None, where):
+            owner = model.get_submodule(name.rpartition(".")[0])
+            setattr(owner, where[-1], KINDS[kind](module))
+    return model
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_plain_tensor_runs_as_it_is(kind, place):
+    model = changed(kind, place)
+    target = RaggedModel(model, kernels="native")
+    count = {"q_proj": 2, "down_proj": 2, "all": 15}[place]
+    assert f"{count} linears left to the model" in target.chosen
+    assert target.prepacking.fused == 0
+    assert_close(logits(target), logits(plain(model)), **ROUNDING)
+    assert not target.row_invariant
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loading_falls_back(kind):
+    decoder = arbordraft.load(changed(kind), "ngram", costs=None)
+    options = {"max_new_tokens": 8, "eos_token_id": None}
+    found = decoder.generate(**left_padded(PROMPTS), do_sample=False, **options)
+    expected = greedy_reference(decoder.target.model, PROMPTS, **options)
+    assert new_tokens(found, PROMPTS, [8] * 3) == expected
+
+
+def test_sizes_are_read_off_the_linear():
+    model = changed("subclass")
+    assert vocabulary(model) == vocabulary(changed("module")) == 61
+    assert copy_bytes(model) == 0
+
+
+@pytest.mark.usefixtures("kernels")
+def test_modules_that_fail_when_they_are_looked_at():
+    """Whatever goes wrong in recognition, the module itself works."""
+    model = small()
+    norm = model.model.layers[0].input_layernorm
+    kind = type(norm)
+
+    class Odd(kind):
+        def buffers(self, *args):
+            raise RuntimeError("not here")
+
+    norm.__class__ = Odd
+    target = RaggedModel(model, kernels="native")
+    assert target.prepacking.fused == 1
+    assert_close(logits(target), logits(plain(model)), **ROUNDING)
+
+
+# Activations that are quantised with one scale for all rows
+
+
+def dynamic(model):
+    return torch.ao.quantization.quantize_dynamic(copy.deepcopy(model), {nn.Linear}, torch.qint8)
+
+
+def test_scales_of_all_rows_are_named():
+    """A model that rounds by the rows beside them is decoded, and promises no more than the law."""
+    model = dynamic(small("gpt2"))
+    with pytest.warns(UserWarning, match="itself gives a text other logits when other texts run beside it"):
+        target = RaggedModel(model)
+    assert "left to the model" in target.chosen
+    decoder = builders.ems_sd(target, length=2)
+    report = decoder.exactness_report()
+    assert report.level == Level.law
+    assert "other rows run beside it" in report.reason
+    options = {"max_new_tokens": 6, "eos_token_id": None}  # one row after the other, as transformers has them
+    found = builders.plain(target).generate(**left_padded(PROMPTS[:1]), do_sample=False, **options)
+    assert new_tokens(found, PROMPTS[:1], [6]) == greedy_reference(model, PROMPTS[:1], **options)
+
+
+class Averaged(nn.Linear):
+    """Takes something of all rows."""
+
+    def forward(self, x):
+        return super().forward(x + x.flatten(0, -2).mean(dim=0))
+
+
+def test_rows_that_mix_are_refused():
+    model = small()
+    for layer in model.model.layers:
+        layer.mlp.down_proj.__class__ = Averaged
+    with pytest.raises(UnsupportedModel, match="its rows depend on each other"):
+        RaggedModel(model, kernels="torch")
