@@ -1,5 +1,6 @@
 """Answers in OpenAI's shapes: whole, or as the chunks of a stream."""
 
+import json
 import secrets
 import time
 import uuid
@@ -21,7 +22,9 @@ from openai.types.chat.chat_completion_message_function_tool_call import Functio
 from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenLogprob, TopLogprob
 from openai.types.completion_choice import Logprobs
 from openai.types.completion_usage import CompletionTokensDetails
+from starlette.exceptions import HTTPException
 
+from arbordraft.serving.errors import as_body
 from arbordraft.serving.pieces import Piece, SpeltLogprob
 from arbordraft.serving.reading import CallPiece
 from arbordraft.serving.schema import Question
@@ -38,13 +41,14 @@ class Shape(ABC):
         question: what was asked.
     """
 
-    prefix: str
+    prefix: str  # of ids
+    closing = "data: [DONE]\n\n"  # ends a stream that nothing went wrong in
 
     def __init__(self, service: Service, question: Question) -> None:
-        self.logprobs = question.others is not None
+        self.options, self.logprobs = question.stream_options, question.others is not None
         self.calling = bool(question.functions)
         self.head: dict[str, Any] = {
-            "id": f"{self.prefix}-{uuid.uuid4().hex}",
+            "id": f"{self.prefix}{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": service.name,
             "system_fingerprint": f"arbordraft-{version('arbordraft')}-{service.exactness}",
@@ -62,11 +66,29 @@ class Shape(ABC):
     def last(self, usage: CompletionUsage) -> BaseModel:
         """The chunk without answers that ends a stream which wants to know its usage."""
 
+    def end(self, usage: CompletionUsage) -> Iterator[BaseModel]:
+        """The end of a stream."""
+        if self.options.include_usage:
+            yield self.last(usage)
+
+    def event(self, chunk: BaseModel) -> str:
+        """A server-sent event."""
+        return f"data: {written(chunk)}\n\n"
+
+    def broken(self, error: HTTPException) -> str:
+        """The event that ends a stream in which something went wrong."""
+        return f"data: {json.dumps(as_body(error), ensure_ascii=False)}\n\n"
+
+
+def written(answer: BaseModel) -> str:
+    """An answer as JSON."""
+    return str(answer.model_dump_json(exclude_unset=True))
+
 
 class ChatShape(Shape):
     """Answers of /v1/chat/completions."""
 
-    prefix = "chatcmpl"
+    prefix = "chatcmpl-"
 
     def __init__(self, service: Service, question: Question) -> None:
         super().__init__(service, question)
@@ -138,7 +160,7 @@ class _Text(Completion):
 class TextShape(Shape):
     """Answers of /v1/completions."""
 
-    prefix = "cmpl"
+    prefix = "cmpl-"
 
     def __init__(self, service: Service, question: Question) -> None:
         super().__init__(service, question)
@@ -209,7 +231,7 @@ def _message(answer: Piece) -> ChatCompletionMessage:
         return ChatCompletionMessage(role="assistant", content=answer.text)
     calls = [
         ChatCompletionMessageFunctionToolCall(
-            id=_call_id(), type="function", function=MessageFunction(name=call.name or "", arguments=call.arguments)
+            id=call_id(), type="function", function=MessageFunction(name=call.name or "", arguments=call.arguments)
         )
         for call in _merged(answer.calls)
     ]
@@ -229,10 +251,10 @@ def _delta(piece: CallPiece) -> ChoiceDeltaToolCall:
     if piece.name is None:
         return ChoiceDeltaToolCall(index=piece.index, function=function)
     function = DeltaFunction(name=piece.name, arguments=piece.arguments)
-    return ChoiceDeltaToolCall(index=piece.index, id=_call_id(), type="function", function=function)
+    return ChoiceDeltaToolCall(index=piece.index, id=call_id(), type="function", function=function)
 
 
-def _call_id() -> str:
+def call_id() -> str:
     """Nine letters and digits: there are chat templates that take no others back."""
     return "".join(secrets.choice(ascii_letters + digits) for _ in range(9))
 

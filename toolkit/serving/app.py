@@ -1,8 +1,9 @@
 """The endpoints; one event loop carries all of their streams."""
 
 import hmac
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
@@ -15,11 +16,13 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from arbordraft.checks import whole
-from arbordraft.serving.answers import ChatShape, Shape, TextShape, usage_of
+from arbordraft.serving.answers import ChatShape, Shape, TextShape, usage_of, written
 from arbordraft.serving.errors import ApiError, as_body, crashed, invalid
 from arbordraft.serving.middleware import BodyLimit, Head, allowed, cors_options
 from arbordraft.serving.page import page
 from arbordraft.serving.pieces import Piece
+from arbordraft.serving.responding import ResponseShape
+from arbordraft.serving.responses import ResponsesQuestion, renamed
 from arbordraft.serving.schema import ChatQuestion, CompletionQuestion, Question, StreamOptions
 from arbordraft.serving.service import Call, Service
 
@@ -107,22 +110,31 @@ def _endpoints(service: Service, api_key: str | None) -> APIRouter:
     async def complete(question: CompletionQuestion, http: Request) -> Response:
         return await _answer(service, question, http, TextShape)
 
+    @router.post("/responses")
+    async def respond(asked: ResponsesQuestion, http: Request) -> Response:
+        try:
+            return await _answer(service, asked.chat(), http, partial(ResponseShape, asked=asked))
+        except ApiError as error:
+            raise renamed(error) from error
+
     return router
 
 
-async def _answer(service: Service, question: Question, http: Request, kind: type[Shape]) -> Response:
+async def _answer(
+    service: Service, question: Question, http: Request, kind: Callable[[Service, Question], Shape]
+) -> Response:
     call = await service.take(question)
     shape = kind(service, question)
     if question.stream:
         chunks = _chunks(call, http, shape, question.stream_options)
         first = await anext(chunks)  # what fails before that has a status of its own
         return StreamingResponse(
-            _events(first, chunks), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+            _events(shape, first, chunks), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
         )
     answers = [Piece(index) for index in range(question.n)]
     async for piece in call.pieces(http):
         answers[piece.index] += piece
-    return Response(_json(shape.whole(answers, usage_of(call.stream))), media_type="application/json")
+    return Response(written(shape.whole(answers, usage_of(call.stream))), media_type="application/json")
 
 
 async def _chunks(call: Call, http: Request, shape: Shape, options: StreamOptions) -> AsyncGenerator[BaseModel, None]:
@@ -134,28 +146,20 @@ async def _chunks(call: Call, http: Request, shape: Shape, options: StreamOption
                 elif options.include_usage:
                     chunk = chunk.model_copy(update={"usage": None})
                 yield chunk
-    if options.include_usage:
-        yield shape.last(usage_of(call.stream))
+    for chunk in shape.end(usage_of(call.stream)):
+        yield chunk
 
 
-async def _events(first: BaseModel, others: AsyncGenerator[BaseModel, None]) -> AsyncIterator[str]:
+async def _events(shape: Shape, first: BaseModel, others: AsyncGenerator[BaseModel, None]) -> AsyncIterator[str]:
     """Server-sent events; the last one says that all is done, or what went wrong."""
     async with aclosing(others):
         try:
-            yield _event(_json(first))
+            yield shape.event(first)
             async for chunk in others:
-                yield _event(_json(chunk))
-            yield _event("[DONE]")
+                yield shape.event(chunk)
+            yield shape.closing
         except HTTPException as error:
-            yield _event(JSONResponse(as_body(error)).body.decode())
-
-
-def _event(data: str) -> str:
-    return f"data: {data}\n\n"
-
-
-def _json(answer: BaseModel) -> str:
-    return str(answer.model_dump_json(exclude_unset=True))
+            yield shape.broken(error)
 
 
 async def _told(http: Request, error: HTTPException) -> Response:

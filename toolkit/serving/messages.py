@@ -1,7 +1,7 @@
 """Messages of a conversation, as clients write them and as chat templates read them."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import BeforeValidator, field_validator, model_validator
 
@@ -20,7 +20,7 @@ class Part(Fields):
     @field_validator("type", mode="before")
     @classmethod
     def _readable(cls, type: Any) -> Any:
-        if type not in ("text", "input_text", "output_text", "refusal"):
+        if type not in get_args(cls.model_fields["type"].annotation):
             raise ValueError(f"only parts of text can be read, got {type}")
         return type
 
@@ -32,7 +32,8 @@ class Part(Fields):
         return self
 
 
-def _parts(content: Any) -> Any:
+def parts_of(content: Any) -> Any:
+    """The parts of a content, which may be a text."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list):
@@ -46,7 +47,7 @@ class Message(Fields):
     hints: ClassVar = MESSAGE_HINTS
     nothing: ClassVar = MESSAGE_NOTHING
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Sequence[Part], BeforeValidator(_parts)] = ()
+    content: Annotated[Sequence[Part], BeforeValidator(parts_of)] = ()
     name: Text | None = None
     refusal: Text | None = None
     reasoning_content: Text | None = None
@@ -89,4 +90,4 @@ class Message(Fields):
         return shown
 
 
-__all__ = ["Message", "Part"]
+__all__ = ["Message", "Part", "parts_of"]

@@ -1,0 +1,230 @@
+"""Answers of /v1/responses: items of an output, whole or as the events of a stream."""
+
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from openai import BaseModel
+from openai.types import CompletionUsage
+from starlette.exceptions import HTTPException
+
+from arbordraft.serving.answers import ChatShape, call_id
+from arbordraft.serving.errors import as_body
+from arbordraft.serving.pieces import Piece
+from arbordraft.serving.responses import ResponsesQuestion
+from arbordraft.serving.schema import ChatQuestion, Question
+from arbordraft.serving.service import Service
+
+Event = tuple[str, dict[str, Any]]  # its type behind "response.", and its fields
+
+
+class _Item(ABC):
+    """An item of an output, as far as it has come.
+
+    Args:
+        prefix: of its id.
+        fields: that it has besides those that grow.
+    """
+
+    def __init__(self, prefix: str, **fields: Any) -> None:
+        self._place: dict[str, Any] = {"item_id": f"{prefix}_{uuid.uuid4().hex}"}
+        self._fields = {"id": self._place["item_id"], **fields, "status": "in_progress"}
+
+    @property
+    @abstractmethod
+    def shown(self) -> dict[str, Any]:
+        """All of it."""
+
+    @abstractmethod
+    def add(self, text: str, logprobs: Sequence[Any] = ()) -> Iterator[Event]:
+        """Appends some text, with log-probabilities of its tokens."""
+
+    def begin(self) -> Iterator[Event]:
+        """Begins."""
+        yield "output_item.added", {"item": self.shown}
+
+    def end(self, status: str) -> Iterator[Event]:
+        """Ends with a status."""
+        self._fields["status"] = status
+        yield "output_item.done", {"item": self.shown}
+
+
+class _Call(_Item):
+    """A call of a function, whose text are its arguments."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__("fc", type="function_call", call_id=call_id(), name=name)
+        self._arguments = ""
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        return {**self._fields, "arguments": self._arguments}
+
+    def add(self, text: str, logprobs: Sequence[Any] = ()) -> Iterator[Event]:
+        self._arguments += text
+        yield "function_call_arguments.delta", {**self._place, "delta": text}
+
+    def end(self, status: str) -> Iterator[Event]:
+        done = {"name": self._fields["name"], "arguments": self._arguments}
+        yield "function_call_arguments.done", {**self._place, **done}
+        yield from super().end(status)
+
+
+class _Message(_Item):
+    """Words, in the only part of a message's content."""
+
+    def __init__(self) -> None:
+        super().__init__("msg", type="message", role="assistant")
+        self._place["content_index"] = 0
+        self._content: list[dict[str, Any]] = []
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        return {**self._fields, "content": [{**part} for part in self._content]}
+
+    def begin(self) -> Iterator[Event]:
+        yield from super().begin()
+        self._content.append({"type": "output_text", "text": "", "annotations": [], "logprobs": []})
+        yield "content_part.added", {**self._place, "part": {**self._content[0]}}
+
+    def add(self, text: str, logprobs: Sequence[Any] = ()) -> Iterator[Event]:
+        self._content[0]["text"] += text
+        self._content[0]["logprobs"] += logprobs
+        yield "output_text.delta", {**self._place, "delta": text, "logprobs": list(logprobs)}
+
+    def end(self, status: str) -> Iterator[Event]:
+        (part,) = self._content
+        yield "output_text.done", {**self._place, "text": part["text"], "logprobs": part["logprobs"]}
+        yield "content_part.done", {**self._place, "part": {**part}}
+        yield from super().end(status)
+
+
+class ResponseShape(ChatShape):
+    """The answer to a request of /v1/responses.
+
+    Args:
+        service: what answers.
+        question: the chat that was asked.
+        asked: the request.
+    """
+
+    prefix = "resp_"
+    closing = ""  # the last event says that it is the last
+
+    def __init__(self, service: Service, question: Question, asked: ResponsesQuestion) -> None:
+        assert isinstance(question, ChatQuestion)
+        super().__init__(service, question)
+        self._items: list[_Item] = []
+        self._events, self._cut = 0, False
+        format = asked.text.format.model_dump(by_alias=True, exclude_none=True, exclude_unset=True)
+        tools = [{**tool.model_dump(), "strict": True} for tool in asked.tools]
+        choice = question.tool_choice
+        self._echo = {
+            "object": "response",
+            "background": False,
+            "instructions": asked.instructions,
+            "max_output_tokens": asked.max_output_tokens,
+            "metadata": asked.metadata,
+            "parallel_tool_calls": question.parallel_tool_calls,
+            "previous_response_id": None,
+            "reasoning": {"effort": asked.reasoning.effort, "summary": None},
+            "store": False,
+            "temperature": question.temperature,
+            "text": {"format": {"type": asked.text.format.type, **format}},
+            "tool_choice": {"type": "function", "name": choice.function.name} if choice.function else choice.type,
+            "tools": tools,
+            "top_logprobs": asked.top_logprobs or 0,
+            "top_p": question.top_p,
+            "truncation": "disabled",
+        }
+
+    def whole(self, answers: Sequence[Piece], usage: CompletionUsage) -> BaseModel:
+        for answer in answers:
+            for _ in [*self._added(answer), *self._ended()]:
+                pass  # the items are what is wanted of them
+        return BaseModel.construct(**self._response(self._outcome, usage))
+
+    def chunks(self, piece: Piece) -> Iterator[BaseModel]:
+        if not self._events:
+            yield self._event("created", {"response": self._response("in_progress")})
+            yield self._event("in_progress", {"response": self._response("in_progress")})
+        for kind, fields in self._added(piece):
+            yield self._event(kind, fields)
+
+    def end(self, usage: CompletionUsage) -> Iterator[BaseModel]:
+        for kind, fields in self._ended():
+            yield self._event(kind, fields)
+        yield self._event(self._outcome, {"response": self._response(self._outcome, usage)})
+
+    def event(self, chunk: BaseModel) -> str:
+        return f"event: {chunk.type}\n{super().event(chunk)}"
+
+    def broken(self, error: HTTPException) -> str:
+        told = as_body(error)["error"]
+        failure = {"code": "server_error", "message": told["message"]}
+        return self.event(self._event("failed", {"response": {**self._response("failed"), "error": failure}}))
+
+    @property
+    def _outcome(self) -> str:
+        return "incomplete" if self._cut else "completed"
+
+    def _added(self, piece: Piece) -> Iterator[Event]:
+        """Events of what is new."""
+        if piece.text or (piece.logprobs and not self.calling):
+            logprobs = [known.to_dict() for known in self._logprobs(piece)] if self.logprobs else []
+            if not (self._items and isinstance(self._items[-1], _Message)):
+                yield from self._next(_Message())
+            yield from self._items[-1].add(piece.text, logprobs)
+        for part in piece.calls:
+            if part.name is not None:
+                yield from self._next(_Call(part.name))
+            if part.arguments:
+                yield from self._items[-1].add(part.arguments)
+        self._cut = piece.finish_reason == "length"
+
+    def _ended(self) -> Iterator[Event]:
+        """Events of the end; an answer without a token is an empty message."""
+        if not self._items:
+            yield from self._next(_Message())
+        yield from self._items[-1].end(self._outcome)
+
+    def _next(self, item: _Item) -> Iterator[Event]:
+        """Ends the last item and begins another one."""
+        if self._items:
+            yield from self._items[-1].end("completed")
+        self._items.append(item)
+        yield from item.begin()
+
+    def _response(self, status: str, usage: CompletionUsage | None = None) -> dict[str, Any]:
+        created = self.head["created"]
+        return {
+            **{name: value for name, value in self.head.items() if name != "created"},
+            **self._echo,
+            "created_at": created,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "output": [item.shown for item in self._items],
+            "status": status,
+            "usage": None if usage is None else _usage(usage),
+        }
+
+    def _event(self, kind: str, fields: dict[str, Any]) -> BaseModel:
+        place = {} if "response" in fields else {"output_index": len(self._items) - 1}
+        number, self._events = self._events, self._events + 1
+        return BaseModel.construct(type=f"response.{kind}", sequence_number=number, **place, **fields)
+
+
+def _usage(usage: CompletionUsage) -> dict[str, Any]:
+    """The same by the names of this address."""
+    details = usage.completion_tokens_details.to_dict() if usage.completion_tokens_details else {}
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0, **details},
+        "total_tokens": usage.total_tokens,
+    }
+
+
+__all__ = ["ResponseShape"]

@@ -1,0 +1,273 @@
+"""What /v1/responses takes, and the chat that asks for the same."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from fastapi.exceptions import RequestValidationError
+from openai.types.responses import ResponseIncludable
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
+
+from arbordraft.serving.errors import ApiError
+from arbordraft.serving.fields import MESSAGE_HINTS, REQUEST_HINTS, REQUEST_NOTHING, TOOL_HINTS, Fields, Text
+from arbordraft.serving.messages import Part, parts_of
+from arbordraft.serving.schema import ChatQuestion
+from arbordraft.serving.structure import Function, Name
+
+_LOGPROBS = "message.output_text.logprobs"
+# Fields that a chat has under the same names; it checks their values.
+_SAME = (
+    *("model", "stream", "temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "parallel_tool_calls"),
+    *("stop", "stop_token_ids", "min_tokens", "ignore_eos", "chat_template_kwargs"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+# Names of fields in the errors of a chat, and of those that they came from.
+_NAMES = (
+    (r"\bresponse_format\.json_schema\.schema\b", "text.format.schema"),
+    (r"\bresponse_format\b", "text.format"),
+    (r"\bmax_tokens\b", "max_output_tokens"),
+    (r"\breasoning_effort\b", "reasoning.effort"),
+    (r"\b(tools\.\d+)\.function\b", r"\1"),
+)
+# Fields that an item of each type has: those that it needs, and the others.
+_NEEDED: Mapping[str, frozenset[str]] = {
+    "message": frozenset({"role", "content"}),
+    "function_call": frozenset({"call_id", "name", "arguments"}),
+    "function_call_output": frozenset({"call_id", "output"}),
+    "reasoning": frozenset(),
+}
+_FURTHER = {"reasoning": {"content", "summary"}}
+
+
+class ItemPart(Part):
+    """A part of an item: words said or thought."""
+
+    type: Literal["text", "input_text", "output_text", "refusal", "reasoning_text", "summary_text"]  # type: ignore[assignment]
+
+
+Content = Annotated[Sequence[ItemPart], BeforeValidator(parts_of)]
+
+
+class Item(Fields):
+    """Something of a conversation: a message, a call, what came of it, or thoughts of the model."""
+
+    hints: ClassVar = MESSAGE_HINTS | {"id", "status", "phase", "encrypted_content"}
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: Content = ()
+    summary: Content = ()
+    call_id: Text | None = None
+    name: Name | None = None
+    arguments: Text | None = None
+    output: Content = ()
+
+    @field_validator("type", mode="before")
+    @classmethod
+    def _known(cls, type: Any) -> Any:
+        if type not in tuple(_NEEDED):
+            raise ValueError(f"items of type {type} are not supported, only {', '.join(_NEEDED)}")
+        return type
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        given, needed = self.model_fields_set - {"type"}, _NEEDED[self.type]
+        if missing := needed - given:
+            raise ValueError(f"{min(missing)} is missing, which an item of type {self.type} needs")
+        if others := given - needed - _FURTHER.get(self.type, set()):
+            raise ValueError(f"{min(others)} is no field of an item of type {self.type}: leave it out")
+        return self
+
+
+class FunctionTool(Function):
+    """A function that the model may ask to have called."""
+
+    hints: ClassVar = TOOL_HINTS
+    type: Literal["function"]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("type") != "function":
+            raise ValueError(f"tools of type {given.get('type')} are not supported, only functions")
+        return given
+
+
+class Format(Fields):
+    """What an answer is."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: Name | None = None
+    description: Text = ""
+    content: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool = True
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if (self.type == "json_schema") != (self.content is not None) or (self.name is None) != (self.content is None):
+            raise ValueError("name and schema go with the type json_schema, and with no other type")
+        return self
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """The same for a chat."""
+        if self.type != "json_schema":
+            return {"type": self.type}
+        return {"type": self.type, "json_schema": self.model_dump(by_alias=True, exclude={"type"}, exclude_unset=True)}
+
+
+class TextOptions(Fields):
+    """How the answer is written."""
+
+    hints: ClassVar = frozenset({"verbosity"})
+    format: Format = Format()
+
+
+class Reasoning(Fields):
+    """How much the model thinks, where its chat template knows that."""
+
+    hints: ClassVar = frozenset({"context", "generate_summary", "mode", "summary"})
+    effort: Text | None = None
+
+
+def _choice(given: Any) -> Any:
+    """A choice of tools in the form of a chat."""
+    if not isinstance(given, dict):
+        return given
+    if given.get("type") != "function":
+        raise ValueError(f"the type {given.get('type')} is not supported, only function")
+    return {"type": "function", "function": {name: value for name, value in given.items() if name != "type"}}
+
+
+def _items(given: Any) -> Any:
+    return [{"role": "user", "content": given}] if isinstance(given, str) else given
+
+
+class ResponsesQuestion(Fields):
+    """What /v1/responses takes; a chat is asked instead, and nothing is kept for later."""
+
+    hints: ClassVar = (REQUEST_HINTS - {"metadata"}) | {"max_tool_calls", "stream_options"}
+    nothing: ClassVar = {
+        **REQUEST_NOTHING,
+        "background": (False,),
+        "context_management": ([],),
+        "top_logprobs": (0,),
+        "truncation": ("disabled",),
+    }
+    input: Annotated[Sequence[Item], BeforeValidator(_items), Field(min_length=1)]
+    instructions: Text | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    tools: Sequence[FunctionTool] = ()
+    tool_choice: Annotated[Any, BeforeValidator(_choice)] = "auto"
+    text: TextOptions = TextOptions()
+    reasoning: Reasoning = Reasoning()
+    include: Sequence[ResponseIncludable] = ()  # of what other types of tools bring there is nothing
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    metadata: dict[str, Text] = Field(default_factory=dict)
+    model: Any = None
+    stream: Any = None
+    temperature: Any = None
+    top_p: Any = None
+    top_k: Any = None
+    min_p: Any = None
+    seed: Any = None
+    stop: Any = None
+    stop_token_ids: Any = None
+    min_tokens: Any = None
+    logit_bias: Any = None
+    ignore_eos: Any = None
+    presence_penalty: Any = None
+    frequency_penalty: Any = None
+    repetition_penalty: Any = None
+    parallel_tool_calls: Any = None
+    chat_template_kwargs: Any = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.top_logprobs and _LOGPROBS not in self.include:
+            raise ApiError(400, f"top_logprobs: set include to {[_LOGPROBS]} as well", param="top_logprobs")
+        calls = set[str | None]()
+        for index, item in enumerate(self.input):
+            if item.type == "function_call":
+                calls.add(item.call_id)
+            elif item.type == "function_call_output" and item.call_id not in calls:
+                where = f"input.{index}.call_id"
+                reason = f"no function_call before it has the call_id {item.call_id}: send that item, too"
+                raise ApiError(400, f"{where}: {reason}", param=where)
+        return self
+
+    def chat(self) -> ChatQuestion:
+        """The chat that asks for the same.
+
+        Raises:
+            RequestValidationError: for values that it does not take.
+            ApiError: for those that it does not take together.
+        """
+        same = {name: value for name in _SAME if (value := getattr(self, name)) is not None}
+        try:
+            return ChatQuestion.model_validate(
+                {
+                    **same,
+                    "messages": self._messages(),
+                    "max_tokens": self.max_output_tokens,
+                    "tools": [
+                        {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_unset=True)}
+                        for tool in self.tools
+                    ],
+                    "tool_choice": self.tool_choice,
+                    "response_format": self.text.format.asked,
+                    "reasoning_effort": self.reasoning.effort,
+                    "logprobs": _LOGPROBS in self.include,
+                    "top_logprobs": self.top_logprobs,
+                }
+            )
+        except ValidationError as error:
+            found = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors()]
+            raise RequestValidationError(found) from error
+
+    def _messages(self) -> list[dict[str, Any]]:
+        """The messages: thoughts, words and calls of the model that follow each other are one."""
+        messages = list[dict[str, Any]]()
+        for item in self.input:
+            news = _said(item)
+            last = messages[-1] if messages else {}
+            going_on = last.get("role") == news["role"] == "assistant" and item.type != "reasoning"
+            if going_on and item.type == "function_call":
+                last.setdefault("tool_calls", []).extend(news["tool_calls"])
+            elif going_on and not last.keys() & {"content", "tool_calls"}:
+                last.update(news)
+            else:
+                messages.append(news)
+        if self.instructions is not None:
+            told = {"type": "text", "text": self.instructions}
+            if messages[0]["role"] in ("system", "developer"):
+                messages[0]["content"].insert(0, told)  # many chat templates know no second message of that role
+            else:
+                messages.insert(0, {"role": "system", "content": [told]})
+        return messages
+
+
+def _said(item: Item) -> dict[str, Any]:
+    """The message of a single item."""
+    if item.type == "function_call_output":
+        return {"role": "tool", "tool_call_id": item.call_id, "content": _texts(item.output)}
+    if item.type == "function_call":
+        function = {"name": item.name, "arguments": item.arguments}
+        return {"role": "assistant", "tool_calls": [{"id": item.call_id, "type": "function", "function": function}]}
+    if item.type == "reasoning":
+        return {"role": "assistant", "reasoning_content": "".join(part.text or "" for part in item.content)}
+    return {"role": item.role, "content": _texts(item.content)}
+
+
+def _texts(parts: Sequence[ItemPart]) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": part.text or part.refusal or ""} for part in parts]
+
+
+def renamed(error: ApiError) -> ApiError:
+    """An error of the chat that was asked, in the names of /v1/responses."""
+    message, param = error.detail, error.param
+    for pattern, name in _NAMES:
+        message, param = re.sub(pattern, name, message), param and re.sub(pattern, name, param)
+    return ApiError(error.status_code, message, param=param, code=error.code, headers=error.headers)
+
+
+__all__ = ["ResponsesQuestion", "renamed"]
