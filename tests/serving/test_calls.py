@@ -179,6 +179,31 @@ def test_arguments_come_before_their_end():
     assert reader.end() == ""
 
 
+@pytest.mark.parametrize(
+    "texts",
+    [["\n"] * 500, ["Well.\n\n"] * 500, ['<tool_call>\n{"name": "look', '", "arguments": {"s": "', *['{}]\\"'] * 500]],
+    ids=["line breaks", "words and line breaks", "arguments"],
+)
+def test_a_reader_keeps_nothing_that_grows(texts):
+    """So that the work of a piece does not grow with those before it."""
+    reader, said = CallReader(call_format(tokenizer_of("tagged", True), [EOS]), TOOLS), ""
+    for text in texts:
+        said += reader.add(text)[0]
+        assert sum(len(kept) for kept in vars(reader).values() if isinstance(kept, str)) < 50
+    assert said + reader.end() == ("" if "arguments" in "".join(texts) else "".join(texts))
+
+
+@pytest.mark.parametrize("end", ["", "]", '"', "\\\\", '\\"}', "[{}]"])
+def test_arguments_end_with_their_brace(end):
+    reader = CallReader(call_format(tokenizer_of("tagged", True), [EOS]), TOOLS)
+    arguments = json.dumps({"s": end, "deep": [{"}": ["{", {}]}]})
+    shown = ""
+    for letter in f'<tool_call>\n{{"name": "look", "arguments": {arguments}}}\n</tool_call>':
+        shown += "".join(piece.arguments for piece in reader.add(letter)[1])
+        assert reader.called is (shown == arguments)
+    assert shown == arguments
+
+
 def test_what_was_cut_off_is_shown():
     form = call_format(tokenizer_of("tagged", True), [EOS])
     reader = CallReader(form, TOOLS)

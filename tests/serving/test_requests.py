@@ -169,6 +169,7 @@ def test_templates_are_shown_what_was_said():
 
 UNCLEAR = {
     "many stops": ({"stop": ["a"] * 17}, "stop", "at most 16"),
+    "a stop longer than answers": ({"stop": ["b", "a" * 10_000]}, "stop.1", "at most 4096 characters, got 10000"),
     "half a character": ({"stop": "\ud800"}, "stop.0", "surrogate"),
     "half a character in a name": ({"\ud800": 1}, None, "surrogate"),
     "a field of the second message": ({"messages": [USER, {**USER, "a": 1}]}, "messages.1.a", "not supported"),

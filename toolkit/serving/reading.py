@@ -1,9 +1,7 @@
 """Tells calls of tools from words, in an answer that is still coming."""
 
-import json
 import re
 from collections.abc import Collection
-from contextlib import suppress
 from dataclasses import dataclass
 
 from arbordraft.serving.calls import CallFormat
@@ -43,8 +41,9 @@ class CallReader:
         self._format = format
         self._first = re.compile(format.pattern(format.opening) + head)
         self._further = re.compile(format.pattern(format.separator) + head) if format.separator is not None else None
-        self._held = self._arguments = ""
-        self._calls, self._inside, self._only_words = 0, False, False
+        self._held, self._breaks = "", 0  # of lines, before what is held: they belong to the call if one comes
+        self._calls, self._only_words = 0, False
+        self._inside, self._depth, self._quoted, self._escaped = False, 0, False, False  # of arguments
 
     @property
     def called(self) -> bool:
@@ -69,16 +68,19 @@ class CallReader:
 
     def end(self) -> str:
         """What is left of the words when no text follows; an opening that was cut off is shown as it is."""
-        return "" if self._calls else self._held
+        return "" if self._calls else "\n" * self._breaks + self._held
 
     def _begun(self) -> tuple[str, re.Match[str] | None]:
         """The words before what is, or may become, the first call; and its beginning, if that is whole."""
         anywhere = self._format.anywhere
         match = None if self._only_words else (self._first.search if anywhere else self._first.match)(self._held)
         place = len(self._held) if self._only_words else match.start() if match else self._doubtful()
-        while anywhere and place and self._held[place - 1] == "\n":  # belongs to the call if one comes
-            place -= 1
         words, self._held = self._held[:place], self._held[place:]
+        if anywhere:
+            breaks = len(words) - len(words := words.rstrip("\n"))
+            if words:
+                words, self._breaks = "\n" * self._breaks + words, 0
+            self._breaks += breaks
         self._only_words = self._only_words or (bool(words) and not anywhere)
         return words, match
 
@@ -93,21 +95,26 @@ class CallReader:
         return len(held) - next((size for size in sizes if held.endswith(opening[:size])), 0)
 
     def _next(self, match: re.Match[str]) -> CallPiece:
-        self._held, self._arguments, self._inside = match.string[match.end() :], "", True
+        self._held, self._inside = match.string[match.end() :], True
         self._calls += 1
         return CallPiece(self._calls - 1, name=match["name"])
 
     def _fragment(self) -> str:
-        """What of the text belongs to the arguments: all of it, unless they come to their end."""
-        known = len(self._arguments)
-        text = self._arguments + self._held
-        end = len(text)
-        if "}" in self._held:
-            with suppress(ValueError, RecursionError):  # there is more to come
-                _, end = json.JSONDecoder().raw_decode(text)
-                self._inside = False
-        self._arguments, self._held = text[:end], text[end:]
-        return text[known:end]
+        """What of the text belongs to the arguments, an object: all of it, unless the brace that ends them comes."""
+        end = len(self._held)
+        for place, letter in enumerate(self._held, 1):
+            if self._quoted:
+                self._quoted = self._escaped or letter != '"'
+                self._escaped = letter == "\\" and not self._escaped
+            elif letter == '"':
+                self._quoted = True
+            else:
+                self._depth += (letter in "{[") - (letter in "}]")
+                if letter == "}" and not self._depth:
+                    self._inside, end = False, place
+                    break
+        fragment, self._held = self._held[:end], self._held[end:]
+        return fragment
 
 
 __all__ = ["CallPiece", "CallReader"]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from inspect import signature
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
-from pydantic import BeforeValidator, Field, NonNegativeInt, PlainValidator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PlainValidator, model_validator
 
 from arbordraft.grammars import Grammar
 from arbordraft.requests import Request
@@ -25,6 +25,7 @@ _SETTINGS = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
 _MOST_ENDS = 1024
+_MOST_STOPS, _LONGEST_STOP = 16, 4096  # and characters of each
 # What cannot be had where a grammar holds the answer.
 _NOT_WITH_FORMS = {
     "ignore_eos": "with tools and JSON the model must be able to end",
@@ -58,6 +59,12 @@ def _listed(stop: Any) -> Any:
     return [stop] if isinstance(stop, str) else stop
 
 
+def _short(stop: str) -> str:
+    if len(stop) > _LONGEST_STOP:
+        raise ValueError(f"at most {_LONGEST_STOP} characters, got {len(stop)}")
+    return stop
+
+
 class Question(Fields, ABC):
     """What both endpoints take; for ranges see :class:`~arbordraft.requests.Request`."""
 
@@ -69,7 +76,11 @@ class Question(Fields, ABC):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     seed: int | None = None
-    stop: Annotated[Sequence[Text], BeforeValidator(_listed), Field(max_length=16)] = ()
+    stop: Annotated[
+        Sequence[Annotated[Text, AfterValidator(_short)]],
+        BeforeValidator(_listed),
+        Field(max_length=_MOST_STOPS),
+    ] = ()
     temperature: float = 1.0
     top_p: float = 1.0
     presence_penalty: float = 0.0
