@@ -27,7 +27,7 @@ from starlette.exceptions import HTTPException
 from arbordraft.serving.errors import as_body
 from arbordraft.serving.pieces import Piece, SpeltLogprob
 from arbordraft.serving.reading import CallPiece
-from arbordraft.serving.schema import Question
+from arbordraft.serving.schema import Question, StreamOptions
 from arbordraft.serving.service import Service
 from arbordraft.spelling import is_text
 from arbordraft.streams import Stream
@@ -45,7 +45,7 @@ class Shape(ABC):
     closing = "data: [DONE]\n\n"  # ends a stream that nothing went wrong in
 
     def __init__(self, service: Service, question: Question) -> None:
-        self.options, self.logprobs = question.stream_options, question.others is not None
+        self.logprobs = question.others is not None
         self.calling = bool(question.functions)
         self.head: dict[str, Any] = {
             "id": f"{self.prefix}{uuid.uuid4().hex}",
@@ -66,9 +66,9 @@ class Shape(ABC):
     def last(self, usage: CompletionUsage) -> BaseModel:
         """The chunk without answers that ends a stream which wants to know its usage."""
 
-    def end(self, usage: CompletionUsage) -> Iterator[BaseModel]:
+    def end(self, usage: CompletionUsage, options: StreamOptions) -> Iterator[BaseModel]:
         """The end of a stream."""
-        if self.options.include_usage:
+        if options.include_usage:
             yield self.last(usage)
 
     def event(self, chunk: BaseModel) -> str:

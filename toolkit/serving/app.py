@@ -146,7 +146,7 @@ async def _chunks(call: Call, http: Request, shape: Shape, options: StreamOption
                 elif options.include_usage:
                     chunk = chunk.model_copy(update={"usage": None})
                 yield chunk
-    for chunk in shape.end(usage_of(call.stream)):
+    for chunk in shape.end(usage_of(call.stream), options):
         yield chunk
 
 

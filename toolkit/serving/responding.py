@@ -13,7 +13,7 @@ from arbordraft.serving.answers import ChatShape, call_id
 from arbordraft.serving.errors import as_body
 from arbordraft.serving.pieces import Piece
 from arbordraft.serving.responses import ResponsesQuestion
-from arbordraft.serving.schema import ChatQuestion, Question
+from arbordraft.serving.schema import ChatQuestion, Question, StreamOptions
 from arbordraft.serving.service import Service
 
 Event = tuple[str, dict[str, Any]]  # its type behind "response.", and its fields
@@ -152,7 +152,7 @@ class ResponseShape(ChatShape):
         for kind, fields in self._added(piece):
             yield self._event(kind, fields)
 
-    def end(self, usage: CompletionUsage) -> Iterator[BaseModel]:
+    def end(self, usage: CompletionUsage, options: StreamOptions) -> Iterator[BaseModel]:
         for kind, fields in self._ended():
             yield self._event(kind, fields)
         yield self._event(self._outcome, {"response": self._response(self._outcome, usage)})
