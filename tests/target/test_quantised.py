@@ -143,6 +143,7 @@ def test_scales_of_all_rows_are_named():
     with pytest.warns(UserWarning, match="itself gives a text other logits when other texts run beside it"):
         target = RaggedModel(model)
     assert "left to the model" in target.chosen
+    assert not target.row_invariant
     decoder = builders.ems_sd(target, length=2)
     report = decoder.exactness_report()
     assert report.level == Level.law

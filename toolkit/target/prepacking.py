@@ -236,7 +236,8 @@ class Prepacking:
         """Modules that ran, are still the model's own, and of which nobody says that they treat every row alike."""
         prepacked = {part for module in self._stand_ins for part in module.modules()}
         for module in model.modules():
-            inner = module in prepacked or (any(module.children()) and not has_adapters(module))
+            calls = not self._called.isdisjoint(module.children())  # others compute with what their parts hold
+            inner = module in prepacked or (calls and not has_adapters(module))
             inner = inner or isinstance(module, _ROWWISE)
             if module in self._called and not inner and "RotaryEmbedding" not in type(module).__name__:
                 yield module
