@@ -20,6 +20,7 @@ from transformers import (
     LogitsProcessorList,
     StoppingCriteria,
     StoppingCriteriaList,
+    TemperatureLogitsWarper,
     TextIteratorStreamer,
 )
 from transformers.generation.streamers import BaseStreamer
@@ -42,6 +43,8 @@ from arbordraft import (
     WithoutReplacement,
 )
 from arbordraft.deciders import FixedDepth
+from arbordraft.engine import Engine
+from arbordraft.requests import Request
 from arbordraft.verifiers import KSeq, OptimalTransport, TopTailRule, TypicalAcceptance
 
 CHAIN, TREE = TreeTopology.chain(3), TreeTopology([-1, 0, 0, 1, 1, 2, 3])
@@ -103,6 +106,27 @@ def test_greedy_equals_transformers(drafter, coupling, topology):
         assert decode(decoder, [prompt], max_new_tokens=14)[0] == [tokens]
 
 
+@pytest.mark.parametrize("temperature", [1e-11, 1e-38, 1e-45, 1e-300])
+@pytest.mark.parametrize("options", [{}, {"buckets": (32,)}], ids=["plain", "static"])
+def test_tiny_temperatures_are_greedy(temperature, options):
+    """However they are given, beside samples of any kind, also where half floats would overflow."""
+    decoder = SpeculativeDecoder(ragged(), DRAFTERS["model"](), **options)
+    expected, kwargs = plain_reference(14), {"do_sample": True, "max_new_tokens": 14, "eos_token_id": EOS}
+    ways = [
+        {"temperature": temperature},
+        {"generation_config": GenerationConfig(temperature=temperature, pad_token_id=0, **kwargs)},
+        {"logits_processor": [TemperatureLogitsWarper(temperature)]},
+    ]
+    for way in ways:
+        assert decode(decoder, **kwargs | way)[0] == expected
+    request = Request(prompt=PROMPTS[0], max_new_tokens=14, temperature=temperature, ends=[EOS])
+    other = Request(prompt=PROMPTS[1], max_new_tokens=14, temperature=0.9, seed=1)
+    engine = Engine(decoder)
+    streams = [engine.submit(one) for one in (request, other)]
+    engine.run()
+    assert streams[0].result()[0].tokens == expected[0]
+
+
 @pytest.mark.parametrize("coupling", COUPLINGS)
 def test_the_general_path_agrees_with_the_greedy_one(coupling):
     """One-hot rows by top_k=1 go through the rule itself; temperature=0 is the same request."""
@@ -141,6 +165,15 @@ def test_exactly_max_new_tokens(count):
 def test_max_length_counts_padding_as_transformers_does():
     output = build().generate(**left_padded(PROMPTS), max_length=len(PROMPTS[2]) + 4, do_sample=False, **NEVER)
     assert output.shape[1] == len(PROMPTS[2]) + 4
+
+
+def test_min_length_counts_padding_as_transformers_does():
+    width, options = len(PROMPTS[2]), {"do_sample": False, "eos_token_id": list(range(1, 50)), "pad_token_id": 0}
+    for length in (width, width + 3):
+        expected = ragged().model.generate(**left_padded(PROMPTS), min_length=length, max_length=width + 6, **options)
+        found = build().generate(**left_padded(PROMPTS), min_length=length, max_length=width + 6, **options)
+        assert torch.equal(found, expected)
+        assert found.shape[1] > length - 1
 
 
 @pytest.mark.parametrize("position", range(6))
@@ -212,6 +245,59 @@ def test_processors_and_criteria_of_ones_own(drafter):
     expected = reference(**kwargs)
     assert decode(build("fixed matching", drafter), **kwargs)[0] == expected
     assert {len(tokens) for tokens in expected} != {15}
+
+
+class BanByRow(LogitsProcessor):
+    """Bans other tokens in every row of the batch, as all rows are there."""
+
+    def __init__(self, banned):
+        self.banned = banned
+
+    def __call__(self, input_ids, scores):
+        for row, tokens in enumerate(self.banned):
+            scores[row, tokens] = float("-inf")
+        return scores
+
+
+class EndByRow(StoppingCriteria):
+    """Ends every row of the batch at another length."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids.shape[1] >= torch.tensor([len(PROMPTS[2]) + 3, len(PROMPTS[2]) + 1, 99])
+
+
+BIAS = torch.randn(3, 61, generator=torch.Generator().manual_seed(4)) * 2
+
+
+@pytest.mark.parametrize("drafter", ["model", "n-gram"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"logits_processor": [BanByRow([list(range(row, 61, 3)) for row in range(3)])]},
+        {"logits_processor": [lambda input_ids, scores: scores + BIAS]},
+        {"prefix_allowed_tokens_fn": lambda row, ids: list(range(row, 61, 3))},
+        {"logits_processor": [BanByRow([[30], [16], list(range(30))])], "no_repeat_ngram_size": 1},
+    ],
+    ids=["bans", "biases", "prefixes", "among others"],
+)
+def test_processors_may_tell_rows_apart(options, drafter):
+    """Every sample gets the rule of its own row, as from transformers; so does a sample that draws."""
+    prompts = [PROMPTS[2]] * 3
+    kwargs = {"max_new_tokens": 8, "pad_token_id": 0, **NEVER, **options}
+    expected = ragged().model.generate(**left_padded(prompts), do_sample=False, **kwargs)
+    decoder = build("fixed matching", drafter)
+    assert torch.equal(decoder.generate(**left_padded(prompts), do_sample=False, **kwargs), expected)
+    assert len(expected.unique(dim=0)) == 3
+    if "prefix_allowed_tokens_fn" in options:
+        tokens, _ = decode(decoder, do_sample=True, seeds=[1, 2, 3], **kwargs)  # of different lengths
+        assert [{token % 3 for token in own} for own in tokens] == [{0}, {1}, {2}]
+
+
+def test_criteria_may_tell_rows_apart():
+    prompts, criteria = [PROMPTS[2]] * 3, StoppingCriteriaList([EndByRow()])
+    tokens, _ = decode(build(), prompts, stopping_criteria=criteria, max_new_tokens=8, **NEVER)
+    whole = reference(prompts[:1], max_new_tokens=8, **NEVER)[0]
+    assert tokens == [whole[:3], whole[:1], whole]
 
 
 def test_stop_strings():

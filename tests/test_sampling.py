@@ -1,10 +1,12 @@
 """Noise, inverse-CDF draws, and logits processors on the rows of a tree."""
 
 import math
+import sys
 
 import pytest
 import torch
 from transformers.generation import (
+    EncoderRepetitionPenaltyLogitsProcessor,
     LogitsProcessorList,
     MinPLogitsWarper,
     NoRepeatNGramLogitsProcessor,
@@ -17,8 +19,10 @@ from transformers.generation import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
+from arbordraft.huggingface import Stopping
 from arbordraft.processors import Warp
 from arbordraft.sampling import Noise, draw, residual
+from arbordraft.stateful import PathState
 from arbordraft.testing import row
 
 LAST = math.nextafter(1, 0)  # the greatest uniform
@@ -161,8 +165,92 @@ def test_processors_that_keep_a_state_are_refused(processor):
             Warp([cls.__new__(cls)])
 
 
-def test_processors_bound_to_a_batch_need_a_batch_of_one():
-    bound = PrefixConstrainedLogitsProcessor(lambda batch, ids: [1, 2], num_beams=1)
-    assert torch.isfinite(Warp([bound])(LOGITS, PATHS.__getitem__)).sum(-1).tolist() == [2] * 4
-    with pytest.raises(ValueError, match="one prompt at a time"):
-        Warp([bound], batch_size=2)
+def test_processors_that_index_the_batch_are_given_all_its_rows():
+    bound = PrefixConstrainedLogitsProcessor(lambda row, ids: [row, row + 1, 7], num_beams=1)
+    for number in range(3):
+        found = Warp([bound], batch_size=3, row=number)(LOGITS, PATHS.__getitem__)
+        assert [line.isfinite().nonzero().flatten().tolist() for line in found] == [[number, number + 1, 7]] * 4
+
+
+def test_prompts_with_padding_are_kept_by_no_processor():
+    keeping = EncoderRepetitionPenaltyLogitsProcessor(2.0, torch.tensor([[1, 2], [3, 4]]))
+    found = Warp([keeping], batch_size=2, row=1)(LOGITS, PATHS.__getitem__)
+    assert (found != LOGITS).any(dim=0).nonzero().flatten().tolist() == [3, 4]
+    with pytest.raises(ValueError, match=r"EncoderRepetitionPenalty.* decode one prompt at a time"):
+        Warp([keeping], batch_size=2, row=1, padding=1)
+
+
+def average(input_ids, scores):
+    return scores.mean(dim=0)
+
+
+class Silent:
+    def __call__(self, input_ids, scores):
+        scores[:, 0] = 0.0
+
+
+class Stuck:
+    def fork(self):
+        return self
+
+    def accept(self, token):
+        pass
+
+    def __call__(self, scores):
+        return scores[None]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(
+    ("processor", "error", "message"),
+    [
+        (average, ValueError, r"average returned scores of the shape \[8\], not \[{rows}, 8\] as given"),
+        (lambda ids, scores: scores.repeat(2, 1), ValueError, r"lambda> .* \[{twice}, 8\], not \[{rows}, 8\]"),
+        (Silent(), TypeError, "Silent returned a NoneType, not a tensor of scores"),
+        (Stuck(), ValueError, r"Stuck returned scores of the shape \[1, 8\], not \[8\] as given"),
+    ],
+)
+def test_scores_of_another_shape_are_refused_by_name(processor, error, message, rows):
+    state = PathState([processor])
+    with pytest.raises(error, match=message.format(rows=rows, twice=2 * rows)):
+        Warp([processor], batch_size=rows)(LOGITS, PATHS.__getitem__, lambda row: state)
+
+
+def namesakes():
+    """Classes of a user that are called as transformers' own, and do something else."""
+
+    def ban_last(self, input_ids, scores):
+        return scores.scatter(1, input_ids[:, -1:], -torch.inf)
+
+    names = ("TopKLogitsWarper", "TemperatureLogitsWarper", "SynthIDTextWatermarkLogitsProcessor")
+    given = {"top_k": 3, "temperature": 1e-300, "filter_value": -torch.inf, "__call__": ban_last}
+    return [type(name, (), given)() for name in names]
+
+
+@pytest.mark.parametrize("processor", namesakes(), ids=lambda processor: type(processor).__name__)
+def test_a_class_is_not_taken_for_its_namesake(processor):
+    warp = Warp([processor])
+    assert not warp.greedy
+    assert warp.temperature is None
+    assert not warp.is_static(processor)
+    for scores in (warp(LOGITS, PATHS.__getitem__), warp.trimmed(LOGITS, PATHS.__getitem__)[0]):
+        assert scores.isinf().nonzero().tolist() == [[row, path[-1]] for row, path in enumerate(PATHS)]
+
+
+def test_a_criterion_is_not_taken_for_its_namesake():
+    def end(self, ids, scores, **kwargs):
+        return ids[:, -1] == 5
+
+    given = {"max_length": 2, "eos_token_id": torch.tensor([6]), "__call__": end}
+    stopping = Stopping([type(name, (), given)() for name in ("MaxLengthCriteria", "EosTokenCriteria")])
+    assert stopping.max_length == sys.maxsize
+    assert [stopping(token, lambda token=token: [1, token]) for token in (5, 6)] == [True, False]
+
+
+def test_temperatures_that_freeze_and_those_that_melt():
+    assert Warp([TemperatureLogitsWarper(1e-11), TopKLogitsWarper(3)]).greedy
+    frozen = Warp([TemperatureLogitsWarper(1e-300)])
+    assert torch.equal(frozen(LOGITS, PATHS.__getitem__), LOGITS)
+    assert not Warp([TemperatureLogitsWarper(1e-9)]).greedy
+    with pytest.raises(ValueError, match="temperature must be at most 1e6, got 1e"):
+        Warp([TemperatureLogitsWarper(1e308)])

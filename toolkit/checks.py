@@ -65,6 +65,26 @@ def positive(name: str, value: Any) -> float:
     return number
 
 
+def as_temperature(name: str, value: Any) -> float:
+    """A temperature from 0 to 1e6; below 1e-10 it is 0.0, which decodes greedily.
+
+    At so low a temperature the most probable token always wins, and quotients would leave the range of float32.
+
+    Raises:
+        TypeError: as :func:`real`.
+        ValueError: as :func:`real`.
+    """
+    number = real(name, value, 0)
+    if number > 1e6:
+        raise ValueError(f"{name} must be at most 1e6, got {number}")
+    return number if number >= 1e-10 else 0.0
+
+
+def penalty(name: str, value: Any) -> float:
+    """A factor of scores, 1e-5 to 1e5, beyond which they would leave the range of float32; otherwise :func:`real`."""
+    return real(name, positive(name, value), 1e-5, 1e5)
+
+
 def each(name: str, values: Any, check: Callable[[str, Any], Checked], most: int | None = None) -> tuple[Checked, ...]:
     """A sequence, an array or a tensor of checked numbers, as a tuple.
 
@@ -116,4 +136,4 @@ def _shown(value: Any) -> str:
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
 
 
-__all__ = ["each", "instance", "positive", "real", "whole"]
+__all__ = ["as_temperature", "each", "instance", "penalty", "positive", "real", "whole"]

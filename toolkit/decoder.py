@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from arbordraft import texts
 from arbordraft.batching import Batch, Entry
-from arbordraft.checks import each, whole
+from arbordraft.checks import as_temperature, each, whole
 from arbordraft.generation import changed, with_settings
 from arbordraft.grammars import Grammar, GrammarError, grammars_of
 from arbordraft.huggingface import (
@@ -229,8 +229,16 @@ class SpeculativeDecoder(Stepper):
             grammar: the form that answers have to have: one for all, or one per sample, ``None`` for those that are
                 free.
             **kwargs: those of ``transformers``' ``generate``: ``attention_mask``, ``generation_config``,
-                ``max_new_tokens``, ``do_sample``, ``temperature`` (0 means greedy), ``logits_processor``,
-                ``stopping_criteria``, ``stop_strings`` with ``tokenizer``, ``return_dict_in_generate``, ...
+                ``max_new_tokens``, ``do_sample``, ``temperature`` (at most 1e6; 0 and all below 1e-10 mean greedy),
+                ``logits_processor``, ``stopping_criteria``, ``stop_strings`` with ``tokenizer``,
+                ``return_dict_in_generate``, ... ``max_length`` and ``min_length`` count columns, padding included, as
+                transformers does; ``max_new_tokens`` and ``min_new_tokens`` count a sample's own tokens.
+
+        Logits processors and stopping criteria see one sample at a time, its own tokens without padding, once per node
+        of its tree. Those of users are called with ``[B, L]`` ids and ``[B, V]`` scores whose rows are all this
+        sample's, and the row with the sample's number is read: what they do to a row may depend on its tokens, its
+        scores and its number, not on other rows and not on earlier calls. One that keeps a state follows
+        :class:`~arbordraft.stateful.StatefulProcessor`.
 
         Returns:
             ``[B, L + new]`` token ids, or with ``return_dict_in_generate`` an output with ``sequences`` and ``stats``
@@ -238,7 +246,8 @@ class SpeculativeDecoder(Stepper):
 
         Raises:
             TypeError: for prompts, masks and settings of another type.
-            ValueError: for arguments that speculative decoding cannot honour, and for unusable prompts.
+            ValueError: for arguments that speculative decoding cannot honour, for unusable prompts, and if a processor
+                returns scores of another shape.
             CacheOverflow: if the batch cannot fit into ``max_cache_tokens``; nothing was decoded then.
             DecodingError: if the target produced NaN or infinite logits for some sample, or a grammar could not be
                 followed to the end of its answer.
@@ -248,7 +257,7 @@ class SpeculativeDecoder(Stepper):
         kwargs |= whole_lengths(kwargs)
         own = self.own_settings
         settings = check_options(kwargs, own)
-        if settings["temperature"] == 0:
+        if settings["temperature"] is not None and as_temperature("temperature", settings["temperature"]) == 0:
             kwargs |= {"temperature": None, "do_sample": False}
         if (strings := settings["stop_strings"]) is not None:
             tokenizer = kwargs.pop("tokenizer", None) or self.target.tokenizer
@@ -368,32 +377,37 @@ class SpeculativeDecoder(Stepper):
         batch, padded = input_ids.shape
         padding = [0] * batch if attention_mask is None else (attention_mask == 0).sum(dim=1).tolist()
         prompts = [row[pad:] for row, pad in zip(input_ids.tolist(), padding, strict=True)]
-        stopping = Stopping(criteria)
-        budget = stopping.max_length - padded
+        stopping = [Stopping(criteria, batch, row) for row in range(batch)]
+        budget = stopping[0].max_length - padded
         self.check_positions(max(map(len, prompts)), budget)
         if seeds is None:
             seeds = torch.randint(2**62, (batch,)).tolist()  # follows torch.manual_seed
         seeds = each("seeds", seeds, lambda _, seed: whole("seed", seed, 0, 2**64 - 1))
         if len(seeds) != batch:
             raise ValueError(f"{len(seeds)} seeds for {batch} samples")
-        warps = self._warps(without_padding(processors, padding, config), grammars_of(grammar, batch), config)
+        warps = self._warps(without_padding(processors, padding, config), padding, grammars_of(grammar, batch), config)
         return [
-            Sample(prompt, budget, seed, not config.do_sample, warp, stopping, pad)
-            for prompt, seed, warp, pad in zip(prompts, seeds, warps, padding, strict=True)
+            Sample(prompt, budget, seed, not config.do_sample, warp, stops, pad)
+            for prompt, seed, warp, stops, pad in zip(prompts, seeds, warps, stopping, padding, strict=True)
         ]
 
     def _warps(
-        self, processors: "Sequence[LogitsProcessor]", grammars: Sequence[Grammar | None], config: "GenerationConfig"
+        self,
+        processors: "Sequence[LogitsProcessor]",
+        padding: Sequence[int],
+        grammars: Sequence[Grammar | None],
+        config: "GenerationConfig",
     ) -> list[Warp]:
-        """The processors of every sample; those in the same grammar share them, and so are processed together."""
+        """The processors of every sample; where they are the same object, samples are processed together."""
         ends = config.eos_token_id
         ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
-        made: dict[Grammar | None, Warp] = {}
-        for grammar in grammars:
-            if grammar not in made:
+        made: dict[tuple[Grammar | None, int, int], Warp] = {}
+        keys = [(one, *Warp.place(processors, row, padding[row])) for row, one in enumerate(grammars)]
+        for grammar, row, columns in keys:
+            if (grammar, row, columns) not in made:
                 chain: list[Any] = [] if grammar is None else [self.compiler(grammar, ends)]
-                made[grammar] = Warp([*chain, *processors], len(grammars))
-        return [made[grammar] for grammar in grammars]
+                made[grammar, row, columns] = Warp([*chain, *processors], len(grammars), row=row, padding=columns)
+        return [made[key] for key in keys]
 
 
 def _told(streamer: "BaseStreamer") -> Callable[[Emission], None]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from arbordraft.checks import positive, real, whole
+from arbordraft.checks import as_temperature, penalty, real, whole
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
@@ -72,21 +72,38 @@ REFUSED = {
 _OTHER_ARGUMENTS = (
     *("assistant_model", "custom_generate", "negative_prompt_attention_mask", "negative_prompt_ids", "synced_gpus"),
 )
+_MOST_BIAS = 1e6  # scores with greater ones leave the range of float32 when they are divided by a temperature
 _OWN = "; generation_config='none' leaves the model's own settings out"
+
+
+def _biases(name: str, given: Any) -> None:
+    """Raises ValueError for biases above the greatest one; -inf bans a sequence.
+
+    Args:
+        name: of the setting, for the message.
+        given: by sequence, or pairs of a sequence and a bias; transformers refuses what is neither.
+    """
+    pairs = given.items() if isinstance(given, Mapping) else given
+    for bias in (pair[1] for pair in pairs if isinstance(pair, Sequence) and len(pair) == 2):
+        if isinstance(bias, float) and not bias <= _MOST_BIAS:
+            raise ValueError(f"{name} must be at most {_MOST_BIAS:g}, got {bias}")
+
 
 _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "max_new_tokens": partial(whole, least=0),
     "max_length": partial(whole, least=1),
     "min_new_tokens": partial(whole, least=0),
     "min_length": partial(whole, least=0),
-    "temperature": partial(real, least=0),
+    "temperature": as_temperature,
     "top_k": partial(whole, least=0),
     "top_p": partial(real, least=0, most=1),
     "min_p": partial(real, least=0, most=1),
     "typical_p": partial(real, least=0, most=1),
     "epsilon_cutoff": partial(real, least=0, most=1),
     "eta_cutoff": partial(real, least=0, most=1),
-    "repetition_penalty": positive,
+    "repetition_penalty": penalty,
+    "encoder_repetition_penalty": penalty,
+    "sequence_bias": _biases,
     "no_repeat_ngram_size": partial(whole, least=0),
     "num_return_sequences": partial(whole, least=1),
 }

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from arbordraft.generation import EXTRA_OUTPUTS, check_settings, effective, says_something
+from arbordraft.identity import transformers_name
 from arbordraft.metrics import DecodeStats
 from arbordraft.target.own_cache import CACHE_NAMES
 
@@ -56,14 +57,18 @@ class Stopping:
     Args:
         criteria: what ``generate()`` prepared. The length limit and end-of-sequence tokens are read off; any other
             criterion is asked about one sample at a time, after each of its tokens.
+        batch_size: samples of the batch that they were prepared for. Criteria that transformers does not know are asked
+            about as many rows, all of them equal, as they may tell rows apart.
+        row: the sample's number in that batch.
     """
 
-    def __init__(self, criteria: "Iterable[Any]") -> None:
+    def __init__(self, criteria: "Iterable[Any]", batch_size: int = 1, row: int = 0) -> None:
         self.max_length = sys.maxsize
+        self._batch_size, self._row = batch_size, row
         self._ends: set[int] = set()
         self._others = []
         for criterion in criteria:
-            match type(criterion).__name__:
+            match transformers_name(type(criterion)):
                 case "MaxLengthCriteria":
                     self.max_length = min(self.max_length, criterion.max_length)
                 case "EosTokenCriteria":
@@ -78,7 +83,15 @@ class Stopping:
         if not self._others:
             return False
         ids = torch.tensor([path()])
-        return any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in self._others)  # some say a bool
+        return any(self._ended(criterion, ids) for criterion in self._others)
+
+    def _ended(self, criterion: Any, ids: Tensor) -> bool:
+        """Whether a criterion ends the text of ``[1, L]`` tokens, as this sample's row of the batch."""
+        count, row = (1, 0) if transformers_name(type(criterion)) else (self._batch_size, self._row)
+        said = torch.as_tensor(criterion(ids.repeat(count, 1), None))
+        if said.ndim > 1 or said.numel() not in (1, count):  # some say one bool for all
+            raise ValueError(f"{type(criterion).__name__} returned {list(said.shape)} values for {count} samples")
+        return bool(said.expand(count)[row])
 
 
 def with_stop_strings(
@@ -137,16 +150,15 @@ def without_padding(
 ) -> "list[LogitsProcessor]":
     """Processors for single samples whose paths hold no padding tokens.
 
-    What ``generate()`` prepares counts the columns of the padded batch: the repetition penalty is told how many of them
-    each row should skip, and the least length is that of the longest prompt with its new tokens, which another
-    processor says for every prompt. Here there is no padding to skip or to count.
+    ``generate()`` tells the repetition penalty how many columns of the padded batch each row should skip. Here there is
+    no padding to skip. Where it is told a least number of new tokens, it prepares two processors that say so.
     """
     from transformers import MinLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
     kept: list[LogitsProcessor] = []
     for processor in processors:
         skipped = getattr(processor, "prompt_ignore_length", None)
-        if isinstance(skipped, Tensor):
+        if type(processor) is RepetitionPenaltyLogitsProcessor and isinstance(skipped, Tensor):
             if skipped.tolist() != list(padding):
                 raise ValueError(
                     "a prompt_ignore_length per sample that skips more or less than the padding cannot be honoured: "

@@ -41,7 +41,6 @@ def draft_scores(
         return processing(
             logits,
             lambda row: owners[rows[row]].path(place_of(rows[row])[1]),
-            lambda row: owners[rows[row]].padding,
             lambda row: owners[rows[row]].state(place_of(rows[row])[1]),
         )
 
@@ -126,7 +125,6 @@ def _rows_of(
             processed = processing(
                 logits,
                 lambda row: owners[rows[row]].path(drafted(rows[row])),
-                lambda row: owners[rows[row]].padding,
                 lambda row: owners[rows[row]].state(drafted(rows[row])),
             )
             scores = processed[0] if isinstance(processed, tuple) else processed

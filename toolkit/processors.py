@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from arbordraft.checks import whole
+from arbordraft.checks import as_temperature, whole
+from arbordraft.identity import transformers_name
 from arbordraft.kernels import choice
 from arbordraft.kernels.verify import lowest_kept
 from arbordraft.stateful import PathState, StatefulProcessor
@@ -19,8 +20,8 @@ from arbordraft.stateful import PathState, StatefulProcessor
 if TYPE_CHECKING:
     from transformers import LogitsProcessor, LogitsProcessorList
 
-# Processors that look at the scores alone: they run once over all rows. Any other one runs per row, on the
-# row's path.
+# Of transformers' own processors, by the names of their classes (subclasses may do other things).
+# These look at the scores alone: they run once over all rows. Any other one runs per row, on the row's path.
 _PATH_FREE = frozenset(
     {
         "EpsilonLogitsWarper",
@@ -59,67 +60,67 @@ _FOLLOWING = frozenset({"guidance", "llguidance", "outlines", "outlines_core", "
 _COUNTING = {
     "ExponentialDecayLengthPenalty": "regulation_start",
     "ForcedEOSTokenLogitsProcessor": "max_length",
+    "MinLengthLogitsProcessor": "min_length",
     "MinNewTokensLengthLogitsProcessor": "prompt_length_to_skip",
     "RepetitionPenaltyLogitsProcessor": "prompt_ignore_length",
     "SuppressTokensAtBeginLogitsProcessor": "begin_index",
 }
-# Processors that index the batch they were built for: they cannot be applied to one sample of several.
-_BATCH_BOUND = frozenset(
-    {
-        "EncoderNoRepeatNGramLogitsProcessor",
-        "EncoderRepetitionPenaltyLogitsProcessor",
-        "PrefixConstrainedLogitsProcessor",
-    }
-)
+# Processors that keep the prompts of the batch they were built for, padding included.
+_KEEPING_PROMPTS = frozenset({"EncoderNoRepeatNGramLogitsProcessor", "EncoderRepetitionPenaltyLogitsProcessor"})
+# Processors that ask which row of the batch they see. Those of users may, too.
+_INDEXING = _KEEPING_PROMPTS | {"PrefixConstrainedLogitsProcessor"}
 
 
 class Warp:
-    """Applies Hugging Face logits processors to the rows of ragged draft trees, each row along its own path.
+    """Applies Hugging Face logits processors to one sample's rows of ragged draft trees, each row along its own path.
 
     Args:
         processors: what ``generate()`` prepared: penalties, temperature, top-k, top-p, user-defined ones.
-            They must be functions of the tokens before a row and of its scores, or follow a text as a
-            :class:`~arbordraft.stateful.StatefulProcessor`; processors known to do neither are refused.
-        batch_size: number of samples of the batch that the processors were prepared for.
+            They must be functions of the tokens before a row, of its scores and of the row's number in the batch, or
+            follow a text as a :class:`~arbordraft.stateful.StatefulProcessor`; processors known to do neither are
+            refused. Temperatures below 1e-10 are left out, see ``greedy``.
+        batch_size: samples of the batch that the processors were prepared for. Those that may tell its rows apart are
+            called with as many rows, all of them equal.
+        row: the sample's number in that batch. Samples whose :meth:`place` is equal may share an object.
+        padding: columns in front of its prompt in that batch, which its paths have not.
+
+    Attributes:
+        greedy: whether the temperature is so low that the most probable token always wins.
 
     Raises:
         TypeError: if a processor cannot be called, or ``batch_size`` is no whole number.
-        ValueError: if a processor keeps state between calls, or indexes the batch while there are several
-            samples.
+        ValueError: if a processor keeps state between calls, or padding as part of the prompts.
     """
 
     def __init__(
         self,
         processors: "LogitsProcessorList | Sequence[LogitsProcessor]",
         batch_size: int = 1,
+        *,
+        row: int = 0,
+        padding: int = 0,
     ) -> None:
-        self.processors = list(processors)
-        self._own = {0: self.processors}  # by the columns of padding that those who count columns are told of
+        self._batch_size, self._row = whole("batch_size", batch_size, 0), row
+        for processor in processors:
+            _check(processor, padding)
+        kept = [one for one in processors if not _is_freezing(one)]
+        self.greedy = len(kept) < len(processors)
+        self.processors = [_counting_less(one, padding) for one in kept]
+        self._indexing = [_may_index(one) for one in self.processors]
         places = [place for place, one in enumerate(self.processors) if isinstance(one, StatefulProcessor)]
         self._followers = {place: number for number, place in enumerate(places)}
         self.stateful = [self.processors[place] for place in places]
-        whole("batch_size", batch_size, 0)
-        for processor in self.processors:
-            if not callable(processor):
-                raise TypeError(f"a logits processor is a function of input_ids and scores, got {processor!r}")
-            if isinstance(processor, StatefulProcessor):
-                continue
-            names = {cls.__name__ for cls in type(processor).__mro__}
-            if (library := type(processor).__module__.partition(".")[0]) in _FOLLOWING:
-                raise ValueError(
-                    f"{library}'s {type(processor).__name__} follows one text token by token; it cannot judge the "
-                    "nodes of a tree, which branch: pass a grammar=, or make it a StatefulProcessor, with fork() "
-                    "and accept(token)"
-                )
-            if refused := names & _NOT_FOR_TREES:
-                raise ValueError(f"{refused.pop()} cannot judge the nodes of a tree: they are not one sequence")
-            if batch_size > 1 and (bound := names & _BATCH_BOUND):
-                raise ValueError(f"{bound.pop()} is bound to the rows of a batch; decode one prompt at a time with it")
+
+    @staticmethod
+    def place(processors: "Sequence[LogitsProcessor]", row: int, padding: int) -> tuple[int, int]:
+        """Row and padding of a sample, 0 where none of the processors asks for it."""
+        counted = any(transformers_name(type(one)) in _COUNTING for one in processors)
+        return row if any(map(_may_index, processors)) else 0, padding if counted else 0
 
     @staticmethod
     def is_static(processor: "LogitsProcessor") -> bool:
         """Whether a processor looks at the scores alone, and never asks the host about them."""
-        return type(processor).__name__ in _STATIC
+        return transformers_name(type(processor)) in _STATIC
 
     @property
     def temperature(self) -> float | None:
@@ -140,7 +141,6 @@ class Warp:
         self,
         logits: Tensor,
         path_of: Callable[[int], Sequence[int]],
-        padding_of: Callable[[int], int] = lambda row: 0,
         state_of: Callable[[int], PathState] = lambda row: PathState(()),
     ) -> Tensor:
         """Processed logits in float32 (float64 stays float64).
@@ -148,79 +148,79 @@ class Warp:
         Args:
             logits: ``[R, V]``, left as they are.
             path_of: token ids that precede the prediction of a row, prompt included; called only if needed.
-            padding_of: columns in front of a row's prompt in the batch that the processors were prepared for, which
-                its path has not.
             state_of: the stateful processors behind a row's path; called only if there are some.
         """
-        return self._processed(logits, path_of, padding_of, state_of)
+        return self._processed(logits, path_of, state_of)
 
     def untruncated(
         self,
         logits: Tensor,
         path_of: Callable[[int], Sequence[int]],
-        padding_of: Callable[[int], int] = lambda row: 0,
         state_of: Callable[[int], PathState] = lambda row: PathState(()),
     ) -> Tensor:
         """The same without top-k and top-p, which take long and which drafts that are but guesses can do without."""
         truncating = {place for place, one in enumerate(self.processors) if _truncates(one)}
-        return self._processed(logits, path_of, padding_of, state_of, truncating)
+        return self._processed(logits, path_of, state_of, truncating)
 
     def trimmed(
         self,
         logits: Tensor,
         path_of: Callable[[int], Sequence[int]],
-        padding_of: Callable[[int], int] = lambda row: 0,
         state_of: Callable[[int], PathState] = lambda row: PathState(()),
     ) -> "tuple[Tensor, LogitsProcessor | None]":
         """What to draw from: scores, and top-k or top-p if it comes last and is still to be done."""
         last = len(self.processors) - 1
         if last < 0 or not _truncates(self.processors[last]):
-            return self(logits, path_of, padding_of, state_of), None
-        return self._processed(logits, path_of, padding_of, state_of, {last}), self.processors[last]
+            return self(logits, path_of, state_of), None
+        return self._processed(logits, path_of, state_of, {last}), self.processors[last]
 
     def _processed(
         self,
         logits: Tensor,
         path_of: Callable[[int], Sequence[int]],
-        padding_of: Callable[[int], int],
         state_of: Callable[[int], PathState],
         skipped: Collection[int] = (),
     ) -> Tensor:
         """What all processors but those at some places make of logits."""
         scores = widened(logits)
         paths: list[Tensor] = []
-        columns: list[int] = []
         for place, processor in enumerate(self.processors):
             if place in skipped:
                 continue
             if place in self._followers:
-                scores = _followed(self._followers[place], scores, logits, state_of)
-            elif type(processor).__name__ in _PATH_FREE:  # a subclass may look at the path after all
+                scores = _followed(processor, self._followers[place], scores, logits, state_of)
+            elif transformers_name(type(processor)) in _PATH_FREE:
                 scores = truncate(processor, scores)
             elif len(scores):
                 if not paths:
                     paths = [torch.tensor([list(path_of(row))], device=scores.device) for row in range(len(scores))]
-                    columns = [padding_of(row) for row in range(len(scores))]
-                # A clone per row: processors are free to write into the scores they are given.
-                rows = [
-                    _called(self._for(columns[row])[place], path, scores[row : row + 1].clone())
-                    for row, path in enumerate(paths)
-                ]
+                rows = [self._called(place, path, scores[row : row + 1]) for row, path in enumerate(paths)]
                 scores = torch.cat(rows)
         return scores
 
-    def _for(self, columns: int) -> "Sequence[LogitsProcessor]":
-        """The processors for texts that begin this many columns later."""
-        if columns not in self._own:
-            self._own[columns] = [_counting_less(one, columns) for one in self.processors]
-        return self._own[columns]
+    def _called(self, place: int, path: Tensor, scores: Tensor) -> Tensor:
+        """``[1, V]`` scores behind a ``[1, L]`` path, processed as this sample's row of the batch."""
+        processor = self.processors[place]
+        count, row = (self._batch_size, self._row) if self._indexing[place] else (1, 0)
+        given = scores.repeat(count, 1)  # a copy: processors are free to write into what they are given
+        try:
+            processed = processor(path.repeat(count, 1), given)
+        except AssertionError as error:
+            raise ValueError(
+                f"{_name(processor)} did not expect a row of a draft tree ({error or 'an assertion failed'}): "
+                "processors have to be functions of the tokens before a row and of its scores, or a StatefulProcessor, "
+                "with fork() and accept(token)"
+            ) from error
+        return _like(processor, processed, given)[row : row + 1]
 
 
-def _followed(number: int, scores: Tensor, logits: Tensor, state_of: Callable[[int], PathState]) -> Tensor:
+def _followed(
+    template: StatefulProcessor, number: int, scores: Tensor, logits: Tensor, state_of: Callable[[int], PathState]
+) -> Tensor:
     """What the stateful processor with a number makes of scores, which are overwritten unless they are the logits."""
     scores = scores.clone() if scores is logits else scores
     for row, own in enumerate(scores):
-        processed = state_of(row).processed(number, own)
+        processed = _like(template, state_of(row).processed(number, own), own)
         if processed is not own:
             own.copy_(processed)
     return scores
@@ -229,13 +229,13 @@ def _followed(number: int, scores: Tensor, logits: Tensor, state_of: Callable[[i
 def _dividing(processors: Sequence[Any]) -> float | None:
     if not processors:
         return 1.0
-    only = len(processors) == 1 and type(processors[0]).__name__ == "TemperatureLogitsWarper"
+    only = len(processors) == 1 and transformers_name(type(processors[0])) == "TemperatureLogitsWarper"
     return float(processors[0].temperature) if only else None
 
 
 def _counting_less(processor: Any, columns: int) -> Any:
     """The processor for texts that begin this many columns later."""
-    attribute = _COUNTING.get(type(processor).__name__)
+    attribute = _COUNTING.get(transformers_name(type(processor)))
     if not columns or attribute is None or getattr(processor, attribute) is None:
         return processor
     own = copy(processor)
@@ -243,24 +243,61 @@ def _counting_less(processor: Any, columns: int) -> Any:
     return own
 
 
-def _called(processor: Any, path: Tensor, scores: Tensor) -> Tensor:
-    try:
-        return processor(path, scores)
-    except AssertionError as error:
+def _check(processor: Any, padding: int) -> None:
+    """Raises TypeError or ValueError for a processor that rows of draft trees cannot be put through."""
+    if not callable(processor):
+        raise TypeError(f"a logits processor is a function of input_ids and scores, got {processor!r}")
+    if isinstance(processor, StatefulProcessor):
+        return
+    if (library := type(processor).__module__.partition(".")[0]) in _FOLLOWING:
         raise ValueError(
-            f"{type(processor).__name__} did not expect a row of a draft tree ({error or 'an assertion failed'}): "
-            "processors have to be functions of the tokens before a row and of its scores, or a StatefulProcessor, "
-            "with fork() and accept(token)"
-        ) from error
+            f"{library}'s {_name(processor)} follows one text token by token; it cannot judge the nodes of a "
+            "tree, which branch: pass a grammar=, or make it a StatefulProcessor, with fork() and accept(token)"
+        )
+    names = set(map(transformers_name, type(processor).__mro__))
+    if refused := names & _NOT_FOR_TREES:
+        raise ValueError(f"{refused.pop()} cannot judge the nodes of a tree: they are not one sequence")
+    if padding and (keeping := names & _KEEPING_PROMPTS):
+        raise ValueError(
+            f"{keeping.pop()} takes padding for a part of the prompts; decode one prompt at a time with it"
+        )
+
+
+def _may_index(processor: Any) -> bool:
+    """Whether what a processor does to a row may depend on the row's number in the batch."""
+    return not isinstance(processor, StatefulProcessor) and transformers_name(type(processor)) in {"", *_INDEXING}
+
+
+def _is_freezing(processor: Any) -> bool:
+    """Whether a processor divides by a temperature so low that the most probable token always wins."""
+    if transformers_name(type(processor)) != "TemperatureLogitsWarper":
+        return False
+    return as_temperature("temperature", processor.temperature) == 0
+
+
+def _like(processor: Any, processed: Any, given: Tensor) -> Tensor:
+    """Scores that a processor returned; raises TypeError or ValueError unless they are shaped like those given."""
+    if not isinstance(processed, Tensor):
+        raise TypeError(f"{_name(processor)} returned a {type(processed).__name__}, not a tensor of scores")
+    if processed.shape != given.shape:
+        raise ValueError(
+            f"{_name(processor)} returned scores of the shape {list(processed.shape)}, not {list(given.shape)} as given"
+        )
+    return processed
+
+
+def _name(processor: Any) -> str:
+    """A function's own name, otherwise the class's."""
+    return str(getattr(processor, "__name__", type(processor).__name__))
 
 
 def _truncates(processor: Any) -> bool:
-    return type(processor).__name__ in _TRUNCATING and processor.filter_value == -math.inf
+    return transformers_name(type(processor)) in _TRUNCATING and processor.filter_value == -math.inf
 
 
 def truncate(processor: Any, scores: Tensor) -> Tensor:
     """Applies a processor that looks at the scores alone; top-k and top-p, on a GPU, without their sorting."""
-    if type(processor).__name__ in _TRUNCATING and choice.wants_triton("truncate", scores):
+    if transformers_name(type(processor)) in _TRUNCATING and choice.wants_triton("truncate", scores):
         return scores.masked_fill(scores < _lowest(processor, scores)[:, None], processor.filter_value)
     return processor(scores.new_zeros(len(scores), 1, dtype=torch.long), scores)
 
@@ -276,7 +313,7 @@ def truncated(processor: "LogitsProcessor | None", scores: Tensor) -> tuple[Tens
 
 def _lowest(processor: Any, scores: Tensor) -> Tensor:
     """``[R]`` the lowest scores that top-k or top-p keep."""
-    if type(processor).__name__ == "TopKLogitsWarper":
+    if transformers_name(type(processor)) == "TopKLogitsWarper":
         return lowest_kept(scores, processor.top_k)
     return lowest_kept(scores, processor.min_tokens_to_keep, processor.top_p)
 
@@ -286,7 +323,7 @@ def surely_kept(processor: Any, scores: Tensor, tokens: Sequence[int]) -> list[b
     chosen = torch.tensor(tokens, device=scores.device)[:, None]
     before = scores >= scores.gather(1, chosen)  # what may come before it, itself not counted
     before.scatter_(1, chosen, False)
-    if type(processor).__name__ == "TopKLogitsWarper":
+    if transformers_name(type(processor)) == "TopKLogitsWarper":
         return (before.sum(dim=1) < processor.top_k).tolist()
     return ((scores.softmax(dim=1) * before).sum(dim=1) < processor.top_p - _ROUNDING).tolist()
 

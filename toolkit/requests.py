@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from arbordraft.checks import each, instance, positive, real, whole
+from arbordraft.checks import as_temperature, each, instance, penalty, real, whole
 from arbordraft.grammars import Grammar
 from arbordraft.processors import Warp
 from arbordraft.spelling import Pieces, Spelling
@@ -28,14 +28,14 @@ class Request:
     Args:
         prompt: token ids, at least one.
         max_new_tokens: longest answer, in tokens; 0 only with ``prompt_logprobs``.
-        temperature: 0 decodes greedily, more samples.
+        temperature: 0 to 1e6; 0 decodes greedily, as do values below 1e-10, which are stored as 0; more samples.
         top_k: sample from this many most probable tokens; 0 for all.
         top_p: sample from the fewest tokens whose probabilities reach this sum, 0 to 1.
         min_p: sample from tokens whose probability is at least this share of the highest, 0 to 1.
-        repetition_penalty: above 0; divides positive scores of tokens that occurred, multiplies negative ones.
-        presence_penalty: taken off the score of every token that the answer has already.
-        frequency_penalty: the same for every time that it has it.
-        logit_bias: added to the scores of some tokens.
+        repetition_penalty: 1e-5 to 1e5; divides positive scores of tokens that occurred, multiplies negative ones.
+        presence_penalty: -2 to 2, taken off the score of every token that the answer has already.
+        frequency_penalty: -2 to 2, taken off for every time that the answer has the token.
+        logit_bias: -100 to 100 by token, added to its score.
         processors: further logits processors of transformers, which see this sample's own tokens, or
             :class:`~arbordraft.stateful.StatefulProcessor` ones.
         grammar: the form that the answer has to have.
@@ -81,14 +81,17 @@ class Request:
         checked: dict[str, Any] = {
             "prompt": each("prompt", self.prompt, lambda name, token: whole(name, token, 0)),
             "max_new_tokens": whole("max_new_tokens", self.max_new_tokens, 1 if self.prompt_logprobs is None else 0),
-            "temperature": real("temperature", self.temperature, 0),
+            "temperature": as_temperature("temperature", self.temperature),
             "top_k": whole("top_k", self.top_k, 0),
             "top_p": real("top_p", self.top_p, 0, 1),
             "min_p": real("min_p", self.min_p, 0, 1),
-            "repetition_penalty": positive("repetition_penalty", self.repetition_penalty),
-            "presence_penalty": real("presence_penalty", self.presence_penalty),
-            "frequency_penalty": real("frequency_penalty", self.frequency_penalty),
-            "logit_bias": {whole("logit_bias", t, 0): real(f"logit_bias[{t}]", b) for t, b in self.logit_bias.items()},
+            "repetition_penalty": penalty("repetition_penalty", self.repetition_penalty),
+            "presence_penalty": real("presence_penalty", self.presence_penalty, -2, 2),
+            "frequency_penalty": real("frequency_penalty", self.frequency_penalty, -2, 2),
+            "logit_bias": {
+                whole("logit_bias", token, 0): real(f"logit_bias[{token}]", bias, -100, 100)
+                for token, bias in self.logit_bias.items()
+            },
             "stop": stops(self.stop),
             "stop_token_ids": each("stop_token_ids", self.stop_token_ids, lambda name, token: whole(name, token, 0)),
             "n": whole("n", self.n, 1),

@@ -92,7 +92,7 @@ class Sample:
         tokens: committed tokens, prompt included, padding not.
         budget: tokens it may still emit; 0 when it is finished.
         seed: of its noise, 0 to 2**64 - 1.
-        greedy: whether the target decodes at temperature 0.
+        greedy: whether the target decodes at temperature 0; so it does where ``warp`` divides by one next to it.
         warp: its logits processors; samples that share one are processed together.
         stopping: whether it ends with a token, given that token and what returns all tokens so far.
         padding: left padding that the caller's batch has in front of the prompt.
@@ -142,6 +142,7 @@ class Sample:
     def __post_init__(self) -> None:
         self.prompt = len(self.tokens)
         self.unread = self.prompt - 1  # the last one is the root of the first tree
+        self.greedy = self.greedy or self.warp.greedy
         if self.warp.stateful:
             self.place = PathState([template.fork() for template in self.warp.stateful])
         self._uniforms: npt.NDArray[np.float64] | None = None

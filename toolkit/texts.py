@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from arbordraft.checks import real, whole
+from arbordraft.checks import as_temperature, real, whole
 from arbordraft.generation import EXTRA_OUTPUTS, own_temperature
 from arbordraft.metrics import DecodeStats
 from arbordraft.spelling import Pieces
@@ -144,7 +144,7 @@ def settings_of(
         truncation["top_k"] = whole("top_k", top_k or 0, 0)
     if temperature is None:
         temperature = 0.0 if own is None else own_temperature(own) or 0.0
-    temperature = real("temperature", temperature, 0)  # transformers takes 1 for no number
+    temperature = as_temperature("temperature", temperature)  # transformers takes 1 for no number
     if temperature == 0:
         return {**settings, "do_sample": False}
     return {**settings, "do_sample": True, "temperature": temperature, **truncation}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from arbordraft import builders
-from arbordraft.checks import each, real, whole
+from arbordraft.checks import as_temperature, each, whole
 from arbordraft.costs import StepCosts
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter, NGramDrafter
@@ -112,7 +112,7 @@ class Tuned:
     choices: list[Choice]
 
     def __post_init__(self) -> None:
-        real("temperature", self.temperature, 0)
+        as_temperature("temperature", self.temperature)
         if not self.choices:
             raise ValueError("it holds no choice for any batch size")
         for index, choice in enumerate(self.choices):
@@ -185,7 +185,7 @@ def tune(
     batches = each("batches", batches, lambda name, value: whole(name, value, 1, _LARGEST))
     if not batches:
         raise ValueError("batches must hold at least one batch size, got none")
-    temperature, new_tokens = real("temperature", temperature, 0), whole("new_tokens", new_tokens, 1)
+    temperature, new_tokens = as_temperature("temperature", temperature), whole("new_tokens", new_tokens, 1)
     tell("measuring forwards and drafts")
     costs = measure_costs(target, drafter, tokenizer, prompts)
     choices = []

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from arbordraft.checks import real, whole
+from arbordraft.checks import as_temperature, whole
 from arbordraft.prompts import MIXED, VARIED, chat_batches, plain_request
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Workload:
         object.__setattr__(self, "prompts", tuple(self.prompts))
         for name in ("batch", "new_tokens", "repeats"):
             whole(name, getattr(self, name), 1)
-        real("temperature", self.temperature, 0.0)
+        object.__setattr__(self, "temperature", as_temperature("temperature", self.temperature))
         whole("seed", self.seed, 0)
 
     @property
