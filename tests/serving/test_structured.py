@@ -230,6 +230,32 @@ def test_words_are_what_they_are_without_a_grammar(style, name):
         assert reply.choices[index].message.tool_calls is None
 
 
+OPEN = {"type": "boolean"}
+LOOSE = {
+    "anything": {},
+    "no type": {"properties": {"a": OPEN}, "required": ["a"], "additionalProperties": False},
+    "or nothing": {"type": ["object", "null"], "properties": {"a": OPEN}, "additionalProperties": False},
+    "one of several": {"anyOf": [{"type": "array"}, {"type": "object", "maxProperties": 0}]},
+    "a value": {"enum": [3, {"a": [True]}, None]},
+    "a definition": {"$ref": "#/$defs/a", "$defs": {"a": {"type": ["object", "string"], "maxProperties": 0}}},
+}
+
+
+@pytest.mark.parametrize("name", LOOSE)
+def test_arguments_are_objects_whatever_their_schema_leaves_open(client, name):
+    """And what is called can be sent back."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": LOOSE[name]}}
+    asked = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 40, "n": 8}
+    for choice in chat(client, **asked, seed=1).choices:
+        (call,) = choice.message.tool_calls
+        assert call.function.arguments.startswith("{")
+        if choice.finish_reason == "tool_calls":
+            jsonschema.validate(json.loads(call.function.arguments), LOOSE[name])
+            back = [*HELLO, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "1"}]
+    if name != "anything":  # a random model hardly ever ends it
+        assert chat(client, back, max_tokens=1).choices
+
+
 def biased(served, **tokens):
     """What makes a random model want, or not want, to say something."""
     known = {"call": "<tool_call>", "end": "<eos>"}
@@ -328,6 +354,16 @@ WRONG = {
         {"tools": [NOW, {**NOW, "function": {"name": "g", "parameters": {"type": "thing"}}}]},
         "tools.1.function.parameters",
         "Invalid type",
+    ),
+    "arguments of no object": (
+        {"tools": [NOW, {**NOW, "function": {"name": "g", "parameters": {"enum": [3]}}}]},
+        "tools.1.function.parameters",
+        "admits no object",
+    ),
+    "arguments of another type": (
+        {"tools": [{**NOW, "function": {"name": "g", "parameters": {"type": ["array", "null"]}}}]},
+        "tools.0.function.parameters",
+        "its type is ['array', 'null']",
     ),
     "a format": ({"response_format": {"type": "yaml"}}, "response_format.type", "json_object"),
     "no schema": ({"response_format": {"type": "json_schema"}}, "response_format", "goes with"),

@@ -16,7 +16,7 @@ _WORDS = (
     (r"fuel|lexer states|too complex", "its regular expressions are too complex"),
     (r"NoExtension|no more bytes", "nothing can follow, as a rule leads to nothing but itself"),
     (r"oneOf constraints are not supported.*", "oneOf: two of its schemas may hold together"),
-    (r"Unimplemented keys: \[(.*)\]", r"it has keywords that cannot be enforced while a text is written: \1"),
+    (r"Unimplemented keys: \[(.*)\]", r"these keywords cannot be enforced while text is written: \1"),
     (r"Resource '([^']*)' is not present.*", r"$ref: \1 is another document, which is not fetched"),
     (r"Pointer '([^']*)' does not exist", r"$ref: \1 does not exist"),
 )

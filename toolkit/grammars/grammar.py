@@ -46,7 +46,7 @@ class Grammar:
             'json_schema'
             >>> Grammar.json_schema({"type": "array", "uniqueItems": True})
             Traceback (most recent call last):
-            ValueError: invalid json_schema: Unimplemented keys: ["uniqueItems"]
+            ValueError: invalid json_schema: these keywords cannot be enforced while text is written: "uniqueItems"
         """
         try:
             schema = json.loads(schema) if isinstance(schema, str) else schema

@@ -13,7 +13,7 @@ from arbordraft.serving.calls import CallFormat
 from arbordraft.serving.errors import ApiError
 from arbordraft.serving.fields import REQUEST_HINTS, REQUEST_NOTHING, STREAM_HINTS, Fields, Text, spelt
 from arbordraft.serving.messages import Message
-from arbordraft.serving.structure import Function, ResponseFormat, Tool, ToolChoice, grammar_of
+from arbordraft.serving.structure import Function, ResponseFormat, Tool, ToolChoice
 from arbordraft.texts import encode
 
 if TYPE_CHECKING:
@@ -271,11 +271,13 @@ class ChatQuestion(Question):
         if not self.functions:
             return answer
         assert calls is not None
-        for index, tool in enumerate(self.tools):
-            grammar_of(tool.function.parameters, f"tools.{index}.function.parameters")
+        arguments = {
+            tool.function.name: tool.function.arguments(f"tools.{index}.function.parameters")
+            for index, tool in enumerate(self.tools)
+        }
         try:
             text = calls.grammar(
-                {name: function.parameters for name, function in self.functions.items()},
+                {name: arguments[name] for name in self.functions},
                 required=self.tool_choice.type != "auto",
                 parallel=self.parallel_tool_calls,
                 answer=self.response_format.content,

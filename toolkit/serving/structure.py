@@ -78,6 +78,28 @@ class Function(Fields):
     parameters: dict[str, Any] = _NO_ARGUMENTS
     strict: bool = True
 
+    def arguments(self, param: str) -> dict[str, Any]:
+        """The schema of its arguments: that of its parameters, narrowed to objects, which is all that a call can have.
+
+        Raises:
+            ApiError: if it is no schema, cannot be enforced, or admits no object.
+        """
+        grammar_of(self.parameters, param)
+        narrowed = {**self.parameters, "type": "object"}
+        kinds = self.parameters.get("type", "object")
+        try:
+            if "object" not in ([kinds] if isinstance(kinds, str) else kinds):
+                raise ValueError(f"its type is {kinds}")
+            Grammar.json_schema(narrowed)
+        except ValueError as error:
+            raise ApiError(
+                400,
+                f"{param}: it admits no object, which the arguments of a call are ({error}): give it the type object",
+                param=param,
+                code="invalid_schema",
+            ) from error
+        return narrowed
+
 
 class Tool(Fields):
     """A function that the model may ask to have called."""
