@@ -62,6 +62,7 @@ def encode(
     turn: bool = True,
     begun: bool = False,
     variables: Mapping[str, Any] = MappingProxyType({}),
+    check: Callable[[str], object] = lambda text: None,
 ) -> list[int]:
     """The token ids of a conversation that the model is to continue.
 
@@ -74,6 +75,7 @@ def encode(
         turn: whether the model's own turn begins behind the messages.
         begun: whether the last message is the beginning of the answer, so that no turn ends or begins behind it.
         variables: further variables of the chat template.
+        check: sees the text before it is tokenised, and may refuse it.
 
     Raises:
         ValueError: without a tokenizer; for messages that the chat template refuses, or that need one where there is
@@ -84,7 +86,7 @@ def encode(
             "text needs a tokenizer: load the model with arbordraft.load(...), or build RaggedModel(model, tokenizer)"
         )
     if raw or (not tokenizer.chat_template and [message["role"] for message in messages] == ["user"]):
-        ids: list[int] = tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"]
+        text, special = "\n\n".join(message["content"] for message in messages), True
     elif not tokenizer.chat_template:
         raise ValueError(
             "the tokenizer has no chat template, which says how roles are written: set tokenizer.chat_template, or "
@@ -92,7 +94,7 @@ def encode(
         )
     else:
         try:
-            rendered = tokenizer.apply_chat_template(
+            text = tokenizer.apply_chat_template(  # type: ignore[assignment]
                 list(messages),  # type: ignore[arg-type]
                 tools=list(tools) or None,  # type: ignore[arg-type]
                 tokenize=False,
@@ -102,7 +104,9 @@ def encode(
             )
         except Exception as error:  # templates raise whatever they like
             raise ValueError(f"the chat template refuses these messages: {error}") from error
-        ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+        special = False
+    check(text)
+    ids: list[int] = tokenizer(text, add_special_tokens=special)["input_ids"]
     if not ids:
         raise ValueError(f"{name} is empty: there is nothing to go on from")
     return list(ids)

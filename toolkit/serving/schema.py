@@ -1,7 +1,7 @@
 """What clients may ask: OpenAI's fields and some of ours; all others are refused by their names."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from inspect import signature
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
@@ -126,12 +126,18 @@ class Question(Fields, ABC):
         return {}
 
     @abstractmethod
-    def encode(self, tokenizer: "PreTrainedTokenizerBase", calls: CallFormat | None) -> list[int]:
+    def encode(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        calls: CallFormat | None,
+        check: Callable[[str], object] = lambda text: None,
+    ) -> list[int]:
         """The token ids to continue.
 
         Args:
             tokenizer: of the model.
             calls: how it writes calls, if that has to be known.
+            check: sees the text before it is tokenised, and may refuse it.
 
         Raises:
             ValueError: if there are none, or the chat template refuses the messages.
@@ -247,7 +253,12 @@ class ChatQuestion(Question):
             return {name: known[name] for name in [self.tool_choice.function.name]}
         return {} if self.tool_choice.type == "none" else known
 
-    def encode(self, tokenizer: "PreTrainedTokenizerBase", calls: CallFormat | None) -> list[int]:
+    def encode(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        calls: CallFormat | None,
+        check: Callable[[str], object] = lambda text: None,
+    ) -> list[int]:
         names = {call.id: call.function.name for said in self.messages for call in said.tool_calls}
         messages = [said.shown(names, calls is not None and calls.quoted) for said in self.messages]
         tools = [tool.shown() for tool in self.tools] if self.functions else []
@@ -264,6 +275,7 @@ class ChatQuestion(Question):
             turn=self.add_generation_prompt is not False,
             begun=self.continue_final_message,
             variables=self.variables,
+            check=check,
         )
 
     def grammar(self, calls: CallFormat | None) -> Grammar | None:
@@ -317,7 +329,12 @@ class CompletionQuestion(Question):
     def others(self) -> int | None:
         return self.logprobs
 
-    def encode(self, tokenizer: "PreTrainedTokenizerBase", calls: CallFormat | None) -> list[int]:
+    def encode(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        calls: CallFormat | None,
+        check: Callable[[str], object] = lambda text: None,
+    ) -> list[int]:
         if not isinstance(self.prompt, str):
             return self.prompt
-        return encode(tokenizer, [{"role": "user", "content": self.prompt}], raw=True, name="the prompt")
+        return encode(tokenizer, [{"role": "user", "content": self.prompt}], raw=True, name="the prompt", check=check)

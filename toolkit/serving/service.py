@@ -2,15 +2,17 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
-from typing import TYPE_CHECKING
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel
 from starlette.requests import Request as HttpRequest
 
 from arbordraft.checks import instance, whole
 from arbordraft.engine import Engine, EngineClosed, QueueFull
+from arbordraft.lengths import LengthCheck, TextTooLong
 from arbordraft.serving.calls import CallFormat, call_format
 from arbordraft.serving.errors import ApiError, closing, failed, refused
 from arbordraft.serving.metrics import Metrics, Watch
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _POLL = 0.05  # seconds between two looks at what still runs
+_LONG = 2**14  # characters and token ids of a question that is a long one
 
 
 class Service:
@@ -51,8 +54,10 @@ class Service:
         self.created = int(time.time())
         self.exactness = engine.decoder.coupling.exactness.value
         self.closing = False
-        # One thread, so that who comes first is served first, and long prompts hold up nobody's stream.
-        self._desk = ThreadPoolExecutor(1, thread_name_prefix="arbordraft-desk")
+        tokenizer("a")  # sets it to its defaults: later nothing changes it, and several threads may use it
+        self._check_length = LengthCheck(tokenizer)
+        # Questions are taken in their order beside the event loop; short ones do not wait for long ones.
+        self._desk, self._long_desk = (ThreadPoolExecutor(1, f"arbordraft-{name}") for name in ("desk", "long-desk"))
 
     @property
     def problem(self) -> str | None:
@@ -74,6 +79,7 @@ class Service:
             await asyncio.sleep(_POLL)
         await asyncio.to_thread(self.engine.close)
         self._desk.shutdown(wait=False)
+        self._long_desk.shutdown(wait=False)
 
     async def take(self, question: Question) -> "Call":
         """Asks the engine.
@@ -102,12 +108,13 @@ class Service:
             raise closing()
         if question.model is not None:
             self.check_model(question.model)
-        return await asyncio.get_running_loop().run_in_executor(self._desk, self._submit, question)
+        desk = self._long_desk if _longer(question, _LONG) else self._desk
+        return await asyncio.get_running_loop().run_in_executor(desk, self._submit, question)
 
     def _submit(self, question: Question) -> tuple[Stream, CallFormat | None]:
         calls = self._calls if question.calling else None
         try:
-            prompt = question.encode(self.tokenizer, calls)
+            prompt = question.encode(self.tokenizer, calls, partial(self._check_length, most=self.engine.room(0)))
             room = self.engine.room(len(prompt))
             most = question.most or max(1, min(self.default_tokens, room))
             if most > room:
@@ -118,6 +125,8 @@ class Service:
                     code="context_length_exceeded",
                 )
             return self.engine.submit(question.request(prompt, most, calls)), calls
+        except TextTooLong as error:
+            raise ApiError(400, str(error), code="context_length_exceeded") from error
         except (TypeError, ValueError, QueueFull, EngineClosed) as error:
             raise refused(error, type(question).model_fields) from error
 
@@ -175,3 +184,20 @@ async def _cancel_when_gone(http: HttpRequest, stream: Stream) -> None:
     while (await http.receive())["type"] != "http.disconnect":
         pass
     stream.cancel()
+
+
+def _longer(question: BaseModel, most: int) -> bool:
+    """Whether a question has more characters and token ids; looks no further than that."""
+    parts: list[Any] = [question]
+    while parts and most >= 0:
+        part = parts.pop()
+        if isinstance(part, str):
+            most -= len(part)
+        elif isinstance(part, BaseModel):
+            parts += vars(part).values()
+        elif isinstance(part, Mapping):
+            parts += [*part.keys(), *part.values()]
+        elif isinstance(part, list | tuple):
+            most -= len(part)
+            parts += part
+    return most < 0
