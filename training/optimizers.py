@@ -1,11 +1,46 @@
 """Muon for the matrices inside a drafter, AdamW for everything else, as one optimizer."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
+
+from arbordraft.kernels import native
+
+
+class Muon32(Muon):
+    """Torch's Muon with iterations in float32, for processors that are slow in bfloat16, which torch's take."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            found: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
+            self._init_group(group, *found)
+            for parameter, gradient, buffer in zip(*found, strict=True):
+                buffer.lerp_(gradient, 1 - group["momentum"])
+                update = gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                scale = 0.2 * math.sqrt(max(parameter.shape))  # match_rms_adamw
+                parameter.add_(_orthogonal(update.float(), group), alpha=-group["lr"] * scale)
+        return loss
+
+
+def _orthogonal(update: Tensor, group: dict[str, Any]) -> Tensor:
+    """The update with all singular values near 1, by Newton-Schulz iterations."""
+    a, b, c = group["ns_coefficients"]
+    x = update.T if update.shape[0] > update.shape[1] else update
+    x = x / x.norm().clamp(min=group["eps"])
+    for _ in range(group["ns_steps"]):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if update.shape[0] > update.shape[1] else x
 
 
 class MuonAdamW(Optimizer):
@@ -14,6 +49,8 @@ class MuonAdamW(Optimizer):
     Args:
         network: what is trained; the matrices of its ``lm_head`` or ``lm_heads`` map to tokens.
         lr: of AdamW, and of Muon scaled to the same size of update.
+
+    Muon orthogonalises in bfloat16, as torch has it, and in float32 on CPUs without instructions for that.
 
     Source: Muon (Jordan et al., 2024), with the scale of Liu et al., 2025.
     """
@@ -28,7 +65,10 @@ class MuonAdamW(Optimizer):
                 (others if parameter.dim() != 2 or by_token else inner).append(parameter)
         self.parts: list[Optimizer] = []
         if inner:
-            muon = Muon(inner, lr=lr, weight_decay=0.0, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+            slow = any(matrix.is_cpu for matrix in inner) and not native.fast_bfloat16()
+            muon = (Muon32 if slow else Muon)(
+                inner, lr=lr, weight_decay=0.0, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+            )
             self.parts.append(muon)
         if others:
             self.parts.append(AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0))

@@ -16,8 +16,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from torch import nn
 from torch.optim import AdamW, Muon
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from arbordraft import TreeTopology
+from arbordraft.kernels import native
 from arbordraft.loading import Kernels
 from arbordraft.training.batches import Batch, BatchLoader, Place
 from arbordraft.training.features import Features
@@ -342,7 +344,43 @@ def falling(optimizer):
     return LambdaLR(optimizer, lambda step: 0.8**step)
 
 
-def test_muon_adamw_equals_both_run_apart():
+class Dtypes(TorchDispatchMode):
+    """Notes the dtypes of all results."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.seen.add(getattr(result, "dtype", None))
+        return result
+
+
+@pytest.mark.parametrize("shape", [(12, 40), (40, 12), (16, 16)])
+@pytest.mark.parametrize("fast", [False, True], ids=["slow", "fast"])
+def test_muon_avoids_bfloat16_where_the_processor_is_slow_in_it(fast, shape, monkeypatch):
+    """The updates are torch's but for its rounding, over several steps with momentum."""
+    monkeypatch.setattr(native, "fast_bfloat16", lambda: fast)
+    source = torch.Generator().manual_seed(0)
+    ours, theirs = nn.Linear(*shape, bias=False), nn.Linear(*shape, bias=False)
+    theirs.load_state_dict(ours.state_dict())
+    before = ours.weight.detach().clone()
+    optimizer = MuonAdamW(ours, 1e-2)
+    muon = Muon([theirs.weight], lr=2e-2, weight_decay=0.0, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    for _ in range(4):
+        gradient = torch.randn(before.shape, generator=source)
+        ours.weight.grad, theirs.weight.grad = gradient, gradient.clone()
+        with Dtypes() as noted:
+            optimizer.step()
+        assert (torch.bfloat16 in noted.seen) == fast
+        muon.step()
+    moved, expected = ours.weight.detach() - before, theirs.weight.detach() - before
+    assert (moved - expected).norm() <= (0 if fast else 0.02) * expected.norm()
+
+
+def test_muon_adamw_equals_both_run_apart(monkeypatch):
+    monkeypatch.setattr(native, "fast_bfloat16", lambda: True)
     ours, theirs = network(), network()
     optimizer = MuonAdamW(ours, 1e-2)
     matrices = [theirs["up"].weight, theirs["down"].weight]
