@@ -5,16 +5,19 @@ from itertools import chain
 import pytest
 import torch
 from models import PROMPTS, tiny, tiny_tokenizer
+from served import serving
 from transformers import (
     CompileConfig,
     GenerationConfig,
     StoppingCriteriaList,
     StopStringCriteria,
+    WatermarkingConfig,
 )
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from arbordraft import NGramDrafter, RaggedModel, SpeculativeDecoder, load
+from arbordraft import Engine, NGramDrafter, RaggedModel, Request, SpeculativeDecoder, load
 from arbordraft.generation import EXTRA_OUTPUTS, HARMLESS, HONOURED, REFUSED
+from arbordraft.serving.service import Service
 
 IDS = torch.tensor(PROMPTS[:1])
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
@@ -185,6 +188,136 @@ def test_the_models_generate_takes_stop_strings_as_a_criterion():
 
 
 # The model's own settings
+
+
+def written(made, **settings):
+    """What ``complete`` says."""
+    return made.complete("hello", **{"max_new_tokens": 12, **settings})
+
+
+def requested(made, **settings):
+    """What an engine says."""
+    prompt = made.target.tokenizer("hello")["input_ids"]
+    (answer,) = (
+        Engine(made, max_tokens=400).submit(Request(**{"prompt": prompt, "max_new_tokens": 12, **settings})).result()
+    )
+    return made.target.tokenizer.decode(answer.tokens)
+
+
+PLAIN = decoder().target.tokenizer(written(decoder()))["input_ids"]
+FIRST, THIRD = PLAIN[0], PLAIN[2]
+OWN = {
+    "bad_words_ids": {"bad_words_ids": [PLAIN[1:3]]},
+    "begin_suppress_tokens": {"begin_suppress_tokens": [FIRST]},
+    "encoder_no_repeat_ngram_size": {"encoder_no_repeat_ngram_size": 1, "sequence_bias": [[[10], 20.0]]},
+    "encoder_repetition_penalty": {"encoder_repetition_penalty": 9.0},
+    "eos_token_id": {"eos_token_id": THIRD},
+    "exponential_decay_length_penalty": {"exponential_decay_length_penalty": (1, 5.0), "eos_token_id": 60},
+    "forced_eos_token_id": {"forced_eos_token_id": 60},
+    "max_time": {"max_time": 0.0},
+    "min_length": {"min_length": 8, "eos_token_id": THIRD},
+    "min_new_tokens": {"min_new_tokens": 4, "min_length": 12, "eos_token_id": [THIRD]},
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 1},
+    "repetition_penalty": {"repetition_penalty": 8.0},
+    "sequence_bias": {"sequence_bias": {(FIRST,): -50.0, (7, 8): 9.0}},
+    "stop_strings": {"stop_strings": tiny_tokenizer().decode(PLAIN[3:5])},
+    "suppress_tokens": {"suppress_tokens": [FIRST]},
+    "watermarking_config": {"watermarking_config": WatermarkingConfig(bias=9.0)},
+}
+DRAWN = {
+    "epsilon_cutoff": 0.9,
+    "eta_cutoff": 0.9,
+    "min_p": 0.9,
+    "top_h": 0.1,
+    "top_k": 2,
+    "top_p": 0.1,
+    "typical_p": 0.1,
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_all_doors_take_the_models_own_settings(name):
+    made = decoder(**OWN[name])
+    tokens = torch.tensor([made.target.tokenizer("hello")["input_ids"]])
+    plain = made.target.model.generate(tokens, max_new_tokens=12, do_sample=False, tokenizer=made.target.tokenizer)
+    expected = made.target.tokenizer.decode(plain[0, 5:])
+    assert expected != written(decoder())
+    assert requested(made) == written(made) == made.chat([{"role": "user", "content": "hello"}], max_new_tokens=12)
+    assert written(made) == expected
+    without = decoder("none", **{**OWN[name], "eos_token_id": None})
+    assert requested(without) == written(without) == written(decoder())
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_all_doors_truncate_as_the_model_says(name):
+    made, drawn = decoder(**{name: DRAWN[name]}), {"temperature": 3.0, "seed": 7}
+    assert requested(made) == written(made) == written(decoder())  # greedily it does nothing
+    assert requested(made, **drawn) == written(made, **drawn) != written(decoder(), **drawn)
+
+
+def test_a_requests_own_settings_win():
+    plain, drawn = requested(decoder()), {"temperature": 3.0, "seed": 7}
+    made = decoder(repetition_penalty=8.0, stop_strings=plain[2:4], eos_token_id=THIRD, temperature=3.0)
+    assert requested(made) != plain
+    assert requested(made, repetition_penalty=1, stop=(), ends=()) == plain
+    patient = decoder(min_new_tokens=8, eos_token_id=THIRD)
+    assert requested(patient, min_new_tokens=0) == plain[:3] != requested(patient)[:3]
+    assert requested(made, repetition_penalty=1, stop=(), ends=(), temperature=None, seed=7) == written(
+        decoder(), **drawn
+    )
+    for name, off in {"top_k": 0, "top_p": 1, "min_p": 0}.items():
+        truncated = decoder(**{name: DRAWN[name]})
+        assert requested(truncated, **drawn, **{name: off}) == written(decoder(), **drawn)
+    biased = decoder(sequence_bias=[[[FIRST], -50.0], [[9], 50.0]])
+    assert set(requested(biased)) == {"j"}
+    assert requested(biased, logit_bias={9: 0.0}) == requested(decoder(), logit_bias={FIRST: -50.0})
+    assert requested(decoder(exponential_decay_length_penalty=(1, 5.0), eos_token_id=60), ends=()) == plain
+
+
+@pytest.mark.parametrize(
+    ("own", "kinds"), [({}, 5), ({"repetition_penalty": 1.5, "min_p": 0.1}, 5), ({"min_new_tokens": 2}, 8)], ids=str
+)
+def test_requests_with_equal_settings_are_processed_together(own, kinds):
+    """Unless the model's own settings depend on the text."""
+    prompt, engine = PROMPTS[0], Engine(decoder(eos_token_id=2, **own), max_tokens=4000)
+    asked = [Request(prompt=prompt, max_new_tokens=4, temperature=temperature) for temperature in (0, 0, 0.5, 0.5, 0.5)]
+    asked += [Request(prompt=prompt[:2], max_new_tokens=6, logit_bias={3: 1.0}, n=n) for n in (1, 2)]
+    for request in (*asked, Request(prompt=prompt, max_new_tokens=4, repetition_penalty=1)):  # not the model's
+        engine.submit(request)
+    engine.step()
+    assert len({id(sample.warp) for sample in engine._batch.state.samples if sample}) == kinds
+    engine.run()
+
+
+def test_an_engine_refuses_what_the_model_asks_for_at_once():
+    with pytest.raises(ValueError, match="set num_beams=1; generation_config='none' leaves"):
+        Engine(decoder(num_beams=4))
+    with pytest.raises(ValueError, match="top_p must be a number from 0 to 1"):
+        Engine(decoder(top_p=3.0))
+    with pytest.raises(ValueError, match="stop_strings need a tokenizer"):
+        Engine(decoder(tokenizer=False, stop_strings="x"))
+    assert requested(decoder("none", num_beams=4)) == requested(decoder(output_scores=True)) == written(decoder())
+
+
+def test_a_server_samples_as_the_model_recommends():
+    """OpenAI's default temperature of 1 is for models that recommend none."""
+    made = decoder(temperature=0.0, repetition_penalty=8.0, top_k=2)
+    with serving(made, max_tokens=400) as served:
+        asked = {"model": "tiny", "prompt": "hello", "max_tokens": 12, "seed": 7}
+        complete = served.client.completions.create
+        assert complete(**asked).choices[0].text == written(made) != written(decoder())
+        hot = complete(**asked, temperature=3.0, extra_body={"repetition_penalty": 1.0}).choices[0].text
+        assert hot == requested(decoder(), temperature=3.0, top_k=2, seed=7)
+    assert [Service(Engine(decoder(**own)), "tiny").temperature for own in RECOMMENDED] == [1.0, 1.0, 1.0, 0.6, 0.6]
+
+
+RECOMMENDED = [
+    {},
+    {"do_sample": False},
+    {"do_sample": True},
+    {"temperature": 0.6},
+    {"do_sample": True, "temperature": 0.6},
+]
 
 
 def test_a_texts_open_settings_are_the_models_own():

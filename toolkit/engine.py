@@ -5,13 +5,16 @@ Shapes: none; samples are counted, not stacked.
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import Any, Self
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from arbordraft.batching import Batch, Entry, Job
 from arbordraft.checks import instance, whole
+from arbordraft.generation import bound_to_text, changed, check_settings, own_temperature
+from arbordraft.huggingface import with_stop_strings
 from arbordraft.processors import Warp
 from arbordraft.requests import Ends, Request
 from arbordraft.spelling import Spelling
@@ -19,6 +22,9 @@ from arbordraft.state import Sample
 from arbordraft.stateful import StatefulProcessor
 from arbordraft.stepping import Stepper
 from arbordraft.streams import Stream
+
+if TYPE_CHECKING:
+    from transformers import StoppingCriteria
 
 _MOST_WARPS = 256
 _FAILURES = 3  # steps in a row after which the next one will fail, too
@@ -47,7 +53,7 @@ class Engine:
     Prompts are read in portions between the steps of those that decode already, first the one that would be done first
     if it were alone: a short prompt does not wait for a long one that came with it, and a long one not for all that
     come later. What a prompt has in common with the beginning of a text that is still there is copied, not computed.
-    Weights are those that the model had when the engine was made.
+    Weights, and the settings that requests leave open, are those that the model had when the engine was made.
 
     Args:
         decoder: does the steps; any number of engines and other calls may use it at a time.
@@ -104,6 +110,10 @@ class Engine:
         tokenizer = decoder.target.tokenizer
         self._spelling = None if tokenizer is None else Spelling(tokenizer)
         self._batch = Batch(decoder, self.max_tokens, self.max_samples, self.max_rows, reuse)
+        self._own = changed(decoder.own_settings)
+        check_settings({**vars(self._own), "return_dict_in_generate": False}, self._own)
+        self._stopping = with_stop_strings(None, self._own.stop_strings or (), decoder.target.tokenizer)
+        self._bound = bound_to_text(self._own)
         self._warps: OrderedDict[tuple[Any, ...], Warp] = OrderedDict()
         self._mutex = threading.Lock()  # over the queue and the flags
         self._stepping = threading.Lock()  # over the batch
@@ -162,6 +172,17 @@ class Engine:
     def healthy(self) -> bool:
         """Whether there is reason to ask it: it is not closed, and one of its last three steps succeeded."""
         return not self._closed and self._failed < _FAILURES
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Tokens that end an answer unless its request names others: those of the model's own settings."""
+        known = self._own.eos_token_id
+        return () if known is None else (known,) if isinstance(known, int) else tuple(known)
+
+    @property
+    def temperature(self) -> float | None:
+        """The temperature that the model recommends, if it does."""
+        return own_temperature(self._own)
 
     def room(self, prompt: int) -> int:
         """Most new tokens that may be asked for behind a prompt of some tokens; below 1 if it is too long itself."""
@@ -259,15 +280,12 @@ class Engine:
         decoder.check_positions(len(request.prompt), request.max_new_tokens)
         if request.stop and target.tokenizer is None:
             raise ValueError("stop needs a tokenizer: build the target as RaggedModel(model, tokenizer)")
-        ends = request.ends
-        if ends is None:
-            known = target.model.generation_config.eos_token_id
-            ends = () if known is None else (known,) if isinstance(known, int) else tuple(known)
+        ends = self.ends if request.ends is None else tuple(request.ends)
         if max(request.stop_token_ids, default=0) >= target.vocab_size:
             raise ValueError(f"stop_token_ids names ids outside the target's vocabulary of {target.vocab_size} tokens")
         ends = (*ends, *request.stop_token_ids)
         constraint = None if request.grammar is None else decoder.compiler(request.grammar, ends)
-        warp = self._warp(request, constraint, ends)
+        warp, greedy = self._warp(request, ends, constraint), request.temperature_of(self._own) == 0
         seeds = torch.randint(2**62, (request.n,)).tolist()
         if request.seed is not None:
             seeds = [request.seed + index for index in range(request.n)]
@@ -277,9 +295,9 @@ class Engine:
                 list(request.prompt),
                 request.max_new_tokens,
                 seed,
-                request.greedy,
+                greedy,
                 warp,
-                Ends(ends, self._spelling, request.stop),
+                Ends(ends, self._spelling, request.stop or (), self._criteria(request)),
                 emit=stream.told(index),
                 logprobs=request.logprobs,
                 prompt_logprobs=request.prompt_logprobs,
@@ -290,13 +308,22 @@ class Engine:
             entries.append(Entry(sample, job, _teller(stream, index)))
         return entries
 
-    def _warp(self, request: Request, constraint: StatefulProcessor | None, ends: Sequence[int]) -> Warp:
+    def _criteria(self, request: Request) -> "list[StoppingCriteria]":
+        """Criteria of the model's own settings, for one answer."""
+        from transformers import MaxTimeCriteria
+
+        limit = [] if self._own.max_time is None else [MaxTimeCriteria(self._own.max_time)]
+        return [*limit, *(self._stopping if request.stop is None else ())]
+
+    def _warp(self, request: Request, ends: tuple[int, ...], constraint: StatefulProcessor | None) -> Warp:
         """The processors of a request; those with the same settings share them, and so are processed together."""
-        if not request.plain:
-            return request.warp(constraint, ends)
-        settings = (request.temperature, request.top_k, request.top_p, request.min_p, constraint)
+        make = partial(request.warp, self.decoder.target.model, self._own, ends, constraint)
+        if self._bound or not request.plain:
+            return make()
+        names = ("top_k", "top_p", "min_p", "repetition_penalty")
+        settings = (request.temperature_of(self._own), *(getattr(request, name) for name in names), constraint)
         with self._mutex:
-            warp = self._warps.pop(settings, None) or request.warp(constraint)
+            warp = self._warps.pop(settings, None) or make()
             self._warps[settings] = warp
             if len(self._warps) > _MOST_WARPS:
                 self._warps.popitem(last=False)

@@ -107,10 +107,10 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "no_repeat_ngram_size": partial(whole, least=0),
     "num_return_sequences": partial(whole, least=1),
 }
-# Settings of which processors are made that depend on a text's prompt or limit.
+# Settings of which processors are made that depend on a text's prompt, its limit or what ends it.
 _BOUND = (
-    *("begin_suppress_tokens", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty"),
-    *("exponential_decay_length_penalty", "forced_eos_token_id", "min_new_tokens"),
+    *("bad_words_ids", "begin_suppress_tokens", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty"),
+    *("exponential_decay_length_penalty", "forced_eos_token_id", "min_length", "min_new_tokens"),
 )
 
 
@@ -128,7 +128,7 @@ def own_settings(model: "PreTrainedModel", source: str) -> "GenerationConfig":
 def own_temperature(own: "GenerationConfig") -> float | None:
     """The temperature that a model recommends: its own, or 1 if it wants to be sampled; ``None`` if it says nothing."""
     if own.temperature is not None:
-        return float(own.temperature)
+        return as_temperature("temperature", own.temperature)
     return 1.0 if own.do_sample else None
 
 
@@ -191,8 +191,16 @@ def says_something(value: Any) -> bool:
 
 
 def bound_to_text(own: "GenerationConfig") -> bool:
-    """Whether the processors of a model's own settings depend on a text's prompt or limit."""
+    """Whether the processors of a model's own settings depend on the text, or on what ends it."""
     return any(says_something(getattr(own, name, None)) for name in _BOUND)
+
+
+def biased(own: "GenerationConfig", bias: Mapping[int, float]) -> list[list[Any]]:
+    """The model's own ``sequence_bias`` with another bias of some tokens."""
+    known = own.sequence_bias or {}
+    pairs = known.items() if isinstance(known, Mapping) else known
+    merged = {tuple(sequence): value for sequence, value in pairs} | {(token,): value for token, value in bias.items()}
+    return [[list(sequence), value] for sequence, value in merged.items()]
 
 
 def processors_of(
@@ -214,6 +222,8 @@ def processors_of(
     from transformers import LogitsProcessorList
 
     config = changed(own, **changes)
+    if not config.min_p:
+        config.min_p = None  # a warper that keeps all
     if config.min_new_tokens is not None:
         config.min_length = None  # as generate() takes them
     if not config.eos_token_id:
@@ -237,6 +247,7 @@ __all__ = [
     "HONOURED",
     "REFUSED",
     "SOURCES",
+    "biased",
     "bound_to_text",
     "changed",
     "check_settings",

@@ -95,7 +95,7 @@ class Stopping:
 
 
 def with_stop_strings(
-    criteria: "StoppingCriteriaList | None", strings: str | list[str], tokenizer: "PreTrainedTokenizerBase | None"
+    criteria: "StoppingCriteriaList | None", strings: str | Sequence[str], tokenizer: "PreTrainedTokenizerBase | None"
 ) -> "StoppingCriteriaList":
     """Adds stop strings, if there are any, to stopping criteria.
 
@@ -108,7 +108,7 @@ def with_stop_strings(
         return StoppingCriteriaList(criteria or [])
     if tokenizer is None:
         raise ValueError("stop_strings need a tokenizer: pass tokenizer=..., or build RaggedModel(model, tokenizer)")
-    return StoppingCriteriaList([*(criteria or []), StopStringCriteria(tokenizer, strings)])
+    return StoppingCriteriaList([*(criteria or []), StopStringCriteria(tokenizer, strings)])  # type: ignore[arg-type]
 
 
 def check_prompts(input_ids: Any, attention_mask: Any, vocab_size: int) -> None:

@@ -5,30 +5,37 @@ Shapes: V vocabulary.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from arbordraft.checks import as_temperature, each, instance, penalty, real, whole
+from arbordraft.generation import biased, own_temperature, processors_of
 from arbordraft.grammars import Grammar
+from arbordraft.huggingface import Stopping
 from arbordraft.processors import Warp
 from arbordraft.spelling import Pieces, Spelling
 from arbordraft.stateful import StatefulProcessor
 from arbordraft.texts import stops
 
 if TYPE_CHECKING:
-    from transformers import LogitsProcessor
+    from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, StoppingCriteria
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """A prompt, and how it is to be answered.
 
+    What is ``None`` is left to the model's own ``generation_config``, as are all settings of transformers that have no
+    field here; what that does not say either is off.
+
     Args:
         prompt: token ids, at least one.
         max_new_tokens: longest answer, in tokens; 0 only with ``prompt_logprobs``.
         temperature: 0 to 1e6; 0 decodes greedily, as do values below 1e-10, which are stored as 0; more samples.
+            ``None`` for the model's own, or 0 if it has none.
         top_k: sample from this many most probable tokens; 0 for all.
         top_p: sample from the fewest tokens whose probabilities reach this sum, 0 to 1.
         min_p: sample from tokens whose probability is at least this share of the highest, 0 to 1.
@@ -39,7 +46,8 @@ class Request:
         processors: further logits processors of transformers, which see this sample's own tokens, or
             :class:`~arbordraft.stateful.StatefulProcessor` ones.
         grammar: the form that the answer has to have.
-        stop: the answer ends with the first of these texts; they need the target's tokenizer.
+        stop: the answer ends with the first of these texts; they need the target's tokenizer. By default the model's
+            own ``stop_strings``.
         ends: token ids that end an answer; by default those of the model's ``generation_config``.
         stop_token_ids: token ids that end it besides.
         min_new_tokens: 0 to ``max_new_tokens``; an answer with fewer does not end. Not with ``grammar`` or ``stop``.
@@ -57,20 +65,20 @@ class Request:
 
     prompt: Sequence[int]
     max_new_tokens: int = 256
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    temperature: float | None = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     processors: "Sequence[LogitsProcessor | StatefulProcessor]" = ()
     grammar: Grammar | None = None
-    stop: str | Sequence[str] = ()
+    stop: str | Sequence[str] | None = None
     ends: Sequence[int] | None = None
     stop_token_ids: Sequence[int] = ()
-    min_new_tokens: int = 0
+    min_new_tokens: int | None = None
     seed: int | None = None
     n: int = 1
     logprobs: int | None = None
@@ -81,26 +89,24 @@ class Request:
         checked: dict[str, Any] = {
             "prompt": each("prompt", self.prompt, lambda name, token: whole(name, token, 0)),
             "max_new_tokens": whole("max_new_tokens", self.max_new_tokens, 1 if self.prompt_logprobs is None else 0),
-            "temperature": as_temperature("temperature", self.temperature),
-            "top_k": whole("top_k", self.top_k, 0),
-            "top_p": real("top_p", self.top_p, 0, 1),
-            "min_p": real("min_p", self.min_p, 0, 1),
-            "repetition_penalty": penalty("repetition_penalty", self.repetition_penalty),
             "presence_penalty": real("presence_penalty", self.presence_penalty, -2, 2),
             "frequency_penalty": real("frequency_penalty", self.frequency_penalty, -2, 2),
             "logit_bias": {
                 whole("logit_bias", token, 0): real(f"logit_bias[{token}]", bias, -100, 100)
                 for token, bias in self.logit_bias.items()
             },
-            "stop": stops(self.stop),
             "stop_token_ids": each("stop_token_ids", self.stop_token_ids, lambda name, token: whole(name, token, 0)),
             "n": whole("n", self.n, 1),
             "priority": whole("priority", self.priority),
         }
-        checked["min_new_tokens"] = whole("min_new_tokens", self.min_new_tokens, 0, checked["max_new_tokens"])
+        for name, check in _OPEN.items():
+            if (value := getattr(self, name)) is not None:
+                checked[name] = check(name, value)
+        if self.min_new_tokens is not None:
+            checked["min_new_tokens"] = whole("min_new_tokens", self.min_new_tokens, 0, checked["max_new_tokens"])
         if self.grammar is not None:
             instance("grammar", self.grammar, Grammar)
-        if self.min_new_tokens and (self.grammar is not None or checked["stop"]):
+        if self.min_new_tokens and (self.grammar is not None or checked.get("stop")):
             raise ValueError("min_new_tokens: a grammar or a stop says where an answer ends: ask for one of the two")
         if self.ends is not None:
             checked["ends"] = each("ends", self.ends, lambda name, token: whole(name, token, 0))
@@ -115,56 +121,60 @@ class Request:
             object.__setattr__(self, name, value)
 
     @property
-    def greedy(self) -> bool:
-        """Whether the most probable tokens are wanted."""
-        return self.temperature == 0
-
-    @property
     def plain(self) -> bool:
-        """Whether all that happens to scores is what a grammar, temperature, top-k, top-p and min-p do."""
-        penalties = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
+        """Whether all that it wants done to scores is what a grammar, temperature, top-k, top-p and min-p do."""
+        penalties = self.repetition_penalty not in (None, 1) or self.presence_penalty or self.frequency_penalty
         return not (penalties or self.logit_bias or self.processors or self.min_new_tokens)
 
-    def warp(self, constraint: StatefulProcessor | None = None, ends: Sequence[int] = ()) -> Warp:
-        """Its processors, in the order in which transformers applies them.
+    def temperature_of(self, own: "GenerationConfig") -> float:
+        """Its temperature, or the model's own, or 0, which is greedy."""
+        return self.temperature if self.temperature is not None else own_temperature(own) or 0.0
+
+    def warp(
+        self,
+        model: "PreTrainedModel",
+        own: "GenerationConfig",
+        ends: Sequence[int],
+        constraint: StatefulProcessor | None = None,
+    ) -> Warp:
+        """Its processors and those of the model's own settings, in the order in which transformers applies them.
 
         Args:
+            model: the target's.
+            own: its own settings.
+            ends: tokens that end the answer.
             constraint: follows the grammar, if there is one; comes first, so that nothing else is truncated or drawn.
-            ends: token ids that end an answer.
 
         Raises:
             TypeError: if one of the user's is none.
-            ValueError: if it cannot judge the nodes of a tree.
+            ValueError: if one cannot judge the nodes of a tree, or cannot be made of the model's own settings.
         """
-        from transformers import (
-            MinPLogitsWarper,
-            RepetitionPenaltyLogitsProcessor,
-            SequenceBiasLogitsProcessor,
-            TemperatureLogitsWarper,
-            TopKLogitsWarper,
-            TopPLogitsWarper,
-        )
-
-        chain: list[Any] = [] if constraint is None else [constraint]
+        temperature = self.temperature_of(own)
+        names = ("top_k", "top_p", "min_p", "repetition_penalty", "min_new_tokens")
+        changes = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if self.logit_bias:
-            chain.append(SequenceBiasLogitsProcessor([[[token], bias] for token, bias in self.logit_bias.items()]))
-        if self.repetition_penalty != 1:
-            chain.append(RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
+            changes["sequence_bias"] = biased(own, self.logit_bias)
+        changes |= {
+            "do_sample": temperature > 0,
+            "temperature": temperature,
+            "max_length": len(self.prompt) + self.max_new_tokens,
+            "eos_token_id": list(ends),
+        }
+        processors: list[Any] = list(self.processors)
         if self.presence_penalty or self.frequency_penalty:
-            chain.append(CountPenalty(len(self.prompt), self.presence_penalty, self.frequency_penalty))
-        if self.min_new_tokens and ends:
-            chain.append(LeastLength(len(self.prompt) + self.min_new_tokens, ends))
-        chain += self.processors
-        if not self.greedy:
-            if self.temperature != 1:
-                chain.append(TemperatureLogitsWarper(self.temperature))
-            if self.top_k:
-                chain.append(TopKLogitsWarper(self.top_k))
-            if self.top_p < 1:
-                chain.append(TopPLogitsWarper(self.top_p))
-            if self.min_p:
-                chain.append(MinPLogitsWarper(self.min_p))
-        return Warp(chain)
+            processors.insert(0, CountPenalty(len(self.prompt), self.presence_penalty, self.frequency_penalty))
+        chain: list[Any] = [] if constraint is None else [constraint]
+        return Warp([*chain, *processors_of(model, own, changes, self.prompt, processors)])
+
+
+_OPEN: dict[str, Callable[[str, Any], Any]] = {
+    "temperature": as_temperature,
+    "top_k": partial(whole, least=0),
+    "top_p": partial(real, least=0, most=1),
+    "min_p": partial(real, least=0, most=1),
+    "repetition_penalty": penalty,
+    "stop": lambda _, value: stops(value),
+}
 
 
 class CountPenalty:
@@ -185,23 +195,6 @@ class CountPenalty:
         return scores - self.frequency * counts - self.presence * (counts > 0)
 
 
-class LeastLength:
-    """Forbids the tokens that end a text as long as it is short.
-
-    Args:
-        least: tokens that it has to have, prompt included.
-        ends: these tokens.
-    """
-
-    def __init__(self, least: int, ends: Sequence[int]) -> None:
-        self.least, self.ends = least, list(ends)
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if input_ids.shape[1] < self.least:
-            scores[:, self.ends] = -torch.inf
-        return scores
-
-
 class Ends:
     """Ends an answer with certain tokens, or with a text.
 
@@ -209,14 +202,21 @@ class Ends:
         tokens: each of them ends it.
         spelling: of the answer's tokens.
         texts: so does each of these.
+        criteria: so do these of transformers.
     """
 
-    def __init__(self, tokens: Sequence[int], spelling: Spelling | None, texts: Sequence[str]) -> None:
-        self._tokens = frozenset(tokens)
+    def __init__(
+        self,
+        tokens: Sequence[int],
+        spelling: Spelling | None,
+        texts: Sequence[str],
+        criteria: "Sequence[StoppingCriteria]" = (),
+    ) -> None:
+        self._tokens, self._criteria = frozenset(tokens), Stopping(criteria)
         self._pieces = Pieces(spelling, texts) if texts and spelling is not None else None
 
     def __call__(self, token: int, path: Callable[[], Sequence[int]]) -> bool:
-        if token in self._tokens:
+        if token in self._tokens or self._criteria(token, path):
             return True
         if self._pieces is None:
             return False
@@ -224,4 +224,4 @@ class Ends:
         return self._pieces.ended
 
 
-__all__ = ["CountPenalty", "Ends", "LeastLength", "Request"]
+__all__ = ["CountPenalty", "Ends", "Request"]

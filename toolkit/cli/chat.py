@@ -20,6 +20,7 @@ from arbordraft.cli.options import (
     DrafterOption,
     KernelsOption,
     ModelOption,
+    SettingsOption,
     TemperatureOption,
     TopPOption,
     WeightsOption,
@@ -27,7 +28,7 @@ from arbordraft.cli.options import (
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.engine import Engine
 from arbordraft.kernels.native.build import cache_folder
-from arbordraft.loading import Kernels
+from arbordraft.loading import Kernels, Settings
 from arbordraft.requests import Request
 from arbordraft.spelling import Pieces
 from arbordraft.streams import Answer
@@ -47,11 +48,12 @@ def chat(
     system: Annotated[str | None, typer.Option(help="System prompt that stands before the conversation.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 512,
     temperature: TemperatureOption = 0.0,
-    top_p: TopPOption = 1.0,
+    top_p: TopPOption = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Of every answer; by default each is drawn anew.")] = None,
     dtype: AutoDtypeOption = None,
     kernels: KernelsOption = Kernels.auto,
     weights: WeightsOption = None,
+    generation_config: SettingsOption = Settings.model,
 ) -> None:
     """Talk to a model: answers stream, /tree shows how the last tokens were drafted, /help lists the rest.
 
@@ -59,7 +61,9 @@ def chat(
     """
     console = terminal(highlight=False, soft_wrap=True)
     with console.status("loading the model"):  # which only a terminal shows
-        decoder = load_decoder(model, drafter, dtype=dtype, kernels=kernels, weights=weights)
+        decoder = load_decoder(
+            model, drafter, dtype=dtype, kernels=kernels, weights=weights, generation_config=generation_config
+        )
     settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     session = Session(decoder, settings, console, system)
     if sys.stdin.isatty():

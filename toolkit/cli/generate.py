@@ -16,6 +16,7 @@ from arbordraft.cli.options import (
     DrafterOption,
     KernelsOption,
     ModelOption,
+    SettingsOption,
     TemperatureOption,
     TopPOption,
     WeightsOption,
@@ -25,7 +26,7 @@ from arbordraft.cli.options import (
 from arbordraft.deciders import ConfidenceThreshold
 from arbordraft.files import read_text
 from arbordraft.grammars import Grammar
-from arbordraft.loading import Kernels
+from arbordraft.loading import Kernels, Settings
 from arbordraft.metrics import DecodeStats
 from arbordraft.prompts import left_padded
 from arbordraft.spelling import Pieces
@@ -53,8 +54,11 @@ def generate(
     system: Annotated[str | None, typer.Option(help="System prompt that stands before every prompt.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=0, help="Tokens per prompt.")] = 128,
     temperature: TemperatureOption = 0.0,
-    top_p: TopPOption = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Sample from this many best tokens; 0 for all of them.")] = 0,
+    top_p: TopPOption = None,
+    top_k: Annotated[
+        int | None,
+        typer.Option(min=0, help="Sample from this many best tokens, 0 for all; by default the model's own, or all."),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed; prompt i uses seed + i, whatever shares its batch.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Text before which an answer ends. May be repeated.")] = None,
     json_schema: Annotated[
@@ -68,6 +72,7 @@ def generate(
     device: DeviceOption = None,
     kernels: KernelsOption = Kernels.auto,
     weights: WeightsOption = None,
+    generation_config: SettingsOption = Settings.model,
 ) -> None:
     """Decode one or many prompts as a ragged batch, streaming, and report what speculation gained."""
     questions = [*(prompts or []), *_lines(file)]
@@ -75,9 +80,7 @@ def generate(
         raise typer.BadParameter("give at least one prompt, or --file")
     if raw and system is not None:
         raise typer.BadParameter("--system is for the chat template, which --raw leaves out: write it into the prompt")
-    topology, ends = None if tree is None else parse_topology(tree), stops(stop)
-    settings = settings_of(max_new_tokens, temperature, top_p, top_k, seed, len(questions))
-    settings["grammar"] = _grammar(json_schema, regex)
+    topology, ends, grammar = None if tree is None else parse_topology(tree), stops(stop), _grammar(json_schema, regex)
     decoder = load_decoder(
         model,
         drafter,
@@ -89,8 +92,11 @@ def generate(
         device=device,
         kernels=kernels,
         weights=weights,
+        generation_config=generation_config,
     )
     tokenizer: Any = decoder.target.tokenizer
+    settings = settings_of(max_new_tokens, temperature, top_p, top_k, seed, len(questions), decoder.own_settings)
+    settings["grammar"] = grammar
     encoded = [
         encode(tokenizer, user_turn(prompt, system), raw=raw, name=f"prompt {number}")
         for number, prompt in enumerate(questions, 1)

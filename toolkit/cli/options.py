@@ -8,7 +8,7 @@ import torch
 import typer
 
 from arbordraft.files import check_writable
-from arbordraft.loading import Dtype, Kernels, Weights
+from arbordraft.loading import Dtype, Kernels, Settings, Weights
 from arbordraft.topology import TreeTopology
 
 SHAPES = "chain:5 | k:4,2,2 | fork:3x4 | parents:-1,0,0,1 | sequoia:0.6,0.2,0.1@16"
@@ -59,7 +59,17 @@ WeightsOption = Annotated[
     typer.Option(help="Keep fewer bits of the weights: faster on a CPU, and another model, whose law is preserved."),
 ]
 TemperatureOption = Annotated[float, typer.Option(min=0, callback=finite, help="0 decodes greedily.")]
-TopPOption = Annotated[float, typer.Option(min=0, max=1, callback=finite, help="Nucleus sampling.")]
+TopPOption = Annotated[
+    float | None,
+    typer.Option(min=0, max=1, callback=finite, help="Nucleus sampling; by default the model's own, or 1."),
+]
+SettingsOption = Annotated[
+    Settings,
+    typer.Option(
+        "--generation-config",
+        help="Whose settings count where none are given: the model's own, or with 'none' only its special tokens.",
+    ),
+]
 PromptsOption = Annotated[
     Path | None,
     typer.Option(

@@ -8,9 +8,9 @@ import typer
 
 from arbordraft.cli.decoders import load_decoder
 from arbordraft.cli.display import terminal
-from arbordraft.cli.options import AutoDtypeOption, DrafterOption, KernelsOption, WeightsOption
+from arbordraft.cli.options import AutoDtypeOption, DrafterOption, KernelsOption, SettingsOption, WeightsOption
 from arbordraft.engine import Engine
-from arbordraft.loading import Kernels
+from arbordraft.loading import Kernels, Settings
 from arbordraft.measuring import rows_within
 
 _LIBRARIES = ("fastapi", "openai", "prometheus_client", "uvicorn")
@@ -50,6 +50,7 @@ def serve(
     dtype: AutoDtypeOption = None,
     kernels: KernelsOption = Kernels.auto,
     weights: WeightsOption = None,
+    generation_config: SettingsOption = Settings.model,
 ) -> None:
     """Serve a model to OpenAI's clients, and a page that chats and draws every step.
 
@@ -66,7 +67,9 @@ def serve(
     console = terminal(highlight=False, soft_wrap=True)
     with bound(host, port) as listener:
         with console.status("loading the model"):
-            decoder = load_decoder(model, drafter, dtype=dtype, kernels=kernels, weights=weights)
+            decoder = load_decoder(
+                model, drafter, dtype=dtype, kernels=kernels, weights=weights, generation_config=generation_config
+            )
             rows = max_rows or rows_within(decoder.target)
         engine = Engine(decoder, max_tokens=max_tokens, max_samples=max_samples, max_rows=rows, max_waiting=max_waiting)
         service, url = Service(engine, name or _name(model), default_tokens), url_of(listener)

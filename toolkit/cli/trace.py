@@ -12,6 +12,7 @@ from arbordraft.cli.options import (
     DrafterOption,
     KernelsOption,
     ModelOption,
+    SettingsOption,
     TemperatureOption,
     TopPOption,
     WeightsOption,
@@ -19,7 +20,7 @@ from arbordraft.cli.options import (
 )
 from arbordraft.engine import Engine
 from arbordraft.files import write_text
-from arbordraft.loading import Kernels
+from arbordraft.loading import Kernels, Settings
 from arbordraft.requests import Request
 from arbordraft.texts import encode, user_turn
 
@@ -33,11 +34,12 @@ def trace(
     drafter: DrafterOption = "auto",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 128,
     temperature: TemperatureOption = 0.0,
-    top_p: TopPOption = 1.0,
+    top_p: TopPOption = None,
     seed: Annotated[int | None, typer.Option(min=0, help="By default each answer's is drawn anew.")] = None,
     dtype: AutoDtypeOption = None,
     kernels: KernelsOption = Kernels.auto,
     weights: WeightsOption = None,
+    generation_config: SettingsOption = Settings.model,
 ) -> None:
     """Answer a prompt and write a page that shows every step: what was drafted, and what became of it."""
     from arbordraft.serving.page import page
@@ -45,7 +47,9 @@ def trace(
 
     console = terminal(highlight=False, soft_wrap=True)
     with console.status("loading the model") as status:
-        decoder = load_decoder(model, drafter, dtype=dtype, kernels=kernels, weights=weights)
+        decoder = load_decoder(
+            model, drafter, dtype=dtype, kernels=kernels, weights=weights, generation_config=generation_config
+        )
         tokenizer = decoder.target.tokenizer
         assert tokenizer is not None
         request = Request(

@@ -66,7 +66,7 @@ def _short(stop: str) -> str:
 
 
 class Question(Fields, ABC):
-    """What both endpoints take; for ranges see :class:`~arbordraft.requests.Request`."""
+    """What both endpoints take; for ranges, and what is left open, see :class:`~arbordraft.requests.Request`."""
 
     hints: ClassVar = REQUEST_HINTS
     nothing: ClassVar = REQUEST_NOTHING
@@ -77,22 +77,22 @@ class Question(Fields, ABC):
     stream_options: StreamOptions = StreamOptions()
     seed: int | None = None
     stop: Annotated[
-        Sequence[Annotated[Text, AfterValidator(_short)]],
+        Sequence[Annotated[Text, AfterValidator(_short)]] | None,
         BeforeValidator(_listed),
         Field(max_length=_MOST_STOPS),
-    ] = ()
-    temperature: float = 1.0
-    top_p: float = 1.0
+    ] = None
+    temperature: float | None = None
+    top_p: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = Field(default_factory=dict, max_length=1024)
     max_tokens: int | None = Field(None, ge=1)
     # Not OpenAI's, but other servers have them under these names.
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     ignore_eos: bool = False
-    min_tokens: int = Field(0, ge=0)
+    min_tokens: int | None = Field(None, ge=0)
     stop_token_ids: Annotated[Sequence[NonNegativeInt], Field(max_length=_MOST_ENDS)] = ()
     arbordraft: Extension = Extension()
 
@@ -151,17 +151,25 @@ class Question(Fields, ABC):
         """
         return None
 
-    def request(self, prompt: list[int], most: int, calls: CallFormat | None) -> Request:
+    def request(self, prompt: list[int], most: int, calls: CallFormat | None, temperature: float) -> Request:
         """The same for an engine.
+
+        Args:
+            prompt: token ids.
+            most: longest answer.
+            calls: how the model writes calls, if that has to be known.
+            temperature: of those who name none.
 
         Raises:
             ValueError: for values out of range.
             ApiError: as :meth:`grammar`.
         """
-        if self.min_tokens > most:
+        if (self.min_tokens or 0) > most:
             reason = f"at most as many as the answer may have, {most}, got {self.min_tokens}"
             raise ApiError(400, f"min_tokens: {reason}", param="min_tokens")
         settings = {name: getattr(self, name) for name in _SETTINGS}
+        if self.temperature is None:
+            settings["temperature"] = temperature
         return Request(
             prompt=prompt,
             max_new_tokens=most,

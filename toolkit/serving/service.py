@@ -50,6 +50,7 @@ class Service:
             raise ValueError("a server speaks text: build the target as RaggedModel(model, tokenizer)")
         self.tokenizer: PreTrainedTokenizerBase = tokenizer
         self.spelling = Spelling(tokenizer)
+        self.temperature = 1.0 if engine.temperature is None else engine.temperature  # OpenAI's default is 1
         self.metrics = Metrics(engine)
         self.created = int(time.time())
         self.exactness = engine.decoder.coupling.exactness.value
@@ -94,7 +95,7 @@ class Service:
             watch.ended("refused")
             raise
         watch.taken(len(stream.request.prompt))
-        stop = tuple(stream.request.stop)
+        stop = tuple(stream.request.stop or ())
         speller = Speller(self.spelling, stop, question.n, question.arbordraft.steps, calls, question.functions)
         return Call(stream, speller, watch)
 
@@ -124,7 +125,7 @@ class Service:
                     "together fit: shorten the prompt or lower max_tokens",
                     code="context_length_exceeded",
                 )
-            return self.engine.submit(question.request(prompt, most, calls)), calls
+            return self.engine.submit(question.request(prompt, most, calls, self.temperature)), calls
         except TextTooLong as error:
             raise ApiError(400, str(error), code="context_length_exceeded") from error
         except (TypeError, ValueError, QueueFull, EngineClosed) as error:
@@ -133,8 +134,7 @@ class Service:
     @cached_property
     def _calls(self) -> CallFormat:
         """How the model writes calls."""
-        known = self.engine.decoder.target.model.generation_config.eos_token_id
-        ends = [*(known if isinstance(known, list) else [known]), self.tokenizer.eos_token_id]
+        ends = [*self.engine.ends, self.tokenizer.eos_token_id]
         try:
             return call_format(self.tokenizer, [end for end in ends if end is not None])
         except ValueError as error:
