@@ -153,6 +153,25 @@ def test_answers_end_before_a_stop(streamed):
     assert ("".join(found) if streamed else found) == expected
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_stop_is_looked_for_in_the_answer_alone_as_it_comes(streamed, monkeypatch):
+    """Not in the prompt, and without transformers' table of all tokens, which grows with the stop."""
+    monkeypatch.setattr("transformers.StopStringCriteria.__init__", lambda *_: pytest.fail("the table is made"))
+    made = SpeculativeDecoder(target(), NoDrafter())
+    steps = steps_of(made)
+    whole = made.complete("hello", max_new_tokens=30)
+    assert len(steps) == 30
+
+    def ended(*stop: str) -> tuple[str, int]:
+        steps.clear()
+        found = made.complete("hello", max_new_tokens=30, stop=stop, stream=streamed)
+        return "".join(found), len(steps)
+
+    place = whole.index(whole[12:15])
+    assert ended(whole[12:15], "x" * 100_000) == (whole[:place], place + 3)
+    assert ended("o" + whole[:1]) == (whole, 30)
+
+
 def test_sampling_settings_count():
     made = decoder()
     greedy = made.complete("hello", max_new_tokens=20)

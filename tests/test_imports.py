@@ -19,7 +19,7 @@ target onnx_graph
 verifiers coupling
 heads onnx_networks drafters deciders grammars static
 testing
-output generation huggingface spelling lengths texts prompts parts state step_log cohorts processing stepping
+output generation spelling huggingface lengths texts prompts parts state step_log cohorts processing stepping
 batching requests streams engine decoder target_initialised
 measuring builders loading tuning drawing mlflow_server bench
 training exports serving

@@ -13,6 +13,7 @@ from torch import Tensor
 from arbordraft.generation import EXTRA_OUTPUTS, check_settings, effective, says_something
 from arbordraft.identity import transformers_name
 from arbordraft.metrics import DecodeStats
+from arbordraft.spelling import Pieces, Spelling
 from arbordraft.target.own_cache import CACHE_NAMES
 
 if TYPE_CHECKING:
@@ -51,12 +52,32 @@ class DecodingError(RuntimeError):
         self.output = output
 
 
+class StopTexts:
+    """A stopping criterion: an answer ends with the token that completes one of several texts.
+
+    Unlike transformers' ``StopStringCriteria``, it reads the answer without the prompt, and only tokens that come: how
+    long the texts are and how large the vocabulary is makes no difference. Decoders of this package know it, others not.
+
+    Args:
+        tokenizer: spells the answers.
+        texts: those that end one.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> None:
+        self._spelling, self._texts = Spelling(tokenizer), texts
+
+    def answer(self) -> Pieces:
+        """What reads one answer."""
+        return Pieces(self._spelling, self._texts)
+
+
 class Stopping:
     """Stopping criteria for samples that gain several tokens per step.
 
     Args:
-        criteria: what ``generate()`` prepared. The length limit and end-of-sequence tokens are read off; any other
-            criterion is asked about one sample at a time, after each of its tokens.
+        criteria: what ``generate()`` prepared. The length limit and end-of-sequence tokens are read off, and answers
+            are read for :class:`StopTexts`; any other criterion is asked about one sample at a time, after each of its
+            tokens.
         batch_size: samples of the batch that they were prepared for. Criteria that transformers does not know are asked
             about as many rows, all of them equal, as they may tell rows apart.
         row: the sample's number in that batch.
@@ -66,8 +87,11 @@ class Stopping:
         self.max_length = sys.maxsize
         self._batch_size, self._row = batch_size, row
         self._ends: set[int] = set()
-        self._others = []
+        self._others, self._answers = [], list[Pieces]()
         for criterion in criteria:
+            if isinstance(criterion, StopTexts):
+                self._answers.append(criterion.answer())
+                continue
             match transformers_name(type(criterion)):
                 case "MaxLengthCriteria":
                     self.max_length = min(self.max_length, criterion.max_length)
@@ -78,7 +102,9 @@ class Stopping:
 
     def __call__(self, token: int, path: Callable[[], Sequence[int]]) -> bool:
         """Whether a sample ends with ``token``; ``path()`` gives all its tokens up to and with that one."""
-        if token in self._ends:
+        for answer in self._answers:
+            answer.add([token])
+        if token in self._ends or any(answer.ended for answer in self._answers):
             return True
         if not self._others:
             return False

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from arbordraft.checks import as_temperature, real, whole
 from arbordraft.generation import EXTRA_OUTPUTS, own_temperature
+from arbordraft.huggingface import StopTexts
 from arbordraft.metrics import DecodeStats
 from arbordraft.spelling import Pieces
 
@@ -176,9 +177,11 @@ class TextStream(Iterator[str]):
     Errors of the decoding are raised where the next piece is asked for.
     """
 
-    def __init__(self, generate: "Generate", pieces: Pieces) -> None:
+    def __init__(self, generate: "Generate", pieces: Pieces, criteria: Sequence[Any] = ()) -> None:
         self._stats: list[DecodeStats] = []
-        self._pieces = _follow(generate, pieces, self._stats)  # knows nothing of self, which would keep it alive
+        self._pieces = _follow(
+            generate, pieces, criteria, self._stats
+        )  # knows nothing of self, which would keep it alive
 
     @property
     def stats(self) -> DecodeStats | None:
@@ -193,7 +196,7 @@ class TextStream(Iterator[str]):
         self._pieces.close()
 
 
-def _follow(generate: "Generate", pieces: Pieces, stats: list[DecodeStats]) -> Generator[str]:
+def _follow(generate: "Generate", pieces: Pieces, criteria: Sequence[Any], stats: list[DecodeStats]) -> Generator[str]:
     arrived: SimpleQueue[list[int] | BaseException | None] = SimpleQueue()
     closed = threading.Event()
 
@@ -202,7 +205,7 @@ def _follow(generate: "Generate", pieces: Pieces, stats: list[DecodeStats]) -> G
 
     def work() -> None:
         try:
-            stats.append(generate(streamer=_Sink(arrived), stopping_criteria=[over]).stats)
+            stats.append(generate(streamer=_Sink(arrived), stopping_criteria=[*criteria, over]).stats)
         except BaseException as error:  # belongs to whoever reads
             arrived.put(error)
         finally:
@@ -262,7 +265,9 @@ def stream(
     stop: Sequence[str] | None,
 ) -> TextStream:
     """The same for one prompt, in pieces."""
-    return TextStream(partial(generate, **_request(tokenizer, inputs, settings, stop)), Pieces(tokenizer, stop or ()))
+    request = _request(tokenizer, inputs, settings, stop)
+    criteria = request.pop("stopping_criteria", ())
+    return TextStream(partial(generate, **request), Pieces(tokenizer, stop or ()), criteria)
 
 
 def _request(
@@ -271,5 +276,11 @@ def _request(
     settings: Mapping[str, Any],
     stop: Sequence[str] | None,
 ) -> dict[str, Any]:
-    ends = {} if stop is None else {"stop_strings": list(stop), "tokenizer": tokenizer}
-    return {**inputs, **settings, **ends, "return_dict_in_generate": True}
+    return {**inputs, **settings, **ending(tokenizer, stop), "return_dict_in_generate": True}
+
+
+def ending(tokenizer: "PreTrainedTokenizerBase", stop: Sequence[str] | None) -> dict[str, Any]:
+    """Settings by which answers end before these texts; ``None`` for the model's own ``stop_strings``."""
+    if stop is None:
+        return {}
+    return {"stop_strings": [], "stopping_criteria": [StopTexts(tokenizer, stop)] if stop else []}

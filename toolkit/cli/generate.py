@@ -30,7 +30,7 @@ from arbordraft.loading import Kernels, Settings
 from arbordraft.metrics import DecodeStats
 from arbordraft.prompts import left_padded
 from arbordraft.spelling import Pieces
-from arbordraft.texts import encode, settings_of, stops, user_turn
+from arbordraft.texts import encode, ending, settings_of, stops, user_turn
 
 
 def generate(
@@ -101,8 +101,7 @@ def generate(
         encode(tokenizer, user_turn(prompt, system), raw=raw, name=f"prompt {number}")
         for number, prompt in enumerate(questions, 1)
     ]
-    if ends:
-        settings |= {"stop_strings": list(ends), "tokenizer": tokenizer}
+    settings |= ending(tokenizer, ends or None)
     inputs = {name: tensor.to(decoder.target.device) for name, tensor in left_padded(encoded).items()}
     streamers: list[Any] = [AnswerStreamer(Pieces(tokenizer, ends)) for _ in questions]
     console = terminal()
