@@ -56,7 +56,7 @@ class StopTexts:
     """A stopping criterion: an answer ends with the token that completes one of several texts.
 
     Unlike transformers' ``StopStringCriteria``, it reads the answer without the prompt, and only tokens that come: how
-    long the texts are and how large the vocabulary is makes no difference. Decoders of this package know it, others not.
+    long the texts are and how large the vocabulary is makes no difference. Only decoders of this package know it.
 
     Args:
         tokenizer: spells the answers.
