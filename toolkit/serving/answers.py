@@ -147,10 +147,18 @@ def _of(known: SpeltLogprob) -> dict[str, Any]:
     return {"token": known.text, "bytes": spelt, "logprob": known.logprob}
 
 
+class _TextLogprobs(Logprobs):
+    """OpenAI's type knows no first token of a prompt, which has none."""
+
+    token_logprobs: list[float | None] | None = None
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+
 class _TextChoice(CompletionChoice):
     """OpenAI's type knows no chunk before the last, which has no reason to end."""
 
     finish_reason: Literal["stop", "length"] | None = None
+    logprobs: _TextLogprobs | None = None
 
 
 class _Text(Completion):
@@ -187,16 +195,16 @@ class TextShape(Shape):
             **_extension(piece),
         )
 
-    def _logprobs(self, piece: Piece) -> Logprobs:
+    def _logprobs(self, piece: Piece) -> _TextLogprobs:
         offsets, offset = [], self._offsets.get(piece.index, 0)
         for known in piece.logprobs:
             offsets.append(offset)
             offset += len(known.text)
         self._offsets[piece.index] = offset
-        return Logprobs(
+        return _TextLogprobs(
             tokens=[known.text for known in piece.logprobs],
             token_logprobs=[known.logprob for known in piece.logprobs],
-            top_logprobs=[_by_text(known.others) for known in piece.logprobs],
+            top_logprobs=[None if known.logprob is None else _by_text(known.others) for known in piece.logprobs],
             text_offset=offsets,
         )
 
@@ -206,13 +214,15 @@ def _by_text(others: Sequence[SpeltLogprob]) -> dict[str, float]:
     found: dict[str, float] = {}
     for text, data, logprob, _ in others:
         part = data is not None and "\ufffd" in text and not is_text(data)
-        found.setdefault(f"bytes:{repr(data)[2:-1]}" if part else text, logprob)
+        if logprob is not None:
+            found.setdefault(f"bytes:{repr(data)[2:-1]}" if part else text, logprob)
     return found
 
 
 def usage_of(stream: Stream) -> CompletionUsage:
     """What a request has cost so far: OpenAI's counts, and what speculation did for them."""
-    prompt, written = len(stream.request.prompt), sum(len(answer.tokens) for answer in stream.answers)
+    prompt = sum(len(request.prompt) for request in stream.requests)
+    written = sum(len(answer.tokens) for answer in stream.answers)
     details = CompletionTokensDetails(
         accepted_prediction_tokens=sum(answer.accepted for answer in stream.answers),
         drafted_tokens=sum(answer.drafted for answer in stream.answers),

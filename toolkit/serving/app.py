@@ -131,7 +131,7 @@ async def _answer(
         return StreamingResponse(
             _events(shape, first, chunks), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
         )
-    answers = [Piece(index) for index in range(question.n)]
+    answers = [Piece(index) for index in range(question.count)]
     async for piece in call.pieces(http):
         answers[piece.index] += piece
     return Response(written(shape.whole(answers, usage_of(call.stream))), media_type="application/json")

@@ -26,13 +26,13 @@ class SpeltLogprob(NamedTuple):
         text: what it adds to the answer, see :class:`~arbordraft.spelling.Spelt`; of another token than the answer's,
             what it would add, or the name of a special token.
         data: the bytes of the same; ``None`` if the tokenizer does not tell.
-        logprob: its log-probability.
+        logprob: its log-probability; ``None`` of the first token of a prompt, which follows nothing.
         others: the most probable tokens at its place, descending.
     """
 
     text: str
     data: bytes | None
-    logprob: float
+    logprob: float | None
     others: "tuple[SpeltLogprob, ...]" = ()
 
 
@@ -97,7 +97,7 @@ class Speller:
         self._spelling, self._steps = Spelling.of(tokenizer), steps
         kept = calls.marks if calls and functions else ()
         self._answers = [Pieces(self._spelling, stop, kept) for _ in range(n)]
-        self._logprobs = [_Logprobs(self._spelling) for _ in range(n)]
+        self._logprobs = [SpellingLogprobs(self._spelling) for _ in range(n)]
         self._readers = [CallReader(calls, functions) if calls and functions else None for _ in range(n)]
         self._start = perf_counter()
 
@@ -107,7 +107,7 @@ class Speller:
         reason = event.finish_reason
         spelt = answer.spelt(event.tokens) if reason is None else answer.rest()
         logprobs = self._logprobs[event.answer]
-        logprobs.add(event)
+        logprobs.add(event.tokens, event.logprobs)
         known = tuple(logprobs.of(spelt))
         text = "".join(part.text for part in spelt)
         text, called = (text, ()) if reader is None else reader.add(text)
@@ -127,17 +127,17 @@ class Speller:
         return self._spelling[token].text
 
 
-class _Logprobs:
-    """Keeps the log-probabilities of an answer's tokens until it is certain how these are spelt."""
+class SpellingLogprobs:
+    """Keeps the log-probabilities of a text's tokens until it is certain how these are spelt."""
 
-    def __init__(self, spelling: Spelling) -> None:
+    def __init__(self, spelling: Spelling, begun: bool = False) -> None:
         self._spelling = spelling
         self._waiting: deque[tuple[int, TokenLogprobs]] = deque()
-        self._begun = False  # a token that is not hidden has come
+        self._begun = begun  # a token that is not hidden has come
 
-    def add(self, event: Event) -> None:
-        """Takes what is known of an event's tokens."""
-        self._waiting += zip(event.tokens, event.logprobs, strict=False)
+    def add(self, tokens: Iterable[int], known: Iterable[TokenLogprobs]) -> None:
+        """Takes the log-probabilities of the next tokens, if there are any."""
+        self._waiting += zip(tokens, known, strict=False)
 
     def of(self, spelt: Sequence[Spelt]) -> Iterable[SpeltLogprob]:
         """Those of the next tokens, which are spelt like this."""

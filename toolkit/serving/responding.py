@@ -130,7 +130,7 @@ class ResponseShape(ChatShape):
             "previous_response_id": None,
             "reasoning": {"effort": asked.reasoning.effort, "summary": None},
             "store": False,
-            "temperature": question.temperature,
+            "temperature": service.temperature if question.temperature is None else question.temperature,
             "text": {"format": {"type": asked.text.format.type, **format}},
             "tool_choice": {"type": "function", "name": choice.function.name} if choice.function else choice.type,
             "tools": tools,

@@ -25,6 +25,7 @@ _SETTINGS = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
 _MOST_ENDS = 1024
+_MOST_ANSWERS = 2048  # to a list of prompts
 _MOST_STOPS, _LONGEST_STOP = 16, 4096  # and characters of each
 # What cannot be had where a grammar holds the answer.
 _NOT_WITH_FORMS = {
@@ -125,14 +126,24 @@ class Question(Fields, ABC):
         """What the answer may call, by name."""
         return {}
 
+    @property
+    def count(self) -> int:
+        """How many answers are wanted."""
+        return self.n
+
+    @property
+    def scored(self) -> int | None:
+        """As :attr:`others`, for the tokens of the prompt."""
+        return None
+
     @abstractmethod
     def encode(
         self,
         tokenizer: "PreTrainedTokenizerBase",
         calls: CallFormat | None,
         check: Callable[[str], object] = lambda text: None,
-    ) -> list[int]:
-        """The token ids to continue.
+    ) -> list[list[int]]:
+        """The token ids to continue, prompt by prompt; each is answered ``n`` times.
 
         Args:
             tokenizer: of the model.
@@ -174,6 +185,7 @@ class Question(Fields, ABC):
             prompt=prompt,
             max_new_tokens=most,
             logprobs=self.others,
+            prompt_logprobs=self.scored,
             ends=() if self.ignore_eos else None,
             min_new_tokens=self.min_tokens,
             grammar=self.grammar(calls),
@@ -266,7 +278,7 @@ class ChatQuestion(Question):
         tokenizer: "PreTrainedTokenizerBase",
         calls: CallFormat | None,
         check: Callable[[str], object] = lambda text: None,
-    ) -> list[int]:
+    ) -> list[list[int]]:
         names = {call.id: call.function.name for said in self.messages for call in said.tool_calls}
         messages = [said.shown(names, calls is not None and calls.quoted) for said in self.messages]
         tools = [tool.shown() for tool in self.tools] if self.functions else []
@@ -274,7 +286,7 @@ class ChatQuestion(Question):
         for name in sorted(others & self.chat_template_kwargs.keys()):
             where = f"chat_template_kwargs.{name}"
             raise ApiError(400, f"{where} is no variable of chat templates: leave it out", param=where)
-        return encode(
+        prompt = encode(
             tokenizer,
             messages,
             raw=False,
@@ -285,6 +297,7 @@ class ChatQuestion(Question):
             variables=self.variables,
             check=check,
         )
+        return [prompt]
 
     def grammar(self, calls: CallFormat | None) -> Grammar | None:
         answer = self.response_format.grammar
@@ -307,16 +320,17 @@ class ChatQuestion(Question):
         return Grammar.lark(text)
 
 
-def _only_one(prompt: Any) -> Any:
+def _each(prompt: Any) -> Any:
+    """The prompts: one, or a list of them."""
     several = isinstance(prompt, list) and prompt and all(isinstance(one, str | list) for one in prompt)
-    if several and len(prompt) > 1:
-        raise ValueError(f"one prompt at a time, got {len(prompt)}: send a request for each")
-    prompt = prompt[0] if several else prompt
-    if isinstance(prompt, str):
-        return spelt(prompt)
-    if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
-        raise ValueError("a prompt is a text or a list of token ids")
-    return prompt
+    prompts = prompt if several else [prompt]
+    for number, one in enumerate(prompts):
+        if not isinstance(one, str) and not (isinstance(one, list) and all(type(token) is int for token in one)):
+            raise ValueError("a prompt is a text or a list of token ids")
+        if several and not one:
+            raise ValueError(f"entry {number} is empty: there is nothing to go on from")
+        spelt(one)
+    return prompts
 
 
 def _counted(logprobs: Any) -> Any:
@@ -327,22 +341,45 @@ def _counted(logprobs: Any) -> Any:
 
 
 class CompletionQuestion(Question):
-    """What /v1/completions takes: one text, or its token ids."""
+    """What /v1/completions takes: texts, or their token ids."""
 
-    prompt: Annotated[str | list[int], PlainValidator(_only_one)]
-    max_tokens: int | None = Field(16, ge=1)
+    prompt: Annotated[list[str | list[int]], PlainValidator(_each)]
+    max_tokens: int | None = Field(16, ge=0)
+    echo: bool = False
     logprobs: Annotated[int | None, BeforeValidator(_counted)] = Field(None, ge=0, le=20)
+
+    @model_validator(mode="after")
+    def _asking(self) -> Self:
+        if self.max_tokens == 0 and not self.echo:
+            raise ApiError(400, "max_tokens: 0 is for prompts that echo shows: set it to 1 or more", param="max_tokens")
+        if self.count > _MOST_ANSWERS:
+            reason = f"{len(self.prompt)} prompts with {self.n} answers each, at most {_MOST_ANSWERS} answers in all"
+            raise ApiError(400, f"prompt: {reason}: send several requests", param="prompt")
+        return self
+
+    @property
+    def count(self) -> int:
+        return self.n * len(self.prompt)
 
     @property
     def others(self) -> int | None:
         return self.logprobs
+
+    @property
+    def scored(self) -> int | None:
+        if self.echo and (self.logprobs is not None or self.max_tokens == 0):
+            return self.logprobs or 0
+        return None
 
     def encode(
         self,
         tokenizer: "PreTrainedTokenizerBase",
         calls: CallFormat | None,
         check: Callable[[str], object] = lambda text: None,
-    ) -> list[int]:
-        if not isinstance(self.prompt, str):
-            return self.prompt
-        return encode(tokenizer, [{"role": "user", "content": self.prompt}], raw=True, name="the prompt", check=check)
+    ) -> list[list[int]]:
+        return [
+            encode(tokenizer, [{"role": "user", "content": prompt}], raw=True, name="the prompt", check=check)
+            if isinstance(prompt, str)
+            else prompt
+            for prompt in self.prompt
+        ]

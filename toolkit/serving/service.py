@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -13,16 +13,20 @@ from starlette.requests import Request as HttpRequest
 from arbordraft.checks import instance, whole
 from arbordraft.engine import Engine, EngineClosed, QueueFull
 from arbordraft.lengths import LengthCheck, TextTooLong
+from arbordraft.requests import Request
 from arbordraft.serving.calls import CallFormat, call_format
+from arbordraft.serving.echoes import Echo, Echoing
 from arbordraft.serving.errors import ApiError, closing, failed, refused
 from arbordraft.serving.metrics import Metrics, Watch
 from arbordraft.serving.pieces import Piece, Speller
-from arbordraft.serving.schema import Question
+from arbordraft.serving.schema import CompletionQuestion, Question
 from arbordraft.spelling import Spelling
-from arbordraft.streams import Stream
+from arbordraft.streams import Event, Stream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+Spells = Callable[[Event], Piece]
 
 _POLL = 0.05  # seconds between two looks at what still runs
 _LONG = 2**14  # characters and token ids of a question that is a long one
@@ -90,13 +94,11 @@ class Service:
         """
         watch = Watch(self.metrics)
         try:
-            stream, calls = await self._submitted(question)
+            stream, speller = await self._submitted(question)
         except BaseException:
             watch.ended("refused")
             raise
-        watch.taken(len(stream.request.prompt))
-        stop = tuple(stream.request.stop or ())
-        speller = Speller(self.spelling, stop, question.n, question.arbordraft.steps, calls, question.functions)
+        watch.taken(sum(len(request.prompt) for request in stream.requests))
         return Call(stream, speller, watch)
 
     def check_model(self, name: str) -> None:
@@ -104,7 +106,7 @@ class Service:
         if name != self.name:
             raise ApiError(404, f"there is no model {name}, only {self.name}", param="model", code="model_not_found")
 
-    async def _submitted(self, question: Question) -> tuple[Stream, CallFormat | None]:
+    async def _submitted(self, question: Question) -> tuple[Stream, Spells]:
         if self.closing:
             raise closing()
         if question.model is not None:
@@ -112,24 +114,42 @@ class Service:
         desk = self._long_desk if _longer(question, _LONG) else self._desk
         return await asyncio.get_running_loop().run_in_executor(desk, self._submit, question)
 
-    def _submit(self, question: Question) -> tuple[Stream, CallFormat | None]:
+    def _submit(self, question: Question) -> tuple[Stream, Spells]:
         calls = self._calls if question.calling else None
         try:
-            prompt = question.encode(self.tokenizer, calls, partial(self._check_length, most=self.engine.room(0)))
-            room = self.engine.room(len(prompt))
-            most = question.most or max(1, min(self.default_tokens, room))
-            if most > room:
-                raise ApiError(
-                    400,
-                    f"a prompt of {len(prompt)} tokens and {most} new ones are too long, at most {len(prompt) + room} "
-                    "together fit: shorten the prompt or lower max_tokens",
-                    code="context_length_exceeded",
-                )
-            return self.engine.submit(question.request(prompt, most, calls, self.temperature)), calls
+            prompts = question.encode(self.tokenizer, calls, partial(self._check_length, most=self.engine.room(0)))
+            requests = [self._request(question, prompt, calls) for prompt in prompts]
+            speller = self._speller(question, requests, calls)
+            return self.engine.submit(*requests), speller
         except TextTooLong as error:
             raise ApiError(400, str(error), code="context_length_exceeded") from error
         except (TypeError, ValueError, QueueFull, EngineClosed) as error:
             raise refused(error, type(question).model_fields) from error
+
+    def _request(self, question: Question, prompt: list[int], calls: CallFormat | None) -> Request:
+        room = self.engine.room(len(prompt))
+        most = max(1, min(self.default_tokens, room)) if question.most is None else question.most
+        if most > room:
+            raise ApiError(
+                400,
+                f"a prompt of {len(prompt)} tokens and {most} new ones are too long, at most {len(prompt) + room} "
+                "together fit: shorten the prompt or lower max_tokens",
+                code="context_length_exceeded",
+            )
+        return question.request(prompt, most, calls, self.temperature)
+
+    def _speller(self, question: Question, requests: Sequence[Request], calls: CallFormat | None) -> Spells:
+        stop, steps = tuple(requests[0].stop or ()), question.arbordraft.steps
+        speller = Speller(self.spelling, stop, question.count, steps, calls, question.functions)
+        if not isinstance(question, CompletionQuestion) or not question.echo:
+            return speller
+        scored, begin = question.others is not None, self.tokenizer.bos_token_id
+        echoes = [
+            Echo(self.spelling, request.prompt, given if isinstance(given, str) else None, scored, begin)
+            for request, given in zip(requests, question.prompt, strict=True)
+            for _ in range(request.n)
+        ]
+        return Echoing(speller, echoes)
 
     @cached_property
     def _calls(self) -> CallFormat:
@@ -150,7 +170,7 @@ class Call:
         watch: counts it.
     """
 
-    def __init__(self, stream: Stream, speller: Speller, watch: Watch) -> None:
+    def __init__(self, stream: Stream, speller: Spells, watch: Watch) -> None:
         self.stream, self.speller, self.watch = stream, speller, watch
 
     async def pieces(self, http: HttpRequest) -> AsyncGenerator[Piece, None]:
