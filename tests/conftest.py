@@ -9,6 +9,7 @@ from hypothesis import settings
 from models import PAYS
 
 from arbordraft import builders, loading
+from arbordraft.deciders import CostAware
 from arbordraft.kernels import native
 
 settings.register_profile("arbordraft", derandomize=True, deadline=None, database=None)
@@ -52,6 +53,7 @@ def _quoted(monkeypatch):
     """Decoders that draft what pays do not measure what it costs, which takes seconds and is never twice the same."""
     for module in (builders, loading):
         monkeypatch.setattr(module, "known_costs", lambda *_, **__: PAYS)
+    monkeypatch.setattr(loading, "cost_aware", lambda *_: CostAware(PAYS))
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ heads onnx_networks drafters deciders grammars static
 testing
 output generation spelling huggingface lengths texts prompts parts state step_log cohorts processing stepping
 batching requests streams engine decoder target_initialised
-measuring builders loading tuning drawing mlflow_server bench
+timing measuring builders loading tuning drawing mlflow_server bench
 training exports serving
 cli
 """

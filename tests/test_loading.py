@@ -1,6 +1,8 @@
 """Loading by name: models, drafters, kernels, costs; what is wrong is named at once."""
 
 import json
+import logging
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from models import PROMPTS, VOCAB, greedy_reference, left_padded, new_tokens, ti
 import arbordraft as ad
 from arbordraft import CostTable, loading, measuring
 from arbordraft.costs import StepCosts
-from arbordraft.deciders import FixedDepth, Heuristic
+from arbordraft.deciders import FixedDepth, Heuristic, cost_aware
 from arbordraft.heads.base import fingerprint
 from arbordraft.heads.medusa import MedusaConfig, MedusaHead
 from arbordraft.kernels import native
@@ -26,7 +28,8 @@ FREE = {"costs": None, "kernels": "torch"}
 def cache(tmp_path, monkeypatch):
     """A cache folder of its own, with the kernels that are built already."""
     native.load()
-    monkeypatch.setattr(loading, "known_costs", known_costs)  # what is measured here goes into a folder of its own
+    for name in ("known_costs", "cost_aware"):  # what is measured here goes into a folder of its own
+        monkeypatch.setattr(loading, name, getattr(measuring, name))
     monkeypatch.setenv("ARBORDRAFT_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -248,7 +251,8 @@ def timed(monkeypatch):
     """Counts measurements, each of which finds another price."""
     done: list[CostTable] = []
 
-    def measure(target, rows, **_):
+    def measure(target, rows, enough, **_):
+        enough()
         done.append(CostTable((1, 8), (1.0, 2.0 + len(done))))
         return done[-1]
 
@@ -264,6 +268,7 @@ def test_costs_are_measured_once(timed):
     def table(*arguments, **options):
         return ad.load(*arguments, kernels="torch", **options).decider.costs.target
 
+    known_costs(target(), ad.NGramDrafter(longest=8, shortest=1))
     assert table(tiny()) == table(tiny(seed=1)) == timed[0]  # the weights do not count
     assert len(timed) == 1
     assert table(tiny(), costs="renew") == timed[1]
@@ -279,6 +284,127 @@ def test_costs_are_measured_once(timed):
     assert len(timed) == 2
 
 
+# When they are measured
+
+
+@pytest.fixture
+def soon(monkeypatch):
+    """Measurements that pay behind 20 tokens, or before 100 at once."""
+    monkeypatch.setattr(cost_aware, "_WORTH", 20)
+    monkeypatch.setattr(cost_aware, "_LARGE", 100)
+
+
+def answers(decoder, count=12, prompts=1):
+    """A text that begins again and again; all samples get the same."""
+    ids = torch.tensor([[5, 6, 7] * 5] * prompts)
+    return decoder.generate(ids, max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0).tolist()
+
+
+def test_costs_are_rough_until_measuring_pays(timed, soon):
+    decoder = ad.load(tiny(), "ngram", kernels="torch")
+    rough = measuring.rough_costs(decoder.target, decoder.drafter)
+    plain = answers(ad.load(decoder.target, "none"))
+    for _ in range(2):
+        assert answers(decoder) == plain
+        assert (decoder.decider.costs, timed) == (rough, []), "a short answer was not worth it"
+    for _ in range(2):
+        assert answers(decoder) == plain
+        assert decoder.decider.costs.target == timed[0]
+    assert ad.load(decoder.target, "ngram").decider.costs == decoder.decider.costs
+    assert len(timed) == 1
+
+
+def test_costs_are_measured_before_a_large_batch(timed, soon):
+    decoder = ad.load(tiny(), "ngram", kernels="torch")
+    answers(decoder, prompts=12)
+    assert decoder.decider.costs.target == timed[0]
+
+
+def test_costs_are_measured_at_once_where_texts_depend_on_them(timed):
+    drafter, coupling = drafters(target())["model"], ad.Coupling(ad.IID(1), ad.TopDown(ad.RecursiveRejection()))
+    decoder = ad.load(tiny(), drafter, kernels="torch", topology=ad.TreeTopology.chain(3), coupling=coupling)
+    assert decoder.decider.costs.target == timed[0]
+
+
+def test_an_engine_measures_while_it_is_idle(timed, soon):
+    decoder, idle = ad.load(tiny(), "ngram", kernels="torch"), threading.Event()
+    settle = decoder.decider.settle
+
+    def settled(hurry):
+        settle(hurry)
+        idle.set()
+
+    decoder.decider.settle = settled
+    with ad.Engine(decoder, max_tokens=500) as engine:
+        engine.submit(ad.Request(prompt=[5, 6, 7] * 5, max_new_tokens=40, ends=[])).result()
+        assert idle.wait(30)
+    assert decoder.decider.costs.target == timed[0]
+
+
+def test_an_engine_that_is_stepped_measures_before_it_runs(timed, soon):
+    decoder = ad.load(tiny(), "ngram", kernels="torch")
+    engine = ad.Engine(decoder, max_tokens=500)
+    engine.submit(ad.Request(prompt=[5, 6, 7], max_new_tokens=30, n=4, ends=[]))
+    engine.run()
+    assert decoder.decider.costs.target == timed[0]
+
+
+def test_a_measurement_makes_way_for_whoever_waits(timed):
+    decoder = ad.load(tiny(), "ngram", kernels="torch")
+    rough = decoder.decider.costs
+    decoder.decider.expect(10**6, hurry=lambda: True)
+    assert (decoder.decider.costs, timed) == (rough, [])
+    assert not cost_file(decoder.target).exists()
+    decoder.decider.expect(10**6)
+    assert decoder.decider.costs.target == timed[0]
+
+
+def test_a_measurement_that_fails_stops_no_answer(monkeypatch, soon):
+    def fail(*_, **__):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(measuring, "measure_rows", fail)
+    decoder = ad.load(tiny(), "ngram", kernels="torch")
+    rough = decoder.decider.costs
+    with pytest.warns(UserWarning, match="could not be measured, rough costs stay: out of memory"):
+        found = answers(decoder, prompts=12)
+    assert answers(decoder, prompts=12) == found, "it is not tried again"
+    assert decoder.decider.costs == rough
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e9], ids=["no time", "time"])
+def test_what_there_is_no_time_for_is_estimated(monkeypatch, seconds):
+    """Measured or not, all parts of a step cost something, and torch's generator is left alone."""
+    monkeypatch.setattr(measuring, "_SECONDS", dict.fromkeys(measuring._SECONDS, seconds))
+    of = target()
+    drafter, state = drafters(of)["model"], torch.get_rng_state()
+    costs = known_costs(of, drafter)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert costs.target.rows == ((1,) if not seconds else measuring._KEPT_ROWS)
+    assert costs.draft.rows == ((1,) if not seconds else (1, 4, 16, 64))
+    if not seconds:  # as many forwards as by weights
+        forward, rough = costs.target(1), measuring.rough_costs(of, drafter)
+        expected = [forward * part for part in (rough.draft(1), rough.rest, rough.start, rough.lookup)]
+        assert [costs.draft(1), costs.rest, costs.start, costs.lookup] == pytest.approx(expected)
+    assert known_costs(of, drafter) == costs, "it was not kept"
+
+
+def test_what_is_measured_is_announced(timed, stepped, monkeypatch, capsys):
+    monkeypatch.setattr(measuring, "PATIENCE", 0.0)
+    of, logger = target(), logging.getLogger("arbordraft")
+    known_costs(of, drafters(of)["model"])
+    known_costs(of, drafters(of)["model"])
+    shown, said = capsys.readouterr()
+    assert shown == ""
+    assert said.splitlines() == [
+        "arbordraft: measuring forwards of this model, once per machine and kind of model (at most 4 s)",
+        "arbordraft: measuring drafts for it, once per machine and kind of model (at most 6 s)",
+    ]
+    monkeypatch.setattr(logger, "level", logging.ERROR)
+    known_costs(of, drafters(of)["model"], renew=True)
+    assert capsys.readouterr() == ("", "")
+
+
 # Steps with a drafter
 
 
@@ -287,7 +413,8 @@ def stepped(timed, monkeypatch):
     """Counts measurements of steps, each of which finds another price."""
     done: list[StepCosts] = []
 
-    def measure(target, drafter, texts, rows, **_):
+    def measure(target, drafter, texts, rows, enough, **_):
+        enough()
         done.append(StepCosts(rows, CostTable((1, 8), (0.5, 1.0 + len(done))), rest=0.25))
         return done[-1]
 
@@ -351,7 +478,7 @@ def test_damaged_steps_are_measured_again(timed, stepped, content):
 def test_what_is_measured_is_whole(drafter):
     of = target()
     made = ad.EarlyExitDrafter(of, 1) if drafter == "early-exit:1" else drafters(of)[drafter]
-    costs = known_costs(of, made)
+    costs = known_costs(of, made, renew=True)
     assert costs.draft.rows == (1, 4, 16, 64)  # chains of 1, 4 and 16 samples, and forks of the last
     assert min(*costs.draft.seconds, *costs.target.seconds, costs.rest) > 0
     assert StepCosts.load(cost_file(of, made)) == costs == known_costs(of, made)

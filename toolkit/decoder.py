@@ -328,6 +328,7 @@ class SpeculativeDecoder(Stepper):
         for sample in samples:
             self.check(sample)
             batch.check(sample)
+        self.decider.expect(sum(sample.budget for sample in samples))
         batch.add(*map(Entry, samples))
         batch.admit()
         if batch.waiting:

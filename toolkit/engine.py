@@ -212,6 +212,7 @@ class Engine:
 
     def run(self) -> None:
         """Steps until nothing is left to do."""
+        self._announce()
         while self.step():
             pass
 
@@ -250,6 +251,8 @@ class Engine:
 
     def _work(self) -> None:
         while True:
+            if not self._batch.busy:
+                self.decoder.decider.expect(0, hurry=lambda: self._batch.busy or self._closed)
             with self._wanted:
                 while not self._batch.busy and not self._closed:
                     self._wanted.wait()
@@ -260,10 +263,17 @@ class Engine:
             except BaseException:  # its requests have been told, and there is nobody else to tell
                 continue
 
+    def _announce(self) -> None:
+        """Tells the decider what is wanted, if nothing is being decoded; a thread does so while it is idle."""
+        if not self._batch.living:
+            waiting = [entry for job in list(self._batch.waiting) for entry in job.waiting]
+            self.decoder.decider.expect(sum(entry.sample.budget for entry in waiting))
+
     def _driven(self) -> bool:
         """Whether a thread steps; if none does, takes a step."""
         if self._thread is not None:
             return True
+        self._announce()
         self.step()
         return False
 

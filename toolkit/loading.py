@@ -29,7 +29,7 @@ from arbordraft.drafters import (
 from arbordraft.drafters.base import check_ragged
 from arbordraft.kernels import native
 from arbordraft.kernels.native.build import cache_folder
-from arbordraft.measuring import known_costs
+from arbordraft.measuring import cost_aware, known_costs
 from arbordraft.onnx_graph import FUSE, MARKOV, MODEL, Graph
 from arbordraft.onnx_networks import OnnxBlock, OnnxEagle, OnnxMedusa, OnnxModel
 from arbordraft.parts import as_drafter
@@ -124,9 +124,10 @@ def load(
         topology: the largest tree; by default what suits the drafter. Every step drafts and verifies of it what pays.
         coupling: how children are drawn and judged; by default what suits the drafter.
         decider: how much is drafted; by default :class:`~arbordraft.CostAware`, by ``costs``.
-        costs: what steps cost: ``auto`` as measured on this machine, once, by
-            :func:`~arbordraft.measuring.known_costs`; ``renew`` to measure again; what was measured elsewhere; or
-            ``None`` to draft whole trees whatever they cost.
+        costs: what steps cost: ``auto`` as measured on this machine, once that pays, and roughly until then
+            (:func:`~arbordraft.measuring.cost_aware`), or at once for couplings whose texts depend on what is drafted;
+            ``renew`` to measure now, for as long as it takes; what was measured elsewhere; or ``None`` to draft whole
+            trees whatever they cost.
         max_cache_tokens: bound on the rows of each KV cache; unlimited by default.
         generation_config: see :class:`~arbordraft.SpeculativeDecoder`.
 
@@ -173,13 +174,19 @@ def load(
     lookups = isinstance(proposer, NGramDrafter)
     why = ", as no drafter trained for this model is known" if lookups else ", trained for this model"
     logging.getLogger("arbordraft").info("drafter: %s%s", type(proposer).__name__, why if drafter == "auto" else "")
+    measured: CostAware | None = None
     if decider is None and costs is not None and not isinstance(proposer, NoDrafter):
         if isinstance(drafter, str) and isinstance(proposer, NGramDrafter):
             proposer = NGramDrafter(longest=8, shortest=1)  # what does not pay is dropped
-        known = known_costs(target, proposer, renew=costs == "renew") if isinstance(costs, str) else costs
-        decider = CostAware(known)
+        if costs == "auto":
+            decider = measured = cost_aware(target, proposer)
+        else:
+            decider = CostAware(known_costs(target, proposer, renew=True) if isinstance(costs, str) else costs)
     options: dict[str, Any] = {"max_cache_tokens": max_cache_tokens, "generation_config": generation_config}
-    return SpeculativeDecoder(target, proposer, topology, coupling, decider, **options).eval()
+    decoder = SpeculativeDecoder(target, proposer, topology, coupling, decider, **options).eval()
+    if measured is not None and not decoder.coupling.verifier.shared:
+        measured.settle()  # the text of a seed is not to change when costs are measured later
+    return decoder
 
 
 def _target_named(

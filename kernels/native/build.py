@@ -12,7 +12,6 @@ import contextlib
 import functools
 import hashlib
 import json
-import logging
 import os
 import platform
 import re
@@ -23,10 +22,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+
+from arbordraft.kernels.native.progress import progress_line
 
 KERNELS = Path(__file__).resolve().parents[1]
 SOURCE = Path(__file__).resolve().with_name("bindings.cpp")  # the one translation unit; it includes all others
@@ -36,7 +37,7 @@ ISA_VARIABLE = "ARBORDRAFT_ISA"
 
 SCRATCH = ".build-"
 SCRATCH_LIFE = 3600.0  # seconds after which a scratch folder belongs to a build that was killed
-PATIENCE = 1.0  # seconds of compiling after which a line on the terminal says how long it has taken
+PATIENCE = 1.0  # seconds of compiling after which a line on stderr says so
 COMPILER_LIMIT = 1200.0  # seconds; far above what a loaded machine needs, and below SCRATCH_LIFE
 SEAL = hashlib.sha256().digest_size
 
@@ -143,26 +144,36 @@ class Build:
         return obstacle
 
     def _compile(self, folder: Path, log: Path | None) -> Path:
-        logging.getLogger("arbordraft").info(_NOTICE)
         part, library = folder / "kernels.o", folder / LIBRARY
         headers = [f"-I{TORCH / 'include'}", f"-I{TORCH / 'include/torch/csrc/api/include'}"]
-        self._run([*self.flags, *headers, "-c", self.source, "-o", part], folder, log)
+        compiling: list[str | Path] = [*self.flags, *headers, "-c", self.source, "-o", part]
         # No -fopenmp here: it would link the system's OpenMP runtime beside the one that torch has brought along, and
         # two runtimes are two thread pools that fight for the cores. The symbols are found through libtorch_cpu, which
         # must be kept for that even where the linker thinks that nothing needs it.
         system = ["-undefined", "dynamic_lookup"] if _MAC else ["-Wl,--no-as-needed"]
-        self._run(["-shared", part, *system, f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-lc10", "-o", library], folder, log)
+        linking: list[str | Path] = [
+            "-shared",
+            part,
+            *system,
+            f"-L{TORCH / 'lib'}",
+            "-ltorch_cpu",
+            "-lc10",
+            "-o",
+            library,
+        ]
+        with progress_line(_NOTICE) as tell:
+            for arguments in (compiling, linking):
+                self._run(arguments, folder, log, tell)
         content = library.read_bytes()
         library.write_bytes(content + hashlib.sha256(content).digest())
         return library
 
-    def _run(self, arguments: list[str | Path], folder: Path, log: Path | None) -> None:
+    def _run(self, arguments: list[str | Path], folder: Path, log: Path | None, tell: Callable[[float], None]) -> None:
         environment = os.environ | {"LC_ALL": "C", "TMPDIR": str(folder)}  # a killed compiler leaves its files there
         fix = f"install a newer g++, name another compiler in CXX, or set {ISA_VARIABLE}=off to do without"
         command = [*self.compiler, *arguments]
         try:
-            with _progress_line() as tell:
-                status, text = _finished(command, environment, tell)
+            status, text = _finished(command, environment, tell)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise Unavailable(f"the compiler could not run ({error}); {fix}") from error
         if not status:
@@ -178,30 +189,6 @@ class Build:
         errors = [line for line in lines if re.search(r"\berror\b|undefined|(cannot|unable to) find", line)]
         said = "\n".join((errors or lines[-3:])[:3])
         raise Unavailable(f"{self.compiler[0]} failed{where}; {fix}. It said:\n{said}")
-
-
-@contextlib.contextmanager
-def _progress_line() -> Iterator[Callable[[float], None]]:
-    """A function that writes the seconds so far to a terminal, over and over in one line, which goes at the end.
-
-    Where nobody watches, or a log says it already, it does nothing.
-    """
-    logged = logging.getLogger("arbordraft").isEnabledFor(logging.INFO)
-    if logged or sys.stderr is None or not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    stream, shown = sys.stderr, False
-
-    def tell(seconds: float) -> None:
-        nonlocal shown
-        shown = True
-        print(f"\rarbordraft: {_NOTICE}: {seconds:.0f} s", end="", file=stream, flush=True)
-
-    try:
-        yield tell
-    finally:
-        if shown:
-            print("\r\x1b[K", end="", file=stream, flush=True)
 
 
 def _finished(

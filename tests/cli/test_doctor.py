@@ -3,8 +3,10 @@
 import json
 
 import pytest
+from models import tiny_checkpoint
 from typer.testing import CliRunner
 
+from arbordraft import loading, measuring
 from arbordraft.cli import doctor
 from arbordraft.cli.main import app
 from arbordraft.kernels import native
@@ -36,6 +38,23 @@ def test_the_report_as_json(monkeypatch, tmp_path):
     assert report["memory"]["copy"] > 0
     assert set(report["kernels"]["chosen"]) == {"bfloat16", "float32"}
     assert {"onnx", "train", "gguf"} <= report["extras"].keys()
+
+
+def test_costs_are_measured_thoroughly_and_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("ARBORDRAFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(loading, "known_costs", measuring.known_costs)
+    folder = str(tiny_checkpoint(tmp_path / "model"))
+    options = ("--measure", folder, "--drafter", "ngram", "--kernels", "torch", "--dtype", "float32", "--quick")
+    result = CliRunner().invoke(app, ["doctor", "--json", *options])
+    assert result.exit_code == 0
+    costs = json.loads(result.stdout)["costs"]
+    kept = loading.load(folder, "ngram", kernels="torch", dtype="float32")
+    found = measuring.known_costs(kept.target, kept.drafter)
+    assert list(costs["forward"]) == list(map(str, found.target.rows))
+    assert list(costs["forward"].values()) == [1e3 * seconds for seconds in found.target.seconds]
+    assert (costs["drafter"], costs["besides"]) == ("NGramDrafter", 1e3 * found.rest)
+    assert "costs of a forward" in examined(*options)[1]
+    assert examined("--measure", folder, "--drafter", "none", "--quick")[0] == 1
 
 
 def test_the_report_for_people():

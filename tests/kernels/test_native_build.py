@@ -354,13 +354,25 @@ def test_announced_on_a_log_that_listens(cache, toy, caplog, capsys):
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_announced_on_a_terminal(cache, toy, capsys, monkeypatch, terminal):
+def test_announced_where_no_log_listens(cache, toy, capsys, monkeypatch, terminal):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     monkeypatch.setattr(build, "PATIENCE", 0.01)
     assert toy.load()
-    said = capsys.readouterr().err
-    assert ("building CPU kernels, once per machine (about 30 s): 0 s" in said) == terminal
-    assert said.endswith("\r\x1b[K" if terminal else "")  # the line goes when the kernels are there
+    shown, said = capsys.readouterr()
+    line = "arbordraft: building CPU kernels, once per machine (about 30 s)"
+    assert shown == ""
+    if terminal:
+        assert said.startswith(f"\r{line}: 0 s")
+        assert said.endswith("\r\x1b[K"), "the line goes when the kernels are there"
+    else:
+        assert said == f"{line}\n"
+
+
+def test_a_program_that_sets_the_level_of_our_log_hears_nothing(cache, toy, caplog, capsys, monkeypatch):
+    monkeypatch.setattr(build, "PATIENCE", 0.01)
+    with caplog.at_level("WARNING", logger="arbordraft"):
+        assert toy.load()
+    assert (caplog.records, capsys.readouterr()) == ([], ("", ""))
 
 
 def test_a_quick_build_says_nothing(cache, toy, capsys, monkeypatch):

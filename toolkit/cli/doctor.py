@@ -18,8 +18,11 @@ from rich.text import Text
 
 from arbordraft.bench.measure import provenance
 from arbordraft.cli.display import terminal
+from arbordraft.cli.options import DRAFTERS, AutoDtypeOption, KernelsOption, WeightsOption
+from arbordraft.deciders import CostAware
 from arbordraft.kernels import native
 from arbordraft.kernels.native.build import cache_folder
+from arbordraft.loading import Kernels, load
 from arbordraft.target.model import RaggedModel
 
 _DEVELOPERS = ("dev", "docs")  # extras that whoever only uses the package does not miss
@@ -30,15 +33,54 @@ _ROUNDS = 6
 def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Do not measure the memory.")] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--measure",
+            help="Measure thoroughly what forwards and drafts of this model (hub name, folder or GGUF file) cost here, "
+            "and keep it. Other commands measure for 10 s at most, once decoding is worth it, and estimate the rest.",
+        ),
+    ] = None,
+    drafter: Annotated[str, typer.Option(help=f"With --measure: {DRAFTERS}")] = "auto",
+    dtype: AutoDtypeOption = None,
+    kernels: KernelsOption = Kernels.auto,
+    weights: WeightsOption = None,
 ) -> None:
     """Show the machine, the kernels chosen and why, what is cached, and what to install; exits with 1 if broken."""
+    costs = None if model is None else measured(model, drafter, dtype=dtype, kernels=kernels, weights=weights)
     report = examine(measure=not quick)
+    if costs is not None:
+        report["costs"] = costs
     if json:
         typer.echo(json_format.dumps(report, indent=2))
     else:
         _show(report)
     if report["broken"]:
         raise typer.Exit(1)
+
+
+def measured(model: str, drafter: str, **options: Any) -> dict[str, Any]:
+    """What the parts of a step take, in milliseconds, measured for as long as it takes.
+
+    Args:
+        model: name of the target.
+        drafter: name of the drafter.
+        **options: those of :func:`arbordraft.load`.
+
+    Raises:
+        ValueError: if one of the names means nothing, or nothing is drafted.
+    """
+    decoder = load(model, drafter, costs="renew", **options)
+    if not isinstance(decoder.decider, CostAware):
+        raise ValueError(f"drafter {drafter!r} drafts nothing whose costs could be weighed: name another one")
+    costs = decoder.decider.costs
+    return {
+        "model": model,
+        "drafter": type(decoder.drafter).__name__,
+        "forward": {rows: 1e3 * seconds for rows, seconds in zip(costs.target.rows, costs.target.seconds, strict=True)},
+        "level": {rows: 1e3 * seconds for rows, seconds in zip(costs.draft.rows, costs.draft.seconds, strict=True)},
+        "besides": 1e3 * costs.rest,
+    }
 
 
 def examine(*, measure: bool = True) -> dict[str, Any]:
@@ -220,6 +262,11 @@ def _lines(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"kernels, {dtype}", chosen
     if kernels["problem"]:
         yield "native kernels", kernels["problem"]
+    if "costs" in report:
+        costs = report["costs"]
+        for part, name in (("forward", costs["model"]), ("level", costs["drafter"])):
+            table = ", ".join(f"{took:.2f} ms for {rows}" for rows, took in costs[part].items())
+            yield f"costs of a {part}", f"{name}: {table} rows"
     yield "cache", str(report["cache"]["folder"])
     for entry in report["cache"]["entries"]:
         yield "", f"{entry['name']}: {entry['files']} files, {entry['bytes'] / 2**20:.1f} MiB"

@@ -1,5 +1,6 @@
 """``arbordraft serve``: the OpenAI-compatible server, and the page that shows what it does."""
 
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -70,6 +71,7 @@ def serve(
             decoder = load_decoder(
                 model, drafter, dtype=dtype, kernels=kernels, weights=weights, generation_config=generation_config
             )
+            decoder.decider.expect(sys.maxsize)  # of a server everything is wanted: what steps cost is measured now
             rows = max_rows or rows_within(decoder.target)
         engine = Engine(decoder, max_tokens=max_tokens, max_samples=max_samples, max_rows=rows, max_waiting=max_waiting)
         service, url = Service(engine, name or _name(model), default_tokens), url_of(listener)

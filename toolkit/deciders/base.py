@@ -1,6 +1,6 @@
 """What every decider is."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from inspect import signature
 from typing import Any
 
@@ -37,6 +37,14 @@ class Decider(nn.Module):
 
     def learn(self, memory: Any, outcome: Outcome) -> None:
         """Learns what became of a sample's drafts, after every step."""
+
+    def expect(self, tokens: int, hurry: Callable[[], bool] = lambda: False) -> None:
+        """Is told while nothing is decoded how many tokens are wanted next: a moment for what takes seconds.
+
+        Args:
+            tokens: of all answers together, at most; 0 where nothing is wanted yet.
+            hurry: whether something is wanted now, and the moment is over.
+        """
 
     def plan(self, situation: Situation) -> Plan | None:
         """How far trees go on, if that follows from numbers: a drafter can then grow them in one go.

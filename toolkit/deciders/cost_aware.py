@@ -5,6 +5,7 @@ accepted. What drafts cost is measured once, what they bring is learned from eve
 """
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice, takewhile
@@ -26,6 +27,7 @@ _SOON = 16  # steps in which what a drafter has to read first is to pay, or in a
 _MARGIN = 1.1  # how much more than they take drafts must bring: not all that they take is known
 _LAG, _MOST = 0.1, 4  # more for every doubling of a batch that ends with its last sample: what others gain is half lost
 _PATIENCE, _PAUSE = 2, 16  # steps without drafts after which fewer look for some, and the fewest: one in so many
+_WORTH, _LARGE = 512, 8192  # tokens, decoded by rough costs or wanted at once, that are worth a measurement
 _ROUNDS = 3  # the rate that drafts bring and the drafts that are worth it settle together
 
 
@@ -78,6 +80,9 @@ class CostAware(Decider):
         survival: estimates the chances of paths instead of draft probabilities, level by level; its threshold is not
             used.
         decay: share of the old averages in the new ones, in [0, 1].
+        measure: if ``costs`` are rough, finds better ones once decoding is worth it: behind the first 512 tokens, or
+            before thousands are wanted at once, while nothing is decoded. Given a function that says whether it is to
+            break off, it returns costs, or ``None`` if it did.
 
     Raises:
         TypeError: if an argument is of another kind.
@@ -102,10 +107,12 @@ class CostAware(Decider):
         nodes: int | None = None,
         survival: PathSurvival | None = None,
         decay: float = 0.95,
+        measure: Callable[[Callable[[], bool]], StepCosts | None] | None = None,
     ) -> None:
         super().__init__()
         instance("costs", costs, StepCosts, CostTable)
         self.costs = StepCosts(costs, CostTable((1,), (1e-9,))) if isinstance(costs, CostTable) else costs
+        self._measure, self._decoded = measure, 0
         self.nodes = None if nodes is None else whole("nodes", nodes, 1)
         self.survival = survival
         if survival is not None:
@@ -118,7 +125,32 @@ class CostAware(Decider):
     def start(self) -> dict[str, _Record]:
         return {}
 
+    def expect(self, tokens: int, hurry: Callable[[], bool] = lambda: False) -> None:
+        if self._decoded >= _WORTH or tokens >= _LARGE:
+            self.settle(hurry)
+
+    def settle(self, hurry: Callable[[], bool] = lambda: False) -> None:
+        """Measures now what is still rough; a failure is warned of, and leaves the costs as they are.
+
+        Args:
+            hurry: whether to break off, and go on being rough.
+        """
+        measure, self._measure = self._measure, None
+        if measure is None:
+            return
+        try:
+            found = measure(hurry)
+        except Exception as error:
+            warnings.warn(f"what steps cost could not be measured, rough costs stay: {error}", stacklevel=2)
+            return
+        if found is None:
+            self._measure = measure
+        else:
+            self.costs = found
+            self._slopes, self._times = {}, [0.0]  # of the old ones
+
     def learn(self, memory: dict[str, _Record], outcome: Outcome) -> None:
+        self._decoded += outcome.accepted + 1
         for source, record in memory.items():
             record.steps += 1
             record.idle = 0 if outcome.drafted and source == outcome.source else record.idle + 1
@@ -251,15 +283,17 @@ class CostAware(Decider):
 
     def _target(self, rows: int) -> float:
         """Seconds of a forward, looked up: they are asked for by the hundred in every step."""
-        while len(self._times) <= rows:
-            self._times.append(self.costs.target(len(self._times)))
-        return self._times[rows]
+        times = self._times  # which another thread may replace
+        while len(times) <= rows:
+            times.append(self.costs.target(len(times)))
+        return times[rows]
 
     def _slope(self, samples: int) -> float:
         """Seconds of a row more, where rows are cheapest."""
-        if samples not in self._slopes:
-            self._slopes[samples] = self.costs.target.least_slope(samples, _AHEAD * samples)
-        return self._slopes[samples]
+        slopes = self._slopes
+        if samples not in slopes:
+            slopes[samples] = self.costs.target.least_slope(samples, _AHEAD * samples)
+        return slopes[samples]
 
     def _keeping(
         self,

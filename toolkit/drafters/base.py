@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 Network = TypeVar("Network", bound="Companion")
 
+_EFFORT = 0.1  # of a level where the drafter's weights are not torch's
+
 
 class Drafter(nn.Module):
     """Proposes a draft tree per sample.
@@ -52,6 +54,14 @@ class Drafter(nn.Module):
     def laws(self, law: DraftLaw) -> tuple[DraftLaw, ...]:
         """The laws of the trees that it proposes when the coupling's is ``law``."""
         return (law,)
+
+    def effort(self, target: RaggedModel) -> float:
+        """About how much of the target's forward a level takes, by the weights it reads: until it is measured."""
+        if self.free:
+            return 0.0
+        theirs = {id(parameter) for parameter in target.parameters()}
+        own = sum(parameter.numel() for parameter in self.parameters() if id(parameter) not in theirs)
+        return own / sum(parameter.numel() for parameter in target.parameters()) or _EFFORT
 
     def default_topology(self) -> TreeTopology:
         """The largest tree that decoders draft with it unless they are told otherwise: fitted to its acceptance."""

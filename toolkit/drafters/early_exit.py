@@ -83,6 +83,9 @@ class EarlyExitDrafter(Drafter):
         adapter = ExitAdapter.from_pretrained(path, dtype=target.model.dtype, **kwargs)
         return cls(target, adapter.layers, adapter)
 
+    def effort(self, target: RaggedModel) -> float:
+        return self.layers / target.num_layers
+
     def check(self, target: RaggedModel, law: DraftLaw) -> None:
         if target is not self.model:
             raise ValueError("EarlyExitDrafter must be built from the target that it drafts for")

@@ -1,0 +1,241 @@
+"""Times forwards, drafts and what steps take besides.
+
+Shapes: none; what is timed is seconds by rows.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from itertools import accumulate, cycle, islice
+
+import torch
+
+from arbordraft.checks import each, instance, whole
+from arbordraft.costs import CostTable, StepCosts
+from arbordraft.coupling import Coupling
+from arbordraft.deciders import Decider, FixedDepth
+from arbordraft.decisions import StepView
+from arbordraft.decoder import SpeculativeDecoder
+from arbordraft.drafters import Drafter, NGramDrafter
+from arbordraft.prompts import left_padded, plain_request
+from arbordraft.state import DecodeState
+from arbordraft.target.cache import RaggedKVCache
+from arbordraft.target.model import RaggedModel
+from arbordraft.topology import TreeTopology
+from arbordraft.types import DraftTree, Verdict
+
+_ROWS = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128)
+_MOST_ROWS, _LONGEST = 2**14, 2**20  # of a forward that is timed, and of the text before it: their memory is real
+_CPU = (
+    (1, 4, 8, 16, 64),
+    (1.0, 1.25, 1.6, 2.8, 10.0),
+)  # seconds of forwards by rows, where nothing is measured: a bit too dear
+_GPU = (1, 64), (1.0, 1.3)
+_ASIDE = 0.05  # of what a step takes besides, in such forwards
+_BATCHES = (1, 2, 4, 8, 16)
+_WIDTH = 4  # nodes of a sample that get children, where drafts are trees
+_SAID, _TIMES = 8, 4  # tokens that are said again and again, for lookups to find, as models then go on saying them
+
+
+def rough_costs(target: RaggedModel, drafter: Drafter) -> StepCosts:
+    """What steps cost about, before anything is measured: in forwards of one row, which is all that plans depend on."""
+    on_gpu = target.device.type == "cuda"
+    forward = CostTable(*_GPU if on_gpu else _CPU)
+    effort = drafter.effort(target)
+    return StepCosts(
+        forward, CostTable((1,), (max(1e-9, effort),)), rest=_ASIDE, start=effort and _ASIDE, lookup=_ASIDE
+    )
+
+
+def measure_rows(
+    target: RaggedModel,
+    rows: Sequence[int] = _ROWS,
+    *,
+    context: int = 256,
+    repeats: int = 5,
+    enough: Callable[[], bool] = lambda: False,
+) -> CostTable:
+    """Times forwards of a chain behind ``context`` tokens: the best of ``repeats``, which noise disturbs least.
+
+    Every other round goes from the most rows to the fewest. A row alone takes a fifth longer where many were before it
+    than it does in decoding, where few were; and then rows would look cheaper than they are.
+
+    Args:
+        rows: numbers of rows to time, ascending from 1 to at most 16384.
+        context: tokens before them, at most 2^20, and less where the target has not so many positions.
+        repeats: measurements of each, 1 or more.
+        enough: asked before every forward but the first: once it says so, the rows timed by then make the table.
+
+    Raises:
+        TypeError: if an argument is no number of its kind.
+        ValueError: if one is out of range.
+    """
+    instance("target", target, RaggedModel)
+    rows = each("rows", rows, lambda name, value: whole(name, value, 1, _MOST_ROWS))
+    CostTable(rows, (1.0,) * len(rows))  # checks their order before anything is timed
+    context, repeats = whole("context", context, 0, _LONGEST), whole("repeats", repeats, 1)
+    if target.max_positions is not None:
+        if max(rows) > target.max_positions:
+            raise ValueError(f"{max(rows)} rows exceed the target's {target.max_positions} positions")
+        context = min(context, target.max_positions - max(rows))
+    cache = RaggedKVCache()
+    sample = cache.open(context + max(rows))
+    target.prefill({sample: [0] * context}, cache)
+    best = dict.fromkeys(rows, float("inf"))
+    for turn in range(repeats):
+        for count in rows[:: 1 - 2 * (turn % 2)]:  # in turns, so that a slow spell does not hit one number alone
+            batch, tokens = cache.plan([sample], [range(count)]), torch.zeros(count, dtype=torch.int64)
+            start = time.perf_counter()
+            target(tokens, batch, cache)
+            if target.device.type == "cuda":  # which only began
+                torch.cuda.synchronize(target.device)
+            best[count] = min(best[count], time.perf_counter() - start)
+            cache.drop([sample])
+            if ended := enough():
+                break
+        if ended:
+            break
+    best = {count: seconds for count, seconds in best.items() if math.isfinite(seconds)}
+    # Noise only adds: fewer rows never take longer than more, however often they were unlucky.
+    return CostTable(tuple(best), tuple(accumulate(reversed(best.values()), min))[::-1])
+
+
+def measure_steps(
+    target: RaggedModel,
+    drafter: Drafter,
+    texts: Sequence[Sequence[int]],
+    decider: Decider | None = None,
+    *,
+    batches: Sequence[int] = _BATCHES,
+    depth: int = 4,
+    new_tokens: int = 24,
+    rows: Sequence[int] | CostTable = _ROWS,
+    enough: Callable[[], bool] = lambda: False,
+) -> StepCosts:
+    """The same for tokenized prompts, a learned decider and other sizes.
+
+    Drafts are chains, and of the largest batch forks too, whose levels have more rows; drawn with shared noise, which
+    is what drafts cost at most. What lookups take is measured with whatever drafter, as they may stand before it.
+
+    Args:
+        texts: tokens to begin with.
+        decider: asked before every level, though nothing stops here; none costs nothing.
+        batches: numbers of samples to decode at a time, in turn.
+        depth: of the chains, at least 2 whatever is said: a level is what the others take beside the first.
+        new_tokens: length of the answers; who drafts is timed while no tree is cut by their end.
+        rows: numbers of rows to time the target's forward with, see :func:`measure_rows`; or what they cost.
+        enough: asked at every step: once it says so, :func:`rough_costs` stand for what was not timed.
+    """
+    depth, lookups, endless = max(2, depth), NGramDrafter(longest=8, shortest=1), cycle(texts)
+    few, many = min(batches), max(batches)
+    questions: list[float] = []
+    # Least seconds of a step besides the target's forward: by who drafts, samples, trees and whether tokens are drawn.
+    # Noise only adds, to each of them: a least difference of two would be one that noise has made small.
+    least: dict[tuple[Drafter, int, int, int, bool], float] = {}
+
+    def decode(batch: int, width: int, levels: int, who: Drafter = drafter, sampled: bool = True) -> None:
+        if enough():
+            return
+        watch = _Stopwatch(decider) if decider is not None and levels > 1 and who is drafter else FixedDepth()
+        topology = TreeTopology.fork(width, levels) if width > 1 else TreeTopology.chain(levels)
+        decoder = SpeculativeDecoder(target, who, topology, Coupling.shared(max(1, topology.width)), watch)
+        asked = watch.questions if isinstance(watch, _Stopwatch) else []
+        # At every verdict, between two of which lies a whole step. Before the first drafters also read the prompts; and
+        # where a sample is near its end, its tree is cut.
+        spent = [0.0] if who is lookups else []
+
+        def note(state: DecodeState, tree: DraftTree, verdict: Verdict) -> None:
+            living = [sample for sample in state.samples if sample]
+            cut = who is drafter and (len(living) < batch or any(sample.budget <= levels for sample in living))
+            if spent and (cut or enough()):
+                raise _Enough
+            seconds = state.stats.seconds
+            spent.append(sum(seconds.get(phase, 0.0) for phase in ("draft", "verify", "commit")) - sum(asked))
+
+        decoder.on_step = note
+        begun = list(islice(endless, batch))
+        if who is lookups:
+            begun = [[*text[-_SAID:]] * _TIMES for text in begun]  # there is something to be found
+        with suppress(_Enough):
+            decoder.generate(
+                **left_padded(begun),
+                **plain_request(float(sampled), new_tokens),
+                eos_token_id=None,
+                seeds=range(batch),  # torch's generator is the user's
+            )
+        step = (spent[-1] - spent[0]) / (len(spent) - 1) if len(spent) > 1 else spent[0]
+        key = (who, batch, width, levels, sampled)
+        least[key] = min(least.get(key, math.inf), step)
+        questions.extend(asked)
+
+    # Forks need no more than two levels, which have as many rows.
+    shapes = {} if drafter.free else {**{(batch, 1): depth for batch in batches}, (many, _WIDTH): 2}
+    for batch in batches:
+        for (samples, width), deepest in shapes.items():
+            if samples == batch:
+                decode(batch, width, 1)
+                decode(batch, width, deepest)
+        if batch in (few, many):
+            if not drafter.free:
+                decode(batch, 1, 0)
+                decode(batch, 1, 0, sampled=False)
+            for levels in (0, depth):
+                decode(batch, 1, levels, lookups, sampled=False)
+    if not isinstance(rows, CostTable):
+        # Forwards take longer behind long texts: these are as long as the prompts and half an answer.
+        rows = measure_rows(target, rows, context=int(statistics.median(map(len, texts))) + 64, enough=enough)
+
+    guess = rough_costs(target, drafter)  # in forwards of a row
+    level, start, looked = dict[int, float](), dict[int, float](), dict[int, float]()
+
+    def known(*keys: tuple[Drafter, int, int, int, bool]) -> bool:
+        return all(key in least for key in keys)
+
+    for (batch, width), deepest in sorted(shapes.items()):
+        deep, once = ((drafter, batch, width, levels, True) for levels in (deepest, 1))
+        if known(deep, once):
+            level[batch * width] = max(1e-9, (least[deep] - least[once]) / (deepest - 1))
+    for batch in (few, many):
+        once, idle = ((drafter, batch, 1, levels, True) for levels in (1, 0))
+        if known(once, idle) and batch in level:
+            start[batch] = max(0.0, least[once] - least[idle] - level[batch])
+        found, idle = ((lookups, batch, 1, levels, False) for levels in (depth, 0))
+        if known(found, idle):
+            looked[batch] = max(0.0, least[found] - least[idle])
+    decide = statistics.median(questions) if questions else 0.0
+    plain = lookups if drafter.free else drafter, few, 1, 0, False
+    rest = least.get(plain, guess.rest * rows(1))
+    level = {1: 1e-9 if level or drafter.free else guess.draft(1) * rows(1), **level}
+    draft = CostTable(tuple(level), tuple(level.values()))
+    starting = _by_sample(start or {few: guess.start * rows(1)})
+    return StepCosts(rows, draft, decide, rest, *starting, *_by_sample(looked or {few: guess.lookup * rows(1)}))
+
+
+def _by_sample(seconds: Mapping[int, float]) -> tuple[float, float]:
+    """What the smallest batch takes, and every sample more."""
+    few, many = min(seconds), max(seconds)
+    return seconds[few], max(0.0, seconds[many] - seconds[few]) / max(1, many - few)
+
+
+class _Enough(Exception):
+    """Ends a decoding of which no more is to be timed."""
+
+
+class _Stopwatch(Decider):
+    """Never stops; times another decider."""
+
+    def __init__(self, decider: Decider) -> None:
+        super().__init__()
+        self.decider = decider
+        self.questions: list[float] = []
+
+    def forward(self, view: StepView) -> Sequence[bool]:
+        start = time.perf_counter()
+        self.decider(view)
+        self.questions.append(time.perf_counter() - start)
+        return [True] * len(view.paths)
+
+
+__all__ = ["measure_rows", "measure_steps", "rough_costs"]
