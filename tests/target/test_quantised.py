@@ -130,6 +130,35 @@ def test_modules_that_fail_when_they_are_looked_at():
     assert_close(logits(target), logits(plain(model)), **ROUNDING)
 
 
+class GatedNorm(nn.RMSNorm):
+    """Is an RMS norm as long as it is given nothing else."""
+
+    def forward(self, x, gate=None):
+        return super().forward(x if gate is None else x * gate.sigmoid())
+
+
+class GatedMLP(nn.Module):
+    def __init__(self, mlp):
+        super().__init__()
+        self.inside, self.norm = mlp, GatedNorm(64, eps=1e-6)
+
+    def forward(self, x):
+        return self.norm(self.inside(x), x)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_copies_that_do_not_fit_the_model():
+    """A stand-in that is called otherwise than it was tried: the model's own modules run instead."""
+    model = small()
+    model.model.layers[0].mlp = GatedMLP(model.model.layers[0].mlp)
+    with pytest.warns(UserWarning, match="kernels='auto' uses the model's own modules"):
+        target = RaggedModel(model)
+    assert target.chosen.startswith("torch: the model's own modules (prepacked weights do not fit the model: ")
+    assert_close(logits(target), logits(plain(model)), **ROUNDING)
+    with pytest.raises(UnsupportedModel, match="forward"):
+        RaggedModel(model, kernels="native")
+
+
 # Activations that are quantised with one scale for all rows
 
 
@@ -157,7 +186,7 @@ class Averaged(nn.Linear):
     """Takes something of all rows."""
 
     def forward(self, x):
-        return super().forward(x + x.flatten(0, -2).mean(dim=0))
+        return super().forward(x + 2 * x.flatten(0, -2).mean(dim=0))
 
 
 def test_rows_that_mix_are_refused():

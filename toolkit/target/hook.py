@@ -28,7 +28,9 @@ class UnsupportedModel(ValueError):
 
 def unsupported(model: nn.Module, failure: Exception) -> UnsupportedModel:
     """What to say of a model that failed on packed rows."""
-    return UnsupportedModel(f"{type(model).__name__} failed on packed tokens ({failure}): {REQUIREMENT}")
+    return UnsupportedModel(
+        f"{type(model).__name__} cannot run on packed tokens: {REQUIREMENT}; it failed with {failure!r}"
+    )
 
 
 class AttentionCall(NamedTuple):

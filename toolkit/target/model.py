@@ -19,7 +19,7 @@ from arbordraft.kernels import native
 from arbordraft.kernels.prepacked_linear import check_weights
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.target.adapters import check_adapters, unwrapped
-from arbordraft.target.backend import choose
+from arbordraft.target.backend import Choice, choose
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.file_blocks import holds_blocks
 from arbordraft.target.hook import (
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 # Rotary embeddings whose frequencies change for the whole batch once one sample is long.
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+# Kinds of layers whose keys and values are those of single tokens, each seen by a row or not by its position alone.
+_LAYERS = frozenset({"attention", "full_attention", "sliding_attention", "chunked_attention"})
 _TRAINING = "the model is in training mode, where dropout would change its output: call model.eval()"
 
 
@@ -137,10 +139,22 @@ class RaggedModel(nn.Module):
         self.num_layers, self.vocab_size, self.max_positions = _sizes(model)
         self._process = os.getpid()
         self._lock = threading.Lock()
-        self._prepared = self._prepare()
+        tested = given if self_test else None
+        try:
+            self._begin(tested)
+        except UnsupportedModel as failure:
+            if kernels != "auto" or self.backend == "torch" or self.weights:
+                raise
+            self._choice = Choice("torch", f"prepacked weights do not fit the model: {failure}")
+            self._begin(tested)  # which raises again if that is no fault of the copy
+            warnings.warn(f"kernels='auto' uses the model's own modules: {failure}", stacklevel=2)
         logging.getLogger("arbordraft").info("kernels: %s", self.chosen)
-        if self_test:
-            check_logits(self, given)
+
+    def _begin(self, tested: Any) -> None:
+        """Prepares for the first forward, and compares with what was given unless that is ``None``."""
+        self._prepared = self._prepare()
+        if tested is not None:
+            check_logits(self, tested)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies, in this process or another one, make their own view of their own model."""
@@ -462,6 +476,13 @@ def check_model(model: Any) -> None:
         )
     if model.training:
         raise ValueError(_TRAINING)
+    config: Any = model.config
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    if others := sorted(kinds - _LAYERS):
+        raise UnsupportedModel(
+            f"{type(model).__name__} has layers of {', '.join(others)} (config.layer_types), which keep a state, or "
+            f"choose or compress the keys that a row sees: {REQUIREMENT}"
+        )
 
 
 def _sizes(model: Any) -> tuple[int, int, int | None]:
