@@ -67,12 +67,29 @@ class Place(NamedTuple):
     length: int
 
 
+class Portion(NamedTuple):
+    """A part of an epoch that was read with batches of other sizes, or by another number of processes.
+
+    Args:
+        of: processes.
+        batch_tokens: bound on a batch.
+        batches: how many each process read.
+    """
+
+    of: int
+    batch_tokens: int
+    batches: int
+
+
 class BatchLoader:
     """An endless supply of epochs, each in its own order, that Lightning can stop and resume anywhere.
 
     Sequences of one batch have similar lengths and come from the same shard, whose files are then read in one go. All
     epochs have the same number of batches. So do all parts; for that, some batches are split, and with hardly more
     sequences than parts an epoch may lack a few.
+
+    A state may be loaded with another number of parts or another ``batch_tokens``: the rest of the epoch then holds
+    what its beginning did not, each sequence once.
 
     Args:
         shards: the data.
@@ -103,26 +120,60 @@ class BatchLoader:
         self.batch_tokens, self.seed, self.part, self.of = batch_tokens, seed, part, of
         self.epoch = 0
         self.position = 0  # of the next batch in this epoch
-        self._length = len(self._batches()) // of
+        self._before: list[Portion] = []  # of this epoch
+        self._whole = len(self._batches(self.places, of, batch_tokens)) // of
 
     def __len__(self) -> int:
-        return self._length
+        """Most batches of this process in any epoch that is left; Lightning asks once, and ends no epoch later."""
+        return max(self._whole, self._end)
 
     def __iter__(self) -> Iterator[Batch]:
-        batches = self._batches()
-        if self.seed is not None:
-            random.Random(f"{self.seed} {self.epoch}").shuffle(batches)
-        for index in range(self.position, len(self)):
+        start, end = self._start, self._end
+        batches = self._shuffled(self._left(), self.of, self.batch_tokens)
+        for index in range(self.position, end):
             # First, for a checkpoint is written while the consumer holds the batch, who may never ask for more.
             if self.seed is not None:
-                self.epoch, self.position = (self.epoch, index + 1) if index + 1 < len(self) else (self.epoch + 1, 0)
-            yield self.collate(batches[index * self.of + self.part])
+                self.position = index + 1
+                if self.position == end:
+                    self.epoch, self.position, self._before = self.epoch + 1, 0, []
+            yield self.collate(batches[(index - start) * self.of + self.part])
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "position": self.position}
+        """Where the order of batches stands, the same on every process, and on what it depends."""
+        order = {"seed": self.seed, "sequences": len(self.places), "of": self.of, "batch_tokens": self.batch_tokens}
+        return {"epoch": self.epoch, "position": self.position, "before": list(map(tuple, self._before)), **order}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on there.
+
+        Raises:
+            ValueError: in the middle of an epoch, if it is one of other sequences or of another seed, or if its rest
+                cannot be shared evenly by the processes.
+        """
         self.epoch, self.position = state["epoch"], state["position"]
+        self._before = [Portion(*portion) for portion in state.get("before", ())] if self.position else []
+        if not self.position:
+            return
+        for name, ours in (("seed", self.seed), ("sequences", len(self.places))):
+            if state.get(name, ours) != ours:
+                raise ValueError(
+                    f"the checkpoint stands in the middle of an epoch with {name} {state[name]}, not {ours}: go on "
+                    "with the data that it was written with, or with a checkpoint from between two epochs"
+                )
+        of, batch_tokens = state.get("of", self.of), state.get("batch_tokens", self.batch_tokens)
+        if (of, batch_tokens) != (self.of, self.batch_tokens):
+            self._before.append(Portion(of, batch_tokens, self.position - self._start))
+            batches = self._batches(self._left(), self.of, self.batch_tokens)
+            if not batches or len(batches) % self.of:
+                raise ValueError(
+                    f"the {len(batches)} batches that are left of the epoch in the checkpoint cannot be shared evenly "
+                    f"by {self.of} processes: go on with {of} processes and batches of {batch_tokens} tokens, as before"
+                )
+        if self.position >= self._end:
+            raise ValueError(
+                f"the checkpoint stands at batch {self.position} of an epoch that has {self._end}: go on with the "
+                "number of processes and the data.batch_tokens that it was written with"
+            )
 
     def collate(self, places: Sequence[Place]) -> Batch:
         shard = self.shards[places[0].shard]
@@ -131,20 +182,46 @@ class BatchLoader:
         tokens, roles, *features = (pad_sequence(list(column), batch_first=True) for column in chain(*rows))
         return Batch(tokens, roles, shard.temperatures[numbers], *features)
 
-    def _batches(self) -> list[list[Place]]:
-        """Of this epoch, in ascending order of shards and lengths."""
+    @property
+    def _start(self) -> int:
+        """Batches of each process before the last change of their sizes or of the number of processes."""
+        return sum(portion.batches for portion in self._before)
+
+    @property
+    def _end(self) -> int:
+        """Batches of this process in this epoch, those before that included."""
+        if not self._before:
+            return self._whole
+        return self._start + len(self._batches(self._left(), self.of, self.batch_tokens)) // self.of
+
+    def _left(self) -> list[Place]:
+        """The sequences of this epoch that were not read before that."""
+        places = list(self.places)
+        for of, batch_tokens, count in self._before:
+            batches = self._shuffled(places, of, batch_tokens)
+            places = [place for batch in batches[count * of :] for place in batch]
+        return places
+
+    def _shuffled(self, places: Sequence[Place], of: int, batch_tokens: int) -> list[list[Place]]:
+        batches = self._batches(places, of, batch_tokens)
+        if self.seed is not None:
+            random.Random(f"{self.seed} {self.epoch}").shuffle(batches)
+        return batches
+
+    def _batches(self, places: Sequence[Place], of: int, batch_tokens: int) -> list[list[Place]]:
+        """Batches of this epoch, in ascending order of shards and lengths; their number divides by ``of`` if it can."""
         source = random.Random(f"{self.seed} {self.epoch} neighbours")
         # Whoever comes first among equals, rounded lengths come in one row, which gives the same number of batches.
-        shuffled = [(p.shard, _rounded(p), source.random() if self.seed is not None else 0.0, p) for p in self.places]
+        shuffled = [(p.shard, _rounded(p), source.random() if self.seed is not None else 0.0, p) for p in places]
         places = [entry[-1] for entry in sorted(shuffled)]
         batches: list[list[Place]] = []
         for place in places:
             last = batches[-1] if batches else []
-            if last and last[0].shard == place.shard and (len(last) + 1) * _rounded(place) <= self.batch_tokens:
+            if last and last[0].shard == place.shard and (len(last) + 1) * _rounded(place) <= batch_tokens:
                 last.append(place)
             else:
                 batches.append([place])
-        while len(batches) % self.of and len(largest := max(batches, key=len)) > 1:
+        while len(batches) % of and len(largest := max(batches, key=len)) > 1:
             at = batches.index(largest)
             batches[at : at + 1] = largest[::2], largest[1::2]
         return batches

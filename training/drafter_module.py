@@ -264,7 +264,8 @@ class DrafterModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
 
     def on_train_batch_start(self, batch: Batch, index: int) -> None:
         """Lets noise depend on how far training is, not on how it came there: a resumed one draws the same."""
-        place = f"{self.data.seed} {self.data.state_dict()} {self.global_rank}"
+        state = {name: self.data.state_dict()[name] for name in ("epoch", "position")}
+        place = f"{self.data.seed} {state} {self.global_rank}"
         torch.manual_seed(random.Random(place).getrandbits(63))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

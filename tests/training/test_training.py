@@ -16,7 +16,7 @@ import yaml
 from lightning.pytorch import Trainer
 from models import greedy_reference, left_padded, new_tokens
 from safetensors.torch import load_file
-from tiny_training import TRAINER, data, fit, module, same, save_config, save_world, stored
+from tiny_training import TRAINER, Losses, data, fit, module, same, save_config, save_world, stored
 from typer.testing import CliRunner
 
 from arbordraft import Coupling, EagleDrafter, Fixed, Matching, SpeculativeDecoder, TopDown, TreeTopology
@@ -176,6 +176,19 @@ def test_the_command_line_goes_on_and_validates(world, tmp_path):
         run(DrafterModule, ["fit", "--config", str(config), others, "--ckpt_path", str(last)])
     validated = run(DrafterModule, ["validate", "--config", str(config), "--ckpt_path", str(last)])
     assert float(validated.trainer.callback_metrics["val/tau"]) == pytest.approx(curve[-1]["val/tau"])
+
+
+@pytest.mark.parametrize("tokens", [512, 40])
+def test_other_batches_read_the_rest_of_an_epoch_and_whole_ones_then(world, tmp_path, tokens):
+    """In Lightning's own count of batches and epochs, too."""
+    before, losses, trained = fit(world, tmp_path, 1, kill=5)[1], Losses(), data(world, batch_tokens=tokens)
+    trainer = Trainer(**{**TRAINER, "max_epochs": 2, "limit_val_batches": 0}, callbacks=[losses])
+    trainer.fit(module(), trained, ckpt_path=tmp_path / "checkpoints" / "last.ckpt")
+    read = [tuple(filter(None, row)) for seen in (before, losses.seen) for _, batch in seen for row in batch]
+    texts = len(read) // 2
+    assert trainer.current_epoch == 2
+    assert trained.state_dict()["epoch"] == 2
+    assert sorted(read[:texts]) == sorted(read[texts:])
 
 
 def printed(*arguments: str, capsys) -> str:

@@ -3,7 +3,7 @@
 import math
 import random
 from collections.abc import Sequence
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -41,13 +41,15 @@ def shards_of(lengths: Sequence[Sequence[int]]) -> list[Shard]:
     ]
 
 
-def loader(lengths: Sequence[Sequence[int]], seed: int | None = 0, part: int = 0, of: int = 1) -> BatchLoader:
+def loader(
+    lengths: Sequence[Sequence[int]], seed: int | None = 0, part: int = 0, of: int = 1, tokens: int = BUDGET
+) -> BatchLoader:
     def features(shard: Shard, sequences: Sequence[int]) -> list[Features]:
         spans = [shard.tokens[shard.offsets[s] : shard.offsets[s + 1] - 1, None].float() for s in sequences]
         return [Features(span.repeat(1, 3), span, span[:, 0]) for span in spans]
 
     places = [Place(shard, index, n) for shard, row in enumerate(lengths) for index, n in enumerate(row)]
-    return BatchLoader(shards_of(lengths), places, features, BUDGET, seed, part, of)
+    return BatchLoader(shards_of(lengths), places, features, tokens, seed, part, of)
 
 
 def numbers(batches: BatchLoader) -> list[list[int]]:
@@ -128,6 +130,68 @@ def test_a_loader_resumes_where_another_stopped(taken):
     rest = len(one) - taken % len(one)
     assert numbers(other) == flat[taken : taken + rest]
     assert numbers(other) == flat[taken + rest : taken + rest + len(one)]
+
+
+def read_on(parts, most=None):
+    """The sequences of the next batches of every part, or of all that are left of an epoch."""
+    batches = [list(islice(iter(part), most)) for part in parts]
+    assert len({len(own) for own in batches}) == 1
+    return [number for own in batches for batch in own for number in batch.tokens[:, 0].tolist()]
+
+
+@pytest.mark.parametrize("stops", [(1,), (4,), (2, 2), (2, 0, 1)], ids=str)
+@pytest.mark.parametrize(
+    "worlds",
+    [
+        [(2, BUDGET), (1, BUDGET), (3, BUDGET), (2, BUDGET)],
+        [(1, BUDGET), (4, BUDGET), (2, 3 * BUDGET), (1, BUDGET)],
+        [(1, BUDGET), (1, 4 * BUDGET), (1, BUDGET), (1, 2 * BUDGET)],
+        [(3, 2 * BUDGET), (3, BUDGET), (5, 2 * BUDGET), (1, BUDGET)],
+    ],
+    ids=str,
+)
+def test_other_processes_and_batches_go_on_with_the_rest_of_an_epoch(worlds, stops):
+    """Every sequence is read once per epoch, however often that is interrupted; later epochs are whole."""
+    read, state = [], None
+    for (of, tokens), stop in zip(worlds, (*stops, None), strict=False):
+        parts = [loader(LENGTHS, part=part, of=of, tokens=tokens) for part in range(of)]
+        for part in parts if state else ():
+            part.load_state_dict(state)
+            part.load_state_dict(state)  # Lightning does so twice
+        read += read_on(parts, stop)
+        assert all(part.state_dict() == parts[0].state_dict() for part in parts)
+        state = parts[0].state_dict()
+    assert sorted(read) == ALL
+    assert sorted(read_on(parts)) == ALL
+
+
+SINGLES = [[60] * 20]
+
+
+@pytest.mark.parametrize(
+    ("before", "stop", "after", "message"),
+    [
+        ({"of": 2}, 3, {"of": 3}, "14 batches .* evenly by 3 processes: go on with 2 processes and .* 100"),
+        ({}, 18, {"of": 3}, "2 batches that are left"),
+        ({}, 3, {"seed": 1}, "middle of an epoch with seed 0, not 1"),
+        ({}, 3, {"lengths": [[60] * 19]}, "middle of an epoch with sequences 20, not 19"),
+    ],
+)
+def test_an_epoch_that_cannot_go_on_is_refused(before, stop, after, message):
+    parts = [loader(**{"lengths": SINGLES, **before}, part=part) for part in range(before.get("of", 1))]
+    read_on(parts, stop)
+    other = loader(**{"lengths": SINGLES, **after})
+    with pytest.raises(ValueError, match=message):
+        other.load_state_dict(parts[0].state_dict())
+    read_on(parts)
+    other.load_state_dict(parts[0].state_dict())  # between two epochs anything goes
+    assert len(read_on([other])) == len(other)
+
+
+def test_a_position_behind_the_end_is_refused():
+    """As a checkpoint may have it that does not say what it was written with."""
+    with pytest.raises(ValueError, match=r"at batch 30 of an epoch that has 20: go on with .*data\.batch_tokens"):
+        loader(SINGLES).load_state_dict({"epoch": 0, "position": 30})
 
 
 def test_held_out_batches_always_come_from_the_beginning():
