@@ -36,8 +36,9 @@ class Workload:
         ValueError: if one is out of range.
 
     Examples:
-        >>> Workload(["a", "b"], batch=2).request()
-        {'max_new_tokens': 128, 'do_sample': False}
+        >>> request = Workload(["a", "b"], batch=2).request()
+        >>> request["max_new_tokens"], request["do_sample"]
+        (128, False)
     """
 
     prompts: tuple[str, ...] = (*MIXED, *VARIED)
