@@ -1,7 +1,8 @@
 """Structured output: what an answer may be, and how it is followed token by token."""
 
+from arbordraft.grammars.checking import SchemaCheck
 from arbordraft.grammars.compiler import GrammarCompiler
 from arbordraft.grammars.engine import GrammarError
 from arbordraft.grammars.grammar import Grammar, grammars_of
 
-__all__ = ["Grammar", "GrammarCompiler", "GrammarError", "grammars_of"]
+__all__ = ["Grammar", "GrammarCompiler", "GrammarError", "SchemaCheck", "grammars_of"]

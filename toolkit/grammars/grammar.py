@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from arbordraft.checks import instance
+from arbordraft.grammars.checking import SchemaCheck, checked
 from arbordraft.grammars.engine import explained, limits, matcher_class
-
-_PLAIN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+from arbordraft.grammars.schema import held
 
 
 @dataclass(frozen=True)
@@ -21,24 +21,32 @@ class Grammar:
     Args:
         kind: which class method made it.
         definition: the same as the engine, llguidance, reads it.
+        unheld: keywords of a JSON schema that answers are not held to; :meth:`check` tells whether they are met.
+        schema: JSON text of the schema, if it is one.
     """
 
     kind: str
     definition: str
+    unheld: tuple[str, ...] = ()
+    schema: str | None = None
 
     @classmethod
-    def json_schema(cls, schema: str | Mapping[str, Any], *, whitespace: bool = False) -> "Grammar":
+    def json_schema(
+        cls, schema: str | Mapping[str, Any], *, whitespace: bool = False, strict: bool = True
+    ) -> "Grammar":
         """JSON that is valid by a schema.
 
         Args:
             schema: JSON Schema (2020-12), as a mapping or as text.
             whitespace: let the model break and indent lines; by default JSON is written as ``json.dumps`` does, which
                 leaves it less to decide.
+            strict: refuse keywords that cannot be enforced while a text is written, such as ``uniqueItems``. Else
+                answers are held to the rest, ``unheld`` names these keywords, and :meth:`check` checks an answer.
 
         Raises:
             TypeError: if it is of another type.
-            ValueError: if it is no JSON, no schema, too large, or has a keyword that cannot be enforced while a text is
-                written; which is said.
+            ValueError: if it is no JSON, no schema, too large, admits nothing, or has a keyword that cannot be
+                enforced; which is said.
             ModuleNotFoundError: without the extra ``grammar``, here and in the other class methods.
 
         Examples:
@@ -46,7 +54,10 @@ class Grammar:
             'json_schema'
             >>> Grammar.json_schema({"type": "array", "uniqueItems": True})
             Traceback (most recent call last):
-            ValueError: invalid json_schema: these keywords cannot be enforced while text is written: "uniqueItems"
+            ValueError: invalid json_schema: uniqueItems cannot be held while text is written: strict=False checks it
+            >>> pairs = Grammar.json_schema({"type": "array", "uniqueItems": True}, strict=False)
+            >>> pairs.check("[1, 1]")
+            SchemaCheck(keywords=('uniqueItems',), valid=False, reason='[1, 1] has non-unique elements')
         """
         try:
             schema = json.loads(schema) if isinstance(schema, str) else schema
@@ -55,11 +66,32 @@ class Grammar:
         if not isinstance(schema, Mapping):
             raise TypeError(f"a JSON schema is a mapping or JSON text of one, got {type(schema).__name__}")
         try:
-            text = json.dumps(dict(schema), ensure_ascii=False)
-        except (TypeError, ValueError, RecursionError) as error:
+            text = json.dumps(dict(schema), ensure_ascii=False, allow_nan=False)
+            found = held(json.loads(text), whitespace=whitespace)
+        except (TypeError, RecursionError) as error:
             raise ValueError(f"the schema cannot be written as JSON: {error}") from error
-        options = {"whitespace_flexible": True} if whitespace else _PLAIN
-        return cls._checked("json_schema", matcher_class().grammar_from_json_schema(text, overrides=options))
+        except ValueError as error:
+            raise ValueError(f"invalid json_schema: {error}") from error
+        if strict and found.unheld:
+            raise ValueError(
+                f"invalid json_schema: {', '.join(found.unheld)} cannot be held while text is written: "
+                f"strict=False checks {'it' if len(found.unheld) == 1 else 'them'}"
+            )
+        definition = matcher_class().grammar_from_json_schema(json.dumps(found.schema, ensure_ascii=False))
+        return cls("json_schema", definition, tuple(found.unheld), text)
+
+    def check(self, text: str) -> SchemaCheck:
+        """Whether a whole answer is valid by the schema, the keywords that it was not held to included.
+
+        Args:
+            text: the answer, without tokens that end it.
+
+        Raises:
+            TypeError: if the grammar is not that of a JSON schema.
+        """
+        if self.schema is None:
+            raise TypeError(f"only grammars of JSON schemas are checked, this one is made by {self.kind}")
+        return checked(json.loads(self.schema), self.unheld, text)
 
     @classmethod
     def json(cls, *, whitespace: bool = False) -> "Grammar":

@@ -8,14 +8,14 @@ from functools import cached_property
 from itertools import groupby, takewhile
 from typing import TYPE_CHECKING, Any
 
+from arbordraft.grammars.schema import held
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Schema = Mapping[str, Any]
 Written = Callable[..., str]
 
-# As Python's json.dumps writes, which is what templates show of earlier calls.
-_WRITING = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 _ID = "\0"  # stands in the texts of a format where a call's id is written
 _ID_PATTERN = "[a-zA-Z0-9]{9}"  # Mistral's templates take no others
 _WORDS = "some words"
@@ -221,7 +221,7 @@ def _until(text: str, stops: Collection[str]) -> str:
 
 
 def _embedded(schema: Schema) -> str:
-    return json.dumps({**schema, **_WRITING}, ensure_ascii=False)
+    return json.dumps(held(schema).schema, ensure_ascii=False)
 
 
 def _ranges(tokens: Collection[int]) -> str:

@@ -1,0 +1,321 @@
+"""JSON Schema as the engine can hold it: what it gets wrong is narrowed, what it lacks is named.
+
+Whatever is written here admits no answer that the schema does not, but for the keywords that are named.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from arbordraft.grammars.engine import explained, limits, matcher_class
+
+# Keywords that the engine skips, or cannot read while a text is written.
+_LACKING = frozenset(
+    {
+        *("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "propertyNames"),
+        *("dependentRequired", "dependentSchemas", "dependencies", "unevaluatedItems", "unevaluatedProperties"),
+        *("$dynamicRef", "$recursiveRef"),
+    }
+)
+_SCHEMAS = {"allOf", "anyOf", "oneOf", "prefixItems"}  # lists of them
+_NAMED = {"properties", "patternProperties", "$defs", "definitions"}  # by names
+_SCHEMA = {"items", "additionalItems", "additionalProperties"}
+_EXACT = 2**53  # whole numbers up to it are exact for the engine, which reads doubles
+_MOST = 10**18  # it counts in 64 bits
+_NUDGE = 1e-9
+_NAMES = 5_000  # letters of the names of an object, up to which other names are told from them by an expression
+# Only control letters have no other spelling in a text that an expression holds: without them none begins with \u.
+_PLAIN_LETTERS = "^[^\\x00-\\x07\\x0b\\x0e-\\x1f\\x7f]*$"
+_OTHER_LETTERS = "\\x00-\\x1f\\x7f"
+_WARNINGS = (
+    (re.compile(r"Unimplemented keys: \[(.*)\]"), lambda found: json.loads(f"[{found[1]}]")),
+    (re.compile(r"Unknown format: (.*)"), lambda found: [f"format: {found[1]}"]),
+    (re.compile(r"oneOf not fully supported"), lambda found: ["oneOf"]),
+    (re.compile(r"min/maxProperties only supported"), lambda found: ["minProperties, maxProperties"]),
+)
+
+
+@dataclass(frozen=True)
+class HeldSchema:
+    """A schema as the engine gets it.
+
+    Args:
+        schema: the schema to be held, with the engine's options.
+        unheld: keywords that it does not hold, sorted.
+    """
+
+    schema: Mapping[str, Any]
+    unheld: Sequence[str] = ()
+
+
+def held(schema: Mapping[str, Any], *, whitespace: bool = False) -> HeldSchema:
+    """What can be held of a schema while a text is written.
+
+    Args:
+        schema: of JSON, as ``json.loads`` reads it.
+        whitespace: lines may be broken and indented.
+
+    Raises:
+        ValueError: if it is no schema, or nothing is valid by it.
+    """
+    if not _productive(schema, schema, set()):
+        raise ValueError("nothing is valid by it: to end, a value would have to hold itself")
+    failures = []
+    for named, patterns in ((True, True), (False, True), (False, False)):
+        reader = _Reader(named, patterns)
+        made = reader.read(schema)
+        made["x-guidance"] = {
+            **({} if whitespace else {"item_separator": ", ", "key_separator": ": "}),
+            "whitespace_flexible": whitespace,
+            "json_allow_general_unicode_escapes": True,
+            "json_allowed_escapes": None if reader.closed else 'nrbtf\\"',
+            "lenient": True,
+        }
+        failed, messages = _validated(made)
+        if not failed:
+            lacking = {*reader.lacking, *(name for message in messages for name in _named(message))}
+            return HeldSchema(made, tuple(sorted(lacking)))
+        failures.append("; ".join(map(explained, messages)))
+    raise ValueError(failures[1])  # of the schema as it was given
+
+
+def _validated(schema: Mapping[str, Any]) -> tuple[bool, list[str]]:
+    definition = matcher_class().grammar_from_json_schema(json.dumps(schema, ensure_ascii=False))
+    return matcher_class().validate_grammar_with_warnings(definition, limits=limits())
+
+
+def _named(warning: str) -> list[str]:
+    """The keywords that a warning of the engine is about."""
+    for pattern, names in _WARNINGS:
+        if found := pattern.search(warning):
+            return list(names(found))
+    return [explained(warning)]
+
+
+@dataclass
+class _Reader:
+    """Rewrites a schema.
+
+    Args:
+        named: tell other names of an object from its own by an expression.
+        patterns: hold names to expressions of the schema's own, which must exclude each other.
+
+    Attributes:
+        lacking: keywords that were left out.
+        closed: no name can be spelt so that it passes for another one.
+    """
+
+    named: bool
+    patterns: bool
+    lacking: set[str] = field(default_factory=set)
+    closed: bool = True
+
+    def read(self, schema: Any) -> Any:
+        """The schema rewritten; what is none is left to the engine."""
+        if not isinstance(schema, Mapping):
+            return schema
+        made: dict[str, Any] = {}
+        for key, value in schema.items():
+            if key in _LACKING:
+                if not (key == "uniqueItems" and value is False):
+                    self.lacking |= {key, *_expressions(value)}
+            elif key in _NAMED and isinstance(value, Mapping):
+                made[key] = {name: self.read(one) for name, one in value.items()}
+            elif key in _SCHEMAS or (key in _SCHEMA and isinstance(value, list)):
+                made[key] = [self.read(one) for one in value] if isinstance(value, list) else value
+            elif key in _SCHEMA:
+                made[key] = self.read(value)
+            else:
+                counted = key.startswith(("min", "max")) and isinstance(value, float) and value.is_integer()
+                made[key] = int(value) if counted else value
+        for change in (self._numbers, self._values, self._patterns, self._names, self._counts):
+            change(made)
+        return made
+
+    def _numbers(self, schema: dict[str, Any]) -> None:
+        kinds = _kinds(schema)
+        whole = "integer" in kinds and "number" not in kinds
+        for key, sign in (("minimum", 1), ("exclusiveMinimum", 1), ("maximum", -1), ("exclusiveMaximum", -1)):
+            bound = schema.get(key)
+            if isinstance(bound, bool) or not isinstance(bound, int | float):
+                continue
+            exclusive = key.startswith("e")
+            if sign * bound > _MOST:
+                del schema[key]
+                self.lacking.add(key)
+            elif sign * bound < -_MOST:
+                schema[key] = -sign * _MOST
+            elif abs(bound) > _EXACT or (exclusive and not whole and bound == math.floor(bound)):
+                # Larger numbers are rounded away from what is forbidden. And where an exclusive bound is whole, the
+                # engine takes it all the same if the other one is less than one away.
+                del schema[key]
+                inner = "minimum" if sign > 0 else "maximum"
+                closest = _beyond(bound, sign, exclusive)
+                known = schema.get(inner)
+                nearer = isinstance(known, int | float) and sign * known > sign * closest
+                schema[inner] = known if nearer else closest
+
+    def _values(self, schema: dict[str, Any]) -> None:
+        for key in ("const", "enum"):
+            if key in schema and (number := _unheld_number(schema[key])) is not None:
+                raise ValueError(f"{key}: the number {number} has too many digits to be held")
+
+    def _patterns(self, schema: dict[str, Any]) -> None:
+        if isinstance(pattern := schema.get("pattern"), str):
+            if not _followed(pattern):
+                del schema["pattern"]
+                self._left_out("pattern", pattern)
+            elif _followed(pattern, {"pattern": _PLAIN_LETTERS}):
+                schema["allOf"] = [*schema.get("allOf", ()), {"pattern": _PLAIN_LETTERS}]
+        patterns = schema.get("patternProperties")
+        if isinstance(patterns, dict) and (
+            others := [one for one in patterns if not (self.patterns and _followed(one))]
+        ):
+            del schema["patternProperties"]
+            schema.pop("additionalProperties", None)
+            self._left_out("patternProperties", others[0])
+
+    def _left_out(self, key: str, *patterns: str) -> None:
+        for pattern in patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{key}: {pattern!r} is no regular expression: {error}") from error
+        self.lacking.add(key)
+
+    def _names(self, schema: dict[str, Any]) -> None:
+        """Sees to it that none of an object's further names is another spelling of one with a schema of its own."""
+        names = {*schema.get("properties", ()), *schema.get("required", ())}
+        if not names or schema.get("additionalProperties") is False:
+            return
+        free = not {"patternProperties", "allOf", "anyOf", "oneOf", "$ref"} & schema.keys()
+        if self.named and free and sum(map(len, names)) <= _NAMES:
+            others = schema.pop("additionalProperties", True)
+            schema["patternProperties"] = {f"^(?:{_unlike(names)})$": others}
+            schema["additionalProperties"] = False
+        else:
+            self.closed = False
+
+    def _counts(self, schema: dict[str, Any]) -> None:
+        """Further names may come twice, which counts once."""
+        least, required = schema.get("minProperties"), schema.get("required", ())
+        open_ = schema.get("additionalProperties") is not False or schema.get("patternProperties")
+        if open_ and isinstance(least, int) and least > 1 + len(required):
+            self.lacking.add("minProperties")
+
+
+def _kinds(schema: Mapping[str, Any]) -> Collection[str]:
+    kinds = schema.get("type", ())
+    return [kinds] if isinstance(kinds, str) else kinds if isinstance(kinds, list) else ()
+
+
+def _beyond(bound: float, sign: int, exclusive: bool) -> float:
+    """The number nearest to a bound that lies on its right side, as a double."""
+    if abs(bound) <= _EXACT:
+        return bound + sign * max(_NUDGE, 2 * math.ulp(bound))
+    close = float(bound)
+    while sign * (close - bound) < 0 or (exclusive and close == bound):
+        close = math.nextafter(close, sign * math.inf)
+    return int(close)
+
+
+def _unheld_number(value: Any) -> int | None:
+    """A whole number in a value that the engine would round, if there is one."""
+    if isinstance(value, int) and abs(value) >= 2**63:
+        return value if value != int(float(value)) or abs(value) > 10**300 else None
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return next((number for part in parts if (number := _unheld_number(part)) is not None), None)
+
+
+def _followed(pattern: str, *others: Mapping[str, Any]) -> bool:
+    """Whether the engine can hold a text to a regular expression."""
+    failed, _ = _validated({"type": "string", "allOf": [{"pattern": pattern}, *others]})
+    return not failed
+
+
+def _unlike(names: Collection[str]) -> str:
+    """A regular expression of all other texts, without control letters."""
+    heads: dict[str, set[str]] = {}
+    for name in names:
+        if name:
+            heads.setdefault(name[0], set()).add(name[1:])
+    letters = "".join(f"\\x{{{ord(head):x}}}" for head in sorted(heads))
+    ways = [f"[^{_OTHER_LETTERS}{letters}][^{_OTHER_LETTERS}]*"]
+    ways += [f"\\x{{{ord(head):x}}}(?:{_unlike(rest)})" for head, rest in sorted(heads.items())]
+    return "|".join([*ways, *([] if "" in names else [""])])
+
+
+def _expressions(value: Any) -> set[str]:
+    """The keywords of regular expressions that occur somewhere in schemas."""
+    if isinstance(value, list):
+        return set().union(*map(_expressions, value))
+    if not isinstance(value, Mapping):
+        return set()
+    return ({"pattern", "patternProperties"} & value.keys()).union(*map(_expressions, value.values()))
+
+
+def _productive(schema: Any, root: Mapping[str, Any], above: set[int]) -> bool:
+    """Whether some finite value can be valid by a schema, as far as references decide that."""
+    if not isinstance(schema, Mapping) or "enum" in schema or "const" in schema:
+        return True
+    if id(schema) in above:
+        return False
+    above = above | {id(schema)}
+
+    def ends(one: Any) -> bool:
+        return _productive(one, root, above)
+
+    target = _target(schema.get("$ref"), root)
+    if target is not None and not ends(target):
+        return False
+    if not all(map(ends, _list(schema.get("allOf")))):
+        return False
+    for key in ("anyOf", "oneOf"):
+        if (options := _list(schema.get(key))) and not any(map(ends, options)):
+            return False
+    kinds = _kinds(schema)
+    if not kinds or set(kinds) - {"object", "array"}:
+        return True
+    if "object" in kinds and _object_ends(schema, ends):
+        return True
+    return "array" in kinds and _array_ends(schema, ends)
+
+
+def _object_ends(schema: Mapping[str, Any], ends: Callable[[Any], bool]) -> bool:
+    properties = schema.get("properties")
+    needed = [name for name in _list(schema.get("required")) if isinstance(name, str)]
+    return all(ends(properties.get(name, True)) for name in needed) if isinstance(properties, Mapping) else True
+
+
+def _array_ends(schema: Mapping[str, Any], ends: Callable[[Any], bool]) -> bool:
+    least = schema.get("minItems", 0)
+    if not isinstance(least, int) or least <= 0:
+        return True
+    first = _list(schema.get("prefixItems"))[:least]
+    return all(map(ends, first)) and (len(first) >= least or ends(schema.get("items", True)))
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _target(reference: Any, root: Any) -> Any:
+    """What a local reference points to; ``None`` where it does not lead into this document."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    place = root
+    for part in reference[1:].split("/")[1:]:
+        part = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(place, list) and part.isdigit() and int(part) < len(place):
+            place = place[int(part)]
+        elif isinstance(place, Mapping) and part in place:
+            place = place[part]
+        else:
+            return None
+    return place if reference == "#" or reference.startswith("#/") else None
+
+
+__all__ = ["HeldSchema", "held"]
