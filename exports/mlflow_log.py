@@ -114,7 +114,7 @@ def log_decoder(
             if inputs:
                 client.log_inputs(run.info.run_id, models=inputs)
             _log_graphs(mlflow, graphs, tags)
-            info = _log_model(mlflow, files, tags, evaluation)
+            info = _log_model(mlflow, decoder, files, tags, evaluation)
             number = None
             if registered_model is not None:
                 tell(f"registering it as {registered_model}")
@@ -190,14 +190,14 @@ def _log_graphs(mlflow: Any, graphs: list[Path], tags: dict[str, str]) -> None:
             mlflow.log_artifact(str(report), "onnx")
 
 
-def _log_model(mlflow: Any, files: Path, tags: dict[str, str], evaluation: Evaluation) -> Any:
+def _log_model(mlflow: Any, decoder: Any, files: Path, tags: dict[str, str], evaluation: Evaluation) -> Any:
     from arbordraft.exports import mlflow_model as served
 
     info = mlflow.pyfunc.log_model(
         name="decoder",
         python_model=str(Path(served.__file__).with_name("mlflow_served.py")),
         artifacts={served.FILES: str(files)},
-        signature=served.signature(),
+        signature=served.signature(decoder),
         input_example=served.example(),
         pip_requirements=_pins(*_PINNED),
         tags=tags,

@@ -15,14 +15,15 @@ from arbordraft.texts import encode, settings_of, user_turn
 
 FILES = "decoder"  # name of the artifact
 PROMPT, TEXT, TAU, TOKENS = "prompt", "text", "tau", "tokens"
-DEFAULTS: dict[str, Any] = {"max_new_tokens": 128, "temperature": 0.0, "top_p": 1.0, "seed": 0, "raw": False}
+DEFAULTS: dict[str, Any] = {"max_new_tokens": 128, "temperature": 0.0, "seed": 0, "raw": False}
 
 
 class DecoderModel(PythonModel):  # type: ignore[misc]  # MLflow is not type-checked here
     """Builds the decoder that lies in its artifacts, and decodes every request as one ragged batch.
 
-    ``params`` of a request: ``max_new_tokens``, ``temperature`` (0 decodes greedily), ``top_p``, ``seed`` (of the first
-    prompt; the next one has the next seed), and ``raw``, which leaves out the chat template.
+    ``params`` of a request: ``max_new_tokens``, ``temperature`` (0 decodes greedily), ``top_p`` (by default the model's
+    own), ``seed`` (of the first prompt; the next one has the next seed), and ``raw``, which leaves out the chat
+    template.
     """
 
     def load_context(self, context: PythonModelContext) -> None:
@@ -42,10 +43,11 @@ class DecoderModel(PythonModel):  # type: ignore[misc]  # MLflow is not type-che
         return answer(self.decoder, self.tokenizer, model_input, params or {})
 
 
-def signature() -> Any:
-    """What a request and its answer consist of, for MLflow to check."""
-    kinds = {int: "long", float: "double", bool: "boolean"}
-    params = ParamSchema([ParamSpec(name, kinds[type(value)], value) for name, value in DEFAULTS.items()])
+def signature(decoder: Any) -> Any:
+    """What a request to a decoder and its answer consist of, for MLflow to check."""
+    kinds, own = {int: "long", float: "double", bool: "boolean"}, decoder.own_settings.top_p
+    known = DEFAULTS | {"top_p": 1.0 if own is None else float(own)}
+    params = ParamSchema([ParamSpec(name, kinds[type(value)], value) for name, value in known.items()])
     outputs = [ColSpec("string", TEXT), ColSpec("double", TAU), ColSpec("long", TOKENS)]
     return ModelSignature(Schema([ColSpec("string", PROMPT)]), Schema(outputs), params)
 
@@ -67,7 +69,13 @@ def answer(decoder: Any, tokenizer: Any, model_input: pandas.DataFrame, params: 
     asked = DEFAULTS | params
     texts = [encode(tokenizer, user_turn(prompt, None), raw=asked["raw"]) for prompt in prompts]
     settings = settings_of(
-        int(asked["max_new_tokens"]), asked["temperature"], asked["top_p"], None, int(asked["seed"]), len(prompts)
+        int(asked["max_new_tokens"]),
+        asked["temperature"],
+        asked.get("top_p"),
+        None,
+        int(asked["seed"]),
+        len(prompts),
+        decoder.own_settings,
     )
     inputs = {name: tensor.to(decoder.target.device) for name, tensor in left_padded(texts).items()}
     output = decoder.generate(**inputs, **settings, return_dict_in_generate=True)

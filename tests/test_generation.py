@@ -301,13 +301,15 @@ def test_an_engine_refuses_what_the_model_asks_for_at_once():
 
 def test_a_server_samples_as_the_model_recommends():
     """OpenAI's default temperature of 1 is for models that recommend none."""
-    made = decoder(temperature=0.0, repetition_penalty=8.0, top_k=2)
+    made = decoder(temperature=0.0, repetition_penalty=8.0, top_k=2, top_p=0.5)
     with serving(made, max_tokens=400) as served:
         asked = {"model": "tiny", "prompt": "hello", "max_tokens": 12, "seed": 7}
         complete = served.client.completions.create
         assert complete(**asked).choices[0].text == written(made) != written(decoder())
         hot = complete(**asked, temperature=3.0, extra_body={"repetition_penalty": 1.0}).choices[0].text
-        assert hot == requested(decoder(), temperature=3.0, top_k=2, seed=7)
+        assert hot == requested(decoder(), temperature=3.0, top_k=2, top_p=0.5, seed=7)
+        reply = served.client.responses.create(model="tiny", input="hello", max_output_tokens=12)
+        assert (reply.output_text, reply.temperature, reply.top_p) == (written(made), 0.0, 0.5)
     assert [Service(Engine(decoder(**own)), "tiny").temperature for own in RECOMMENDED] == [1.0, 1.0, 1.0, 0.6, 0.6]
 
 

@@ -13,7 +13,7 @@ import torch
 
 from arbordraft.batching import Batch, Entry, Job
 from arbordraft.checks import instance, whole
-from arbordraft.generation import bound_to_text, changed, check_settings, own_temperature
+from arbordraft.generation import bound_to_text, changed, check_settings
 from arbordraft.huggingface import with_stop_strings
 from arbordraft.processors import Warp
 from arbordraft.requests import Ends, Request
@@ -24,7 +24,7 @@ from arbordraft.stepping import Stepper
 from arbordraft.streams import Stream
 
 if TYPE_CHECKING:
-    from transformers import StoppingCriteria
+    from transformers import GenerationConfig, StoppingCriteria
 
 _MOST_WARPS = 256
 _FAILURES = 3  # steps in a row after which the next one will fail, too
@@ -180,9 +180,9 @@ class Engine:
         return () if known is None else (known,) if isinstance(known, int) else tuple(known)
 
     @property
-    def temperature(self) -> float | None:
-        """The temperature that the model recommends, if it does."""
-        return own_temperature(self._own)
+    def own_settings(self) -> "GenerationConfig":
+        """Settings of the model itself, for all that a request leaves open."""
+        return self._own
 
     def room(self, prompt: int) -> int:
         """Most new tokens that may be asked for behind a prompt of some tokens; below 1 if it is too long itself."""

@@ -135,7 +135,7 @@ class ResponseShape(ChatShape):
             "tool_choice": {"type": "function", "name": choice.function.name} if choice.function else choice.type,
             "tools": tools,
             "top_logprobs": asked.top_logprobs or 0,
-            "top_p": question.top_p,
+            "top_p": service.top_p if question.top_p is None else question.top_p,
             "truncation": "disabled",
         }
 

@@ -12,6 +12,7 @@ from starlette.requests import Request as HttpRequest
 
 from arbordraft.checks import instance, whole
 from arbordraft.engine import Engine, EngineClosed, QueueFull
+from arbordraft.generation import own_temperature
 from arbordraft.lengths import LengthCheck, TextTooLong
 from arbordraft.requests import Request
 from arbordraft.serving.calls import CallFormat, call_format
@@ -54,7 +55,10 @@ class Service:
             raise ValueError("a server speaks text: build the target as RaggedModel(model, tokenizer)")
         self.tokenizer: PreTrainedTokenizerBase = tokenizer
         self.spelling = Spelling(tokenizer)
-        self.temperature = 1.0 if engine.temperature is None else engine.temperature  # OpenAI's default is 1
+        own = engine.own_settings  # for clients who say nothing; OpenAI's defaults are 1
+        recommended = own_temperature(own)
+        self.temperature = 1.0 if recommended is None else recommended
+        self.top_p = 1.0 if own.top_p is None else own.top_p
         self.metrics = Metrics(engine)
         self.created = int(time.time())
         self.exactness = engine.decoder.coupling.exactness.value
