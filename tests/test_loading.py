@@ -400,6 +400,9 @@ def test_what_is_measured_is_announced(timed, stepped, monkeypatch, capsys):
         "arbordraft: measuring forwards of this model, once per machine and kind of model (at most 4 s)",
         "arbordraft: measuring drafts for it, once per machine and kind of model (at most 6 s)",
     ]
+    ad.load(of, drafters(of)["copied layer"]).decider.expect(10**6, hurry=lambda: False)
+    assert len(stepped) == 2
+    assert capsys.readouterr() == ("", ""), "nobody waited for it"
     monkeypatch.setattr(logger, "level", logging.ERROR)
     known_costs(of, drafters(of)["model"], renew=True)
     assert capsys.readouterr() == ("", "")

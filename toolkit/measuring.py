@@ -7,6 +7,7 @@ import random
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -47,10 +48,10 @@ def known_rows(target: RaggedModel, *, renew: bool = False) -> CostTable:
     Args:
         renew: measure anew all the same, for as long as it takes.
     """
-    return _rows_known(target, renew, lambda: False)
+    return _rows_known(target, renew)
 
 
-def _rows_known(target: RaggedModel, renew: bool, hurry: Callable[[], bool]) -> CostTable:
+def _rows_known(target: RaggedModel, renew: bool, hurry: Callable[[], bool] | None = None) -> CostTable:
     rows = [count for count in _KEPT_ROWS if count <= (target.max_positions or count)]
 
     def measure(enough: Callable[[], bool]) -> CostTable:
@@ -74,10 +75,12 @@ def known_costs(target: RaggedModel, drafter: Drafter, *, renew: bool = False) -
     Args:
         renew: measure anew all the same, for as long as it takes.
     """
-    return _costs_known(target, drafter, renew, lambda: False)
+    return _costs_known(target, drafter, renew)
 
 
-def _costs_known(target: RaggedModel, drafter: Drafter, renew: bool, hurry: Callable[[], bool]) -> StepCosts:
+def _costs_known(
+    target: RaggedModel, drafter: Drafter, renew: bool, hurry: Callable[[], bool] | None = None
+) -> StepCosts:
     rows = _rows_known(target, renew, hurry)
 
     def measure(enough: Callable[[], bool]) -> StepCosts:
@@ -89,7 +92,7 @@ def _costs_known(target: RaggedModel, drafter: Drafter, renew: bool, hurry: Call
     return replace(drafts, target=rows)
 
 
-def cost_aware(target: RaggedModel, drafter: Drafter, nodes: int | None = None) -> CostAware:
+def cost_aware(target: RaggedModel, drafter: Drafter) -> CostAware:
     """A decider by the costs of this machine, which are measured only once that pays.
 
     If they were measured before, they are read from the cache folder. Else they are rough (:func:`rough_costs`) for the
@@ -99,18 +102,17 @@ def cost_aware(target: RaggedModel, drafter: Drafter, nodes: int | None = None) 
     Args:
         target: the target.
         drafter: the drafter.
-        nodes: see :class:`~arbordraft.deciders.CostAware`.
     """
     if cost_file(target).exists() and cost_file(target, drafter).exists():
-        return CostAware(known_costs(target, drafter), nodes)
+        return CostAware(known_costs(target, drafter))
 
-    def measure(hurry: Callable[[], bool]) -> StepCosts | None:
+    def measure(hurry: Callable[[], bool] | None) -> StepCosts | None:
         try:
             return _costs_known(target, drafter, False, hurry)
         except _Hurry:
             return None
 
-    return CostAware(rough_costs(target, drafter), nodes, measure=measure)
+    return CostAware(rough_costs(target, drafter), measure=measure)
 
 
 def _known(
@@ -119,8 +121,13 @@ def _known(
     kind: type[Kept],
     measure: Callable[[Callable[[], bool]], Kept],
     renew: bool,
-    hurry: Callable[[], bool],
+    hurry: Callable[[], bool] | None,
 ) -> Kept:
+    """What is kept in a file, or is measured now; in a moment that ``hurry`` can end nobody waits, and nothing is said.
+
+    Raises:
+        _Hurry: if the moment is over.
+    """
     if not renew and path.exists():
         try:
             return kind.load(path)
@@ -129,10 +136,11 @@ def _known(
     limit = math.inf if renew else _SECONDS[what]
     bound = "as long as it takes" if renew else f"at most {limit:.0f} s"
     begun = time.monotonic()
-    with progress_line(f"measuring {what}, once per machine and kind of model ({bound})") as tell:
+    line = progress_line(f"measuring {what}, once per machine and kind of model ({bound})")
+    with line if hurry is None else nullcontext(lambda _: None) as tell:
 
         def enough() -> bool:
-            if hurry():
+            if hurry is not None and hurry():
                 raise _Hurry
             if (seconds := time.monotonic() - begun) >= PATIENCE:
                 tell(seconds)

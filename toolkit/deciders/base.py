@@ -38,12 +38,12 @@ class Decider(nn.Module):
     def learn(self, memory: Any, outcome: Outcome) -> None:
         """Learns what became of a sample's drafts, after every step."""
 
-    def expect(self, tokens: int, hurry: Callable[[], bool] = lambda: False) -> None:
+    def expect(self, tokens: int, hurry: Callable[[], bool] | None = None) -> None:
         """Is told while nothing is decoded how many tokens are wanted next: a moment for what takes seconds.
 
         Args:
             tokens: of all answers together, at most; 0 where nothing is wanted yet.
-            hurry: whether something is wanted now, and the moment is over.
+            hurry: whether something is wanted now, and the moment is over; ``None`` if the tokens are waited for.
         """
 
     def plan(self, situation: Situation) -> Plan | None:

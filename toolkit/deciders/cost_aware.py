@@ -82,7 +82,7 @@ class CostAware(Decider):
         decay: share of the old averages in the new ones, in [0, 1].
         measure: if ``costs`` are rough, finds better ones once decoding is worth it: behind the first 512 tokens, or
             before thousands are wanted at once, while nothing is decoded. Given a function that says whether it is to
-            break off, it returns costs, or ``None`` if it did.
+            break off, or ``None``, it returns costs, or ``None`` if it did.
 
     Raises:
         TypeError: if an argument is of another kind.
@@ -107,7 +107,7 @@ class CostAware(Decider):
         nodes: int | None = None,
         survival: PathSurvival | None = None,
         decay: float = 0.95,
-        measure: Callable[[Callable[[], bool]], StepCosts | None] | None = None,
+        measure: Callable[[Callable[[], bool] | None], StepCosts | None] | None = None,
     ) -> None:
         super().__init__()
         instance("costs", costs, StepCosts, CostTable)
@@ -125,15 +125,15 @@ class CostAware(Decider):
     def start(self) -> dict[str, _Record]:
         return {}
 
-    def expect(self, tokens: int, hurry: Callable[[], bool] = lambda: False) -> None:
+    def expect(self, tokens: int, hurry: Callable[[], bool] | None = None) -> None:
         if self._decoded >= _WORTH or tokens >= _LARGE:
             self.settle(hurry)
 
-    def settle(self, hurry: Callable[[], bool] = lambda: False) -> None:
+    def settle(self, hurry: Callable[[], bool] | None = None) -> None:
         """Measures now what is still rough; a failure is warned of, and leaves the costs as they are.
 
         Args:
-            hurry: whether to break off, and go on being rough.
+            hurry: whether to break off, and go on being rough; ``None`` never to.
         """
         measure, self._measure = self._measure, None
         if measure is None:
