@@ -67,7 +67,11 @@ def caller_tokenizer(template: str, marks: Sequence[str] = (), *, special: bool 
 
 def caller(style: str = "tagged", **options: object) -> SpeculativeDecoder:
     """A random model with such a template, and a drafter that is right now and then."""
-    tokenizer = caller_tokenizer(TEMPLATES[style], MARKS[style])
+    return speaker(caller_tokenizer(TEMPLATES[style], MARKS[style]), **options)
+
+
+def speaker(tokenizer: PreTrainedTokenizerFast, **options: object) -> SpeculativeDecoder:
+    """The same with any tokenizer."""
     settings = {"vocab_size": len(tokenizer), "max_position_embeddings": 4 * POSITIONS, "sharpness": 3.0}
     target = RaggedModel(tiny(**settings), tokenizer, kernels="torch", self_test=False)
     draft = RaggedModel(tiny(seed=3, **settings), kernels="torch", self_test=False)

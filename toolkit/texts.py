@@ -104,6 +104,9 @@ def encode(
                 **variables,
             )
         except Exception as error:  # templates raise whatever they like
+            if begun and "continue_final_message" in str(error):
+                reason = "the chat template does not show the last message as it is, so it cannot be continued"
+                raise ValueError(reason) from error
             raise ValueError(f"the chat template refuses these messages: {error}") from error
         special = False
     check(text)

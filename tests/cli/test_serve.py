@@ -89,6 +89,14 @@ def test_how_many_tokens_are_read_at_a_time(monkeypatch, folder, option, rows):
     assert made["max_rows"] == rows
 
 
+@pytest.mark.parametrize(("option", "told"), [([], True), (["--reasoning", "off"], False)], ids=["auto", "off"])
+def test_whether_thoughts_are_told_from_answers(monkeypatch, folder, option, told):
+    apps = []
+    monkeypatch.setattr(server, "Server", lambda made, **_: apps.append(made) or sys.exit("made"))
+    CliRunner().invoke(app, ["serve", folder, "--port", "0", "--drafter", "none", "--kernels", "torch", *option])
+    assert apps[0].state.service.reasoning is told
+
+
 def test_origins_are_allowed_one_by_one(monkeypatch, folder):
     apps = []
     monkeypatch.setattr(server, "Server", lambda made, **_: apps.append(made) or sys.exit("made"))

@@ -131,8 +131,9 @@ class ChatShape(Shape):
         return ChatCompletionChunk(object="chat.completion.chunk", **self.head, **content)
 
     def _said(self, piece: Piece) -> dict[str, Any]:
-        """New words and calls; an empty text without either, but where the answer may call."""
-        said: dict[str, Any] = {} if self.calling and not piece.text else {"content": piece.text}
+        """New thoughts, words and calls; an empty text without any, but where the answer may call."""
+        said: dict[str, Any] = {} if (self.calling or piece.thoughts) and not piece.text else {"content": piece.text}
+        said |= _thoughts(piece)
         return {**said, "tool_calls": [_delta(call) for call in _merged(piece.calls)]} if piece.calls else said
 
     def _logprobs(self, piece: Piece) -> list[ChatCompletionTokenLogprob]:
@@ -219,11 +220,17 @@ def _by_text(others: Sequence[SpeltLogprob]) -> dict[str, float]:
     return found
 
 
-def usage_of(stream: Stream) -> CompletionUsage:
-    """What a request has cost so far: OpenAI's counts, and what speculation did for them."""
+def usage_of(stream: Stream, reasoning: int) -> CompletionUsage:
+    """What a request has cost so far: OpenAI's counts, and what speculation did for them.
+
+    Args:
+        stream: what the engine says.
+        reasoning: tokens of thoughts.
+    """
     prompt = sum(len(request.prompt) for request in stream.requests)
     written = sum(len(answer.tokens) for answer in stream.answers)
     details = CompletionTokensDetails(
+        reasoning_tokens=reasoning,
         accepted_prediction_tokens=sum(answer.accepted for answer in stream.answers),
         drafted_tokens=sum(answer.drafted for answer in stream.answers),
         target_forwards=sum(answer.forwards for answer in stream.answers),
@@ -238,14 +245,18 @@ def usage_of(stream: Stream) -> CompletionUsage:
 
 def _message(answer: Piece) -> ChatCompletionMessage:
     if not answer.calls:
-        return ChatCompletionMessage(role="assistant", content=answer.text)
+        return ChatCompletionMessage(role="assistant", content=answer.text, **_thoughts(answer))
     calls = [
         ChatCompletionMessageFunctionToolCall(
             id=call_id(), type="function", function=MessageFunction(name=call.name or "", arguments=call.arguments)
         )
         for call in _merged(answer.calls)
     ]
-    return ChatCompletionMessage(role="assistant", content=answer.text or None, tool_calls=calls)
+    return ChatCompletionMessage(role="assistant", content=answer.text or None, tool_calls=calls, **_thoughts(answer))
+
+
+def _thoughts(piece: Piece) -> dict[str, Any]:
+    return {"reasoning_content": piece.thoughts} if piece.thoughts else {}
 
 
 def _merged(pieces: Sequence[CallPiece]) -> list[CallPiece]:

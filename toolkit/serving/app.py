@@ -134,7 +134,8 @@ async def _answer(
     answers = [Piece(index) for index in range(question.count)]
     async for piece in call.pieces(http):
         answers[piece.index] += piece
-    return Response(written(shape.whole(answers, usage_of(call.stream))), media_type="application/json")
+    usage = usage_of(call.stream, call.speller.reasoning)
+    return Response(written(shape.whole(answers, usage)), media_type="application/json")
 
 
 async def _chunks(call: Call, http: Request, shape: Shape, options: StreamOptions) -> AsyncGenerator[BaseModel, None]:
@@ -142,11 +143,11 @@ async def _chunks(call: Call, http: Request, shape: Shape, options: StreamOption
         async for piece in pieces:
             for chunk in shape.chunks(piece):
                 if options.continuous_usage_stats:
-                    chunk = chunk.model_copy(update={"usage": usage_of(call.stream)})
+                    chunk = chunk.model_copy(update={"usage": usage_of(call.stream, call.speller.reasoning)})
                 elif options.include_usage:
                     chunk = chunk.model_copy(update={"usage": None})
                 yield chunk
-    for chunk in shape.end(usage_of(call.stream), options):
+    for chunk in shape.end(usage_of(call.stream, call.speller.reasoning), options):
         yield chunk
 
 

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, takewhile
 from typing import TYPE_CHECKING, Any
@@ -60,6 +60,10 @@ class CallFormat:
         pieces = (self.opening, self.middle, self.separator or "", self.closing)
         return frozenset(token for text, token in self.added.items() if any(text in piece for piece in pieces))
 
+    def without(self, *marks: str) -> "CallFormat":
+        """The same where some added tokens are not free to be said."""
+        return replace(self, added={text: token for text, token in self.added.items() if text not in marks})
+
     def pattern(self, piece: str) -> str:
         """A regular expression of one of the texts above."""
         return re.escape(piece).replace(re.escape(_ID), _ID_PATTERN)
@@ -83,11 +87,11 @@ class CallFormat:
         elif answer is not None:
             if self.opening.startswith(("{", "[{")):
                 raise ValueError("the model writes calls as plain JSON, like the answer: ask for tools or for JSON")
-            rules = [f"start: answer | {self._literal(self.opening)} {calls}", f"answer: %json {_embedded(answer)}"]
+            rules = [f"start: answer | {self._literal(self.opening)} {calls}", f"answer: %json {embedded(answer)}"]
         else:
             rules = self._words_or(calls)
         names = [f"{self._literal(name + self.middle)} arguments_{index}" for index, name in enumerate(tools)]
-        schemas = [f"arguments_{index}: %json {_embedded(schema)}" for index, schema in enumerate(tools.values())]
+        schemas = [f"arguments_{index}: %json {embedded(schema)}" for index, schema in enumerate(tools.values())]
         return "\n".join([*rules, f"call: {' | '.join(names)}", *schemas, f"ID: /{_ID_PATTERN}/"])
 
     def _words_or(self, calls: str) -> list[str]:
@@ -107,7 +111,7 @@ class CallFormat:
             rules = [text, f"head[lazy]: {'TEXT? ' if self.anywhere else ''}{_quoted(marker)}"]
         calls = f"{head} {self._literal(self.opening.removeprefix(marker))} {calls}"
         others = [token for added, token in self.added.items() if added != marker]
-        words = f"TEXT? (<[{_ranges(others)}]> TEXT?)*" if others else "TEXT?"  # no text stands for such tokens
+        words = f"TEXT? (<[{ranges(others)}]> TEXT?)*" if others else "TEXT?"  # no text stands for such tokens
         return [f"start: {words} ({calls})?" if self.anywhere else f"start: {words} | {calls}", *rules]
 
     @cached_property
@@ -220,11 +224,12 @@ def _until(text: str, stops: Collection[str]) -> str:
     return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text.rstrip("\n")))]
 
 
-def _embedded(schema: Schema) -> str:
+def embedded(schema: Schema) -> str:
+    """A schema as grammars hold it."""
     return json.dumps(held(schema).schema, ensure_ascii=False)
 
 
-def _ranges(tokens: Collection[int]) -> str:
+def ranges(tokens: Collection[int]) -> str:
     """Token ids as the grammar lists them: some vocabularies have thousands that are added."""
     runs = (list(run) for _, run in groupby(enumerate(sorted(tokens)), lambda known: known[1] - known[0]))
     return ",".join(f"{run[0][1]}-{run[-1][1]}" for run in runs)
@@ -234,4 +239,4 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-__all__ = ["CallFormat", "call_format"]
+__all__ = ["CallFormat", "call_format", "embedded", "ranges"]

@@ -58,7 +58,12 @@ class Echoing:
     Args:
         speller: spells the answers.
         echoes: one for each.
+
+    Attributes:
+        reasoning: tokens of thoughts: texts that are continued have none.
     """
+
+    reasoning = 0
 
     def __init__(self, speller: Callable[[Event], Piece], echoes: Sequence[Echo]) -> None:
         self._speller, self._echoes = speller, echoes

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from arbordraft.serving.calls import CallFormat
 from arbordraft.serving.reading import CallPiece, CallReader
+from arbordraft.serving.thinking import Thinking, ThoughtReader
 from arbordraft.spelling import Pieces, Spelling, Spelt
 from arbordraft.state import TokenLogprobs
 from arbordraft.streams import Event
@@ -42,12 +43,13 @@ class Piece:
 
     Args:
         index: of the answer.
-        text: what can be shown of it, without its calls of tools.
+        text: what can be shown of it, without its thoughts and its calls of tools.
         tokens: what was committed.
         logprobs: one per token that ``text`` is of, if they are wanted: a token waits until it is certain what it adds.
         steps: see :func:`step_of`, if they are wanted.
         finish_reason: see :class:`~arbordraft.streams.Answer`; ``tool_calls`` if the answer ended with those.
         calls: of tools.
+        thoughts: what the model thought first.
     """
 
     index: int
@@ -57,6 +59,7 @@ class Piece:
     steps: tuple[Step, ...] = ()
     finish_reason: str | None = None
     calls: tuple[CallPiece, ...] = ()
+    thoughts: str = ""
 
     def __add__(self, later: "Piece") -> "Piece":
         return Piece(
@@ -67,10 +70,11 @@ class Piece:
             self.steps + later.steps,
             later.finish_reason,
             self.calls + later.calls,
+            self.thoughts + later.thoughts,
         )
 
     def __bool__(self) -> bool:
-        return bool(self.text or self.calls or self.logprobs or self.steps or self.finish_reason)
+        return bool(self.text or self.thoughts or self.calls or self.logprobs or self.steps or self.finish_reason)
 
 
 class Speller:
@@ -83,6 +87,7 @@ class Speller:
         steps: whether the steps are wanted.
         calls: how calls of tools are written, if there may be some.
         functions: names of what may be called.
+        thinking: how thoughts are marked, if they are told from the rest.
     """
 
     def __init__(
@@ -93,13 +98,20 @@ class Speller:
         steps: bool,
         calls: CallFormat | None = None,
         functions: Collection[str] = (),
+        thinking: Thinking | None = None,
     ) -> None:
         self._spelling, self._steps = Spelling.of(tokenizer), steps
-        kept = calls.marks if calls and functions else ()
+        kept = {*(calls.marks if calls and functions else ()), *(thinking.marks if thinking else ())}
         self._answers = [Pieces(self._spelling, stop, kept) for _ in range(n)]
         self._logprobs = [SpellingLogprobs(self._spelling) for _ in range(n)]
         self._readers = [CallReader(calls, functions) if calls and functions else None for _ in range(n)]
+        self._thoughts = [ThoughtReader(thinking) if thinking else None for _ in range(n)]
         self._start = perf_counter()
+
+    @property
+    def reasoning(self) -> int:
+        """Tokens of thoughts so far."""
+        return sum(thoughts.tokens for thoughts in self._thoughts if thoughts)
 
     def __call__(self, event: Event) -> Piece:
         """What an event adds."""
@@ -109,18 +121,26 @@ class Speller:
         logprobs = self._logprobs[event.answer]
         logprobs.add(event.tokens, event.logprobs)
         known = tuple(logprobs.of(spelt))
-        text = "".join(part.text for part in spelt)
+        thoughts, text = self._told(event.answer, spelt, ended=reason is not None)
         text, called = (text, ()) if reader is None else reader.add(text)
         if reason is not None:
             if reader is not None:
                 text += reader.end()
                 reason = "tool_calls" if reader.called and reason == "stop" else reason
-            return Piece(event.answer, text, logprobs=known, finish_reason=reason, calls=called)
+            return Piece(event.answer, text, logprobs=known, finish_reason=reason, calls=called, thoughts=thoughts)
         steps: tuple[Step, ...] = ()
         if self._steps and event.tree is not None and event.verdict is not None:
             shown = step_of(event.tree, event.verdict, len(event.tokens), self.token)
             steps = ({**shown, "seconds": round(perf_counter() - self._start, 4)},)
-        return Piece(event.answer, text, tuple(event.tokens), known, steps, calls=called)
+        return Piece(event.answer, text, tuple(event.tokens), known, steps, calls=called, thoughts=thoughts)
+
+    def _told(self, index: int, spelt: Sequence[Spelt], ended: bool) -> tuple[str, str]:
+        """The thoughts and the words that the texts of some tokens make certain."""
+        reader = self._thoughts[index]
+        if reader is None:
+            return "", "".join(part.text for part in spelt)
+        told = [*(reader.add(part.text) for part in spelt), *([reader.end()] if ended else ())]
+        return "".join(thoughts for thoughts, _ in told), "".join(words for _, words in told)
 
     def token(self, token: int) -> str:
         """How a token looks behind others; bytes of a character that is not whole show as ``\\ufffd``."""

@@ -9,11 +9,13 @@ from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, Pla
 
 from arbordraft.grammars import Grammar
 from arbordraft.requests import Request
-from arbordraft.serving.calls import CallFormat
+from arbordraft.serving.calls import CallFormat, embedded
 from arbordraft.serving.errors import ApiError
 from arbordraft.serving.fields import REQUEST_HINTS, REQUEST_NOTHING, STREAM_HINTS, Fields, Text, spelt
 from arbordraft.serving.messages import Message
 from arbordraft.serving.structure import Function, ResponseFormat, Tool, ToolChoice
+from arbordraft.serving.thinking import Thinking
+from arbordraft.spelling import Spelling
 from arbordraft.texts import encode
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ _SETTINGS = (
 )
 _MOST_ENDS = 1024
 _MOST_ANSWERS = 2048  # to a list of prompts
+_LAST_WORDS = 32  # tokens of a prompt, which show whether it begins thoughts
 _MOST_STOPS, _LONGEST_STOP = 16, 4096  # and characters of each
 # What cannot be had where a grammar holds the answer.
 _NOT_WITH_FORMS = {
@@ -154,21 +157,38 @@ class Question(Fields, ABC):
             ValueError: if there are none, or the chat template refuses the messages.
         """
 
-    def grammar(self, calls: CallFormat | None) -> Grammar | None:
+    def thoughts(self, thinking: Thinking, prompt: list[int], spelling: Spelling) -> Thinking | None:
+        """How the answer's thoughts are told from it; ``None`` if they are not.
+
+        Args:
+            thinking: how the model marks thoughts.
+            prompt: token ids.
+            spelling: of these.
+        """
+        return None
+
+    def grammar(self, calls: CallFormat | None, thinking: Thinking | None) -> Grammar | None:
         """What the answer may be, if not any text.
+
+        Args:
+            calls: how the model writes calls, if that has to be known.
+            thinking: how the answer's thoughts are marked, if it may have some.
 
         Raises:
             ApiError: if a schema is none, or cannot be enforced.
         """
         return None
 
-    def request(self, prompt: list[int], most: int, calls: CallFormat | None, temperature: float) -> Request:
+    def request(
+        self, prompt: list[int], most: int, calls: CallFormat | None, thinking: Thinking | None, temperature: float
+    ) -> Request:
         """The same for an engine.
 
         Args:
             prompt: token ids.
             most: longest answer.
             calls: how the model writes calls, if that has to be known.
+            thinking: how the answer's thoughts are marked, if it may have some.
             temperature: of those who name none.
 
         Raises:
@@ -188,7 +208,7 @@ class Question(Fields, ABC):
             prompt_logprobs=self.scored,
             ends=() if self.ignore_eos else None,
             min_new_tokens=self.min_tokens,
-            grammar=self.grammar(calls),
+            grammar=self.grammar(calls, thinking),
             **settings,
         )
 
@@ -299,17 +319,29 @@ class ChatQuestion(Question):
         )
         return [prompt]
 
-    def grammar(self, calls: CallFormat | None) -> Grammar | None:
-        answer = self.response_format.grammar
-        if not self.functions:
+    def thoughts(self, thinking: Thinking, prompt: list[int], spelling: Spelling) -> Thinking | None:
+        said = self.messages[-1].text if self.continue_final_message else ""
+        return thinking.behind(spelling.text(prompt[-_LAST_WORDS:]), said)
+
+    def grammar(self, calls: CallFormat | None, thinking: Thinking | None) -> Grammar | None:
+        answer, schema = self.response_format.grammar, self.response_format.content
+        if self.functions:
+            assert calls is not None
+            text = self._calling(calls if thinking is None else calls.without(thinking.opening, thinking.closing))
+        elif schema is not None and thinking is not None:
+            text = f"start: %json {embedded(schema)}"
+        else:
             return answer
-        assert calls is not None
+        return Grammar.lark(text if thinking is None else thinking.grammar(text))
+
+    def _calling(self, calls: CallFormat) -> str:
+        """The grammar of an answer that may call, in llguidance's dialect of Lark."""
         arguments = {
             tool.function.name: tool.function.arguments(f"tools.{index}.function.parameters")
             for index, tool in enumerate(self.tools)
         }
         try:
-            text = calls.grammar(
+            return calls.grammar(
                 {name: arguments[name] for name in self.functions},
                 required=self.tool_choice.type != "auto",
                 parallel=self.parallel_tool_calls,
@@ -317,7 +349,6 @@ class ChatQuestion(Question):
             )
         except ValueError as error:
             raise ApiError(400, f"response_format: {error}", param="response_format", code="unsupported") from error
-        return Grammar.lark(text)
 
 
 def _each(prompt: Any) -> Any:

@@ -21,13 +21,14 @@ from arbordraft.serving.errors import ApiError, closing, failed, refused
 from arbordraft.serving.metrics import Metrics, Watch
 from arbordraft.serving.pieces import Piece, Speller
 from arbordraft.serving.schema import CompletionQuestion, Question
+from arbordraft.serving.thinking import Thinking, thinking_of
 from arbordraft.spelling import Spelling
-from arbordraft.streams import Event, Stream
+from arbordraft.streams import Stream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Spells = Callable[[Event], Piece]
+Spells = Speller | Echoing
 
 _POLL = 0.05  # seconds between two looks at what still runs
 _LONG = 2**14  # characters and token ids of a question that is a long one
@@ -40,13 +41,14 @@ class Service:
         engine: does the work, in a thread of its own.
         name: of the model, for clients.
         default_tokens: longest answer to a question that does not say, less where there is no room for it.
+        reasoning: tell the thoughts of answers from the rest, and let grammars begin behind them.
 
     Raises:
         TypeError: for arguments of another kind.
         ValueError: without a tokenizer, or for values out of range.
     """
 
-    def __init__(self, engine: Engine, name: str, default_tokens: int = 1024) -> None:
+    def __init__(self, engine: Engine, name: str, default_tokens: int = 1024, *, reasoning: bool = True) -> None:
         self.engine = instance("engine", engine, Engine)
         self.name = instance("name", name, str)
         self.default_tokens = whole("default_tokens", default_tokens, 1)
@@ -59,6 +61,7 @@ class Service:
         recommended = own_temperature(own)
         self.temperature = 1.0 if recommended is None else recommended
         self.top_p = 1.0 if own.top_p is None else own.top_p
+        self.reasoning = instance("reasoning", reasoning, bool)
         self.metrics = Metrics(engine)
         self.created = int(time.time())
         self.exactness = engine.decoder.coupling.exactness.value
@@ -122,15 +125,18 @@ class Service:
         calls = self._calls if question.calling else None
         try:
             prompts = question.encode(self.tokenizer, calls, partial(self._check_length, most=self.engine.room(0)))
-            requests = [self._request(question, prompt, calls) for prompt in prompts]
-            speller = self._speller(question, requests, calls)
+            thinking = self._thinking and question.thoughts(self._thinking, prompts[0], self.spelling)
+            requests = [self._request(question, prompt, calls, thinking) for prompt in prompts]
+            speller = self._speller(question, requests, calls, thinking)
             return self.engine.submit(*requests), speller
         except TextTooLong as error:
             raise ApiError(400, str(error), code="context_length_exceeded") from error
         except (TypeError, ValueError, QueueFull, EngineClosed) as error:
             raise refused(error, type(question).model_fields) from error
 
-    def _request(self, question: Question, prompt: list[int], calls: CallFormat | None) -> Request:
+    def _request(
+        self, question: Question, prompt: list[int], calls: CallFormat | None, thinking: Thinking | None
+    ) -> Request:
         room = self.engine.room(len(prompt))
         most = max(1, min(self.default_tokens, room)) if question.most is None else question.most
         if most > room:
@@ -140,11 +146,13 @@ class Service:
                 "together fit: shorten the prompt or lower max_tokens",
                 code="context_length_exceeded",
             )
-        return question.request(prompt, most, calls, self.temperature)
+        return question.request(prompt, most, calls, thinking, self.temperature)
 
-    def _speller(self, question: Question, requests: Sequence[Request], calls: CallFormat | None) -> Spells:
+    def _speller(
+        self, question: Question, requests: Sequence[Request], calls: CallFormat | None, thinking: Thinking | None
+    ) -> Spells:
         stop, steps = tuple(requests[0].stop or ()), question.arbordraft.steps
-        speller = Speller(self.spelling, stop, question.count, steps, calls, question.functions)
+        speller = Speller(self.spelling, stop, question.count, steps, calls, question.functions, thinking)
         if not isinstance(question, CompletionQuestion) or not question.echo:
             return speller
         scored, begin = question.others is not None, self.tokenizer.bos_token_id
@@ -158,11 +166,21 @@ class Service:
     @cached_property
     def _calls(self) -> CallFormat:
         """How the model writes calls."""
-        ends = [*self.engine.ends, self.tokenizer.eos_token_id]
         try:
-            return call_format(self.tokenizer, [end for end in ends if end is not None])
+            return call_format(self.tokenizer, self._ends)
         except ValueError as error:
             raise ApiError(400, f"tools: {error}", param="tools", code="unsupported") from error
+
+    @cached_property
+    def _thinking(self) -> Thinking | None:
+        """How the model marks its thoughts, if they are told from the rest."""
+        return thinking_of(self.tokenizer, self._ends) if self.reasoning else None
+
+    @property
+    def _ends(self) -> list[int]:
+        """Token ids that end an answer."""
+        ends = [*self.engine.ends, self.tokenizer.eos_token_id]
+        return [end for end in ends if end is not None]
 
 
 class Call:

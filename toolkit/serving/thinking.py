@@ -1,0 +1,157 @@
+"""Thoughts that a model writes before its answer: which marks they have, grammars behind them, and reading them."""
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from arbordraft.serving.calls import ranges
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# How models mark thoughts, with the name in place of {}: Qwen and DeepSeek, Mistral, Kimi, Cohere.
+_SHAPES = (("<{}>", "</{}>"), ("[{}]", "[/{}]"), ("\u25c1{}\u25b7", "\u25c1/{}\u25b7"), ("<|START_{}|>", "<|END_{}|>"))
+_NAME = r"([\w:]*(?:think|thought|reason)\w*)"
+
+
+@dataclass(frozen=True)
+class Thinking:
+    """How a model marks its thoughts.
+
+    Args:
+        opening: text before them.
+        closing: text behind them.
+        added: the tokenizer's added tokens by their texts, without those that end an answer.
+        begun: whether the prompt ends within thoughts, so that an answer goes on with them.
+    """
+
+    opening: str
+    closing: str
+    added: Mapping[str, int]
+    begun: bool = False
+
+    @property
+    def marks(self) -> frozenset[int]:
+        """Added tokens that show where thoughts are: to be spelt even if they are special."""
+        return frozenset(self.added[mark] for mark in (self.opening, self.closing) if mark in self.added)
+
+    def behind(self, prompt: str, said: str = "") -> "Thinking | None":
+        """The same for an answer to a prompt; ``None`` where its thoughts are over.
+
+        Args:
+            prompt: its last words.
+            said: the beginning of the answer, if the prompt has one.
+        """
+        if said.strip():
+            return replace(self, begun=True) if said.rfind(self.opening) > said.rfind(self.closing) else None
+        end = prompt.rstrip()
+        return None if end.endswith(self.closing) else replace(self, begun=end.endswith(self.opening))
+
+    def grammar(self, answer: str) -> str:
+        """The grammar of thoughts, which may be anything, and an answer behind them.
+
+        Unless the prompt has begun them, there may be none.
+
+        Args:
+            answer: its grammar, in llguidance's dialect of Lark; its first rule is ``start``.
+        """
+        thoughts = "thoughts" if self.begun else f"({self._terminal(self.opening)} thoughts)?"
+        others = [token for text, token in self.added.items() if text != self.closing]
+        words = f"THOUGHT? (<[{ranges(others)}]> THOUGHT?)*" if others else "THOUGHT?"
+        closing = json.dumps(self.closing, ensure_ascii=False)
+        if self.closing in self.added:
+            # Spelt letter by letter it would look like the end of thoughts.
+            rules = [f"thoughts: {words} {self._terminal(self.closing)} BLANK?", "THOUGHT: /(?s:.+)/ & ~CLOSED"]
+            rules.append(f"CLOSED: /(?s:.*)/ {closing} /(?s:.*)/")
+        else:
+            rules = [f"thoughts: {words} closed BLANK?", "THOUGHT: /(?s:.+)/", f"closed[lazy]: THOUGHT? {closing}"]
+        behind = answer.replace("start:", "behind:", 1)
+        return "\n".join([f"start: {thoughts} behind", *rules, r"BLANK: /\s{1,8}/", behind])
+
+    def _terminal(self, mark: str) -> str:
+        return f"<[{self.added[mark]}]>" if mark in self.added else json.dumps(mark, ensure_ascii=False)
+
+
+def thinking_of(tokenizer: "PreTrainedTokenizerBase", ends: Collection[int]) -> Thinking | None:
+    """How a model marks thoughts, by the marks that its chat template knows; ``None`` if it knows none.
+
+    Args:
+        tokenizer: of the model.
+        ends: token ids that end an answer.
+    """
+    template = str(tokenizer.chat_template or "")
+    for opening, closing in _SHAPES:
+        pattern = "".join(_NAME if part == "{}" else re.escape(part) for part in re.split(r"(\{\})", closing))
+        if match := re.search(pattern, template, re.IGNORECASE):
+            known = tokenizer.added_tokens_decoder.items()
+            added = {str(token.content): index for index, token in known if index not in ends}
+            return Thinking(opening.format(match[1]), closing.format(match[1]), added)
+    return None
+
+
+class ThoughtReader:
+    """Reads one answer; blanks around thoughts belong neither to them nor to the words.
+
+    Args:
+        thinking: how thoughts are marked.
+
+    Attributes:
+        tokens: tokens of thoughts and their marks so far.
+    """
+
+    def __init__(self, thinking: Thinking) -> None:
+        self._opening, self._closing = thinking.opening, thinking.closing
+        self._place: Literal["before", "inside", "behind"] = "inside" if thinking.begun else "before"
+        self._held, self._leading = "", True  # whether blanks that come next are to be left out
+        self._waiting = self.tokens = 0
+
+    def add(self, text: str) -> tuple[str, str]:
+        """The thoughts and the words that the text of one more token makes certain."""
+        self._held += text
+        self._waiting += 1
+        if self._place == "before":
+            self._begin()
+        thoughts = words = ""
+        if self._place == "inside":
+            self.tokens, self._waiting = self.tokens + self._waiting, 0
+            thoughts = self._thoughts()
+        if self._place == "behind":
+            words, self._held = self._led(self._held), ""
+        return thoughts, words
+
+    def end(self) -> tuple[str, str]:
+        """What is left when no text follows; marks that were cut off are shown as they are."""
+        return (self._led(self._held), "") if self._place == "inside" else ("", self._held)
+
+    def _begin(self) -> None:
+        """Goes on as soon as it is certain whether there are thoughts."""
+        held = self._held.lstrip()
+        if held.startswith(self._opening):
+            self._place, self._held = "inside", held.removeprefix(self._opening)
+        elif not self._opening.startswith(held):
+            self._place, self._leading = "behind", False
+
+    def _thoughts(self) -> str:
+        thoughts, closing, rest = self._held.partition(self._closing)
+        if not closing:
+            sizes = range(min(len(self._closing) - 1, len(thoughts)), 0, -1)
+            doubtful = next((size for size in sizes if thoughts.endswith(self._closing[:size])), 0)
+            thoughts = thoughts[: len(thoughts) - doubtful]
+        thoughts = thoughts.rstrip()
+        said = self._led(thoughts)
+        if closing:
+            self._place, self._held, self._leading = "behind", rest, True
+        else:
+            self._held = self._held[len(thoughts) :]
+        return said
+
+    def _led(self, text: str) -> str:
+        """A text without blanks at the beginning of its place."""
+        text = text.lstrip() if self._leading else text
+        self._leading = self._leading and not text
+        return text
+
+
+__all__ = ["Thinking", "ThoughtReader", "thinking_of"]
