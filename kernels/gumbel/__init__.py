@@ -5,6 +5,7 @@ Sampling from a row is taking the highest of ``log p + g``: who knows the seed a
 Shapes: R rows, V vocabulary.
 """
 
+import torch
 from torch import Tensor
 
 from arbordraft.kernels import choice
@@ -48,10 +49,13 @@ def gumbel_argmax(
         ``[R]`` int64; -1 where no score is above -inf.
 
     Raises:
-        ValueError: if the temperature is not positive, or some row has no seed, position or lowest score of its own.
+        ValueError: if the temperature is not positive or too low for float32, or some row has no seed, position or lowest
+            score of its own.
     """
     if not temperature > 0:
         raise ValueError(f"the temperature must be positive, got {temperature}; without one, take the highest score")
+    if temperature < torch.finfo(torch.float32).tiny:
+        raise ValueError(f"the temperature {temperature} is too low for float32; without one, take the highest score")
     _check_rows(len(scores), seeds=seeds, positions=positions, lowest=lowest)
     if choice.wants_triton("gumbel_argmax", scores):
         return operator.argmax(scores, seeds, positions, temperature, lowest)

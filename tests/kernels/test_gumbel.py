@@ -332,13 +332,14 @@ def test_nothing_is_drawn_where_no_score_is_above_minus_infinity(path):
     ("change", "match"),
     [
         ({"temperature": 0.0}, "temperature must be positive, got 0.0"),
+        ({"temperature": 1e-40}, "temperature 1e-40 is too low for float32"),
         ({"temperature": -1.0}, "temperature must be positive"),
         ({"temperature": float("nan")}, "temperature must be positive, got nan"),
         ({"seeds": torch.arange(1)}, r"seeds must be one number for each of the 2 rows, got shape \[1\]"),
         ({"positions": torch.arange(3)}, r"positions must be one number for each of the 2 rows, got shape \[3\]"),
         ({"lowest": torch.zeros(2, 1)}, r"lowest must be one number for each of the 2 rows, got shape \[2, 1\]"),
     ],
-    ids=["cold", "negative", "nan", "seeds", "positions", "lowest"],
+    ids=["cold", "next to cold", "negative", "nan", "seeds", "positions", "lowest"],
 )
 @pytest.mark.parametrize("path", ["auto", "reference"])
 def test_refused_draws(path, change, match):

@@ -301,6 +301,14 @@ def test_modules_that_mix_rows_take_the_promise_away():
     assert not target.row_invariant
 
 
+def test_a_module_is_not_taken_for_its_namesake():
+    model = small()
+    rotary = type(model.model.rotary_emb)
+    model.model.rotary_emb.__class__ = type(rotary.__name__, (rotary,), {})
+    assert not RaggedModel(model, kernels="native", self_test=False).row_invariant
+    assert RaggedModel(small(), kernels="native", self_test=False).row_invariant
+
+
 def test_a_module_in_two_places():
     model = small()
     shared = model.model.layers[0].mlp.down_proj

@@ -238,9 +238,14 @@ class Prepacking:
         for module in model.modules():
             calls = not self._called.isdisjoint(module.children())  # others compute with what their parts hold
             inner = module in prepacked or (calls and not has_adapters(module))
-            inner = inner or isinstance(module, _ROWWISE)
-            if module in self._called and not inner and "RotaryEmbedding" not in type(module).__name__:
+            inner = inner or isinstance(module, _ROWWISE) or _is_rotary(module)
+            if module in self._called and not inner:
                 yield module
+
+
+def _is_rotary(module: nn.Module) -> bool:
+    """Whether a module makes tables of positions alone; others than transformers' may have such names, too."""
+    return type(module).__module__.startswith("transformers.models.") and "RotaryEmbedding" in type(module).__name__
 
 
 def _sampled(tensor: Tensor) -> Tensor:
