@@ -49,8 +49,8 @@ def gumbel_argmax(
         ``[R]`` int64; -1 where no score is above -inf.
 
     Raises:
-        ValueError: if the temperature is not positive or too low for float32, or some row has no seed, position or lowest
-            score of its own.
+        ValueError: if the temperature is not positive or too low for float32, or some row has no seed, position or
+            lowest score of its own.
     """
     if not temperature > 0:
         raise ValueError(f"the temperature must be positive, got {temperature}; without one, take the highest score")
