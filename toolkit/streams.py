@@ -82,13 +82,14 @@ class Stream:
         self._events: deque[Event | Exception] = deque()
         self._news = threading.Condition()
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+        self._open: set[int | None] = set(range(len(self.answers)))  # those that have not ended
         self._cancelled = False
         self._failed = False
 
     @property
     def done(self) -> bool:
         """Whether all answers have ended, or one of them failed."""
-        return self._failed or all(answer.finish_reason is not None for answer in self.answers)
+        return self._failed or not self._open
 
     @property
     def unwanted(self) -> bool:
@@ -135,12 +136,13 @@ class Stream:
         try:
             while True:
                 arrived.clear()
+                done = self.done  # before the events are read: what ends later is read in the next round
                 while self._events:
                     event = self._events.popleft()
                     if isinstance(event, Exception):
                         raise event
                     yield event
-                if self.done:
+                if done:
                     return
                 if driven or (driven := await asyncio.to_thread(self._drive)):
                     await arrived.wait()
@@ -174,17 +176,18 @@ class Stream:
     def end(self, index: int, reason: str) -> None:
         """Says how one of the answers has ended."""
         self.answers[index].finish_reason = reason
-        self._put(Event(index, finish_reason=reason))
+        self._put(Event(index, finish_reason=reason), ended=index)
 
     def fail(self, error: Exception) -> None:
         """Says that the request cannot be answered to its end."""
         if not self._failed:
-            self._failed = True
             self._put(error)
 
-    def _put(self, event: Event | Exception) -> None:
-        with self._news:
+    def _put(self, event: Event | Exception, ended: int | None = None) -> None:
+        with self._news:  # the last event is there when the stream is done
             self._events.append(event)
+            self._open.discard(ended)
+            self._failed = self._failed or isinstance(event, Exception)
             self._news.notify_all()
             waiting = list(self._waiting)
         for loop, arrived in waiting:
