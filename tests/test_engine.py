@@ -476,6 +476,29 @@ def test_a_request_for_many_answers_is_not_overtaken_for_ever():
     engine.run()
 
 
+def test_an_admission_that_fails_leaves_the_queue_whole(monkeypatch):
+    """The cache gives out, beyond its limit, while requests are admitted: the others are answered later."""
+    made = decoder(NoDrafter())
+    engine, join = Engine(made, max_tokens=500, max_samples=4), made.join
+    joined = []
+
+    def failing(state, sample, rows):
+        joined.append(sample)
+        if len(joined) == 2:
+            raise MemoryError
+        join(state, sample, rows)
+
+    monkeypatch.setattr(made, "join", failing)
+    streams = [engine.submit(many(1)) for _ in range(3)]
+    with pytest.raises(MemoryError):
+        engine.step()
+    engine.run()
+    with pytest.raises(MemoryError):
+        streams[0].result()
+    assert [len(stream.result()[0].tokens) for stream in streams[1:]] == [6, 6]
+    assert engine.waiting == 0
+
+
 def test_turns_change_no_answer_and_come_after_priorities():
     made = decoder()
     asked = [many(5), many(3, priority=1), many(1), Request(prompt=text(50, 3), max_new_tokens=9, seed=4, n=2)]

@@ -223,7 +223,8 @@ class Batch:
             heapq.heappop(line)
             if job.waiting:
                 heapq.heappush(line, (job.rank, job))
-        self.waiting = [job for job in self.waiting if job.waiting]
+            else:
+                self.waiting.remove(job)
 
     def _read(self) -> None:
         """Reads some of the prompts that are not read yet, in their turn."""

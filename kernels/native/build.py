@@ -151,16 +151,8 @@ class Build:
         # two runtimes are two thread pools that fight for the cores. The symbols are found through libtorch_cpu, which
         # must be kept for that even where the linker thinks that nothing needs it.
         system = ["-undefined", "dynamic_lookup"] if _MAC else ["-Wl,--no-as-needed"]
-        linking: list[str | Path] = [
-            "-shared",
-            part,
-            *system,
-            f"-L{TORCH / 'lib'}",
-            "-ltorch_cpu",
-            "-lc10",
-            "-o",
-            library,
-        ]
+        libraries = [f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-lc10"]
+        linking: list[str | Path] = ["-shared", part, *system, *libraries, "-o", library]
         with progress_line(_NOTICE) as tell:
             for arguments in (compiling, linking):
                 self._run(arguments, folder, log, tell)
