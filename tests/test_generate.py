@@ -293,6 +293,16 @@ def test_processors_may_tell_rows_apart(options, drafter):
         assert [{token % 3 for token in own} for own in tokens] == [{0}, {1}, {2}]
 
 
+def test_penalties_of_prompts_in_a_batch():
+    """Their processor keeps the prompts of all rows as they are given: padding in them would be penalised, too."""
+    options = {"encoder_repetition_penalty": 3.0, "max_new_tokens": 6, "pad_token_id": 0, "do_sample": False, **NEVER}
+    even = torch.tensor([prompt[-4:] for prompt in (PROMPTS[2], PROMPTS[2][::-1])])
+    expected = ragged().model.generate(even, attention_mask=torch.ones_like(even), **options)
+    assert torch.equal(build().generate(even, **options), expected)
+    with pytest.raises(ValueError, match="takes padding for a part of the prompts; decode one prompt at a time"):
+        build().generate(**left_padded(PROMPTS), **options)
+
+
 def test_criteria_may_tell_rows_apart():
     prompts, criteria = [PROMPTS[2]] * 3, StoppingCriteriaList([EndByRow()])
     tokens, _ = decode(build(), prompts, stopping_criteria=criteria, max_new_tokens=8, **NEVER)

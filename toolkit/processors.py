@@ -114,8 +114,9 @@ class Warp:
     @staticmethod
     def place(processors: "Sequence[LogitsProcessor]", row: int, padding: int) -> tuple[int, int]:
         """Row and padding of a sample, 0 where none of the processors asks for it."""
-        counted = any(transformers_name(type(one)) in _COUNTING for one in processors)
-        return row if any(map(_may_index, processors)) else 0, padding if counted else 0
+        heeding = _COUNTING.keys() | _KEEPING_PROMPTS
+        heeded = any(transformers_name(cls) in heeding for one in processors for cls in type(one).__mro__)
+        return row if any(map(_may_index, processors)) else 0, padding if heeded else 0
 
     @staticmethod
     def is_static(processor: "LogitsProcessor") -> bool:
