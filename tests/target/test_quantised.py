@@ -182,6 +182,27 @@ def test_scales_of_all_rows_are_named():
     assert new_tokens(found, PROMPTS[:1], [6]) == greedy_reference(model, PROMPTS[:1], **options)
 
 
+class Stepped(nn.Linear):
+    """Brings activations to steps, row by row: a sum that is rounded otherwise may fall on another step."""
+
+    steps = 127
+
+    def forward(self, x):
+        scale = x.abs().amax(dim=-1, keepdim=True) / self.steps
+        return super().forward((x / scale).round() * scale)
+
+
+@pytest.mark.filterwarnings("ignore:.*a sum is rounded otherwise")
+@pytest.mark.parametrize(("steps", "seed"), [(127, 3), (127, 0), (31, 1)])  # the first and last fall on others
+def test_steps_of_single_rows_are_no_fault(steps, seed, monkeypatch):
+    monkeypatch.setattr(Stepped, "steps", steps)
+    model = small(seed=seed)
+    for layer in model.model.layers:
+        for linear in (layer.mlp.down_proj, layer.mlp.up_proj, layer.self_attn.q_proj, layer.self_attn.o_proj):
+            linear.__class__ = Stepped
+    assert "left to the model" in RaggedModel(model, kernels="auto").chosen
+
+
 class Averaged(nn.Linear):
     """Takes something of all rows."""
 
