@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--drafter", default="auto", help="as for arbordraft serve")
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--top-p", type=float, help="by default the model's own, or 1")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-samples", type=int, default=16, help="answers that an actor decodes at a time")
     parser.add_argument("--max-tokens", type=int, default=65_536, help="tokens that an actor's cache holds")

@@ -230,8 +230,9 @@ class SpeculativeDecoder(Stepper):
                 free.
             **kwargs: those of ``transformers``' ``generate``: ``attention_mask``, ``generation_config``,
                 ``max_new_tokens``, ``do_sample``, ``temperature`` (at most 1e6; 0 and all below 1e-10 mean greedy),
-                ``logits_processor``, ``stopping_criteria``, ``stop_strings`` with ``tokenizer``,
-                ``return_dict_in_generate``, ... ``max_length`` and ``min_length`` count columns, padding included, as
+                ``logits_processor``, ``stopping_criteria``, ``stop_strings`` (spelt by ``tokenizer``, else
+                the target's), ``return_dict_in_generate``, ... What they leave open is the model's own.
+                ``max_length`` and ``min_length`` count columns, padding included, as
                 transformers does; ``max_new_tokens`` and ``min_new_tokens`` count a sample's own tokens.
 
         Logits processors and stopping criteria see one sample at a time, its own tokens without padding, once per node

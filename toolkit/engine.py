@@ -68,7 +68,8 @@ class Engine:
 
     Raises:
         TypeError: for arguments of another kind.
-        ValueError: for values out of range.
+        ValueError: for values out of range, and if the model's own settings ask for what cannot be done: decode with
+            ``generation_config="none"``.
 
     Examples:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
