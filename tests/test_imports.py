@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # From the bottom up; what stands in one line may be imported by every line below it, and in the order of the line.
 LAYERS = """
 kernels
-allocator checks files identity topology masks stateful processors sampling rows laws decisions types context
+allocator checks files topology masks stateful kinds processors sampling rows laws decisions types context
 costs metrics checkpoints vocabulary pretrained
 target onnx_graph
 verifiers coupling

@@ -3,72 +3,34 @@
 Shapes: B samples, R rows, V vocabulary.
 """
 
-import math
 from collections.abc import Callable, Collection, Sequence
-from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from arbordraft.checks import as_temperature, whole
-from arbordraft.identity import transformers_name
+from arbordraft.checks import whole
 from arbordraft.kernels import choice
 from arbordraft.kernels.verify import lowest_kept
+from arbordraft.kinds import (
+    check_for_trees,
+    counting_less,
+    heeds_padding,
+    is_freezing,
+    is_path_free,
+    is_static,
+    is_truncating,
+    may_index,
+    name_of,
+    transformers_name,
+    truncates,
+)
 from arbordraft.stateful import PathState, StatefulProcessor
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessor, LogitsProcessorList
 
-# Of transformers' own processors, by the names of their classes (subclasses may do other things).
-# These look at the scores alone: they run once over all rows. Any other one runs per row, on the row's path.
-_PATH_FREE = frozenset(
-    {
-        "EpsilonLogitsWarper",
-        "EtaLogitsWarper",
-        "InfNanRemoveLogitsProcessor",
-        "LogitNormalization",
-        "MinPLogitsWarper",
-        "SuppressTokensLogitsProcessor",
-        "TemperatureLogitsWarper",
-        "TopHLogitsWarper",
-        "TopKLogitsWarper",
-        "TopPLogitsWarper",
-        "TypicalLogitsWarper",
-    }
-)
 _ROUNDING = 1e-3  # far above what sums of a row of probabilities lose
-_TRUNCATING = frozenset({"TopKLogitsWarper", "TopPLogitsWarper"})
-# Those of them that are plain arithmetic with a few numbers. The others check their arguments, which takes the host,
-# or index with a mask.
-_STATIC = _PATH_FREE - {"EtaLogitsWarper", "SuppressTokensLogitsProcessor", "TopHLogitsWarper"}
-# Processors that keep a state from call to call, or expect a second, unconditional row: the rows of a tree
-# are neither a sequence nor such a pair.
-_NOT_FOR_TREES = frozenset(
-    {
-        "ClassifierFreeGuidanceLogitsProcessor",
-        "DiaClassifierFreeGuidanceLogitsProcessor",
-        "DiaEOSDelayPatternLogitsProcessor",
-        "SynthIDTextWatermarkLogitsProcessor",
-        "UnbatchedClassifierFreeGuidanceLogitsProcessor",
-        "WhisperNoSpeechDetection",
-    }
-)
-# Libraries whose processors follow one text token by token, as a matcher of a grammar does.
-_FOLLOWING = frozenset({"guidance", "llguidance", "outlines", "outlines_core", "transformers_cfg", "xgrammar"})
-# Processors that count from the first column of the batch, by the attribute that says to where.
-_COUNTING = {
-    "ExponentialDecayLengthPenalty": "regulation_start",
-    "ForcedEOSTokenLogitsProcessor": "max_length",
-    "MinLengthLogitsProcessor": "min_length",
-    "MinNewTokensLengthLogitsProcessor": "prompt_length_to_skip",
-    "RepetitionPenaltyLogitsProcessor": "prompt_ignore_length",
-    "SuppressTokensAtBeginLogitsProcessor": "begin_index",
-}
-# Processors that keep the prompts of the batch they were built for, padding included.
-_KEEPING_PROMPTS = frozenset({"EncoderNoRepeatNGramLogitsProcessor", "EncoderRepetitionPenaltyLogitsProcessor"})
-# Processors that ask which row of the batch they see. Those of users may, too.
-_INDEXING = _KEEPING_PROMPTS | {"PrefixConstrainedLogitsProcessor"}
 
 
 class Warp:
@@ -102,11 +64,11 @@ class Warp:
     ) -> None:
         self._batch_size, self._row = whole("batch_size", batch_size, 0), row
         for processor in processors:
-            _check(processor, padding)
-        kept = [one for one in processors if not _is_freezing(one)]
+            check_for_trees(processor, padding)
+        kept = [one for one in processors if not is_freezing(one)]
         self.greedy = len(kept) < len(processors)
-        self.processors = [_counting_less(one, padding) for one in kept]
-        self._indexing = [_may_index(one) for one in self.processors]
+        self.processors = [counting_less(one, padding) for one in kept]
+        self._indexing = [may_index(one) for one in self.processors]
         places = [place for place, one in enumerate(self.processors) if isinstance(one, StatefulProcessor)]
         self._followers = {place: number for number, place in enumerate(places)}
         self.stateful = [self.processors[place] for place in places]
@@ -114,14 +76,12 @@ class Warp:
     @staticmethod
     def place(processors: "Sequence[LogitsProcessor]", row: int, padding: int) -> tuple[int, int]:
         """Row and padding of a sample, 0 where none of the processors asks for it."""
-        heeding = _COUNTING.keys() | _KEEPING_PROMPTS
-        heeded = any(transformers_name(cls) in heeding for one in processors for cls in type(one).__mro__)
-        return row if any(map(_may_index, processors)) else 0, padding if heeded else 0
+        return row if any(map(may_index, processors)) else 0, padding if any(map(heeds_padding, processors)) else 0
 
     @staticmethod
     def is_static(processor: "LogitsProcessor") -> bool:
         """Whether a processor looks at the scores alone, and never asks the host about them."""
-        return transformers_name(type(processor)) in _STATIC
+        return is_static(processor)
 
     @property
     def temperature(self) -> float | None:
@@ -131,7 +91,7 @@ class Warp:
     @property
     def untruncated_temperature(self) -> float | None:
         """The same without top-k and top-p."""
-        return _dividing([one for one in self.processors if not _truncates(one)])
+        return _dividing([one for one in self.processors if not truncates(one)])
 
     @property
     def constants(self) -> tuple[tuple[str, tuple[tuple[str, float], ...]], ...]:
@@ -160,7 +120,7 @@ class Warp:
         state_of: Callable[[int], PathState] = lambda row: PathState(()),
     ) -> Tensor:
         """The same without top-k and top-p, which take long and which drafts that are but guesses can do without."""
-        truncating = {place for place, one in enumerate(self.processors) if _truncates(one)}
+        truncating = {place for place, one in enumerate(self.processors) if truncates(one)}
         return self._processed(logits, path_of, state_of, truncating)
 
     def trimmed(
@@ -171,7 +131,7 @@ class Warp:
     ) -> "tuple[Tensor, LogitsProcessor | None]":
         """What to draw from: scores, and top-k or top-p if it comes last and is still to be done."""
         last = len(self.processors) - 1
-        if last < 0 or not _truncates(self.processors[last]):
+        if last < 0 or not truncates(self.processors[last]):
             return self(logits, path_of, state_of), None
         return self._processed(logits, path_of, state_of, {last}), self.processors[last]
 
@@ -190,7 +150,7 @@ class Warp:
                 continue
             if place in self._followers:
                 scores = _followed(processor, self._followers[place], scores, logits, state_of)
-            elif transformers_name(type(processor)) in _PATH_FREE:
+            elif is_path_free(processor):
                 scores = truncate(processor, scores)
             elif len(scores):
                 if not paths:
@@ -208,7 +168,7 @@ class Warp:
             processed = processor(path.repeat(count, 1), given)
         except AssertionError as error:
             raise ValueError(
-                f"{_name(processor)} did not expect a row of a draft tree ({error or 'an assertion failed'}): "
+                f"{name_of(processor)} did not expect a row of a draft tree ({error or 'an assertion failed'}): "
                 "processors have to be functions of the tokens before a row and of its scores, or a StatefulProcessor, "
                 "with fork() and accept(token)"
             ) from error
@@ -234,71 +194,21 @@ def _dividing(processors: Sequence[Any]) -> float | None:
     return float(processors[0].temperature) if only else None
 
 
-def _counting_less(processor: Any, columns: int) -> Any:
-    """The processor for texts that begin this many columns later."""
-    attribute = _COUNTING.get(transformers_name(type(processor)))
-    if not columns or attribute is None or getattr(processor, attribute) is None:
-        return processor
-    own = copy(processor)
-    setattr(own, attribute, max(0, getattr(processor, attribute) - columns))
-    return own
-
-
-def _check(processor: Any, padding: int) -> None:
-    """Raises TypeError or ValueError for a processor that rows of draft trees cannot be put through."""
-    if not callable(processor):
-        raise TypeError(f"a logits processor is a function of input_ids and scores, got {processor!r}")
-    if isinstance(processor, StatefulProcessor):
-        return
-    if (library := type(processor).__module__.partition(".")[0]) in _FOLLOWING:
-        raise ValueError(
-            f"{library}'s {_name(processor)} follows one text token by token; it cannot judge the nodes of a "
-            "tree, which branch: pass a grammar=, or make it a StatefulProcessor, with fork() and accept(token)"
-        )
-    names = set(map(transformers_name, type(processor).__mro__))
-    if refused := names & _NOT_FOR_TREES:
-        raise ValueError(f"{refused.pop()} cannot judge the nodes of a tree: they are not one sequence")
-    if padding and (keeping := names & _KEEPING_PROMPTS):
-        raise ValueError(
-            f"{keeping.pop()} takes padding for a part of the prompts; decode one prompt at a time with it"
-        )
-
-
-def _may_index(processor: Any) -> bool:
-    """Whether what a processor does to a row may depend on the row's number in the batch."""
-    return not isinstance(processor, StatefulProcessor) and transformers_name(type(processor)) in {"", *_INDEXING}
-
-
-def _is_freezing(processor: Any) -> bool:
-    """Whether a processor divides by a temperature so low that the most probable token always wins."""
-    if transformers_name(type(processor)) != "TemperatureLogitsWarper":
-        return False
-    return as_temperature("temperature", processor.temperature) == 0
-
-
 def _like(processor: Any, processed: Any, given: Tensor) -> Tensor:
     """Scores that a processor returned; raises TypeError or ValueError unless they are shaped like those given."""
     if not isinstance(processed, Tensor):
-        raise TypeError(f"{_name(processor)} returned a {type(processed).__name__}, not a tensor of scores")
+        raise TypeError(f"{name_of(processor)} returned a {type(processed).__name__}, not a tensor of scores")
     if processed.shape != given.shape:
         raise ValueError(
-            f"{_name(processor)} returned scores of the shape {list(processed.shape)}, not {list(given.shape)} as given"
+            f"{name_of(processor)} returned scores of the shape {list(processed.shape)}, not "
+            f"{list(given.shape)} as given"
         )
     return processed
 
 
-def _name(processor: Any) -> str:
-    """A function's own name, otherwise the class's."""
-    return str(getattr(processor, "__name__", type(processor).__name__))
-
-
-def _truncates(processor: Any) -> bool:
-    return transformers_name(type(processor)) in _TRUNCATING and processor.filter_value == -math.inf
-
-
 def truncate(processor: Any, scores: Tensor) -> Tensor:
     """Applies a processor that looks at the scores alone; top-k and top-p, on a GPU, without their sorting."""
-    if transformers_name(type(processor)) in _TRUNCATING and choice.wants_triton("truncate", scores):
+    if is_truncating(processor) and choice.wants_triton("truncate", scores):
         return scores.masked_fill(scores < _lowest(processor, scores)[:, None], processor.filter_value)
     return processor(scores.new_zeros(len(scores), 1, dtype=torch.long), scores)
 

@@ -1,0 +1,144 @@
+"""What is known of transformers' logits processors, by the identity of their classes: others may have the same names.
+
+Shapes: none; processors are looked at, not called.
+"""
+
+import math
+from copy import copy
+from importlib import import_module
+from typing import Any
+
+from arbordraft.checks import as_temperature
+from arbordraft.stateful import StatefulProcessor
+
+_MODULES = ("transformers.generation.logits_process", "transformers.generation.stopping_criteria")
+_NAMES: dict[type, str] = {}  # filled when it is first read, which no compiled code may be the first to do
+# Of transformers' own processors, by the names of their classes (subclasses may do other things).
+# These look at the scores alone: they run once over all rows. Any other one runs per row, on the row's path.
+_PATH_FREE = frozenset(
+    {
+        "EpsilonLogitsWarper",
+        "EtaLogitsWarper",
+        "InfNanRemoveLogitsProcessor",
+        "LogitNormalization",
+        "MinPLogitsWarper",
+        "SuppressTokensLogitsProcessor",
+        "TemperatureLogitsWarper",
+        "TopHLogitsWarper",
+        "TopKLogitsWarper",
+        "TopPLogitsWarper",
+        "TypicalLogitsWarper",
+    }
+)
+_TRUNCATING = frozenset({"TopKLogitsWarper", "TopPLogitsWarper"})
+# Those of them that are plain arithmetic with a few numbers. The others check their arguments, which takes the host,
+# or index with a mask.
+_STATIC = _PATH_FREE - {"EtaLogitsWarper", "SuppressTokensLogitsProcessor", "TopHLogitsWarper"}
+# Processors that keep a state from call to call, or expect a second, unconditional row: the rows of a tree
+# are neither a sequence nor such a pair.
+_NOT_FOR_TREES = frozenset(
+    {
+        "ClassifierFreeGuidanceLogitsProcessor",
+        "DiaClassifierFreeGuidanceLogitsProcessor",
+        "DiaEOSDelayPatternLogitsProcessor",
+        "SynthIDTextWatermarkLogitsProcessor",
+        "UnbatchedClassifierFreeGuidanceLogitsProcessor",
+        "WhisperNoSpeechDetection",
+    }
+)
+# Libraries whose processors follow one text token by token, as a matcher of a grammar does.
+_FOLLOWING = frozenset({"guidance", "llguidance", "outlines", "outlines_core", "transformers_cfg", "xgrammar"})
+# Processors that count from the first column of the batch, by the attribute that says to where.
+_COUNTING = {
+    "ExponentialDecayLengthPenalty": "regulation_start",
+    "ForcedEOSTokenLogitsProcessor": "max_length",
+    "MinLengthLogitsProcessor": "min_length",
+    "MinNewTokensLengthLogitsProcessor": "prompt_length_to_skip",
+    "RepetitionPenaltyLogitsProcessor": "prompt_ignore_length",
+    "SuppressTokensAtBeginLogitsProcessor": "begin_index",
+}
+# Processors that keep the prompts of the batch they were built for, padding included.
+_KEEPING_PROMPTS = frozenset({"EncoderNoRepeatNGramLogitsProcessor", "EncoderRepetitionPenaltyLogitsProcessor"})
+# Processors that ask which row of the batch they see. Those of users may, too.
+_INDEXING = _KEEPING_PROMPTS | {"PrefixConstrainedLogitsProcessor"}
+
+
+def transformers_name(cls: type) -> str:
+    """Name of a logits processor or stopping criterion of transformers; empty for other classes, also derived ones."""
+    if not _NAMES:
+        known = (entry for module in _MODULES for entry in vars(import_module(module)).values())
+        _NAMES.update((one, one.__name__) for one in known if isinstance(one, type) and one.__module__ in _MODULES)
+    return _NAMES.get(cls, "")
+
+
+def is_path_free(processor: Any) -> bool:
+    """Whether a processor looks at the scores alone."""
+    return transformers_name(type(processor)) in _PATH_FREE
+
+
+def is_static(processor: Any) -> bool:
+    """Whether a processor looks at the scores alone, and never asks the host about them."""
+    return transformers_name(type(processor)) in _STATIC
+
+
+def is_truncating(processor: Any) -> bool:
+    """Whether a processor is top-k or top-p."""
+    return transformers_name(type(processor)) in _TRUNCATING
+
+
+def heeds_padding(processor: Any) -> bool:
+    """Whether a processor counts the columns in front of a prompt, or keeps what is there."""
+    heeding = _COUNTING.keys() | _KEEPING_PROMPTS
+    return any(transformers_name(cls) in heeding for cls in type(processor).__mro__)
+
+
+def counting_less(processor: Any, columns: int) -> Any:
+    """The processor for texts that begin this many columns later."""
+    attribute = _COUNTING.get(transformers_name(type(processor)))
+    if not columns or attribute is None or getattr(processor, attribute) is None:
+        return processor
+    own = copy(processor)
+    setattr(own, attribute, max(0, getattr(processor, attribute) - columns))
+    return own
+
+
+def check_for_trees(processor: Any, padding: int) -> None:
+    """Raises TypeError or ValueError for a processor that rows of draft trees cannot be put through."""
+    if not callable(processor):
+        raise TypeError(f"a logits processor is a function of input_ids and scores, got {processor!r}")
+    if isinstance(processor, StatefulProcessor):
+        return
+    if (library := type(processor).__module__.partition(".")[0]) in _FOLLOWING:
+        raise ValueError(
+            f"{library}'s {name_of(processor)} follows one text token by token; it cannot judge the nodes of a "
+            "tree, which branch: pass a grammar=, or make it a StatefulProcessor, with fork() and accept(token)"
+        )
+    names = set(map(transformers_name, type(processor).__mro__))
+    if refused := names & _NOT_FOR_TREES:
+        raise ValueError(f"{refused.pop()} cannot judge the nodes of a tree: they are not one sequence")
+    if padding and (keeping := names & _KEEPING_PROMPTS):
+        raise ValueError(
+            f"{keeping.pop()} takes padding for a part of the prompts; decode one prompt at a time with it"
+        )
+
+
+def may_index(processor: Any) -> bool:
+    """Whether what a processor does to a row may depend on the row's number in the batch."""
+    return not isinstance(processor, StatefulProcessor) and transformers_name(type(processor)) in {"", *_INDEXING}
+
+
+def is_freezing(processor: Any) -> bool:
+    """Whether a processor divides by a temperature so low that the most probable token always wins."""
+    if transformers_name(type(processor)) != "TemperatureLogitsWarper":
+        return False
+    return as_temperature("temperature", processor.temperature) == 0
+
+
+def name_of(processor: Any) -> str:
+    """A function's own name, otherwise the class's."""
+    return str(getattr(processor, "__name__", type(processor).__name__))
+
+
+def truncates(processor: Any) -> bool:
+    """Whether a processor is top-k or top-p, and bans what it does not keep."""
+    return is_truncating(processor) and processor.filter_value == -math.inf
