@@ -285,6 +285,7 @@ REFUSED = {
     "no item": ({"input": []}, "input", "entry"),
     "no role": ({"input": [{"content": "x"}]}, "input.0", "role is missing"),
     "another item's field": ({"input": [{**CALL, "output": "x"}]}, "input.0", "output is no field"),
+    "arguments": ({"input": [{**CALL, "arguments": "[1]"}]}, "input.0.arguments", "JSON text of an object"),
     "an unknown call": (
         {"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]},
         "input.0.call_id",

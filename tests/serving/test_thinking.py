@@ -7,6 +7,8 @@ import pytest
 from callers import MARKS, TAGGED, TEMPLATES, caller_tokenizer, speaker
 from fastapi.testclient import TestClient
 from models import EOS
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
 
 from arbordraft.engine import Engine
 from arbordraft.grammars import Grammar, GrammarCompiler
@@ -15,6 +17,7 @@ from arbordraft.serving.calls import call_format, embedded
 from arbordraft.serving.service import Service
 from arbordraft.serving.thinking import Thinking, ThoughtReader, thinking_of
 
+EVENT = TypeAdapter(ResponseStreamEvent)
 _TURN = "{{ 'assistant: ' }}"
 assert _TURN in TAGGED
 # As Qwen3: the model begins its thoughts itself, unless it is told not to think.
@@ -206,6 +209,32 @@ def test_streams_tell_thoughts_first(served):
         assert said == {"reasoning_content": message.get("reasoning_content", ""), "content": message["content"]}
     assert last["usage"]["completion_tokens_details"] == whole["usage"]["completion_tokens_details"]
     assert any(choice["message"].get("reasoning_content") for choice in whole["choices"])
+
+
+def test_responses_have_thoughts_as_items(served):
+    http, service = served
+    asked = asking(service, max_tokens=20)
+    expected = [choice["message"] for choice in ask(http, **asked)["choices"]]
+    body = {"input": "hi", "temperature": 2, "logit_bias": asked["logit_bias"], "max_output_tokens": 20}
+    chosen = sorted(enumerate(expected, 3), key=lambda known: "reasoning_content" not in known[1])[:3]
+    assert "reasoning_content" in chosen[0][1]
+    for seed, message in chosen:
+        whole = http.post("/v1/responses", json={**body, "seed": seed}).json()
+        thoughts = [item["content"][0]["text"] for item in whole["output"] if item["type"] == "reasoning"]
+        words = [item["content"][0]["text"] for item in whole["output"] if item["type"] == "message"]
+        assert "".join(thoughts) == message.get("reasoning_content", "")
+        assert "".join(words) == message["content"]
+        text = http.post("/v1/responses", json={**body, "seed": seed, "stream": True}).text
+        events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
+        for event in events:
+            EVENT.validate_python(event)
+        for kind, told in (("reasoning_text", thoughts), ("output_text", words)):
+            deltas = [event["delta"] for event in events if event["type"] == f"response.{kind}.delta"]
+            assert "".join(deltas) == "".join(told)
+        assert events[-1]["response"]["usage"] == whole["usage"]
+        assert whole["usage"]["output_tokens_details"]["reasoning_tokens"] >= bool(thoughts)
+        back = http.post("/v1/responses", json={**body, "input": [USER, *whole["output"], USER]})
+        assert back.status_code == 200
 
 
 def test_no_thoughts_where_the_prompt_has_ended_them(served):

@@ -71,33 +71,57 @@ class _Call(_Item):
         yield from super().end(status)
 
 
-class _Message(_Item):
-    """Words, in the only part of a message's content."""
+class _Text(_Item):
+    """Text in the only part of an item's content.
 
-    def __init__(self) -> None:
-        super().__init__("msg", type="message", role="assistant")
+    Args:
+        prefix: of its id.
+        part: before any text has come.
+        fields: that it has besides those that grow.
+    """
+
+    def __init__(self, prefix: str, part: dict[str, Any], **fields: Any) -> None:
+        super().__init__(prefix, **fields)
         self._place["content_index"] = 0
-        self._content: list[dict[str, Any]] = []
+        self._part, self._begun = part, False
 
     @property
     def shown(self) -> dict[str, Any]:
-        return {**self._fields, "content": [{**part} for part in self._content]}
+        return {**self._fields, "content": [{**self._part}] if self._begun else []}
 
     def begin(self) -> Iterator[Event]:
         yield from super().begin()
-        self._content.append({"type": "output_text", "text": "", "annotations": [], "logprobs": []})
-        yield "content_part.added", {**self._place, "part": {**self._content[0]}}
+        self._begun = True
+        yield "content_part.added", {**self._place, "part": {**self._part}}
 
     def add(self, text: str, logprobs: Sequence[Any] = ()) -> Iterator[Event]:
-        self._content[0]["text"] += text
-        self._content[0]["logprobs"] += logprobs
-        yield "output_text.delta", {**self._place, "delta": text, "logprobs": list(logprobs)}
+        self._part["text"] += text
+        news: dict[str, Any] = {"delta": text}
+        if "logprobs" in self._part:
+            self._part["logprobs"] += logprobs
+            news["logprobs"] = list(logprobs)
+        yield f"{self._part['type']}.delta", {**self._place, **news}
 
     def end(self, status: str) -> Iterator[Event]:
-        (part,) = self._content
-        yield "output_text.done", {**self._place, "text": part["text"], "logprobs": part["logprobs"]}
-        yield "content_part.done", {**self._place, "part": {**part}}
+        told: dict[str, Any] = {name: self._part[name] for name in ("text", "logprobs") if name in self._part}
+        yield f"{self._part['type']}.done", {**self._place, **told}
+        yield "content_part.done", {**self._place, "part": {**self._part}}
         yield from super().end(status)
+
+
+class _Thoughts(_Text):
+    """What the model thought first."""
+
+    def __init__(self) -> None:
+        super().__init__("rs", {"type": "reasoning_text", "text": ""}, type="reasoning", summary=[])
+
+
+class _Message(_Text):
+    """The words of the answer."""
+
+    def __init__(self) -> None:
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        super().__init__("msg", part, type="message", role="assistant")
 
 
 class ResponseShape(ChatShape):
@@ -117,6 +141,7 @@ class ResponseShape(ChatShape):
         super().__init__(service, question)
         self._items: list[_Item] = []
         self._events, self._cut = 0, False
+        self._known: list[dict[str, Any]] = []  # log-probabilities of tokens whose text is still to come
         format = asked.text.format.model_dump(by_alias=True, exclude_none=True, exclude_unset=True)
         tools = [{**tool.model_dump(), "strict": True} for tool in asked.tools]
         choice = question.tool_choice
@@ -171,11 +196,13 @@ class ResponseShape(ChatShape):
 
     def _added(self, piece: Piece) -> Iterator[Event]:
         """Events of what is new."""
-        if piece.text or (piece.logprobs and not self.calling):
-            logprobs = [known.to_dict() for known in self._logprobs(piece)] if self.logprobs else []
-            if not (self._items and isinstance(self._items[-1], _Message)):
-                yield from self._next(_Message())
-            yield from self._items[-1].add(piece.text, logprobs)
+        if piece.thoughts:
+            yield from self._more(_Thoughts, piece.thoughts)
+        elif self.logprobs:
+            self._known += [known.to_dict() for known in self._logprobs(piece)]
+        if piece.text:
+            known, self._known = self._known, []
+            yield from self._more(_Message, piece.text, known)
         for part in piece.calls:
             if part.name is not None:
                 yield from self._next(_Call(part.name))
@@ -183,10 +210,18 @@ class ResponseShape(ChatShape):
                 yield from self._items[-1].add(part.arguments)
         self._cut = piece.finish_reason == "length"
 
+    def _more(self, kind: type[_Thoughts | _Message], text: str, logprobs: Sequence[Any] = ()) -> Iterator[Event]:
+        """Appends to the last item, or to a new one if that is of another kind."""
+        if not (self._items and isinstance(self._items[-1], kind)):
+            yield from self._next(kind())
+        yield from self._items[-1].add(text, logprobs)
+
     def _ended(self) -> Iterator[Event]:
         """Events of the end; an answer without a token is an empty message."""
         if not self._items:
             yield from self._next(_Message())
+        if self._known and isinstance(self._items[-1], _Message):
+            yield from self._items[-1].add("", self._known)
         yield from self._items[-1].end(self._outcome)
 
     def _next(self, item: _Item) -> Iterator[Event]:

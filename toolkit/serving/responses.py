@@ -12,7 +12,7 @@ from arbordraft.serving.errors import ApiError
 from arbordraft.serving.fields import MESSAGE_HINTS, REQUEST_HINTS, REQUEST_NOTHING, TOOL_HINTS, Fields, Text
 from arbordraft.serving.messages import Part, parts_of
 from arbordraft.serving.schema import ChatQuestion
-from arbordraft.serving.structure import Function, Name
+from arbordraft.serving.structure import Arguments, Function, Name
 
 _LOGPROBS = "message.output_text.logprobs"
 # Fields that a chat has under the same names; it checks their values.
@@ -58,7 +58,7 @@ class Item(Fields):
     summary: Content = ()
     call_id: Text | None = None
     name: Name | None = None
-    arguments: Text | None = None
+    arguments: Arguments | None = None
     output: Content = ()
 
     @field_validator("type", mode="before")

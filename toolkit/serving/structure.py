@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from arbordraft.grammars import Grammar
 from arbordraft.serving.errors import ApiError
@@ -137,24 +137,26 @@ class ToolChoice(Fields):
         return self
 
 
+def _object(arguments: str) -> str:
+    if not arguments.strip():
+        return "{}"
+    try:
+        if not isinstance(json.loads(arguments), dict):
+            raise ValueError("it is another value")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"arguments are the JSON text of an object, and this is not one: {error}") from error
+    return arguments
+
+
+Arguments = Annotated[Text, AfterValidator(_object)]  # JSON text of an object; no text stands for an empty one
+
+
 class CalledFunction(Fields):
-    """A function with its arguments, as JSON text of an object; no text stands for an empty one."""
+    """A function with its arguments."""
 
     hints: ClassVar = CALL_HINTS
     name: Name
-    arguments: Text
-
-    @field_validator("arguments")
-    @classmethod
-    def _object(cls, arguments: str) -> str:
-        if not arguments.strip():
-            return "{}"
-        try:
-            if not isinstance(json.loads(arguments), dict):
-                raise ValueError("it is another value")
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"arguments are the JSON text of an object, and this is not one: {error}") from error
-        return arguments
+    arguments: Arguments
 
 
 class ToolCall(Fields):
@@ -171,4 +173,4 @@ class ToolCall(Fields):
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
 
-__all__ = ["Function", "ResponseFormat", "Tool", "ToolCall", "ToolChoice", "grammar_of"]
+__all__ = ["Arguments", "Function", "Name", "ResponseFormat", "Tool", "ToolCall", "ToolChoice", "grammar_of"]
