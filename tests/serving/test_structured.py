@@ -230,6 +230,24 @@ def test_words_are_what_they_are_without_a_grammar(style, name):
         assert reply.choices[index].message.tool_calls is None
 
 
+def test_what_no_grammar_holds_is_checked_and_said(client):
+    """Without strict, as OpenAI's default is; the rest is held."""
+    pairs = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 2, "uniqueItems": True}
+    asked = {"response_format": json_format(pairs), "seed": 3, "n": 12, "temperature": 1.5}
+    seen = set()
+    for choice in chat(client, **asked).choices:
+        value, told = json.loads(choice.message.content), choice.arbordraft["schema"]
+        assert len(value) == 2
+        assert (told["checked"], told["valid"]) == (["uniqueItems"], value[0] != value[1])
+        assert (told["reason"] is None) == told["valid"]
+        seen.add(told["valid"])
+    assert seen == {True, False}
+    chunks = [chunk.choices[0] for chunk in chat(client, **{**asked, "n": 1}, stream=True)]
+    assert [hasattr(chunk, "arbordraft") for chunk in chunks] == [*[False] * (len(chunks) - 1), True]
+    held = chat(client, response_format=json_format({"enum": [1]}), seed=3).choices[0]
+    assert not hasattr(held, "arbordraft")
+
+
 OPEN = {"type": "boolean"}
 LOOSE = {
     "anything": {},
@@ -373,10 +391,16 @@ WRONG = {
         "required",
     ),
     "a keyword": (
-        {"response_format": json_format({"type": "array", "uniqueItems": True})},
+        {"response_format": json_format({"type": "array", "uniqueItems": True}, strict=True)},
         "response_format.json_schema.schema",
-        "uniqueItems",
+        "uniqueItems cannot be held",
     ),
+    "a pattern to be run": (
+        {"response_format": json_format({"not": {"pattern": "(a+)+$"}})},
+        "response_format.json_schema.schema",
+        "the server would have to run",
+    ),
+    "itself": ({"response_format": json_format({"$ref": "#"})}, "response_format.json_schema.schema", "hold itself"),
     "a schema's name": (
         {"response_format": json_format({}, name="a b")},
         "response_format.json_schema.name",
@@ -417,7 +441,7 @@ def test_all_kinds_share_a_batch(served, client):
         {"response_format": json_format(SCHEMA)},
         {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
         {"max_tokens": 30},
-        {"response_format": json_format({"type": "array", "uniqueItems": True})},
+        {"response_format": json_format({"type": "array", "uniqueItems": True}, strict=True)},
         {"tools": TOOLS, "max_tokens": 30},
     ]
 

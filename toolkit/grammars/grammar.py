@@ -8,7 +8,7 @@ from typing import Any
 from arbordraft.checks import instance
 from arbordraft.grammars.checking import SchemaCheck, checked
 from arbordraft.grammars.engine import explained, limits, matcher_class
-from arbordraft.grammars.schema import held
+from arbordraft.grammars.schema import expressions, held
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,12 @@ class Grammar:
             )
         definition = matcher_class().grammar_from_json_schema(json.dumps(found.schema, ensure_ascii=False))
         return cls("json_schema", definition, tuple(found.unheld), text)
+
+    @property
+    def runs_expressions(self) -> bool:
+        """Whether a check runs regular expressions of the schema, which may take any time."""
+        found = expressions(json.loads(self.schema or "{}"))
+        return "patternProperties" in found or "pattern" in self.unheld
 
     def check(self, text: str) -> SchemaCheck:
         """Whether a whole answer is valid by the schema, the keywords that it was not held to included.

@@ -121,7 +121,7 @@ class _Reader:
         for key, value in schema.items():
             if key in _LACKING:
                 if not (key == "uniqueItems" and value is False):
-                    self.lacking |= {key, *_expressions(value)}
+                    self.lacking |= {key, *expressions(value)}
             elif key in _NAMED and isinstance(value, Mapping):
                 made[key] = {name: self.read(one) for name, one in value.items()}
             elif key in _SCHEMAS or (key in _SCHEMA and isinstance(value, list)):
@@ -248,13 +248,13 @@ def _unlike(names: Collection[str]) -> str:
     return "|".join([*ways, *([] if "" in names else [""])])
 
 
-def _expressions(value: Any) -> set[str]:
+def expressions(value: Any) -> set[str]:
     """The keywords of regular expressions that occur somewhere in schemas."""
     if isinstance(value, list):
-        return set().union(*map(_expressions, value))
+        return set().union(*map(expressions, value))
     if not isinstance(value, Mapping):
         return set()
-    return ({"pattern", "patternProperties"} & value.keys()).union(*map(_expressions, value.values()))
+    return ({"pattern", "patternProperties"} & value.keys()).union(*map(expressions, value.values()))
 
 
 def _productive(schema: Any, root: Mapping[str, Any], above: set[int]) -> bool:
@@ -318,4 +318,4 @@ def _target(reference: Any, root: Any) -> Any:
     return place if reference == "#" or reference.startswith("#/") else None
 
 
-__all__ = ["HeldSchema", "held"]
+__all__ = ["HeldSchema", "expressions", "held"]

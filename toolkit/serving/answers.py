@@ -281,4 +281,9 @@ def call_id() -> str:
 
 
 def _extension(piece: Piece) -> dict[str, Any]:
-    return {"arbordraft": {"steps": list(piece.steps)}} if piece.steps else {}
+    """What only this server tells of an answer."""
+    shown: dict[str, Any] = {"steps": list(piece.steps)} if piece.steps else {}
+    if piece.check is not None:
+        keywords, valid, reason = piece.check
+        shown["schema"] = {"checked": list(keywords), "valid": valid, "reason": reason}
+    return {"arbordraft": shown} if shown else {}

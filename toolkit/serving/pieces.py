@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from arbordraft.grammars import SchemaCheck
 from arbordraft.serving.calls import CallFormat
 from arbordraft.serving.reading import CallPiece, CallReader
 from arbordraft.serving.thinking import Thinking, ThoughtReader
@@ -50,6 +51,7 @@ class Piece:
         finish_reason: see :class:`~arbordraft.streams.Answer`; ``tool_calls`` if the answer ended with those.
         calls: of tools.
         thoughts: what the model thought first.
+        check: of the whole answer, if its schema has keywords that no grammar holds.
     """
 
     index: int
@@ -60,6 +62,7 @@ class Piece:
     finish_reason: str | None = None
     calls: tuple[CallPiece, ...] = ()
     thoughts: str = ""
+    check: SchemaCheck | None = None
 
     def __add__(self, later: "Piece") -> "Piece":
         return Piece(
@@ -71,6 +74,7 @@ class Piece:
             later.finish_reason,
             self.calls + later.calls,
             self.thoughts + later.thoughts,
+            later.check,
         )
 
     def __bool__(self) -> bool:

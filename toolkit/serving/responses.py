@@ -112,7 +112,8 @@ class Format(Fields):
         """The same for a chat."""
         if self.type != "json_schema":
             return {"type": self.type}
-        return {"type": self.type, "json_schema": self.model_dump(by_alias=True, exclude={"type"}, exclude_unset=True)}
+        given = self.model_dump(by_alias=True, exclude={"type"}, exclude_unset=True)
+        return {"type": self.type, "json_schema": {**given, "strict": True}}  # an answer has no place for a check
 
 
 class TextOptions(Fields):

@@ -167,6 +167,11 @@ class Question(Fields, ABC):
         """
         return None
 
+    @property
+    def checks(self) -> Grammar | None:
+        """What finished answers are checked by; ``None`` if their grammar holds all that is asked."""
+        return None
+
     def grammar(self, calls: CallFormat | None, thinking: Thinking | None) -> Grammar | None:
         """What the answer may be, if not any text.
 
@@ -322,6 +327,12 @@ class ChatQuestion(Question):
     def thoughts(self, thinking: Thinking, prompt: list[int], spelling: Spelling) -> Thinking | None:
         said = self.messages[-1].text if self.continue_final_message else ""
         return thinking.behind(spelling.text(prompt[-_LAST_WORDS:]), said)
+
+    @property
+    def checks(self) -> Grammar | None:
+        form = self.response_format.json_schema
+        answer = None if form is None or form.strict else self.response_format.grammar
+        return answer if answer is not None and answer.unheld else None
 
     def grammar(self, calls: CallFormat | None, thinking: Thinking | None) -> Grammar | None:
         answer, schema = self.response_format.grammar, self.response_format.content

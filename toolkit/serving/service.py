@@ -22,6 +22,7 @@ from arbordraft.serving.metrics import Metrics, Watch
 from arbordraft.serving.pieces import Piece, Speller
 from arbordraft.serving.schema import CompletionQuestion, Question
 from arbordraft.serving.thinking import Thinking, thinking_of
+from arbordraft.serving.validity import Checker
 from arbordraft.spelling import Spelling
 from arbordraft.streams import Stream
 
@@ -106,7 +107,7 @@ class Service:
             watch.ended("refused")
             raise
         watch.taken(sum(len(request.prompt) for request in stream.requests))
-        return Call(stream, speller, watch)
+        return Call(stream, speller, watch, Checker(question.checks))
 
     def check_model(self, name: str) -> None:
         """Raises ApiError for a name that is not the model's."""
@@ -190,10 +191,11 @@ class Call:
         stream: what the engine says.
         speller: spells it.
         watch: counts it.
+        checker: checks it.
     """
 
-    def __init__(self, stream: Stream, speller: Spells, watch: Watch) -> None:
-        self.stream, self.speller, self.watch = stream, speller, watch
+    def __init__(self, stream: Stream, speller: Spells, watch: Watch, checker: Checker) -> None:
+        self.stream, self.speller, self.watch, self._checker = stream, speller, watch, checker
 
     async def pieces(self, http: HttpRequest) -> AsyncGenerator[Piece, None]:
         """What is said, by and by. If the client leaves, or nobody reads on, the engine stops at once.
@@ -207,7 +209,7 @@ class Call:
             async for event in self.stream:
                 self.watch.saw(event)
                 if (piece := self.speller(event)) and not self.stream.cancelled:
-                    yield piece
+                    yield await self._checker(piece)
             if self.stream.cancelled:
                 raise ApiError(499, "the client has left", code="cancelled")
             outcome = "finished"

@@ -16,29 +16,36 @@ _OBJECT = {"type": "object"}
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def grammar_of(schema: Mapping[str, Any], param: str) -> Grammar:
+def grammar_of(schema: Mapping[str, Any], param: str, strict: bool = True) -> Grammar:
     """The grammar of a schema.
 
     Args:
         schema: a client's.
         param: the field that it came in.
+        strict: refuse keywords that no grammar holds; else they are checked at the end.
 
     Raises:
-        ApiError: if it is no schema, or one that cannot be enforced.
+        ApiError: if it is no schema, or one that can neither be enforced nor, unless ``strict``, be checked.
     """
     try:
-        return Grammar.json_schema(schema)
+        grammar = Grammar.json_schema(schema, strict=strict)
+        if grammar.unheld and grammar.runs_expressions:
+            raise ValueError(
+                f"{', '.join(grammar.unheld)} cannot be held while text is written, nor checked, as the schema has "
+                "patterns that the server would have to run: leave one of them out"
+            )
     except (TypeError, ValueError) as error:
         raise ApiError(400, f"{param}: {error}", param=param, code="invalid_schema") from error
+    return grammar
 
 
 class JsonSchema(Fields):
-    """A schema with a name; it is enforced whether or not ``strict`` asks for it."""
+    """A schema with a name; all that can be held is held, whether or not ``strict`` asks for it."""
 
     name: Name
     description: Text = ""
     content: dict[str, Any] = Field(alias="schema")
-    strict: bool = True
+    strict: bool = False
 
 
 class ResponseFormat(Fields):
@@ -67,7 +74,9 @@ class ResponseFormat(Fields):
         Raises:
             ApiError: see :func:`grammar_of`.
         """
-        return None if self.content is None else grammar_of(self.content, "response_format.json_schema.schema")
+        strict = self.json_schema is not None and self.json_schema.strict
+        where = "response_format.json_schema.schema"
+        return None if self.content is None else grammar_of(self.content, where, strict)
 
 
 class Function(Fields):
