@@ -10,7 +10,7 @@ import pytest
 from models import EOS
 from spellers import SPEAKER_VOCAB, speller_tokenizer
 
-from arbordraft.grammars import Grammar, GrammarCompiler
+from arbordraft.grammars import Grammar, GrammarCompiler, productive
 
 TEXT = {"type": "string"}
 CLOSED = {"additionalProperties": False}
@@ -168,6 +168,15 @@ def test_no_name_passes_for_another_one(compiler):
 def test_what_cannot_be_held_is_named(schema, message):
     with pytest.raises(ValueError, match=message):
         Grammar.json_schema(schema)
+
+
+@pytest.mark.parametrize("last", [{"minimum": 2}, {"$ref": "#/$defs/a0"}], ids=["valid", "itself"])
+def test_references_that_multiply_are_followed_a_bounded_number_of_times(last, monkeypatch):
+    asked, target = [], productive._target
+    monkeypatch.setattr(productive, "_target", lambda *given: asked.append(given) or target(*given))
+    doubled = {f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}, {"$ref": f"#/$defs/a{i + 1}"}]} for i in range(40)}
+    productive.productive({"$ref": "#/$defs/a0", "$defs": {**doubled, "a40": last}})
+    assert len(asked) <= 20_000
 
 
 LOOSE = {

@@ -6,11 +6,12 @@ Whatever is written here admits no answer that the schema does not, but for the 
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from arbordraft.grammars.engine import explained, limits, matcher_class
+from arbordraft.grammars.productive import kinds_of, productive
 
 # Keywords that the engine skips, or cannot read while a text is written.
 _LACKING = frozenset(
@@ -61,7 +62,7 @@ def held(schema: Mapping[str, Any], *, whitespace: bool = False) -> HeldSchema:
     Raises:
         ValueError: if it is no schema, or nothing is valid by it.
     """
-    if not _productive(schema, schema, set()):
+    if not productive(schema):
         raise ValueError("nothing is valid by it: to end, a value would have to hold itself")
     failures = []
     for named, patterns in ((True, True), (False, True), (False, False)):
@@ -136,7 +137,7 @@ class _Reader:
         return made
 
     def _numbers(self, schema: dict[str, Any]) -> None:
-        kinds = _kinds(schema)
+        kinds = kinds_of(schema)
         whole = "integer" in kinds and "number" not in kinds
         for key, sign in (("minimum", 1), ("exclusiveMinimum", 1), ("maximum", -1), ("exclusiveMaximum", -1)):
             bound = schema.get(key)
@@ -207,11 +208,6 @@ class _Reader:
             self.lacking.add("minProperties")
 
 
-def _kinds(schema: Mapping[str, Any]) -> Collection[str]:
-    kinds = schema.get("type", ())
-    return [kinds] if isinstance(kinds, str) else kinds if isinstance(kinds, list) else ()
-
-
 def _beyond(bound: float, sign: int, exclusive: bool) -> float:
     """The number nearest to a bound that lies on its right side, as a double."""
     if abs(bound) <= _EXACT:
@@ -255,67 +251,6 @@ def expressions(value: Any) -> set[str]:
     if not isinstance(value, Mapping):
         return set()
     return ({"pattern", "patternProperties"} & value.keys()).union(*map(expressions, value.values()))
-
-
-def _productive(schema: Any, root: Mapping[str, Any], above: set[int]) -> bool:
-    """Whether some finite value can be valid by a schema, as far as references decide that."""
-    if not isinstance(schema, Mapping) or "enum" in schema or "const" in schema:
-        return True
-    if id(schema) in above:
-        return False
-    above = above | {id(schema)}
-
-    def ends(one: Any) -> bool:
-        return _productive(one, root, above)
-
-    target = _target(schema.get("$ref"), root)
-    if target is not None and not ends(target):
-        return False
-    if not all(map(ends, _list(schema.get("allOf")))):
-        return False
-    for key in ("anyOf", "oneOf"):
-        if (options := _list(schema.get(key))) and not any(map(ends, options)):
-            return False
-    kinds = _kinds(schema)
-    if not kinds or set(kinds) - {"object", "array"}:
-        return True
-    if "object" in kinds and _object_ends(schema, ends):
-        return True
-    return "array" in kinds and _array_ends(schema, ends)
-
-
-def _object_ends(schema: Mapping[str, Any], ends: Callable[[Any], bool]) -> bool:
-    properties = schema.get("properties")
-    needed = [name for name in _list(schema.get("required")) if isinstance(name, str)]
-    return all(ends(properties.get(name, True)) for name in needed) if isinstance(properties, Mapping) else True
-
-
-def _array_ends(schema: Mapping[str, Any], ends: Callable[[Any], bool]) -> bool:
-    least = schema.get("minItems", 0)
-    if not isinstance(least, int) or least <= 0:
-        return True
-    first = _list(schema.get("prefixItems"))[:least]
-    return all(map(ends, first)) and (len(first) >= least or ends(schema.get("items", True)))
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _target(reference: Any, root: Any) -> Any:
-    """What a local reference points to; ``None`` where it does not lead into this document."""
-    if not isinstance(reference, str) or not reference.startswith("#"):
-        return None
-    place = root
-    for part in reference[1:].split("/")[1:]:
-        part = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(place, list) and part.isdigit() and int(part) < len(place):
-            place = place[int(part)]
-        elif isinstance(place, Mapping) and part in place:
-            place = place[part]
-        else:
-            return None
-    return place if reference == "#" or reference.startswith("#/") else None
 
 
 __all__ = ["HeldSchema", "expressions", "held"]
