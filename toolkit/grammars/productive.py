@@ -18,7 +18,7 @@ def productive(root: Mapping[str, Any]) -> bool:
 
 
 class _Search:
-    """Follows references of a schema a bounded number of times, as they can multiply; beyond that it objects to nothing.
+    """Follows references a bounded number of times, as they can multiply; beyond that it objects to nothing.
 
     Args:
         root: the document that references lead into.
