@@ -19,7 +19,7 @@ target onnx_graph
 verifiers coupling
 heads onnx_networks drafters deciders grammars static
 testing
-output generation spelling huggingface lengths texts prompts parts state step_log cohorts processing stepping
+output generation stops spelling huggingface lengths texts prompts parts state step_log cohorts processing stepping
 batching requests streams engine decoder target_initialised
 timing measuring builders loading tuning drawing mlflow_server bench
 training exports serving

@@ -7,7 +7,8 @@ import pytest
 from spellings import KINDS, OnlyDecodes, byte_level, byte_tokens, drawn, ids_of
 
 from arbordraft.requests import Ends
-from arbordraft.spelling import Pieces, Spelling, Spelt, Stops
+from arbordraft.spelling import Pieces, Spelling, Spelt
+from arbordraft.stops import Stops
 
 
 def decoded(tokenizer, tokens: Sequence[int]) -> str:

@@ -3,15 +3,16 @@
 A token may be a part of a character: bytes of byte-level tokenizers, or byte tokens ``<0xE6>`` of SentencePiece.
 """
 
-import copy
 import re
 from codecs import getincrementaldecoder, utf_8_decode
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from arbordraft.stops import Stops
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -228,54 +229,6 @@ class _Decoding:
             self._told = len(self._spelling.text(self._window)) - waits
 
 
-class Stops:
-    """Finds the first of several texts in another one, letter by letter.
-
-    How long these texts are makes no difference to the work per letter (Knuth, Morris and Pratt).
-    """
-
-    def __init__(self, texts: Iterable[str]) -> None:
-        self._texts = tuple(texts)
-        self._sizes = [0] * len(self._texts)  # how much of each of them the text ends with
-        # Of their first letters, as far as they were needed: how many of them these end with, all of them left out.
-        self._borders = [[0] for _ in self._texts]
-
-    def __bool__(self) -> bool:
-        return bool(self._texts)
-
-    @property
-    def begun(self) -> int:
-        """Letters at the end of the text that may be the beginning of a stop."""
-        return max(self._sizes, default=0)
-
-    def add(self, letter: str) -> int:
-        """The length of the longest stop that ends with this letter, or 0."""
-        found = 0
-        for index, (text, size, borders) in enumerate(zip(self._texts, self._sizes, self._borders, strict=True)):
-            while size and text[size] != letter:
-                size = borders[size - 1]
-            size += text[size] == letter
-            while len(borders) < size:
-                border = borders[-1]
-                while border and text[len(borders)] != text[border]:
-                    border = borders[border - 1]
-                borders.append(border + (text[len(borders)] == text[border]))
-            if size == len(text):
-                found, size = max(found, size), borders[-1]
-            self._sizes[index] = size
-        return found
-
-    def find(self, text: str) -> bool:
-        """Whether a stop ends in some more text."""
-        return any(map(self.add, text))
-
-    def fork(self) -> Self:
-        """Another one that goes on from here."""
-        other = copy.copy(self)
-        other._sizes = [*self._sizes]
-        return other
-
-
 class Pieces:
     """Turns tokens into text as they come, so that what was said never changes later.
 
@@ -373,4 +326,4 @@ class Pieces:
             letters -= len(spelt.text)
 
 
-__all__ = ["Pieces", "Spelling", "Spelt", "Stops", "TokenSpelling", "is_text"]
+__all__ = ["Pieces", "Spelling", "Spelt", "TokenSpelling", "is_text"]
