@@ -215,6 +215,41 @@ def test_a_processor_that_fails_ends_its_own_request(name, temperature):
     assert [stream.result()[0].tokens for stream in streams] == [alone(made, request)[0] for request in others]
 
 
+@pytest.mark.parametrize("name", COUPLINGS)
+@pytest.mark.parametrize("score", [-torch.inf, torch.nan])
+def test_a_processor_that_leaves_nothing_to_draw_ends_its_own_request(name, score):
+    def forbidding(input_ids, scores):
+        return torch.full_like(scores, score) if input_ids.shape[1] >= 12 else scores
+
+    made = decoder(*COUPLINGS[name])
+    engine = Engine(made, max_tokens=500)
+    kept, lost = (
+        engine.submit(Request(prompt=prompt, max_new_tokens=12, temperature=1.0, seed=1, ends=(), processors=own))
+        for prompt, own in [(PROMPTS[0], ()), (text(9, 1), [forbidding])]
+    )
+    engine.run()
+    with pytest.raises(ValueError, match="check the processors"):
+        lost.result()
+    assert kept.result()[0].tokens == alone(made, kept.request)[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_processors_may_return_scores_of_another_dtype(dtype):
+    made = decoder()
+
+    def halved(input_ids, scores):
+        return (scores / 2).to(dtype).float()
+
+    def narrowed(input_ids, scores):
+        return halved(input_ids, scores).to(dtype)
+
+    want, got = (
+        made.generate(torch.tensor(PROMPTS[:1] * 2), max_new_tokens=8, logits_processor=[own])
+        for own in (halved, narrowed)
+    )
+    assert got.tolist() == want.tolist()
+
+
 def test_logits_that_are_no_numbers_end_their_own_request():
     model = tiny()
     with torch.no_grad():

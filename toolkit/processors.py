@@ -195,7 +195,7 @@ def _dividing(processors: Sequence[Any]) -> float | None:
 
 
 def _like(processor: Any, processed: Any, given: Tensor) -> Tensor:
-    """Scores that a processor returned; raises TypeError or ValueError unless they are shaped like those given."""
+    """Scores that a processor returned, in the dtype of those given; raises unless they have their shape, too."""
     if not isinstance(processed, Tensor):
         raise TypeError(f"{name_of(processor)} returned a {type(processed).__name__}, not a tensor of scores")
     if processed.shape != given.shape:
@@ -203,7 +203,7 @@ def _like(processor: Any, processed: Any, given: Tensor) -> Tensor:
             f"{name_of(processor)} returned scores of the shape {list(processed.shape)}, not "
             f"{list(given.shape)} as given"
         )
-    return processed
+    return processed.to(given.dtype)
 
 
 def truncate(processor: Any, scores: Tensor) -> Tensor:
