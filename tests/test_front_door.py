@@ -176,6 +176,8 @@ def test_sampling_settings_count():
     made = decoder()
     greedy = made.complete("hello", max_new_tokens=20)
     assert made.complete("hello", max_new_tokens=20, temperature=3, top_k=1, seed=0) == greedy
+    free, most = (made.complete("hello", max_new_tokens=20, temperature=3, top_k=k, seed=0) for k in (0, 10**30))
+    assert most == free
     assert made.complete("hello", max_new_tokens=20, temperature=3, top_p=1e-9, seed=0) == greedy
     assert made.complete("hello", max_new_tokens=20, temperature=3, seed=0) != greedy
 

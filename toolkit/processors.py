@@ -225,7 +225,7 @@ def truncated(processor: "LogitsProcessor | None", scores: Tensor) -> tuple[Tens
 def _lowest(processor: Any, scores: Tensor) -> Tensor:
     """``[R]`` the lowest scores that top-k or top-p keep."""
     if transformers_name(type(processor)) == "TopKLogitsWarper":
-        return lowest_kept(scores, processor.top_k)
+        return lowest_kept(scores, min(processor.top_k, scores.shape[1]))
     return lowest_kept(scores, processor.min_tokens_to_keep, processor.top_p)
 
 
@@ -235,7 +235,7 @@ def surely_kept(processor: Any, scores: Tensor, tokens: Sequence[int]) -> list[b
     before = scores >= scores.gather(1, chosen)  # what may come before it, itself not counted
     before.scatter_(1, chosen, False)
     if transformers_name(type(processor)) == "TopKLogitsWarper":
-        return (before.sum(dim=1) < processor.top_k).tolist()
+        return (before.sum(dim=1) < min(processor.top_k, scores.shape[1])).tolist()
     return ((scores.softmax(dim=1) * before).sum(dim=1) < processor.top_p - _ROUNDING).tolist()
 
 

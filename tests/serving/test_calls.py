@@ -9,7 +9,9 @@ from models import EOS
 
 from arbordraft.grammars import Grammar, GrammarCompiler
 from arbordraft.serving.calls import call_format
+from arbordraft.serving.pieces import Speller
 from arbordraft.serving.reading import CallReader
+from arbordraft.streams import Event
 
 X = {"type": "object", "properties": {"x": {"type": "integer"}, "s": {"type": "string"}}, "required": ["x"]}
 TOOLS = {"look": X, "look-up": {"type": "object", "properties": {}, "additionalProperties": False}}
@@ -224,3 +226,14 @@ def test_ids_are_followed_too():
     text = written(call_format(tokenizer, [EOS]), CALLS[:2])
     assert follows(tokenizer, text)
     assert not follows(tokenizer, text.replace("abcdefghi", "abcdefgh"))
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_tokens_of_calls_are_told_from_those_of_words(size):
+    tokenizer = tokenizer_of("tagged", None)
+    words, call = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("So: <b>", "\n<tool_call>\n"))
+    rest = tokenizer('{"name": "look", "arguments": {"x": 1}}\n</tool_call>', add_special_tokens=False)["input_ids"]
+    speller, tokens = Speller(tokenizer, (), 1, False, call_format(tokenizer, [EOS]), TOOLS), [*words, *call, *rest]
+    pieces = [speller(Event(0, tokens[place : place + size])) for place in range(0, len(tokens), size)]
+    whole = sum([*pieces[1:], speller(Event(0, finish_reason="stop"))], pieces[0])
+    assert (whole.text, whole.finish_reason, whole.words) == ("So: <b>", "tool_calls", (0, len(words)))

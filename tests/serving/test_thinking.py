@@ -216,6 +216,7 @@ def test_responses_have_thoughts_as_items(served):
     asked = asking(service, max_tokens=20)
     expected = [choice["message"] for choice in ask(http, **asked)["choices"]]
     body = {"input": "hi", "temperature": 2, "logit_bias": asked["logit_bias"], "max_output_tokens": 20}
+    body["include"] = ["message.output_text.logprobs"]
     chosen = sorted(enumerate(expected, 3), key=lambda known: "reasoning_content" not in known[1])[:3]
     assert "reasoning_content" in chosen[0][1]
     for seed, message in chosen:
@@ -231,6 +232,10 @@ def test_responses_have_thoughts_as_items(served):
         for kind, told in (("reasoning_text", thoughts), ("output_text", words)):
             deltas = [event["delta"] for event in events if event["type"] == f"response.{kind}.delta"]
             assert "".join(deltas) == "".join(told)
+        known = [item["content"][0]["logprobs"] for item in whole["output"] if item["type"] == "message"]
+        assert ["".join(one["token"] for one in of).lstrip() for of in known] == words
+        deltas = [event["logprobs"] for event in events if event["type"] == "response.output_text.delta"]
+        assert [one for of in deltas for one in of] == [one for of in known for one in of]
         assert events[-1]["response"]["usage"] == whole["usage"]
         assert whole["usage"]["output_tokens_details"]["reasoning_tokens"] >= bool(thoughts)
         back = http.post("/v1/responses", json={**body, "input": [USER, *whole["output"], USER]})

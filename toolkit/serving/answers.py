@@ -134,7 +134,7 @@ class ChatShape(Shape):
         """New thoughts, words and calls; an empty text without any, but where the answer may call."""
         said: dict[str, Any] = {} if (self.calling or piece.thoughts) and not piece.text else {"content": piece.text}
         said |= _thoughts(piece)
-        return {**said, "tool_calls": [_delta(call) for call in _merged(piece.calls)]} if piece.calls else said
+        return {**said, "tool_calls": [_delta(call) for call in merged(piece.calls)]} if piece.calls else said
 
     def _logprobs(self, piece: Piece) -> list[ChatCompletionTokenLogprob]:
         return [
@@ -250,7 +250,7 @@ def _message(answer: Piece) -> ChatCompletionMessage:
         ChatCompletionMessageFunctionToolCall(
             id=call_id(), type="function", function=MessageFunction(name=call.name or "", arguments=call.arguments)
         )
-        for call in _merged(answer.calls)
+        for call in merged(answer.calls)
     ]
     return ChatCompletionMessage(role="assistant", content=answer.text or None, tool_calls=calls, **_thoughts(answer))
 
@@ -259,7 +259,7 @@ def _thoughts(piece: Piece) -> dict[str, Any]:
     return {"reasoning_content": piece.thoughts} if piece.thoughts else {}
 
 
-def _merged(pieces: Sequence[CallPiece]) -> list[CallPiece]:
+def merged(pieces: Sequence[CallPiece]) -> list[CallPiece]:
     """One piece per call: clients lose the second one of a chunk."""
     calls = dict[int, CallPiece]()
     for piece in pieces:

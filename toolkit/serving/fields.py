@@ -39,6 +39,7 @@ REQUEST_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "stream_reasoning": (True,),
     "suffix": ("",),
     "top_k": (-1,),
+    "top_logprobs": (0,),
     "use_beam_search": (False,),
     "vllm_xargs": ({},),
     "web_search_options": ({},),

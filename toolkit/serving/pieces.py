@@ -52,6 +52,8 @@ class Piece:
         calls: of tools.
         thoughts: what the model thought first.
         check: of the whole answer, if its schema has keywords that no grammar holds.
+        words: of the answer's tokens so far, the first one behind its thoughts, and the one behind the token that made
+            the last of its words certain.
     """
 
     index: int
@@ -63,6 +65,7 @@ class Piece:
     calls: tuple[CallPiece, ...] = ()
     thoughts: str = ""
     check: SchemaCheck | None = None
+    words: tuple[int, int] = (0, 0)
 
     def __add__(self, later: "Piece") -> "Piece":
         return Piece(
@@ -75,6 +78,7 @@ class Piece:
             self.calls + later.calls,
             self.thoughts + later.thoughts,
             later.check,
+            later.words,
         )
 
     def __bool__(self) -> bool:
@@ -110,6 +114,7 @@ class Speller:
         self._logprobs = [SpellingLogprobs(self._spelling) for _ in range(n)]
         self._readers = [CallReader(calls, functions) if calls and functions else None for _ in range(n)]
         self._thoughts = [ThoughtReader(thinking) if thinking else None for _ in range(n)]
+        self._read, self._spoken = [0] * n, [0] * n  # tokens: all, and those up to the last of words
         self._start = perf_counter()
 
     @property
@@ -125,26 +130,41 @@ class Speller:
         logprobs = self._logprobs[event.answer]
         logprobs.add(event.tokens, event.logprobs)
         known = tuple(logprobs.of(spelt))
-        thoughts, text = self._told(event.answer, spelt, ended=reason is not None)
-        text, called = (text, ()) if reader is None else reader.add(text)
+        thoughts, text, called = self._told(event.answer, spelt, ended=reason is not None)
+        words = self._words(event.answer)
         if reason is not None:
-            if reader is not None:
-                text += reader.end()
-                reason = "tool_calls" if reader.called and reason == "stop" else reason
-            return Piece(event.answer, text, logprobs=known, finish_reason=reason, calls=called, thoughts=thoughts)
+            reason = "tool_calls" if reader is not None and reader.called and reason == "stop" else reason
+            return Piece(
+                event.answer, text, (), known, finish_reason=reason, calls=called, thoughts=thoughts, words=words
+            )
         steps: tuple[Step, ...] = ()
         if self._steps and event.tree is not None and event.verdict is not None:
             shown = step_of(event.tree, event.verdict, len(event.tokens), self.token)
             steps = ({**shown, "seconds": round(perf_counter() - self._start, 4)},)
-        return Piece(event.answer, text, tuple(event.tokens), known, steps, calls=called, thoughts=thoughts)
+        return Piece(
+            event.answer, text, tuple(event.tokens), known, steps, calls=called, thoughts=thoughts, words=words
+        )
 
-    def _told(self, index: int, spelt: Sequence[Spelt], ended: bool) -> tuple[str, str]:
-        """The thoughts and the words that the texts of some tokens make certain."""
-        reader = self._thoughts[index]
-        if reader is None:
-            return "", "".join(part.text for part in spelt)
-        told = [*(reader.add(part.text) for part in spelt), *([reader.end()] if ended else ())]
-        return "".join(thoughts for thoughts, _ in told), "".join(words for _, words in told)
+    def _told(self, index: int, spelt: Sequence[Spelt], ended: bool) -> tuple[str, str, tuple[CallPiece, ...]]:
+        """The thoughts, the words and the calls that the texts of some tokens make certain."""
+        thinking, calling = self._thoughts[index], self._readers[index]
+        told, words, calls = "", "", list[CallPiece]()
+        for part in [*spelt, *([None] if ended else ())]:
+            thoughts, text = "", part.text if part else ""
+            if thinking:
+                thoughts, text = thinking.add(text) if part else thinking.end()
+            if calling:
+                text, called = calling.add(text)
+                text, calls = text if part else text + calling.end(), [*calls, *called]
+            self._read[index] += part is not None
+            if text:
+                self._spoken[index] = self._read[index]
+            told, words = told + thoughts, words + text
+        return told, words, tuple(calls)
+
+    def _words(self, index: int) -> tuple[int, int]:
+        thinking = self._thoughts[index]
+        return thinking.tokens if thinking else 0, self._spoken[index]
 
     def token(self, token: int) -> str:
         """How a token looks behind others; bytes of a character that is not whole show as ``\\ufffd``."""

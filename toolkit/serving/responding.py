@@ -9,7 +9,7 @@ from openai import BaseModel
 from openai.types import CompletionUsage
 from starlette.exceptions import HTTPException
 
-from arbordraft.serving.answers import ChatShape, call_id
+from arbordraft.serving.answers import ChatShape, call_id, merged
 from arbordraft.serving.errors import as_body
 from arbordraft.serving.pieces import Piece
 from arbordraft.serving.responses import ResponsesQuestion
@@ -141,7 +141,8 @@ class ResponseShape(ChatShape):
         super().__init__(service, question)
         self._items: list[_Item] = []
         self._events, self._cut = 0, False
-        self._known: list[dict[str, Any]] = []  # log-probabilities of tokens whose text is still to come
+        self._known: list[dict[str, Any]] = []  # log-probabilities of tokens that no event has brought
+        self._past = 0  # tokens before them
         format = asked.text.format.model_dump(by_alias=True, exclude_none=True, exclude_unset=True)
         tools = [{**tool.model_dump(), "strict": True} for tool in asked.tools]
         choice = question.tool_choice
@@ -198,17 +199,24 @@ class ResponseShape(ChatShape):
         """Events of what is new."""
         if piece.thoughts:
             yield from self._more(_Thoughts, piece.thoughts)
-        elif self.logprobs:
+        if self.logprobs:
             self._known += [known.to_dict() for known in self._logprobs(piece)]
+            self._taken(piece.words[0])  # those of thoughts, which have no place for them
         if piece.text:
-            known, self._known = self._known, []
-            yield from self._more(_Message, piece.text, known)
-        for part in piece.calls:
+            yield from self._more(_Message, piece.text, self._taken(piece.words[1]))
+        for part in merged(piece.calls):
             if part.name is not None:
                 yield from self._next(_Call(part.name))
             if part.arguments:
                 yield from self._items[-1].add(part.arguments)
         self._cut = piece.finish_reason == "length"
+
+    def _taken(self, end: int) -> list[dict[str, Any]]:
+        """The log-probabilities that are left of the tokens before one."""
+        count = max(0, end - self._past)
+        taken, self._known = self._known[:count], self._known[count:]
+        self._past += len(taken)
+        return taken
 
     def _more(self, kind: type[_Thoughts | _Message], text: str, logprobs: Sequence[Any] = ()) -> Iterator[Event]:
         """Appends to the last item, or to a new one if that is of another kind."""

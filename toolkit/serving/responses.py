@@ -151,7 +151,6 @@ class ResponsesQuestion(Fields):
         **REQUEST_NOTHING,
         "background": (False,),
         "context_management": ([],),
-        "top_logprobs": (0,),
         "truncation": ("disabled",),
     }
     input: Annotated[Sequence[Item], BeforeValidator(_items), Field(min_length=1)]
