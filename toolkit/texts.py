@@ -110,6 +110,10 @@ def encode(
             raise ValueError(f"the chat template refuses these messages: {error}") from error
         special = False
     check(text)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} holds half of a surrogate pair, which is no text: leave it out") from error
     ids: list[int] = tokenizer(text, add_special_tokens=special)["input_ids"]
     if not ids:
         raise ValueError(f"{name} is empty: there is nothing to go on from")

@@ -395,6 +395,26 @@ WRONG = {
         "response_format.json_schema.schema",
         "uniqueItems cannot be held",
     ),
+    "a keyword of arguments": (
+        {"tools": [{**NOW, "function": {"name": "g", "parameters": {"minProperties": 1, "not": {}}}}]},
+        "tools.0.function.parameters",
+        "not cannot be held while text is written: leave it out",
+    ),
+    "a large pattern": (
+        {"response_format": json_format({"type": "string", "pattern": "^a{100000}$"})},
+        "response_format",
+        "simplify the schema",
+    ),
+    "half a character": (
+        {"response_format": json_format({"const": "\ud800"})},
+        "response_format.json_schema.schema",
+        "surrogate",
+    ),
+    "half a character of a tool": (
+        {"tools": [{**NOW, "function": {"name": "f", "parameters": {"description": "\ud800"}}}], "tool_choice": "auto"},
+        None,
+        "the conversation holds half of a surrogate pair",
+    ),
     "a pattern to be run": (
         {"response_format": json_format({"not": {"pattern": "(a+)+$"}})},
         "response_format.json_schema.schema",
@@ -429,7 +449,9 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_ones_are_refused_by_name(served, name):
     body, param, cause = WRONG[name]
-    reply = httpx.post(f"{served.url}/v1/chat/completions", json={"messages": HELLO, **body}, timeout=20)
+    headers = {"Content-Type": "application/json"}
+    content = json.dumps({"messages": HELLO, **body})
+    reply = httpx.post(f"{served.url}/v1/chat/completions", content=content, headers=headers, timeout=20)
     error = reply.json()["error"]
     assert (reply.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param)
     assert cause in error["message"]

@@ -67,8 +67,13 @@ class Grammar:
             raise TypeError(f"a JSON schema is a mapping or JSON text of one, got {type(schema).__name__}")
         try:
             text = json.dumps(dict(schema), ensure_ascii=False, allow_nan=False)
+            text.encode()
             found = held(json.loads(text), whitespace=whitespace)
-        except (TypeError, RecursionError) as error:
+        except RecursionError as error:
+            raise ValueError("invalid json_schema: it is nested too deeply") from error
+        except UnicodeEncodeError as error:
+            raise ValueError("invalid json_schema: it holds half of a surrogate pair, which is no text") from error
+        except TypeError as error:
             raise ValueError(f"the schema cannot be written as JSON: {error}") from error
         except ValueError as error:
             raise ValueError(f"invalid json_schema: {error}") from error

@@ -13,6 +13,7 @@ from starlette.requests import Request as HttpRequest
 from arbordraft.checks import instance, whole
 from arbordraft.engine import Engine, EngineClosed, QueueFull
 from arbordraft.generation import own_temperature
+from arbordraft.grammars import GrammarError
 from arbordraft.lengths import LengthCheck, TextTooLong
 from arbordraft.requests import Request
 from arbordraft.serving.calls import CallFormat, call_format
@@ -132,6 +133,9 @@ class Service:
             return self.engine.submit(*requests), speller
         except TextTooLong as error:
             raise ApiError(400, str(error), code="context_length_exceeded") from error
+        except GrammarError as error:
+            param = "tools" if question.functions else "response_format"
+            raise ApiError(400, f"{param}: {error}: simplify the schema", param=param, code="grammar_failed") from error
         except (TypeError, ValueError, QueueFull, EngineClosed) as error:
             raise refused(error, type(question).model_fields) from error
 

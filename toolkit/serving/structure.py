@@ -28,12 +28,17 @@ def grammar_of(schema: Mapping[str, Any], param: str, strict: bool = True) -> Gr
         ApiError: if it is no schema, or one that can neither be enforced nor, unless ``strict``, be checked.
     """
     try:
-        grammar = Grammar.json_schema(schema, strict=strict)
+        grammar = Grammar.json_schema(schema, strict=False)
+        found = f"{', '.join(grammar.unheld)} cannot be held while text is written"
+        if grammar.unheld and param.startswith("tools"):
+            raise ValueError(f"{found}: leave it out")
         if grammar.unheld and grammar.runs_expressions:
             raise ValueError(
-                f"{', '.join(grammar.unheld)} cannot be held while text is written, nor checked, as the schema has "
-                "patterns that the server would have to run: leave one of them out"
+                f"{found}, nor checked, as the schema has patterns that the server would have to run: leave one of "
+                "them out"
             )
+        if grammar.unheld and strict:
+            raise ValueError(f"{found}: leave it out, or have /v1/chat/completions check it: strict false")
     except (TypeError, ValueError) as error:
         raise ApiError(400, f"{param}: {error}", param=param, code="invalid_schema") from error
     return grammar
