@@ -14,6 +14,7 @@ from transformers import LogitsProcessor
 
 from arbordraft import (
     Coupling,
+    Fixed,
     HybridDrafter,
     LanguageModelDrafter,
     Lifted,
@@ -22,6 +23,7 @@ from arbordraft import (
     RaggedModel,
     RecursiveRejection,
     SpeculativeDecoder,
+    TopDown,
     TreeTopology,
     WithoutReplacement,
 )
@@ -228,9 +230,20 @@ def test_a_processor_that_leaves_nothing_to_draw_ends_its_own_request(name, scor
         for prompt, own in [(PROMPTS[0], ()), (text(9, 1), [forbidding])]
     )
     engine.run()
-    with pytest.raises(ValueError, match="check the processors"):
+    with pytest.raises(ValueError, match="cannot draw"):
         lost.result()
     assert kept.result()[0].tokens == alone(made, kept.request)[0]
+
+
+def test_what_comes_behind_a_rejected_draft_may_leave_nothing_to_draw():
+    def forbidding(input_ids, scores):
+        banned = torch.arange(VOCAB) == 7
+        return scores.masked_fill(banned | (input_ids[:, -1:] == 7), -torch.inf)
+
+    made = decoder(NGramDrafter(longest=1, shortest=1), Coupling(Fixed(2), TopDown(RecursiveRejection())))
+    prompt = [3, 7, 3, 7, 9, 7, *range(8, VOCAB, 2), 7, 3]
+    request = Request(prompt=prompt, max_new_tokens=9, temperature=1.0, seed=1, ends=(), processors=[forbidding])
+    assert 7 not in alone(made, request)[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])

@@ -16,10 +16,6 @@ from arbordraft.rows import MixedRows, SoftmaxRows
 from arbordraft.state import DecodeState, Sample, SampleError
 from arbordraft.types import DraftTree
 
-_NO_TOKEN = (
-    "cannot draw from a row in which no token has any probability, or a score is NaN or infinite; check the processors"
-)
-
 
 def draft_scores(
     state: DecodeState,
@@ -55,12 +51,8 @@ def draft_scores(
         scores = widened(logits).clone()
         for rows in kinds.values():
             scores[rows] = _blamed(process, logits[rows], rows, owners)
-    return scores.masked_fill(_hopeless(scores)[:, None], 0.0)  # drafts are but guesses: the target's rows will tell
-
-
-def _hopeless(scores: Tensor) -> Tensor:
-    """``[R]`` whether nothing can be drawn from a row: no token is allowed, or a score is NaN or infinite."""
-    return ~scores.amax(dim=1).isfinite()
+    # Where no token is allowed, or a score is NaN, any draft will do: the target's own row says whether it is an error.
+    return scores.masked_fill(~scores.amax(dim=1, keepdim=True).isfinite(), 0.0)
 
 
 def finite_rows(
@@ -138,10 +130,7 @@ def _rows_of(
                 lambda row: owners[rows[row]].state(drafted(rows[row])),
             )
             scores = processed[0] if isinstance(processed, tuple) else processed
-            checked = warp.stateful or not sample.greedy  # greedy rows have a first highest score, whatever they hold
-            for row in _hopeless(scores).nonzero().flatten().tolist() if checked else ():
-                if not warp.stateful:
-                    raise ValueError(_NO_TOKEN)
+            for row in (scores.amax(dim=1) == -math.inf).nonzero().flatten().tolist() if warp.stateful else ():
                 owners[rows[row]].state(drafted(rows[row])).fail(
                     ValueError("no token may come next: some processor forbids what another one demands")
                 )

@@ -27,7 +27,7 @@ from arbordraft.metrics import DecodeStats
 from arbordraft.parts import fitting
 from arbordraft.processing import draft_scores, finite_rows, target_rows
 from arbordraft.sampling import GumbelNoise, Noise
-from arbordraft.state import DecodeState, Emission, Sample, logprobs_of
+from arbordraft.state import DecodeState, Emission, Sample, SampleError, logprobs_of
 from arbordraft.static.runner import StaticStepping
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
@@ -330,9 +330,19 @@ class Stepper(nn.Module):
         self, state: DecodeState, tree: DraftTree, logits: Tensor, best: Tensor, noise: Noise | GumbelNoise | None
     ) -> Verdict:
         target = target_rows(state, tree, logits, best)
-        if noise is not None:
+        if noise is None:
+            return matching_verdict(tree, lambda rows, _: target.most_probable(rows))
+        try:
             return self.coupling(tree, target, noise)
-        return matching_verdict(tree, lambda rows, _: target.most_probable(rows))
+        except ValueError as error:  # nothing can be drawn behind some sample: with equal noise it fails alone, too
+            living = [number for number, drafted in enumerate(tree.samples) if drafted]
+            if len(living) == 1:
+                raise SampleError(living[0], error) from error
+            shares, highest = logits.split(tree.lengths), best.split(tree.lengths)
+            for one in living:
+                alone = DraftTree(tuple(drafted if one == own else None for own, drafted in enumerate(tree.samples)))
+                self._judge(state, alone, shares[one], highest[one], noise)
+            raise
 
     def _commit(
         self,
