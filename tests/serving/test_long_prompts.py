@@ -7,8 +7,9 @@ import pytest
 from served import POSITIONS, tiny_decoder
 
 from arbordraft.engine import Engine
+from arbordraft.serving.chats import ChatQuestion
+from arbordraft.serving.completions import CompletionQuestion
 from arbordraft.serving.errors import ApiError
-from arbordraft.serving.schema import ChatQuestion, CompletionQuestion
 from arbordraft.serving.service import Service
 
 

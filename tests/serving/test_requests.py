@@ -14,10 +14,12 @@ from pydantic import ValidationError
 
 from arbordraft.engine import Engine
 from arbordraft.serving.app import build_app
+from arbordraft.serving.chats import ChatQuestion
+from arbordraft.serving.completions import CompletionQuestion
 from arbordraft.serving.errors import ApiError, invalid
 from arbordraft.serving.fields import MESSAGE_NOTHING, REQUEST_HINTS, REQUEST_NOTHING
 from arbordraft.serving.messages import Message, Part
-from arbordraft.serving.schema import ChatQuestion, CompletionQuestion, StreamOptions
+from arbordraft.serving.question import StreamOptions
 from arbordraft.serving.service import Service
 from arbordraft.serving.structure import Tool
 

@@ -26,8 +26,8 @@ from starlette.exceptions import HTTPException
 
 from arbordraft.serving.errors import as_body
 from arbordraft.serving.pieces import Piece, SpeltLogprob
+from arbordraft.serving.question import Question, StreamOptions
 from arbordraft.serving.reading import CallPiece
-from arbordraft.serving.schema import Question, StreamOptions
 from arbordraft.serving.service import Service
 from arbordraft.spelling import is_text
 from arbordraft.streams import Stream

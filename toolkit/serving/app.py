@@ -17,13 +17,15 @@ from starlette.exceptions import HTTPException
 
 from arbordraft.checks import whole
 from arbordraft.serving.answers import ChatShape, Shape, TextShape, usage_of, written
+from arbordraft.serving.chats import ChatQuestion
+from arbordraft.serving.completions import CompletionQuestion
 from arbordraft.serving.errors import ApiError, as_body, crashed, invalid
 from arbordraft.serving.middleware import BodyLimit, Head, allowed, cors_options
 from arbordraft.serving.page import page
 from arbordraft.serving.pieces import Piece
+from arbordraft.serving.question import Question, StreamOptions
 from arbordraft.serving.responding import ResponseShape
 from arbordraft.serving.responses import ResponsesQuestion, renamed
-from arbordraft.serving.schema import ChatQuestion, CompletionQuestion, Question, StreamOptions
 from arbordraft.serving.service import Call, Service
 
 

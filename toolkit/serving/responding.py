@@ -10,10 +10,11 @@ from openai.types import CompletionUsage
 from starlette.exceptions import HTTPException
 
 from arbordraft.serving.answers import ChatShape, call_id, merged
+from arbordraft.serving.chats import ChatQuestion
 from arbordraft.serving.errors import as_body
 from arbordraft.serving.pieces import Piece
+from arbordraft.serving.question import Question, StreamOptions
 from arbordraft.serving.responses import ResponsesQuestion
-from arbordraft.serving.schema import ChatQuestion, Question, StreamOptions
 from arbordraft.serving.service import Service
 
 Event = tuple[str, dict[str, Any]]  # its type behind "response.", and its fields

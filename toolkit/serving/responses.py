@@ -8,10 +8,10 @@ from fastapi.exceptions import RequestValidationError
 from openai.types.responses import ResponseIncludable
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
+from arbordraft.serving.chats import ChatQuestion
 from arbordraft.serving.errors import ApiError
 from arbordraft.serving.fields import MESSAGE_HINTS, REQUEST_HINTS, REQUEST_NOTHING, TOOL_HINTS, Fields, Text
 from arbordraft.serving.messages import Part, parts_of
-from arbordraft.serving.schema import ChatQuestion
 from arbordraft.serving.structure import Arguments, Function, Name
 
 _LOGPROBS = "message.output_text.logprobs"

@@ -17,11 +17,12 @@ from arbordraft.grammars import GrammarError
 from arbordraft.lengths import LengthCheck, TextTooLong
 from arbordraft.requests import Request
 from arbordraft.serving.calls import CallFormat, call_format
+from arbordraft.serving.completions import CompletionQuestion
 from arbordraft.serving.echoes import Echo, Echoing
 from arbordraft.serving.errors import ApiError, closing, failed, refused
 from arbordraft.serving.metrics import Metrics, Watch
 from arbordraft.serving.pieces import Piece, Speller
-from arbordraft.serving.schema import CompletionQuestion, Question
+from arbordraft.serving.question import Question
 from arbordraft.serving.thinking import Thinking, thinking_of
 from arbordraft.serving.validity import Checker
 from arbordraft.spelling import Spelling

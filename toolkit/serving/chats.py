@@ -1,0 +1,177 @@
+"""What clients may ask /v1/chat/completions."""
+
+from collections.abc import Callable, Sequence
+from inspect import signature
+from typing import TYPE_CHECKING, Any, Self
+
+from pydantic import Field, model_validator
+
+from arbordraft.grammars import Grammar
+from arbordraft.serving.calls import CallFormat, embedded
+from arbordraft.serving.errors import ApiError
+from arbordraft.serving.fields import Text
+from arbordraft.serving.messages import Message
+from arbordraft.serving.question import Question
+from arbordraft.serving.structure import Function, ResponseFormat, Tool, ToolChoice
+from arbordraft.serving.thinking import Thinking
+from arbordraft.spelling import Spelling
+from arbordraft.texts import encode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_LAST_WORDS = 32  # tokens of a prompt, which show whether it begins thoughts
+# What cannot be had where a grammar holds the answer.
+_NOT_WITH_FORMS = {
+    "ignore_eos": "with tools and JSON the model must be able to end",
+    "min_tokens": "tools and JSON say where an answer ends",
+    "stop_token_ids": "tools and JSON say where an answer ends",
+    "continue_final_message": "with tools and JSON an answer cannot be begun by you",
+}
+
+
+class ChatQuestion(Question):
+    """What /v1/chat/completions takes."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+
+    response_format: ResponseFormat = ResponseFormat()
+    tools: Sequence[Tool] = ()
+    tool_choice: ToolChoice = ToolChoice()
+    parallel_tool_calls: bool = True
+
+    # How the chat template writes the prompt.
+    add_generation_prompt: bool | None = None  # by default, unless an answer is continued
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    reasoning_effort: Text | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError(400, "top_logprobs is for logprobs: set that to true", param="top_logprobs")
+        names = [tool.function.name for tool in self.tools]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ApiError(400, f"tools: several have the name {min(twice)}", param="tools")
+        chosen = self.tool_choice.function
+        if chosen is not None and chosen.name not in names:
+            raise ApiError(400, f"tool_choice: there is no {chosen.name} among the tools", param="tool_choice")
+        if self.tool_choice.type == "required" and not names:
+            raise ApiError(400, "tool_choice: there are no tools to call", param="tool_choice")
+        if self.functions or self.response_format.content is not None:
+            for name, reason in _NOT_WITH_FORMS.items():
+                if getattr(self, name):
+                    raise ApiError(400, f"{name}: {reason}", param=name)
+        if self.continue_final_message:
+            self._check_begun()
+        known = {call.id for said in self.messages for call in said.tool_calls}
+        for index, said in enumerate(self.messages):
+            if said.tool_call_id is not None and said.tool_call_id not in known:
+                where = f"messages.{index}.tool_call_id"
+                raise ApiError(400, f"{where}: there is no call {said.tool_call_id}", param=where)
+        return self
+
+    def _check_begun(self) -> None:
+        """Whether the last message is the beginning of an answer."""
+        last, where = self.messages[-1], f"messages.{len(self.messages) - 1}"
+        if last.role != "assistant" or last.tool_calls:
+            reason = "only words of the role assistant can be continued: leave continue_final_message out"
+            raise ApiError(400, f"{where}: {reason}", param=where)
+        if self.add_generation_prompt:
+            reason = "no turn begins where continue_final_message continues one: set one of the two to false"
+            raise ApiError(400, f"add_generation_prompt: {reason}", param="add_generation_prompt")
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """What the chat template is told besides the messages."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        silent = {"enable_thinking": False} if self.reasoning_effort == "none" else {}
+        return {**effort, **silent, **self.chat_template_kwargs}
+
+    @property
+    def most(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def others(self) -> int | None:
+        return self.top_logprobs or 0 if self.logprobs else None
+
+    @property
+    def calling(self) -> bool:
+        return bool(self.functions) or any(said.tool_calls for said in self.messages)
+
+    @property
+    def functions(self) -> dict[str, Function]:
+        known = {tool.function.name: tool.function for tool in self.tools}
+        if self.tool_choice.function is not None:
+            return {name: known[name] for name in [self.tool_choice.function.name]}
+        return {} if self.tool_choice.type == "none" else known
+
+    def encode(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        calls: CallFormat | None,
+        check: Callable[[str], object] = lambda text: None,
+    ) -> list[list[int]]:
+        names = {call.id: call.function.name for said in self.messages for call in said.tool_calls}
+        messages = [said.shown(names, calls is not None and calls.quoted) for said in self.messages]
+        tools = [tool.shown() for tool in self.tools] if self.functions else []
+        others = {"messages", *signature(tokenizer.apply_chat_template).parameters}
+        for name in sorted(others & self.chat_template_kwargs.keys()):
+            where = f"chat_template_kwargs.{name}"
+            raise ApiError(400, f"{where} is no variable of chat templates: leave it out", param=where)
+        prompt = encode(
+            tokenizer,
+            messages,
+            raw=False,
+            name="the conversation",
+            tools=tools,
+            turn=self.add_generation_prompt is not False,
+            begun=self.continue_final_message,
+            variables=self.variables,
+            check=check,
+        )
+        return [prompt]
+
+    def thoughts(self, thinking: Thinking, prompt: list[int], spelling: Spelling) -> Thinking | None:
+        said = self.messages[-1].text if self.continue_final_message else ""
+        return thinking.behind(spelling.text(prompt[-_LAST_WORDS:]), said)
+
+    @property
+    def checks(self) -> Grammar | None:
+        form = self.response_format.json_schema
+        answer = None if form is None or form.strict else self.response_format.grammar
+        return answer if answer is not None and answer.unheld else None
+
+    def grammar(self, calls: CallFormat | None, thinking: Thinking | None) -> Grammar | None:
+        answer, schema = self.response_format.grammar, self.response_format.content
+        if self.functions:
+            assert calls is not None
+            text = self._calling(calls if thinking is None else calls.without(thinking.opening, thinking.closing))
+        elif schema is not None and thinking is not None:
+            text = f"start: %json {embedded(schema)}"
+        else:
+            return answer
+        return Grammar.lark(text if thinking is None else thinking.grammar(text))
+
+    def _calling(self, calls: CallFormat) -> str:
+        """The grammar of an answer that may call, in llguidance's dialect of Lark."""
+        arguments = {
+            tool.function.name: tool.function.arguments(f"tools.{index}.function.parameters")
+            for index, tool in enumerate(self.tools)
+        }
+        try:
+            return calls.grammar(
+                {name: arguments[name] for name in self.functions},
+                required=self.tool_choice.type != "auto",
+                parallel=self.parallel_tool_calls,
+                answer=self.response_format.content,
+            )
+        except ValueError as error:
+            raise ApiError(400, f"response_format: {error}", param="response_format", code="unsupported") from error
+
+
+__all__ = ["ChatQuestion"]

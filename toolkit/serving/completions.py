@@ -1,0 +1,85 @@
+"""What clients may ask /v1/completions."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+from pydantic import BeforeValidator, Field, PlainValidator, model_validator
+
+from arbordraft.serving.calls import CallFormat
+from arbordraft.serving.errors import ApiError
+from arbordraft.serving.fields import spelt
+from arbordraft.serving.question import Question
+from arbordraft.texts import encode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_MOST_ANSWERS = 2048  # to a list of prompts
+
+
+def _each(prompt: Any) -> Any:
+    """The prompts: one, or a list of them."""
+    several = isinstance(prompt, list) and prompt and all(isinstance(one, str | list) for one in prompt)
+    prompts = prompt if several else [prompt]
+    for number, one in enumerate(prompts):
+        if not isinstance(one, str) and not (isinstance(one, list) and all(type(token) is int for token in one)):
+            raise ValueError("a prompt is a text or a list of token ids")
+        if several and not one:
+            raise ValueError(f"entry {number} is empty: there is nothing to go on from")
+        spelt(one)
+    return prompts
+
+
+def _counted(logprobs: Any) -> Any:
+    """How many: 0 brings those of the answer alone, unlike ``false``."""
+    if logprobs is True:
+        raise ValueError("it is the number of alternatives, 0 to 20")
+    return None if logprobs is False else logprobs
+
+
+class CompletionQuestion(Question):
+    """What /v1/completions takes: texts, or their token ids."""
+
+    prompt: Annotated[list[str | list[int]], PlainValidator(_each)]
+    max_tokens: int | None = Field(16, ge=0)
+    echo: bool = False
+    logprobs: Annotated[int | None, BeforeValidator(_counted)] = Field(None, ge=0, le=20)
+
+    @model_validator(mode="after")
+    def _asking(self) -> Self:
+        if self.max_tokens == 0 and not self.echo:
+            raise ApiError(400, "max_tokens: 0 is for prompts that echo shows: set it to 1 or more", param="max_tokens")
+        if self.count > _MOST_ANSWERS:
+            reason = f"{len(self.prompt)} prompts with {self.n} answers each, at most {_MOST_ANSWERS} answers in all"
+            raise ApiError(400, f"prompt: {reason}: send several requests", param="prompt")
+        return self
+
+    @property
+    def count(self) -> int:
+        return self.n * len(self.prompt)
+
+    @property
+    def others(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def scored(self) -> int | None:
+        if self.echo and (self.logprobs is not None or self.max_tokens == 0):
+            return self.logprobs or 0
+        return None
+
+    def encode(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        calls: CallFormat | None,
+        check: Callable[[str], object] = lambda text: None,
+    ) -> list[list[int]]:
+        return [
+            encode(tokenizer, [{"role": "user", "content": prompt}], raw=True, name="the prompt", check=check)
+            if isinstance(prompt, str)
+            else prompt
+            for prompt in self.prompt
+        ]
+
+
+__all__ = ["CompletionQuestion"]

@@ -1,0 +1,209 @@
+"""Fields that chats and completions share; unknown fields are refused by their names."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, model_validator
+
+from arbordraft.grammars import Grammar
+from arbordraft.requests import Request
+from arbordraft.serving.calls import CallFormat
+from arbordraft.serving.errors import ApiError
+from arbordraft.serving.fields import REQUEST_HINTS, REQUEST_NOTHING, STREAM_HINTS, Fields, Text
+from arbordraft.serving.structure import Function
+from arbordraft.serving.thinking import Thinking
+from arbordraft.spelling import Spelling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Fields that an engine's request has under the same names.
+_SETTINGS = (
+    *("n", "seed", "stop", "stop_token_ids", "temperature", "top_p", "top_k", "min_p", "logit_bias"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+_MOST_ENDS = 1024
+_MOST_STOPS, _LONGEST_STOP = 16, 4096  # and characters of each
+
+
+class StreamOptions(Fields):
+    """What a stream holds besides the answers.
+
+    ``include_usage``: what it has cost, in a last chunk; ``continuous_usage_stats``: so far, in every chunk.
+    """
+
+    hints: ClassVar = STREAM_HINTS
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class Extension(Fields):
+    """What only this server can tell.
+
+    ``steps``: what was drafted in every step, and what became of it.
+    """
+
+    steps: bool = False
+
+
+def _listed(stop: Any) -> Any:
+    return [stop] if isinstance(stop, str) else stop
+
+
+def _short(stop: str) -> str:
+    if len(stop) > _LONGEST_STOP:
+        raise ValueError(f"at most {_LONGEST_STOP} characters, got {len(stop)}")
+    return stop
+
+
+class Question(Fields, ABC):
+    """What both endpoints take; for ranges, and what is left open, see :class:`~arbordraft.requests.Request`."""
+
+    hints: ClassVar = REQUEST_HINTS
+    nothing: ClassVar = REQUEST_NOTHING
+    model: Text | None = None
+    n: int = Field(1, ge=1, le=128)
+    best_of: int | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    seed: int | None = None
+    stop: Annotated[
+        Sequence[Annotated[Text, AfterValidator(_short)]] | None,
+        BeforeValidator(_listed),
+        Field(max_length=_MOST_STOPS),
+    ] = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = Field(default_factory=dict, max_length=1024)
+    max_tokens: int | None = Field(None, ge=1)
+    # Not OpenAI's, but other servers have them under these names.
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    ignore_eos: bool = False
+    min_tokens: int | None = Field(None, ge=0)
+    stop_token_ids: Annotated[Sequence[NonNegativeInt], Field(max_length=_MOST_ENDS)] = ()
+    arbordraft: Extension = Extension()
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.min_tokens and self.stop:
+            raise ApiError(400, "min_tokens: a stop ends an answer: ask for one of the two", param="min_tokens")
+        if self.best_of not in (None, self.n):
+            reason = f"all answers that are made are returned: leave it out, or set it to n, {self.n}"
+            raise ApiError(400, f"best_of: {reason}", param="best_of")
+        return self
+
+    @property
+    def most(self) -> int | None:
+        """Longest answer in tokens, if the client says."""
+        return self.max_tokens
+
+    @property
+    @abstractmethod
+    def others(self) -> int | None:
+        """How many of the most probable tokens are wanted with their log-probabilities; ``None`` for none at all."""
+
+    @property
+    def calling(self) -> bool:
+        """Whether it has to be known how the model writes calls."""
+        return False
+
+    @property
+    def functions(self) -> dict[str, Function]:
+        """What the answer may call, by name."""
+        return {}
+
+    @property
+    def count(self) -> int:
+        """How many answers are wanted."""
+        return self.n
+
+    @property
+    def scored(self) -> int | None:
+        """As :attr:`others`, for the tokens of the prompt."""
+        return None
+
+    @abstractmethod
+    def encode(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        calls: CallFormat | None,
+        check: Callable[[str], object] = lambda text: None,
+    ) -> list[list[int]]:
+        """The token ids to continue, prompt by prompt; each is answered ``n`` times.
+
+        Args:
+            tokenizer: of the model.
+            calls: how it writes calls, if that has to be known.
+            check: sees the text before it is tokenised, and may refuse it.
+
+        Raises:
+            ValueError: if there are none, or the chat template refuses the messages.
+        """
+
+    def thoughts(self, thinking: Thinking, prompt: list[int], spelling: Spelling) -> Thinking | None:
+        """How the answer's thoughts are told from it; ``None`` if they are not.
+
+        Args:
+            thinking: how the model marks thoughts.
+            prompt: token ids.
+            spelling: of these.
+        """
+        return None
+
+    @property
+    def checks(self) -> Grammar | None:
+        """What finished answers are checked by; ``None`` if their grammar holds all that is asked."""
+        return None
+
+    def grammar(self, calls: CallFormat | None, thinking: Thinking | None) -> Grammar | None:
+        """What the answer may be, if not any text.
+
+        Args:
+            calls: how the model writes calls, if that has to be known.
+            thinking: how the answer's thoughts are marked, if it may have some.
+
+        Raises:
+            ApiError: if a schema is none, or cannot be enforced.
+        """
+        return None
+
+    def request(
+        self, prompt: list[int], most: int, calls: CallFormat | None, thinking: Thinking | None, temperature: float
+    ) -> Request:
+        """The same for an engine.
+
+        Args:
+            prompt: token ids.
+            most: longest answer.
+            calls: how the model writes calls, if that has to be known.
+            thinking: how the answer's thoughts are marked, if it may have some.
+            temperature: of those who name none.
+
+        Raises:
+            ValueError: for values out of range.
+            ApiError: as :meth:`grammar`.
+        """
+        if (self.min_tokens or 0) > most:
+            reason = f"at most as many as the answer may have, {most}, got {self.min_tokens}"
+            raise ApiError(400, f"min_tokens: {reason}", param="min_tokens")
+        settings = {name: getattr(self, name) for name in _SETTINGS}
+        if self.temperature is None:
+            settings["temperature"] = temperature
+        return Request(
+            prompt=prompt,
+            max_new_tokens=most,
+            logprobs=self.others,
+            prompt_logprobs=self.scored,
+            ends=() if self.ignore_eos else None,
+            min_new_tokens=self.min_tokens,
+            grammar=self.grammar(calls, thinking),
+            **settings,
+        )
+
+
+__all__ = ["Extension", "Question", "StreamOptions"]
