@@ -62,13 +62,19 @@ def no_hub(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
-@pytest.fixture(scope="session")
-def kernels():
-    """Skips tests of the native kernels where there are none, for a reason that is no fault of theirs."""
+@pytest.fixture(scope="session", autouse=True)
+def _native_problem():
+    """Builds the native kernels before any test reads stderr, where a line says that they are being built."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", native.NativeKernelsUnavailable)
-        if problem := native.problem():
-            pytest.skip(problem)
+        return native.problem()
+
+
+@pytest.fixture(scope="session")
+def kernels(_native_problem):
+    """Skips tests of the native kernels where there are none, for a reason that is no fault of theirs."""
+    if _native_problem:
+        pytest.skip(_native_problem)
 
 
 @pytest.fixture(scope="session")

@@ -112,7 +112,9 @@ def cost_aware(target: RaggedModel, drafter: Drafter) -> CostAware:
         except _Hurry:
             return None
 
-    return CostAware(rough_costs(target, drafter), measure=measure)
+    decider = CostAware(rough_costs(target, drafter))
+    decider.measure = measure
+    return decider
 
 
 def _known(

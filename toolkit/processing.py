@@ -46,13 +46,11 @@ def draft_scores(
 
     kinds = _alike(owners)
     if len(kinds) == 1:
-        scores = _blamed(process, logits, range(len(owners)), owners)
-    else:
-        scores = widened(logits).clone()
-        for rows in kinds.values():
-            scores[rows] = _blamed(process, logits[rows], rows, owners)
-    # Where no token is allowed, or a score is NaN, any draft will do: the target's own row says whether it is an error.
-    return scores.masked_fill(~scores.amax(dim=1, keepdim=True).isfinite(), 0.0)
+        return _blamed(process, logits, range(len(owners)), owners)
+    scores = widened(logits).clone()
+    for rows in kinds.values():
+        scores[rows] = _blamed(process, logits[rows], rows, owners)
+    return scores
 
 
 def finite_rows(

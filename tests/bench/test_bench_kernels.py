@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ def test_the_command_runs_whole_in_the_interpreter(tmp_path):
     assert "results agree with float64" in found.stdout
     written = json.loads(report.read_text())
     assert written["settings"]["device"] == "cpu"
-    assert written["provenance"]["versions"]["torch"] == torch.__version__
+    assert written["provenance"]["versions"]["torch"] == version("torch")
     bounds = [row for row in written["measurements"] if "h100_us" in row]
     rows = [row for row in written["measurements"] if "error" in row]
     # Two contexts with one group and size, and as many with each of two more groups and one more size.

@@ -13,6 +13,7 @@ import sys
 import time
 from argparse import Namespace
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -225,7 +226,7 @@ def test_artifacts_and_provenance(uri, client, experiment, warned):
     assert tables == [{"path": "samples.json", "type": "table"}, {"path": "others.json", "type": "table"}]
     assert Path(client.download_artifacts(run.info.run_id, "samples/text.md")).read_text("utf-8") == "Hällo"
     assert run.data.params["seed"] == "7"
-    assert run.data.params["versions.torch"] == torch.__version__
+    assert run.data.params["versions.torch"] == version("torch")
     assert run.data.tags["target.shape.layers"] == "30"
     assert "git.dirty" not in run.data.tags  # the test runs outside of the checkout
     assert warned() == []

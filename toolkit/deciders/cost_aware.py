@@ -80,9 +80,11 @@ class CostAware(Decider):
         survival: estimates the chances of paths instead of draft probabilities, level by level; its threshold is not
             used.
         decay: share of the old averages in the new ones, in [0, 1].
-        measure: if ``costs`` are rough, finds better ones once decoding is worth it: behind the first 512 tokens, or
-            before thousands are wanted at once, while nothing is decoded. Given a function that says whether it is to
-            break off, or ``None``, it returns costs, or ``None`` if it did.
+
+    Attributes:
+        measure: where ``costs`` are rough, a function that finds better ones, else ``None``. It is called once decoding
+            is worth it: behind the first 512 tokens, or before thousands are wanted at once, while nothing is decoded.
+            Given a function that says whether to break off, or ``None``, it returns costs, or ``None`` if it did.
 
     Raises:
         TypeError: if an argument is of another kind.
@@ -107,12 +109,12 @@ class CostAware(Decider):
         nodes: int | None = None,
         survival: PathSurvival | None = None,
         decay: float = 0.95,
-        measure: Callable[[Callable[[], bool] | None], StepCosts | None] | None = None,
     ) -> None:
         super().__init__()
         instance("costs", costs, StepCosts, CostTable)
         self.costs = StepCosts(costs, CostTable((1,), (1e-9,))) if isinstance(costs, CostTable) else costs
-        self._measure, self._decoded = measure, 0
+        self.measure: Callable[[Callable[[], bool] | None], StepCosts | None] | None = None
+        self._decoded = 0
         self.nodes = None if nodes is None else whole("nodes", nodes, 1)
         self.survival = survival
         if survival is not None:
@@ -135,7 +137,7 @@ class CostAware(Decider):
         Args:
             hurry: whether to break off, and go on being rough; ``None`` never to.
         """
-        measure, self._measure = self._measure, None
+        measure, self.measure = self.measure, None
         if measure is None:
             return
         try:
@@ -144,7 +146,7 @@ class CostAware(Decider):
             warnings.warn(f"what steps cost could not be measured, rough costs stay: {error}", stacklevel=2)
             return
         if found is None:
-            self._measure = measure
+            self.measure = measure
         else:
             self.costs = found
             self._slopes, self._times = {}, [0.0]  # of the old ones

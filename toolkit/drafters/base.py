@@ -235,14 +235,16 @@ def grow(context: DraftContext, drafter: Drafter, run: Callable[[Garden, dict[in
             sample, node = places[row]
             return sample, garden.path(sample, node)
 
-        scores = context.warp(run(garden, frontier), place_of)
+        logits = run(garden, frontier)
+        scores = context.warp(logits, place_of)
         if isinstance(context.noise, GumbelNoise):
             scores = context.noise.perturb(scores, [(sample, depth) for sample, _ in places])
         rows = SoftmaxRows(scores)
         likeliest, chances = tree_expand(scores, min(garden.law.k if certain else 1, scores.shape[1]))
         tops, odds = likeliest.tolist(), chances.exp().tolist()
         sound = [math.isfinite(values[0]) for values in odds]
-        if any(not good and garden.allowed(*place) is None for good, place in zip(sound, places, strict=True)):
+        # Processors may leave no token behind a draft; whether that is an error, the target's own row says.
+        if not all(sound) and not logits.amax(dim=1).isfinite().all():
             warnings.warn("the drafter produced NaN or infinite logits; nothing is drafted there", stacklevel=2)
         for row, (sample, node) in enumerate(places):
             if not sound[row] or (node == 0 and context.candidates is not None):
