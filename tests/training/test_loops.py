@@ -4,8 +4,9 @@ import random
 
 import pytest
 import torch
-from models import PROMPTS, greedy_reference, ragged, tiny
+from models import PROMPTS, greedy_reference, tiny
 
+from arbordraft import RaggedModel
 from arbordraft.training.completion import Completion, DecoderCompleter, Sampling
 from arbordraft.training.loops import LoopCriteria, before_loop, loop_start
 
@@ -76,8 +77,7 @@ def test_the_target_stops_when_it_loops_and_what_was_before_is_kept(monkeypatch,
     model = tiny(max_position_embeddings=512)
     whole = greedy_reference(model, PROMPTS, max_new_tokens=300)
     assert all(len(tokens) == 300 for tokens in whole)
-    target = ragged()
-    monkeypatch.setattr(target, "max_positions", 512, raising=False)
+    target = RaggedModel(model, kernels="torch")
     rows = []
     run = target.run
     monkeypatch.setattr(
