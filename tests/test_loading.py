@@ -3,6 +3,7 @@
 import json
 import logging
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -457,12 +458,25 @@ def test_steps_are_measured_anew_when_asked_to(timed, stepped):
     assert ad.load(of, drafter, costs="renew").decider.costs.draft == stepped[3].draft
 
 
-def test_lookups_have_no_levels_that_could_be_measured(timed):
+def test_lookups_have_no_levels_that_could_be_measured(timed, monkeypatch):
+    now, propose = [0.0], ad.NGramDrafter.propose
+
+    def read() -> float:
+        now[0] += 1e-6
+        return now[0]
+
+    def looked(self, state, context):
+        now[0] += 0.01 * (context.topology.max_depth > 0)
+        return propose(self, state, context)
+
+    monkeypatch.setattr(time, "perf_counter", read)  # a busy machine would add more than lookups take
+    monkeypatch.setattr(ad.NGramDrafter, "propose", looked)
     costs = known_costs(target(), ad.NGramDrafter())
     assert costs.target == timed[0]
     assert costs.draft(1) < 1e-6
     assert costs.starting(16) == 0
-    assert min(costs.rest, costs.looking(16)) > 0
+    assert costs.rest == pytest.approx(0, abs=1e-3)
+    assert costs.looking(16) == pytest.approx(0.01, abs=1e-3)
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"target": 3}', '{"rows": [1], "seconds": [1]}'])
