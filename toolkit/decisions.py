@@ -168,22 +168,3 @@ class Plan:
         """Drafts all that the topology offers down to these levels, at what the drafter says it is worth."""
         ones = [(1.0,)] * len(levels)
         return cls(levels, ones, ones, **limits)
-
-
-class Outcome(NamedTuple):
-    """What became of a sample's drafts in one step; all of it is committed.
-
-    Args:
-        drafted: levels of drafts that the target verified.
-        accepted: how many of them were accepted.
-        stated: of the root and the accepted nodes below it, as far as they have verified children: the sum of these
-            children's draft probabilities. One more than was accepted, unless the path ended at a leaf.
-        source: which drafter proposed them, see :attr:`Situation.source`.
-        certain: depths of ``stated`` at which nothing was guessed, see :attr:`SampleTree.certain`.
-    """
-
-    drafted: int
-    accepted: int
-    stated: tuple[float, ...] = ()
-    source: str = ""
-    certain: tuple[int, ...] = ()

@@ -7,11 +7,11 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from arbordraft.decisions import Outcome
 from arbordraft.laws import DraftLaw
 from arbordraft.rows import Row, Rows, Share
 from arbordraft.topology import TreeTopology
@@ -32,6 +32,25 @@ class Exactness(StrEnum):
     def lossless(self) -> bool:
         """Whether the output has the law of the target."""
         return self in (Exactness.PATHWISE, Exactness.EXACT)
+
+
+class Outcome(NamedTuple):
+    """What became of a sample's drafts in one step; all of it is committed.
+
+    Args:
+        drafted: levels of drafts that the target verified.
+        accepted: how many of them were accepted.
+        stated: of the root and the accepted nodes below it, as far as they have verified children: the sum of these
+            children's draft probabilities. One more than was accepted, unless the path ended at a leaf.
+        source: which drafter proposed them, see :attr:`~arbordraft.decisions.Situation.source`.
+        certain: depths of ``stated`` at which nothing was guessed, see :attr:`SampleTree.certain`.
+    """
+
+    drafted: int
+    accepted: int
+    stated: tuple[float, ...] = ()
+    source: str = ""
+    certain: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

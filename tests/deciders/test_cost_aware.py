@@ -15,11 +15,11 @@ from arbordraft import CostTable, Fixed, TreeTopology
 from arbordraft.context import DraftContext
 from arbordraft.costs import StepCosts
 from arbordraft.deciders import CostAware, Decider, FixedDepth, PathSurvival
-from arbordraft.decisions import Draw, Origin, Outcome, Plan, Situation, StepView
+from arbordraft.decisions import Draw, Origin, Plan, Situation, StepView
 from arbordraft.drafters import Drafter
 from arbordraft.drafters.garden import Garden
 from arbordraft.laws import IID
-from arbordraft.types import DraftTree, SampleTree, SampleVerdict
+from arbordraft.types import DraftTree, Outcome, SampleTree, SampleVerdict
 
 DEPTH = 6
 

@@ -34,8 +34,9 @@ from arbordraft.deciders import (
     NodeBudget,
     PathSurvival,
 )
-from arbordraft.decisions import Draw, Origin, Outcome, Situation, StepView
+from arbordraft.decisions import Draw, Origin, Situation, StepView
 from arbordraft.drafters.garden import Garden
+from arbordraft.types import Outcome
 
 CERTAIN, FAIR = torch.tensor([1.0, 0.0]), torch.tensor([0.5, 0.5])
 

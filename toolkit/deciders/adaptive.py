@@ -10,7 +10,8 @@ from torch import nn
 from arbordraft.checks import instance, positive, real, whole
 from arbordraft.deciders.base import Decider
 from arbordraft.deciders.simple import EntropyBound
-from arbordraft.decisions import Outcome, StepView
+from arbordraft.decisions import StepView
+from arbordraft.types import Outcome
 
 
 @dataclass

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from arbordraft.decisions import Outcome, Plan, Situation, StepView
+from arbordraft.decisions import Plan, Situation, StepView
+from arbordraft.types import Outcome
 
 
 class Decider(nn.Module):
