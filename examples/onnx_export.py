@@ -4,7 +4,8 @@ import tempfile
 from pathlib import Path
 
 import arbordraft as ad
-from arbordraft.deciders import Decider, LearnedDecider, OnnxDecider
+from arbordraft.deciders import Decider, LearnedDecider
+from arbordraft.deciders.onnx import OnnxDecider
 from arbordraft.drafters import Drafter
 from arbordraft.exports.onnx import export
 from arbordraft.loading import load_drafter

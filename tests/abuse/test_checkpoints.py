@@ -23,7 +23,8 @@ from arbordraft import (
     NGramDrafter,
     RaggedModel,
 )
-from arbordraft.deciders import LearnedDecider, OnnxDecider
+from arbordraft.deciders import LearnedDecider
+from arbordraft.deciders.onnx import OnnxDecider
 from arbordraft.exports.decoder_config import TargetReference
 from arbordraft.exports.engines import export_vllm
 from arbordraft.exports.onnx.sources import origin

@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 from arbordraft import UnsupportedModel
 from arbordraft.checkpoints import read_tensors
 from arbordraft.cli import main as cli
-from arbordraft.deciders import LearnedDecider, OnnxDecider
+from arbordraft.deciders import LearnedDecider
+from arbordraft.deciders.onnx import OnnxDecider
 from arbordraft.exports.onnx import export, export_ort_genai
 from arbordraft.loading import load_drafter, load_model
 from arbordraft.onnx_graph import Graph

@@ -26,7 +26,7 @@ from arbordraft import (
 from arbordraft.bench.onnx import draft_steps
 from arbordraft.bench.workload import Workload
 from arbordraft.cli.main import app
-from arbordraft.deciders import OnnxDecider
+from arbordraft.deciders.onnx import OnnxDecider
 from arbordraft.loading import drafter_named, load_drafter
 from arbordraft.onnx_graph import Graph
 from arbordraft.onnx_networks import OnnxBlock, OnnxEagle, OnnxMedusa, OnnxModel, OnnxNetwork

@@ -4,7 +4,6 @@ from arbordraft.deciders.adaptive import AcceptedAverage, AdaEDL, Bandit, Heuris
 from arbordraft.deciders.base import Decider
 from arbordraft.deciders.cost_aware import CostAware
 from arbordraft.deciders.learned import LearnedDecider, RowSurvival
-from arbordraft.deciders.onnx import OnnxDecider
 from arbordraft.deciders.simple import ConfidenceThreshold, EntropyBound, FixedDepth, NodeBudget, PathSurvival
 
 __all__ = [
@@ -19,7 +18,6 @@ __all__ = [
     "Heuristic",
     "LearnedDecider",
     "NodeBudget",
-    "OnnxDecider",
     "PathSurvival",
     "RowSurvival",
 ]
