@@ -18,7 +18,7 @@ from arbordraft.drawing import tree_picture
 from arbordraft.exports.decoder_config import DECIDER, FILE, DecoderConfig
 from arbordraft.exports.evaluation import HELD_OUT, Evaluation, evaluate
 from arbordraft.exports.mlflow_registry import TRAINING, all_or_nothing, check_names, register, server, training_models
-from arbordraft.mlflow_server import CANDIDATE
+from arbordraft.utils.mlflow_server import CANDIDATE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

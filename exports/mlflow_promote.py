@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from arbordraft.exports.evaluation import HELD_OUT, Evaluation, evaluate
 from arbordraft.exports.mlflow_registry import server, source_of
-from arbordraft.mlflow_server import CANDIDATE
+from arbordraft.utils.mlflow_server import CANDIDATE
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arbordraft.mlflow_server import ALIASES, MODEL, NAMES, connect, limits, resolve_uri
+from arbordraft.utils.mlflow_server import ALIASES, MODEL, NAMES, connect, limits, resolve_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

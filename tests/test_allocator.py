@@ -5,12 +5,12 @@ import sys
 
 import pytest
 
-from arbordraft import allocator
+from arbordraft.utils import allocator
 
 FAULTS = """
 import resource, statistics, sys
 import torch
-from arbordraft.allocator import keep_freed_memory
+from arbordraft.utils.allocator import keep_freed_memory
 
 if sys.argv[1] == "kept":
     assert keep_freed_memory()

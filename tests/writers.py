@@ -11,11 +11,11 @@ from arbordraft.bench.plots import plot
 from arbordraft.costs import StepCosts
 from arbordraft.deciders import LearnedDecider
 from arbordraft.drawing import draw_png
-from arbordraft.files import new_folder, write_text
 from arbordraft.training.recording import WholeCheckpoints
 from arbordraft.training.shards import ANSWER, Conversation, ShardFolder, pack, write_shard
 from arbordraft.training.spool import Journal, Progress
 from arbordraft.tuning import Choice, Setting, Tuned
+from arbordraft.utils.files import new_folder, write_text
 
 COSTS = CostTable((1,), (1e-3,))
 TUNED = Tuned("ngram", 0.0, StepCosts(COSTS, COSTS), [Choice(1, Setting("plain"), 1.0, 1.0)])

@@ -4,7 +4,6 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from arbordraft.checks import each, instance, whole
 from arbordraft.costs import CostTable, StepCosts
 from arbordraft.coupling import Coupling
 from arbordraft.deciders import ConfidenceThreshold, CostAware, Decider, NodeBudget
@@ -16,6 +15,7 @@ from arbordraft.parts import as_drafter, wrapped
 from arbordraft.target.model import RaggedModel
 from arbordraft.target_initialised import TargetInitialisedDecoder
 from arbordraft.topology import MOST_DEPTH, MOST_NODES, TreeTopology
+from arbordraft.utils.checks import each, instance, whole
 from arbordraft.verifiers import RecursiveRejection, SpecHub, TopDown
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from arbordraft.checks import each, instance, positive, real, whole
-from arbordraft.files import write_text
+from arbordraft.utils.checks import each, instance, positive, real, whole
+from arbordraft.utils.files import write_text
 
 Loaded = TypeVar("Loaded")
 

@@ -4,12 +4,12 @@ from typing import Self
 
 from torch import Tensor, nn
 
-from arbordraft.checks import instance
 from arbordraft.laws import DraftLaw, Fixed, SharedNoise
 from arbordraft.rows import Rows
 from arbordraft.sampling import GumbelNoise, Noise
 from arbordraft.topology import TreeTopology
 from arbordraft.types import DraftTree, Exactness, Verdict
+from arbordraft.utils.checks import instance
 from arbordraft.verifiers import Lifted, Matching, RecursiveRejection, SharedMatching, TopDown, TreeVerifier
 
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from arbordraft import texts
 from arbordraft.batching import Batch, Entry
-from arbordraft.checks import as_temperature, each, whole
 from arbordraft.generation import changed, with_settings
 from arbordraft.grammars import Grammar, GrammarError, grammars_of
 from arbordraft.huggingface import (
@@ -33,6 +32,7 @@ from arbordraft.state import Emission, Sample
 from arbordraft.stepping import Stepper
 from arbordraft.target.cache import CacheOverflow
 from arbordraft.target.exactness import ExactnessReport, exactness_report
+from arbordraft.utils.checks import as_temperature, each, whole
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList

@@ -5,9 +5,9 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arbordraft.files import new_file
 from arbordraft.topology import TreeTopology
 from arbordraft.types import SampleTree, SampleVerdict
+from arbordraft.utils.files import new_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from arbordraft.batching import Batch, Entry, Job
-from arbordraft.checks import instance, whole
 from arbordraft.generation import bound_to_text, changed, check_settings
 from arbordraft.huggingface import with_stop_strings
 from arbordraft.processors import Warp
@@ -22,6 +21,7 @@ from arbordraft.state import Sample
 from arbordraft.stateful import StatefulProcessor
 from arbordraft.stepping import Stepper
 from arbordraft.streams import Stream
+from arbordraft.utils.checks import instance, whole
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, StoppingCriteria

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from arbordraft.checks import as_temperature, penalty, real, whole
+from arbordraft.utils.checks import as_temperature, penalty, real, whole
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel

@@ -8,8 +8,8 @@ from copy import copy
 from importlib import import_module
 from typing import Any
 
-from arbordraft.checks import as_temperature
 from arbordraft.stateful import StatefulProcessor
+from arbordraft.utils.checks import as_temperature
 
 _MODULES = ("transformers.generation.logits_process", "transformers.generation.stopping_criteria")
 _NAMES: dict[type, str] = {}  # filled when it is first read, which no compiled code may be the first to do

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
-from arbordraft.checks import real, whole
 from arbordraft.sampling import draw
+from arbordraft.utils.checks import real, whole
 
 
 class DraftLaw(nn.Module):

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from arbordraft.checks import instance, whole
 from arbordraft.topology import WORD_BITS, TreeTopology, ancestor_words
+from arbordraft.utils.checks import instance, whole
 
 MOST_BYTES = 2**30  # of a dense mask
 

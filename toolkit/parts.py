@@ -2,12 +2,12 @@
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from arbordraft.checks import instance
 from arbordraft.coupling import Coupling
 from arbordraft.deciders import Decider, FixedDepth
 from arbordraft.drafters import Drafter, LanguageModelDrafter
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
+from arbordraft.utils.checks import instance
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

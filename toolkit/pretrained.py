@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from arbordraft.checkpoints import load_network
-from arbordraft.files import new_folder
 from arbordraft.kernels.native.build import cache_folder
+from arbordraft.utils.files import new_folder
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerBase

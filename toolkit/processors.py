@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from arbordraft.checks import whole
 from arbordraft.kernels import choice
 from arbordraft.kernels.verify import lowest_kept
 from arbordraft.kinds import (
@@ -26,6 +25,7 @@ from arbordraft.kinds import (
     truncates,
 )
 from arbordraft.stateful import PathState, StatefulProcessor
+from arbordraft.utils.checks import whole
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessor, LogitsProcessorList

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from arbordraft.files import read_text
 from arbordraft.texts import encode, settings_of, user_turn
+from arbordraft.utils.files import read_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from arbordraft.checks import as_temperature, each, instance, penalty, real, whole
 from arbordraft.generation import biased, own_temperature, processors_of
 from arbordraft.grammars import Grammar
 from arbordraft.huggingface import Stopping
@@ -19,6 +18,7 @@ from arbordraft.processors import Warp
 from arbordraft.spelling import Pieces, Spelling
 from arbordraft.stateful import StatefulProcessor
 from arbordraft.texts import stops
+from arbordraft.utils.checks import as_temperature, each, instance, penalty, real, whole
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, StoppingCriteria

@@ -13,9 +13,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from arbordraft.checks import whole
 from arbordraft.kernels import choice
 from arbordraft.kernels.gumbel import gumbel, gumbel_argmax
+from arbordraft.utils.checks import whole
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from arbordraft.checks import whole
 from arbordraft.cohorts import Cohort, cohorts_of, draft_temperature, joined, verdicts_of
 from arbordraft.context import DraftContext
 from arbordraft.coupling import Coupling
@@ -33,6 +32,7 @@ from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
 from arbordraft.types import DraftTree, SampleTree, SampleVerdict, Verdict
+from arbordraft.utils.checks import whole
 from arbordraft.verifiers import matching_verdict
 
 if TYPE_CHECKING:

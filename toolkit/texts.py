@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from arbordraft.checks import as_temperature, real, whole
 from arbordraft.generation import EXTRA_OUTPUTS, own_temperature
 from arbordraft.huggingface import StopTexts
 from arbordraft.metrics import DecodeStats
 from arbordraft.spelling import Pieces
+from arbordraft.utils.checks import as_temperature, real, whole
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase

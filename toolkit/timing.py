@@ -12,7 +12,6 @@ from itertools import accumulate, cycle, islice
 
 import torch
 
-from arbordraft.checks import each, instance, whole
 from arbordraft.costs import CostTable, StepCosts
 from arbordraft.coupling import Coupling
 from arbordraft.deciders import Decider, FixedDepth
@@ -25,6 +24,7 @@ from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
 from arbordraft.types import DraftTree, Verdict
+from arbordraft.utils.checks import each, instance, whole
 
 _ROWS = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128)
 _MOST_ROWS, _LONGEST = 2**14, 2**20  # of a forward that is timed, and of the text before it: their memory is real

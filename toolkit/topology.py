@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from arbordraft.checks import each, real, whole
+from arbordraft.utils.checks import each, real, whole
 
 WORD_BITS = 64
 MOST_NODES = 2048  # the mask of these has 4 MiB; no target verifies as many rows in the time of a few

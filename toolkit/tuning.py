@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from arbordraft import builders
-from arbordraft.checks import as_temperature, each, whole
 from arbordraft.costs import StepCosts
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter, NGramDrafter
-from arbordraft.files import write_text
 from arbordraft.measuring import measure_costs
 from arbordraft.prompts import chat_batches, plain_request
 from arbordraft.target.model import RaggedModel
+from arbordraft.utils.checks import as_temperature, each, whole
+from arbordraft.utils.files import write_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

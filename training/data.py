@@ -14,7 +14,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from arbordraft import RaggedModel
-from arbordraft.checks import positive
 from arbordraft.heads.base import fingerprint
 from arbordraft.training.batches import BatchLoader, Place
 from arbordraft.training.chat import ChatFormat
@@ -24,6 +23,7 @@ from arbordraft.training.distillation import Recipe, SelfDistillation
 from arbordraft.training.features import CachedFeatures, Features, FreshFeatures
 from arbordraft.training.shards import ANSWER, PROMPT, Shard, ShardError, ShardFolder
 from arbordraft.training.targets import Target
+from arbordraft.utils.checks import positive
 
 _CHECKED = 2  # cached sequences that are compared with a fresh forward
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arbordraft.mlflow_server import MODEL, connect, limits, reason, resolve_uri
 from arbordraft.training.spool import SPOOL, Journal, Progress, Record
+from arbordraft.utils.mlflow_server import MODEL, connect, limits, reason, resolve_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import Tensor
 
-from arbordraft.files import write_text
 from arbordraft.training.chat import ChatFormat
 from arbordraft.training.completion import Completer, Sampling
 from arbordraft.training.shards import (
@@ -28,6 +27,7 @@ from arbordraft.training.shards import (
     write_shard,
 )
 from arbordraft.training.user_turns import Dialogue, UserTurns
+from arbordraft.utils.files import write_text
 
 _FOLLOW_UP = 80  # most tokens of a follow-up
 

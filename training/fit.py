@@ -65,10 +65,10 @@ def run(module: Any, arguments: list[str], *, go: bool = True) -> Any:
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.cli import LightningCLI
 
-    from arbordraft.allocator import keep_freed_memory
     from arbordraft.training.data import SelfDistillationDataModule
     from arbordraft.training.recording import Recorder
     from arbordraft.training.resuming import check_resumable
+    from arbordraft.utils.allocator import keep_freed_memory
 
     class CLI(LightningCLI):  # type: ignore[misc]  # Lightning is not type-checked here
         def add_arguments_to_parser(self, parser: Any) -> None:

@@ -16,8 +16,8 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 
-from arbordraft.files import check_writable, new_file, new_folder, write_text
 from arbordraft.training.tracking import MLflowTracker
+from arbordraft.utils.files import check_writable, new_file, new_folder, write_text
 
 RESULT = "best"
 RECIPE = "training.yaml"

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from arbordraft.files import new_file, write_text
+from arbordraft.utils.files import new_file, write_text
 
 GIVEN, ANSWER, PROMPT = 0, 1, 2  # roles: text of others, the target's answers, user turns that the target wrote
 MANIFEST = "manifest.json"

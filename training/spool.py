@@ -16,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from arbordraft.files import write_text
+from arbordraft.utils.files import write_text
 
 SPOOL = "mlflow-spool"  # in the working folder, like MLflow's own data
 

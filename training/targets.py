@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from arbordraft import RaggedModel
-from arbordraft.files import read_text
 from arbordraft.loading import SMALL, load_model
+from arbordraft.utils.files import read_text
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from arbordraft.exports.engines.layout import Layout
 from arbordraft.exports.engines.medusa import medusa
 from arbordraft.exports.engines.target import Target, describe_target
 from arbordraft.exports.folder import Export, contents
-from arbordraft.files import new_folder
 from arbordraft.heads.block import BlockConfig, BlockHead
 from arbordraft.heads.eagle import EagleConfig, EagleHead
 from arbordraft.heads.exit_adapter import ExitAdapterConfig
 from arbordraft.heads.medusa import MedusaConfig, MedusaHead
 from arbordraft.loading import Dtype
+from arbordraft.utils.files import new_folder
 
 LAYOUTS = ("eagle3", "speculators")
 BLOCK = BlockConfig.model_type

@@ -14,9 +14,9 @@ from tiny_training import TRAINER, data, module, save_config, save_world
 from writers import FILES, FOLDERS, WRITERS, everything, place, several
 
 from arbordraft.exports.folder import contents
-from arbordraft.files import WriteError, check_writable, new_file, new_folder, write_text
 from arbordraft.training.fit import data_of
 from arbordraft.training.recording import Recorder
+from arbordraft.utils.files import WriteError, check_writable, new_file, new_folder, write_text
 
 
 @contextmanager

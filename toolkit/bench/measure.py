@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from arbordraft.bench.workload import Tell, Workload, quiet
-from arbordraft.files import write_text
 from arbordraft.kernels.native.build import cpu
+from arbordraft.utils.files import write_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

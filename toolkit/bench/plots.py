@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from arbordraft.bench.decoding import DecodeRow
 from arbordraft.bench.verifiers import NodeRow, TreeRow
 from arbordraft.drawing import COLOURS, GREY, new_figure, save_png
-from arbordraft.files import read_text
+from arbordraft.utils.files import read_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -32,10 +32,10 @@ from arbordraft.cli.options import DRAFTERS, DrafterOption, numbers
 from arbordraft.costs import StepCosts
 from arbordraft.deciders import LearnedDecider
 from arbordraft.drafters import Drafter
-from arbordraft.files import read_text
 from arbordraft.loading import Dtype, Kernels, drafter_named
 from arbordraft.target.model import RaggedModel
 from arbordraft.tuning import Tuned
+from arbordraft.utils.files import read_text
 
 
 def named(drafters: list[str] | None) -> list[str]:

@@ -17,9 +17,9 @@ from arbordraft.exports import onnx
 from arbordraft.exports.evaluation import HELD_OUT
 from arbordraft.exports.folder import Export, Quantization
 from arbordraft.loading import Dtype, Kernels, drafter_named, load_target
-from arbordraft.mlflow_server import explained
 from arbordraft.prompts import read_prompts
 from arbordraft.tuning import Tuned
+from arbordraft.utils.mlflow_server import explained
 
 app = typer.Typer(no_args_is_help=True, help="Export drafters, deciders and targets for deployment.")
 console = terminal()

@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from arbordraft import tuning
-from arbordraft.allocator import keep_freed_memory
 from arbordraft.bench.plots import plot, read_rows
 from arbordraft.cli.bench import app as bench
 from arbordraft.cli.chat import chat
@@ -34,6 +33,7 @@ from arbordraft.cli.trace import trace
 from arbordraft.cli.train import app as train
 from arbordraft.drawing import draw_png
 from arbordraft.loading import Dtype, Kernels, drafter_named, load_target
+from arbordraft.utils.allocator import keep_freed_memory
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -19,10 +19,10 @@ from arbordraft.cli.options import (
     output_file,
 )
 from arbordraft.engine import Engine
-from arbordraft.files import write_text
 from arbordraft.loading import Kernels, Settings
 from arbordraft.requests import Request
 from arbordraft.texts import encode, user_turn
+from arbordraft.utils.files import write_text
 
 
 def trace(

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import nn
 
-from arbordraft.checks import instance, positive, real, whole
 from arbordraft.deciders.base import Decider
 from arbordraft.deciders.simple import EntropyBound
 from arbordraft.decisions import StepView
 from arbordraft.types import Outcome
+from arbordraft.utils.checks import instance, positive, real, whole
 
 
 @dataclass

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice, takewhile
 from operator import mul
 
-from arbordraft.checks import instance, real, whole
 from arbordraft.costs import CostTable, StepCosts
 from arbordraft.deciders.base import Decider
 from arbordraft.deciders.simple import PathSurvival
 from arbordraft.decisions import Plan, Situation, StepView
 from arbordraft.types import Outcome
+from arbordraft.utils.checks import instance, real, whole
 
 _DEPTHS = 4  # depths that are told apart; the last one stands for all that are deeper
 _FALL = 0.85  # acceptance below the first level relative to that there, where nothing is known

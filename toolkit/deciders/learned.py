@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from arbordraft.checkpoints import CONFIG, WEIGHTS, few, read_config, read_tensors
-from arbordraft.checks import each, positive, whole
 from arbordraft.deciders.simple import PathSurvival
 from arbordraft.decisions import TOP, Origin, StepView
-from arbordraft.files import new_file
+from arbordraft.utils.checks import each, positive, whole
+from arbordraft.utils.files import new_file
 
 _WIDEST = 2**16  # of a layer: what is wider is a mistake that would take all memory
 UNLIKELY = 1e-6  # stands for smaller draft probabilities, whose logarithms would drown all other features

@@ -3,9 +3,9 @@
 import math
 from collections.abc import Sequence
 
-from arbordraft.checks import positive, real, whole
 from arbordraft.deciders.base import Decider
 from arbordraft.decisions import Plan, Situation, StepView
+from arbordraft.utils.checks import positive, real, whole
 
 
 class FixedDepth(Decider):

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from arbordraft.checks import instance
 from arbordraft.context import DraftContext
 from arbordraft.drafters.base import Drafter
 from arbordraft.drafters.garden import groups_of, situation_of
@@ -19,6 +18,7 @@ from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
 from arbordraft.types import DraftTree, Verdict
+from arbordraft.utils.checks import instance
 
 
 @dataclass

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from arbordraft.checks import whole
 from arbordraft.context import DraftContext
 from arbordraft.drafters.base import Drafter
 from arbordraft.drafters.garden import Garden
@@ -18,6 +17,7 @@ from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
 from arbordraft.types import DraftTree, Verdict
+from arbordraft.utils.checks import whole
 
 _MOST_MATCHES = 32  # older occurrences of a frequent n-gram say little
 _LONGEST = 64  # every suffix of a path is followed as far

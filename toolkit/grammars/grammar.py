@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from arbordraft.checks import instance
 from arbordraft.grammars.checking import SchemaCheck, checked
 from arbordraft.grammars.engine import explained, limits, matcher_class
 from arbordraft.grammars.schema import expressions, held
+from arbordraft.utils.checks import instance
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from arbordraft.checkpoints import load_network, read_config
-from arbordraft.checks import real
 from arbordraft.target.probing import vocabulary
+from arbordraft.utils.checks import real
 
 
 class CompanionConfig(PreTrainedConfig):

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from arbordraft.checks import whole
 from arbordraft.heads.eagle import EagleConfig, EagleHead
+from arbordraft.utils.checks import whole
 
 
 class BlockConfig(EagleConfig):

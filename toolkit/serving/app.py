@@ -15,7 +15,6 @@ from openai.types import Model
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
-from arbordraft.checks import whole
 from arbordraft.serving.answers import ChatShape, Shape, TextShape, usage_of, written
 from arbordraft.serving.chats import ChatQuestion
 from arbordraft.serving.completions import CompletionQuestion
@@ -27,6 +26,7 @@ from arbordraft.serving.question import Question, StreamOptions
 from arbordraft.serving.responding import ResponseShape
 from arbordraft.serving.responses import ResponsesQuestion, renamed
 from arbordraft.serving.service import Call, Service
+from arbordraft.utils.checks import whole
 
 
 def build_app(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import uvicorn
 from fastapi import FastAPI
 
-from arbordraft.checks import real, whole
+from arbordraft.utils.checks import real, whole
 
 
 class Server(uvicorn.Server):

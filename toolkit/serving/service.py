@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 from starlette.requests import Request as HttpRequest
 
-from arbordraft.checks import instance, whole
 from arbordraft.engine import Engine, EngineClosed, QueueFull
 from arbordraft.generation import own_temperature
 from arbordraft.grammars import GrammarError
@@ -27,6 +26,7 @@ from arbordraft.serving.thinking import Thinking, thinking_of
 from arbordraft.serving.validity import Checker
 from arbordraft.spelling import Spelling
 from arbordraft.streams import Stream
+from arbordraft.utils.checks import instance, whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -14,12 +14,12 @@ from typing import ClassVar
 import numpy as np
 from torch import Tensor
 
-from arbordraft.checks import each, whole
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.sampling import GumbelNoise, Noise
 from arbordraft.static.table import Table
 from arbordraft.topology import WORD_BITS, TreeTopology
 from arbordraft.types import DraftTree
+from arbordraft.utils.checks import each, whole
 from arbordraft.verifiers.packed import inner_nodes, post_order
 
 MOST_ROWS = 2**16  # the logits of more would not fit anywhere

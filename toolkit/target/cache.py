@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from arbordraft.allocator import untouched_zeros
 from arbordraft.kernels.kv_cache import append, compact
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
+from arbordraft.utils.allocator import untouched_zeros
 
 
 class CacheOverflow(RuntimeError):

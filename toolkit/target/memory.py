@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from arbordraft.files import new_file
 from arbordraft.kernels.native.build import cache_folder
 from arbordraft.target.file_blocks import FileBlocks
 from arbordraft.target.mlps import stacked
 from arbordraft.target.probing import is_linear, plain
+from arbordraft.utils.files import new_file
 
 _ALIGNED = 64  # bytes, so that a tensor of any dtype may begin there
 _LARGE_PAGE = 1 << 21  # bytes

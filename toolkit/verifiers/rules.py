@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from arbordraft.checks import instance
 from arbordraft.laws import DraftLaw
 from arbordraft.sampling import residual
 from arbordraft.types import Exactness
+from arbordraft.utils.checks import instance
 
 
 @dataclass(frozen=True)

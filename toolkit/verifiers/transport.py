@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from arbordraft.checks import whole
 from arbordraft.laws import DraftLaw, given
+from arbordraft.utils.checks import whole
 from arbordraft.verifiers.rules import NodeLaw, Rule
 
 Array = npt.NDArray[np.float64]

@@ -12,12 +12,12 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from arbordraft.checks import instance, positive, real
 from arbordraft.kernels import choice
 from arbordraft.laws import DraftLaw
 from arbordraft.rows import Rows, SoftmaxRows
 from arbordraft.sampling import GumbelNoise, Noise, draw
 from arbordraft.types import DraftTree, Exactness, SampleTree, SampleVerdict, Verdict
+from arbordraft.utils.checks import instance, positive, real
 from arbordraft.verifiers.packed import verify_packed
 from arbordraft.verifiers.rules import NodeLaw, Rule
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from arbordraft import BlockDrafter, RaggedModel
-from arbordraft.checks import real
 from arbordraft.drafters import Drafter
 from arbordraft.heads.block import BlockHead
 from arbordraft.training.batches import Batch
 from arbordraft.training.students.base import Prediction, Student
+from arbordraft.utils.checks import real
 
 
 class BlockStudent(Student):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from arbordraft.files import check_writable
+from arbordraft.utils.files import check_writable
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
