@@ -26,8 +26,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from arbordraft import EagleDrafter, RaggedModel, SpeculativeDecoder, builders
 from arbordraft.bench.decoding import answers
+from arbordraft.checkpoints.smollm2 import load_smollm2
 from arbordraft.cli.display import step_tree
-from arbordraft.pretrained import load_smollm2
 from arbordraft.prompts import MIXED, chat_batch
 
 Inputs = dict[str, Tensor]

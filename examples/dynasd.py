@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from arbordraft import ConfidenceThreshold, EarlyExitDrafter, RaggedModel, builders
+from arbordraft.checkpoints.smollm2 import load_smollm2
 from arbordraft.deciders import AcceptedAverage, EntropyBound, FixedDepth, Heuristic, PathSurvival
-from arbordraft.pretrained import load_smollm2
 from arbordraft.prompts import MIXED, chat_batch
 
 NEW_TOKENS = 24

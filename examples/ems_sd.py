@@ -11,7 +11,7 @@ from rich.table import Table
 
 from arbordraft import Coupling, NGramDrafter, RaggedModel, TreeTopology, builders
 from arbordraft.bench.padded import PaddedDecoder
-from arbordraft.pretrained import load_smollm2
+from arbordraft.checkpoints.smollm2 import load_smollm2
 from arbordraft.prompts import REPEATING, chat_batch
 
 NEW_TOKENS = 48

@@ -10,7 +10,7 @@ from arbordraft import EarlyExitDrafter, RaggedModel
 from arbordraft.bench.tables import rows_table
 from arbordraft.bench.verifiers import node_acceptance
 from arbordraft.bench.workload import Workload
-from arbordraft.pretrained import load_smollm2
+from arbordraft.checkpoints.smollm2 import load_smollm2
 from arbordraft.prompts import MIXED
 
 

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arbordraft.checkpoints import read_config, read_tensors
+from arbordraft.checkpoints.reader import read_config, read_tensors
 from arbordraft.deciders import LearnedDecider
 from arbordraft.drawing import tree_picture
 from arbordraft.exports.decoder_config import DECIDER, FILE, DecoderConfig

@@ -170,7 +170,7 @@ def test_prompts_under_load_have_the_lengths_that_are_asked_for(monkeypatch):
     monkeypatch.syspath_prepend(COMPARE)
     from passages import prompts
 
-    from arbordraft.pretrained import load_smollm2
+    from arbordraft.checkpoints.smollm2 import load_smollm2
 
     _, tokenizer = load_smollm2()
     texts = list(prompts(tokenizer, 24, seed=3))

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 
-from arbordraft import pretrained
-from arbordraft.pretrained import MANIFEST, WEIGHTS, PretrainedError, fetch_smollm2
+from arbordraft.checkpoints import smollm2 as pretrained
+from arbordraft.checkpoints.smollm2 import MANIFEST, WEIGHTS, PretrainedError, fetch_smollm2
 
 FOLDER = "smollm2-135m-instruct-{}".format
 

@@ -29,8 +29,8 @@ from arbordraft import (
     WithoutReplacement,
 )
 from arbordraft.builders import eagle
+from arbordraft.checkpoints.smollm2 import load_smollm2
 from arbordraft.deciders import Heuristic, LearnedDecider
-from arbordraft.pretrained import load_smollm2
 from arbordraft.training.decider_module import DeciderModule
 from arbordraft.training.drafter_module import DrafterModule
 from arbordraft.training.fit import run

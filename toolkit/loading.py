@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from arbordraft.checkpoints import load_causal_lm, load_tokenizer, read_config
+from arbordraft.checkpoints.reader import load_causal_lm, load_tokenizer, read_config
+from arbordraft.checkpoints.smollm2 import load_smollm2
 from arbordraft.costs import CostTable, StepCosts
 from arbordraft.coupling import Coupling
 from arbordraft.deciders import CostAware, Decider
@@ -33,7 +34,6 @@ from arbordraft.measuring import cost_aware, known_costs
 from arbordraft.onnx_graph import FUSE, MARKOV, MODEL, Graph
 from arbordraft.onnx_networks import OnnxBlock, OnnxEagle, OnnxMedusa, OnnxModel
 from arbordraft.parts import as_drafter
-from arbordraft.pretrained import load_smollm2
 from arbordraft.target.file_model import load_blocks
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology

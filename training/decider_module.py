@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.optim import AdamW, Optimizer
 
 from arbordraft import RaggedModel
-from arbordraft.checkpoints import read_config
+from arbordraft.checkpoints.reader import read_config
 from arbordraft.costs import StepCosts
 from arbordraft.deciders import LearnedDecider
 from arbordraft.drafters import Drafter

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from arbordraft.checkpoints import check_finite, few
+from arbordraft.checkpoints.reader import check_finite, few
 
 _KEYWORDS = ("best", "last", "hpc", "registry")  # of Lightning, for which it looks itself
 

@@ -30,7 +30,7 @@ from servers import LoadTool, Server, ServerError, kinds
 from transformers import AutoTokenizer
 
 from arbordraft.bench.measure import save
-from arbordraft.pretrained import NAME, fetch_smollm2
+from arbordraft.checkpoints.smollm2 import NAME, fetch_smollm2
 
 DRAFTER = Path(__file__).resolve().parents[1] / "checkpoints" / "smollm2-135m-instruct-eagle"
 PERCENTILES = (50, 95, 99)

@@ -7,9 +7,9 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM
 
-from arbordraft.checkpoints import CONFIG, INDEX, load_network, load_tokenizer, read_config, weight_files
+from arbordraft.checkpoints.reader import CONFIG, INDEX, load_network, load_tokenizer, read_config, weight_files
+from arbordraft.checkpoints.vocabulary import check_tokenizers
 from arbordraft.exports.engines.target import Target
-from arbordraft.vocabulary import check_tokenizers
 
 # Beside the weights, as far as they are there; whatever else lies in the folder stays where it is.
 _COMPANY = (

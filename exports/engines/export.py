@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from arbordraft.checkpoints import read_config
+from arbordraft.checkpoints.reader import read_config
 from arbordraft.exports.engines.draft_model import write_draft_model
 from arbordraft.exports.engines.eagle3 import eagle3, speculators
 from arbordraft.exports.engines.layout import Layout

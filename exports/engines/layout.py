@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from arbordraft.checkpoints import CONFIG, WEIGHTS, few
+from arbordraft.checkpoints.reader import CONFIG, WEIGHTS, few
 from arbordraft.heads.base import vocabulary_problems
 from arbordraft.loading import Dtype
 

@@ -5,9 +5,9 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from arbordraft.checkpoints.smollm2 import HUB_REPO, fetch_smollm2
 from arbordraft.heads.base import CompanionConfig
 from arbordraft.loading import SMALL
-from arbordraft.pretrained import HUB_REPO, fetch_smollm2
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from arbordraft import EarlyExitDrafter, RaggedModel
+from arbordraft.checkpoints.vocabulary import tokenizer_hashes
 from arbordraft.drafters.language_model import shrink
 from arbordraft.exports.onnx import networks
 from arbordraft.exports.onnx.cases import Inputs, Shape, chain, padded, past_of, trees
@@ -26,7 +27,6 @@ from arbordraft.heads.medusa import MedusaHead
 from arbordraft.onnx_graph import FUSE, MARKOV, MODEL, PAST, PRESENT
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.observation import decoder_list
-from arbordraft.vocabulary import tokenizer_hashes
 
 _ROWS: Mapping[str, Mapping[int, str]] = {
     "input_ids": {0: "batch_size", 1: "sequence_length"},

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from arbordraft import IID, LanguageModelDrafter, RaggedModel
-from arbordraft.checkpoints import read_config
+from arbordraft.checkpoints.reader import read_config
 from arbordraft.deciders import LearnedDecider
 from arbordraft.exports.folder import Export, Quantization
 from arbordraft.exports.onnx import decisions, noise, plans

@@ -29,6 +29,7 @@ from arbordraft import (
     WithoutReplacement,
     builders,
 )
+from arbordraft.checkpoints.vocabulary import tokenizer_hashes
 from arbordraft.exports.decoder_config import describe
 from arbordraft.exports.engines import export_vllm
 from arbordraft.exports.onnx import plans
@@ -37,7 +38,6 @@ from arbordraft.exports.onnx.writing import write
 from arbordraft.loading import drafter_named, load_drafter
 from arbordraft.target_initialised import TargetInitialisedDecoder
 from arbordraft.training.students import LanguageModelStudent
-from arbordraft.vocabulary import tokenizer_hashes
 
 LETTERS = (ascii_letters + digits)[:VOCAB]
 PAIRS = [("a", "b"), ("b", "c"), ("ab", "c")]

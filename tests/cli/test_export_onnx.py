@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from arbordraft import UnsupportedModel
-from arbordraft.checkpoints import read_tensors
+from arbordraft.checkpoints.reader import read_tensors
 from arbordraft.cli import main as cli
 from arbordraft.deciders import LearnedDecider
 from arbordraft.deciders.onnx import OnnxDecider

@@ -16,7 +16,7 @@ from torch.nn.functional import linear, rms_norm, silu
 from transformers import AutoConfig
 from typer.testing import CliRunner
 
-from arbordraft.checkpoints import read_tensors
+from arbordraft.checkpoints.reader import read_tensors
 from arbordraft.cli import main as cli
 from arbordraft.exports.engines import export_sglang, export_vllm
 from arbordraft.exports.engines.draft_model import in_both_dialects

@@ -13,9 +13,9 @@ import torch
 from models import PAYS
 
 from arbordraft import RaggedModel, builders
+from arbordraft.checkpoints.smollm2 import load_smollm2
 from arbordraft.engine import Engine
 from arbordraft.grammars import Grammar
-from arbordraft.pretrained import load_smollm2
 from arbordraft.requests import Request
 
 TOKENS = 320

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from arbordraft.checkpoints import CONFIG, WEIGHTS, few, read_config, read_tensors
+from arbordraft.checkpoints.reader import CONFIG, WEIGHTS, few, read_config, read_tensors
 from arbordraft.deciders.simple import PathSurvival
 from arbordraft.decisions import TOP, Origin, StepView
 from arbordraft.utils.checks import each, positive, whole

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from arbordraft.checkpoints import load_causal_lm, load_tokenizer
+from arbordraft.checkpoints.reader import load_causal_lm, load_tokenizer
+from arbordraft.checkpoints.vocabulary import check_tokenizers, fit_logits, fit_tokens
 from arbordraft.context import DraftContext
 from arbordraft.drafters.base import Drafter, check_ragged, grow, plan_level, unread
 from arbordraft.drafters.fused import fused_model
@@ -27,7 +28,6 @@ from arbordraft.target.hook import UnsupportedModel
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.observation import decoder_list
 from arbordraft.types import DraftTree, Verdict
-from arbordraft.vocabulary import check_tokenizers, fit_logits, fit_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from arbordraft.checkpoints import load_network, read_config
+from arbordraft.checkpoints.reader import load_network, read_config
 from arbordraft.target.probing import vocabulary
 from arbordraft.utils.checks import real
 

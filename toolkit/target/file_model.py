@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from arbordraft.checkpoints import load_causal_lm, load_network
+from arbordraft.checkpoints.reader import load_causal_lm, load_network
 from arbordraft.target.file_blocks import BLOCKS, FileBlocks, halves, holds_blocks
 
 if TYPE_CHECKING:

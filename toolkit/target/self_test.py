@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from arbordraft.checkpoints import check_finite
+from arbordraft.checkpoints.reader import check_finite
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.hook import HOOK, UnsupportedModel, unsupported
 from arbordraft.target.own_cache import cache_argument, returned_cache

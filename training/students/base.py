@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from arbordraft import RaggedModel
-from arbordraft.checkpoints import few, load_network, read_config
+from arbordraft.checkpoints.reader import few, load_network, read_config
 from arbordraft.drafters import Drafter
 from arbordraft.heads.base import Companion, DraftHead
 from arbordraft.training.batches import Batch

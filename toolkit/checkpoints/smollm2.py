@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from arbordraft.checkpoints import load_network
+from arbordraft.checkpoints.reader import load_network
 from arbordraft.kernels.native.build import cache_folder
 from arbordraft.utils.files import new_folder
 

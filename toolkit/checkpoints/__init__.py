@@ -1,0 +1,1 @@
+"""Saved models: read strictly, told apart, compared."""
