@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 import arbordraft as ad
-from arbordraft import costs, deciders, drafters, laws, verifiers
+from arbordraft import costs, deciders, drafters, verifiers
 from arbordraft.costs import StepCosts
 from arbordraft.deciders import Decider, LearnedDecider
 from arbordraft.drafters import Drafter
 from arbordraft.heads.base import fingerprint
-from arbordraft.laws import DraftLaw
 from arbordraft.loading import Dtype, Kernels, load_target
 from arbordraft.onnx_networks import OnnxNetwork
+from arbordraft.sampling import laws
+from arbordraft.sampling.laws import DraftLaw
 from arbordraft.verifiers import Rule, TreeVerifier
 
 if TYPE_CHECKING:

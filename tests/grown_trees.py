@@ -6,7 +6,7 @@ from transformers import TemperatureLogitsWarper
 
 from arbordraft import TreeTopology
 from arbordraft.decisions import Plan
-from arbordraft.laws import IID, SharedNoise
+from arbordraft.sampling.laws import IID, SharedNoise
 
 TEXTS = [*PROMPTS, [40, 2, 9]]
 BINARY = TreeTopology.k_ary(2, 3)

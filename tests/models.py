@@ -15,10 +15,10 @@ from arbordraft.costs import StepCosts
 from arbordraft.deciders import Decider, FixedDepth
 from arbordraft.decisions import Plan, Situation
 from arbordraft.drafters import Drafter
-from arbordraft.laws import DraftLaw, Fixed
 from arbordraft.masks import SlicedCausalMask
-from arbordraft.processors import Warp
-from arbordraft.sampling import GumbelNoise, Noise, SharedSource
+from arbordraft.sampling.laws import DraftLaw, Fixed
+from arbordraft.sampling.noise import GumbelNoise, Noise, SharedSource
+from arbordraft.sampling.processors import Warp
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.testing import greedy_reference as greedy_reference
 from arbordraft.testing import left_padded as left_padded

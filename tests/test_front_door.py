@@ -23,7 +23,7 @@ from arbordraft import (
     TopTail,
     TreeTopology,
 )
-from arbordraft.laws import SharedNoise
+from arbordraft.sampling.laws import SharedNoise
 from arbordraft.spelling import Pieces
 from arbordraft.verifiers import SharedMatching
 

@@ -17,7 +17,7 @@ from arbordraft import (
     TopTail,
     WithoutReplacement,
 )
-from arbordraft.sampling import Noise
+from arbordraft.sampling.noise import Noise
 from arbordraft.verifiers import KSeq, NodeLaw
 
 LAWFUL = {

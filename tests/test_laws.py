@@ -8,7 +8,7 @@ import torch
 from scipy.stats import chisquare
 
 from arbordraft import IID, Fixed, TopTail, WithoutReplacement
-from arbordraft.laws import AdaptiveTopTail, DraftLaw
+from arbordraft.sampling.laws import AdaptiveTopTail, DraftLaw
 from arbordraft.testing import random_rows, row
 
 LAWS = [

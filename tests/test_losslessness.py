@@ -16,8 +16,8 @@ from arbordraft import (
     TreeTopology,
     WithoutReplacement,
 )
-from arbordraft.laws import AdaptiveTopTail
-from arbordraft.sampling import Noise, draw
+from arbordraft.sampling.laws import AdaptiveTopTail
+from arbordraft.sampling.noise import Noise, draw
 from arbordraft.testing import (
     ROW_KINDS,
     distance_to_target,

@@ -20,9 +20,9 @@ from transformers.generation import (
 )
 
 from arbordraft.huggingface import Stopping
-from arbordraft.processors import Warp
-from arbordraft.sampling import Noise, draw, residual
-from arbordraft.stateful import PathState
+from arbordraft.sampling.noise import Noise, draw, residual
+from arbordraft.sampling.processors import Warp
+from arbordraft.sampling.stateful import PathState
 from arbordraft.testing import row
 
 LAST = math.nextafter(1, 0)  # the greatest uniform

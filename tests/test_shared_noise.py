@@ -36,10 +36,10 @@ from arbordraft import (
 )
 from arbordraft.deciders import CostAware, Decider, NodeBudget
 from arbordraft.kernels.gumbel.reference import gumbel_of
-from arbordraft.laws import AdaptiveTopTail, SharedNoise
-from arbordraft.processors import Warp
-from arbordraft.rows import SoftmaxRows
-from arbordraft.sampling import GumbelNoise, Noise, SharedSource
+from arbordraft.sampling.laws import AdaptiveTopTail, SharedNoise
+from arbordraft.sampling.noise import GumbelNoise, Noise, SharedSource
+from arbordraft.sampling.processors import Warp
+from arbordraft.sampling.rows import SoftmaxRows
 from arbordraft.types import DraftTree, SampleTree
 from arbordraft.verifiers import KSeq, SharedMatching, TypicalAcceptance
 
@@ -206,7 +206,7 @@ def test_a_wrong_key_would_be_seen_in_the_law(monkeypatch, name):
 
 def test_one_number_for_all_tokens_would_be_seen(monkeypatch):
     """Negative control: noise that siblings share decides nothing between them."""
-    monkeypatch.setattr("arbordraft.sampling.gumbel_argmax", lambda scores, *_: scores.argmax(-1))
+    monkeypatch.setattr("arbordraft.sampling.noise.gumbel_argmax", lambda scores, *_: scores.argmax(-1))
     assert fit(LAWFUL["draft model"]()) < 1e-6
 
 

@@ -20,7 +20,7 @@ from arbordraft import (
     builders,
 )
 from arbordraft.deciders import FixedDepth
-from arbordraft.sampling import Noise, residual
+from arbordraft.sampling.noise import Noise, residual
 from arbordraft.target_initialised import TargetInitialisedDecoder
 from arbordraft.testing import distance_to_target, random_table, row
 from arbordraft.types import SampleTree

@@ -13,9 +13,9 @@ from arbordraft import (
     TreeTopology,
     WithoutReplacement,
 )
-from arbordraft.laws import AdaptiveTopTail
-from arbordraft.rows import SoftmaxRows
-from arbordraft.sampling import Noise
+from arbordraft.sampling.laws import AdaptiveTopTail
+from arbordraft.sampling.noise import Noise
+from arbordraft.sampling.rows import SoftmaxRows
 from arbordraft.types import DraftTree, SampleTree
 from arbordraft.verifiers import TopTailRule
 from arbordraft.verifiers.packed import verify_packed

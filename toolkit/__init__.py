@@ -23,10 +23,10 @@ from arbordraft.drafters import (
 )
 from arbordraft.engine import Engine
 from arbordraft.huggingface import DecodingError
-from arbordraft.laws import IID, Fixed, TopTail, WithoutReplacement
 from arbordraft.loading import load
 from arbordraft.metrics import DecodeStats
 from arbordraft.requests import Request
+from arbordraft.sampling.laws import IID, Fixed, TopTail, WithoutReplacement
 from arbordraft.step_log import StepLog
 from arbordraft.target.hook import UnsupportedModel
 from arbordraft.target.model import RaggedModel

@@ -9,9 +9,9 @@ from arbordraft.coupling import Coupling
 from arbordraft.deciders import ConfidenceThreshold, CostAware, Decider, NodeBudget
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter, EagleDrafter, HybridDrafter, NGramDrafter, NoDrafter
-from arbordraft.laws import IID, TopTail, WithoutReplacement
 from arbordraft.measuring import known_costs
 from arbordraft.parts import as_drafter, wrapped
+from arbordraft.sampling.laws import IID, TopTail, WithoutReplacement
 from arbordraft.target.model import RaggedModel
 from arbordraft.target_initialised import TargetInitialisedDecoder
 from arbordraft.topology import MOST_DEPTH, MOST_NODES, TreeTopology

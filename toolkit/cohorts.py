@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from arbordraft.sampling import GumbelNoise, Noise
+from arbordraft.sampling.noise import GumbelNoise, Noise
 from arbordraft.state import DecodeState, Sample
 from arbordraft.types import DraftTree, SampleVerdict, Verdict
 

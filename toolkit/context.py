@@ -11,10 +11,10 @@ from torch import Tensor
 
 from arbordraft.decisions import Plan, Situation, StepView
 from arbordraft.kernels.draft_tree import Drafted, Draws, Growth
-from arbordraft.laws import DraftLaw
 from arbordraft.masks import SlicedCausalMask
-from arbordraft.sampling import GumbelNoise, Noise
-from arbordraft.stateful import PathState
+from arbordraft.sampling.laws import DraftLaw
+from arbordraft.sampling.noise import GumbelNoise, Noise
+from arbordraft.sampling.stateful import PathState
 from arbordraft.topology import TreeTopology
 
 

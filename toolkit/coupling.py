@@ -4,9 +4,9 @@ from typing import Self
 
 from torch import Tensor, nn
 
-from arbordraft.laws import DraftLaw, Fixed, SharedNoise
-from arbordraft.rows import Rows
-from arbordraft.sampling import GumbelNoise, Noise
+from arbordraft.sampling.laws import DraftLaw, Fixed, SharedNoise
+from arbordraft.sampling.noise import GumbelNoise, Noise
+from arbordraft.sampling.rows import Rows
 from arbordraft.topology import TreeTopology
 from arbordraft.types import DraftTree, Exactness, Verdict
 from arbordraft.utils.checks import instance
@@ -25,7 +25,7 @@ class Coupling(nn.Module):
         ValueError: if the verifier would not emit the target's law on such drafts.
 
     Examples:
-        >>> from arbordraft.laws import IID, TopTail
+        >>> from arbordraft.sampling.laws import IID, TopTail
         >>> from arbordraft.verifiers import KSeq, TopDown
         >>> Coupling(IID(2), TopDown(KSeq())).exactness.value
         'exact'

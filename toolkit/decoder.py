@@ -26,8 +26,8 @@ from arbordraft.huggingface import (
     without_padding,
 )
 from arbordraft.metrics import DecodeStats
-from arbordraft.processors import Warp
 from arbordraft.prompts import left_padded
+from arbordraft.sampling.processors import Warp
 from arbordraft.state import Emission, Sample
 from arbordraft.stepping import Stepper
 from arbordraft.target.cache import CacheOverflow
@@ -239,7 +239,7 @@ class SpeculativeDecoder(Stepper):
         of its tree. Those of users are called with ``[B, L]`` ids and ``[B, V]`` scores whose rows are all this
         sample's, and the row with the sample's number is read: what they do to a row may depend on its tokens, its
         scores and its number, not on other rows and not on earlier calls. One that keeps a state follows
-        :class:`~arbordraft.stateful.StatefulProcessor`.
+        :class:`~arbordraft.sampling.stateful.StatefulProcessor`.
 
         Returns:
             ``[B, L + new]`` token ids, or with ``return_dict_in_generate`` an output with ``sequences`` and ``stats``

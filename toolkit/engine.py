@@ -14,11 +14,11 @@ import torch
 from arbordraft.batching import Batch, Entry, Job
 from arbordraft.generation import bound_to_text, changed, check_settings
 from arbordraft.huggingface import with_stop_strings
-from arbordraft.processors import Warp
 from arbordraft.requests import Ends, Request
+from arbordraft.sampling.processors import Warp
+from arbordraft.sampling.stateful import StatefulProcessor
 from arbordraft.spelling import Spelling
 from arbordraft.state import Sample
-from arbordraft.stateful import StatefulProcessor
 from arbordraft.stepping import Stepper
 from arbordraft.streams import Stream
 from arbordraft.utils.checks import instance, whole

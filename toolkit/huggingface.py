@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from arbordraft.generation import EXTRA_OUTPUTS, check_settings, effective, says_something
-from arbordraft.kinds import transformers_name
 from arbordraft.metrics import DecodeStats
+from arbordraft.sampling.kinds import transformers_name
 from arbordraft.spelling import Pieces, Spelling
 from arbordraft.target.own_cache import CACHE_NAMES
 

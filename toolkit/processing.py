@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from arbordraft.kernels.verify import row_max
-from arbordraft.processors import Warp, widened
-from arbordraft.rows import MixedRows, SoftmaxRows
+from arbordraft.sampling.processors import Warp, widened
+from arbordraft.sampling.rows import MixedRows, SoftmaxRows
 from arbordraft.state import DecodeState, Sample, SampleError
 from arbordraft.types import DraftTree
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from arbordraft.metrics import DecodeStats
-from arbordraft.processors import Warp
-from arbordraft.sampling import Noise, SharedSource
-from arbordraft.stateful import PathState
+from arbordraft.sampling.noise import Noise, SharedSource
+from arbordraft.sampling.processors import Warp
+from arbordraft.sampling.stateful import PathState
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.types import SampleTree, SampleVerdict
 

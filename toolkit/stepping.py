@@ -20,12 +20,12 @@ from arbordraft.drafters.none import roots
 from arbordraft.generation import SOURCES, own_settings
 from arbordraft.grammars import GrammarCompiler
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
-from arbordraft.laws import Fixed
 from arbordraft.masks import SlicedCausalMask, stack_words
 from arbordraft.metrics import DecodeStats
 from arbordraft.parts import fitting
 from arbordraft.processing import draft_scores, finite_rows, target_rows
-from arbordraft.sampling import GumbelNoise, Noise
+from arbordraft.sampling.laws import Fixed
+from arbordraft.sampling.noise import GumbelNoise, Noise
 from arbordraft.state import DecodeState, Emission, Sample, SampleError, logprobs_of
 from arbordraft.static.runner import StaticStepping
 from arbordraft.target.cache import RaggedKVCache

@@ -16,9 +16,9 @@ from arbordraft.coupling import Coupling
 from arbordraft.deciders import Decider
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter
-from arbordraft.laws import WithoutReplacement
 from arbordraft.processing import draft_scores, target_rows
-from arbordraft.sampling import GumbelNoise, Noise
+from arbordraft.sampling.laws import WithoutReplacement
+from arbordraft.sampling.noise import GumbelNoise, Noise
 from arbordraft.state import DecodeState, Sample
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology

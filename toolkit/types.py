@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from arbordraft.laws import DraftLaw
-from arbordraft.rows import Row, Rows, Share
+from arbordraft.sampling.laws import DraftLaw
+from arbordraft.sampling.rows import Row, Rows, Share
 from arbordraft.topology import TreeTopology
 
 

@@ -23,7 +23,7 @@ from arbordraft import (
 from arbordraft.drafters import Drafter
 from arbordraft.drafters.garden import Garden
 from arbordraft.kernels.verify import lowest_kept, row_max
-from arbordraft.sampling import Noise
+from arbordraft.sampling.noise import Noise
 from arbordraft.testing import distance_to_target, random_table, target_rows
 from arbordraft.types import DraftTree, SampleTree
 from arbordraft.verifiers import OptimalTransport, optimal_acceptance

@@ -46,7 +46,7 @@ from arbordraft.deciders import (
 )
 from arbordraft.decisions import Plan
 from arbordraft.drafters.garden import Garden
-from arbordraft.sampling import Noise
+from arbordraft.sampling.noise import Noise
 
 SEEDS = (11, 2**40 + 12, 13)
 SLOPE = CostTable((1, 64), (1.0, 3.0))

@@ -24,11 +24,11 @@ from arbordraft import (
     TreeTopology,
     WithoutReplacement,
 )
-from arbordraft.laws import AdaptiveTopTail, DraftLaw
 from arbordraft.masks import SlicedCausalMask
-from arbordraft.processors import Warp
-from arbordraft.rows import SoftmaxRows
-from arbordraft.sampling import Noise
+from arbordraft.sampling.laws import AdaptiveTopTail, DraftLaw
+from arbordraft.sampling.noise import Noise
+from arbordraft.sampling.processors import Warp
+from arbordraft.sampling.rows import SoftmaxRows
 from arbordraft.topology import MOST_DEPTH, MOST_NODES
 from arbordraft.types import DraftTree, SampleTree
 from arbordraft.verifiers import OptimalTransport, Remembered, TypicalAcceptance

@@ -18,7 +18,7 @@ from arbordraft.deciders import CostAware, Decider, FixedDepth, PathSurvival
 from arbordraft.decisions import Draw, Origin, Plan, Situation, StepView
 from arbordraft.drafters import Drafter
 from arbordraft.drafters.garden import Garden
-from arbordraft.laws import IID
+from arbordraft.sampling.laws import IID
 from arbordraft.types import DraftTree, Outcome, SampleTree, SampleVerdict
 
 DEPTH = 6

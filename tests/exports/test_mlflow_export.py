@@ -32,9 +32,9 @@ from arbordraft.exports.evaluation import Evaluation, evaluate
 from arbordraft.exports.mlflow_log import log_decoder
 from arbordraft.exports.mlflow_promote import judge, load_decoder, promote_decoder
 from arbordraft.exports.mlflow_registry import TRAINING, fetch_drafter
-from arbordraft.laws import AdaptiveTopTail
 from arbordraft.loading import Dtype, load_target
 from arbordraft.prompts import chat_batch
+from arbordraft.sampling.laws import AdaptiveTopTail
 from arbordraft.target_initialised import TargetInitialisedDecoder
 from arbordraft.training.tracking import MLflowTracker
 from arbordraft.tuning import Choice, Setting, Tuned

@@ -5,9 +5,9 @@ import torch
 
 from arbordraft import IID, RecursiveRejection, SpecHub, TopDown, TopTail, TreeTopology
 from arbordraft.exports.onnx.networks import NodeVerification
-from arbordraft.laws import AdaptiveTopTail
 from arbordraft.onnx_graph import Graph
-from arbordraft.sampling import Noise
+from arbordraft.sampling.laws import AdaptiveTopTail
+from arbordraft.sampling.noise import Noise
 from arbordraft.types import DraftTree, SampleTree
 from arbordraft.verifiers import TopTailRule
 

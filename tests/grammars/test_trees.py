@@ -33,7 +33,7 @@ from arbordraft import (
 from arbordraft.drafters import GrammarDrafter, HybridDrafter
 from arbordraft.engine import Engine
 from arbordraft.requests import Request
-from arbordraft.stateful import Allowed
+from arbordraft.sampling.stateful import Allowed
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -32,8 +32,8 @@ from arbordraft import (
 )
 from arbordraft.deciders import CostAware, EntropyBound, NodeBudget
 from arbordraft.engine import Engine
-from arbordraft.laws import AdaptiveTopTail, DraftLaw
 from arbordraft.requests import Request
+from arbordraft.sampling.laws import AdaptiveTopTail, DraftLaw
 from arbordraft.static import runner
 from arbordraft.static.runner import StaticStepping, _Runner
 from arbordraft.static.step import StaticStep

@@ -26,9 +26,9 @@ from arbordraft import (
     TreeTopology,
 )
 from arbordraft.kernels.verify.tops import take_tops
-from arbordraft.laws import AdaptiveTopTail
-from arbordraft.processors import Warp
-from arbordraft.sampling import GumbelNoise, Noise, SharedSource
+from arbordraft.sampling.laws import AdaptiveTopTail
+from arbordraft.sampling.noise import GumbelNoise, Noise, SharedSource
+from arbordraft.sampling.processors import Warp
 from arbordraft.static.bucket import Bucket, fitting
 from arbordraft.static.step import StaticStep, StepKind
 from arbordraft.target.cache import RaggedKVCache

@@ -5,8 +5,8 @@ import torch
 from verdicts import COUPLINGS, check_verdicts, grown
 
 from arbordraft import Lifted, RecursiveRejection, SpecHub, TopDown, TopTail, TreeTopology, WithoutReplacement
-from arbordraft.rows import SoftmaxRows
-from arbordraft.sampling import Noise
+from arbordraft.sampling.noise import Noise
+from arbordraft.sampling.rows import SoftmaxRows
 from arbordraft.types import DraftTree, SampleTree
 from arbordraft.verifiers import KSeq
 from arbordraft.verifiers.packed import verify_packed

@@ -18,8 +18,8 @@ from arbordraft import (
     TreeTopology,
     WithoutReplacement,
 )
-from arbordraft.laws import AdaptiveTopTail, DraftLaw
-from arbordraft.sampling import Noise
+from arbordraft.sampling.laws import AdaptiveTopTail, DraftLaw
+from arbordraft.sampling.noise import Noise
 from arbordraft.testing import (
     ROW_KINDS,
     acceptance,

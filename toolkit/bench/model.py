@@ -20,10 +20,10 @@ from arbordraft.coupling import Coupling
 from arbordraft.deciders import CostAware
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import NGramDrafter
-from arbordraft.laws import DraftLaw, TopTail, WithoutReplacement
 from arbordraft.measuring import known_costs
 from arbordraft.prompts import REPEATING, VARIED, left_padded
-from arbordraft.sampling import Noise
+from arbordraft.sampling.laws import DraftLaw, TopTail, WithoutReplacement
+from arbordraft.sampling.noise import Noise
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.own_cache import cache_argument

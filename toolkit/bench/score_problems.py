@@ -20,8 +20,8 @@ from arbordraft.kernels.tree_expand.operator import expand
 from arbordraft.kernels.verify.operator import left_mass, left_pick, lowest_kept, row_stats
 from arbordraft.kernels.verify.reference import CHUNK
 from arbordraft.kernels.verify.tree import PackedTree, verify_tree
-from arbordraft.laws import WithoutReplacement
-from arbordraft.sampling import Noise
+from arbordraft.sampling.laws import WithoutReplacement
+from arbordraft.sampling.noise import Noise
 from arbordraft.topology import TreeTopology
 from arbordraft.types import DraftTree, SampleTree
 from arbordraft.verifiers import Lifted, RecursiveRejection, TopDown

@@ -22,9 +22,9 @@ from arbordraft.coupling import Coupling
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter
 from arbordraft.kernels.gumbel import gumbel
-from arbordraft.laws import IID, AdaptiveTopTail, DraftLaw, SharedNoise, TopTail, WithoutReplacement
-from arbordraft.rows import Rows
-from arbordraft.sampling import GumbelNoise, Noise, draw
+from arbordraft.sampling.laws import IID, AdaptiveTopTail, DraftLaw, SharedNoise, TopTail, WithoutReplacement
+from arbordraft.sampling.noise import GumbelNoise, Noise, draw
+from arbordraft.sampling.rows import Rows
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
 from arbordraft.types import DraftTree, SampleTree, SampleVerdict, Verdict

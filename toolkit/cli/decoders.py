@@ -4,7 +4,7 @@ from enum import StrEnum
 from typing import Any
 
 import arbordraft as ad
-from arbordraft.laws import SharedNoise
+from arbordraft.sampling.laws import SharedNoise
 
 
 class Law(StrEnum):

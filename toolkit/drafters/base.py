@@ -17,11 +17,11 @@ from arbordraft.context import DraftContext
 from arbordraft.drafters.garden import Garden
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.kernels.tree_expand import tree_expand
-from arbordraft.laws import IID, DraftLaw, SharedNoise
 from arbordraft.masks import stack_words
 from arbordraft.onnx_networks import OnnxNetwork
-from arbordraft.rows import SoftmaxRows
-from arbordraft.sampling import GumbelNoise
+from arbordraft.sampling.laws import IID, DraftLaw, SharedNoise
+from arbordraft.sampling.noise import GumbelNoise
+from arbordraft.sampling.rows import SoftmaxRows
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.stand_ins import prepack_linears

@@ -12,7 +12,7 @@ from arbordraft.context import DraftContext
 from arbordraft.drafters.base import Drafter, adopt, check_ragged, expect, grow, plan_level
 from arbordraft.drafters.garden import Garden
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
-from arbordraft.laws import DraftLaw
+from arbordraft.sampling.laws import DraftLaw
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.types import DraftTree

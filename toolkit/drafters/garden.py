@@ -11,8 +11,8 @@ from torch import Tensor
 
 from arbordraft.context import DraftContext
 from arbordraft.decisions import Draw, Origin, Plan, Situation, StepView
-from arbordraft.laws import DraftLaw
-from arbordraft.stateful import Allowed
+from arbordraft.sampling.laws import DraftLaw
+from arbordraft.sampling.stateful import Allowed
 from arbordraft.types import DraftTree, SampleTree
 
 if TYPE_CHECKING:

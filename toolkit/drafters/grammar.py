@@ -5,7 +5,7 @@ from typing import Any
 from arbordraft.context import DraftContext
 from arbordraft.drafters.base import Drafter
 from arbordraft.drafters.garden import Garden
-from arbordraft.laws import DraftLaw, Fixed
+from arbordraft.sampling.laws import DraftLaw, Fixed
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology
 from arbordraft.types import DraftTree

@@ -13,7 +13,7 @@ from torch import Tensor
 from arbordraft.context import DraftContext
 from arbordraft.drafters.base import Drafter
 from arbordraft.drafters.garden import groups_of, situation_of
-from arbordraft.laws import DraftLaw, Fixed
+from arbordraft.sampling.laws import DraftLaw, Fixed
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology

@@ -11,8 +11,8 @@ import numpy.typing as npt
 from arbordraft.context import DraftContext
 from arbordraft.drafters.base import Drafter
 from arbordraft.drafters.garden import Garden
-from arbordraft.laws import DraftLaw, Fixed
-from arbordraft.stateful import Allowed
+from arbordraft.sampling.laws import DraftLaw, Fixed
+from arbordraft.sampling.stateful import Allowed
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.topology import TreeTopology

@@ -4,7 +4,7 @@ from typing import Any
 
 from arbordraft.context import DraftContext
 from arbordraft.drafters.base import Drafter
-from arbordraft.laws import DraftLaw, Fixed
+from arbordraft.sampling.laws import DraftLaw, Fixed
 from arbordraft.topology import TreeTopology
 from arbordraft.types import DraftTree, SampleTree
 

@@ -17,7 +17,7 @@ from arbordraft.decisions import Plan
 from arbordraft.drafters.base import Drafter
 from arbordraft.drafters.garden import Garden
 from arbordraft.kernels.draft_tree import Drafted, DraftRun, Draws, Growth, usable
-from arbordraft.sampling import GumbelNoise
+from arbordraft.sampling.noise import GumbelNoise
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.hook import Attending
 from arbordraft.target.model import RaggedModel

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from arbordraft.grammars.engine import GrammarError, explained, limits
 from arbordraft.grammars.grammar import Grammar
-from arbordraft.stateful import Allowed
+from arbordraft.sampling.stateful import Allowed
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -23,7 +23,7 @@ _TRIED = 16  # first tokens
 
 
 class GrammarState:
-    """Where a text is in its grammar: a :class:`~arbordraft.stateful.Constraint`.
+    """Where a text is in its grammar: a :class:`~arbordraft.sampling.stateful.Constraint`.
 
     Args:
         matcher: the engine's own state, which nobody else changes.

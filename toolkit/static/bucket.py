@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
-from arbordraft.sampling import GumbelNoise, Noise
+from arbordraft.sampling.noise import GumbelNoise, Noise
 from arbordraft.static.table import Table
 from arbordraft.topology import WORD_BITS, TreeTopology
 from arbordraft.types import DraftTree

@@ -14,9 +14,9 @@ from torch import Tensor
 from arbordraft.coupling import Coupling
 from arbordraft.drafters import Drafter
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
-from arbordraft.laws import DraftLaw
-from arbordraft.processors import Warp
-from arbordraft.sampling import GumbelNoise, Noise
+from arbordraft.sampling.laws import DraftLaw
+from arbordraft.sampling.noise import GumbelNoise, Noise
+from arbordraft.sampling.processors import Warp
 from arbordraft.static.bucket import Bucket, bucket_sizes, fitting, power_of_two
 from arbordraft.static.cache import StaticCache
 from arbordraft.static.drafting import StaticDrafts

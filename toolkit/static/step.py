@@ -22,7 +22,7 @@ from arbordraft.kernels.ragged_tree_attention.operator import tree_attention
 from arbordraft.kernels.verify import row_max_reference
 from arbordraft.kernels.verify.tops import take_tops
 from arbordraft.kernels.verify.tree import PackedTree, verify_tree, walk
-from arbordraft.processors import Warp, truncated
+from arbordraft.sampling.processors import Warp, truncated
 from arbordraft.static.bucket import Bucket
 from arbordraft.target.hook import AttentionCall
 from arbordraft.target.model import RaggedModel

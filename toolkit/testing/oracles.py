@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from arbordraft.laws import DraftLaw
+from arbordraft.sampling.laws import DraftLaw
 from arbordraft.topology import TreeTopology
 from arbordraft.types import DraftTree, SampleTree
 from arbordraft.verifiers import Rule, TreeVerifier

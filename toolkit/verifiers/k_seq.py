@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from arbordraft.laws import DraftLaw, given
-from arbordraft.sampling import residual
+from arbordraft.sampling.laws import DraftLaw, given
+from arbordraft.sampling.noise import residual
 from arbordraft.verifiers.rules import NodeLaw, Rule, drafted, scaled
 
 

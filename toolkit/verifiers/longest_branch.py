@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from arbordraft.laws import DraftLaw
-from arbordraft.sampling import residual
+from arbordraft.sampling.laws import DraftLaw
+from arbordraft.sampling.noise import residual
 from arbordraft.types import Exactness, SampleTree
 from arbordraft.verifiers.trees import Decision, TreeVerifier
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from arbordraft.kernels.verify.tree import PackedTree, verify_tree
-from arbordraft.laws import DraftLaw, Fixed
-from arbordraft.sampling import Noise
+from arbordraft.sampling.laws import DraftLaw, Fixed
+from arbordraft.sampling.noise import Noise
 from arbordraft.types import DraftTree, SampleTree
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from arbordraft.laws import DraftLaw
-from arbordraft.sampling import residual
+from arbordraft.sampling.laws import DraftLaw
+from arbordraft.sampling.noise import residual
 from arbordraft.types import Exactness
 from arbordraft.utils.checks import instance
 
@@ -65,7 +65,7 @@ class Rule(nn.Module):
             ValueError: if the row that the children were drawn from is missing or is evidently another one.
 
         Examples:
-            >>> from arbordraft.laws import IID
+            >>> from arbordraft.sampling.laws import IID
             >>> target, draft = torch.tensor([0.5, 0.5]), torch.tensor([0.25, 0.75])
             >>> law = RecursiveRejection()(target, 1.0, draft, [1], IID(1))
             >>> round(law.accept[0], 4), [round(mass, 4) for mass in law.stop.tolist()]

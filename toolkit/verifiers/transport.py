@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from arbordraft.laws import DraftLaw, given
+from arbordraft.sampling.laws import DraftLaw, given
 from arbordraft.utils.checks import whole
 from arbordraft.verifiers.rules import NodeLaw, Rule
 
@@ -111,7 +111,7 @@ def optimal_acceptance(law: DraftLaw, target: Tensor, draft: Tensor) -> float:
 
     Examples:
         >>> import torch
-        >>> from arbordraft.laws import IID, WithoutReplacement
+        >>> from arbordraft.sampling.laws import IID, WithoutReplacement
         >>> target, draft = torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.tensor([0.4, 0.3, 0.2, 0.1])
         >>> [round(optimal_acceptance(law, target, draft), 4) for law in (IID(1), IID(2), WithoutReplacement(2))]
         [0.6, 0.79, 0.8345]

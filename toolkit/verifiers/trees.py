@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from arbordraft.kernels import choice
-from arbordraft.laws import DraftLaw
-from arbordraft.rows import Rows, SoftmaxRows
-from arbordraft.sampling import GumbelNoise, Noise, draw
+from arbordraft.sampling.laws import DraftLaw
+from arbordraft.sampling.noise import GumbelNoise, Noise, draw
+from arbordraft.sampling.rows import Rows, SoftmaxRows
 from arbordraft.types import DraftTree, Exactness, SampleTree, SampleVerdict, Verdict
 from arbordraft.utils.checks import instance, positive, real
 from arbordraft.verifiers.packed import verify_packed
@@ -89,7 +89,7 @@ class TreeVerifier(nn.Module):
             ``(probability, accepted path, [V] law of the next token)`` for every end of the decision.
 
         Examples:
-            >>> from arbordraft.laws import IID
+            >>> from arbordraft.sampling.laws import IID
             >>> from arbordraft.topology import TreeTopology
             >>> from arbordraft.verifiers import RecursiveRejection
             >>> target, draft = torch.tensor([0.5, 0.5]), torch.tensor([0.25, 0.75])
@@ -256,7 +256,7 @@ def matching_verdict(
             sample and depth of each; asked only along the paths.
 
     Examples:
-        >>> from arbordraft.laws import Fixed
+        >>> from arbordraft.sampling.laws import Fixed
         >>> from arbordraft.topology import TreeTopology
         >>> tree, best = SampleTree(TreeTopology.fork(2, 1), Fixed(2), {0: 7, 1: 3, 2: 5}), [5, 0, 9]
         >>> matching_verdict(DraftTree((tree,)), lambda rows, places: [best[row] for row in rows]).samples
@@ -285,7 +285,7 @@ class SharedMatching(TreeVerifier):
 
     The token behind a node is the first highest of ``log p + g``, g being Gumbel noise of the sample's seed and the
     position: of law p, whatever was drafted. So the text is that of plain decoding with the same seed, token for token,
-    and drafts may depend on anything: on the noise (:class:`~arbordraft.laws.SharedNoise`), on tokens that are still to
+    and drafts may depend on anything: on the noise (:class:`~arbordraft.sampling.laws.SharedNoise`), on tokens that are still to
     be verified, on the other samples, on what rows cost.
 
     Source: Daliri, Musco and Suresh (2024, arXiv 2408.07978) for one draft.

@@ -12,7 +12,7 @@ from arbordraft.kernels.choice import INTERPRETER
 from arbordraft.kernels.verify import row_max
 from arbordraft.kernels.verify.operator import left_mass, left_pick, row_stats
 from arbordraft.kernels.verify.reference import CHUNK
-from arbordraft.processors import Warp
+from arbordraft.sampling.processors import Warp
 
 SIZES = [1, 7, CHUNK, CHUNK + 1, 2 * CHUNK + 130]
 

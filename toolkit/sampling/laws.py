@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
-from arbordraft.sampling import draw
+from arbordraft.sampling.noise import draw
 from arbordraft.utils.checks import real, whole
 
 

@@ -8,7 +8,7 @@ from copy import copy
 from importlib import import_module
 from typing import Any
 
-from arbordraft.stateful import StatefulProcessor
+from arbordraft.sampling.stateful import StatefulProcessor
 from arbordraft.utils.checks import as_temperature
 
 _MODULES = ("transformers.generation.logits_process", "transformers.generation.stopping_criteria")

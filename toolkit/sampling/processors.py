@@ -11,7 +11,7 @@ from torch import Tensor
 
 from arbordraft.kernels import choice
 from arbordraft.kernels.verify import lowest_kept
-from arbordraft.kinds import (
+from arbordraft.sampling.kinds import (
     check_for_trees,
     counting_less,
     heeds_padding,
@@ -24,7 +24,7 @@ from arbordraft.kinds import (
     transformers_name,
     truncates,
 )
-from arbordraft.stateful import PathState, StatefulProcessor
+from arbordraft.sampling.stateful import PathState, StatefulProcessor
 from arbordraft.utils.checks import whole
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Warp:
     Args:
         processors: what ``generate()`` prepared: penalties, temperature, top-k, top-p, user-defined ones.
             They must be functions of the tokens before a row, of its scores and of the row's number in the batch, or
-            follow a text as a :class:`~arbordraft.stateful.StatefulProcessor`; processors known to do neither are
+            follow a text as a :class:`~arbordraft.sampling.stateful.StatefulProcessor`; processors known to do neither are
             refused. Temperatures below 1e-10 are left out, see ``greedy``.
         batch_size: samples of the batch that the processors were prepared for. Those that may tell its rows apart are
             called with as many rows, all of them equal.

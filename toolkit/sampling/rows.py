@@ -12,8 +12,8 @@ from torch import Tensor
 
 from arbordraft.kernels import choice
 from arbordraft.kernels.verify import row_max
-from arbordraft.processors import surely_kept, truncate, truncated, widened
-from arbordraft.sampling import GumbelNoise
+from arbordraft.sampling.noise import GumbelNoise
+from arbordraft.sampling.processors import surely_kept, truncate, truncated, widened
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessor
@@ -61,7 +61,7 @@ class SoftmaxRows:
     Args:
         scores: the scores, or logits that ``process`` makes scores of.
         process: given ``[R, V]`` of the logits and the numbers of these rows, returns their scores; row by row.
-        trim: likewise, but what :meth:`~arbordraft.processors.Warp.trimmed` returns; to go with ``process``.
+        trim: likewise, but what :meth:`~arbordraft.sampling.processors.Warp.trimmed` returns; to go with ``process``.
         temperature: of logits that are divided by it and not processed otherwise; in place of both.
         best: T most probable tokens, where these and not random ones are wanted.
     """
@@ -99,7 +99,7 @@ class SoftmaxRows:
         return logits if self._temperature is None else widened(logits) / self._temperature
 
     def draw(self, rows: Sequence[int], noise: GumbelNoise, places: Sequence[tuple[int, int]]) -> list[int]:
-        """Draws behind some rows with the noise of ``places``: see :meth:`~arbordraft.sampling.GumbelNoise.draw`.
+        """Draws behind some rows with the noise of ``places``: see :meth:`~arbordraft.sampling.noise.GumbelNoise.draw`.
 
         Greedy rows give their most probable tokens. What would have been drawn without top-k or top-p is also drawn
         with it if it is kept. That can nearly always be told without sorting the row.

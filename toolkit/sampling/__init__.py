@@ -1,0 +1,1 @@
+"""From rows of logits to tokens: processors, draft laws and noise."""
