@@ -9,10 +9,10 @@ from pathlib import Path
 
 from arbordraft import Fixed, TreeTopology
 from arbordraft.bench.plots import plot, read_rows, speed_picture
-from arbordraft.drawing import acceptance_picture, save_png, step_picture
 from arbordraft.serving.page import page
 from arbordraft.serving.pieces import step_of
-from arbordraft.types import SampleTree, SampleVerdict
+from arbordraft.trees.draft_tree import SampleTree, SampleVerdict
+from arbordraft.trees.drawing import acceptance_picture, save_png, step_picture
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES, RESULTS = ROOT / "docs" / "pictures", ROOT / "examples" / "results"

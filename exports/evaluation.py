@@ -12,7 +12,7 @@ from arbordraft import SpeculativeDecoder, builders
 from arbordraft.bench.decoding import answers
 from arbordraft.metrics import DecodeStats
 from arbordraft.prompts import VARIED, chat_batches
-from arbordraft.types import Exactness
+from arbordraft.trees.draft_tree import Exactness
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from arbordraft.checkpoints.reader import read_config, read_tensors
 from arbordraft.deciders import LearnedDecider
-from arbordraft.drawing import tree_picture
 from arbordraft.exports.decoder_config import DECIDER, FILE, DecoderConfig
 from arbordraft.exports.evaluation import HELD_OUT, Evaluation, evaluate
 from arbordraft.exports.mlflow_registry import TRAINING, all_or_nothing, check_names, register, server, training_models
+from arbordraft.trees.drawing import tree_picture
 from arbordraft.utils.mlflow_server import CANDIDATE
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from arbordraft import RaggedModel, TreeTopology
 from arbordraft.drafters import Drafter
-from arbordraft.masks import stack_words
 from arbordraft.static.cache import StaticCache
 from arbordraft.static.drafting import StaticDrafts
 from arbordraft.target.cache import RaggedKVCache
@@ -28,7 +27,8 @@ from arbordraft.training.students import (
     MedusaStudent,
     Student,
 )
-from arbordraft.types import DraftTree, SampleVerdict, Verdict
+from arbordraft.trees.draft_tree import DraftTree, SampleVerdict, Verdict
+from arbordraft.trees.masks import stack_words
 
 LAYERS, EXIT = 4, 2
 STUDENTS: dict[str, Callable[[], Student]] = {

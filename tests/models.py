@@ -15,7 +15,6 @@ from arbordraft.costs import StepCosts
 from arbordraft.deciders import Decider, FixedDepth
 from arbordraft.decisions import Plan, Situation
 from arbordraft.drafters import Drafter
-from arbordraft.masks import SlicedCausalMask
 from arbordraft.sampling.laws import DraftLaw, Fixed
 from arbordraft.sampling.noise import GumbelNoise, Noise, SharedSource
 from arbordraft.sampling.processors import Warp
@@ -24,6 +23,7 @@ from arbordraft.testing import greedy_reference as greedy_reference
 from arbordraft.testing import left_padded as left_padded
 from arbordraft.testing import new_tokens as new_tokens
 from arbordraft.testing import tiny_model
+from arbordraft.trees.masks import SlicedCausalMask
 
 VOCAB = 61
 EOS = 2

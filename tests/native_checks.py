@@ -37,9 +37,9 @@ from arbordraft.kernels.prepacked_linear.groups import quantize_rows
 from arbordraft.kernels.prepacked_linear.reference import prepacked_linear_reference
 from arbordraft.kernels.ragged_tree_attention import ragged_tree_attention, ragged_tree_attention_reference
 from arbordraft.kernels.verify import row_max, row_max_reference
-from arbordraft.masks import stack_words
 from arbordraft.target.cache import RaggedKVCache
-from arbordraft.topology import ancestor_words
+from arbordraft.trees.masks import stack_words
+from arbordraft.trees.topology import ancestor_words
 
 # What is multiplied, and the bits of the weights; Q4_1 is as a file has them.
 KINDS = {

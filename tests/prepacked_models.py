@@ -7,9 +7,9 @@ from torch import nn
 
 from arbordraft import RaggedModel, TreeTopology
 from arbordraft.kernels.prepacked_linear.module import onednn_problem
-from arbordraft.masks import stack_words
 from arbordraft.target.cache import RaggedKVCache
-from arbordraft.topology import ancestor_words
+from arbordraft.trees.masks import stack_words
+from arbordraft.trees.topology import ancestor_words
 
 MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe"]
 FUSED = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "gemma3", "phi3", *MIXTURES]

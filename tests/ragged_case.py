@@ -3,8 +3,8 @@
 import torch
 
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
-from arbordraft.masks import stack_words
-from arbordraft.topology import ancestor_words
+from arbordraft.trees.masks import stack_words
+from arbordraft.trees.topology import ancestor_words
 
 
 def poisoned_pool(lengths, heads, size, generator):

@@ -32,7 +32,7 @@ from arbordraft.deciders import CostAware, Decider
 from arbordraft.decisions import Plan
 from arbordraft.drafters.ngram import Guess
 from arbordraft.measuring import measure_rows
-from arbordraft.types import SampleVerdict, Verdict
+from arbordraft.trees.draft_tree import SampleVerdict, Verdict
 
 FLAT = CostTable((1, 64), (1.0, 1.0))
 STEEP = CostTable((1, 64), (1.0, 64.0))

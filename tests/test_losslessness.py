@@ -26,7 +26,7 @@ from arbordraft.testing import (
     row,
     target_rows,
 )
-from arbordraft.types import DraftTree, Exactness, SampleTree
+from arbordraft.trees.draft_tree import DraftTree, Exactness, SampleTree
 from arbordraft.verifiers import KSeq, NodeLaw, OptimalTransport, Remembered, Rule, TopTailRule, TypicalAcceptance
 
 EXACT = 1e-12

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from test_topology import ancestors, parent_lists
 
 from arbordraft import TreeTopology
-from arbordraft.masks import SlicedCausalMask
+from arbordraft.trees.masks import SlicedCausalMask
 
 UNEVEN = TreeTopology([-1, 0, 0, 1, 2, 2])
 

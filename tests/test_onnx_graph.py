@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from arbordraft import TreeTopology
-from arbordraft.masks import SlicedCausalMask, stack_words
 from arbordraft.onnx_graph import RaggedGraph
 from arbordraft.target.cache import RaggedKVCache
+from arbordraft.trees.masks import SlicedCausalMask, stack_words
 
 TREE = TreeTopology.from_parents([-1, 0, 0, 1, 1])
 SIZES = {"key": 3, "value": 5}  # of two heads

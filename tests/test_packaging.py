@@ -87,7 +87,7 @@ def test_installed_modules_import(wheel, tmp_path):
     outside = {name: file for name, file in found.items() if file and not Path(file).is_relative_to(target)}
     assert outside == {}
     assert {name: missing for name, missing in failed.items() if missing not in OPTIONAL} == {}
-    assert {"arbordraft.topology", "arbordraft.checkpoints.smollm2"} <= found.keys()
+    assert {"arbordraft.trees.topology", "arbordraft.checkpoints.smollm2"} <= found.keys()
 
 
 def test_checkout_does_not_shadow_hf_kernels():

@@ -40,7 +40,7 @@ from arbordraft.sampling.laws import AdaptiveTopTail, SharedNoise
 from arbordraft.sampling.noise import GumbelNoise, Noise, SharedSource
 from arbordraft.sampling.processors import Warp
 from arbordraft.sampling.rows import SoftmaxRows
-from arbordraft.types import DraftTree, SampleTree
+from arbordraft.trees.draft_tree import DraftTree, SampleTree
 from arbordraft.verifiers import KSeq, SharedMatching, TypicalAcceptance
 
 # The pair

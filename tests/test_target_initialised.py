@@ -23,7 +23,7 @@ from arbordraft.deciders import FixedDepth
 from arbordraft.sampling.noise import Noise, residual
 from arbordraft.target_initialised import TargetInitialisedDecoder
 from arbordraft.testing import distance_to_target, random_table, row
-from arbordraft.types import SampleTree
+from arbordraft.trees.draft_tree import SampleTree
 from arbordraft.verifiers import LongestBranch
 
 TOPOLOGIES = [TreeTopology.fork(3, 3), TreeTopology.from_k_config((2, 2, 1))]

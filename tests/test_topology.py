@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arbordraft import TreeTopology
-from arbordraft.topology import ancestor_words
+from arbordraft.trees.topology import ancestor_words
 
 
 @st.composite

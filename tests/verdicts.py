@@ -16,7 +16,7 @@ from arbordraft import (
 from arbordraft.sampling.laws import AdaptiveTopTail
 from arbordraft.sampling.noise import Noise
 from arbordraft.sampling.rows import SoftmaxRows
-from arbordraft.types import DraftTree, SampleTree
+from arbordraft.trees.draft_tree import DraftTree, SampleTree
 from arbordraft.verifiers import TopTailRule
 from arbordraft.verifiers.packed import verify_packed
 

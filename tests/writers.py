@@ -10,10 +10,10 @@ from arbordraft.bench.decoding import DecodeRow
 from arbordraft.bench.plots import plot
 from arbordraft.costs import StepCosts
 from arbordraft.deciders import LearnedDecider
-from arbordraft.drawing import draw_png
 from arbordraft.training.recording import WholeCheckpoints
 from arbordraft.training.shards import ANSWER, Conversation, ShardFolder, pack, write_shard
 from arbordraft.training.spool import Journal, Progress
+from arbordraft.trees.drawing import draw_png
 from arbordraft.tuning import Choice, Setting, Tuned
 from arbordraft.utils.files import new_folder, write_text
 

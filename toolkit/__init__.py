@@ -30,7 +30,7 @@ from arbordraft.sampling.laws import IID, Fixed, TopTail, WithoutReplacement
 from arbordraft.step_log import StepLog
 from arbordraft.target.hook import UnsupportedModel
 from arbordraft.target.model import RaggedModel
-from arbordraft.topology import TreeTopology
+from arbordraft.trees.topology import TreeTopology
 from arbordraft.verifiers import Lifted, Matching, RecursiveRejection, SpecHub, TopDown
 
 __version__ = "0.2.0"

@@ -14,7 +14,7 @@ from arbordraft.parts import as_drafter, wrapped
 from arbordraft.sampling.laws import IID, TopTail, WithoutReplacement
 from arbordraft.target.model import RaggedModel
 from arbordraft.target_initialised import TargetInitialisedDecoder
-from arbordraft.topology import MOST_DEPTH, MOST_NODES, TreeTopology
+from arbordraft.trees.topology import MOST_DEPTH, MOST_NODES, TreeTopology
 from arbordraft.utils.checks import each, instance, whole
 from arbordraft.verifiers import RecursiveRejection, SpecHub, TopDown
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from arbordraft.sampling.noise import GumbelNoise, Noise
 from arbordraft.state import DecodeState, Sample
-from arbordraft.types import DraftTree, SampleVerdict, Verdict
+from arbordraft.trees.draft_tree import DraftTree, SampleVerdict, Verdict
 
 
 class Cohort(NamedTuple):

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from arbordraft.decisions import Plan, Situation, StepView
 from arbordraft.kernels.draft_tree import Drafted, Draws, Growth
-from arbordraft.masks import SlicedCausalMask
 from arbordraft.sampling.laws import DraftLaw
 from arbordraft.sampling.noise import GumbelNoise, Noise
 from arbordraft.sampling.stateful import PathState
-from arbordraft.topology import TreeTopology
+from arbordraft.trees.masks import SlicedCausalMask
+from arbordraft.trees.topology import TreeTopology
 
 
 class WholeDrafts(Protocol):

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from arbordraft.sampling.laws import DraftLaw, Fixed, SharedNoise
 from arbordraft.sampling.noise import GumbelNoise, Noise
 from arbordraft.sampling.rows import Rows
-from arbordraft.topology import TreeTopology
-from arbordraft.types import DraftTree, Exactness, Verdict
+from arbordraft.trees.draft_tree import DraftTree, Exactness, Verdict
+from arbordraft.trees.topology import TreeTopology
 from arbordraft.utils.checks import instance
 from arbordraft.verifiers import Lifted, Matching, RecursiveRejection, SharedMatching, TopDown, TreeVerifier
 

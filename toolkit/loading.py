@@ -36,7 +36,7 @@ from arbordraft.onnx_networks import OnnxBlock, OnnxEagle, OnnxMedusa, OnnxModel
 from arbordraft.parts import as_drafter
 from arbordraft.target.file_model import load_blocks
 from arbordraft.target.model import RaggedModel
-from arbordraft.topology import TreeTopology
+from arbordraft.trees.topology import TreeTopology
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -6,7 +6,7 @@ from arbordraft.coupling import Coupling
 from arbordraft.deciders import Decider, FixedDepth
 from arbordraft.drafters import Drafter, LanguageModelDrafter
 from arbordraft.target.model import RaggedModel
-from arbordraft.topology import TreeTopology
+from arbordraft.trees.topology import TreeTopology
 from arbordraft.utils.checks import instance
 
 if TYPE_CHECKING:

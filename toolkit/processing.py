@@ -14,7 +14,7 @@ from arbordraft.kernels.verify import row_max
 from arbordraft.sampling.processors import Warp, widened
 from arbordraft.sampling.rows import MixedRows, SoftmaxRows
 from arbordraft.state import DecodeState, Sample, SampleError
-from arbordraft.types import DraftTree
+from arbordraft.trees.draft_tree import DraftTree
 
 
 def draft_scores(

@@ -6,7 +6,7 @@ Shapes: none; rows are counted.
 from typing import TYPE_CHECKING, Any
 
 from arbordraft.state import DecodeState
-from arbordraft.types import DraftTree, SampleTree, SampleVerdict, Verdict
+from arbordraft.trees.draft_tree import DraftTree, SampleTree, SampleVerdict, Verdict
 
 if TYPE_CHECKING:
     from pandas import DataFrame

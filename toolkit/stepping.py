@@ -20,7 +20,6 @@ from arbordraft.drafters.none import roots
 from arbordraft.generation import SOURCES, own_settings
 from arbordraft.grammars import GrammarCompiler
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
-from arbordraft.masks import SlicedCausalMask, stack_words
 from arbordraft.metrics import DecodeStats
 from arbordraft.parts import fitting
 from arbordraft.processing import draft_scores, finite_rows, target_rows
@@ -30,8 +29,9 @@ from arbordraft.state import DecodeState, Emission, Sample, SampleError, logprob
 from arbordraft.static.runner import StaticStepping
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
-from arbordraft.topology import TreeTopology
-from arbordraft.types import DraftTree, SampleTree, SampleVerdict, Verdict
+from arbordraft.trees.draft_tree import DraftTree, SampleTree, SampleVerdict, Verdict
+from arbordraft.trees.masks import SlicedCausalMask, stack_words
+from arbordraft.trees.topology import TreeTopology
 from arbordraft.utils.checks import whole
 from arbordraft.verifiers import matching_verdict
 

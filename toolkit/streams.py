@@ -12,7 +12,7 @@ from typing import NamedTuple, Self
 
 from arbordraft.requests import Request
 from arbordraft.state import Emission, TokenLogprobs
-from arbordraft.types import SampleTree, SampleVerdict
+from arbordraft.trees.draft_tree import SampleTree, SampleVerdict
 
 
 @dataclass

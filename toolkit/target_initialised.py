@@ -21,8 +21,8 @@ from arbordraft.sampling.laws import WithoutReplacement
 from arbordraft.sampling.noise import GumbelNoise, Noise
 from arbordraft.state import DecodeState, Sample
 from arbordraft.target.model import RaggedModel
-from arbordraft.topology import TreeTopology
-from arbordraft.types import DraftTree, Verdict
+from arbordraft.trees.draft_tree import DraftTree, Verdict
+from arbordraft.trees.topology import TreeTopology
 from arbordraft.verifiers.longest_branch import LongestBranch
 
 

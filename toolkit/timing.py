@@ -22,8 +22,8 @@ from arbordraft.prompts import left_padded, plain_request
 from arbordraft.state import DecodeState
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
-from arbordraft.topology import TreeTopology
-from arbordraft.types import DraftTree, Verdict
+from arbordraft.trees.draft_tree import DraftTree, Verdict
+from arbordraft.trees.topology import TreeTopology
 from arbordraft.utils.checks import each, instance, whole
 
 _ROWS = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128)

@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
 from arbordraft import RaggedModel, TreeTopology
-from arbordraft.drawing import tree_picture
 from arbordraft.training.batches import Batch
 from arbordraft.training.chunked_loss import DraftRows, distillation_loss
 from arbordraft.training.data import SelfDistillationDataModule
@@ -32,6 +31,7 @@ from arbordraft.training.resuming import check_fit
 from arbordraft.training.schedule import BEFORE_COOLDOWN, Phase, progress, relative_rate
 from arbordraft.training.students import EagleStudent, Student
 from arbordraft.training.validation import decoded, expectations
+from arbordraft.trees.drawing import tree_picture
 from arbordraft.utils.checks import real, whole
 
 _DIVERGED = (

@@ -25,7 +25,7 @@ from arbordraft.drafters.garden import Garden
 from arbordraft.kernels.verify import lowest_kept, row_max
 from arbordraft.sampling.noise import Noise
 from arbordraft.testing import distance_to_target, random_table, target_rows
-from arbordraft.types import DraftTree, SampleTree
+from arbordraft.trees.draft_tree import DraftTree, SampleTree
 from arbordraft.verifiers import OptimalTransport, optimal_acceptance
 from arbordraft.verifiers.packed import verify_packed
 

@@ -24,13 +24,13 @@ from arbordraft import (
     TreeTopology,
     WithoutReplacement,
 )
-from arbordraft.masks import SlicedCausalMask
 from arbordraft.sampling.laws import AdaptiveTopTail, DraftLaw
 from arbordraft.sampling.noise import Noise
 from arbordraft.sampling.processors import Warp
 from arbordraft.sampling.rows import SoftmaxRows
-from arbordraft.topology import MOST_DEPTH, MOST_NODES
-from arbordraft.types import DraftTree, SampleTree
+from arbordraft.trees.draft_tree import DraftTree, SampleTree
+from arbordraft.trees.masks import SlicedCausalMask
+from arbordraft.trees.topology import MOST_DEPTH, MOST_NODES
 from arbordraft.verifiers import OptimalTransport, Remembered, TypicalAcceptance
 from arbordraft.verifiers.packed import verify_packed
 

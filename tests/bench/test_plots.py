@@ -10,7 +10,7 @@ from arbordraft import TreeTopology
 from arbordraft.bench.decoding import DecodeRow
 from arbordraft.bench.plots import MOST_LINES, picture, plot, read_rows, speed_picture
 from arbordraft.bench.verifiers import NodeRow, TreeRow
-from arbordraft.drawing import acceptance_picture, columns
+from arbordraft.trees.drawing import acceptance_picture, columns
 
 RESULTS = Path(__file__).parents[2] / "examples" / "results"
 

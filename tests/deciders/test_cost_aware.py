@@ -19,7 +19,7 @@ from arbordraft.decisions import Draw, Origin, Plan, Situation, StepView
 from arbordraft.drafters import Drafter
 from arbordraft.drafters.garden import Garden
 from arbordraft.sampling.laws import IID
-from arbordraft.types import DraftTree, Outcome, SampleTree, SampleVerdict
+from arbordraft.trees.draft_tree import DraftTree, Outcome, SampleTree, SampleVerdict
 
 DEPTH = 6
 

@@ -36,7 +36,7 @@ from arbordraft.deciders import (
 )
 from arbordraft.decisions import Draw, Origin, Situation, StepView
 from arbordraft.drafters.garden import Garden
-from arbordraft.types import Outcome
+from arbordraft.trees.draft_tree import Outcome
 
 CERTAIN, FAIR = torch.tensor([1.0, 0.0]), torch.tensor([0.5, 0.5])
 

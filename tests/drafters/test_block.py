@@ -25,7 +25,7 @@ from arbordraft import (
 from arbordraft.drafters import block
 from arbordraft.heads.block import BlockHead
 from arbordraft.testing import distance_to_target, draft_trees
-from arbordraft.types import SampleTree
+from arbordraft.trees.draft_tree import SampleTree
 from arbordraft.verifiers import Matching, TopTailRule
 
 CHAIN, SIBLINGS = TreeTopology.chain(3), TreeTopology([-1, 0, 0, 1, 2])

@@ -31,7 +31,7 @@ from arbordraft.drafters import Drafter
 from arbordraft.drafters.garden import Garden
 from arbordraft.drafters.ngram import Guess
 from arbordraft.target.cache import RaggedKVCache
-from arbordraft.types import DraftTree, SampleTree, SampleVerdict, Verdict
+from arbordraft.trees.draft_tree import DraftTree, SampleTree, SampleVerdict, Verdict
 from arbordraft.verifiers import KSeq
 
 UNEVEN = TreeTopology([-1, 0, 0, 1, 1, 2, 3, 6])

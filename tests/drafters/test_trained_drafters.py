@@ -37,7 +37,7 @@ from arbordraft.heads.eagle import EagleHead
 from arbordraft.heads.exit_adapter import ExitAdapter
 from arbordraft.heads.medusa import MedusaHead
 from arbordraft.target.cache import RaggedKVCache
-from arbordraft.types import DraftTree, SampleTree
+from arbordraft.trees.draft_tree import DraftTree, SampleTree
 
 CHAIN, UNEVEN = TreeTopology.chain(4), TreeTopology([-1, 0, 0, 1, 1, 2, 3, 6])
 LAWS = [IID(2), WithoutReplacement(2), TopTail(1, 1)]

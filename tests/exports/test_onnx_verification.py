@@ -8,7 +8,7 @@ from arbordraft.exports.onnx.networks import NodeVerification
 from arbordraft.onnx_graph import Graph
 from arbordraft.sampling.laws import AdaptiveTopTail
 from arbordraft.sampling.noise import Noise
-from arbordraft.types import DraftTree, SampleTree
+from arbordraft.trees.draft_tree import DraftTree, SampleTree
 from arbordraft.verifiers import TopTailRule
 
 NODES, VOCAB = 400, 29

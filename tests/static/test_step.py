@@ -32,7 +32,7 @@ from arbordraft.sampling.processors import Warp
 from arbordraft.static.bucket import Bucket, fitting
 from arbordraft.static.step import StaticStep, StepKind
 from arbordraft.target.cache import RaggedKVCache
-from arbordraft.types import DraftTree, SampleTree
+from arbordraft.trees.draft_tree import DraftTree, SampleTree
 from arbordraft.verifiers.packed import verify_packed
 
 TREE = TreeTopology.from_k_config((3, 2, 1))

@@ -19,7 +19,7 @@ from arbordraft import (
     UnsupportedModel,
 )
 from arbordraft.target.cache import RaggedKVCache
-from arbordraft.types import DraftTree
+from arbordraft.trees.draft_tree import DraftTree
 
 ALL = (0, 1, 2)
 

@@ -17,7 +17,7 @@ from arbordraft.target import self_test
 from arbordraft.target.backend import choose
 from arbordraft.target.hook import UnsupportedModel
 from arbordraft.target.stand_ins import PrepackedGatedMLP, PrepackedLayers, PrepackedNorm
-from arbordraft.topology import ancestor_words
+from arbordraft.trees.topology import ancestor_words
 
 pytestmark = pytest.mark.usefixtures("kernels")
 

@@ -7,8 +7,8 @@ from torch import nn
 from torch.testing import assert_close
 
 from arbordraft import NGramDrafter, RaggedModel, SpeculativeDecoder, TreeTopology, UnsupportedModel
-from arbordraft.masks import SlicedCausalMask, stack_words
 from arbordraft.target.cache import RaggedKVCache
+from arbordraft.trees.masks import SlicedCausalMask, stack_words
 
 REFUSED = ("falcon", "bloom", "mamba", "qwen3_next")
 SUPPORTED = [name for name in ARCHITECTURES if name not in REFUSED]

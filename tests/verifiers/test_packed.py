@@ -7,7 +7,7 @@ from verdicts import COUPLINGS, check_verdicts, grown
 from arbordraft import Lifted, RecursiveRejection, SpecHub, TopDown, TopTail, TreeTopology, WithoutReplacement
 from arbordraft.sampling.noise import Noise
 from arbordraft.sampling.rows import SoftmaxRows
-from arbordraft.types import DraftTree, SampleTree
+from arbordraft.trees.draft_tree import DraftTree, SampleTree
 from arbordraft.verifiers import KSeq
 from arbordraft.verifiers.packed import verify_packed
 

@@ -31,7 +31,7 @@ from arbordraft.testing import (
     row,
     target_rows,
 )
-from arbordraft.types import DraftTree, Exactness, SampleTree
+from arbordraft.trees.draft_tree import DraftTree, Exactness, SampleTree
 from arbordraft.verifiers import (
     KSeq,
     OptimalTransport,

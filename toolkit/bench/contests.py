@@ -26,7 +26,7 @@ from arbordraft.deciders import (
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter, LanguageModelDrafter, NGramDrafter
 from arbordraft.target.model import RaggedModel
-from arbordraft.topology import TreeTopology
+from arbordraft.trees.topology import TreeTopology
 from arbordraft.tuning import Tuned, grid
 
 

@@ -19,7 +19,7 @@ from arbordraft.drafters import Drafter, EarlyExitDrafter, HybridDrafter, NGramD
 from arbordraft.kernels.prepacked_linear.module import onednn_problem
 from arbordraft.kernels.verify import row_max
 from arbordraft.target.model import RaggedModel
-from arbordraft.topology import TreeTopology
+from arbordraft.trees.topology import TreeTopology
 
 _REACH = {1: ">= 3.5", 8: ">= 3.0", 16: ">= 2.3"}
 

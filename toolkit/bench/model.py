@@ -27,8 +27,8 @@ from arbordraft.sampling.noise import Noise
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.own_cache import cache_argument
-from arbordraft.topology import TreeTopology
-from arbordraft.types import DraftTree
+from arbordraft.trees.draft_tree import DraftTree
+from arbordraft.trees.topology import TreeTopology
 from arbordraft.verifiers import (
     Lifted,
     OptimalTransport,

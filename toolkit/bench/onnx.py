@@ -13,7 +13,7 @@ from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter
 from arbordraft.metrics import DecodeStats
 from arbordraft.target.model import RaggedModel
-from arbordraft.topology import TreeTopology
+from arbordraft.trees.topology import TreeTopology
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch, ragged_tree_attention_reference
-from arbordraft.masks import stack_words
-from arbordraft.topology import TreeTopology, ancestor_words
+from arbordraft.trees.masks import stack_words
+from arbordraft.trees.topology import TreeTopology, ancestor_words
 
 _WIDE = 64  # masks as wide as a multiple of this are read as they are
 

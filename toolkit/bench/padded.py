@@ -13,8 +13,8 @@ from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.state import DecodeState
 from arbordraft.target.cache import RaggedKVCache
-from arbordraft.topology import ancestor_words
-from arbordraft.types import DraftTree
+from arbordraft.trees.draft_tree import DraftTree
+from arbordraft.trees.topology import ancestor_words
 
 
 class PaddedDecoder(SpeculativeDecoder):

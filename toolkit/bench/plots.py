@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from arbordraft.bench.decoding import DecodeRow
 from arbordraft.bench.verifiers import NodeRow, TreeRow
-from arbordraft.drawing import COLOURS, GREY, new_figure, save_png
+from arbordraft.trees.drawing import COLOURS, GREY, new_figure, save_png
 from arbordraft.utils.files import read_text
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from arbordraft.kernels.kv_cache import append, append_reference, compact_refere
 from arbordraft.kernels.kv_cache.operator import kv_compact
 from arbordraft.kernels.ragged_tree_attention import ragged_tree_attention
 from arbordraft.kernels.verify.reference import CHUNK
-from arbordraft.topology import TreeTopology
+from arbordraft.trees.topology import TreeTopology
 
 ROUNDING = 2.0**-7  # a step of bfloat16: the interpreter cuts off, a GPU rounds but rounds the weights too
 TINY_SHAPES = [Shape(70, 2, 5, 2, 16, 4), Shape(300, 1, 3, 4, 16, 4)]

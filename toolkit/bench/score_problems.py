@@ -22,8 +22,8 @@ from arbordraft.kernels.verify.reference import CHUNK
 from arbordraft.kernels.verify.tree import PackedTree, verify_tree
 from arbordraft.sampling.laws import WithoutReplacement
 from arbordraft.sampling.noise import Noise
-from arbordraft.topology import TreeTopology
-from arbordraft.types import DraftTree, SampleTree
+from arbordraft.trees.draft_tree import DraftTree, SampleTree
+from arbordraft.trees.topology import TreeTopology
 from arbordraft.verifiers import Lifted, RecursiveRejection, TopDown
 from arbordraft.verifiers.packed import pack
 

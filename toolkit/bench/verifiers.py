@@ -26,8 +26,8 @@ from arbordraft.sampling.laws import IID, AdaptiveTopTail, DraftLaw, SharedNoise
 from arbordraft.sampling.noise import GumbelNoise, Noise, draw
 from arbordraft.sampling.rows import Rows
 from arbordraft.target.model import RaggedModel
-from arbordraft.topology import TreeTopology
-from arbordraft.types import DraftTree, SampleTree, SampleVerdict, Verdict
+from arbordraft.trees.draft_tree import DraftTree, SampleTree, SampleVerdict, Verdict
+from arbordraft.trees.topology import TreeTopology
 from arbordraft.verifiers import (
     KSeq,
     Lifted,

@@ -33,7 +33,7 @@ from arbordraft.requests import Request
 from arbordraft.spelling import Pieces
 from arbordraft.streams import Answer
 from arbordraft.texts import encode
-from arbordraft.types import SampleTree, SampleVerdict
+from arbordraft.trees.draft_tree import SampleTree, SampleVerdict
 
 HELP = """\
 /tree    the draft tree of the last step, accepted nodes marked

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from arbordraft.metrics import DecodeStats
 from arbordraft.spelling import Pieces
-from arbordraft.topology import TreeTopology
-from arbordraft.types import SampleTree, SampleVerdict
+from arbordraft.trees.draft_tree import SampleTree, SampleVerdict
+from arbordraft.trees.topology import TreeTopology
 
 _NOTICED = 0.1  # seconds
 

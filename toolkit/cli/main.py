@@ -31,8 +31,8 @@ from arbordraft.cli.options import (
 from arbordraft.cli.serve import serve
 from arbordraft.cli.trace import trace
 from arbordraft.cli.train import app as train
-from arbordraft.drawing import draw_png
 from arbordraft.loading import Dtype, Kernels, drafter_named, load_target
+from arbordraft.trees.drawing import draw_png
 from arbordraft.utils.allocator import keep_freed_memory
 
 app = typer.Typer(

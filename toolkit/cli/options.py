@@ -8,7 +8,7 @@ import torch
 import typer
 
 from arbordraft.loading import Dtype, Kernels, Settings, Weights
-from arbordraft.topology import TreeTopology
+from arbordraft.trees.topology import TreeTopology
 from arbordraft.utils.files import check_writable
 
 SHAPES = "chain:5 | k:4,2,2 | fork:3x4 | parents:-1,0,0,1 | sequoia:0.6,0.2,0.1@16"

@@ -10,7 +10,7 @@ from torch import nn
 from arbordraft.deciders.base import Decider
 from arbordraft.deciders.simple import EntropyBound
 from arbordraft.decisions import StepView
-from arbordraft.types import Outcome
+from arbordraft.trees.draft_tree import Outcome
 from arbordraft.utils.checks import instance, positive, real, whole
 
 

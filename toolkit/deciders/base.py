@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from arbordraft.decisions import Plan, Situation, StepView
-from arbordraft.types import Outcome
+from arbordraft.trees.draft_tree import Outcome
 
 
 class Decider(nn.Module):

@@ -15,7 +15,7 @@ from arbordraft.costs import CostTable, StepCosts
 from arbordraft.deciders.base import Decider
 from arbordraft.deciders.simple import PathSurvival
 from arbordraft.decisions import Plan, Situation, StepView
-from arbordraft.types import Outcome
+from arbordraft.trees.draft_tree import Outcome
 from arbordraft.utils.checks import instance, real, whole
 
 _DEPTHS = 4  # depths that are told apart; the last one stands for all that are deeper

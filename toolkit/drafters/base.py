@@ -17,7 +17,6 @@ from arbordraft.context import DraftContext
 from arbordraft.drafters.garden import Garden
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.kernels.tree_expand import tree_expand
-from arbordraft.masks import stack_words
 from arbordraft.onnx_networks import OnnxNetwork
 from arbordraft.sampling.laws import IID, DraftLaw, SharedNoise
 from arbordraft.sampling.noise import GumbelNoise
@@ -25,8 +24,9 @@ from arbordraft.sampling.rows import SoftmaxRows
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.stand_ins import prepack_linears
-from arbordraft.topology import TreeTopology
-from arbordraft.types import DraftTree, Verdict
+from arbordraft.trees.draft_tree import DraftTree, Verdict
+from arbordraft.trees.masks import stack_words
+from arbordraft.trees.topology import TreeTopology
 
 if TYPE_CHECKING:
     from arbordraft.heads.base import Companion

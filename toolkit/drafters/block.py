@@ -25,7 +25,7 @@ from arbordraft.onnx_networks import OnnxBlock
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.stand_ins import prepack_linears
-from arbordraft.types import DraftTree, Verdict
+from arbordraft.trees.draft_tree import DraftTree, Verdict
 
 if TYPE_CHECKING:
     from arbordraft.heads.block import BlockHead

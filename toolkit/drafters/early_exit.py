@@ -15,7 +15,7 @@ from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.sampling.laws import DraftLaw
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
-from arbordraft.types import DraftTree
+from arbordraft.trees.draft_tree import DraftTree
 
 if TYPE_CHECKING:
     from arbordraft.heads.exit_adapter import ExitAdapter

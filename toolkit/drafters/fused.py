@@ -21,7 +21,7 @@ from arbordraft.target.model import RaggedModel
 from arbordraft.target.probing import Unrecognised, plain
 from arbordraft.target.recognition import Parts
 from arbordraft.target.stand_ins import PrepackedNorm
-from arbordraft.topology import TreeTopology
+from arbordraft.trees.topology import TreeTopology
 
 if TYPE_CHECKING:
     from arbordraft.heads.eagle import EagleHead

@@ -13,7 +13,7 @@ from arbordraft.context import DraftContext
 from arbordraft.decisions import Draw, Origin, Plan, Situation, StepView
 from arbordraft.sampling.laws import DraftLaw
 from arbordraft.sampling.stateful import Allowed
-from arbordraft.types import DraftTree, SampleTree
+from arbordraft.trees.draft_tree import DraftTree, SampleTree
 
 if TYPE_CHECKING:
     from arbordraft.drafters.base import Drafter

@@ -7,8 +7,8 @@ from arbordraft.drafters.base import Drafter
 from arbordraft.drafters.garden import Garden
 from arbordraft.sampling.laws import DraftLaw, Fixed
 from arbordraft.target.model import RaggedModel
-from arbordraft.topology import TreeTopology
-from arbordraft.types import DraftTree
+from arbordraft.trees.draft_tree import DraftTree
+from arbordraft.trees.topology import TreeTopology
 
 
 class GrammarDrafter(Drafter):

@@ -16,8 +16,8 @@ from arbordraft.drafters.garden import groups_of, situation_of
 from arbordraft.sampling.laws import DraftLaw, Fixed
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
-from arbordraft.topology import TreeTopology
-from arbordraft.types import DraftTree, Verdict
+from arbordraft.trees.draft_tree import DraftTree, Verdict
+from arbordraft.trees.topology import TreeTopology
 from arbordraft.utils.checks import instance
 
 

@@ -27,7 +27,7 @@ from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.hook import UnsupportedModel
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.observation import decoder_list
-from arbordraft.types import DraftTree, Verdict
+from arbordraft.trees.draft_tree import DraftTree, Verdict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

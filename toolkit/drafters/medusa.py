@@ -19,7 +19,7 @@ from arbordraft.kernels.draft_tree import Drafted, Draws, Growth, draft_from_row
 from arbordraft.onnx_networks import OnnxMedusa
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
-from arbordraft.types import DraftTree, Verdict
+from arbordraft.trees.draft_tree import DraftTree, Verdict
 
 if TYPE_CHECKING:
     from arbordraft.heads.medusa import MedusaHead

@@ -5,8 +5,8 @@ from typing import Any
 from arbordraft.context import DraftContext
 from arbordraft.drafters.base import Drafter
 from arbordraft.sampling.laws import DraftLaw, Fixed
-from arbordraft.topology import TreeTopology
-from arbordraft.types import DraftTree, SampleTree
+from arbordraft.trees.draft_tree import DraftTree, SampleTree
+from arbordraft.trees.topology import TreeTopology
 
 
 class NoDrafter(Drafter):

@@ -21,7 +21,7 @@ from arbordraft.sampling.noise import GumbelNoise
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.hook import Attending
 from arbordraft.target.model import RaggedModel
-from arbordraft.types import DraftTree
+from arbordraft.trees.draft_tree import DraftTree
 
 CHUNK = 2048  # rows of a call, which bounds its memory
 

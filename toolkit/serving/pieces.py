@@ -13,7 +13,7 @@ from arbordraft.serving.thinking import Thinking, ThoughtReader
 from arbordraft.spelling import Pieces, Spelling, Spelt
 from arbordraft.state import TokenLogprobs
 from arbordraft.streams import Event
-from arbordraft.types import SampleTree, SampleVerdict
+from arbordraft.trees.draft_tree import SampleTree, SampleVerdict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

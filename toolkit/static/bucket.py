@@ -17,8 +17,8 @@ from torch import Tensor
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.sampling.noise import GumbelNoise, Noise
 from arbordraft.static.table import Table
-from arbordraft.topology import WORD_BITS, TreeTopology
-from arbordraft.types import DraftTree
+from arbordraft.trees.draft_tree import DraftTree
+from arbordraft.trees.topology import WORD_BITS, TreeTopology
 from arbordraft.utils.checks import each, whole
 from arbordraft.verifiers.packed import inner_nodes, post_order
 

@@ -21,10 +21,10 @@ from arbordraft.drafters.whole import DraftNetwork, Missing
 from arbordraft.kernels.draft_tree import Draws, Growth
 from arbordraft.kernels.gumbel.operator import noise as gumbel_noise
 from arbordraft.kernels.tree_expand.operator import expand
-from arbordraft.masks import SlicedCausalMask
 from arbordraft.static.step import Pools, StaticForward
 from arbordraft.static.table import Table
-from arbordraft.topology import TreeTopology
+from arbordraft.trees.masks import SlicedCausalMask
+from arbordraft.trees.topology import TreeTopology
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from arbordraft.static.draft import DraftBucket, DraftStep
 from arbordraft.static.recording import check_kernels, record
 from arbordraft.static.step import Pools, compiled
 from arbordraft.target.cache import RaggedKVCache
-from arbordraft.topology import TreeTopology
+from arbordraft.trees.topology import TreeTopology
 
 _MOST_RUNNERS = 32  # each has buffers and perhaps a graph
 

@@ -24,8 +24,8 @@ from arbordraft.static.recording import INSTEAD, check_kernels, record
 from arbordraft.static.step import Call, Pools, StaticStep, StepKind, compiled
 from arbordraft.target.cache import CacheOverflow, RaggedKVCache
 from arbordraft.target.model import RaggedModel
-from arbordraft.topology import TreeTopology
-from arbordraft.types import DraftTree, SampleVerdict, Verdict
+from arbordraft.trees.draft_tree import DraftTree, SampleVerdict, Verdict
+from arbordraft.trees.topology import TreeTopology
 
 _MOST_RUNNERS = 32  # each has buffers and perhaps a graph, and every temperature needs its own
 

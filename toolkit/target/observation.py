@@ -9,7 +9,7 @@ from torch import nn
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.hook import AttentionCall, Forward
-from arbordraft.topology import TreeTopology, ancestor_words
+from arbordraft.trees.topology import TreeTopology, ancestor_words
 
 
 class LayerCall(NamedTuple):

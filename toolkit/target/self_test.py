@@ -14,7 +14,7 @@ from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.hook import HOOK, UnsupportedModel, unsupported
 from arbordraft.target.own_cache import cache_argument, returned_cache
 from arbordraft.target.view import ModelView, is_config
-from arbordraft.topology import TreeTopology, ancestor_words
+from arbordraft.trees.topology import TreeTopology, ancestor_words
 
 if TYPE_CHECKING:
     from arbordraft.target.model import RaggedModel

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from arbordraft.sampling.laws import DraftLaw
-from arbordraft.topology import TreeTopology
-from arbordraft.types import DraftTree, SampleTree
+from arbordraft.trees.draft_tree import DraftTree, SampleTree
+from arbordraft.trees.topology import TreeTopology
 from arbordraft.verifiers import Rule, TreeVerifier
 
 Tokens = tuple[int, ...]

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from arbordraft.sampling.laws import DraftLaw
 from arbordraft.sampling.noise import residual
-from arbordraft.types import Exactness, SampleTree
+from arbordraft.trees.draft_tree import Exactness, SampleTree
 from arbordraft.verifiers.trees import Decision, TreeVerifier
 
 

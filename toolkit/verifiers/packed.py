@@ -13,7 +13,7 @@ from torch import Tensor
 from arbordraft.kernels.verify.tree import PackedTree, verify_tree
 from arbordraft.sampling.laws import DraftLaw, Fixed
 from arbordraft.sampling.noise import Noise
-from arbordraft.types import DraftTree, SampleTree
+from arbordraft.trees.draft_tree import DraftTree, SampleTree
 
 
 def verify_packed(tree: DraftTree, scores: Tensor, noise: Noise, *, lifted: bool) -> list[tuple[int, int] | None]:

@@ -16,7 +16,7 @@ from arbordraft.kernels import choice
 from arbordraft.sampling.laws import DraftLaw
 from arbordraft.sampling.noise import GumbelNoise, Noise, draw
 from arbordraft.sampling.rows import Rows, SoftmaxRows
-from arbordraft.types import DraftTree, Exactness, SampleTree, SampleVerdict, Verdict
+from arbordraft.trees.draft_tree import DraftTree, Exactness, SampleTree, SampleVerdict, Verdict
 from arbordraft.utils.checks import instance, positive, real
 from arbordraft.verifiers.packed import verify_packed
 from arbordraft.verifiers.rules import NodeLaw, Rule
@@ -90,7 +90,7 @@ class TreeVerifier(nn.Module):
 
         Examples:
             >>> from arbordraft.sampling.laws import IID
-            >>> from arbordraft.topology import TreeTopology
+            >>> from arbordraft.trees.topology import TreeTopology
             >>> from arbordraft.verifiers import RecursiveRejection
             >>> target, draft = torch.tensor([0.5, 0.5]), torch.tensor([0.25, 0.75])
             >>> tree = SampleTree(TreeTopology.chain(1), IID(1), {0: 7, 1: 1}, {0: draft})
@@ -257,7 +257,7 @@ def matching_verdict(
 
     Examples:
         >>> from arbordraft.sampling.laws import Fixed
-        >>> from arbordraft.topology import TreeTopology
+        >>> from arbordraft.trees.topology import TreeTopology
         >>> tree, best = SampleTree(TreeTopology.fork(2, 1), Fixed(2), {0: 7, 1: 3, 2: 5}), [5, 0, 9]
         >>> matching_verdict(DraftTree((tree,)), lambda rows, places: [best[row] for row in rows]).samples
         (SampleVerdict(path=(2,), token=9, recovered=False),)

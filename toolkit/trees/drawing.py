@@ -5,8 +5,8 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arbordraft.topology import TreeTopology
-from arbordraft.types import SampleTree, SampleVerdict
+from arbordraft.trees.draft_tree import SampleTree, SampleVerdict
+from arbordraft.trees.topology import TreeTopology
 from arbordraft.utils.files import new_file
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from arbordraft.sampling.laws import DraftLaw
 from arbordraft.sampling.rows import Row, Rows, Share
-from arbordraft.topology import TreeTopology
+from arbordraft.trees.topology import TreeTopology
 
 
 class Exactness(StrEnum):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from arbordraft.topology import WORD_BITS, TreeTopology, ancestor_words
+from arbordraft.trees.topology import WORD_BITS, TreeTopology, ancestor_words
 from arbordraft.utils.checks import instance, whole
 
 MOST_BYTES = 2**30  # of a dense mask

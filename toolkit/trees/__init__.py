@@ -1,0 +1,1 @@
+"""Draft trees: their static shape, masks, values and pictures."""
