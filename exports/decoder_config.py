@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 import arbordraft as ad
-from arbordraft import costs, deciders, drafters, verifiers
-from arbordraft.costs import StepCosts
-from arbordraft.deciders import Decider, LearnedDecider
+from arbordraft import deciders, drafters, verifiers
+from arbordraft.deciders import Decider, LearnedDecider, costs
+from arbordraft.deciders.costs import StepCosts
 from arbordraft.drafters import Drafter
 from arbordraft.heads.base import fingerprint
 from arbordraft.loading import Dtype, Kernels, load_target

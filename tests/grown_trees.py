@@ -5,7 +5,7 @@ from models import PROMPTS
 from transformers import TemperatureLogitsWarper
 
 from arbordraft import TreeTopology
-from arbordraft.decisions import Plan
+from arbordraft.deciders.decisions import Plan
 from arbordraft.sampling.laws import IID, SharedNoise
 
 TEXTS = [*PROMPTS, [40, 2, 9]]

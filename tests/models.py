@@ -11,9 +11,9 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from arbordraft import CostTable, RaggedModel, TreeTopology
 from arbordraft.context import DraftContext
-from arbordraft.costs import StepCosts
 from arbordraft.deciders import Decider, FixedDepth
-from arbordraft.decisions import Plan, Situation
+from arbordraft.deciders.costs import StepCosts
+from arbordraft.deciders.decisions import Plan, Situation
 from arbordraft.drafters import Drafter
 from arbordraft.sampling.laws import DraftLaw, Fixed
 from arbordraft.sampling.noise import GumbelNoise, Noise, SharedSource

@@ -27,9 +27,9 @@ from arbordraft import (
     TreeTopology,
     builders,
 )
-from arbordraft.costs import StepCosts
 from arbordraft.deciders import CostAware, Decider
-from arbordraft.decisions import Plan
+from arbordraft.deciders.costs import StepCosts
+from arbordraft.deciders.decisions import Plan
 from arbordraft.drafters.ngram import Guess
 from arbordraft.measuring import measure_rows
 from arbordraft.trees.draft_tree import SampleVerdict, Verdict

@@ -12,8 +12,8 @@ from models import PROMPTS, VOCAB, greedy_reference, left_padded, new_tokens, ti
 
 import arbordraft as ad
 from arbordraft import CostTable, loading, measuring
-from arbordraft.costs import StepCosts
 from arbordraft.deciders import FixedDepth, Heuristic, cost_aware
+from arbordraft.deciders.costs import StepCosts
 from arbordraft.heads.base import fingerprint
 from arbordraft.heads.medusa import MedusaConfig, MedusaHead
 from arbordraft.kernels import native

@@ -6,7 +6,7 @@ import pytest
 from models import PROMPTS, greedy_reference, left_padded, new_tokens, ragged, tiny_tokenizer
 
 from arbordraft import CostTable, EarlyExitDrafter, NGramDrafter, RaggedModel, builders
-from arbordraft.costs import StepCosts
+from arbordraft.deciders.costs import StepCosts
 from arbordraft.measuring import measure_costs
 from arbordraft.tuning import Choice, Setting, Tuned, grid, tune
 

@@ -8,8 +8,8 @@ from arbordraft import CostTable, TreeTopology
 from arbordraft.bench import measure
 from arbordraft.bench.decoding import DecodeRow
 from arbordraft.bench.plots import plot
-from arbordraft.costs import StepCosts
 from arbordraft.deciders import LearnedDecider
+from arbordraft.deciders.costs import StepCosts
 from arbordraft.training.recording import WholeCheckpoints
 from arbordraft.training.shards import ANSWER, Conversation, ShardFolder, pack, write_shard
 from arbordraft.training.spool import Journal, Progress

@@ -7,9 +7,9 @@ if _here.name == "toolkit":  # an editable checkout: the sibling folders hold th
     __path__.append(str(_here.parent))
 
 from arbordraft import builders
-from arbordraft.costs import CostTable
 from arbordraft.coupling import Coupling
 from arbordraft.deciders import ConfidenceThreshold, CostAware
+from arbordraft.deciders.costs import CostTable
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import (
     BlockDrafter,

@@ -4,9 +4,9 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from arbordraft.costs import CostTable, StepCosts
 from arbordraft.coupling import Coupling
 from arbordraft.deciders import ConfidenceThreshold, CostAware, Decider, NodeBudget
+from arbordraft.deciders.costs import CostTable, StepCosts
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter, EagleDrafter, HybridDrafter, NGramDrafter, NoDrafter
 from arbordraft.measuring import known_costs

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from arbordraft.decisions import Plan, Situation, StepView
+from arbordraft.deciders.decisions import Plan, Situation, StepView
 from arbordraft.kernels.draft_tree import Drafted, Draws, Growth
 from arbordraft.sampling.laws import DraftLaw
 from arbordraft.sampling.noise import GumbelNoise, Noise

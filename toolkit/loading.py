@@ -13,9 +13,9 @@ import torch
 
 from arbordraft.checkpoints.reader import load_causal_lm, load_tokenizer, read_config
 from arbordraft.checkpoints.smollm2 import load_smollm2
-from arbordraft.costs import CostTable, StepCosts
 from arbordraft.coupling import Coupling
 from arbordraft.deciders import CostAware, Decider
+from arbordraft.deciders.costs import CostTable, StepCosts
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import (
     BlockDrafter,

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from arbordraft.costs import CostTable, StepCosts
 from arbordraft.deciders import CostAware
+from arbordraft.deciders.costs import CostTable, StepCosts
 from arbordraft.drafters import Drafter
 from arbordraft.kernels.native.build import PATIENCE, cache_folder, cpu
 from arbordraft.kernels.native.progress import progress_line

@@ -14,7 +14,7 @@ from arbordraft.cohorts import Cohort, cohorts_of, draft_temperature, joined, ve
 from arbordraft.context import DraftContext
 from arbordraft.coupling import Coupling
 from arbordraft.deciders import Decider
-from arbordraft.decisions import Plan, Situation
+from arbordraft.deciders.decisions import Plan, Situation
 from arbordraft.drafters import Drafter
 from arbordraft.drafters.none import roots
 from arbordraft.generation import SOURCES, own_settings

@@ -12,10 +12,10 @@ from itertools import accumulate, cycle, islice
 
 import torch
 
-from arbordraft.costs import CostTable, StepCosts
 from arbordraft.coupling import Coupling
 from arbordraft.deciders import Decider, FixedDepth
-from arbordraft.decisions import StepView
+from arbordraft.deciders.costs import CostTable, StepCosts
+from arbordraft.deciders.decisions import StepView
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter, NGramDrafter
 from arbordraft.prompts import left_padded, plain_request

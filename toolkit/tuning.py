@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from arbordraft import builders
-from arbordraft.costs import StepCosts
+from arbordraft.deciders.costs import StepCosts
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter, NGramDrafter
 from arbordraft.measuring import measure_costs

@@ -17,8 +17,8 @@ from torch.optim import AdamW, Optimizer
 
 from arbordraft import RaggedModel
 from arbordraft.checkpoints.reader import read_config
-from arbordraft.costs import StepCosts
 from arbordraft.deciders import LearnedDecider
+from arbordraft.deciders.costs import StepCosts
 from arbordraft.drafters import Drafter
 from arbordraft.heads.eagle import EagleConfig, EagleHead
 from arbordraft.measuring import measure_steps

@@ -49,7 +49,7 @@ class DraftWeights:
 
 
 class Growth(NamedTuple):
-    """How far trees go on: a :class:`~arbordraft.decisions.Plan` in plain numbers.
+    """How far trees go on: a :class:`~arbordraft.deciders.decisions.Plan` in plain numbers.
 
     Args:
         offsets: ``[nodes + 1]`` where the children of every node of the topology begin in ``children``.

@@ -22,7 +22,6 @@ from arbordraft import (
     TreeTopology,
     builders,
 )
-from arbordraft.costs import StepCosts
 from arbordraft.deciders import (
     AcceptedAverage,
     AdaEDL,
@@ -35,6 +34,7 @@ from arbordraft.deciders import (
     NodeBudget,
     PathSurvival,
 )
+from arbordraft.deciders.costs import StepCosts
 from arbordraft.measuring import measure_costs, measure_rows
 from arbordraft.tuning import Choice, Setting, Tuned, tune
 

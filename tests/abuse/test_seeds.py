@@ -32,7 +32,6 @@ from arbordraft import (
     TopDown,
     TreeTopology,
 )
-from arbordraft.costs import StepCosts
 from arbordraft.deciders import (
     AcceptedAverage,
     AdaEDL,
@@ -44,7 +43,8 @@ from arbordraft.deciders import (
     LearnedDecider,
     PathSurvival,
 )
-from arbordraft.decisions import Plan
+from arbordraft.deciders.costs import StepCosts
+from arbordraft.deciders.decisions import Plan
 from arbordraft.drafters.garden import Garden
 from arbordraft.sampling.noise import Noise
 

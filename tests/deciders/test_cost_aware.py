@@ -13,9 +13,9 @@ from models import context
 
 from arbordraft import CostTable, Fixed, TreeTopology
 from arbordraft.context import DraftContext
-from arbordraft.costs import StepCosts
 from arbordraft.deciders import CostAware, Decider, FixedDepth, PathSurvival
-from arbordraft.decisions import Draw, Origin, Plan, Situation, StepView
+from arbordraft.deciders.costs import StepCosts
+from arbordraft.deciders.decisions import Draw, Origin, Plan, Situation, StepView
 from arbordraft.drafters import Drafter
 from arbordraft.drafters.garden import Garden
 from arbordraft.sampling.laws import IID

@@ -22,7 +22,6 @@ from arbordraft import (
     TreeTopology,
     WithoutReplacement,
 )
-from arbordraft.costs import StepCosts
 from arbordraft.deciders import (
     AcceptedAverage,
     AdaEDL,
@@ -34,7 +33,8 @@ from arbordraft.deciders import (
     NodeBudget,
     PathSurvival,
 )
-from arbordraft.decisions import Draw, Origin, Situation, StepView
+from arbordraft.deciders.costs import StepCosts
+from arbordraft.deciders.decisions import Draw, Origin, Situation, StepView
 from arbordraft.drafters.garden import Garden
 from arbordraft.trees.draft_tree import Outcome
 

@@ -24,7 +24,7 @@ from arbordraft import (
     WithoutReplacement,
 )
 from arbordraft.deciders import FixedDepth, LearnedDecider
-from arbordraft.decisions import Draw, Origin, StepView
+from arbordraft.deciders.decisions import Draw, Origin, StepView
 from arbordraft.heads.eagle import EagleHead
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.testing import distance_to_target, draft_trees, random_table

@@ -28,7 +28,7 @@ from native_drafters import KINDS, built
 from transformers import TemperatureLogitsWarper
 
 from arbordraft import EagleDrafter
-from arbordraft.decisions import Plan
+from arbordraft.deciders.decisions import Plan
 from arbordraft.drafters import whole
 from arbordraft.heads.medusa import MedusaHead
 from arbordraft.kernels.decoder_layers import Norm

@@ -25,8 +25,8 @@ from mlflow import MlflowClient, MlflowException
 
 import arbordraft as ad
 from arbordraft.cli import main as cli
-from arbordraft.costs import StepCosts
 from arbordraft.deciders import AdaEDL, Bandit, FixedDepth, LearnedDecider, NodeBudget, PathSurvival
+from arbordraft.deciders.costs import StepCosts
 from arbordraft.exports.decoder_config import DecoderConfig, describe, rebuild
 from arbordraft.exports.evaluation import Evaluation, evaluate
 from arbordraft.exports.mlflow_log import log_decoder

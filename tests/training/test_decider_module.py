@@ -23,8 +23,8 @@ from arbordraft import (
     TopDown,
     TreeTopology,
 )
-from arbordraft.costs import StepCosts
 from arbordraft.deciders import LearnedDecider
+from arbordraft.deciders.costs import StepCosts
 from arbordraft.deciders.learned import UNLIKELY
 from arbordraft.heads.eagle import EagleHead
 from arbordraft.target.cache import RaggedKVCache

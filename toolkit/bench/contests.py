@@ -8,7 +8,6 @@ from arbordraft import builders
 from arbordraft.bench.decoding import Decode, theirs
 from arbordraft.bench.padded import PaddedDecoder
 from arbordraft.bench.workload import Workload
-from arbordraft.costs import StepCosts
 from arbordraft.coupling import Coupling
 from arbordraft.deciders import (
     AcceptedAverage,
@@ -23,6 +22,7 @@ from arbordraft.deciders import (
     LearnedDecider,
     PathSurvival,
 )
+from arbordraft.deciders.costs import StepCosts
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter, LanguageModelDrafter, NGramDrafter
 from arbordraft.target.model import RaggedModel

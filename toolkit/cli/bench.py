@@ -29,8 +29,8 @@ from arbordraft.cli.measurement import (
     whole,
 )
 from arbordraft.cli.options import DRAFTERS, DrafterOption, numbers
-from arbordraft.costs import StepCosts
 from arbordraft.deciders import LearnedDecider
+from arbordraft.deciders.costs import StepCosts
 from arbordraft.drafters import Drafter
 from arbordraft.loading import Dtype, Kernels, drafter_named
 from arbordraft.target.model import RaggedModel

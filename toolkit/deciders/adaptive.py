@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from arbordraft.deciders.base import Decider
+from arbordraft.deciders.decisions import StepView
 from arbordraft.deciders.simple import EntropyBound
-from arbordraft.decisions import StepView
 from arbordraft.trees.draft_tree import Outcome
 from arbordraft.utils.checks import instance, positive, real, whole
 

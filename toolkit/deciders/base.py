@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from arbordraft.decisions import Plan, Situation, StepView
+from arbordraft.deciders.decisions import Plan, Situation, StepView
 from arbordraft.trees.draft_tree import Outcome
 
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice, takewhile
 from operator import mul
 
-from arbordraft.costs import CostTable, StepCosts
 from arbordraft.deciders.base import Decider
+from arbordraft.deciders.costs import CostTable, StepCosts
+from arbordraft.deciders.decisions import Plan, Situation, StepView
 from arbordraft.deciders.simple import PathSurvival
-from arbordraft.decisions import Plan, Situation, StepView
 from arbordraft.trees.draft_tree import Outcome
 from arbordraft.utils.checks import instance, real, whole
 

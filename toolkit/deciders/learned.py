@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from arbordraft.checkpoints.reader import CONFIG, WEIGHTS, few, read_config, read_tensors
+from arbordraft.deciders.decisions import TOP, Origin, StepView
 from arbordraft.deciders.simple import PathSurvival
-from arbordraft.decisions import TOP, Origin, StepView
 from arbordraft.utils.checks import each, positive, whole
 from arbordraft.utils.files import new_file
 

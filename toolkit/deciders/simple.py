@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from arbordraft.deciders.base import Decider
-from arbordraft.decisions import Plan, Situation, StepView
+from arbordraft.deciders.decisions import Plan, Situation, StepView
 from arbordraft.utils.checks import positive, real, whole
 
 
@@ -62,7 +62,7 @@ class ConfidenceThreshold(Decider):
     Source: the confidence stop of Hugging Face's assisted generation, per sample and for trees.
 
     Examples:
-        >>> from arbordraft.decisions import Draw, Origin
+        >>> from arbordraft.deciders.decisions import Draw, Origin
         >>> sure, unsure = Draw(0.9, Origin()), Draw(0.3, Origin())
         >>> view = StepView(depth=1, paths=[[[sure]], [[unsure]]], memory=[None, None])
         >>> ConfidenceThreshold(0.4)(view)
@@ -109,7 +109,7 @@ class PathSurvival(Decider):
     Source: the product rule of SpecDec++ (Huang et al., 2024), which stops at ``1 - chance > h``.
 
     Examples:
-        >>> from arbordraft.decisions import Draw, Origin
+        >>> from arbordraft.deciders.decisions import Draw, Origin
         >>> half = Draw(0.5, Origin())
         >>> PathSurvival(0.3).survival(StepView(depth=2, paths=[[[half, half]], [[half]]], memory=[None, None]))
         [[0.25], [0.5]]

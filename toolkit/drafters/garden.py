@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from arbordraft.context import DraftContext
-from arbordraft.decisions import Draw, Origin, Plan, Situation, StepView
+from arbordraft.deciders.decisions import Draw, Origin, Plan, Situation, StepView
 from arbordraft.sampling.laws import DraftLaw
 from arbordraft.sampling.stateful import Allowed
 from arbordraft.trees.draft_tree import DraftTree, SampleTree

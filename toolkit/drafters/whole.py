@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from arbordraft.context import DraftContext, WholeDrafts
-from arbordraft.decisions import Plan
+from arbordraft.deciders.decisions import Plan
 from arbordraft.drafters.base import Drafter
 from arbordraft.drafters.garden import Garden
 from arbordraft.kernels.draft_tree import Drafted, DraftRun, Draws, Growth, usable

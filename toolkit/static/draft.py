@@ -151,7 +151,7 @@ class _Trees:
     Args:
         tokens: -1 where there is none.
         chances: draft probabilities, given the parents.
-        reach: see :class:`~arbordraft.decisions.Plan`; -1 where there is no node.
+        reach: see :class:`~arbordraft.deciders.decisions.Plan`; -1 where there is no node.
     """
 
     tokens: list[Tensor]

@@ -42,7 +42,7 @@ class Outcome(NamedTuple):
         accepted: how many of them were accepted.
         stated: of the root and the accepted nodes below it, as far as they have verified children: the sum of these
             children's draft probabilities. One more than was accepted, unless the path ended at a leaf.
-        source: which drafter proposed them, see :attr:`~arbordraft.decisions.Situation.source`.
+        source: which drafter proposed them, see :attr:`~arbordraft.deciders.decisions.Situation.source`.
         certain: depths of ``stated`` at which nothing was guessed, see :attr:`SampleTree.certain`.
     """
 
@@ -67,7 +67,7 @@ class SampleTree:
         draft_probs: ``[V]`` draft row of every node with children, as sampled from. A node may lack one only
             if its law is deterministic.
         chances: draft probability of every node below the root, given its parent; may be left out.
-        source: which drafter proposed it, see :attr:`~arbordraft.decisions.Situation.source`.
+        source: which drafter proposed it, see :attr:`~arbordraft.deciders.decisions.Situation.source`.
         gain: tokens that its drafts are expected to bring, less what their rows could bring elsewhere.
         certain: nodes whose tokens are the only ones that constraints allow behind their parents.
 
