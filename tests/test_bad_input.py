@@ -35,7 +35,7 @@ from arbordraft import (
 )
 from arbordraft.engine import Engine
 from arbordraft.target.cache import CacheOverflow
-from arbordraft.target.own_cache import cache_argument
+from arbordraft.target.hf_cache import cache_argument
 from arbordraft.verifiers import KSeq
 
 TREE = TreeTopology([-1, 0, 0, 1])

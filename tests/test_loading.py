@@ -19,8 +19,8 @@ from arbordraft.heads.medusa import MedusaConfig, MedusaHead
 from arbordraft.kernels import native
 from arbordraft.loading import drafter_named, trained_for
 from arbordraft.measuring import cost_file, known_costs, known_rows
-from arbordraft.target import backend as backends
-from arbordraft.target import memory
+from arbordraft.target.prepacked import backend as backends
+from arbordraft.target.prepacked import memory
 
 FREE = {"costs": None, "kernels": "torch"}
 

@@ -28,7 +28,7 @@ from arbordraft.metrics import DecodeStats
 from arbordraft.requests import Request
 from arbordraft.sampling.laws import IID, Fixed, TopTail, WithoutReplacement
 from arbordraft.step_log import StepLog
-from arbordraft.target.hook import UnsupportedModel
+from arbordraft.target.attention import UnsupportedModel
 from arbordraft.target.model import RaggedModel
 from arbordraft.trees.topology import TreeTopology
 from arbordraft.verifiers import Lifted, Matching, RecursiveRejection, SpecHub, TopDown

@@ -14,7 +14,7 @@ from arbordraft.generation import EXTRA_OUTPUTS, check_settings, effective, says
 from arbordraft.metrics import DecodeStats
 from arbordraft.sampling.kinds import transformers_name
 from arbordraft.spelling import Pieces, Spelling
-from arbordraft.target.own_cache import CACHE_NAMES
+from arbordraft.target.hf_cache import CACHE_NAMES
 
 if TYPE_CHECKING:
     from transformers import (

@@ -34,8 +34,8 @@ from arbordraft.measuring import cost_aware, known_costs
 from arbordraft.onnx_graph import FUSE, MARKOV, MODEL, Graph
 from arbordraft.onnx_networks import OnnxBlock, OnnxEagle, OnnxMedusa, OnnxModel
 from arbordraft.parts import as_drafter
-from arbordraft.target.file_model import load_blocks
 from arbordraft.target.model import RaggedModel
+from arbordraft.target.prepacked.gguf import load_blocks
 from arbordraft.trees.topology import TreeTopology
 
 if TYPE_CHECKING:

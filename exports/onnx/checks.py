@@ -14,7 +14,7 @@ from arbordraft import UnsupportedModel
 from arbordraft.exports.onnx.cases import Shape, chain, past_of
 from arbordraft.exports.onnx.networks import CausalNetwork
 from arbordraft.onnx_graph import HIDDEN
-from arbordraft.target.own_cache import returned_cache
+from arbordraft.target.hf_cache import returned_cache
 
 
 def cache_sizes(model: PreTrainedModel) -> list[tuple[int, int, int]]:

@@ -17,7 +17,7 @@ from arbordraft.heads.block import BlockHead
 from arbordraft.heads.eagle import EagleHead
 from arbordraft.heads.medusa import MedusaHead
 from arbordraft.onnx_graph import HIDDEN
-from arbordraft.target.own_cache import cache_argument
+from arbordraft.target.hf_cache import cache_argument
 
 
 class CausalNetwork(nn.Module):

@@ -33,7 +33,7 @@ from arbordraft import (
     TopDown,
     TreeTopology,
 )
-from arbordraft.target.own_cache import cache_argument
+from arbordraft.target.hf_cache import cache_argument
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -24,7 +24,7 @@ from arbordraft.heads.eagle import EagleHead
 from arbordraft.heads.exit_adapter import ExitAdapter
 from arbordraft.heads.medusa import MedusaHead
 from arbordraft.kernels import native
-from arbordraft.target.stand_ins import prepack_linears
+from arbordraft.target.prepacked.prepacked_modules import prepack_linears
 
 TOKENS = [1, 3, 4, 50, 60]
 MADE = {

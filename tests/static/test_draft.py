@@ -50,7 +50,7 @@ from arbordraft.heads.eagle import EagleConfig, EagleHead
 from arbordraft.static import drafting
 from arbordraft.static.draft import DraftBucket, DraftStep
 from arbordraft.static.drafting import StaticDrafts
-from arbordraft.target.hook import UnsupportedModel
+from arbordraft.target.attention import UnsupportedModel
 
 KINDS = ["eagle", "eagle, trimmed", "model"]
 WIDE = TreeTopology.from_k_config((4, 4, 3, 1))  # 68 nodes below the root have children: two ancestor words

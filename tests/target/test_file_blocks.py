@@ -13,9 +13,9 @@ from torch.testing import assert_close
 import arbordraft as ad
 from arbordraft.kernels.prepacked_linear import Groups
 from arbordraft.loading import load_model
-from arbordraft.target import file_model
 from arbordraft.target.cache import RaggedKVCache
-from arbordraft.target.file_blocks import FileBlocks, in_memory
+from arbordraft.target.prepacked import gguf as file_model
+from arbordraft.target.prepacked.gguf_blocks import FileBlocks, in_memory
 
 pytest.importorskip("gguf")
 pytest.importorskip("accelerate")

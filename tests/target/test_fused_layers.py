@@ -12,14 +12,14 @@ from transformers.models.llama import modeling_llama
 from arbordraft import RaggedModel, builders
 from arbordraft.drafters.fused import fused_model
 from arbordraft.kernels.prepacked_linear.module import PrepackedLinear
-from arbordraft.target import recognition
+from arbordraft.target.attention import HOOK
 from arbordraft.target.cache import RaggedKVCache
-from arbordraft.target.hook import HOOK
-from arbordraft.target.memory import copy_bytes
+from arbordraft.target.model_view import ModelView
 from arbordraft.target.observation import observe
-from arbordraft.target.recognition import same_layer
-from arbordraft.target.rotation import Rotation
-from arbordraft.target.view import ModelView
+from arbordraft.target.prepacked import recognition
+from arbordraft.target.prepacked.memory import copy_bytes
+from arbordraft.target.prepacked.recognition import same_layer
+from arbordraft.target.prepacked.rotation import Rotation
 
 pytestmark = pytest.mark.usefixtures("kernels")
 

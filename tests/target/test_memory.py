@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from arbordraft.target.memory import move_together
+from arbordraft.target.prepacked.memory import move_together
 
 LARGE = 1 << 21  # bytes of a large page
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from arbordraft import RaggedModel
-from arbordraft.target.memory import copy_bytes
+from arbordraft.target.prepacked.memory import copy_bytes
 
 pytestmark = pytest.mark.usefixtures("kernels")
 

@@ -4,7 +4,7 @@ from models import tiny
 from torch import nn
 from transformers import DynamicCache
 
-from arbordraft.target.own_cache import cache_argument, returned_cache
+from arbordraft.target.hf_cache import cache_argument, returned_cache
 
 
 class Older(nn.Module):

@@ -13,8 +13,8 @@ from torch.testing import assert_close
 import arbordraft
 from arbordraft import RaggedModel, UnsupportedModel, builders
 from arbordraft.target.exactness import Level
-from arbordraft.target.memory import copy_bytes
-from arbordraft.target.probing import vocabulary
+from arbordraft.target.prepacked.memory import copy_bytes
+from arbordraft.target.prepacked.probing import vocabulary
 
 pytestmark = [pytest.mark.filterwarnings("ignore:not prepacked"), pytest.mark.filterwarnings("ignore:torch.ao")]
 

@@ -8,7 +8,7 @@ from torch.testing import assert_close
 from transformers.activations import ACT2FN
 
 from arbordraft import RaggedModel
-from arbordraft.target.stand_ins import PrepackedNorm
+from arbordraft.target.prepacked.prepacked_modules import PrepackedNorm
 
 pytestmark = pytest.mark.usefixtures("kernels")
 

@@ -14,9 +14,9 @@ from arbordraft import RaggedModel
 from arbordraft.kernels import native
 from arbordraft.kernels.prepacked_linear.module import PrepackedLinear, onednn_problem
 from arbordraft.target import self_test
-from arbordraft.target.backend import choose
-from arbordraft.target.hook import UnsupportedModel
-from arbordraft.target.stand_ins import PrepackedGatedMLP, PrepackedLayers, PrepackedNorm
+from arbordraft.target.attention import UnsupportedModel
+from arbordraft.target.prepacked.backend import choose
+from arbordraft.target.prepacked.prepacked_modules import PrepackedGatedMLP, PrepackedLayers, PrepackedNorm
 from arbordraft.trees.topology import ancestor_words
 
 pytestmark = pytest.mark.usefixtures("kernels")

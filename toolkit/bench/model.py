@@ -25,8 +25,8 @@ from arbordraft.prompts import REPEATING, VARIED, left_padded
 from arbordraft.sampling.laws import DraftLaw, TopTail, WithoutReplacement
 from arbordraft.sampling.noise import Noise
 from arbordraft.target.cache import RaggedKVCache
+from arbordraft.target.hf_cache import cache_argument
 from arbordraft.target.model import RaggedModel
-from arbordraft.target.own_cache import cache_argument
 from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.trees.topology import TreeTopology
 from arbordraft.verifiers import (

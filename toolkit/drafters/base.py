@@ -23,7 +23,7 @@ from arbordraft.sampling.noise import GumbelNoise
 from arbordraft.sampling.rows import SoftmaxRows
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
-from arbordraft.target.stand_ins import prepack_linears
+from arbordraft.target.prepacked.prepacked_modules import prepack_linears
 from arbordraft.trees.draft_tree import DraftTree, Verdict
 from arbordraft.trees.masks import stack_words
 from arbordraft.trees.topology import TreeTopology

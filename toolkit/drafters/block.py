@@ -24,7 +24,7 @@ from arbordraft.kernels.ragged_tree_attention import RaggedBatch, ragged_tree_at
 from arbordraft.onnx_networks import OnnxBlock
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
-from arbordraft.target.stand_ins import prepack_linears
+from arbordraft.target.prepacked.prepacked_modules import prepack_linears
 from arbordraft.trees.draft_tree import DraftTree, Verdict
 
 if TYPE_CHECKING:

@@ -21,10 +21,10 @@ from arbordraft.drafters.whole import Missing, feed, feed_static, grow_whole
 from arbordraft.kernels.draft_tree import Drafted, Draws, Growth
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.onnx_networks import OnnxEagle
+from arbordraft.target.attention import Attending, AttentionCall, Forward
 from arbordraft.target.cache import RaggedKVCache
-from arbordraft.target.hook import Attending, AttentionCall, Forward
 from arbordraft.target.model import RaggedModel
-from arbordraft.target.stand_ins import prepack_linears
+from arbordraft.target.prepacked.prepacked_modules import prepack_linears
 from arbordraft.trees.draft_tree import DraftTree, Verdict
 
 if TYPE_CHECKING:

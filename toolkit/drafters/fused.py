@@ -14,13 +14,13 @@ from arbordraft.kernels.draft_tree import DraftRun, DraftWeights, Growth
 from arbordraft.kernels.prepacked_linear import interleave, prepack
 from arbordraft.kernels.prepacked_linear.module import PrepackedLinear, version_of
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
+from arbordraft.target.attention import UnsupportedModel
 from arbordraft.target.cache import RaggedKVCache
-from arbordraft.target.file_blocks import in_memory
-from arbordraft.target.hook import UnsupportedModel
 from arbordraft.target.model import RaggedModel
-from arbordraft.target.probing import Unrecognised, plain
-from arbordraft.target.recognition import Parts
-from arbordraft.target.stand_ins import PrepackedNorm
+from arbordraft.target.prepacked.gguf_blocks import in_memory
+from arbordraft.target.prepacked.prepacked_modules import PrepackedNorm
+from arbordraft.target.prepacked.probing import Unrecognised, plain
+from arbordraft.target.prepacked.recognition import Parts
 from arbordraft.trees.topology import TreeTopology
 
 if TYPE_CHECKING:

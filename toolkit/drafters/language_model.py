@@ -23,8 +23,8 @@ from arbordraft.drafters.whole import Missing, ModelOnRows, feed, feed_static, g
 from arbordraft.kernels.draft_tree import Drafted, DraftRun, Draws, Growth
 from arbordraft.onnx_networks import OnnxModel
 from arbordraft.sampling.laws import DraftLaw
+from arbordraft.target.attention import UnsupportedModel
 from arbordraft.target.cache import RaggedKVCache
-from arbordraft.target.hook import UnsupportedModel
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.observation import decoder_list
 from arbordraft.trees.draft_tree import DraftTree, Verdict

@@ -18,8 +18,8 @@ from arbordraft.drafters.base import Drafter
 from arbordraft.drafters.garden import Garden
 from arbordraft.kernels.draft_tree import Drafted, DraftRun, Draws, Growth, usable
 from arbordraft.sampling.noise import GumbelNoise
+from arbordraft.target.attention import Attending
 from arbordraft.target.cache import RaggedKVCache
-from arbordraft.target.hook import Attending
 from arbordraft.target.model import RaggedModel
 from arbordraft.trees.draft_tree import DraftTree
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from arbordraft.checkpoints.reader import load_network, read_config
-from arbordraft.target.probing import vocabulary
+from arbordraft.target.prepacked.probing import vocabulary
 from arbordraft.utils.checks import real
 
 

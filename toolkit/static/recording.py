@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from arbordraft.kernels import choice
-from arbordraft.target.hook import UnsupportedModel
+from arbordraft.target.attention import UnsupportedModel
 
 INSTEAD = "build the decoder with buckets=None"
 Out = TypeVar("Out")

@@ -24,7 +24,7 @@ from arbordraft.kernels.verify.tops import take_tops
 from arbordraft.kernels.verify.tree import PackedTree, verify_tree, walk
 from arbordraft.sampling.processors import Warp, truncated
 from arbordraft.static.bucket import Bucket
-from arbordraft.target.hook import AttentionCall
+from arbordraft.target.attention import AttentionCall
 from arbordraft.target.model import RaggedModel
 
 Pools = Sequence[Tensor]  # keys and values of layer 0, of layer 1, ...: [P, Hkv, D] each
@@ -34,7 +34,7 @@ _RECOMPILE_LIMIT = 128
 
 @dataclass
 class StaticForward:
-    """A forward whose batch is described by tensors alone; see :class:`~arbordraft.target.hook.Forward`.
+    """A forward whose batch is described by tensors alone; see :class:`~arbordraft.target.attention.Forward`.
 
     Args:
         pools: keys and values of all layers.

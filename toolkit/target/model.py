@@ -18,11 +18,7 @@ from torch import Tensor, nn
 from arbordraft.kernels import native
 from arbordraft.kernels.prepacked_linear import check_weights
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
-from arbordraft.target.adapters import check_adapters, unwrapped
-from arbordraft.target.backend import Choice, choose
-from arbordraft.target.cache import RaggedKVCache
-from arbordraft.target.file_blocks import holds_blocks
-from arbordraft.target.hook import (
+from arbordraft.target.attention import (
     HOOK,
     REQUIREMENT,
     Forward,
@@ -32,14 +28,18 @@ from arbordraft.target.hook import (
     run_stack,
     unsupported,
 )
-from arbordraft.target.memory import check_movable
+from arbordraft.target.cache import RaggedKVCache
+from arbordraft.target.model_view import ModelView
 from arbordraft.target.observation import decoder_list, final_module, observe
-from arbordraft.target.prepacking import Prepacking
-from arbordraft.target.probing import vocabulary
+from arbordraft.target.prepacked.adapters import check_adapters, unwrapped
+from arbordraft.target.prepacked.backend import Choice, choose
+from arbordraft.target.prepacked.gguf_blocks import holds_blocks
+from arbordraft.target.prepacked.memory import check_movable
+from arbordraft.target.prepacked.prepacked_modules import PrepackedLayers
+from arbordraft.target.prepacked.probing import vocabulary
+from arbordraft.target.prepacked.replace import Prepacking
+from arbordraft.target.prepacked.shortcut import Shortcut, unheard
 from arbordraft.target.self_test import check_logits
-from arbordraft.target.shortcut import Shortcut, unheard
-from arbordraft.target.stand_ins import PrepackedLayers
-from arbordraft.target.view import ModelView
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -374,7 +374,7 @@ class RaggedModel(nn.Module):
         self._prepared_for(cache)
 
     def network(self) -> nn.Module:
-        """The modules that run: called like the model, with ``ragged=`` (see :class:`~arbordraft.target.hook.Forward`).
+        """The modules that run: called like the model, with ``ragged=`` (see :class:`~arbordraft.target.attention.Forward`).
 
         Raises:
             ValueError: if the model is in training mode.

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
+from arbordraft.target.attention import AttentionCall, Forward
 from arbordraft.target.cache import RaggedKVCache
-from arbordraft.target.hook import AttentionCall, Forward
 from arbordraft.trees.topology import TreeTopology, ancestor_words
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from arbordraft.checkpoints.reader import check_finite
+from arbordraft.target.attention import HOOK, UnsupportedModel, unsupported
 from arbordraft.target.cache import RaggedKVCache
-from arbordraft.target.hook import HOOK, UnsupportedModel, unsupported
-from arbordraft.target.own_cache import cache_argument, returned_cache
-from arbordraft.target.view import ModelView, is_config
+from arbordraft.target.hf_cache import cache_argument, returned_cache
+from arbordraft.target.model_view import ModelView, is_config
 from arbordraft.trees.topology import TreeTopology, ancestor_words
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from arbordraft.kernels.native.build import cache_folder
-from arbordraft.target.file_blocks import FileBlocks
-from arbordraft.target.mlps import stacked
-from arbordraft.target.probing import is_linear, plain
+from arbordraft.target.prepacked.gguf_blocks import FileBlocks
+from arbordraft.target.prepacked.mlps import stacked
+from arbordraft.target.prepacked.probing import is_linear, plain
 from arbordraft.utils.files import new_file
 
 _ALIGNED = 64  # bytes, so that a tensor of any dtype may begin there

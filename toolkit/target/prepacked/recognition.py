@@ -16,12 +16,12 @@ from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Matrix, No
 from arbordraft.kernels.decoder_layers.reference import apply_norm_reference
 from arbordraft.kernels.prepacked_linear import LANES, concatenate, pack
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
-from arbordraft.target.adapters import has_adapters, merged
-from arbordraft.target.file_blocks import groups_of
-from arbordraft.target.hook import AttentionCall, Forward
-from arbordraft.target.mlps import is_mlp, mlp_of, single
+from arbordraft.target.attention import AttentionCall, Forward
 from arbordraft.target.observation import LayerCall, fresh_cache
-from arbordraft.target.probing import (
+from arbordraft.target.prepacked.adapters import has_adapters, merged
+from arbordraft.target.prepacked.gguf_blocks import groups_of
+from arbordraft.target.prepacked.mlps import is_mlp, mlp_of, single
+from arbordraft.target.prepacked.probing import (
     TOLERANCE,
     Unrecognised,
     distance,
@@ -34,7 +34,7 @@ from arbordraft.target.probing import (
     tried,
     widened,
 )
-from arbordraft.target.rotation import Rotation, apart, side_by_side
+from arbordraft.target.prepacked.rotation import Rotation, apart, side_by_side
 
 # What layers are made of, by the names that transformers' models give the parts: which linears of an attention and of
 # an MLP read hidden states and which one leads back, and where norms stand.

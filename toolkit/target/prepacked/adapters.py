@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from arbordraft.target.file_blocks import in_memory
-from arbordraft.target.hook import UnsupportedModel
-from arbordraft.target.probing import TOLERANCE, Unrecognised, distance, noise, rows_of, tried
+from arbordraft.target.attention import UnsupportedModel
+from arbordraft.target.prepacked.gguf_blocks import in_memory
+from arbordraft.target.prepacked.probing import TOLERANCE, Unrecognised, distance, noise, rows_of, tried
 
 # Kinds that compute more than a row of a layer from that row of its input, by PEFT's name of their type.
 _OUTSIDE = {

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from arbordraft.target.attention import Forward
 from arbordraft.target.cache import RaggedKVCache
-from arbordraft.target.hook import Forward
-from arbordraft.target.probing import vocabulary
-from arbordraft.target.stand_ins import PrepackedLayers
-from arbordraft.target.view import heard
+from arbordraft.target.model_view import heard
+from arbordraft.target.prepacked.prepacked_modules import PrepackedLayers
+from arbordraft.target.prepacked.probing import vocabulary
 
 _IDLE = (nn.ModuleList, nn.Dropout, nn.Identity)  # what of the layers' owner computes nothing itself
 _ROWS = 5  # of the forward that both ways are compared in

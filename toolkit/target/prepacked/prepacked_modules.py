@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Matrix, Norm, apply_norm
 from arbordraft.kernels.prepacked_linear import LANES, prepacked_linear
 from arbordraft.kernels.prepacked_linear.module import PrepackedLinear
-from arbordraft.target.hook import Forward
-from arbordraft.target.rotation import apart
+from arbordraft.target.attention import Forward
+from arbordraft.target.prepacked.rotation import apart
 
 
 class PrepackedLayers(nn.Module):

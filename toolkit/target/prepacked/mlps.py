@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from arbordraft.kernels.decoder_layers import Experts, Matrix
 from arbordraft.kernels.prepacked_linear import ACTIVATIONS, LANES, interleave, pack, prepack
-from arbordraft.target.probing import (
+from arbordraft.target.prepacked.probing import (
     TOLERANCE,
     Unrecognised,
     distance,
@@ -24,7 +24,7 @@ from arbordraft.target.probing import (
 )
 
 if TYPE_CHECKING:
-    from arbordraft.target.recognition import Linear, Parts
+    from arbordraft.target.prepacked.recognition import Linear, Parts
 
 # What MLPs are made of, by the names that transformers' models give the parts.
 _KINDS = (

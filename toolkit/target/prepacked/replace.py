@@ -17,16 +17,16 @@ from arbordraft.kernels import native
 from arbordraft.kernels.decoder_layers import LayerWeights, Matrix
 from arbordraft.kernels.prepacked_linear.module import PrepackedLinear
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
-from arbordraft.target.adapters import has_adapters
-from arbordraft.target.file_blocks import FileBlocks, groups_of
-from arbordraft.target.hook import AttentionCall
-from arbordraft.target.memory import move_to_file, move_together
-from arbordraft.target.mlps import single
+from arbordraft.target.attention import AttentionCall
 from arbordraft.target.observation import LayerCall, Observation
-from arbordraft.target.probing import Unrecognised, is_linear
-from arbordraft.target.recognition import Parts, same_layer, same_mlp, settings
-from arbordraft.target.rotation import rotations, side_by_side
-from arbordraft.target.stand_ins import PrepackedGatedMLP, PrepackedLayers, PrepackedNorm
+from arbordraft.target.prepacked.adapters import has_adapters
+from arbordraft.target.prepacked.gguf_blocks import FileBlocks, groups_of
+from arbordraft.target.prepacked.memory import move_to_file, move_together
+from arbordraft.target.prepacked.mlps import single
+from arbordraft.target.prepacked.prepacked_modules import PrepackedGatedMLP, PrepackedLayers, PrepackedNorm
+from arbordraft.target.prepacked.probing import Unrecognised, is_linear
+from arbordraft.target.prepacked.recognition import Parts, same_layer, same_mlp, settings
+from arbordraft.target.prepacked.rotation import rotations, side_by_side
 
 # Besides prepacked modules, the kinds that treat every row by itself.
 _ROWWISE = (nn.Embedding, nn.Dropout, nn.Identity)

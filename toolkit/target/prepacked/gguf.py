@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from arbordraft.checkpoints.reader import load_causal_lm, load_network
-from arbordraft.target.file_blocks import BLOCKS, FileBlocks, halves, holds_blocks
+from arbordraft.target.prepacked.gguf_blocks import BLOCKS, FileBlocks, halves, holds_blocks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

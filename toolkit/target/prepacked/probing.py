@@ -6,8 +6,8 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from arbordraft.target.file_blocks import FileBlocks, in_memory
-from arbordraft.target.view import ModelView, heard
+from arbordraft.target.model_view import ModelView, heard
+from arbordraft.target.prepacked.gguf_blocks import FileBlocks, in_memory
 
 TOLERANCE = 1e-4  # relative to what a part computes, in float32
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from arbordraft.kernels import native
 from arbordraft.kernels.prepacked_linear.module import onednn_problem
-from arbordraft.target.memory import available_memory, copy_bytes
+from arbordraft.target.prepacked.memory import available_memory, copy_bytes
 
 KERNELS = ("auto", "native", "onednn", "torch")
 

@@ -1,0 +1,1 @@
+"""The fast path of a target on a CPU: layers recognised, weights prepacked, files read in place."""
