@@ -7,7 +7,6 @@ if _here.name == "toolkit":  # an editable checkout: the sibling folders hold th
     __path__.append(str(_here.parent))
 
 from arbordraft import builders
-from arbordraft.coupling import Coupling
 from arbordraft.deciders import ConfidenceThreshold, CostAware
 from arbordraft.deciders.costs import CostTable
 from arbordraft.decoder import SpeculativeDecoder
@@ -32,6 +31,7 @@ from arbordraft.target.attention import UnsupportedModel
 from arbordraft.target.model import RaggedModel
 from arbordraft.trees.topology import TreeTopology
 from arbordraft.verifiers import Lifted, Matching, RecursiveRejection, SpecHub, TopDown
+from arbordraft.verifiers.coupling import Coupling
 
 __version__ = "0.2.0"
 

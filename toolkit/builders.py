@@ -4,7 +4,6 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from arbordraft.coupling import Coupling
 from arbordraft.deciders import ConfidenceThreshold, CostAware, Decider, NodeBudget
 from arbordraft.deciders.costs import CostTable, StepCosts
 from arbordraft.decoder import SpeculativeDecoder
@@ -17,6 +16,7 @@ from arbordraft.target_initialised import TargetInitialisedDecoder
 from arbordraft.trees.topology import MOST_DEPTH, MOST_NODES, TreeTopology
 from arbordraft.utils.checks import each, instance, whole
 from arbordraft.verifiers import RecursiveRejection, SpecHub, TopDown
+from arbordraft.verifiers.coupling import Coupling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

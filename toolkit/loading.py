@@ -13,7 +13,6 @@ import torch
 
 from arbordraft.checkpoints.reader import load_causal_lm, load_tokenizer, read_config
 from arbordraft.checkpoints.smollm2 import load_smollm2
-from arbordraft.coupling import Coupling
 from arbordraft.deciders import CostAware, Decider
 from arbordraft.deciders.costs import CostTable, StepCosts
 from arbordraft.decoder import SpeculativeDecoder
@@ -37,6 +36,7 @@ from arbordraft.parts import as_drafter
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.prepacked.gguf import load_blocks
 from arbordraft.trees.topology import TreeTopology
+from arbordraft.verifiers.coupling import Coupling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from arbordraft.cohorts import Cohort, cohorts_of, draft_temperature, joined, verdicts_of
 from arbordraft.context import DraftContext
-from arbordraft.coupling import Coupling
 from arbordraft.deciders import Decider
 from arbordraft.deciders.decisions import Plan, Situation
 from arbordraft.drafters import Drafter
@@ -34,6 +33,7 @@ from arbordraft.trees.masks import SlicedCausalMask, stack_words
 from arbordraft.trees.topology import TreeTopology
 from arbordraft.utils.checks import whole
 from arbordraft.verifiers import matching_verdict
+from arbordraft.verifiers.coupling import Coupling
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel

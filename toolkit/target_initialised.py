@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from arbordraft.context import DraftContext
-from arbordraft.coupling import Coupling
 from arbordraft.deciders import Decider
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter
@@ -23,6 +22,7 @@ from arbordraft.state import DecodeState, Sample
 from arbordraft.target.model import RaggedModel
 from arbordraft.trees.draft_tree import DraftTree, Verdict
 from arbordraft.trees.topology import TreeTopology
+from arbordraft.verifiers.coupling import Coupling
 from arbordraft.verifiers.longest_branch import LongestBranch
 
 

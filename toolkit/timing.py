@@ -12,7 +12,6 @@ from itertools import accumulate, cycle, islice
 
 import torch
 
-from arbordraft.coupling import Coupling
 from arbordraft.deciders import Decider, FixedDepth
 from arbordraft.deciders.costs import CostTable, StepCosts
 from arbordraft.deciders.decisions import StepView
@@ -25,6 +24,7 @@ from arbordraft.target.model import RaggedModel
 from arbordraft.trees.draft_tree import DraftTree, Verdict
 from arbordraft.trees.topology import TreeTopology
 from arbordraft.utils.checks import each, instance, whole
+from arbordraft.verifiers.coupling import Coupling
 
 _ROWS = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128)
 _MOST_ROWS, _LONGEST = 2**14, 2**20  # of a forward that is timed, and of the text before it: their memory is real

@@ -8,7 +8,6 @@ from arbordraft import builders
 from arbordraft.bench.decoding import Decode, theirs
 from arbordraft.bench.padded import PaddedDecoder
 from arbordraft.bench.workload import Workload
-from arbordraft.coupling import Coupling
 from arbordraft.deciders import (
     AcceptedAverage,
     AdaEDL,
@@ -28,6 +27,7 @@ from arbordraft.drafters import Drafter, LanguageModelDrafter, NGramDrafter
 from arbordraft.target.model import RaggedModel
 from arbordraft.trees.topology import TreeTopology
 from arbordraft.tuning import Tuned, grid
+from arbordraft.verifiers.coupling import Coupling
 
 
 def drafter_gain(

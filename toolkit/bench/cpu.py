@@ -13,13 +13,13 @@ from arbordraft.bench.decoding import Decode, answers, in_turns, theirs
 from arbordraft.bench.measure import Measurement, paired, precision
 from arbordraft.bench.model import forward_pair
 from arbordraft.bench.workload import Tell, Workload, quiet
-from arbordraft.coupling import Coupling
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter, EarlyExitDrafter, HybridDrafter, NGramDrafter
 from arbordraft.kernels.prepacked_linear.module import onednn_problem
 from arbordraft.kernels.verify import row_max
 from arbordraft.target.model import RaggedModel
 from arbordraft.trees.topology import TreeTopology
+from arbordraft.verifiers.coupling import Coupling
 
 _REACH = {1: ">= 3.5", 8: ">= 3.0", 16: ">= 2.3"}
 

@@ -16,7 +16,6 @@ from arbordraft.bench.decoding import answers
 from arbordraft.bench.measure import Measurement, paired, precision
 from arbordraft.bench.verifiers import drafted_tree
 from arbordraft.bench.workload import Tell, Workload, quiet
-from arbordraft.coupling import Coupling
 from arbordraft.deciders import CostAware
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import NGramDrafter
@@ -38,6 +37,7 @@ from arbordraft.verifiers import (
     TopDown,
     TopTailRule,
 )
+from arbordraft.verifiers.coupling import Coupling
 
 _CALLS = 40  # calls per timing of something that takes microseconds
 

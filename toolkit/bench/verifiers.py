@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from arbordraft.bench.workload import Tell, Workload, quiet
-from arbordraft.coupling import Coupling
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter
 from arbordraft.kernels.gumbel import gumbel
@@ -41,6 +40,7 @@ from arbordraft.verifiers import (
     TreeVerifier,
     optimal_acceptance,
 )
+from arbordraft.verifiers.coupling import Coupling
 
 DRAWS = 3  # of children at every position
 SHARED_DRAWS = 32  # of shared noise at a node, and for whole trees:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from arbordraft.coupling import Coupling
 from arbordraft.drafters import Drafter
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.sampling.laws import DraftLaw
@@ -26,6 +25,7 @@ from arbordraft.target.cache import CacheOverflow, RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.trees.draft_tree import DraftTree, SampleVerdict, Verdict
 from arbordraft.trees.topology import TreeTopology
+from arbordraft.verifiers.coupling import Coupling
 
 _MOST_RUNNERS = 32  # each has buffers and perhaps a graph, and every temperature needs its own
 
