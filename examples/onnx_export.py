@@ -6,10 +6,10 @@ from pathlib import Path
 import arbordraft as ad
 from arbordraft.checkpoints.smollm2 import load_smollm2
 from arbordraft.deciders import Decider, LearnedDecider
-from arbordraft.deciders.onnx import OnnxDecider
 from arbordraft.drafters import Drafter
 from arbordraft.exports.onnx import export
 from arbordraft.loading import load_drafter
+from arbordraft.onnx.decider import OnnxDecider
 from arbordraft.prompts import chat_batch
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"

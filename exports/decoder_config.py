@@ -17,7 +17,7 @@ from arbordraft.deciders.costs import StepCosts
 from arbordraft.drafters import Drafter
 from arbordraft.heads.base import fingerprint
 from arbordraft.loading import Dtype, Kernels, load_target
-from arbordraft.onnx_networks import OnnxNetwork
+from arbordraft.onnx.networks import OnnxNetwork
 from arbordraft.sampling import laws
 from arbordraft.sampling.laws import DraftLaw
 from arbordraft.verifiers import Rule, TreeVerifier

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from arbordraft import TreeTopology
-from arbordraft.onnx_graph import RaggedGraph
+from arbordraft.onnx.graph import RaggedGraph
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.trees.masks import SlicedCausalMask, stack_words
 

@@ -30,8 +30,8 @@ from arbordraft.drafters.base import check_ragged
 from arbordraft.kernels import native
 from arbordraft.kernels.native.build import cache_folder
 from arbordraft.measuring import cost_aware, known_costs
-from arbordraft.onnx_graph import FUSE, MARKOV, MODEL, Graph
-from arbordraft.onnx_networks import OnnxBlock, OnnxEagle, OnnxMedusa, OnnxModel
+from arbordraft.onnx.graph import FUSE, MARKOV, MODEL, Graph
+from arbordraft.onnx.networks import OnnxBlock, OnnxEagle, OnnxMedusa, OnnxModel
 from arbordraft.parts import as_drafter
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.prepacked.gguf import load_blocks

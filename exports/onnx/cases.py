@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from arbordraft.onnx_graph import HIDDEN, PAST
+from arbordraft.onnx.graph import HIDDEN, PAST
 
 Inputs = dict[str, Tensor]
 

@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from arbordraft import UnsupportedModel
 from arbordraft.exports.onnx.cases import Shape, chain, past_of
 from arbordraft.exports.onnx.networks import CausalNetwork
-from arbordraft.onnx_graph import HIDDEN
+from arbordraft.onnx.graph import HIDDEN
 from arbordraft.target.hf_cache import returned_cache
 
 

@@ -7,7 +7,7 @@ from arbordraft.deciders import LearnedDecider
 from arbordraft.exports.onnx import networks
 from arbordraft.exports.onnx.cases import Inputs, Shape
 from arbordraft.exports.onnx.plans import Plan
-from arbordraft.onnx_graph import MODEL
+from arbordraft.onnx.graph import MODEL
 
 VERIFICATION = "verification.onnx"
 

@@ -16,7 +16,7 @@ from arbordraft.deciders import LearnedDecider
 from arbordraft.heads.block import BlockHead
 from arbordraft.heads.eagle import EagleHead
 from arbordraft.heads.medusa import MedusaHead
-from arbordraft.onnx_graph import HIDDEN
+from arbordraft.onnx.graph import HIDDEN
 from arbordraft.target.hf_cache import cache_argument
 
 

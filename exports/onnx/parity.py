@@ -11,7 +11,7 @@ from torch import Tensor
 
 from arbordraft.exports.onnx.cases import SHAPES, Inputs
 from arbordraft.exports.onnx.plans import Plan
-from arbordraft.onnx_graph import Graph
+from arbordraft.onnx.graph import Graph
 
 TOLERANCE = 1e-4  # of a float32 graph, as a share of the greatest value: rounding grows with what is rounded
 LEAST_ACCEPTANCE = 0.8  # of tokens drawn from a quantised graph, by the float32 one

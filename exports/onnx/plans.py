@@ -24,7 +24,7 @@ from arbordraft.heads.block import BlockHead
 from arbordraft.heads.eagle import EagleHead
 from arbordraft.heads.exit_adapter import ExitAdapter
 from arbordraft.heads.medusa import MedusaHead
-from arbordraft.onnx_graph import FUSE, MARKOV, MODEL, PAST, PRESENT
+from arbordraft.onnx.graph import FUSE, MARKOV, MODEL, PAST, PRESENT
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.observation import decoder_list
 

@@ -18,7 +18,7 @@ from arbordraft.exports.onnx.cases import SHAPES, Shape
 from arbordraft.exports.onnx.parity import LEAST_ACCEPTANCE, TOLERANCE, check_exact, check_quantized
 from arbordraft.exports.onnx.plans import Plan
 from arbordraft.exports.onnx.quantization import quantize, quiet, save
-from arbordraft.onnx_graph import FORMAT, PREFIX
+from arbordraft.onnx.graph import FORMAT, PREFIX
 from arbordraft.utils.files import new_folder
 
 OPSETS = (20, 23)  # 23 has attention, norms and rotary embeddings as operators

@@ -24,11 +24,11 @@ from arbordraft import (
     RaggedModel,
 )
 from arbordraft.deciders import LearnedDecider
-from arbordraft.deciders.onnx import OnnxDecider
 from arbordraft.exports.decoder_config import TargetReference
 from arbordraft.exports.engines import export_vllm
 from arbordraft.exports.onnx.sources import origin
 from arbordraft.loading import Dtype, drafter_named, load_drafter, load_model, load_target
+from arbordraft.onnx.decider import OnnxDecider
 from arbordraft.training.drafter_module import DrafterModule
 from arbordraft.training.fit import run
 from arbordraft.training.resuming import check_fit, check_resumable

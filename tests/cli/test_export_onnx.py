@@ -18,10 +18,10 @@ from arbordraft import UnsupportedModel
 from arbordraft.checkpoints.reader import read_tensors
 from arbordraft.cli import main as cli
 from arbordraft.deciders import LearnedDecider
-from arbordraft.deciders.onnx import OnnxDecider
 from arbordraft.exports.onnx import export, export_ort_genai
 from arbordraft.loading import load_drafter, load_model
-from arbordraft.onnx_graph import Graph
+from arbordraft.onnx.decider import OnnxDecider
+from arbordraft.onnx.graph import Graph
 
 runner = CliRunner()
 

@@ -26,10 +26,10 @@ from arbordraft import (
 from arbordraft.bench.onnx import draft_steps
 from arbordraft.bench.workload import Workload
 from arbordraft.cli.main import app
-from arbordraft.deciders.onnx import OnnxDecider
 from arbordraft.loading import drafter_named, load_drafter
-from arbordraft.onnx_graph import Graph
-from arbordraft.onnx_networks import OnnxBlock, OnnxEagle, OnnxMedusa, OnnxModel, OnnxNetwork
+from arbordraft.onnx.decider import OnnxDecider
+from arbordraft.onnx.graph import Graph
+from arbordraft.onnx.networks import OnnxBlock, OnnxEagle, OnnxMedusa, OnnxModel, OnnxNetwork
 
 UNEVEN = TreeTopology.from_parents([-1, 0, 0, 1, 1, 2, 3, 5])
 TREE = TreeTopology.from_k_config((2, 2, 1))

@@ -13,7 +13,7 @@ from arbordraft.exports.onnx.sources import export, of
 from arbordraft.exports.onnx.writing import write
 from arbordraft.heads.block import BlockHead
 from arbordraft.loading import load_drafter
-from arbordraft.onnx_graph import Graph
+from arbordraft.onnx.graph import Graph
 from arbordraft.verifiers import Matching, TopDown
 
 PROMPTS = [[5, 9, 7, 5, 9], [8, 3, 8, 3, 8]]

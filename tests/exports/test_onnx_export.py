@@ -21,7 +21,7 @@ from arbordraft.exports.onnx.networks import CausalNetwork
 from arbordraft.exports.onnx.parity import check_exact, check_quantized
 from arbordraft.exports.onnx.writing import write
 from arbordraft.heads.base import fingerprint
-from arbordraft.onnx_graph import Graph
+from arbordraft.onnx.graph import Graph
 
 
 def axes(values) -> dict[str, list[str | int]]:

@@ -15,7 +15,7 @@ from arbordraft.exports.onnx import ParityError, arrays, noise
 from arbordraft.exports.onnx.writing import write
 from arbordraft.kernels.gumbel import gumbel_argmax, gumbel_reference, reference
 from arbordraft.kernels.gumbel.numpy import gumbel as numpy_gumbel
-from arbordraft.onnx_graph import Graph
+from arbordraft.onnx.graph import Graph
 
 INF = float("inf")
 SEEDS = [0, 1, 7, 2**31, 2**32 - 1, 2**32, 2**63 - 1, -(2**63), -1, 0x1234_5678_9ABC_DEF0]

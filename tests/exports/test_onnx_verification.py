@@ -5,7 +5,7 @@ import torch
 
 from arbordraft import IID, RecursiveRejection, SpecHub, TopDown, TopTail, TreeTopology
 from arbordraft.exports.onnx.networks import NodeVerification
-from arbordraft.onnx_graph import Graph
+from arbordraft.onnx.graph import Graph
 from arbordraft.sampling.laws import AdaptiveTopTail
 from arbordraft.sampling.noise import Noise
 from arbordraft.trees.draft_tree import DraftTree, SampleTree

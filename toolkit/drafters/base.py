@@ -17,7 +17,7 @@ from arbordraft.context import DraftContext
 from arbordraft.drafters.garden import Garden
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.kernels.tree_expand import tree_expand
-from arbordraft.onnx_networks import OnnxNetwork
+from arbordraft.onnx.networks import OnnxNetwork
 from arbordraft.sampling.laws import IID, DraftLaw, SharedNoise
 from arbordraft.sampling.noise import GumbelNoise
 from arbordraft.sampling.rows import SoftmaxRows

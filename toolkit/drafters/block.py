@@ -21,7 +21,7 @@ from arbordraft.drafters.whole import grow_whole
 from arbordraft.kernels.draft_tree import Drafted, Draws, Growth, draft_from_rows
 from arbordraft.kernels.prepacked_linear.module import PrepackedLinear
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch, ragged_tree_attention
-from arbordraft.onnx_networks import OnnxBlock
+from arbordraft.onnx.networks import OnnxBlock
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.prepacked.prepacked_modules import prepack_linears

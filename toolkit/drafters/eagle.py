@@ -20,7 +20,7 @@ from arbordraft.drafters.slots import SlotDrafter, SlotState
 from arbordraft.drafters.whole import Missing, feed, feed_static, grow_whole
 from arbordraft.kernels.draft_tree import Drafted, Draws, Growth
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
-from arbordraft.onnx_networks import OnnxEagle
+from arbordraft.onnx.networks import OnnxEagle
 from arbordraft.target.attention import Attending, AttentionCall, Forward
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel

@@ -21,7 +21,7 @@ from arbordraft.drafters.fused import fused_model
 from arbordraft.drafters.garden import Garden
 from arbordraft.drafters.whole import Missing, ModelOnRows, feed, feed_static, grow_whole
 from arbordraft.kernels.draft_tree import Drafted, DraftRun, Draws, Growth
-from arbordraft.onnx_networks import OnnxModel
+from arbordraft.onnx.networks import OnnxModel
 from arbordraft.sampling.laws import DraftLaw
 from arbordraft.target.attention import UnsupportedModel
 from arbordraft.target.cache import RaggedKVCache

@@ -16,7 +16,7 @@ from arbordraft.drafters.base import HeadDrafter, check_ragged, expect, grow
 from arbordraft.drafters.garden import Garden
 from arbordraft.drafters.whole import grow_whole
 from arbordraft.kernels.draft_tree import Drafted, Draws, Growth, draft_from_rows
-from arbordraft.onnx_networks import OnnxMedusa
+from arbordraft.onnx.networks import OnnxMedusa
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.trees.draft_tree import DraftTree, Verdict

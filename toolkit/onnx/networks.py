@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from arbordraft.checkpoints.vocabulary import fit_tokens, tokenizer_hashes
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
-from arbordraft.onnx_graph import Graph, RaggedGraph
+from arbordraft.onnx.graph import Graph, RaggedGraph
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 

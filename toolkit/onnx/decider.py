@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from arbordraft.deciders.learned import RowSurvival
-from arbordraft.onnx_graph import MODEL, Graph
+from arbordraft.onnx.graph import MODEL, Graph
 
 
 class OnnxDecider(RowSurvival):

@@ -1,0 +1,1 @@
+"""Exported graphs in the places of torch's networks, run by onnxruntime."""
