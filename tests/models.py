@@ -10,11 +10,11 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from arbordraft import CostTable, RaggedModel, TreeTopology
-from arbordraft.context import DraftContext
 from arbordraft.deciders import Decider, FixedDepth
 from arbordraft.deciders.costs import StepCosts
 from arbordraft.deciders.decisions import Plan, Situation
 from arbordraft.drafters import Drafter
+from arbordraft.drafters.context import DraftContext
 from arbordraft.sampling.laws import DraftLaw, Fixed
 from arbordraft.sampling.noise import GumbelNoise, Noise, SharedSource
 from arbordraft.sampling.processors import Warp

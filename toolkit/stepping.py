@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from arbordraft.cohorts import Cohort, cohorts_of, draft_temperature, joined, verdicts_of
-from arbordraft.context import DraftContext
 from arbordraft.deciders import Decider
 from arbordraft.deciders.decisions import Plan, Situation
 from arbordraft.drafters import Drafter
+from arbordraft.drafters.context import DraftContext
 from arbordraft.drafters.none import roots
 from arbordraft.generation import SOURCES, own_settings
 from arbordraft.grammars import GrammarCompiler

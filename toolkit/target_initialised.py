@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from arbordraft.context import DraftContext
 from arbordraft.deciders import Decider
 from arbordraft.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter
+from arbordraft.drafters.context import DraftContext
 from arbordraft.processing import draft_scores, target_rows
 from arbordraft.sampling.laws import WithoutReplacement
 from arbordraft.sampling.noise import GumbelNoise, Noise

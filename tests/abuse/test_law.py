@@ -21,7 +21,7 @@ from arbordraft import (
     WithoutReplacement,
 )
 from arbordraft.drafters import Drafter
-from arbordraft.drafters.garden import Garden
+from arbordraft.drafters.grower import Garden
 from arbordraft.kernels.verify import lowest_kept, row_max
 from arbordraft.sampling.noise import Noise
 from arbordraft.testing import distance_to_target, random_table, target_rows

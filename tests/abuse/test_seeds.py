@@ -45,7 +45,7 @@ from arbordraft.deciders import (
 )
 from arbordraft.deciders.costs import StepCosts
 from arbordraft.deciders.decisions import Plan
-from arbordraft.drafters.garden import Garden
+from arbordraft.drafters.grower import Garden
 from arbordraft.sampling.noise import Noise
 
 SEEDS = (11, 2**40 + 12, 13)

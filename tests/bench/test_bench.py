@@ -34,7 +34,7 @@ from arbordraft.bench.verifiers import (
 )
 from arbordraft.bench.workload import Workload
 from arbordraft.drafters import Drafter
-from arbordraft.drafters.garden import Garden
+from arbordraft.drafters.grower import Garden
 from arbordraft.testing import acceptance, random_rows
 from arbordraft.verifiers import optimal_acceptance
 

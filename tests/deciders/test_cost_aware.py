@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from models import context
 
 from arbordraft import CostTable, Fixed, TreeTopology
-from arbordraft.context import DraftContext
 from arbordraft.deciders import CostAware, Decider, FixedDepth, PathSurvival
 from arbordraft.deciders.costs import StepCosts
 from arbordraft.deciders.decisions import Draw, Origin, Plan, Situation, StepView
 from arbordraft.drafters import Drafter
-from arbordraft.drafters.garden import Garden
+from arbordraft.drafters.context import DraftContext
+from arbordraft.drafters.grower import Garden
 from arbordraft.sampling.laws import IID
 from arbordraft.trees.draft_tree import DraftTree, Outcome, SampleTree, SampleVerdict
 

@@ -35,7 +35,7 @@ from arbordraft.deciders import (
 )
 from arbordraft.deciders.costs import StepCosts
 from arbordraft.deciders.decisions import Draw, Origin, Situation, StepView
-from arbordraft.drafters.garden import Garden
+from arbordraft.drafters.grower import Garden
 from arbordraft.trees.draft_tree import Outcome
 
 CERTAIN, FAIR = torch.tensor([1.0, 0.0]), torch.tensor([0.5, 0.5])

@@ -28,7 +28,7 @@ from arbordraft import (
 )
 from arbordraft.deciders import Decider
 from arbordraft.drafters import Drafter
-from arbordraft.drafters.garden import Garden
+from arbordraft.drafters.grower import Garden
 from arbordraft.drafters.ngram import Guess
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.trees.draft_tree import DraftTree, SampleTree, SampleVerdict, Verdict

@@ -18,7 +18,7 @@ from arbordraft import (
     SpeculativeDecoder,
     TreeTopology,
 )
-from arbordraft.drafters.whole import ModelOnRows
+from arbordraft.drafters.one_call import ModelOnRows
 from arbordraft.engine import Engine
 from arbordraft.requests import Request
 from arbordraft.target.cache import RaggedKVCache

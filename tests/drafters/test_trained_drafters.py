@@ -31,7 +31,7 @@ from arbordraft import (
     WithoutReplacement,
 )
 from arbordraft.drafters import Drafter
-from arbordraft.drafters.garden import Garden
+from arbordraft.drafters.grower import Garden
 from arbordraft.heads.block import BlockHead
 from arbordraft.heads.eagle import EagleHead
 from arbordraft.heads.exit_adapter import ExitAdapter

@@ -29,7 +29,7 @@ from transformers import TemperatureLogitsWarper
 
 from arbordraft import EagleDrafter
 from arbordraft.deciders.decisions import Plan
-from arbordraft.drafters import whole
+from arbordraft.drafters import one_call as whole
 from arbordraft.heads.medusa import MedusaHead
 from arbordraft.kernels.decoder_layers import Norm
 from arbordraft.kernels.draft_tree import DraftRun

@@ -45,7 +45,7 @@ from arbordraft import (
 )
 from arbordraft.deciders import EntropyBound, NodeBudget
 from arbordraft.drafters.eagle import HeadOnRows
-from arbordraft.drafters.whole import ModelOnRows
+from arbordraft.drafters.one_call import ModelOnRows
 from arbordraft.heads.eagle import EagleConfig, EagleHead
 from arbordraft.static import drafting
 from arbordraft.static.draft import DraftBucket, DraftStep

@@ -10,7 +10,7 @@ from transformers.models.glm4 import modeling_glm4
 from transformers.models.llama import modeling_llama
 
 from arbordraft import RaggedModel, builders
-from arbordraft.drafters.fused import fused_model
+from arbordraft.drafters.native_models import fused_model
 from arbordraft.kernels.prepacked_linear.module import PrepackedLinear
 from arbordraft.target.attention import HOOK
 from arbordraft.target.cache import RaggedKVCache

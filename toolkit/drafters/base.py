@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from arbordraft.context import DraftContext
-from arbordraft.drafters.garden import Garden
+from arbordraft.drafters.context import DraftContext
+from arbordraft.drafters.grower import Garden
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.kernels.tree_expand import tree_expand
 from arbordraft.onnx.networks import OnnxNetwork

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from arbordraft.context import DraftContext
 from arbordraft.drafters.base import check_ragged, expect, grow
-from arbordraft.drafters.fused import FusedEagle, fusible, matrix_of
-from arbordraft.drafters.garden import Garden
+from arbordraft.drafters.context import DraftContext
+from arbordraft.drafters.grower import Garden
+from arbordraft.drafters.native_models import FusedEagle, fusible, matrix_of
+from arbordraft.drafters.one_call import grow_whole
 from arbordraft.drafters.slots import SlotDrafter, SlotState
-from arbordraft.drafters.whole import grow_whole
 from arbordraft.kernels.draft_tree import Drafted, Draws, Growth, draft_from_rows
 from arbordraft.kernels.prepacked_linear.module import PrepackedLinear
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch, ragged_tree_attention

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from arbordraft.context import DraftContext
 from arbordraft.drafters.base import check_ragged, expect, grow, plan_level
-from arbordraft.drafters.fused import FusedEagle, fusible
-from arbordraft.drafters.garden import Garden
+from arbordraft.drafters.context import DraftContext
+from arbordraft.drafters.grower import Garden
+from arbordraft.drafters.native_models import FusedEagle, fusible
+from arbordraft.drafters.one_call import Missing, feed, feed_static, grow_whole
 from arbordraft.drafters.slots import SlotDrafter, SlotState
-from arbordraft.drafters.whole import Missing, feed, feed_static, grow_whole
 from arbordraft.kernels.draft_tree import Drafted, Draws, Growth
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.onnx.networks import OnnxEagle
@@ -220,7 +220,7 @@ class HeadOnRows:
     def run(
         self, tokens: Tensor, hidden: Tensor | None, positions: Tensor, ragged: Attending, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See :class:`~arbordraft.drafters.whole.DraftNetwork`."""
+        """See :class:`~arbordraft.drafters.one_call.DraftNetwork`."""
         assert hidden is not None
         out = self._layer(tokens, hidden, positions, ragged, rows)
         return self.head.lm_head(self.head.norm(out)), out

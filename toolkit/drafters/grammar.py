@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from arbordraft.context import DraftContext
 from arbordraft.drafters.base import Drafter
-from arbordraft.drafters.garden import Garden
+from arbordraft.drafters.context import DraftContext
+from arbordraft.drafters.grower import Garden
 from arbordraft.sampling.laws import DraftLaw, Fixed
 from arbordraft.target.model import RaggedModel
 from arbordraft.trees.draft_tree import DraftTree

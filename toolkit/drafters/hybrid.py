@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from arbordraft.context import DraftContext
 from arbordraft.drafters.base import Drafter
-from arbordraft.drafters.garden import groups_of, situation_of
+from arbordraft.drafters.context import DraftContext
+from arbordraft.drafters.grower import groups_of, situation_of
 from arbordraft.sampling.laws import DraftLaw, Fixed
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel

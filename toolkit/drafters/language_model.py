@@ -15,11 +15,11 @@ from torch import Tensor
 
 from arbordraft.checkpoints.reader import load_causal_lm, load_tokenizer
 from arbordraft.checkpoints.vocabulary import check_tokenizers, fit_logits, fit_tokens
-from arbordraft.context import DraftContext
 from arbordraft.drafters.base import Drafter, check_ragged, grow, plan_level, unread
-from arbordraft.drafters.fused import fused_model
-from arbordraft.drafters.garden import Garden
-from arbordraft.drafters.whole import Missing, ModelOnRows, feed, feed_static, grow_whole
+from arbordraft.drafters.context import DraftContext
+from arbordraft.drafters.grower import Garden
+from arbordraft.drafters.native_models import fused_model
+from arbordraft.drafters.one_call import Missing, ModelOnRows, feed, feed_static, grow_whole
 from arbordraft.kernels.draft_tree import Drafted, DraftRun, Draws, Growth
 from arbordraft.onnx.networks import OnnxModel
 from arbordraft.sampling.laws import DraftLaw

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from arbordraft.context import DraftContext
 from arbordraft.drafters.base import HeadDrafter, check_ragged, expect, grow
-from arbordraft.drafters.garden import Garden
-from arbordraft.drafters.whole import grow_whole
+from arbordraft.drafters.context import DraftContext
+from arbordraft.drafters.grower import Garden
+from arbordraft.drafters.one_call import grow_whole
 from arbordraft.kernels.draft_tree import Drafted, Draws, Growth, draft_from_rows
 from arbordraft.onnx.networks import OnnxMedusa
 from arbordraft.target.cache import RaggedKVCache

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from arbordraft.context import DraftContext
 from arbordraft.drafters.base import Drafter
-from arbordraft.drafters.garden import Garden
+from arbordraft.drafters.context import DraftContext
+from arbordraft.drafters.grower import Garden
 from arbordraft.sampling.laws import DraftLaw, Fixed
 from arbordraft.sampling.stateful import Allowed
 from arbordraft.target.cache import RaggedKVCache

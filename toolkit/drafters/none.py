@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from arbordraft.context import DraftContext
 from arbordraft.drafters.base import Drafter
+from arbordraft.drafters.context import DraftContext
 from arbordraft.sampling.laws import DraftLaw, Fixed
 from arbordraft.trees.draft_tree import DraftTree, SampleTree
 from arbordraft.trees.topology import TreeTopology

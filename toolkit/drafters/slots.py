@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arbordraft.context import DraftContext
 from arbordraft.drafters.base import HeadDrafter, unread
+from arbordraft.drafters.context import DraftContext
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 

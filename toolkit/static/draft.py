@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from arbordraft.drafters.whole import DraftNetwork, Missing
+from arbordraft.drafters.one_call import DraftNetwork, Missing
 from arbordraft.kernels.draft_tree import Draws, Growth
 from arbordraft.kernels.gumbel.operator import noise as gumbel_noise
 from arbordraft.kernels.tree_expand.operator import expand
@@ -273,7 +273,7 @@ class DraftStep(nn.Module):
         return tops[0].unflatten(0, (-1, level.size)), tops[1].unflatten(0, (-1, level.size))
 
     def _going(self, part: Mapping[str, Tensor], trees: _Trees, depth: int, level: _Level) -> Tensor:
-        """``[S, n]`` which nodes get children; what :class:`~arbordraft.drafters.garden.Garden` decides by the plan."""
+        """``[S, n]`` which nodes get children; what :class:`~arbordraft.drafters.grower.Garden` decides by the plan."""
         reach = trees.reach[depth][:, level.inner]
         gains = reach * part["next"][:, depth, None] - part["prices"][1]
         alive = (trees.tokens[depth][:, level.inner] >= 0) & (depth < part["levels"])[:, None]

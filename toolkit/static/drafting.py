@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arbordraft.drafters.whole import DraftNetwork, Missing, caught_up
+from arbordraft.drafters.one_call import DraftNetwork, Missing, caught_up
 from arbordraft.kernels.draft_tree import Drafted, Draws, Growth
 from arbordraft.static.bucket import power_of_two
 from arbordraft.static.cache import StaticCache
@@ -62,7 +62,7 @@ class _Runner:
 
 
 class StaticDrafts:
-    """Grows the trees of a step in one run of fixed shapes: see :class:`~arbordraft.context.WholeDrafts`.
+    """Grows the trees of a step in one run of fixed shapes: see :class:`~arbordraft.drafters.context.WholeDrafts`.
 
     The number of samples is rounded up to a power of two, and as many levels run as some sample may have. The topology
     says all the rest.
@@ -107,7 +107,7 @@ class StaticDrafts:
         growth: Growth,
         draws: Draws | None,
     ) -> Drafted:
-        """See :class:`~arbordraft.context.WholeDrafts`."""
+        """See :class:`~arbordraft.drafters.context.WholeDrafts`."""
         assert isinstance(cache, StaticCache)
         counts = [len(tokens) for tokens, _ in missing.values()]
         # Rows behind a sample's last one are written to as well.

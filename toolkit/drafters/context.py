@@ -33,9 +33,9 @@ class WholeDrafts(Protocol):
         """Feeds what is missing, which is committed, and grows the trees.
 
         Args:
-            network: a :class:`~arbordraft.drafters.whole.DraftNetwork`.
+            network: a :class:`~arbordraft.drafters.one_call.DraftNetwork`.
             cache: the drafter's, which was made beside the target's.
-            missing: by handle, in the order of ``growth``; see :data:`~arbordraft.drafters.whole.Missing`.
+            missing: by handle, in the order of ``growth``; see :data:`~arbordraft.drafters.one_call.Missing`.
             growth: how far trees go on.
             draws: how tokens are drawn.
         """

@@ -12,10 +12,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from arbordraft.context import DraftContext, WholeDrafts
 from arbordraft.deciders.decisions import Plan
 from arbordraft.drafters.base import Drafter
-from arbordraft.drafters.garden import Garden
+from arbordraft.drafters.context import DraftContext, WholeDrafts
+from arbordraft.drafters.grower import Garden
 from arbordraft.kernels.draft_tree import Drafted, DraftRun, Draws, Growth, usable
 from arbordraft.sampling.noise import GumbelNoise
 from arbordraft.target.attention import Attending

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from arbordraft.context import DraftContext
 from arbordraft.deciders.decisions import Draw, Origin, Plan, Situation, StepView
+from arbordraft.drafters.context import DraftContext
 from arbordraft.sampling.laws import DraftLaw
 from arbordraft.sampling.stateful import Allowed
 from arbordraft.trees.draft_tree import DraftTree, SampleTree
