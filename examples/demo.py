@@ -28,7 +28,7 @@ from arbordraft import EagleDrafter, RaggedModel, SpeculativeDecoder, builders
 from arbordraft.bench.decoding import answers
 from arbordraft.checkpoints.smollm2 import load_smollm2
 from arbordraft.cli.display import step_tree
-from arbordraft.prompts import MIXED, chat_batch
+from arbordraft.decoding.prompts import MIXED, chat_batch
 
 Inputs = dict[str, Tensor]
 Decoded = tuple[list[list[int]], float | None]  # new tokens of every prompt, up to its end, and tau of ours

@@ -12,7 +12,7 @@ from rich.table import Table
 from arbordraft import ConfidenceThreshold, EarlyExitDrafter, RaggedModel, builders
 from arbordraft.checkpoints.smollm2 import load_smollm2
 from arbordraft.deciders import AcceptedAverage, EntropyBound, FixedDepth, Heuristic, PathSurvival
-from arbordraft.prompts import MIXED, chat_batch
+from arbordraft.decoding.prompts import MIXED, chat_batch
 
 NEW_TOKENS = 24
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from arbordraft import Coupling, NGramDrafter, RaggedModel, TreeTopology, builders
 from arbordraft.bench.padded import PaddedDecoder
 from arbordraft.checkpoints.smollm2 import load_smollm2
-from arbordraft.prompts import REPEATING, chat_batch
+from arbordraft.decoding.prompts import REPEATING, chat_batch
 
 NEW_TOKENS = 48
 

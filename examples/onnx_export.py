@@ -6,11 +6,11 @@ from pathlib import Path
 import arbordraft as ad
 from arbordraft.checkpoints.smollm2 import load_smollm2
 from arbordraft.deciders import Decider, LearnedDecider
+from arbordraft.decoding.prompts import chat_batch
 from arbordraft.drafters import Drafter
 from arbordraft.exports.onnx import export
 from arbordraft.loading import load_drafter
 from arbordraft.onnx.decider import OnnxDecider
-from arbordraft.prompts import chat_batch
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 HEAD, DECIDER = CHECKPOINTS / "smollm2-135m-instruct-eagle", CHECKPOINTS / "smollm2-135m-instruct-decider"

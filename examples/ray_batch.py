@@ -18,9 +18,9 @@ import pyarrow as pa
 import ray
 
 import arbordraft as ad
-from arbordraft.streams import Stream
+from arbordraft.decoding.streams import Stream
+from arbordraft.decoding.text import encode
 from arbordraft.target.cache import CacheOverflow
-from arbordraft.texts import encode
 
 SCHEMA = pa.schema({"answer": pa.string(), "finish_reason": pa.string(), "error": pa.string()})
 

@@ -11,7 +11,7 @@ from arbordraft.bench.tables import rows_table
 from arbordraft.bench.verifiers import node_acceptance
 from arbordraft.bench.workload import Workload
 from arbordraft.checkpoints.smollm2 import load_smollm2
-from arbordraft.prompts import MIXED
+from arbordraft.decoding.prompts import MIXED
 
 
 def main() -> None:

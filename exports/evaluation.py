@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from arbordraft import SpeculativeDecoder, builders
 from arbordraft.bench.decoding import answers
-from arbordraft.metrics import DecodeStats
-from arbordraft.prompts import VARIED, chat_batches
+from arbordraft.decoding.metrics import DecodeStats
+from arbordraft.decoding.prompts import VARIED, chat_batches
 from arbordraft.trees.draft_tree import Exactness
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from mlflow.pyfunc import PythonModel, PythonModelContext
 from mlflow.types import ColSpec, ParamSchema, ParamSpec, Schema
 
 from arbordraft.bench.decoding import answers
+from arbordraft.decoding.prompts import left_padded
+from arbordraft.decoding.text import encode, settings_of, user_turn
 from arbordraft.exports.decoder_config import FILE, DecoderConfig
-from arbordraft.prompts import left_padded
-from arbordraft.texts import encode, settings_of, user_turn
 
 FILES = "decoder"  # name of the artifact
 PROMPT, TEXT, TAU, TOKENS = "prompt", "text", "tau", "tokens"

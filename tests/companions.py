@@ -12,9 +12,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from arbordraft import RaggedModel, TreeTopology
+from arbordraft.decoding.static.cache import StaticCache
+from arbordraft.decoding.static.drafting import StaticDrafts
 from arbordraft.drafters import Drafter
-from arbordraft.static.cache import StaticCache
-from arbordraft.static.drafting import StaticDrafts
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.training.batches import Batch
 from arbordraft.training.features import FreshFeatures

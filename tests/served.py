@@ -10,8 +10,8 @@ from chats import chat_tokenizer
 from models import tiny
 
 from arbordraft import LanguageModelDrafter, NGramDrafter, RaggedModel, SpeculativeDecoder, TreeTopology
+from arbordraft.decoding.engine import Engine
 from arbordraft.drafters import HybridDrafter
-from arbordraft.engine import Engine
 from arbordraft.serving.app import build_app
 from arbordraft.serving.server import Server, bound, url_of
 from arbordraft.serving.service import Service

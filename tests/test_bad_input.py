@@ -33,7 +33,7 @@ from arbordraft import (
     TreeTopology,
     WithoutReplacement,
 )
-from arbordraft.engine import Engine
+from arbordraft.decoding.engine import Engine
 from arbordraft.target.cache import CacheOverflow
 from arbordraft.target.hf_cache import cache_argument
 from arbordraft.verifiers import KSeq

@@ -30,8 +30,8 @@ from arbordraft import (
 from arbordraft.deciders import CostAware, Decider
 from arbordraft.deciders.costs import StepCosts
 from arbordraft.deciders.decisions import Plan
+from arbordraft.decoding.measuring import measure_rows
 from arbordraft.drafters.ngram import Guess
-from arbordraft.measuring import measure_rows
 from arbordraft.trees.draft_tree import SampleVerdict, Verdict
 
 FLAT = CostTable((1, 64), (1.0, 1.0))

@@ -27,8 +27,8 @@ from arbordraft import (
     TreeTopology,
     WithoutReplacement,
 )
-from arbordraft.engine import Engine, EngineClosed, QueueFull
-from arbordraft.requests import Request
+from arbordraft.decoding.engine import Engine, EngineClosed, QueueFull
+from arbordraft.decoding.requests import Request
 from arbordraft.target.cache import CacheOverflow, RaggedKVCache
 
 TREE = TreeTopology.from_k_config((2, 2, 1))
@@ -613,7 +613,7 @@ def test_common_beginnings_are_copied(monkeypatch, rows):
     made, system = decoder(), text(50, 1)
     asked = [Request(prompt=[*system, *text(n, n)], max_new_tokens=5, seed=n, temperature=n % 2) for n in range(3, 9)]
     expected = [alone(made, request) for request in asked]
-    monkeypatch.setattr("arbordraft.stepping.RaggedKVCache", Counted)
+    monkeypatch.setattr("arbordraft.decoding.step.RaggedKVCache", Counted)
     monkeypatch.setattr(Counted, "copied", 0)
     engine = Engine(made, max_tokens=2000, max_samples=3, max_rows=rows, reuse=True)
     first = engine.submit(asked[0])
@@ -626,7 +626,7 @@ def test_common_beginnings_are_copied(monkeypatch, rows):
 
 
 def test_several_answers_read_their_prompt_once(monkeypatch):
-    monkeypatch.setattr("arbordraft.stepping.RaggedKVCache", Counted)
+    monkeypatch.setattr("arbordraft.decoding.step.RaggedKVCache", Counted)
     monkeypatch.setattr(Counted, "copied", 0)
     engine = Engine(decoder(), max_tokens=2000, reuse=True)
     stream = engine.submit(Request(prompt=text(60, 2), n=4, seed=5, temperature=1.0, max_new_tokens=6))

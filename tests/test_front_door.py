@@ -23,8 +23,8 @@ from arbordraft import (
     TopTail,
     TreeTopology,
 )
+from arbordraft.decoding.spelling import Pieces
 from arbordraft.sampling.laws import SharedNoise
-from arbordraft.spelling import Pieces
 from arbordraft.verifiers import SharedMatching
 
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}{% if add_generation_prompt %}a{% endif %}"

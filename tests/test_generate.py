@@ -43,8 +43,8 @@ from arbordraft import (
     WithoutReplacement,
 )
 from arbordraft.deciders import FixedDepth
-from arbordraft.engine import Engine
-from arbordraft.requests import Request
+from arbordraft.decoding.engine import Engine
+from arbordraft.decoding.requests import Request
 from arbordraft.verifiers import KSeq, OptimalTransport, TopTailRule, TypicalAcceptance
 
 CHAIN, TREE = TreeTopology.chain(3), TreeTopology([-1, 0, 0, 1, 1, 2, 3])

@@ -16,7 +16,7 @@ from transformers import (
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from arbordraft import Engine, NGramDrafter, RaggedModel, Request, SpeculativeDecoder, load
-from arbordraft.generation import EXTRA_OUTPUTS, HARMLESS, HONOURED, REFUSED
+from arbordraft.decoding.settings import EXTRA_OUTPUTS, HARMLESS, HONOURED, REFUSED
 from arbordraft.serving.service import Service
 
 IDS = torch.tensor(PROMPTS[:1])

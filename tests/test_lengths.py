@@ -8,8 +8,8 @@ from models import tiny_tokenizer
 from spellings import KINDS, byte_level, byte_tokens, metaspace
 from tokenizers import AddedToken, Regex, normalizers
 
-from arbordraft.lengths import LengthCheck, TextTooLong
-from arbordraft.texts import encode
+from arbordraft.decoding.lengths import LengthCheck, TextTooLong
+from arbordraft.decoding.text import encode
 
 
 def joining(*normalizer):

@@ -11,8 +11,8 @@ from prepacked_models import small
 from test_engine import Fragile
 
 from arbordraft import CostAware, HybridDrafter, NGramDrafter, NoDrafter, RaggedModel, SpeculativeDecoder, TreeTopology
-from arbordraft.engine import Engine
-from arbordraft.requests import Request
+from arbordraft.decoding.engine import Engine
+from arbordraft.decoding.requests import Request
 
 pytestmark = pytest.mark.usefixtures("kernels")
 

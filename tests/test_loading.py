@@ -11,14 +11,15 @@ import torch
 from models import PROMPTS, VOCAB, greedy_reference, left_padded, new_tokens, tiny, tiny_checkpoint, tiny_tokenizer
 
 import arbordraft as ad
-from arbordraft import CostTable, loading, measuring
+from arbordraft import CostTable, loading
 from arbordraft.deciders import FixedDepth, Heuristic, cost_aware
 from arbordraft.deciders.costs import StepCosts
+from arbordraft.decoding import measuring
+from arbordraft.decoding.measuring import cost_file, known_costs, known_rows
 from arbordraft.heads.base import fingerprint
 from arbordraft.heads.medusa import MedusaConfig, MedusaHead
 from arbordraft.kernels import native
 from arbordraft.loading import drafter_named, trained_for
-from arbordraft.measuring import cost_file, known_costs, known_rows
 from arbordraft.target.prepacked import backend as backends
 from arbordraft.target.prepacked import memory
 

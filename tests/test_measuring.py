@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import pytest
 from models import PROMPTS, ragged
 
-from arbordraft import CostTable, measuring
+from arbordraft import CostTable
 from arbordraft.deciders import Decider
+from arbordraft.decoding import measuring
+from arbordraft.decoding.measuring import measure_steps, rows_within
 from arbordraft.drafters import LanguageModelDrafter, NGramDrafter, NoDrafter
-from arbordraft.measuring import measure_steps, rows_within
 
 PAUSE = 0.02
 

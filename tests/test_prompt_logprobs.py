@@ -8,8 +8,8 @@ from models import PROMPTS, VOCAB, ragged, tiny
 from prepacked_models import small
 
 from arbordraft import LanguageModelDrafter, NoDrafter, RaggedModel, SpeculativeDecoder, TreeTopology
-from arbordraft.engine import Engine, QueueFull
-from arbordraft.requests import Request
+from arbordraft.decoding.engine import Engine, QueueFull
+from arbordraft.decoding.requests import Request
 
 TREE = TreeTopology.from_k_config((2, 2, 1))
 

@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from arbordraft.prompts import chat_batch
+from arbordraft.decoding.prompts import chat_batch
 
 TEMPLATE = "<s>{% for message in messages %} {{ message.content }}{% endfor %} :"
 

@@ -19,7 +19,7 @@ from transformers.generation import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
-from arbordraft.huggingface import Stopping
+from arbordraft.decoding.generate import Stopping
 from arbordraft.sampling.noise import Noise, draw, residual
 from arbordraft.sampling.processors import Warp
 from arbordraft.sampling.stateful import PathState

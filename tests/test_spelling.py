@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import pytest
 from spellings import KINDS, OnlyDecodes, byte_level, byte_tokens, drawn, ids_of
 
-from arbordraft.requests import Ends
-from arbordraft.spelling import Pieces, Spelling, Spelt
-from arbordraft.stops import Stops
+from arbordraft.decoding.requests import Ends
+from arbordraft.decoding.spelling import Pieces, Spelling, Spelt
+from arbordraft.decoding.stops import Stops
 
 
 def decoded(tokenizer, tokens: Sequence[int]) -> str:

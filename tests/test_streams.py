@@ -5,8 +5,8 @@ from collections import deque
 
 import pytest
 
-from arbordraft.requests import Request
-from arbordraft.streams import Stream
+from arbordraft.decoding.requests import Request
+from arbordraft.decoding.streams import Stream
 
 
 class Racing(deque):

@@ -20,8 +20,8 @@ from arbordraft import (
     builders,
 )
 from arbordraft.deciders import FixedDepth
+from arbordraft.decoding.target_initialised import TargetInitialisedDecoder
 from arbordraft.sampling.noise import Noise, residual
-from arbordraft.target_initialised import TargetInitialisedDecoder
 from arbordraft.testing import distance_to_target, random_table, row
 from arbordraft.trees.draft_tree import SampleTree
 from arbordraft.verifiers import LongestBranch

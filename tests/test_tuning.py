@@ -7,7 +7,7 @@ from models import PROMPTS, greedy_reference, left_padded, new_tokens, ragged, t
 
 from arbordraft import CostTable, EarlyExitDrafter, NGramDrafter, RaggedModel, builders
 from arbordraft.deciders.costs import StepCosts
-from arbordraft.measuring import measure_costs
+from arbordraft.decoding.measuring import measure_costs
 from arbordraft.tuning import Choice, Setting, Tuned, grid, tune
 
 CHEAP = StepCosts(CostTable((1, 8), (1.0, 1.0)), CostTable((1, 8), (0.01, 0.01)))

@@ -9,7 +9,12 @@ if _here.name == "toolkit":  # an editable checkout: the sibling folders hold th
 from arbordraft import builders
 from arbordraft.deciders import ConfidenceThreshold, CostAware
 from arbordraft.deciders.costs import CostTable
-from arbordraft.decoder import SpeculativeDecoder
+from arbordraft.decoding.decoder import SpeculativeDecoder
+from arbordraft.decoding.engine import Engine
+from arbordraft.decoding.generate import DecodingError
+from arbordraft.decoding.metrics import DecodeStats
+from arbordraft.decoding.requests import Request
+from arbordraft.decoding.step_log import StepLog
 from arbordraft.drafters import (
     BlockDrafter,
     EagleDrafter,
@@ -20,13 +25,8 @@ from arbordraft.drafters import (
     NGramDrafter,
     NoDrafter,
 )
-from arbordraft.engine import Engine
-from arbordraft.huggingface import DecodingError
 from arbordraft.loading import load
-from arbordraft.metrics import DecodeStats
-from arbordraft.requests import Request
 from arbordraft.sampling.laws import IID, Fixed, TopTail, WithoutReplacement
-from arbordraft.step_log import StepLog
 from arbordraft.target.attention import UnsupportedModel
 from arbordraft.target.model import RaggedModel
 from arbordraft.trees.topology import TreeTopology

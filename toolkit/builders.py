@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from arbordraft.deciders import ConfidenceThreshold, CostAware, Decider, NodeBudget
 from arbordraft.deciders.costs import CostTable, StepCosts
-from arbordraft.decoder import SpeculativeDecoder
+from arbordraft.decoding.assemble import as_drafter, wrapped
+from arbordraft.decoding.decoder import SpeculativeDecoder
+from arbordraft.decoding.measuring import known_costs
+from arbordraft.decoding.target_initialised import TargetInitialisedDecoder
 from arbordraft.drafters import Drafter, EagleDrafter, HybridDrafter, NGramDrafter, NoDrafter
-from arbordraft.measuring import known_costs
-from arbordraft.parts import as_drafter, wrapped
 from arbordraft.sampling.laws import IID, TopTail, WithoutReplacement
 from arbordraft.target.model import RaggedModel
-from arbordraft.target_initialised import TargetInitialisedDecoder
 from arbordraft.trees.topology import MOST_DEPTH, MOST_NODES, TreeTopology
 from arbordraft.utils.checks import each, instance, whole
 from arbordraft.verifiers import RecursiveRejection, SpecHub, TopDown
@@ -34,7 +34,7 @@ def lookup(target: "Model", costs: StepCosts | CostTable | None = None, expected
 
     Args:
         target: the target.
-        costs: by default those of this machine, which are measured once (:func:`~arbordraft.measuring.known_costs`).
+        costs: by default those of this machine, which are measured once (:func:`~arbordraft.decoding.measuring.known_costs`).
         expected_batch: samples that a sampled request takes its batch to have, see :class:`SpeculativeDecoder`.
     """
     model = wrapped(target)
@@ -168,7 +168,7 @@ def fitted(
         lookup: copy from the sample's own text where its last tokens occurred before, and draft elsewhere.
         max_depth: bound on the trees' depth; what lookups copy may go on below, as long as ``nodes`` last.
         topology: the largest tree; by default fitted to the drafter's acceptance.
-        costs: by default those of this machine, which are measured once (:func:`~arbordraft.measuring.known_costs`).
+        costs: by default those of this machine, which are measured once (:func:`~arbordraft.decoding.measuring.known_costs`).
     """
     nodes = whole("nodes", nodes, 1, MOST_NODES)
     if topology is not None:

@@ -15,7 +15,9 @@ from arbordraft.checkpoints.reader import load_causal_lm, load_tokenizer, read_c
 from arbordraft.checkpoints.smollm2 import load_smollm2
 from arbordraft.deciders import CostAware, Decider
 from arbordraft.deciders.costs import CostTable, StepCosts
-from arbordraft.decoder import SpeculativeDecoder
+from arbordraft.decoding.assemble import as_drafter
+from arbordraft.decoding.decoder import SpeculativeDecoder
+from arbordraft.decoding.measuring import cost_aware, known_costs
 from arbordraft.drafters import (
     BlockDrafter,
     Drafter,
@@ -29,10 +31,8 @@ from arbordraft.drafters import (
 from arbordraft.drafters.base import check_ragged
 from arbordraft.kernels import native
 from arbordraft.kernels.native.build import cache_folder
-from arbordraft.measuring import cost_aware, known_costs
 from arbordraft.onnx.graph import FUSE, MARKOV, MODEL, Graph
 from arbordraft.onnx.networks import OnnxBlock, OnnxEagle, OnnxMedusa, OnnxModel
-from arbordraft.parts import as_drafter
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.prepacked.gguf import load_blocks
 from arbordraft.trees.topology import TreeTopology
@@ -125,7 +125,7 @@ def load(
         coupling: how children are drawn and judged; by default what suits the drafter.
         decider: how much is drafted; by default :class:`~arbordraft.CostAware`, by ``costs``.
         costs: what steps cost: ``auto`` as measured on this machine, once that pays, and roughly until then
-            (:func:`~arbordraft.measuring.cost_aware`), or at once for couplings whose texts depend on what is drafted;
+            (:func:`~arbordraft.decoding.measuring.cost_aware`), or at once for couplings whose texts depend on what is drafted;
             ``renew`` to measure now, for as long as it takes; what was measured elsewhere; or ``None`` to draft whole
             trees whatever they cost.
         max_cache_tokens: bound on the rows of each KV cache; unlimited by default.

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 from arbordraft import builders
 from arbordraft.deciders.costs import StepCosts
-from arbordraft.decoder import SpeculativeDecoder
+from arbordraft.decoding.decoder import SpeculativeDecoder
+from arbordraft.decoding.measuring import measure_costs
+from arbordraft.decoding.prompts import chat_batches, plain_request
 from arbordraft.drafters import Drafter, NGramDrafter
-from arbordraft.measuring import measure_costs
-from arbordraft.prompts import chat_batches, plain_request
 from arbordraft.target.model import RaggedModel
 from arbordraft.utils.checks import as_temperature, each, whole
 from arbordraft.utils.files import write_text

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from arbordraft import NoDrafter, RaggedModel, SpeculativeDecoder, builders
-from arbordraft.prompts import left_padded
+from arbordraft.decoding.prompts import left_padded
 from arbordraft.training.chat import ids_behind
 from arbordraft.training.loops import LoopCriteria, before_loop
 

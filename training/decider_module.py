@@ -19,9 +19,9 @@ from arbordraft import RaggedModel
 from arbordraft.checkpoints.reader import read_config
 from arbordraft.deciders import LearnedDecider
 from arbordraft.deciders.costs import StepCosts
+from arbordraft.decoding.measuring import measure_steps
 from arbordraft.drafters import Drafter
 from arbordraft.heads.eagle import EagleConfig, EagleHead
-from arbordraft.measuring import measure_steps
 from arbordraft.training.batches import Batch
 from arbordraft.training.calibration import auc, drafted_lengths, ece, fit_temperature, tokens_per_second
 from arbordraft.training.data import SelfDistillationDataModule

@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from arbordraft import Coupling, RaggedModel, SpeculativeDecoder, TreeTopology
-from arbordraft.prompts import left_padded
+from arbordraft.decoding.prompts import left_padded
 from arbordraft.training.students import Student
 
 _RANKS = 8  # siblings that a tree may have

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import arbordraft
 from arbordraft import Engine, builders
+from arbordraft.decoding.measuring import rows_within
 from arbordraft.loading import load_drafter
-from arbordraft.measuring import rows_within
 from arbordraft.serving.app import build_app
 from arbordraft.serving.server import Server, bound
 from arbordraft.serving.service import Service

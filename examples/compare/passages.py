@@ -8,7 +8,7 @@ from pydoc_data.topics import topics
 
 from transformers import PreTrainedTokenizerBase
 
-from arbordraft.prompts import read_prompts
+from arbordraft.decoding.prompts import read_prompts
 
 TASKS = (
     "Summarise this passage in a few sentences.",

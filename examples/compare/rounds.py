@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from arbordraft.bench.measure import Measurement
-from arbordraft.prompts import chat_batch
+from arbordraft.decoding.prompts import chat_batch
 
 GENERATE = "generate"  # of transformers
 TRIALS = 2  # calls per batch to find the fastest of several ways to run a peer

@@ -10,6 +10,7 @@ import torch
 from arbordraft import IID, LanguageModelDrafter, RaggedModel
 from arbordraft.checkpoints.reader import read_config
 from arbordraft.deciders import LearnedDecider
+from arbordraft.decoding.prompts import MIXED, VARIED, chat_batch
 from arbordraft.exports.folder import Export, Quantization
 from arbordraft.exports.onnx import decisions, noise, plans
 from arbordraft.exports.onnx.parity import LEAST_ACCEPTANCE, TOLERANCE
@@ -19,7 +20,6 @@ from arbordraft.heads.eagle import EagleConfig, EagleHead
 from arbordraft.heads.exit_adapter import ExitAdapter, ExitAdapterConfig
 from arbordraft.heads.medusa import MedusaConfig, MedusaHead
 from arbordraft.loading import load_model
-from arbordraft.prompts import MIXED, VARIED, chat_batch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -35,7 +35,7 @@ from arbordraft.deciders import (
     PathSurvival,
 )
 from arbordraft.deciders.costs import StepCosts
-from arbordraft.measuring import measure_costs, measure_rows
+from arbordraft.decoding.measuring import measure_costs, measure_rows
 from arbordraft.tuning import Choice, Setting, Tuned, tune
 
 NAN, INF = math.nan, math.inf

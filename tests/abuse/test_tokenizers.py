@@ -30,13 +30,13 @@ from arbordraft import (
     builders,
 )
 from arbordraft.checkpoints.vocabulary import tokenizer_hashes
+from arbordraft.decoding.target_initialised import TargetInitialisedDecoder
 from arbordraft.exports.decoder_config import describe
 from arbordraft.exports.engines import export_vllm
 from arbordraft.exports.onnx import plans
 from arbordraft.exports.onnx.sources import of
 from arbordraft.exports.onnx.writing import write
 from arbordraft.loading import drafter_named, load_drafter
-from arbordraft.target_initialised import TargetInitialisedDecoder
 from arbordraft.training.students import LanguageModelStudent
 
 LETTERS = (ascii_letters + digits)[:VOCAB]

@@ -6,9 +6,10 @@ import pytest
 from models import tiny_checkpoint
 from typer.testing import CliRunner
 
-from arbordraft import loading, measuring
+from arbordraft import loading
 from arbordraft.cli import doctor
 from arbordraft.cli.main import app
+from arbordraft.decoding import measuring
 from arbordraft.kernels import native
 
 

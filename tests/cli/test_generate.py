@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 import arbordraft as ad
 from arbordraft.cli import main as cli
 from arbordraft.cli.display import AnswerStreamer, show_answers, verdict
-from arbordraft.metrics import DecodeStats
-from arbordraft.spelling import Pieces
+from arbordraft.decoding.metrics import DecodeStats
+from arbordraft.decoding.spelling import Pieces
 
 TOKENS = 12
 

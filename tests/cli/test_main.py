@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from arbordraft import CostTable, NoDrafter
 from arbordraft.cli import main as cli
 from arbordraft.deciders.costs import StepCosts
-from arbordraft.prompts import read_prompts
-from arbordraft.spelling import Pieces
+from arbordraft.decoding.prompts import read_prompts
+from arbordraft.decoding.spelling import Pieces
 from arbordraft.tuning import Choice, Setting, Tuned, grid
 
 runner = CliRunner()

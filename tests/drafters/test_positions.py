@@ -18,9 +18,9 @@ from arbordraft import (
     SpeculativeDecoder,
     TreeTopology,
 )
+from arbordraft.decoding.engine import Engine
+from arbordraft.decoding.requests import Request
 from arbordraft.drafters.one_call import ModelOnRows
-from arbordraft.engine import Engine
-from arbordraft.requests import Request
 from arbordraft.target.cache import RaggedKVCache
 
 POSITIONS = 24

@@ -27,15 +27,15 @@ import arbordraft as ad
 from arbordraft.cli import main as cli
 from arbordraft.deciders import AdaEDL, Bandit, FixedDepth, LearnedDecider, NodeBudget, PathSurvival
 from arbordraft.deciders.costs import StepCosts
+from arbordraft.decoding.prompts import chat_batch
+from arbordraft.decoding.target_initialised import TargetInitialisedDecoder
 from arbordraft.exports.decoder_config import DecoderConfig, describe, rebuild
 from arbordraft.exports.evaluation import Evaluation, evaluate
 from arbordraft.exports.mlflow_log import log_decoder
 from arbordraft.exports.mlflow_promote import judge, load_decoder, promote_decoder
 from arbordraft.exports.mlflow_registry import TRAINING, fetch_drafter
 from arbordraft.loading import Dtype, load_target
-from arbordraft.prompts import chat_batch
 from arbordraft.sampling.laws import AdaptiveTopTail
-from arbordraft.target_initialised import TargetInitialisedDecoder
 from arbordraft.training.tracking import MLflowTracker
 from arbordraft.tuning import Choice, Setting, Tuned
 from arbordraft.verifiers import LongestBranch, OptimalTransport, TypicalAcceptance
@@ -240,7 +240,7 @@ def test_evaluation(parts, questions):
 
 def test_wrong_answers_fail_parity(parts, questions, monkeypatch):
     """The control: a verdict that keeps a draft too many."""
-    from arbordraft import stepping as module
+    from arbordraft.decoding import step as module
 
     real = module.matching_verdict
 

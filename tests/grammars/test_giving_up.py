@@ -7,7 +7,7 @@ from spellers import SPEAKER_VOCAB, speller, speller_tokenizer
 from transformers import LogitsProcessorList
 
 from arbordraft import DecodingError, NoDrafter, Request, SpeculativeDecoder, builders
-from arbordraft.engine import Engine
+from arbordraft.decoding.engine import Engine
 from arbordraft.grammars import Grammar, GrammarCompiler, GrammarError, engine
 
 MANY = {"type": "object", "properties": {f"k{i}": {"const": i} for i in range(40)}, "additionalProperties": False}

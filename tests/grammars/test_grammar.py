@@ -8,7 +8,7 @@ from models import EOS, tiny_tokenizer
 from spellers import SPEAKER_VOCAB, speller, speller_tokenizer
 
 from arbordraft import NoDrafter, Request, SpeculativeDecoder
-from arbordraft.engine import Engine
+from arbordraft.decoding.engine import Engine
 from arbordraft.grammars import Grammar, GrammarCompiler
 
 LARGE = json.dumps({"enum": [f"value number {number}" for number in range(60_000)]})

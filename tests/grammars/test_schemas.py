@@ -14,9 +14,9 @@ from models import PAYS
 
 from arbordraft import RaggedModel, builders
 from arbordraft.checkpoints.smollm2 import load_smollm2
-from arbordraft.engine import Engine
+from arbordraft.decoding.engine import Engine
+from arbordraft.decoding.requests import Request
 from arbordraft.grammars import Grammar
-from arbordraft.requests import Request
 
 TOKENS = 320
 OWN = [

@@ -30,9 +30,9 @@ from arbordraft import (
     WithoutReplacement,
     builders,
 )
+from arbordraft.decoding.engine import Engine
+from arbordraft.decoding.requests import Request
 from arbordraft.drafters import GrammarDrafter, HybridDrafter
-from arbordraft.engine import Engine
-from arbordraft.requests import Request
 from arbordraft.sampling.stateful import Allowed
 
 

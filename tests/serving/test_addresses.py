@@ -5,7 +5,7 @@ import pytest
 from fastapi.testclient import TestClient
 from served import serving, tiny_decoder
 
-from arbordraft.engine import Engine
+from arbordraft.decoding.engine import Engine
 from arbordraft.serving.app import build_app
 from arbordraft.serving.service import Service
 

@@ -7,11 +7,11 @@ from callers import BARE, LISTED, MARKS, TAGGED, TEMPLATES, TOKENS, caller_token
 from chats import CHATML, chat_tokenizer
 from models import EOS
 
+from arbordraft.decoding.streams import Event
 from arbordraft.grammars import Grammar, GrammarCompiler
 from arbordraft.serving.calls import call_format
 from arbordraft.serving.pieces import Speller
 from arbordraft.serving.reading import CallReader
-from arbordraft.streams import Event
 
 X = {"type": "object", "properties": {"x": {"type": "integer"}, "s": {"type": "string"}}, "required": ["x"]}
 TOOLS = {"look": X, "look-up": {"type": "object", "properties": {}, "additionalProperties": False}}

@@ -6,10 +6,10 @@ import httpx
 import pytest
 from served import serving, tiny_decoder
 
-from arbordraft.engine import Engine
-from arbordraft.requests import Request
-from arbordraft.spelling import Pieces
-from arbordraft.texts import encode
+from arbordraft.decoding.engine import Engine
+from arbordraft.decoding.requests import Request
+from arbordraft.decoding.spelling import Pieces
+from arbordraft.decoding.text import encode
 
 HELLO = [{"role": "user", "content": "hello there"}]
 

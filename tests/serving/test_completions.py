@@ -11,10 +11,10 @@ from served import POSITIONS, serving, tiny_decoder
 from spellings import KINDS, drawn
 
 from arbordraft import NGramDrafter, RaggedModel, SpeculativeDecoder, TreeTopology
+from arbordraft.decoding.spelling import Spelling
+from arbordraft.decoding.state import TokenLogprobs
+from arbordraft.decoding.streams import Event
 from arbordraft.serving.echoes import Echo
-from arbordraft.spelling import Spelling
-from arbordraft.state import TokenLogprobs
-from arbordraft.streams import Event
 
 PROMPTS = ["abcab", "z", "the quick brown fox jumps over the lazy dog 0123456789"]
 

@@ -14,7 +14,7 @@ from models import tiny
 from served import POSITIONS, serving, tiny_decoder
 
 from arbordraft import NGramDrafter, RaggedModel, SpeculativeDecoder, TreeTopology
-from arbordraft.engine import Engine
+from arbordraft.decoding.engine import Engine
 from arbordraft.serving.app import build_app
 from arbordraft.serving.server import bound
 from arbordraft.serving.service import Service

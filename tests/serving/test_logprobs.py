@@ -7,10 +7,10 @@ import pytest
 from openai.types.completion_usage import CompletionUsage
 from spellings import KINDS, byte_level, byte_tokens, drawn, ids_of
 
+from arbordraft.decoding.state import TokenLogprobs
+from arbordraft.decoding.streams import Event
 from arbordraft.serving.answers import ChatShape, TextShape
 from arbordraft.serving.pieces import Piece, Speller
-from arbordraft.state import TokenLogprobs
-from arbordraft.streams import Event
 
 USAGE = CompletionUsage(completion_tokens=0, prompt_tokens=0, total_tokens=0)
 

@@ -6,7 +6,7 @@ import threading
 import pytest
 from served import POSITIONS, tiny_decoder
 
-from arbordraft.engine import Engine
+from arbordraft.decoding.engine import Engine
 from arbordraft.serving.chats import ChatQuestion
 from arbordraft.serving.completions import CompletionQuestion
 from arbordraft.serving.errors import ApiError

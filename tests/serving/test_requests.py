@@ -12,7 +12,7 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from pydantic import ValidationError
 
-from arbordraft.engine import Engine
+from arbordraft.decoding.engine import Engine
 from arbordraft.serving.app import build_app
 from arbordraft.serving.chats import ChatQuestion
 from arbordraft.serving.completions import CompletionQuestion

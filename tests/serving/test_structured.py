@@ -12,11 +12,11 @@ from callers import MARKS, TEMPLATES, caller
 from pydantic import BaseModel, Field
 from served import serving
 
-from arbordraft.engine import Engine
+from arbordraft.decoding.engine import Engine
+from arbordraft.decoding.requests import Request
+from arbordraft.decoding.spelling import Pieces
 from arbordraft.grammars import Grammar
 from arbordraft.grammars import engine as grammar_engine
-from arbordraft.requests import Request
-from arbordraft.spelling import Pieces
 
 HELLO = [{"role": "user", "content": "hello there"}]
 SCHEMA = {

@@ -10,7 +10,7 @@ from models import EOS
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from arbordraft.engine import Engine
+from arbordraft.decoding.engine import Engine
 from arbordraft.grammars import Grammar, GrammarCompiler
 from arbordraft.serving.app import build_app
 from arbordraft.serving.calls import call_format, embedded

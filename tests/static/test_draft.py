@@ -44,12 +44,12 @@ from arbordraft import (
     TreeTopology,
 )
 from arbordraft.deciders import EntropyBound, NodeBudget
+from arbordraft.decoding.static import drafting
+from arbordraft.decoding.static.draft import DraftBucket, DraftStep
+from arbordraft.decoding.static.drafting import StaticDrafts
 from arbordraft.drafters.eagle import HeadOnRows
 from arbordraft.drafters.one_call import ModelOnRows
 from arbordraft.heads.eagle import EagleConfig, EagleHead
-from arbordraft.static import drafting
-from arbordraft.static.draft import DraftBucket, DraftStep
-from arbordraft.static.drafting import StaticDrafts
 from arbordraft.target.attention import UnsupportedModel
 
 KINDS = ["eagle", "eagle, trimmed", "model"]

@@ -31,12 +31,12 @@ from arbordraft import (
     WithoutReplacement,
 )
 from arbordraft.deciders import CostAware, EntropyBound, NodeBudget
-from arbordraft.engine import Engine
-from arbordraft.requests import Request
+from arbordraft.decoding.engine import Engine
+from arbordraft.decoding.requests import Request
+from arbordraft.decoding.static import runner
+from arbordraft.decoding.static.runner import StaticStepping, _Runner
+from arbordraft.decoding.static.step import StaticStep
 from arbordraft.sampling.laws import AdaptiveTopTail, DraftLaw
-from arbordraft.static import runner
-from arbordraft.static.runner import StaticStepping, _Runner
-from arbordraft.static.step import StaticStep
 from arbordraft.target.cache import CacheOverflow
 from arbordraft.verifiers import KSeq, TopTailRule
 
@@ -332,7 +332,7 @@ def test_pools_stay_where_they_are_from_batch_to_batch():
 
 def test_steps_that_are_not_used_any_more_are_given_up(monkeypatch):
     """Every temperature has steps of its own."""
-    monkeypatch.setattr("arbordraft.static.runner._MOST_RUNNERS", 4)
+    monkeypatch.setattr("arbordraft.decoding.static.runner._MOST_RUNNERS", 4)
     decoder = build("wor lifted", buckets=(32,))
     first, _ = decode(decoder, **SAMPLED, temperature=0.5)
     for hundredths in range(60, 66):

@@ -25,12 +25,12 @@ from arbordraft import (
     TopTail,
     TreeTopology,
 )
+from arbordraft.decoding.static.bucket import Bucket, fitting
+from arbordraft.decoding.static.step import StaticStep, StepKind
 from arbordraft.kernels.verify.tops import take_tops
 from arbordraft.sampling.laws import AdaptiveTopTail
 from arbordraft.sampling.noise import GumbelNoise, Noise, SharedSource
 from arbordraft.sampling.processors import Warp
-from arbordraft.static.bucket import Bucket, fitting
-from arbordraft.static.step import StaticStep, StepKind
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.trees.draft_tree import DraftTree, SampleTree
 from arbordraft.verifiers.packed import verify_packed

@@ -11,8 +11,8 @@ from torch.nn import functional
 from torch.testing import assert_close
 
 from arbordraft import IID, BlockDrafter, Coupling, Fixed, Matching, SpeculativeDecoder, TopDown, TreeTopology
+from arbordraft.decoding.prompts import left_padded
 from arbordraft.loading import load_drafter
-from arbordraft.prompts import left_padded
 from arbordraft.training.drafter_module import DrafterModule
 from arbordraft.training.drafts import follow
 from arbordraft.training.features import FreshFeatures, TeacherHead

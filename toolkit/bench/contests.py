@@ -22,7 +22,7 @@ from arbordraft.deciders import (
     PathSurvival,
 )
 from arbordraft.deciders.costs import StepCosts
-from arbordraft.decoder import SpeculativeDecoder
+from arbordraft.decoding.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter, LanguageModelDrafter, NGramDrafter
 from arbordraft.target.model import RaggedModel
 from arbordraft.trees.topology import TreeTopology

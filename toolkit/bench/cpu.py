@@ -13,7 +13,7 @@ from arbordraft.bench.decoding import Decode, answers, in_turns, theirs
 from arbordraft.bench.measure import Measurement, paired, precision
 from arbordraft.bench.model import forward_pair
 from arbordraft.bench.workload import Tell, Workload, quiet
-from arbordraft.decoder import SpeculativeDecoder
+from arbordraft.decoding.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter, EarlyExitDrafter, HybridDrafter, NGramDrafter
 from arbordraft.kernels.prepacked_linear.module import onednn_problem
 from arbordraft.kernels.verify import row_max

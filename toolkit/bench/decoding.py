@@ -16,8 +16,8 @@ from torch import Tensor
 
 from arbordraft.bench.measure import precision
 from arbordraft.bench.workload import Tell, Workload, quiet
-from arbordraft.decoder import SpeculativeDecoder
-from arbordraft.metrics import DecodeStats
+from arbordraft.decoding.decoder import SpeculativeDecoder
+from arbordraft.decoding.metrics import DecodeStats
 from arbordraft.target.model import RaggedModel
 
 if TYPE_CHECKING:

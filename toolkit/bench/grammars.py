@@ -14,9 +14,9 @@ from torch import Tensor
 from arbordraft import builders
 from arbordraft.bench.decoding import Decode, DecodeRow, emitted
 from arbordraft.bench.workload import Workload
-from arbordraft.decoder import SpeculativeDecoder
+from arbordraft.decoding.decoder import SpeculativeDecoder
+from arbordraft.decoding.metrics import DecodeStats
 from arbordraft.grammars import Grammar, GrammarCompiler
-from arbordraft.metrics import DecodeStats
 from arbordraft.target.model import RaggedModel
 
 if TYPE_CHECKING:

@@ -17,10 +17,10 @@ from arbordraft.bench.measure import Measurement, paired, precision
 from arbordraft.bench.verifiers import drafted_tree
 from arbordraft.bench.workload import Tell, Workload, quiet
 from arbordraft.deciders import CostAware
-from arbordraft.decoder import SpeculativeDecoder
+from arbordraft.decoding.decoder import SpeculativeDecoder
+from arbordraft.decoding.measuring import known_costs
+from arbordraft.decoding.prompts import REPEATING, VARIED, left_padded
 from arbordraft.drafters import NGramDrafter
-from arbordraft.measuring import known_costs
-from arbordraft.prompts import REPEATING, VARIED, left_padded
 from arbordraft.sampling.laws import DraftLaw, TopTail, WithoutReplacement
 from arbordraft.sampling.noise import Noise
 from arbordraft.target.cache import RaggedKVCache

@@ -8,9 +8,9 @@ from operator import add
 
 from arbordraft.bench.decoding import turns
 from arbordraft.bench.workload import Tell, Workload, quiet
-from arbordraft.decoder import SpeculativeDecoder
+from arbordraft.decoding.decoder import SpeculativeDecoder
+from arbordraft.decoding.metrics import DecodeStats
 from arbordraft.drafters import Drafter
-from arbordraft.metrics import DecodeStats
 from arbordraft.target.model import RaggedModel
 from arbordraft.trees.topology import TreeTopology
 from arbordraft.verifiers.coupling import Coupling

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arbordraft.decoder import SpeculativeDecoder
+from arbordraft.decoding.decoder import SpeculativeDecoder
+from arbordraft.decoding.state import DecodeState
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
-from arbordraft.state import DecodeState
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.trees.topology import ancestor_words

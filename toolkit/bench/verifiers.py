@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from arbordraft.bench.workload import Tell, Workload, quiet
-from arbordraft.decoder import SpeculativeDecoder
+from arbordraft.decoding.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter
 from arbordraft.kernels.gumbel import gumbel
 from arbordraft.sampling.laws import IID, AdaptiveTopTail, DraftLaw, SharedNoise, TopTail, WithoutReplacement

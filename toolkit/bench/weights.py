@@ -14,10 +14,10 @@ from arbordraft import builders
 from arbordraft.bench.decoding import in_turns
 from arbordraft.bench.measure import precision
 from arbordraft.bench.workload import Tell, Workload, quiet
+from arbordraft.decoding.text import encode, user_turn
 from arbordraft.kernels.prepacked_linear import WEIGHTS
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
-from arbordraft.texts import encode, user_turn
 
 _CHUNK = 256  # tokens that are read at a time
 _TOPICS = ("types", "import", "naming")  # of Python's own help: texts that every installation has

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from arbordraft.prompts import MIXED, VARIED, chat_batches, plain_request
+from arbordraft.decoding.prompts import MIXED, VARIED, chat_batches, plain_request
 from arbordraft.utils.checks import as_temperature, whole
 
 if TYPE_CHECKING:

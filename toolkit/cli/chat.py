@@ -25,14 +25,14 @@ from arbordraft.cli.options import (
     TopPOption,
     WeightsOption,
 )
-from arbordraft.decoder import SpeculativeDecoder
-from arbordraft.engine import Engine
+from arbordraft.decoding.decoder import SpeculativeDecoder
+from arbordraft.decoding.engine import Engine
+from arbordraft.decoding.requests import Request
+from arbordraft.decoding.spelling import Pieces
+from arbordraft.decoding.streams import Answer
+from arbordraft.decoding.text import encode
 from arbordraft.kernels.native.build import cache_folder
 from arbordraft.loading import Kernels, Settings
-from arbordraft.requests import Request
-from arbordraft.spelling import Pieces
-from arbordraft.streams import Answer
-from arbordraft.texts import encode
 from arbordraft.trees.draft_tree import SampleTree, SampleVerdict
 
 HELP = """\

@@ -13,8 +13,8 @@ from rich.text import Text
 from rich.tree import Tree
 from torch import Tensor
 
-from arbordraft.metrics import DecodeStats
-from arbordraft.spelling import Pieces
+from arbordraft.decoding.metrics import DecodeStats
+from arbordraft.decoding.spelling import Pieces
 from arbordraft.trees.draft_tree import SampleTree, SampleVerdict
 from arbordraft.trees.topology import TreeTopology
 

@@ -13,11 +13,11 @@ from arbordraft.cli.decoders import Law, load_decoder
 from arbordraft.cli.display import progress, terminal
 from arbordraft.cli.options import DtypeOption, ModelOption, finite, parse_topology
 from arbordraft.deciders import LearnedDecider
+from arbordraft.decoding.prompts import read_prompts
 from arbordraft.exports import onnx
 from arbordraft.exports.evaluation import HELD_OUT
 from arbordraft.exports.folder import Export, Quantization
 from arbordraft.loading import Dtype, Kernels, drafter_named, load_target
-from arbordraft.prompts import read_prompts
 from arbordraft.tuning import Tuned
 from arbordraft.utils.mlflow_server import explained
 

@@ -24,12 +24,12 @@ from arbordraft.cli.options import (
     parse_topology,
 )
 from arbordraft.deciders import ConfidenceThreshold
+from arbordraft.decoding.metrics import DecodeStats
+from arbordraft.decoding.prompts import left_padded
+from arbordraft.decoding.spelling import Pieces
+from arbordraft.decoding.text import encode, ending, settings_of, stops, user_turn
 from arbordraft.grammars import Grammar
 from arbordraft.loading import Kernels, Settings
-from arbordraft.metrics import DecodeStats
-from arbordraft.prompts import left_padded
-from arbordraft.spelling import Pieces
-from arbordraft.texts import encode, ending, settings_of, stops, user_turn
 from arbordraft.utils.files import read_text
 
 

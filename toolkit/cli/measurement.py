@@ -18,9 +18,9 @@ from arbordraft.bench.tables import print_rows
 from arbordraft.bench.workload import Workload
 from arbordraft.cli.display import bars, terminal
 from arbordraft.cli.options import LimitOption, ModelOption, PromptsOption, numbers, output_file
-from arbordraft.decoder import SpeculativeDecoder
+from arbordraft.decoding.decoder import SpeculativeDecoder
+from arbordraft.decoding.prompts import MIXED, VARIED, read_prompts
 from arbordraft.loading import Dtype, Kernels, load_target
-from arbordraft.prompts import MIXED, VARIED, read_prompts
 from arbordraft.target.model import RaggedModel
 
 app = typer.Typer(

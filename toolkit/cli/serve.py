@@ -11,9 +11,9 @@ import typer
 from arbordraft.cli.decoders import load_decoder
 from arbordraft.cli.display import terminal
 from arbordraft.cli.options import AutoDtypeOption, DrafterOption, KernelsOption, SettingsOption, WeightsOption
-from arbordraft.engine import Engine
+from arbordraft.decoding.engine import Engine
+from arbordraft.decoding.measuring import rows_within
 from arbordraft.loading import Kernels, Settings
-from arbordraft.measuring import rows_within
 
 _LIBRARIES = ("fastapi", "openai", "prometheus_client", "uvicorn")
 

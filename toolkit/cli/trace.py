@@ -18,10 +18,10 @@ from arbordraft.cli.options import (
     WeightsOption,
     output_file,
 )
-from arbordraft.engine import Engine
+from arbordraft.decoding.engine import Engine
+from arbordraft.decoding.requests import Request
+from arbordraft.decoding.text import encode, user_turn
 from arbordraft.loading import Kernels, Settings
-from arbordraft.requests import Request
-from arbordraft.texts import encode, user_turn
 from arbordraft.utils.files import write_text
 
 

@@ -24,13 +24,13 @@ from openai.types.completion_choice import Logprobs
 from openai.types.completion_usage import CompletionTokensDetails
 from starlette.exceptions import HTTPException
 
+from arbordraft.decoding.spelling import is_text
+from arbordraft.decoding.streams import Stream
 from arbordraft.serving.errors import as_body
 from arbordraft.serving.pieces import Piece, SpeltLogprob
 from arbordraft.serving.question import Question, StreamOptions
 from arbordraft.serving.reading import CallPiece
 from arbordraft.serving.service import Service
-from arbordraft.spelling import is_text
-from arbordraft.streams import Stream
 
 
 class Shape(ABC):

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import Field, model_validator
 
+from arbordraft.decoding.spelling import Spelling
+from arbordraft.decoding.text import encode
 from arbordraft.grammars import Grammar
 from arbordraft.serving.calls import CallFormat, embedded
 from arbordraft.serving.errors import ApiError
@@ -14,8 +16,6 @@ from arbordraft.serving.messages import Message
 from arbordraft.serving.question import Question
 from arbordraft.serving.structure import Function, ResponseFormat, Tool, ToolChoice
 from arbordraft.serving.thinking import Thinking
-from arbordraft.spelling import Spelling
-from arbordraft.texts import encode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
+from arbordraft.decoding.text import encode
 from arbordraft.serving.calls import CallFormat
 from arbordraft.serving.errors import ApiError
 from arbordraft.serving.fields import spelt
 from arbordraft.serving.question import Question
-from arbordraft.texts import encode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
 
+from arbordraft.decoding.spelling import Pieces, Spelling, Spelt
+from arbordraft.decoding.streams import Event
 from arbordraft.serving.pieces import Piece, SpellingLogprobs, SpeltLogprob
-from arbordraft.spelling import Pieces, Spelling, Spelt
-from arbordraft.streams import Event
 
 
 class Echo:

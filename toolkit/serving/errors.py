@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.exceptions import HTTPException
 
-from arbordraft.engine import EngineClosed, QueueFull
+from arbordraft.decoding.engine import EngineClosed, QueueFull
 from arbordraft.grammars import GrammarError
 
 _LOG = logging.getLogger(__name__)

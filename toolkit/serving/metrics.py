@@ -4,8 +4,8 @@ from time import perf_counter
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from arbordraft.engine import Engine
-from arbordraft.streams import Event
+from arbordraft.decoding.engine import Engine
+from arbordraft.decoding.streams import Event
 
 _WAITS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _ANSWERS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)

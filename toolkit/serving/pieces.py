@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from arbordraft.decoding.spelling import Pieces, Spelling, Spelt
+from arbordraft.decoding.state import TokenLogprobs
+from arbordraft.decoding.streams import Event
 from arbordraft.grammars import SchemaCheck
 from arbordraft.serving.calls import CallFormat
 from arbordraft.serving.reading import CallPiece, CallReader
 from arbordraft.serving.thinking import Thinking, ThoughtReader
-from arbordraft.spelling import Pieces, Spelling, Spelt
-from arbordraft.state import TokenLogprobs
-from arbordraft.streams import Event
 from arbordraft.trees.draft_tree import SampleTree, SampleVerdict
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class SpeltLogprob(NamedTuple):
     """The log-probability of a token, and how that is spelt.
 
     Args:
-        text: what it adds to the answer, see :class:`~arbordraft.spelling.Spelt`; of another token than the answer's,
+        text: what it adds to the answer, see :class:`~arbordraft.decoding.spelling.Spelt`; of another token than the answer's,
             what it would add, or the name of a special token.
         data: the bytes of the same; ``None`` if the tokenizer does not tell.
         logprob: its log-probability; ``None`` of the first token of a prompt, which follows nothing.
@@ -48,7 +48,7 @@ class Piece:
         tokens: what was committed.
         logprobs: one per token that ``text`` is of, if they are wanted: a token waits until it is certain what it adds.
         steps: see :func:`step_of`, if they are wanted.
-        finish_reason: see :class:`~arbordraft.streams.Answer`; ``tool_calls`` if the answer ended with those.
+        finish_reason: see :class:`~arbordraft.decoding.streams.Answer`; ``tool_calls`` if the answer ended with those.
         calls: of tools.
         thoughts: what the model thought first.
         check: of the whole answer, if its schema has keywords that no grammar holds.

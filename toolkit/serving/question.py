@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, model_validator
 
+from arbordraft.decoding.requests import Request
+from arbordraft.decoding.spelling import Spelling
 from arbordraft.grammars import Grammar
-from arbordraft.requests import Request
 from arbordraft.serving.calls import CallFormat
 from arbordraft.serving.errors import ApiError
 from arbordraft.serving.fields import REQUEST_HINTS, REQUEST_NOTHING, STREAM_HINTS, Fields, Text
 from arbordraft.serving.structure import Function
 from arbordraft.serving.thinking import Thinking
-from arbordraft.spelling import Spelling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,7 +58,7 @@ def _short(stop: str) -> str:
 
 
 class Question(Fields, ABC):
-    """What both endpoints take; for ranges, and what is left open, see :class:`~arbordraft.requests.Request`."""
+    """What both endpoints take; for ranges, and what is left open, see :class:`~arbordraft.decoding.requests.Request`."""
 
     hints: ClassVar = REQUEST_HINTS
     nothing: ClassVar = REQUEST_NOTHING

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 from starlette.requests import Request as HttpRequest
 
-from arbordraft.engine import Engine, EngineClosed, QueueFull
-from arbordraft.generation import own_temperature
+from arbordraft.decoding.engine import Engine, EngineClosed, QueueFull
+from arbordraft.decoding.lengths import LengthCheck, TextTooLong
+from arbordraft.decoding.requests import Request
+from arbordraft.decoding.settings import own_temperature
+from arbordraft.decoding.spelling import Spelling
+from arbordraft.decoding.streams import Stream
 from arbordraft.grammars import GrammarError
-from arbordraft.lengths import LengthCheck, TextTooLong
-from arbordraft.requests import Request
 from arbordraft.serving.calls import CallFormat, call_format
 from arbordraft.serving.completions import CompletionQuestion
 from arbordraft.serving.echoes import Echo, Echoing
@@ -24,8 +26,6 @@ from arbordraft.serving.pieces import Piece, Speller
 from arbordraft.serving.question import Question
 from arbordraft.serving.thinking import Thinking, thinking_of
 from arbordraft.serving.validity import Checker
-from arbordraft.spelling import Spelling
-from arbordraft.streams import Stream
 from arbordraft.utils.checks import instance, whole
 
 if TYPE_CHECKING:

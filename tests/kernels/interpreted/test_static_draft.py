@@ -6,8 +6,8 @@ from grown_trees import GREEDY, HOT, LAW, MANY, at_most, check
 from native_drafters import built
 
 from arbordraft import TreeTopology
+from arbordraft.decoding.static.drafting import StaticDrafts
 from arbordraft.kernels import choice
-from arbordraft.static.drafting import StaticDrafts
 
 TOPOLOGY = TreeTopology([-1, 0, 0, 1, 1, 2, 3])
 TEXTS = [[5, 9, 7, 5, 9], [11, 4], [8, 3, 8], [6, 6]]

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from arbordraft.decoding.static.bucket import power_of_two
+from arbordraft.decoding.static.cache import StaticCache
+from arbordraft.decoding.static.draft import DraftBucket, DraftStep
+from arbordraft.decoding.static.recording import check_kernels, record
+from arbordraft.decoding.static.step import Pools, compiled
 from arbordraft.drafters.one_call import DraftNetwork, Missing, caught_up
 from arbordraft.kernels.draft_tree import Drafted, Draws, Growth
-from arbordraft.static.bucket import power_of_two
-from arbordraft.static.cache import StaticCache
-from arbordraft.static.draft import DraftBucket, DraftStep
-from arbordraft.static.recording import check_kernels, record
-from arbordraft.static.step import Pools, compiled
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.trees.topology import TreeTopology
 

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from arbordraft.batching import Batch, Entry, Job
-from arbordraft.generation import bound_to_text, changed, check_settings
-from arbordraft.huggingface import with_stop_strings
-from arbordraft.requests import Ends, Request
+from arbordraft.decoding.generate import with_stop_strings
+from arbordraft.decoding.requests import Ends, Request
+from arbordraft.decoding.scheduler import Batch, Entry, Job
+from arbordraft.decoding.settings import bound_to_text, changed, check_settings
+from arbordraft.decoding.spelling import Spelling
+from arbordraft.decoding.state import Sample
+from arbordraft.decoding.step import Stepper
+from arbordraft.decoding.streams import Stream
 from arbordraft.sampling.processors import Warp
 from arbordraft.sampling.stateful import StatefulProcessor
-from arbordraft.spelling import Spelling
-from arbordraft.state import Sample
-from arbordraft.stepping import Stepper
-from arbordraft.streams import Stream
 from arbordraft.utils.checks import instance, whole
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Engine:
             them. Steps of fixed shapes set some aside for padding, the more the higher ``max_samples`` is.
         max_samples: answers that are decoded at a time.
         max_rows: tokens of prompts that are read between two steps, which bounds how long a stream can stall;
-            :func:`~arbordraft.measuring.rows_within` says how many a machine reads in a given time.
+            :func:`~arbordraft.decoding.measuring.rows_within` says how many a machine reads in a given time.
         max_waiting: requests that may wait for their first slot, whatever number of answers they want; any number by
             default.
         reuse: copy common beginnings. By default where that gives the same bits as reading them.

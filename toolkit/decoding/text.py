@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from arbordraft.generation import EXTRA_OUTPUTS, own_temperature
-from arbordraft.huggingface import StopTexts
-from arbordraft.metrics import DecodeStats
-from arbordraft.spelling import Pieces
+from arbordraft.decoding.generate import StopTexts
+from arbordraft.decoding.metrics import DecodeStats
+from arbordraft.decoding.settings import EXTRA_OUTPUTS, own_temperature
+from arbordraft.decoding.spelling import Pieces
 from arbordraft.utils.checks import as_temperature, real, whole
 
 if TYPE_CHECKING:

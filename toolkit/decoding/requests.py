@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from arbordraft.generation import biased, own_temperature, processors_of
+from arbordraft.decoding.generate import Stopping
+from arbordraft.decoding.settings import biased, own_temperature, processors_of
+from arbordraft.decoding.spelling import Pieces, Spelling
+from arbordraft.decoding.text import stops
 from arbordraft.grammars import Grammar
-from arbordraft.huggingface import Stopping
 from arbordraft.sampling.processors import Warp
 from arbordraft.sampling.stateful import StatefulProcessor
-from arbordraft.spelling import Pieces, Spelling
-from arbordraft.texts import stops
 from arbordraft.utils.checks import as_temperature, each, instance, penalty, real, whole
 
 if TYPE_CHECKING:

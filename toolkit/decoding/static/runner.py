@@ -11,16 +11,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from arbordraft.decoding.static.bucket import Bucket, bucket_sizes, fitting, power_of_two
+from arbordraft.decoding.static.cache import StaticCache
+from arbordraft.decoding.static.drafting import StaticDrafts
+from arbordraft.decoding.static.recording import INSTEAD, check_kernels, record
+from arbordraft.decoding.static.step import Call, Pools, StaticStep, StepKind, compiled
 from arbordraft.drafters import Drafter
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.sampling.laws import DraftLaw
 from arbordraft.sampling.noise import GumbelNoise, Noise
 from arbordraft.sampling.processors import Warp
-from arbordraft.static.bucket import Bucket, bucket_sizes, fitting, power_of_two
-from arbordraft.static.cache import StaticCache
-from arbordraft.static.drafting import StaticDrafts
-from arbordraft.static.recording import INSTEAD, check_kernels, record
-from arbordraft.static.step import Call, Pools, StaticStep, StepKind, compiled
 from arbordraft.target.cache import CacheOverflow, RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.trees.draft_tree import DraftTree, SampleVerdict, Verdict

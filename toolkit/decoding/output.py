@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from arbordraft.metrics import DecodeStats
+from arbordraft.decoding.metrics import DecodeStats
 
 
 @dataclass

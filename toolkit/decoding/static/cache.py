@@ -1,6 +1,6 @@
 """A KV cache for steps of fixed shapes."""
 
-from arbordraft.static.bucket import power_of_two
+from arbordraft.decoding.static.bucket import power_of_two
 from arbordraft.target.cache import RaggedKVCache
 
 

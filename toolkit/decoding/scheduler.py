@@ -11,8 +11,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from arbordraft.state import Sample, SampleError
-from arbordraft.stepping import Stepper
+from arbordraft.decoding.state import Sample, SampleError
+from arbordraft.decoding.step import Stepper
 from arbordraft.target.cache import CacheOverflow
 
 _LEAST = 32  # tokens of a common beginning that are worth copying, or waiting for

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from arbordraft.generation import EXTRA_OUTPUTS, check_settings, effective, says_something
-from arbordraft.metrics import DecodeStats
+from arbordraft.decoding.metrics import DecodeStats
+from arbordraft.decoding.settings import EXTRA_OUTPUTS, check_settings, effective, says_something
+from arbordraft.decoding.spelling import Pieces, Spelling
 from arbordraft.sampling.kinds import transformers_name
-from arbordraft.spelling import Pieces, Spelling
 from arbordraft.target.hf_cache import CACHE_NAMES
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     )
     from transformers.generation.streamers import BaseStreamer
 
-    from arbordraft.output import SpeculativeOutput
+    from arbordraft.decoding.output import SpeculativeOutput
 
 
 class Decoded(Protocol):
@@ -275,7 +275,7 @@ def pack_output(
     input_ids: Tensor, samples: Sequence[Decoded], stats: DecodeStats, config: "GenerationConfig"
 ) -> "SpeculativeOutput":
     """The committed tokens behind the prompts as given, padded on the right."""
-    from arbordraft.output import SpeculativeOutput
+    from arbordraft.decoding.output import SpeculativeOutput
 
     columns = input_ids.shape[1]
     new = [sample.tokens[columns - sample.padding :] for sample in samples]

@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
-from arbordraft.requests import Request
-from arbordraft.state import Emission, TokenLogprobs
+from arbordraft.decoding.requests import Request
+from arbordraft.decoding.state import Emission, TokenLogprobs
 from arbordraft.trees.draft_tree import SampleTree, SampleVerdict
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from arbordraft.decoding.state import DecodeState, Sample, SampleError
 from arbordraft.kernels.verify import row_max
 from arbordraft.sampling.processors import Warp, widened
 from arbordraft.sampling.rows import MixedRows, SoftmaxRows
-from arbordraft.state import DecodeState, Sample, SampleError
 from arbordraft.trees.draft_tree import DraftTree
 
 

@@ -5,7 +5,7 @@ Shapes: none; rows are counted.
 
 from typing import TYPE_CHECKING, Any
 
-from arbordraft.state import DecodeState
+from arbordraft.decoding.state import DecodeState
 from arbordraft.trees.draft_tree import DraftTree, SampleTree, SampleVerdict, Verdict
 
 if TYPE_CHECKING:

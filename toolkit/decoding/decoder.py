@@ -9,11 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from arbordraft import texts
-from arbordraft.batching import Batch, Entry
-from arbordraft.generation import changed, with_settings
-from arbordraft.grammars import Grammar, GrammarError, grammars_of
-from arbordraft.huggingface import (
+from arbordraft.decoding import text as texts
+from arbordraft.decoding.generate import (
     DecodingError,
     Stopping,
     check_options,
@@ -25,11 +22,14 @@ from arbordraft.huggingface import (
     with_stop_strings,
     without_padding,
 )
-from arbordraft.metrics import DecodeStats
-from arbordraft.prompts import left_padded
+from arbordraft.decoding.metrics import DecodeStats
+from arbordraft.decoding.prompts import left_padded
+from arbordraft.decoding.scheduler import Batch, Entry
+from arbordraft.decoding.settings import changed, with_settings
+from arbordraft.decoding.state import Emission, Sample
+from arbordraft.decoding.step import Stepper
+from arbordraft.grammars import Grammar, GrammarError, grammars_of
 from arbordraft.sampling.processors import Warp
-from arbordraft.state import Emission, Sample
-from arbordraft.stepping import Stepper
 from arbordraft.target.cache import CacheOverflow
 from arbordraft.target.exactness import ExactnessReport, exactness_report
 from arbordraft.utils.checks import as_temperature, each, whole
@@ -243,7 +243,7 @@ class SpeculativeDecoder(Stepper):
 
         Returns:
             ``[B, L + new]`` token ids, or with ``return_dict_in_generate`` an output with ``sequences`` and ``stats``
-            (:class:`~arbordraft.metrics.DecodeStats`).
+            (:class:`~arbordraft.decoding.metrics.DecodeStats`).
 
         Raises:
             TypeError: for prompts, masks and settings of another type.
@@ -356,7 +356,7 @@ class SpeculativeDecoder(Stepper):
     def _nothing(
         self, input_ids: Tensor, streamer: Any, kwargs: dict[str, Any]
     ) -> "Tensor | GenerateDecoderOnlyOutput":
-        from arbordraft.output import SpeculativeOutput
+        from arbordraft.decoding.output import SpeculativeOutput
 
         for one in per_sample_streamers(streamer, len(input_ids)):
             one.end()

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from arbordraft.decoding.state import DecodeState, Sample
 from arbordraft.sampling.noise import GumbelNoise, Noise
-from arbordraft.state import DecodeState, Sample
 from arbordraft.trees.draft_tree import DraftTree, SampleVerdict, Verdict
 
 

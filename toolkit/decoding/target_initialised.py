@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from arbordraft.deciders import Decider
-from arbordraft.decoder import SpeculativeDecoder
+from arbordraft.decoding.decoder import SpeculativeDecoder
+from arbordraft.decoding.processing import draft_scores, target_rows
+from arbordraft.decoding.state import DecodeState, Sample
 from arbordraft.drafters import Drafter
 from arbordraft.drafters.context import DraftContext
-from arbordraft.processing import draft_scores, target_rows
 from arbordraft.sampling.laws import WithoutReplacement
 from arbordraft.sampling.noise import GumbelNoise, Noise
-from arbordraft.state import DecodeState, Sample
 from arbordraft.target.model import RaggedModel
 from arbordraft.trees.draft_tree import DraftTree, Verdict
 from arbordraft.trees.topology import TreeTopology

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from arbordraft.texts import encode, settings_of, user_turn
+from arbordraft.decoding.text import encode, settings_of, user_turn
 from arbordraft.utils.files import read_text
 
 if TYPE_CHECKING:

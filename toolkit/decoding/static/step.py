@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from arbordraft.decoding.static.bucket import Bucket
 from arbordraft.kernels.gumbel.operator import argmax as gumbel_draw
 from arbordraft.kernels.kv_cache.operator import kv_append, kv_compact
 from arbordraft.kernels.ragged_tree_attention.operator import tree_attention
@@ -23,7 +24,6 @@ from arbordraft.kernels.verify import row_max_reference
 from arbordraft.kernels.verify.tops import take_tops
 from arbordraft.kernels.verify.tree import PackedTree, verify_tree, walk
 from arbordraft.sampling.processors import Warp, truncated
-from arbordraft.static.bucket import Bucket
 from arbordraft.target.attention import AttentionCall
 from arbordraft.target.model import RaggedModel
 

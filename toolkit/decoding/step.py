@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from arbordraft.cohorts import Cohort, cohorts_of, draft_temperature, joined, verdicts_of
 from arbordraft.deciders import Decider
 from arbordraft.deciders.decisions import Plan, Situation
+from arbordraft.decoding.assemble import fitting
+from arbordraft.decoding.metrics import DecodeStats
+from arbordraft.decoding.processing import draft_scores, finite_rows, target_rows
+from arbordraft.decoding.sample_groups import Cohort, cohorts_of, draft_temperature, joined, verdicts_of
+from arbordraft.decoding.settings import SOURCES, own_settings
+from arbordraft.decoding.state import DecodeState, Emission, Sample, SampleError, logprobs_of
+from arbordraft.decoding.static.runner import StaticStepping
 from arbordraft.drafters import Drafter
 from arbordraft.drafters.context import DraftContext
 from arbordraft.drafters.none import roots
-from arbordraft.generation import SOURCES, own_settings
 from arbordraft.grammars import GrammarCompiler
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
-from arbordraft.metrics import DecodeStats
-from arbordraft.parts import fitting
-from arbordraft.processing import draft_scores, finite_rows, target_rows
 from arbordraft.sampling.laws import Fixed
 from arbordraft.sampling.noise import GumbelNoise, Noise
-from arbordraft.state import DecodeState, Emission, Sample, SampleError, logprobs_of
-from arbordraft.static.runner import StaticStepping
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.trees.draft_tree import DraftTree, SampleTree, SampleVerdict, Verdict

@@ -15,10 +15,10 @@ import torch
 from arbordraft.deciders import Decider, FixedDepth
 from arbordraft.deciders.costs import CostTable, StepCosts
 from arbordraft.deciders.decisions import StepView
-from arbordraft.decoder import SpeculativeDecoder
+from arbordraft.decoding.decoder import SpeculativeDecoder
+from arbordraft.decoding.prompts import left_padded, plain_request
+from arbordraft.decoding.state import DecodeState
 from arbordraft.drafters import Drafter, NGramDrafter
-from arbordraft.prompts import left_padded, plain_request
-from arbordraft.state import DecodeState
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.trees.draft_tree import DraftTree, Verdict

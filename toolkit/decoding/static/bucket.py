@@ -14,9 +14,9 @@ from typing import ClassVar
 import numpy as np
 from torch import Tensor
 
+from arbordraft.decoding.static.table import Table
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.sampling.noise import GumbelNoise, Noise
-from arbordraft.static.table import Table
 from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.trees.topology import WORD_BITS, TreeTopology
 from arbordraft.utils.checks import each, whole

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from arbordraft.metrics import DecodeStats
+from arbordraft.decoding.metrics import DecodeStats
 from arbordraft.sampling.noise import Noise, SharedSource
 from arbordraft.sampling.processors import Warp
 from arbordraft.sampling.stateful import PathState

@@ -17,12 +17,12 @@ import torch
 
 from arbordraft.deciders import CostAware
 from arbordraft.deciders.costs import CostTable, StepCosts
+from arbordraft.decoding.prompts import chat_batches, check_texts
+from arbordraft.decoding.timing import measure_rows, measure_steps, rough_costs
 from arbordraft.drafters import Drafter
 from arbordraft.kernels.native.build import PATIENCE, cache_folder, cpu
 from arbordraft.kernels.native.progress import progress_line
-from arbordraft.prompts import chat_batches, check_texts
 from arbordraft.target.model import RaggedModel
-from arbordraft.timing import measure_rows, measure_steps, rough_costs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

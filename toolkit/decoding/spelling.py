@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from arbordraft.stops import Stops
+from arbordraft.decoding.stops import Stops
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

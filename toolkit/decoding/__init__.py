@@ -1,0 +1,1 @@
+"""Steps, batches, requests and streams: how parts decode together."""
