@@ -6,9 +6,9 @@ import pytest
 from models import PROMPTS, greedy_reference, left_padded, new_tokens, ragged, tiny_tokenizer
 
 from arbordraft import CostTable, EarlyExitDrafter, NGramDrafter, RaggedModel, builders
+from arbordraft.bench.tuning import Choice, Setting, Tuned, grid, tune
 from arbordraft.deciders.costs import StepCosts
 from arbordraft.decoding.measuring import measure_costs
-from arbordraft.tuning import Choice, Setting, Tuned, grid, tune
 
 CHEAP = StepCosts(CostTable((1, 8), (1.0, 1.0)), CostTable((1, 8), (0.01, 0.01)))
 TEXTS = ["a b c", "c", "b a"]

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from arbordraft.bench.contests import drafter_gain
 from arbordraft.bench.decoding import DecodeRow, in_turns
+from arbordraft.bench.suites import drafter_gain
 from arbordraft.bench.tables import print_rows
 from arbordraft.bench.workload import Workload
 from arbordraft.loading import load_drafter, load_model

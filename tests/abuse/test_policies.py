@@ -22,6 +22,7 @@ from arbordraft import (
     TreeTopology,
     builders,
 )
+from arbordraft.bench.tuning import Choice, Setting, Tuned, tune
 from arbordraft.deciders import (
     AcceptedAverage,
     AdaEDL,
@@ -36,7 +37,6 @@ from arbordraft.deciders import (
 )
 from arbordraft.deciders.costs import StepCosts
 from arbordraft.decoding.measuring import measure_costs, measure_rows
-from arbordraft.tuning import Choice, Setting, Tuned, tune
 
 NAN, INF = math.nan, math.inf
 TABLE = CostTable((1, 8), (1.0, 2.0))

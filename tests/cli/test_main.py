@@ -14,11 +14,11 @@ from models import tiny_checkpoint, tiny_tokenizer
 from typer.testing import CliRunner
 
 from arbordraft import CostTable, NoDrafter
+from arbordraft.bench.tuning import Choice, Setting, Tuned, grid
 from arbordraft.cli import main as cli
 from arbordraft.deciders.costs import StepCosts
 from arbordraft.decoding.prompts import read_prompts
 from arbordraft.decoding.spelling import Pieces
-from arbordraft.tuning import Choice, Setting, Tuned, grid
 
 runner = CliRunner()
 

@@ -17,8 +17,8 @@ from arbordraft import (
     TreeTopology,
     builders,
 )
-from arbordraft.bench.contests import drafter_gain
 from arbordraft.bench.decoding import in_turns
+from arbordraft.bench.suites import drafter_gain
 from arbordraft.bench.workload import Workload
 from arbordraft.cli.main import app
 from arbordraft.deciders import NodeBudget

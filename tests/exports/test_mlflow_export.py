@@ -24,6 +24,7 @@ import onnx
 from mlflow import MlflowClient, MlflowException
 
 import arbordraft as ad
+from arbordraft.bench.tuning import Choice, Setting, Tuned
 from arbordraft.cli import main as cli
 from arbordraft.deciders import AdaEDL, Bandit, FixedDepth, LearnedDecider, NodeBudget, PathSurvival
 from arbordraft.deciders.costs import StepCosts
@@ -37,7 +38,6 @@ from arbordraft.exports.mlflow_registry import TRAINING, fetch_drafter
 from arbordraft.loading import Dtype, load_target
 from arbordraft.sampling.laws import AdaptiveTopTail
 from arbordraft.training.tracking import MLflowTracker
-from arbordraft.tuning import Choice, Setting, Tuned
 from arbordraft.verifiers import LongestBranch, OptimalTransport, TypicalAcceptance
 
 GREEDY = ad.Coupling(ad.Fixed(1), ad.TopDown(ad.Matching()))

@@ -9,14 +9,16 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from arbordraft.bench import contests, model, problems, roofline
 from arbordraft.bench import cpu as cpu_bench
 from arbordraft.bench import kernels as kernel_bench
+from arbordraft.bench import model, problems, roofline
+from arbordraft.bench import suites as contests
 from arbordraft.bench import verifiers as acceptance
 from arbordraft.bench import weights as fewer_bits
 from arbordraft.bench.decoding import in_turns
 from arbordraft.bench.grammars import GrammarContest
 from arbordraft.bench.onnx import draft_steps
+from arbordraft.bench.tuning import Tuned
 from arbordraft.cli.measurement import (
     CASES,
     DECODING,
@@ -34,7 +36,6 @@ from arbordraft.deciders.costs import StepCosts
 from arbordraft.drafters import Drafter
 from arbordraft.loading import Dtype, Kernels, drafter_named
 from arbordraft.target.model import RaggedModel
-from arbordraft.tuning import Tuned
 from arbordraft.utils.files import read_text
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Column, Table
 
+from arbordraft.bench.tuning import Tuned
 from arbordraft.cli.decoders import Law, load_decoder
 from arbordraft.cli.display import progress, terminal
 from arbordraft.cli.options import DtypeOption, ModelOption, finite, parse_topology
@@ -18,7 +19,6 @@ from arbordraft.exports import onnx
 from arbordraft.exports.evaluation import HELD_OUT
 from arbordraft.exports.folder import Export, Quantization
 from arbordraft.loading import Dtype, Kernels, drafter_named, load_target
-from arbordraft.tuning import Tuned
 from arbordraft.utils.mlflow_server import explained
 
 app = typer.Typer(no_args_is_help=True, help="Export drafters, deciders and targets for deployment.")

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from arbordraft import tuning
+from arbordraft.bench import tuning
 from arbordraft.bench.plots import plot, read_rows
 from arbordraft.cli.bench import app as bench
 from arbordraft.cli.chat import chat

@@ -7,6 +7,7 @@ from itertools import cycle, islice
 from arbordraft import builders
 from arbordraft.bench.decoding import Decode, theirs
 from arbordraft.bench.padded import PaddedDecoder
+from arbordraft.bench.tuning import Tuned, grid
 from arbordraft.bench.workload import Workload
 from arbordraft.deciders import (
     AcceptedAverage,
@@ -26,7 +27,6 @@ from arbordraft.decoding.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter, LanguageModelDrafter, NGramDrafter
 from arbordraft.target.model import RaggedModel
 from arbordraft.trees.topology import TreeTopology
-from arbordraft.tuning import Tuned, grid
 from arbordraft.verifiers.coupling import Coupling
 
 
