@@ -11,9 +11,9 @@ from arbordraft.bench.plots import plot
 from arbordraft.bench.tuning import Choice, Setting, Tuned
 from arbordraft.deciders import LearnedDecider
 from arbordraft.deciders.costs import StepCosts
+from arbordraft.training.outbox import Journal, Progress
 from arbordraft.training.recording import WholeCheckpoints
 from arbordraft.training.shards import ANSWER, Conversation, ShardFolder, pack, write_shard
-from arbordraft.training.spool import Journal, Progress
 from arbordraft.trees.drawing import draw_png
 from arbordraft.utils.files import new_folder, write_text
 

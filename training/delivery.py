@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arbordraft.training.spool import SPOOL, Journal, Progress, Record
+from arbordraft.training.outbox import SPOOL, Journal, Progress, Record
 from arbordraft.utils.mlflow_server import MODEL, connect, limits, reason, resolve_uri
 
 if TYPE_CHECKING:

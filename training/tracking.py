@@ -31,7 +31,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from arbordraft.training.delivery import Point, deliver
-from arbordraft.training.spool import SPOOL, Journal
+from arbordraft.training.outbox import SPOOL, Journal
 from arbordraft.utils.mlflow_server import ALIASES, NAMES, limits, reason, resolve_uri
 
 TIMEOUT = 20  # seconds; a hung server costs twice that, once per training

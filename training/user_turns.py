@@ -9,7 +9,7 @@ from torch import Tensor
 
 from arbordraft.training.chat import ChatFormat
 from arbordraft.training.completion import Completer, Completion, Sampling
-from arbordraft.training.openings import Opening, draw_opening, known_words
+from arbordraft.training.prompt_templates import Opening, draw_opening, known_words
 from arbordraft.training.shards import GIVEN, PROMPT
 
 _SHORTEST = 12  # characters; less is no question

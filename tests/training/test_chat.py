@@ -10,7 +10,7 @@ from chats import BRACKETS, CHATML, END, START, chat_tokenizer
 from models import tiny
 
 from arbordraft.training.chat import ChatFormat
-from arbordraft.training.openings import draw_opening, known_words
+from arbordraft.training.prompt_templates import draw_opening, known_words
 from arbordraft.training.targets import Target
 
 

@@ -17,7 +17,7 @@ from arbordraft.training.chat import ChatFormat
 from arbordraft.training.completion import Completion, DecoderCompleter
 from arbordraft.training.distillation import Recipe, SelfDistillation
 from arbordraft.training.features import FreshFeatures
-from arbordraft.training.openings import Opening, draw_opening, known_words
+from arbordraft.training.prompt_templates import Opening, draw_opening, known_words
 from arbordraft.training.shards import ANSWER, GIVEN, PROMPT, ShardError, ShardFolder
 
 ONE = Recipe(conversations=1, temperatures=(0.7,), answers=1, max_new_tokens=20, max_tokens=400)
