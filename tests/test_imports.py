@@ -4,30 +4,28 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# From the bottom up; what stands in one line may be imported by every line below it, and in the order of the line.
+# From the bottom up; a folder may be imported by itself and by every folder to its right or below.
 LAYERS = """
 kernels
-allocator checks files topology masks stateful kinds processors sampling rows laws decisions types context
-costs metrics checkpoints vocabulary pretrained
-target onnx_graph
-verifiers coupling
-heads onnx_networks drafters deciders grammars static
-testing
-output generation stops spelling huggingface lengths texts prompts parts state step_log cohorts processing stepping
-batching requests streams engine decoder target_initialised
-timing measuring builders loading tuning drawing mlflow_server bench
-training exports serving
+utils
+checkpoints sampling trees
+target
+deciders verifiers heads onnx grammars drafters
+testing decoding
+builders loading
+bench training exports serving
 cli
 """
 ORDER = LAYERS.split()
 ALONE = {"drafters"}  # packages whose modules import none of each other but what they share
-SHARED = {"base", "fused", "garden", "slots", "whole"}
+SHARED = {"base", "context", "grower", "model_drafter", "native_models", "one_call", "slots"}
 PLACES = {"toolkit": (), "kernels": ("kernels",), "training": ("training",), "exports": ("exports",)}
 KERNEL_LIBRARIES = {"torch", "triton", "numpy"}
 
@@ -43,25 +41,43 @@ def imported_names(source: str) -> Iterator[str]:
 
 
 def violations(root: Path) -> list[str]:
-    """Every import below `root` that points in a forbidden direction, as `file: reason`."""
-    return [
+    """Every import below `root` that points in a forbidden direction, as `file: reason`, and a circle of files."""
+    sources = {
+        path: path.read_text() for folder in (*PLACES, "examples") for path in sorted((root / folder).rglob("*.py"))
+    }
+    imports = {path: list(imported_names(source)) for path, source in sources.items()}
+    found = [
         f"{path.relative_to(root)}: {reason}"
-        for folder in (*PLACES, "examples")
-        for path in sorted((root / folder).rglob("*.py"))
-        for name in imported_names(path.read_text())
+        for path, names in imports.items()
+        for name in names
         if (reason := objection(path.relative_to(root), name.split(".")))
     ]
+    files = {dotted(path.relative_to(root)): path for path in sources}
+    known = {
+        path: {files.get(name) or files.get(name.rpartition(".")[0]) for name in imports[path]} for path in sources
+    }
+    try:
+        TopologicalSorter({path: others - {path, None} for path, others in known.items()}).prepare()
+    except CycleError as circle:
+        found.append("a circle of imports: " + " -> ".join(str(path.relative_to(root)) for path in circle.args[1]))
+    return found
+
+
+def dotted(path: Path) -> str:
+    """The name that a file is imported by."""
+    parts = [part for part in path.with_suffix("").parts if part != "__init__"]
+    return ".".join(["arbordraft", *PLACES.get(parts[0], parts[:1]), *parts[1:]])
 
 
 def objection(path: Path, name: list[str]) -> str | None:
-    folder, dotted = path.parts[0], ".".join(name)
+    folder, full = path.parts[0], ".".join(name)
     if not name[0]:
-        return f"relative import {dotted}"
+        return f"relative import {full}"
     if name[0] in (*PLACES, "examples", "tests"):
-        return f"{dotted} is not an installed name; import it as arbordraft.*"
+        return f"{full} is not an installed name; import it as arbordraft.*"
     if name[0] != "arbordraft":
         known = KERNEL_LIBRARIES | sys.stdlib_module_names
-        return f"{dotted} in kernels" if folder == "kernels" and name[0] not in known else None
+        return f"{full} in kernels" if folder == "kernels" and name[0] not in known else None
     if folder == "examples":
         return None
     here = [*PLACES[folder], *path.with_suffix("").parts[1:]]
@@ -71,11 +87,11 @@ def objection(path: Path, name: list[str]) -> str | None:
     if here[0] not in ORDER:
         return f"{here[0]} has no place in LAYERS"
     if unit not in ORDER:
-        return f"{dotted} goes through the package's own __init__"
+        return f"{full} goes through the package's own __init__"
     if {here[0], unit} == {"training", "exports"} or ORDER.index(unit) > ORDER.index(here[0]):
         return f"{here[0]} imports {unit}, which stands above it"
     if here[0] == unit in ALONE and here[-1] != "__init__" and not SHARED & set(name[2:3]):
-        return f"{'/'.join(here)} imports its sibling {dotted}"
+        return f"{'/'.join(here)} imports its sibling {full}"
     return None
 
 
@@ -87,14 +103,14 @@ def test_every_import_points_the_right_way():
     ("file", "line"),
     [
         ("kernels/op/triton.py", "import transformers"),
-        ("kernels/op/triton.py", "from arbordraft.topology import TreeTopology"),
-        ("toolkit/topology.py", "from arbordraft import decoder"),
-        ("toolkit/topology.py", "import arbordraft.masks"),
-        ("toolkit/topology.py", "def f():\n    from arbordraft.masks import SlicedCausalMask"),
-        ("toolkit/target/model.py", "from arbordraft.drafters import Drafter"),
-        ("toolkit/decoder.py", "from arbordraft.training import losses"),
-        ("toolkit/decoder.py", "from arbordraft.cli.options import SHAPES"),
-        ("toolkit/unheard_of.py", "import arbordraft.types"),
+        ("kernels/op/triton.py", "from arbordraft.trees.topology import TreeTopology"),
+        ("toolkit/trees/topology.py", "from arbordraft import loading"),
+        ("toolkit/trees/topology.py", "import arbordraft.decoding.step"),
+        ("toolkit/trees/topology.py", "def f():\n    from arbordraft.deciders.costs import CostTable"),
+        ("toolkit/target/model.py", "if TYPE_CHECKING:\n    from arbordraft.drafters import Drafter"),
+        ("toolkit/decoding/decoder.py", "from arbordraft.training import losses"),
+        ("toolkit/decoding/decoder.py", "from arbordraft.cli.options import SHAPES"),
+        ("toolkit/unheard_of.py", "import arbordraft.trees"),
         ("toolkit/drafters/ngram.py", "from arbordraft.drafters.eagle import Eagle"),
         ("toolkit/drafters/ngram.py", "from .eagle import Eagle"),
         ("training/losses.py", "from arbordraft.exports import onnx"),
@@ -111,13 +127,22 @@ def test_a_forbidden_import_is_caught(tmp_path, file, line):
     assert objection.startswith(file)
 
 
+def test_a_circle_is_caught(tmp_path):
+    folder = tmp_path / "toolkit" / "trees"
+    folder.mkdir(parents=True)
+    (folder / "masks.py").write_text("if TYPE_CHECKING:\n    from arbordraft.trees.topology import TreeTopology\n")
+    (folder / "topology.py").write_text("from arbordraft.trees import masks\n")
+    (found,) = violations(tmp_path)
+    assert found.startswith("a circle of imports: toolkit/trees/")
+
+
 def test_allowed_imports_pass(tmp_path):
     for file, line in {
         "kernels/op/triton.py": "import triton, torch, numpy.typing, functools",
-        "toolkit/decoder.py": "from arbordraft.drafters import Drafter\nimport arbordraft.kernels.op",
+        "toolkit/decoding/decoder.py": "from arbordraft.drafters import Drafter\nimport arbordraft.kernels.op",
         "toolkit/drafters/__init__.py": "from arbordraft.drafters.ngram import NGram",
-        "toolkit/drafters/ngram.py": "from arbordraft.types import DraftTree\nimport transformers",
-        "toolkit/__init__.py": "from arbordraft.decoder import SpeculativeDecoder",
+        "toolkit/drafters/ngram.py": "from arbordraft.trees.draft_tree import DraftTree\nimport transformers",
+        "toolkit/__init__.py": "from arbordraft.decoding.decoder import SpeculativeDecoder",
         "toolkit/cli/main.py": "import arbordraft as ad\nfrom arbordraft.training import fit",
         "training/losses.py": "from arbordraft import Decider\nfrom arbordraft.training.data import rows",
         "examples/demo.py": "import arbordraft\nfrom arbordraft.exports import onnx",

@@ -34,7 +34,8 @@ def lookup(target: "Model", costs: StepCosts | CostTable | None = None, expected
 
     Args:
         target: the target.
-        costs: by default those of this machine, which are measured once (:func:`~arbordraft.decoding.measuring.known_costs`).
+        costs: by default those of this machine, measured once by
+            :func:`~arbordraft.decoding.measuring.known_costs`.
         expected_batch: samples that a sampled request takes its batch to have, see :class:`SpeculativeDecoder`.
     """
     model = wrapped(target)
@@ -168,7 +169,8 @@ def fitted(
         lookup: copy from the sample's own text where its last tokens occurred before, and draft elsewhere.
         max_depth: bound on the trees' depth; what lookups copy may go on below, as long as ``nodes`` last.
         topology: the largest tree; by default fitted to the drafter's acceptance.
-        costs: by default those of this machine, which are measured once (:func:`~arbordraft.decoding.measuring.known_costs`).
+        costs: by default those of this machine, measured once by
+            :func:`~arbordraft.decoding.measuring.known_costs`.
     """
     nodes = whole("nodes", nodes, 1, MOST_NODES)
     if topology is not None:

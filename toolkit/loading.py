@@ -125,7 +125,7 @@ def load(
         coupling: how children are drawn and judged; by default what suits the drafter.
         decider: how much is drafted; by default :class:`~arbordraft.CostAware`, by ``costs``.
         costs: what steps cost: ``auto`` as measured on this machine, once that pays, and roughly until then
-            (:func:`~arbordraft.decoding.measuring.cost_aware`), or at once for couplings whose texts depend on what is drafted;
+            (:func:`~arbordraft.decoding.measuring.cost_aware`), or at once for couplings whose texts depend on drafts;
             ``renew`` to measure now, for as long as it takes; what was measured elsewhere; or ``None`` to draft whole
             trees whatever they cost.
         max_cache_tokens: bound on the rows of each KV cache; unlimited by default.

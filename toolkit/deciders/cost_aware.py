@@ -75,8 +75,8 @@ class CostAware(Decider):
     ``expected_batch`` of :class:`~arbordraft.SpeculativeDecoder`), and its trees are ended, not pruned.
 
     Args:
-        costs: measured by :func:`~arbordraft.decoding.measuring.known_costs`, or by ``arbordraft tune --costs``; what rows cost
-            alone takes drafting for free.
+        costs: measured by :func:`~arbordraft.decoding.measuring.known_costs`, or by ``arbordraft tune --costs``; a
+            :class:`CostTable` of rows alone takes drafting for free.
         nodes: most rows of a sample that are verified on average, root included; by default as many as pay.
         survival: estimates the chances of paths instead of draft probabilities, level by level; its threshold is not
             used.

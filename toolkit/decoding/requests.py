@@ -44,7 +44,8 @@ class Request:
         frequency_penalty: -2 to 2, taken off for every time that the answer has the token.
         logit_bias: -100 to 100 by token, added to its score.
         processors: further logits processors of transformers, which see this sample's own tokens, or
-            :class:`~arbordraft.sampling.stateful.StatefulProcessor` ones. One of a class that a setting asks for replaces it.
+            :class:`~arbordraft.sampling.stateful.StatefulProcessor` ones. One of a class that a setting asks for
+            replaces it.
         grammar: the form that the answer has to have.
         stop: the answer ends with the first of these texts; they need the target's tokenizer. By default the model's
             own ``stop_strings``.

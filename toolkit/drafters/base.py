@@ -1,31 +1,21 @@
-"""What every drafter is, and the level-by-level growth that model-based ones share.
+"""What every drafter is.
 
 Shapes: R frontier nodes of all samples, V vocabulary.
 """
 
-import math
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from arbordraft.drafters.context import DraftContext
-from arbordraft.drafters.grower import Garden
-from arbordraft.kernels.ragged_tree_attention import RaggedBatch
-from arbordraft.kernels.tree_expand import tree_expand
 from arbordraft.onnx.networks import OnnxNetwork
 from arbordraft.sampling.laws import IID, DraftLaw, SharedNoise
-from arbordraft.sampling.noise import GumbelNoise
-from arbordraft.sampling.rows import SoftmaxRows
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.prepacked.prepacked_modules import prepack_linears
 from arbordraft.trees.draft_tree import DraftTree, Verdict
-from arbordraft.trees.masks import stack_words
 from arbordraft.trees.topology import TreeTopology
 
 if TYPE_CHECKING:
@@ -214,55 +204,6 @@ class HeadDrafter(Drafter):
             raise ValueError(f"{type(self).__name__} must be built for the target that it drafts for")
 
 
-def grow(context: DraftContext, drafter: Drafter, run: Callable[[Garden, dict[int, list[int]]], Tensor]) -> DraftTree:
-    """Grows trees level by level with a model.
-
-    Args:
-        context: the step.
-        drafter: whose model it is.
-        run: given the trees so far and the frontier nodes of every sample that goes on, the ``[R, V]`` draft logits
-            of these nodes, sample by sample.
-    """
-    garden = Garden(context, context.law, drafter)
-    certain = context.law.deterministic
-    for depth in range(context.topology.max_depth):
-        frontier = garden.frontier(depth)
-        if not frontier:
-            break
-        places = [(sample, node) for sample, nodes in frontier.items() for node in nodes]
-
-        def place_of(row: int, places: list[tuple[int, int]] = places) -> tuple[int, list[int]]:
-            sample, node = places[row]
-            return sample, garden.path(sample, node)
-
-        logits = run(garden, frontier)
-        scores = context.warp(logits, place_of)
-        if isinstance(context.noise, GumbelNoise):
-            scores = context.noise.perturb(scores, [(sample, depth) for sample, _ in places])
-        rows = SoftmaxRows(scores)
-        likeliest, chances = tree_expand(scores, min(garden.law.k if certain else 1, scores.shape[1]))
-        tops, odds = likeliest.tolist(), chances.exp().tolist()
-        sound = [math.isfinite(values[0]) for values in odds]
-        # Processors may leave no token behind a draft; whether that is an error, the target's own row says.
-        if not all(sound) and not logits.amax(dim=1).isfinite().all():
-            warnings.warn("the drafter produced NaN or infinite logits; nothing is drafted there", stacklevel=2)
-        for row, (sample, node) in enumerate(places):
-            if not sound[row] or (node == 0 and context.candidates is not None):
-                continue
-            children = context.topology.child_list[node]
-            if certain:
-                possible = sum(chance > 0 for chance in odds[row])
-                tokens, confidence = tops[row][:possible][: len(children)], odds[row]
-            else:
-                draft = rows[row]
-                uniforms = context.noise.draft[sample, list(children)].tolist()  # type: ignore[union-attr]
-                tokens = garden.law.narrow(len(children)).draw(draft, uniforms)
-                confidence = draft[tokens].tolist()
-                garden.rows[sample][node] = draft
-            garden.plant(sample, node, tokens, confidence, partial(rows.__getitem__, row))
-    return garden.tree()
-
-
 def unread(
     cache: RaggedKVCache, handles: Mapping[int, int], tokens: Sequence[Sequence[int]], last: int = 0
 ) -> list[int]:
@@ -271,34 +212,3 @@ def unread(
         max(0, len(text) - last - cache.length(handles[sample])) if sample in handles else 0
         for sample, text in enumerate(tokens)
     ]
-
-
-def plan_level(
-    garden: Garden,
-    frontier: dict[int, list[int]],
-    cache: RaggedKVCache,
-    handles: Mapping[int, int],
-    fed: dict[int, list[int]],
-) -> tuple[Tensor, RaggedBatch]:
-    """Plans the packed forward of the frontier nodes, behind the nodes that were fed before.
-
-    Args:
-        garden: the trees.
-        frontier: nodes to feed for every sample that goes on; added to ``fed``.
-        cache: the drafter's cache.
-        handles: the samples' handles in it.
-        fed: nodes whose keys already lie behind the committed ones; without node 0 if the root is committed.
-
-    Returns:
-        ``[T]`` tokens and the batch.
-    """
-    topology = garden.context.topology
-    tokens, depths, words = [], [], []
-    for sample, nodes in frontier.items():
-        columns = fed[sample] = fed[sample] + nodes
-        root = topology.depth_list[columns[0]]
-        tokens += [garden.tokens[sample][node] for node in nodes]
-        depths.append([topology.depth_list[node] - root for node in nodes])
-        words.append(garden.context.mask.select(nodes, columns))
-    batch = cache.plan([handles[sample] for sample in frontier], depths, stack_words(words))
-    return torch.tensor(tokens), batch

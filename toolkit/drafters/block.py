@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from arbordraft.drafters.base import check_ragged, expect, grow
+from arbordraft.drafters.base import check_ragged, expect
 from arbordraft.drafters.context import DraftContext
 from arbordraft.drafters.grower import Garden
+from arbordraft.drafters.model_drafter import grow
 from arbordraft.drafters.native_models import FusedEagle, fusible, matrix_of
 from arbordraft.drafters.one_call import grow_whole
 from arbordraft.drafters.slots import SlotDrafter, SlotState

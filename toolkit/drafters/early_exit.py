@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from arbordraft.drafters.base import Drafter, adopt, check_ragged, expect, grow, plan_level
+from arbordraft.drafters.base import Drafter, adopt, check_ragged, expect
 from arbordraft.drafters.context import DraftContext
 from arbordraft.drafters.grower import Garden
+from arbordraft.drafters.model_drafter import grow, plan_level
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.sampling.laws import DraftLaw
 from arbordraft.target.cache import RaggedKVCache

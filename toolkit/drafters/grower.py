@@ -5,18 +5,15 @@ Shapes: V vocabulary.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from arbordraft.deciders.decisions import Draw, Origin, Plan, Situation, StepView
+from arbordraft.drafters.base import Drafter
 from arbordraft.drafters.context import DraftContext
 from arbordraft.sampling.laws import DraftLaw
 from arbordraft.sampling.stateful import Allowed
 from arbordraft.trees.draft_tree import DraftTree, SampleTree
-
-if TYPE_CHECKING:
-    from arbordraft.drafters.base import Drafter
 
 
 def groups_of(context: DraftContext) -> list[list[int]]:
@@ -31,7 +28,7 @@ def groups_of(context: DraftContext) -> list[list[int]]:
     return [[sample] for sample in alive]
 
 
-def situation_of(context: DraftContext, drafter: "Drafter", group: Sequence[int]) -> Situation:
+def situation_of(context: DraftContext, drafter: Drafter, group: Sequence[int]) -> Situation:
     """What is known of a group before a drafter drafts for it."""
     room = [min(context.room[sample] or 0, context.topology.max_depth) for sample in group]
     memory = [context.memory[sample] for sample in group]
@@ -51,7 +48,7 @@ class Garden:
         drafter: who grows them; says what is known of its drafts beforehand.
     """
 
-    def __init__(self, context: DraftContext, law: DraftLaw, drafter: "Drafter") -> None:
+    def __init__(self, context: DraftContext, law: DraftLaw, drafter: Drafter) -> None:
         self.context = context
         self.law = law
         self.source = type(drafter).__name__

@@ -31,8 +31,8 @@ class HybridDrafter(Drafter):
     """Asks ``first``, and ``otherwise`` for the samples for which ``first`` proposed nothing, or less than is expected.
 
     What ``otherwise`` is expected to bring is known only to deciders that plan
-    (:class:`~arbordraft.deciders.decisions.Plan`). Which of both drafts depends on committed tokens alone, so the output law is
-    preserved. Where the positions of one end, the other one goes on.
+    (:class:`~arbordraft.deciders.decisions.Plan`). Which of both drafts depends on committed tokens alone, so the
+    output law is preserved. Where the positions of one end, the other one goes on.
 
     Args:
         first: proposes deterministically, as lookups do.

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from arbordraft.checkpoints.reader import load_causal_lm, load_tokenizer
 from arbordraft.checkpoints.vocabulary import check_tokenizers, fit_logits, fit_tokens
-from arbordraft.drafters.base import Drafter, check_ragged, grow, plan_level, unread
+from arbordraft.drafters.base import Drafter, check_ragged, unread
 from arbordraft.drafters.context import DraftContext
 from arbordraft.drafters.grower import Garden
+from arbordraft.drafters.model_drafter import grow, plan_level
 from arbordraft.drafters.native_models import fused_model
 from arbordraft.drafters.one_call import Missing, ModelOnRows, feed, feed_static, grow_whole
 from arbordraft.kernels.draft_tree import Drafted, DraftRun, Draws, Growth

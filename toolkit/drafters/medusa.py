@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from arbordraft.drafters.base import HeadDrafter, check_ragged, expect, grow
+from arbordraft.drafters.base import HeadDrafter, check_ragged, expect
 from arbordraft.drafters.context import DraftContext
 from arbordraft.drafters.grower import Garden
+from arbordraft.drafters.model_drafter import grow
 from arbordraft.drafters.one_call import grow_whole
 from arbordraft.kernels.draft_tree import Drafted, Draws, Growth, draft_from_rows
 from arbordraft.onnx.networks import OnnxMedusa

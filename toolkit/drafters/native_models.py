@@ -18,9 +18,9 @@ from arbordraft.target.attention import UnsupportedModel
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.prepacked.gguf_blocks import in_memory
+from arbordraft.target.prepacked.parts import Parts
 from arbordraft.target.prepacked.prepacked_modules import PrepackedNorm
 from arbordraft.target.prepacked.probing import Unrecognised, plain
-from arbordraft.target.prepacked.recognition import Parts
 from arbordraft.trees.topology import TreeTopology
 
 if TYPE_CHECKING:

@@ -39,8 +39,8 @@ class Warp:
     Args:
         processors: what ``generate()`` prepared: penalties, temperature, top-k, top-p, user-defined ones.
             They must be functions of the tokens before a row, of its scores and of the row's number in the batch, or
-            follow a text as a :class:`~arbordraft.sampling.stateful.StatefulProcessor`; processors known to do neither are
-            refused. Temperatures below 1e-10 are left out, see ``greedy``.
+            follow a text as a :class:`~arbordraft.sampling.stateful.StatefulProcessor`; others are
+            refused where they are known. Temperatures below 1e-10 are left out, see ``greedy``.
         batch_size: samples of the batch that the processors were prepared for. Those that may tell its rows apart are
             called with as many rows, all of them equal.
         row: the sample's number in that batch. Samples whose :meth:`place` is equal may share an object.

@@ -25,8 +25,8 @@ class SpeltLogprob(NamedTuple):
     """The log-probability of a token, and how that is spelt.
 
     Args:
-        text: what it adds to the answer, see :class:`~arbordraft.decoding.spelling.Spelt`; of another token than the answer's,
-            what it would add, or the name of a special token.
+        text: what it adds to the answer, see :class:`~arbordraft.decoding.spelling.Spelt`; of another token than
+            the answer's, what it would add, or the name of a special token.
         data: the bytes of the same; ``None`` if the tokenizer does not tell.
         logprob: its log-probability; ``None`` of the first token of a prompt, which follows nothing.
         others: the most probable tokens at its place, descending.

@@ -58,7 +58,7 @@ def _short(stop: str) -> str:
 
 
 class Question(Fields, ABC):
-    """What both endpoints take; for ranges, and what is left open, see :class:`~arbordraft.decoding.requests.Request`."""
+    """Fields of both endpoints; :class:`~arbordraft.decoding.requests.Request` states ranges and defaults."""
 
     hints: ClassVar = REQUEST_HINTS
     nothing: ClassVar = REQUEST_NOTHING

@@ -374,7 +374,7 @@ class RaggedModel(nn.Module):
         self._prepared_for(cache)
 
     def network(self) -> nn.Module:
-        """The modules that run: called like the model, with ``ragged=`` (see :class:`~arbordraft.target.attention.Forward`).
+        """The modules that run: called with ``ragged=``, a :class:`~arbordraft.target.attention.Forward`.
 
         Raises:
             ValueError: if the model is in training mode.

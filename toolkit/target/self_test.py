@@ -4,7 +4,8 @@ Shapes: V vocabulary.
 """
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +17,6 @@ from arbordraft.target.hf_cache import cache_argument, returned_cache
 from arbordraft.target.model_view import ModelView, is_config
 from arbordraft.trees.topology import TreeTopology, ancestor_words
 
-if TYPE_CHECKING:
-    from arbordraft.target.model import RaggedModel
-
 TREE = TreeTopology.from_parents([-1, 0, 0, 1])
 PROMPTS = (5, 2)  # tokens
 SPANS = ("attention_chunk_size", "sliding_window")  # what configurations call the reach of a layer's attention
@@ -28,7 +26,25 @@ ROUNDING = 1e-3  # how far wide types may move logits, relative to their spread
 COMPANY = 0.2  # and how far a model's own logits may be moved by the rows beside them, or by rounding
 
 
-def check_logits(target: "RaggedModel", given: Any = None) -> None:
+class PackedModel(Protocol):
+    """The parts of :class:`~arbordraft.target.model.RaggedModel` that the test runs."""
+
+    model: Any
+    weights: str | None
+    vocab_size: int
+    max_positions: int | None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Logits of packed rows."""
+
+    def prefill(self, prompts: Mapping[int, Sequence[int]], cache: RaggedKVCache) -> Any:
+        """Reads prompts into a cache."""
+
+    def prepared(self, view: ModelView) -> Any:
+        """The model's weights as forwards through this view read them."""
+
+
+def check_logits(target: PackedModel, given: Any = None) -> None:
     """Compares packed logits, of two prompts and a small tree, with single ones; and again with short windows.
 
     Beyond a window or chunk of the model's attention both could differ although they agree within it. Where texts may
@@ -77,7 +93,7 @@ def check_logits(target: "RaggedModel", given: Any = None) -> None:
     _compare(target, own.model, cache, fault, cached=True)
 
 
-def _check_weights(target: "RaggedModel", fault: str) -> None:
+def _check_weights(target: PackedModel, fault: str) -> None:
     """Compares packed logits of weights with fewer bits with single ones of the same weights."""
     prompts, tree, paths = _texts(target)
     packed = _packed_logits(target, prompts, tree, TREE, RaggedKVCache())
@@ -89,7 +105,7 @@ def _check_weights(target: "RaggedModel", fault: str) -> None:
     _check(target, packed, torch.stack(rows), f"{fault} with {target.weights} weights")
 
 
-def exceeded_spans(target: "RaggedModel") -> dict[str, int]:
+def exceeded_spans(target: PackedModel) -> dict[str, int]:
     """The windows and chunks of a model's attention that its texts can be longer than."""
     config = target.model.config.get_text_config()
     lengths = {span: getattr(config, span, None) for span in SPANS}
@@ -109,7 +125,7 @@ def _shorten(model: nn.Module, spans: dict[str, int]) -> None:
                 setattr(place, span, SHORT + kept - length)
 
 
-def _compare(target: "RaggedModel", model: Any, cache: RaggedKVCache, fault: str, *, cached: bool = False) -> None:
+def _compare(target: PackedModel, model: Any, cache: RaggedKVCache, fault: str, *, cached: bool = False) -> None:
     """Raises unless packed rows give what ``model`` says of single paths, by itself or going on from its own cache."""
     prompts, tree, paths = _texts(target)
     packed = _packed_logits(target, prompts, tree, TREE, cache)
@@ -124,7 +140,7 @@ def _compare(target: "RaggedModel", model: Any, cache: RaggedKVCache, fault: str
 
 
 def _explain(
-    target: "RaggedModel", model: Any, texts: list[list[int]], packed: Tensor, expected: Tensor, fault: str
+    target: PackedModel, model: Any, texts: list[list[int]], packed: Tensor, expected: Tensor, fault: str
 ) -> None:
     """Raises the reason for which packed logits differ, unless the model itself rounds coarsely."""
     alone = torch.cat([_own_logits(model, [text]) for text in texts])
@@ -163,7 +179,7 @@ def _nudged(model: Any) -> Any:
     return view
 
 
-def _texts(target: "RaggedModel") -> tuple[list[list[int]], list[int], list[list[int]]]:
+def _texts(target: PackedModel) -> tuple[list[list[int]], list[int], list[list[int]]]:
     """Prompts, the tokens of a tree behind each of them, and its paths."""
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(target.vocab_size, (n,), generator=generator).tolist() for n in PROMPTS]
@@ -171,20 +187,20 @@ def _texts(target: "RaggedModel") -> tuple[list[list[int]], list[int], list[list
     return prompts, tree, [[tree[node] for node in TREE.path(end)] for end in range(TREE.num_nodes)]
 
 
-def _check(target: "RaggedModel", packed: Tensor, expected: Tensor, fault: str, bound: float | None = None) -> None:
+def _check(target: PackedModel, packed: Tensor, expected: Tensor, fault: str, bound: float | None = None) -> None:
     """Raises if ``[R, V]`` logits differ by more than rounding."""
     bound = _bound(target) if bound is None else bound
     if not (error := _distance(target, packed, expected)) < bound:
         raise UnsupportedModel(f"{fault} by {error:.1e} of their spread (bound {bound:.0e})")
 
 
-def _bound(target: "RaggedModel") -> float:
+def _bound(target: PackedModel) -> float:
     """How far rounding may move logits, relative to their spread."""
     # Half precision rounds differently for every shape; a wrong mask or position is far above any of these bounds.
     return ROUNDING if target.model.dtype in (torch.float32, torch.float64) else 0.1
 
 
-def _distance(target: "RaggedModel", actual: Tensor, expected: Tensor) -> float:
+def _distance(target: PackedModel, actual: Tensor, expected: Tensor) -> float:
     """How far ``[R, V]`` logits are apart, relative to the spread of those expected, which must be finite."""
     if not expected.isfinite().all():
         check_finite(target.model.state_dict(), "the model")
@@ -203,7 +219,7 @@ def apart(actual: Tensor, expected: Tensor) -> float:
 
 
 def _packed_logits(
-    target: "RaggedModel", prompts: list[list[int]], tree: list[int], topology: TreeTopology, cache: RaggedKVCache
+    target: PackedModel, prompts: list[list[int]], tree: list[int], topology: TreeTopology, cache: RaggedKVCache
 ) -> Tensor:
     """``[prompts * nodes, V]``: the same tree behind every prompt, in one forward."""
     samples = [cache.open() for _ in prompts]

@@ -285,7 +285,7 @@ class SharedMatching(TreeVerifier):
 
     The token behind a node is the first highest of ``log p + g``, g being Gumbel noise of the sample's seed and the
     position: of law p, whatever was drafted. So the text is that of plain decoding with the same seed, token for token,
-    and drafts may depend on anything: on the noise (:class:`~arbordraft.sampling.laws.SharedNoise`), on tokens that are still to
+    and drafts may depend on anything: on the noise (:class:`~arbordraft.sampling.laws.SharedNoise`), on tokens still to
     be verified, on the other samples, on what rows cost.
 
     Source: Daliri, Musco and Suresh (2024, arXiv 2408.07978) for one draft.

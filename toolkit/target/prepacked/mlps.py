@@ -3,7 +3,7 @@
 Shapes: E experts to choose from, S shared ones, H hidden size, N inner size of an MLP, K experts that a row chooses.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from arbordraft.kernels.decoder_layers import Experts, Matrix
 from arbordraft.kernels.prepacked_linear import ACTIVATIONS, LANES, interleave, pack, prepack
+from arbordraft.target.prepacked.parts import Linear, Parts
 from arbordraft.target.prepacked.probing import (
     TOLERANCE,
     Unrecognised,
@@ -22,9 +23,6 @@ from arbordraft.target.prepacked.probing import (
     tried,
     widened,
 )
-
-if TYPE_CHECKING:
-    from arbordraft.target.prepacked.recognition import Linear, Parts
 
 # What MLPs are made of, by the names that transformers' models give the parts.
 _KINDS = (
@@ -51,7 +49,7 @@ def is_mlp(module: nn.Module) -> bool:
     return _is_mixture(module) or parts_named(module, _KINDS) is not None
 
 
-def mlp_of(parts: "Parts", module: nn.Module) -> Mlp:
+def mlp_of(parts: Parts, module: nn.Module) -> Mlp:
     """What :func:`is_mlp` found.
 
     Raises:
@@ -60,7 +58,7 @@ def mlp_of(parts: "Parts", module: nn.Module) -> Mlp:
     return mixture(parts, module) if _is_mixture(module) else single(parts, module)
 
 
-def single(parts: "Parts", mlp: nn.Module) -> Mlp:
+def single(parts: Parts, mlp: nn.Module) -> Mlp:
     """An MLP, with gates or without."""
     readers, down, activation = _linears(parts, mlp)
     inner = down.weight.shape[1]
@@ -69,7 +67,7 @@ def single(parts: "Parts", mlp: nn.Module) -> Mlp:
     return Mlp(first, parts.matrix([down]), activation, inner, gated)
 
 
-def _linears(parts: "Parts", mlp: nn.Module) -> tuple[list["Linear"], "Linear", str]:
+def _linears(parts: Parts, mlp: nn.Module) -> tuple[list[Linear], Linear, str]:
     """Gates and inputs, or inputs alone, the linear behind them, and the activation."""
     if not (names := parts_named(mlp, _KINDS)):
         raise Unrecognised(f"{type(mlp).__name__} is no MLP")
@@ -108,7 +106,7 @@ def _is_mixture(module: nn.Module) -> bool:
     return any(map(stacked, module.children()))
 
 
-def mixture(parts: "Parts", block: nn.Module) -> Mlp:
+def mixture(parts: Parts, block: nn.Module) -> Mlp:
     """Router, experts and perhaps an MLP that every row takes, with or without a gate of its own.
 
     The shared MLP is taken for so many experts of the size of the others: its inner channels are parted among them.
@@ -149,7 +147,7 @@ def mixture(parts: "Parts", block: nn.Module) -> Mlp:
     return Mlp(first, second, activation, inner, True, choice)
 
 
-def _parted(parts: "Parts", mlp: nn.Module, inner: int, activation: str) -> tuple[Tensor, Tensor]:
+def _parted(parts: Parts, mlp: nn.Module, inner: int, activation: str) -> tuple[Tensor, Tensor]:
     """``[S, 2 N, H]`` and ``[S, H, N]``: a gated MLP as several of this inner size, with zeros where it ends."""
     readers, down, own = _linears(parts, mlp)
     rows, back = torch.cat([linear.weight.detach() for linear in readers]), down.weight.detach().T

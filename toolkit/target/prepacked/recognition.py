@@ -6,31 +6,26 @@ what it was given in an observed forward and on noise; the kernel takes its plac
 Shapes: H hidden size, D head size, N inner size of the MLP.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Matrix, Norm
-from arbordraft.kernels.decoder_layers.reference import apply_norm_reference
-from arbordraft.kernels.prepacked_linear import LANES, concatenate, pack
+from arbordraft.kernels.decoder_layers import LayerRun, LayerWeights, Norm
+from arbordraft.kernels.prepacked_linear import LANES
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.target.attention import AttentionCall, Forward
 from arbordraft.target.observation import LayerCall, fresh_cache
-from arbordraft.target.prepacked.adapters import has_adapters, merged
-from arbordraft.target.prepacked.gguf_blocks import groups_of
 from arbordraft.target.prepacked.mlps import is_mlp, mlp_of, single
+from arbordraft.target.prepacked.parts import Parts
 from arbordraft.target.prepacked.probing import (
     TOLERANCE,
     Unrecognised,
     distance,
     hooked,
-    kind_of,
     noise,
     parts_named,
-    plain,
-    rows_of,
     tried,
     widened,
 )
@@ -68,174 +63,78 @@ _NORM_PLACES = {
 _INTERNALS = frozenset(vars(nn.Module()))  # what every module has
 
 
-class Source(NamedTuple):
-    """A tensor that a stand-in was made from, and where it was found."""
+def layer_of(parts: Parts, layer: nn.Module, call: AttentionCall, rotation: Rotation | None) -> LayerWeights:
+    """A whole decoder layer."""
+    children = dict(layer.named_children())
+    attention_name = next((name for name, child in children.items() if parts_named(child, _ATTENTIONS)), "")
+    mlp_name = next((name for name, child in children.items() if is_mlp(child)), "")
+    blocks = {attention_name, mlp_name}
+    others = frozenset(
+        n for n, c in children.items() if n not in blocks and not isinstance(c, (nn.Dropout, nn.Identity))
+    )
+    if "" in blocks or others not in _NORM_PLACES or hooked(layer) or layer._parameters or list(layer.buffers()):
+        raise Unrecognised(f"{type(layer).__name__} has parts of another kind")
+    attention = children[attention_name]
+    names = parts_named(attention, _ATTENTIONS)
+    qkv, out = parts.linears(attention, *names[0]), parts.linear(attention, names[1])
+    mlp = mlp_of(parts, children[mlp_name])
+    hidden, turning = len(out.weight), (call.heads + call.kv_heads) * call.dim
+    fits = sum(len(linear.weight) for linear in qkv) == turning + call.kv_heads * call.dim
+    fits = fits and out.weight.shape[1] == call.heads * call.dim and call.value_dim == call.dim
+    if call.dim % LANES or hidden % LANES or not fits:
+        raise Unrecognised(f"{type(layer).__name__} has sizes that the kernel does not know")
 
-    module: nn.Module
-    parameter: str
-    tensor: Tensor
+    def in_order(rows: Tensor) -> Tensor:
+        return rows if rotation is None else rotation.in_halves(rows, call.dim)
+
+    places = {place: (layer, name) for place, name in _NORM_PLACES[others].items()}
+    for part in ("query", "key"):
+        if not isinstance(getattr(attention, f"{part[0]}_norm", None), (type(None), nn.Identity)):
+            places[f"{part}_norm"] = (attention, f"{part[0]}_norm")
+    norms, epsilon = _norms(parts, places, hidden, call, in_order)
+    parts.remember(attention)  # for parameters of its own
+    return LayerWeights(
+        qkv=parts.matrix(qkv, lambda rows: torch.cat([in_order(rows[:turning]), rows[turning:]])),
+        out=parts.matrix([out]),
+        gate_up=mlp.gate_up,
+        down=mlp.down,
+        **norms,
+        sinks=None if call.sinks is None else call.sinks.detach().float().contiguous(),
+        heads=call.heads,
+        kv_heads=call.kv_heads,
+        dim=call.dim,
+        inner=mlp.inner,
+        activation=mlp.activation,
+        window=call.window,
+        rotary=rotation is not None,
+        epsilon=epsilon,
+        scale=call.scale,
+        softcap=call.softcap,
+        parallel=places.keys().isdisjoint({"pre_mlp", "post_mlp"}),
+        experts=mlp.experts,
+    )
 
 
-class Linear(NamedTuple):
-    """What a linear computes with, ``[O, I]`` and ``[O]``, and the module that holds it: a copy, if it has adapters."""
-
-    weight: Tensor
-    bias: Tensor | None
-    module: Any
-
-
-class Parts:
-    """Takes modules apart and remembers every tensor it used.
-
-    Args:
-        weights: bits of the matrices that it packs, see :func:`~arbordraft.kernels.prepacked_linear.pack`; ``"file"``
-            for blocks of a file as they are, and everything else in 8 bits.
-    """
-
-    def __init__(self, weights: str | None = None) -> None:
-        self.sources: list[Source] = []
-        self.adapted = 0  # linears into whose copies adapters were merged
-        self.as_stored = weights == "file"
-        self.weights = "int8" if self.as_stored else weights
-
-    def take(self, others: "Parts") -> None:
-        """Counts what others have taken apart as its own."""
-        self.sources += others.sources
-        self.adapted += others.adapted
-
-    def linear(self, owner: nn.Module, name: str) -> Linear:
-        """A linear of ``owner`` that nothing but adapters has been hung on, those merged into a copy."""
-        module: Any = getattr(owner, name, None)
-        adapted = has_adapters(module)
-        base = module.get_base_layer() if adapted else module
-        if rows_of(base) is None:
-            raise Unrecognised(f"{name} is {f'{type(module).__name__} around ' if adapted else ''}{kind_of(base)}")
-        if hooked(module):
-            raise Unrecognised(f"{name} has hooks")
-        if module.weight.dtype not in (torch.float32, torch.bfloat16) or not module.weight.is_cpu:
-            raise Unrecognised(f"{name} is {module.weight.dtype} on {module.weight.device}")
-        for part in module.modules():
-            self.remember(part)
-        if adapted:
-            self.adapted += 1
-            module = merged(module)
-        weight = rows_of(module)
-        assert weight is not None
-        return Linear(weight, module.bias, module)
-
-    def linears(self, owner: nn.Module, *names: str) -> list[Linear]:
-        """Several linears, all of them with a bias or all without."""
-        linears = [self.linear(owner, name) for name in names]
-        if len({linear.bias is None for linear in linears}) > 1:
-            raise Unrecognised(f"only some of {', '.join(names)} have a bias")
-        return linears
-
-    def norm(self, owner: nn.Module, name: str) -> tuple[Norm, float]:
-        """An RMS norm or LayerNorm and its epsilon, read off what it does to noise."""
-        module = getattr(owner, name)
-        weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-        epsilon = next((getattr(module, key) for key in ("variance_epsilon", "eps") if hasattr(module, key)), None)
-        own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-        unknown = own != {id(tensor) for tensor in (weight, bias) if tensor is not None}
-        if unknown or not plain(weight) or weight.ndim != 1 or epsilon is None or hooked(module):
-            raise Unrecognised(f"{name} is {type(module).__name__}")
-        # So small that epsilon shows, and so large that a bound would.
-        sizes = torch.tensor([[0.003], [0.02], [1.0], [100.0]])
-        x = noise(4, len(weight)) * sizes
-        expected = tried(widened(module), x)
-        wide = weight.detach().float().contiguous()
-        offset = torch.zeros_like(wide) if bias is None else bias.detach().float().contiguous()
-        for found in (Norm(wide), Norm(1 + wide), Norm(wide, offset)):
-            if expected is not None and distance(apply_norm_reference(x, found, epsilon), expected) < TOLERANCE:
-                self.remember(module)
-                return found, epsilon
-        raise Unrecognised(f"{name} ({type(module).__name__}) is neither an RMS norm nor a LayerNorm")
-
-    def matrix(self, linears: Sequence[Linear], order: Callable[[Tensor], Tensor] = lambda rows: rows) -> Matrix:
-        """Packs linears below each other, with rows in another order."""
-        biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
-        bias = order(torch.cat(biases)).float().contiguous() if biases else None
-        stored = [groups_of(linear.weight) for linear in linears] if self.as_stored else []
-        blocks = [groups for groups in stored if groups is not None]
-        if len(blocks) == len(linears) and len({groups.bits for groups in blocks}) == 1:
-            return Matrix(*concatenate(blocks).map(order).prepack(), bias)
-        return Matrix(*pack(order(torch.cat([linear.weight.detach() for linear in linears])), self.weights), bias)
-
-    def layer(self, layer: nn.Module, call: AttentionCall, rotation: Rotation | None) -> LayerWeights:
-        """A whole decoder layer."""
-        children = dict(layer.named_children())
-        attention_name = next((name for name, child in children.items() if parts_named(child, _ATTENTIONS)), "")
-        mlp_name = next((name for name, child in children.items() if is_mlp(child)), "")
-        blocks = {attention_name, mlp_name}
-        others = frozenset(
-            n for n, c in children.items() if n not in blocks and not isinstance(c, (nn.Dropout, nn.Identity))
-        )
-        if "" in blocks or others not in _NORM_PLACES or hooked(layer) or layer._parameters or list(layer.buffers()):
-            raise Unrecognised(f"{type(layer).__name__} has parts of another kind")
-        attention = children[attention_name]
-        names = parts_named(attention, _ATTENTIONS)
-        qkv, out = self.linears(attention, *names[0]), self.linear(attention, names[1])
-        mlp = mlp_of(self, children[mlp_name])
-        hidden, turning = len(out.weight), (call.heads + call.kv_heads) * call.dim
-        fits = sum(len(linear.weight) for linear in qkv) == turning + call.kv_heads * call.dim
-        fits = fits and out.weight.shape[1] == call.heads * call.dim and call.value_dim == call.dim
-        if call.dim % LANES or hidden % LANES or not fits:
-            raise Unrecognised(f"{type(layer).__name__} has sizes that the kernel does not know")
-
-        def in_order(rows: Tensor) -> Tensor:
-            return rows if rotation is None else rotation.in_halves(rows, call.dim)
-
-        places = {place: (layer, name) for place, name in _NORM_PLACES[others].items()}
-        for part in ("query", "key"):
-            if not isinstance(getattr(attention, f"{part[0]}_norm", None), (type(None), nn.Identity)):
-                places[f"{part}_norm"] = (attention, f"{part[0]}_norm")
-        norms, epsilon = self._norms(places, hidden, call, in_order)
-        self.remember(attention)  # for parameters of its own
-        return LayerWeights(
-            qkv=self.matrix(qkv, lambda rows: torch.cat([in_order(rows[:turning]), rows[turning:]])),
-            out=self.matrix([out]),
-            gate_up=mlp.gate_up,
-            down=mlp.down,
-            **norms,
-            sinks=None if call.sinks is None else call.sinks.detach().float().contiguous(),
-            heads=call.heads,
-            kv_heads=call.kv_heads,
-            dim=call.dim,
-            inner=mlp.inner,
-            activation=mlp.activation,
-            window=call.window,
-            rotary=rotation is not None,
-            epsilon=epsilon,
-            scale=call.scale,
-            softcap=call.softcap,
-            parallel=places.keys().isdisjoint({"pre_mlp", "post_mlp"}),
-            experts=mlp.experts,
-        )
-
-    def _norms(
-        self,
-        places: dict[str, tuple[nn.Module, str]],
-        hidden: int,
-        call: AttentionCall,
-        in_order: Callable[[Tensor], Tensor],
-    ) -> tuple[dict[str, Norm | None], float]:
-        """The norms of a layer, those of heads with their channels in order, and the epsilon that all of them share."""
-        found = {place: self.norm(owner, name) for place, (owner, name) in places.items()}
-        norms = {place: found[place][0] if place in found else None for place in LayerWeights.NORMS}
-        sizes = {place: len(norm.weight) for place, norm in norms.items() if norm}
-        of_heads = sizes.pop("query_norm", call.dim), sizes.pop("key_norm", call.dim)
-        known = of_heads in ((call.dim, call.dim), (call.heads * call.dim, call.kv_heads * call.dim))
-        epsilons = {epsilon for _, epsilon in found.values()}
-        if not known or {hidden, *sizes.values()} != {hidden} or len(epsilons) > 1:
-            raise Unrecognised("its norms have other sizes, or several epsilons")
-        for place in ("query_norm", "key_norm"):
-            if norm := norms[place]:
-                norms[place] = Norm(in_order(norm.weight), None if norm.offset is None else in_order(norm.offset))
-        return norms, epsilons.pop()
-
-    def remember(self, module: nn.Module) -> None:
-        """Notes a module's own parameters: when they change, what was made of them must, too."""
-        self.sources += [Source(module, key, t) for key, t in module._parameters.items() if t is not None]
+def _norms(
+    parts: Parts,
+    places: dict[str, tuple[nn.Module, str]],
+    hidden: int,
+    call: AttentionCall,
+    in_order: Callable[[Tensor], Tensor],
+) -> tuple[dict[str, Norm | None], float]:
+    """The norms of a layer, those of heads with their channels in order, and the epsilon that all of them share."""
+    found = {place: parts.norm(owner, name) for place, (owner, name) in places.items()}
+    norms = {place: found[place][0] if place in found else None for place in LayerWeights.NORMS}
+    sizes = {place: len(norm.weight) for place, norm in norms.items() if norm}
+    of_heads = sizes.pop("query_norm", call.dim), sizes.pop("key_norm", call.dim)
+    known = of_heads in ((call.dim, call.dim), (call.heads * call.dim, call.kv_heads * call.dim))
+    epsilons = {epsilon for _, epsilon in found.values()}
+    if not known or {hidden, *sizes.values()} != {hidden} or len(epsilons) > 1:
+        raise Unrecognised("its norms have other sizes, or several epsilons")
+    for place in ("query_norm", "key_norm"):
+        if norm := norms[place]:
+            norms[place] = Norm(in_order(norm.weight), None if norm.offset is None else in_order(norm.offset))
+    return norms, epsilons.pop()
 
 
 def same_mlp(mlp: nn.Module, run: Any) -> bool:
@@ -259,7 +158,7 @@ def same_layer(
     """
     wide = widened(call.layer)
     wide_attention = attention._replace(sinks=None if attention.sinks is None else attention.sinks.float())
-    run = LayerRun([Parts().layer(wide, wide_attention, rotation)])
+    run = LayerRun([layer_of(Parts(), wide, wide_attention, rotation)])
     kwargs = _widened(call.kwargs)
     given = _widened(call.args[0] if call.args else kwargs.pop("hidden_states"))
     tables = kwargs.get("position_embeddings")

@@ -23,9 +23,10 @@ from arbordraft.target.prepacked.adapters import has_adapters
 from arbordraft.target.prepacked.gguf_blocks import FileBlocks, groups_of
 from arbordraft.target.prepacked.memory import move_to_file, move_together
 from arbordraft.target.prepacked.mlps import single
+from arbordraft.target.prepacked.parts import Parts
 from arbordraft.target.prepacked.prepacked_modules import PrepackedGatedMLP, PrepackedLayers, PrepackedNorm
 from arbordraft.target.prepacked.probing import Unrecognised, is_linear
-from arbordraft.target.prepacked.recognition import Parts, same_layer, same_mlp, settings
+from arbordraft.target.prepacked.recognition import layer_of, same_layer, same_mlp, settings
 from arbordraft.target.prepacked.rotation import rotations, side_by_side
 
 # Besides prepacked modules, the kinds that treat every row by itself.
@@ -184,7 +185,7 @@ class Prepacking:
                     self._proven[kind, rotation] = same_layer(index, call, attention, batch, rotation)
                 if self._proven[kind, rotation]:
                     parts = Parts(self.weights)
-                    weights = parts.layer(call.layer, attention, rotation)
+                    weights = layer_of(parts, call.layer, attention, rotation)
                     self._parts.take(parts)
                     return weights
         except Exception:  # modules of users may fail in any way when they are looked at: this one runs as it is

@@ -1,0 +1,126 @@
+"""Takes linears and norms out of a user's modules, and remembers every tensor it used.
+
+Shapes: I inputs and O outputs of a linear.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from arbordraft.kernels.decoder_layers import Matrix, Norm
+from arbordraft.kernels.decoder_layers.reference import apply_norm_reference
+from arbordraft.kernels.prepacked_linear import concatenate, pack
+from arbordraft.target.prepacked.adapters import has_adapters, merged
+from arbordraft.target.prepacked.gguf_blocks import groups_of
+from arbordraft.target.prepacked.probing import (
+    TOLERANCE,
+    Unrecognised,
+    distance,
+    hooked,
+    kind_of,
+    noise,
+    plain,
+    rows_of,
+    tried,
+    widened,
+)
+
+
+class Source(NamedTuple):
+    """A tensor that a stand-in was made from, and where it was found."""
+
+    module: nn.Module
+    parameter: str
+    tensor: Tensor
+
+
+class Linear(NamedTuple):
+    """What a linear computes with, ``[O, I]`` and ``[O]``, and the module that holds it: a copy, if it has adapters."""
+
+    weight: Tensor
+    bias: Tensor | None
+    module: Any
+
+
+class Parts:
+    """Takes modules apart and remembers every tensor it used.
+
+    Args:
+        weights: bits of the matrices that it packs, see :func:`~arbordraft.kernels.prepacked_linear.pack`; ``"file"``
+            for blocks of a file as they are, and everything else in 8 bits.
+    """
+
+    def __init__(self, weights: str | None = None) -> None:
+        self.sources: list[Source] = []
+        self.adapted = 0  # linears into whose copies adapters were merged
+        self.as_stored = weights == "file"
+        self.weights = "int8" if self.as_stored else weights
+
+    def take(self, others: "Parts") -> None:
+        """Counts what others have taken apart as its own."""
+        self.sources += others.sources
+        self.adapted += others.adapted
+
+    def linear(self, owner: nn.Module, name: str) -> Linear:
+        """A linear of ``owner`` that nothing but adapters has been hung on, those merged into a copy."""
+        module: Any = getattr(owner, name, None)
+        adapted = has_adapters(module)
+        base = module.get_base_layer() if adapted else module
+        if rows_of(base) is None:
+            raise Unrecognised(f"{name} is {f'{type(module).__name__} around ' if adapted else ''}{kind_of(base)}")
+        if hooked(module):
+            raise Unrecognised(f"{name} has hooks")
+        if module.weight.dtype not in (torch.float32, torch.bfloat16) or not module.weight.is_cpu:
+            raise Unrecognised(f"{name} is {module.weight.dtype} on {module.weight.device}")
+        for part in module.modules():
+            self.remember(part)
+        if adapted:
+            self.adapted += 1
+            module = merged(module)
+        weight = rows_of(module)
+        assert weight is not None
+        return Linear(weight, module.bias, module)
+
+    def linears(self, owner: nn.Module, *names: str) -> list[Linear]:
+        """Several linears, all of them with a bias or all without."""
+        linears = [self.linear(owner, name) for name in names]
+        if len({linear.bias is None for linear in linears}) > 1:
+            raise Unrecognised(f"only some of {', '.join(names)} have a bias")
+        return linears
+
+    def norm(self, owner: nn.Module, name: str) -> tuple[Norm, float]:
+        """An RMS norm or LayerNorm and its epsilon, read off what it does to noise."""
+        module = getattr(owner, name)
+        weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+        epsilon = next((getattr(module, key) for key in ("variance_epsilon", "eps") if hasattr(module, key)), None)
+        own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        unknown = own != {id(tensor) for tensor in (weight, bias) if tensor is not None}
+        if unknown or not plain(weight) or weight.ndim != 1 or epsilon is None or hooked(module):
+            raise Unrecognised(f"{name} is {type(module).__name__}")
+        # So small that epsilon shows, and so large that a bound would.
+        sizes = torch.tensor([[0.003], [0.02], [1.0], [100.0]])
+        x = noise(4, len(weight)) * sizes
+        expected = tried(widened(module), x)
+        wide = weight.detach().float().contiguous()
+        offset = torch.zeros_like(wide) if bias is None else bias.detach().float().contiguous()
+        for found in (Norm(wide), Norm(1 + wide), Norm(wide, offset)):
+            if expected is not None and distance(apply_norm_reference(x, found, epsilon), expected) < TOLERANCE:
+                self.remember(module)
+                return found, epsilon
+        raise Unrecognised(f"{name} ({type(module).__name__}) is neither an RMS norm nor a LayerNorm")
+
+    def matrix(self, linears: Sequence[Linear], order: Callable[[Tensor], Tensor] = lambda rows: rows) -> Matrix:
+        """Packs linears below each other, with rows in another order."""
+        biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+        bias = order(torch.cat(biases)).float().contiguous() if biases else None
+        stored = [groups_of(linear.weight) for linear in linears] if self.as_stored else []
+        blocks = [groups for groups in stored if groups is not None]
+        if len(blocks) == len(linears) and len({groups.bits for groups in blocks}) == 1:
+            return Matrix(*concatenate(blocks).map(order).prepack(), bias)
+        return Matrix(*pack(order(torch.cat([linear.weight.detach() for linear in linears])), self.weights), bias)
+
+    def remember(self, module: nn.Module) -> None:
+        """Notes a module's own parameters: when they change, what was made of them must, too."""
+        self.sources += [Source(module, key, t) for key, t in module._parameters.items() if t is not None]
