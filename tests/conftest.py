@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from hypothesis import settings
-from models import PAYS
+from support.models import PAYS
 
 from arbordraft import builders, loading
 from arbordraft.deciders import CostAware
@@ -80,6 +80,6 @@ def kernels(_native_problem):
 @pytest.fixture(scope="session")
 def graphs(tmp_path_factory):
     """Exports by name, each made once."""
-    from onnx_graphs import Graphs
+    from support.onnx_graphs import Graphs
 
     return Graphs(tmp_path_factory.mktemp("graphs"))

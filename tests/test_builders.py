@@ -1,7 +1,7 @@
 """The decoders of the literature: wired as their papers say, and right."""
 
 import pytest
-from models import PAYS, PROMPTS, greedy_reference, left_padded, new_tokens, ragged
+from support.models import PAYS, PROMPTS, greedy_reference, left_padded, new_tokens, ragged
 
 from arbordraft import CostAware, NGramDrafter, TreeTopology, builders
 from arbordraft.deciders import FixedDepth, NodeBudget

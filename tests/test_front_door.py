@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from models import PROMPTS, greedy_reference, left_padded, new_tokens, tiny, tiny_tokenizer
+from support.models import PROMPTS, greedy_reference, left_padded, new_tokens, tiny, tiny_tokenizer
 
 from arbordraft import (
     IID,

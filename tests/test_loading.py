@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import PROMPTS, VOCAB, greedy_reference, left_padded, new_tokens, tiny, tiny_checkpoint, tiny_tokenizer
+from support.models import (
+    PROMPTS,
+    VOCAB,
+    greedy_reference,
+    left_padded,
+    new_tokens,
+    tiny,
+    tiny_checkpoint,
+    tiny_tokenizer,
+)
 
 import arbordraft as ad
 from arbordraft import CostTable, loading
@@ -104,7 +113,7 @@ def test_dtypes(folder, monkeypatch, dtype, fast, expected):
 def test_a_gguf_file(tmp_path):
     pytest.importorskip("gguf")
     pytest.importorskip("accelerate")
-    from gguf_files import LETTERS, write_gguf
+    from support.gguf_files import LETTERS, write_gguf
 
     file = tmp_path / "tiny.gguf"
     write_gguf(file, tiny(vocab_size=len(LETTERS), num_key_value_heads=4, head_dim=8))

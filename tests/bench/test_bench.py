@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models import PROMPTS, VOCAB, greedy_reference, left_padded, new_tokens, ragged, tiny_tokenizer
+from support.models import PROMPTS, VOCAB, greedy_reference, left_padded, new_tokens, ragged, tiny_tokenizer
 
 from arbordraft import (
     Coupling,

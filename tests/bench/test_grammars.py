@@ -4,7 +4,7 @@ import json
 
 import jsonschema
 import pytest
-from spellers import speller
+from support.spellers import speller
 
 from arbordraft.bench.decoding import in_turns
 from arbordraft.bench.grammars import TASKS, GrammarContest

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from models import ragged
+from support.models import ragged
 
 from arbordraft.bench.measure import save
 from arbordraft.bench.workload import Workload

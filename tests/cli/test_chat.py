@@ -6,9 +6,9 @@ import sys
 import time
 
 import pytest
-from models import tiny, tiny_tokenizer
-from prepacked_models import small
 from rich.console import Console
+from support.models import tiny, tiny_tokenizer
+from support.prepacked_models import small
 from typer.testing import CliRunner
 
 from arbordraft import Fixed, NGramDrafter, RaggedModel, SpeculativeDecoder, TreeTopology

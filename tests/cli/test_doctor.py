@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from models import tiny_checkpoint
+from support.models import tiny_checkpoint
 from typer.testing import CliRunner
 
 from arbordraft import loading

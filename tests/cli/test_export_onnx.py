@@ -7,10 +7,10 @@ import sys
 import numpy as np
 import pytest
 import torch
-from companions import target, trained
-from models import PROMPTS, greedy_reference, tiny, tiny_checkpoint
-from onnx_graphs import decider
 from safetensors.torch import load_file, save_file
+from support.companions import target, trained
+from support.models import PROMPTS, greedy_reference, tiny, tiny_checkpoint
+from support.onnx_graphs import decider
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 

@@ -6,9 +6,9 @@ import re
 
 import pytest
 import torch
-from models import tiny_checkpoint, tiny_tokenizer
 from rich.console import Console
-from spellers import speller, speller_tokenizer
+from support.models import tiny_checkpoint, tiny_tokenizer
+from support.spellers import speller, speller_tokenizer
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 

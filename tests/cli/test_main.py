@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import tiny_checkpoint, tiny_tokenizer
+from support.models import tiny_checkpoint, tiny_tokenizer
 from typer.testing import CliRunner
 
 from arbordraft import CostTable, NoDrafter

@@ -4,7 +4,7 @@ import json
 import sys
 
 import pytest
-from models import tiny_checkpoint
+from support.models import tiny_checkpoint
 from typer.testing import CliRunner
 
 from arbordraft import load

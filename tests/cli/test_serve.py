@@ -9,9 +9,9 @@ import time
 import httpx
 import openai
 import pytest
-from chats import chat_tokenizer
 from fastapi.testclient import TestClient
-from models import tiny
+from support.chats import chat_tokenizer
+from support.models import tiny
 from typer.testing import CliRunner
 
 from arbordraft.cli import serve as module

@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 import typer
-from tiny_training import save_config, save_world
+from support.tiny_training import save_config, save_world
 from typer.testing import CliRunner
 
 from arbordraft.cli import main as cli

@@ -9,7 +9,7 @@ from operator import mul
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import context
+from support.models import context
 
 from arbordraft import CostTable, Fixed, TreeTopology
 from arbordraft.deciders import CostAware, Decider, FixedDepth, PathSurvival

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import PROMPTS, VOCAB, greedy_reference, left_padded, new_tokens, ragged
+from support.models import PROMPTS, VOCAB, greedy_reference, left_padded, new_tokens, ragged
 
 from arbordraft import (
     ConfidenceThreshold,

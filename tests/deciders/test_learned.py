@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from models import PROMPTS, VOCAB, context, greedy_reference, joined, left_padded, new_tokens, ragged, tiny
+from support.models import PROMPTS, VOCAB, context, greedy_reference, joined, left_padded, new_tokens, ragged, tiny
 from torch.testing import assert_close
 
 from arbordraft import (

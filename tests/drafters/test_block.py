@@ -4,9 +4,9 @@ from functools import cache
 
 import pytest
 import torch
-from companions import Rounds, check_rows, drafter, target, trained
-from models import PROMPTS, greedy_reference, left_padded, new_tokens, next_logits
-from test_generate_law import small as few
+from support.companions import Rounds, check_rows, drafter, target, trained
+from support.models import PROMPTS, greedy_reference, left_padded, new_tokens, next_logits
+from support.request_law import small as few
 
 from arbordraft import (
     IID,

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from models import PROMPTS, VOCAB, context, greedy_reference, joined, next_logits, ragged, tiny, tiny_tokenizer
+from support.models import PROMPTS, VOCAB, context, greedy_reference, joined, next_logits, ragged, tiny, tiny_tokenizer
 from torch.testing import assert_close
 from transformers import TopKLogitsWarper
 

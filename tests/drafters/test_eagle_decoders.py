@@ -4,8 +4,8 @@ import json
 from dataclasses import replace
 
 import pytest
-from companions import STUDENTS, target, texts, trained
-from models import PAYS, PROMPTS, left_padded, new_tokens, tiny, tiny_tokenizer
+from support.companions import STUDENTS, target, texts, trained
+from support.models import PAYS, PROMPTS, left_padded, new_tokens, tiny, tiny_tokenizer
 from typer.testing import CliRunner
 
 from arbordraft import (

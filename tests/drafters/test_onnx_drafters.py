@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from companions import ROWS, Rounds, check_rows, drafter, target, texts, trained
-from models import PROMPTS, left_padded, new_tokens, tiny, tiny_checkpoint, tiny_tokenizer
-from onnx_graphs import decider
+from support.companions import ROWS, Rounds, check_rows, drafter, target, texts, trained
+from support.models import PROMPTS, left_padded, new_tokens, tiny, tiny_checkpoint, tiny_tokenizer
+from support.onnx_graphs import decider
 from typer.testing import CliRunner
 
 from arbordraft import (
@@ -162,7 +162,7 @@ def test_a_drafter_belongs_to_its_target(graphs):
 
 
 def test_another_tokenizer_is_noticed(graphs):
-    from onnx_graphs import PLANS
+    from support.onnx_graphs import PLANS
 
     from arbordraft.exports.onnx.writing import write
 

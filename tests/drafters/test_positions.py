@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from models import PROMPTS, VOCAB, left_padded, new_tokens, ragged, tiny
-from native_drafters import built
+from support.models import PROMPTS, VOCAB, left_padded, new_tokens, ragged, tiny
+from support.native_drafters import built
 
 from arbordraft import (
     IID,

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from companions import EXIT, LAYERS, ROWS, Rounds, check_rows, drafter, states, target, trained, with_norms
-from models import PROMPTS, greedy_reference, left_padded, new_tokens, tiny
-from prepacked_models import BACKENDS, small
-from test_generate_law import fit
-from test_generate_law import small as few
+from support.companions import EXIT, LAYERS, ROWS, Rounds, check_rows, drafter, states, target, trained, with_norms
+from support.models import PROMPTS, greedy_reference, left_padded, new_tokens, tiny
+from support.prepacked_models import BACKENDS, small
+from support.request_law import fit
+from support.request_law import small as few
 
 from arbordraft import (
     IID,

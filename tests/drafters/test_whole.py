@@ -5,8 +5,8 @@ from functools import cache
 
 import pytest
 import torch
-from companions import Rounds
-from grown_trees import (
+from support.companions import Rounds
+from support.grown_trees import (
     BINARY,
     ENDS,
     GREEDY,
@@ -23,8 +23,8 @@ from grown_trees import (
     check_no_drafts,
     trees,
 )
-from models import PROMPTS, VOCAB
-from native_drafters import KINDS, built
+from support.models import PROMPTS, VOCAB
+from support.native_drafters import KINDS, built
 from transformers import TemperatureLogitsWarper
 
 from arbordraft import EagleDrafter

@@ -6,11 +6,11 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import companions
 import pytest
 import torch
-from models import PROMPTS, VOCAB, tiny
 from safetensors.torch import load_file, save_file
+from support import companions
+from support.models import PROMPTS, VOCAB, tiny
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
 from transformers import AutoConfig

@@ -12,9 +12,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import companions
 import pytest
-from models import PROMPTS, tiny_tokenizer
+from support import companions
+from support.models import PROMPTS, tiny_tokenizer
 from typer.testing import CliRunner
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")

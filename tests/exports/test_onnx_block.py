@@ -3,9 +3,9 @@
 import onnx
 import pytest
 import torch
-from companions import target
-from models import VOCAB, left_padded, new_tokens
-from onnx_graphs import origin
+from support.companions import target
+from support.models import VOCAB, left_padded, new_tokens
+from support.onnx_graphs import origin
 
 from arbordraft import BlockDrafter, Coupling, Fixed, SpeculativeDecoder, TreeTopology
 from arbordraft.exports.onnx import plans

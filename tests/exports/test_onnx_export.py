@@ -9,9 +9,9 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from companions import LAYERS, target, texts, trained
-from models import tiny
-from onnx_graphs import PLANS, decider, origin
+from support.companions import LAYERS, target, texts, trained
+from support.models import tiny
+from support.onnx_graphs import PLANS, decider, origin
 
 from arbordraft import RaggedModel, UnsupportedModel
 from arbordraft.exports.onnx import ParityError, plans

@@ -7,7 +7,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from onnx_graphs import PLANS
+from support.onnx_graphs import PLANS
 from typer.testing import CliRunner
 
 from arbordraft.cli import main as cli

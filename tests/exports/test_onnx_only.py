@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from companions import target, texts
-from models import PROMPTS, left_padded
-from onnx_graphs import origin
+from support.companions import target, texts
+from support.models import PROMPTS, left_padded
+from support.onnx_graphs import origin
 
 from arbordraft import builders
 from arbordraft.exports.onnx import decisions, plans

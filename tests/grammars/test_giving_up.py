@@ -1,9 +1,9 @@
 """Grammars that become too complex: their own answer fails by name, whoever drafts, and never goes on unconstrained."""
 
 import pytest
-from constrained import DECODERS, TEXTS, Following, plainly
-from models import EOS, left_padded, new_tokens
-from spellers import SPEAKER_VOCAB, speller, speller_tokenizer
+from support.constrained import DECODERS, TEXTS, Following, plainly
+from support.models import EOS, left_padded, new_tokens
+from support.spellers import SPEAKER_VOCAB, speller, speller_tokenizer
 from transformers import LogitsProcessorList
 
 from arbordraft import DecodingError, NoDrafter, Request, SpeculativeDecoder, builders

@@ -4,8 +4,8 @@ import json
 import time
 
 import pytest
-from models import EOS, tiny_tokenizer
-from spellers import SPEAKER_VOCAB, speller, speller_tokenizer
+from support.models import EOS, tiny_tokenizer
+from support.spellers import SPEAKER_VOCAB, speller, speller_tokenizer
 
 from arbordraft import NoDrafter, Request, SpeculativeDecoder
 from arbordraft.decoding.engine import Engine

@@ -7,8 +7,8 @@ from contextlib import suppress
 
 import jsonschema
 import pytest
-from models import EOS
-from spellers import SPEAKER_VOCAB, speller_tokenizer
+from support.models import EOS
+from support.spellers import SPEAKER_VOCAB, speller_tokenizer
 
 from arbordraft.grammars import Grammar, GrammarCompiler, productive
 

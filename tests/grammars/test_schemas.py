@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
-from models import PAYS
+from support.models import PAYS
 
 from arbordraft import RaggedModel, builders
 from arbordraft.checkpoints.smollm2 import load_smollm2

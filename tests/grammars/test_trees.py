@@ -5,11 +5,11 @@ import json
 import jsonschema
 import pytest
 import torch
-from constrained import DECODERS, GRAMMARS, PERSON, TEXTS, TREE, Following, Resting, decoded, only, plainly
-from models import EOS, PROMPTS, VOCAB
-from native_drafters import KINDS, built
-from request_law import fit, small, small_decoder
-from spellers import speller, speller_tokenizer
+from support.constrained import DECODERS, GRAMMARS, PERSON, TEXTS, TREE, Following, Resting, decoded, only, plainly
+from support.models import EOS, PROMPTS, VOCAB
+from support.native_drafters import KINDS, built
+from support.request_law import fit, small, small_decoder
+from support.spellers import speller, speller_tokenizer
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from arbordraft import (

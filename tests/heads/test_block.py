@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from companions import block_row, eagle_row, target, trained
-from models import PROMPTS, VOCAB
+from support.companions import block_row, eagle_row, target, trained
+from support.models import PROMPTS, VOCAB
 from torch.testing import assert_close
 
 from arbordraft import BlockDrafter

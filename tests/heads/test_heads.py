@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from companions import EXIT, LAYERS, eagle_row, target, trained, with_norms
-from models import PROMPTS, VOCAB, next_logits, tiny
 from safetensors import safe_open
+from support.companions import EXIT, LAYERS, eagle_row, target, trained, with_norms
+from support.models import PROMPTS, VOCAB, next_logits, tiny
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 

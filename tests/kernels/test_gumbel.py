@@ -4,8 +4,8 @@ import mpmath
 import numpy as np
 import pytest
 import torch
-from gumbel_checks import DRAWS, POSITIONS, SEEDS, VOCABULARIES, check_draws, check_noise
 from scipy import stats
+from support.gumbel_checks import DRAWS, POSITIONS, SEEDS, VOCABULARIES, check_draws, check_noise
 from torch import library
 
 from arbordraft.kernels import choice

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ragged_case import Case
+from support.ragged_case import Case
 from torch.testing import assert_close
 
 from arbordraft import TreeTopology

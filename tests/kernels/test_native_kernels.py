@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from native_checks import (
+from support.native_checks import (
     BESIDE,
     CHOICES,
     GROUPED,
@@ -35,7 +35,7 @@ from native_checks import (
     random_layer,
     relative,
 )
-from ragged_case import Case
+from support.ragged_case import Case
 from torch import library
 from torch.testing import assert_close
 
@@ -531,7 +531,7 @@ def test_two_threads_at_once():
 FORKS = """
 import os, select
 import torch
-from native_checks import Stack, layers_of
+from support.native_checks import Stack, layers_of
 from arbordraft.kernels import native
 
 stack = Stack(layers_of("float32"))
@@ -596,7 +596,7 @@ def test_every_instruction_set(isa):
     """One after the other: where there are more threads than processors, teams wait for each other."""
     if not build.NEEDED_BY[isa] <= build.cpu_features():
         pytest.skip("this CPU lacks it; test_emulated.py has some of those")
-    here = Path(__file__).parents[1] / "native_checks.py"
+    here = Path(__file__).parents[1] / "support" / "native_checks.py"
     environment = os.environ | {"ARBORDRAFT_ISA": isa, "OMP_WAIT_POLICY": "passive"}
     done = subprocess.run([sys.executable, str(here)], capture_output=True, text=True, timeout=500, env=environment)
     assert done.returncode == 0, done.stderr

@@ -3,7 +3,7 @@
 import httpx
 import pytest
 from fastapi.testclient import TestClient
-from served import serving, tiny_decoder
+from support.served import serving, tiny_decoder
 
 from arbordraft.decoding.engine import Engine
 from arbordraft.serving.app import build_app

@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from callers import BARE, LISTED, MARKS, TAGGED, TEMPLATES, TOKENS, caller_tokenizer
-from chats import CHATML, chat_tokenizer
-from models import EOS
+from support.callers import BARE, LISTED, MARKS, TAGGED, TEMPLATES, TOKENS, caller_tokenizer
+from support.chats import CHATML, chat_tokenizer
+from support.models import EOS
 
 from arbordraft.decoding.streams import Event
 from arbordraft.grammars import Grammar, GrammarCompiler

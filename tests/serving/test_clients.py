@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from served import serving, tiny_decoder
+from support.served import serving, tiny_decoder
 
 from arbordraft.decoding.engine import Engine
 from arbordraft.decoding.requests import Request

@@ -5,10 +5,10 @@ import random
 import openai
 import pytest
 import torch
-from chats import chat_tokenizer
-from models import tiny
-from served import POSITIONS, serving, tiny_decoder
-from spellings import KINDS, drawn
+from support.chats import chat_tokenizer
+from support.models import tiny
+from support.served import POSITIONS, serving, tiny_decoder
+from support.spellings import KINDS, drawn
 
 from arbordraft import NGramDrafter, RaggedModel, SpeculativeDecoder, TreeTopology
 from arbordraft.decoding.spelling import Spelling

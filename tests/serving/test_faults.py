@@ -9,9 +9,9 @@ import httpx
 import openai
 import pytest
 import torch
-from chats import chat_tokenizer
-from models import tiny
-from served import POSITIONS, serving, tiny_decoder
+from support.chats import chat_tokenizer
+from support.models import tiny
+from support.served import POSITIONS, serving, tiny_decoder
 
 from arbordraft import NGramDrafter, RaggedModel, SpeculativeDecoder, TreeTopology
 from arbordraft.decoding.engine import Engine

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from openai.types.completion_usage import CompletionUsage
-from spellings import KINDS, byte_level, byte_tokens, drawn, ids_of
+from support.spellings import KINDS, byte_level, byte_tokens, drawn, ids_of
 
 from arbordraft.decoding.state import TokenLogprobs
 from arbordraft.decoding.streams import Event

@@ -4,7 +4,7 @@ import asyncio
 import threading
 
 import pytest
-from served import POSITIONS, tiny_decoder
+from support.served import POSITIONS, tiny_decoder
 
 from arbordraft.decoding.engine import Engine
 from arbordraft.serving.chats import ChatQuestion

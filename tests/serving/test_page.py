@@ -6,7 +6,7 @@ import shutil
 import time
 
 import pytest
-from served import serving, tiny_decoder
+from support.served import serving, tiny_decoder
 from typer.testing import CliRunner
 
 from arbordraft import Fixed

@@ -16,9 +16,9 @@ import openai
 import pyarrow as pa
 import pytest
 import ray
-from chats import chat_tokenizer
-from models import tiny
 from ray import serve
+from support.chats import chat_tokenizer
+from support.models import tiny
 
 from arbordraft.serving.server import bound
 

@@ -4,13 +4,13 @@ import json
 import typing
 
 import pytest
-from callers import caller
 from fastapi.testclient import TestClient
-from models import EOS
 from openai.types import chat as openai_chat
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from pydantic import ValidationError
+from support.callers import caller
+from support.models import EOS
 
 from arbordraft.decoding.engine import Engine
 from arbordraft.serving.app import build_app

@@ -6,10 +6,10 @@ from typing import Literal
 import httpx
 import openai
 import pytest
-from callers import caller
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, Field, TypeAdapter
-from served import serving
+from support.callers import caller
+from support.served import serving
 
 from arbordraft.serving.responses import ResponsesQuestion
 

@@ -8,9 +8,9 @@ import httpx
 import jsonschema
 import openai
 import pytest
-from callers import MARKS, TEMPLATES, caller
 from pydantic import BaseModel, Field
-from served import serving
+from support.callers import MARKS, TEMPLATES, caller
+from support.served import serving
 
 from arbordraft.decoding.engine import Engine
 from arbordraft.decoding.requests import Request

@@ -4,11 +4,11 @@ import json
 
 import jsonschema
 import pytest
-from callers import MARKS, TAGGED, TEMPLATES, caller_tokenizer, speaker
 from fastapi.testclient import TestClient
-from models import EOS
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
+from support.callers import MARKS, TAGGED, TEMPLATES, caller_tokenizer, speaker
+from support.models import EOS
 
 from arbordraft.decoding.engine import Engine
 from arbordraft.grammars import Grammar, GrammarCompiler

@@ -3,9 +3,9 @@
 import peft
 import pytest
 import torch
-from models import PROMPTS, greedy_reference, left_padded, new_tokens
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
-from prepacked_models import ROUNDING, small
+from support.models import PROMPTS, greedy_reference, left_padded, new_tokens
+from support.prepacked_models import ROUNDING, small
 from torch.testing import assert_close
 
 from arbordraft import RaggedModel, UnsupportedModel, builders

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from models import PROMPTS, greedy_reference, left_padded, new_tokens
-from prepacked_models import BACKENDS, ROUNDING, logits, plain, small
+from support.models import PROMPTS, greedy_reference, left_padded, new_tokens
+from support.prepacked_models import BACKENDS, ROUNDING, logits, plain, small
 from torch.testing import assert_close
 
 from arbordraft import RaggedModel, builders

@@ -8,7 +8,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
-from memory import resident
+from support.memory import resident
 
 from arbordraft.kernels.ragged_tree_attention import ragged_tree_attention
 from arbordraft.target.cache import CacheOverflow, RaggedKVCache

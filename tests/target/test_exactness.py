@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import ragged, tiny
+from support.models import ragged, tiny
 
 from arbordraft import Coupling, Fixed, Matching, RaggedModel, TopDown, builders
 from arbordraft.kernels import native

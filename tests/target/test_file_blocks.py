@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from models import tiny
+from support.models import tiny
 from torch import nn
 from torch.testing import assert_close
 
@@ -19,7 +19,7 @@ from arbordraft.target.prepacked.gguf_blocks import FileBlocks, in_memory
 
 pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
-from gguf_files import LETTERS, dequantised, file_name, write_gguf
+from support.gguf_files import LETTERS, dequantised, file_name, write_gguf
 
 pytestmark = pytest.mark.usefixtures("kernels")
 MIXED = [("lm_head", "Q8_0"), ("embed", "Q8_0"), ("v_proj", "Q8_0"), ("gate", "Q4_0"), ("down", "Q4_0"), ("", "Q4_1")]

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from models import PROMPTS, greedy_reference, next_logits
-from prepacked_models import BACKENDS, ROUNDING, logits, plain, stand_ins, varied
+from support.models import PROMPTS, greedy_reference, next_logits
+from support.prepacked_models import BACKENDS, ROUNDING, logits, plain, stand_ins, varied
 from torch import nn
 from torch.testing import assert_close
 from transformers.models.glm4 import modeling_glm4

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from models import PROMPTS, tiny
-from prepacked_models import FUSED, OTHERS, logits, plain, small
+from support.models import PROMPTS, tiny
+from support.prepacked_models import FUSED, OTHERS, logits, plain, small
 from torch.testing import assert_close
 
 from arbordraft import (

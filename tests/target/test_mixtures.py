@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from prepacked_models import MIXTURES, ROUNDING, logits, plain, small
+from support.prepacked_models import MIXTURES, ROUNDING, logits, plain, small
 from torch import nn
 from torch.testing import assert_close
 

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from models import tiny
+from support.models import tiny
 from torch import nn
 from transformers import DynamicCache
 

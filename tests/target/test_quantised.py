@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from models import PROMPTS, greedy_reference, left_padded, new_tokens
-from prepacked_models import ROUNDING, logits, plain, small
+from support.models import PROMPTS, greedy_reference, left_padded, new_tokens
+from support.prepacked_models import ROUNDING, logits, plain, small
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.testing import assert_close

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from prepacked_models import BACKENDS, ROUNDING, Lora, logits, plain, small, stand_ins
+from support.prepacked_models import BACKENDS, ROUNDING, Lora, logits, plain, small, stand_ins
 from torch import nn
 from torch.testing import assert_close
 from transformers.activations import ACT2FN

@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from models import PROMPTS, left_padded, new_tokens
-from native_checks import (
+from support.models import PROMPTS, left_padded, new_tokens
+from support.native_checks import (
     KINDS,
     OPTIONS,
     TREES,
@@ -20,8 +20,8 @@ from native_checks import (
     linear_rows,
     mixtures_of,
 )
-from prepacked_models import FUSED, plain, small, varied
-from ragged_case import Case
+from support.prepacked_models import FUSED, plain, small, varied
+from support.ragged_case import Case
 
 from arbordraft import (
     Coupling,

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import ARCHITECTURES
-from prepacked_models import ROUNDING, logits, plain, small
+from support.models import ARCHITECTURES
+from support.prepacked_models import ROUNDING, logits, plain, small
 from torch.testing import assert_close
 from transformers import LlamaForCausalLM
 

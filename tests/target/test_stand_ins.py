@@ -5,8 +5,8 @@ import warnings
 
 import pytest
 import torch
-from models import PROMPTS, VOCAB
-from prepacked_models import BACKENDS, FUSED, OTHERS, ROUNDING, TREES, Lora, logits, plain, small, stand_ins
+from support.models import PROMPTS, VOCAB
+from support.prepacked_models import BACKENDS, FUSED, OTHERS, ROUNDING, TREES, Lora, logits, plain, small, stand_ins
 from torch import nn
 from torch.testing import assert_close
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import ARCHITECTURES, PROMPTS, VOCAB, greedy_reference, left_padded, new_tokens, next_logits, tiny
+from support.models import ARCHITECTURES, PROMPTS, VOCAB, greedy_reference, left_padded, new_tokens, next_logits, tiny
 from torch import nn
 from torch.testing import assert_close
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from companions import STUDENTS, Rounds, batch_for, drafter, frequent, target, texts, trained
-from models import VOCAB, greedy_reference
-from tiny_training import data, save_config, save_world, stored
+from support.companions import STUDENTS, Rounds, batch_for, drafter, frequent, target, texts, trained
+from support.models import VOCAB, greedy_reference
+from support.tiny_training import data, save_config, save_world, stored
 from torch.nn import functional
 from torch.testing import assert_close
 

@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from chats import BRACKETS, CHATML, END, START, chat_tokenizer
-from models import tiny
+from support.chats import BRACKETS, CHATML, END, START, chat_tokenizer
+from support.models import tiny
 
 from arbordraft.training.chat import ChatFormat
 from arbordraft.training.prompt_templates import draw_opening, known_words

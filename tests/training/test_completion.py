@@ -8,8 +8,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
-from chats import chat_tokenizer
-from models import EOS, PROMPTS, VOCAB, greedy_reference, next_logits, ragged, tiny
+from support.chats import chat_tokenizer
+from support.models import EOS, PROMPTS, VOCAB, greedy_reference, next_logits, ragged, tiny
 
 from arbordraft import RaggedModel
 from arbordraft.training import completion

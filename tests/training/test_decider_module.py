@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
-from models import VOCAB, context, greedy_reference, joined, left_padded, new_tokens, next_logits, ragged, tiny
+from support.models import VOCAB, context, greedy_reference, joined, left_padded, new_tokens, next_logits, ragged, tiny
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.testing import assert_close

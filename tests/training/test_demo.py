@@ -10,10 +10,10 @@ from io import StringIO
 
 import pytest
 import torch
-from models import tiny
 from rich.console import Console
-from talker import save_talker
-from tiny_training import TRAINER, save_target
+from support.models import tiny
+from support.talker import save_talker
+from support.tiny_training import TRAINER, save_target
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from arbordraft.training import demo, sizing

@@ -9,8 +9,8 @@ from string import ascii_lowercase
 
 import pytest
 import torch
-from chats import BRACKETS, CHATML, END, START, Babble, Scripted, chat_tokenizer
-from models import EOS, RaggedModel, tiny
+from support.chats import BRACKETS, CHATML, END, START, Babble, Scripted, chat_tokenizer
+from support.models import EOS, RaggedModel, tiny
 
 from arbordraft.training import user_turns
 from arbordraft.training.chat import ChatFormat

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from tiny_training import TRAINER, data, fit, module, same, save_world, stored
+from support.tiny_training import TRAINER, data, fit, module, same, save_world, stored
 
 from arbordraft import EagleDrafter
 
@@ -28,7 +28,7 @@ def processes(world, tmp_path_factory):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [*launcher, str(HERE / "ddp_process.py"), str(world), str(folder)],
+        [*launcher, str(HERE / "support" / "ddp_process.py"), str(world), str(folder)],
         capture_output=True,
         text=True,
         timeout=300,

@@ -1,10 +1,10 @@
 """The target's rows and hidden states that drafters learn from, computed and from files."""
 
-import models
 import pytest
 import torch
-from models import ARCHITECTURES, VOCAB, ragged, tiny
 from safetensors.torch import load_file, save_file
+from support import models
+from support.models import ARCHITECTURES, VOCAB, ragged, tiny
 
 from arbordraft import RaggedModel
 from arbordraft.training.features import CachedFeatures, Features, FreshFeatures, TeacherHead

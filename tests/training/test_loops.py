@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from models import PROMPTS, greedy_reference, tiny
+from support.models import PROMPTS, greedy_reference, tiny
 
 from arbordraft import RaggedModel
 from arbordraft.training.completion import Completion, DecoderCompleter, Sampling

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import ray
 import torch
-from tiny_training import fit, same, save_config, save_world, stored
+from support.tiny_training import fit, same, save_config, save_world, stored
 
 from arbordraft.training.fit import data_of
 
@@ -50,7 +50,7 @@ def test_two_actors_write_what_one_process_writes(world, tmp_path, run_example):
 
 def test_workers_train_and_go_on_after_a_failure(world, tmp_path, run_example):
     """The result is that of one process with the batches of both, and nothing of the failure remains."""
-    lost = {"class_path": "tiny_training.FailOnce", "init_args": {"mark": str(tmp_path / "mark")}}
+    lost = {"class_path": "support.tiny_training.FailOnce", "init_args": {"mark": str(tmp_path / "mark")}}
     config = save_config(tmp_path / "config.yaml", world, trainer={"callbacks": [lost]})
     own = ["--workers", 2, "--retries", 1, "--storage", tmp_path / "ray"]
     shown = run_example("ray_train.py", *own, "--config", config)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from tiny_training import TRAINER, data, module, same, save_world
+from support.tiny_training import TRAINER, data, module, same, save_world
 
 from arbordraft.training.drafter_module import Phase
 from arbordraft.training.recording import Recorder

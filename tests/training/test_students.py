@@ -6,9 +6,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from companions import EXIT, LAYERS, STUDENTS, Rounds, batch_for, drafter, frequent, target, texts, trained, with_norms
-from models import PROMPTS, VOCAB, tiny
 from safetensors.torch import load_file
+from support.companions import (
+    EXIT,
+    LAYERS,
+    STUDENTS,
+    Rounds,
+    batch_for,
+    drafter,
+    frequent,
+    target,
+    texts,
+    trained,
+    with_norms,
+)
+from support.models import PROMPTS, VOCAB, tiny
 from torch.nn import functional
 from torch.testing import assert_close
 

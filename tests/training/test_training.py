@@ -14,9 +14,9 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch import Trainer
-from models import greedy_reference, left_padded, new_tokens
 from safetensors.torch import load_file
-from tiny_training import TRAINER, Losses, data, fit, module, same, save_config, save_world, stored
+from support.models import greedy_reference, left_padded, new_tokens
+from support.tiny_training import TRAINER, Losses, data, fit, module, same, save_config, save_world, stored
 from typer.testing import CliRunner
 
 from arbordraft import Coupling, EagleDrafter, Fixed, Matching, SpeculativeDecoder, TopDown, TreeTopology
@@ -332,7 +332,7 @@ def test_checkpoints_hold_the_drafter_only(whole, world):
 
 def test_a_killed_process_leaves_a_checkpoint_that_goes_on(world, whole, tmp_path):
     script = (
-        "import sys; from pathlib import Path; from tiny_training import fit; "
+        "import sys; from pathlib import Path; from support.tiny_training import fit; "
         "fit(Path(sys.argv[1]), Path(sys.argv[2]), 1)"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}

@@ -6,12 +6,12 @@ import sys
 
 import pytest
 import torch
-from chats import chat_tokenizer
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_training import RECIPE, TRAINER, data, module, save_config, save_prompts, save_target, save_world
+from support.chats import chat_tokenizer
+from support.tiny_training import RECIPE, TRAINER, data, module, save_config, save_prompts, save_target, save_world
 
 from arbordraft import EagleDrafter, RaggedModel
 from arbordraft.training import drafter_module

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from verdicts import COUPLINGS, check_verdicts, grown
+from support.verdicts import COUPLINGS, check_verdicts, grown
 
 from arbordraft import Lifted, RecursiveRejection, SpecHub, TopDown, TopTail, TreeTopology, WithoutReplacement
 from arbordraft.sampling.noise import Noise

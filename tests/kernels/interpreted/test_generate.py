@@ -1,7 +1,7 @@
 """Whole decodes with every Triton kernel there is, token for token those of the reference."""
 
 import pytest
-from models import PROMPTS, left_padded, new_tokens, ragged
+from support.models import PROMPTS, left_padded, new_tokens, ragged
 
 from arbordraft import (
     Coupling,

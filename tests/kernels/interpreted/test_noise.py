@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gumbel_checks import DRAWS, POSITIONS, SEEDS, check_draws, check_noise
+from support.gumbel_checks import DRAWS, POSITIONS, SEEDS, check_draws, check_noise
 from torch import library
 
 from arbordraft.kernels import choice

@@ -1,7 +1,7 @@
 """Static steps with every Triton kernel there is, token for token those of the ordinary reference."""
 
 import pytest
-from models import PROMPTS, left_padded, new_tokens, ragged
+from support.models import PROMPTS, left_padded, new_tokens, ragged
 
 from arbordraft import Coupling, EarlyExitDrafter, Lifted, RecursiveRejection, SpeculativeDecoder, TopTail, TreeTopology
 from arbordraft.kernels import choice

@@ -1,9 +1,9 @@
 """Whole drafts in fixed shapes with every Triton kernel there is, against the plain ones level by level."""
 
 import pytest
-from companions import Rounds
-from grown_trees import GREEDY, HOT, LAW, MANY, at_most, check
-from native_drafters import built
+from support.companions import Rounds
+from support.grown_trees import GREEDY, HOT, LAW, MANY, at_most, check
+from support.native_drafters import built
 
 from arbordraft import TreeTopology
 from arbordraft.decoding.static.drafting import StaticDrafts

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from support.verdicts import COUPLINGS, check_verdicts
 from torch import library
 from torch.testing import assert_close
 from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
-from verdicts import COUPLINGS, check_verdicts
 
 from arbordraft.kernels import choice
 from arbordraft.kernels.choice import INTERPRETER

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from ragged_case import Case
+from support.ragged_case import Case
 from triton.runtime import interpreter
 
 from arbordraft import TreeTopology

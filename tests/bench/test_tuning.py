@@ -1,0 +1,113 @@
+"""Tuning: that the best setting wins, and that its choice survives a file."""
+
+import json
+
+import pytest
+from support.models import PROMPTS, greedy_reference, left_padded, new_tokens, ragged, tiny_tokenizer
+
+from arbordraft import CostTable, EarlyExitDrafter, NGramDrafter, RaggedModel, builders
+from arbordraft.bench.tuning import Choice, Setting, Tuned, grid, tune
+from arbordraft.deciders.costs import StepCosts
+from arbordraft.decoding.measuring import measure_costs
+
+CHEAP = StepCosts(CostTable((1, 8), (1.0, 1.0)), CostTable((1, 8), (0.01, 0.01)))
+TEXTS = ["a b c", "c", "b a"]
+
+
+def tokenizer():
+    found = tiny_tokenizer()
+    found.eos_token = found.pad_token = "c"
+    return found
+
+
+@pytest.fixture
+def target():
+    return RaggedModel(ragged().model, tokenizer(), kernels="torch")
+
+
+def test_drafters_without_a_model_have_fewer_settings():
+    kinds = {setting.kind for setting in grid(NGramDrafter())}
+    assert kinds == {"plain", "lookup"}
+    assert {setting.kind for setting in grid(EarlyExitDrafter(ragged(), 1))} == kinds | {"tree", "lookup or tree"}
+
+
+def test_costs_are_measured(target):
+    drafter = EarlyExitDrafter(target, 1)
+    costs = measure_costs(target, drafter, target.tokenizer, TEXTS)
+    assert costs.draft.rows[0] == 1
+    assert len(costs.draft.rows) > 2
+    assert min(*costs.draft.seconds, *costs.target.seconds, costs.rest) > 0
+
+
+@pytest.mark.parametrize(("slow", "temperature"), [("speculation", 0.0), ("plain", 0.0), ("plain", 1.0)])
+def test_the_fastest_wins(target, monkeypatch, slow, temperature):
+    """One of both is made slow: the other must be chosen."""
+    import time
+
+    real = Setting.decoder
+
+    def slowed(self, *arguments, **options):
+        decoder = real(self, *arguments, **options)
+        if (self.kind == "plain") == (slow == "plain"):
+            step = decoder.step
+            decoder.step = lambda state: (time.sleep(0.02), step(state))[1]
+        return decoder
+
+    monkeypatch.setattr(Setting, "decoder", slowed)
+    told = []
+    found = tune(
+        target,
+        target.tokenizer,
+        "early-exit:1",
+        EarlyExitDrafter(target, 1),
+        TEXTS,
+        batches=(2,),
+        temperature=temperature,
+        new_tokens=8,
+        tell=told.append,
+    )
+    (choice,) = found.choices
+    assert choice.pays == (slow == "plain")
+    assert choice.tokens_per_second == max(choice.rivals[str(choice.setting)], choice.tokens_per_second)
+    assert choice.plain == choice.rivals["plain"]
+    assert any("settings left" in line for line in told)
+
+
+def tuned():
+    setting, plain = Setting("tree", 8), Setting("plain")
+    choices = [Choice(2, setting, 5.0, 4.0, {"plain": 4.0}), Choice(8, plain, 9.0, 9.0)]
+    return Tuned("early-exit:1", 0.0, CHEAP, choices)
+
+
+def test_a_choice_survives_a_file_and_decodes(tmp_path):
+    path = tmp_path / "tuned.json"
+    tuned().save(path)
+    assert Tuned.load(path) == tuned()
+    target = ragged()
+    decoder = Tuned.load(path).decoder(target, batch=4)
+    assert decoder.decider.nodes == 8
+    assert isinstance(decoder.drafter, EarlyExitDrafter)
+    output = decoder.generate(**left_padded(PROMPTS), max_new_tokens=8, do_sample=False, return_dict_in_generate=True)
+    found = new_tokens(output.sequences, PROMPTS, output.stats.emitted)
+    assert found == greedy_reference(target.model, PROMPTS, max_new_tokens=8)
+    assert Tuned.load(path).decoder(target, batch=1).decider.nodes == 8
+    plain = Tuned.load(path).decoder(target, batch=20, drafter=EarlyExitDrafter(target, 1))
+    assert type(plain.drafter) is type(builders.plain(target).drafter)
+
+
+@pytest.mark.parametrize("damage", ["", "{}", '{"drafter": 1}'])
+def test_other_files_are_named(tmp_path, damage):
+    path = tmp_path / "tuned.json"
+    path.write_text(damage)
+    with pytest.raises(ValueError, match="is not what tuning writes"):
+        Tuned.load(path)
+
+
+def test_an_unknown_setting_is_refused(tmp_path):
+    path = tmp_path / "tuned.json"
+    tuned().save(path)
+    fields = json.loads(path.read_text())
+    fields["choices"][0]["setting"]["kind"] = "magic"
+    path.write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match="no way of speculating called 'magic'"):
+        Tuned.load(path).decoder(ragged(), batch=2)

@@ -1,0 +1,298 @@
+"""Drafters and targets whose token ids differ: other tokenizers are refused, other padding changes no law."""
+
+import shutil
+from string import ascii_letters, digits
+
+import pytest
+import torch
+from support.models import PROMPTS, VOCAB, context, greedy_reference, joined, left_padded, new_tokens, next_logits, tiny
+from support.request_law import BUSH, FEW, PAIR, fit, small_decoder
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from arbordraft import (
+    IID,
+    Coupling,
+    Fixed,
+    HybridDrafter,
+    LanguageModelDrafter,
+    Lifted,
+    Matching,
+    NGramDrafter,
+    RaggedModel,
+    RecursiveRejection,
+    SpecHub,
+    SpeculativeDecoder,
+    TopDown,
+    TopTail,
+    TreeTopology,
+    WithoutReplacement,
+    builders,
+)
+from arbordraft.checkpoints.vocabulary import tokenizer_hashes
+from arbordraft.decoding.target_initialised import TargetInitialisedDecoder
+from arbordraft.exports.decoder_config import describe
+from arbordraft.exports.engines import export_vllm
+from arbordraft.exports.onnx import plans
+from arbordraft.exports.onnx.sources import of
+from arbordraft.exports.onnx.writing import write
+from arbordraft.loading import drafter_named, load_drafter
+from arbordraft.training.students import LanguageModelStudent
+
+LETTERS = (ascii_letters + digits)[:VOCAB]
+PAIRS = [("a", "b"), ("b", "c"), ("ab", "c")]
+
+
+def spelling(letters=LETTERS, **options):
+    """One letter per id."""
+    model = models.WordLevel({letter: token for token, letter in enumerate(letters)}, unk_token=letters[0])
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="left", **options)
+
+
+def merging(pairs=tuple(PAIRS)):
+    """The same ids for the same tokens, whatever is merged first."""
+    tokens = [*"abcdefgh", *sorted({a + b for a, b in PAIRS})]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocabulary, list(pairs))))
+
+
+def with_tokens(*tokens, special=False):
+    tokenizer = spelling(LETTERS[:50])
+    tokenizer.add_tokens(list(tokens), special_tokens=special)
+    return tokenizer
+
+
+def templated():
+    tokenizer = spelling()
+    tokenizer.chat_template = "{{ messages }}"
+    tokenizer.pad_token = "c"
+    return tokenizer
+
+
+SWAPPED = LETTERS[1] + LETTERS[0] + LETTERS[2:]
+OTHERS = {  # of equal size
+    "two swapped": (spelling, lambda: spelling(SWAPPED), r"'a' is 1 there and 0 here"),
+    "reversed": (spelling, lambda: spelling(LETTERS[::-1]), r"'.' is \d+ there and \d+ here"),
+    "one replaced": (
+        spelling,
+        lambda: spelling(LETTERS[:-1] + "!"),
+        r"'.' is (\d+|no token) there and (\d+|no token) here",
+    ),
+    "merges in another order": (merging, lambda: merging(PAIRS[::-1]), "they merge other pairs"),
+    "another merge": (merging, lambda: merging([("a", "b"), ("b", "c"), ("a", "bc")]), "they merge other pairs"),
+    "another added token": (lambda: with_tokens("<x>"), lambda: with_tokens("<y>"), r"'<[xy]>' is"),
+    "another special token": (
+        lambda: with_tokens("<x>", special=True),
+        lambda: with_tokens("<y>", special=True),
+        r"'<[xy]>' is",
+    ),
+    "added in another order": (lambda: with_tokens("<x>", "<y>"), lambda: with_tokens("<y>", "<x>"), "'<[xy]>' is"),
+    "one token more": (spelling, lambda: spelling(LETTERS[:-1]), "'8' is no token there and 60 here"),
+}
+
+
+@pytest.mark.parametrize("how", OTHERS)
+def test_another_tokenizer_of_equal_size_is_refused(how, tmp_path):
+    """In a folder, and in memory."""
+    make, other, message = OTHERS[how]
+    target = RaggedModel(tiny(), make(), kernels="torch")
+    with pytest.raises(
+        ValueError, match=rf"other ids to some tokens than the target's: .* differ \(.*{message}.*same_to"
+    ):
+        LanguageModelDrafter(RaggedModel(tiny(seed=3), other(), kernels="torch")).check(target, IID(1))
+    tiny(seed=3).save_pretrained(tmp_path)
+    other().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=rf"{tmp_path} and .*differ \(({message})"):
+        drafter_named(str(tmp_path), target)
+    trusted = LanguageModelDrafter.from_pretrained(tmp_path, target, same_tokenizer=True)
+    trusted.check(target, IID(1))
+
+
+def saved(make, folder):
+    make().save_pretrained(folder)
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [(spelling, templated), (merging, merging), (lambda: with_tokens("<x>"), lambda: with_tokens("<x>", special=True))],
+    ids=["another template and padding", "merges", "special or not"],
+)
+def test_the_same_tokenizer_is_accepted(tmp_path, ours, theirs):
+    target = RaggedModel(tiny(), ours(), kernels="torch")
+    LanguageModelDrafter(RaggedModel(tiny(seed=3), theirs(), kernels="torch")).check(target, IID(1))
+    tiny(seed=3).save_pretrained(tmp_path / "model")
+    theirs().save_pretrained(tmp_path / "model")
+    drafter_named(str(tmp_path / "model"), target).check(target, IID(1))
+    assert tokenizer_hashes(saved(ours, tmp_path / "again")) == tokenizer_hashes(ours())
+
+
+def test_without_tokenizers_sizes_must_agree(tmp_path):
+    tiny(seed=3, vocab_size=64).save_pretrained(tmp_path)
+    for target in (RaggedModel(tiny(), kernels="torch"), RaggedModel(tiny(), spelling(), kernels="torch")):
+        drafter = LanguageModelDrafter.from_pretrained(tmp_path, target)
+        with pytest.raises(
+            ValueError, match=r"has 64 token ids, the target 61.*wrap both .* or pass same_tokenizer=True"
+        ):
+            drafter.check(target, IID(1))
+        LanguageModelDrafter.from_pretrained(tmp_path, target, same_tokenizer=True).check(target, IID(1))
+    equal = LanguageModelDrafter(tiny(seed=3))
+    equal.check(RaggedModel(tiny(), spelling(), kernels="torch"), IID(1))  # nobody knows better
+
+
+# Padding
+
+GREEDY = Coupling(Fixed(2), TopDown(Matching()))
+TREE = TreeTopology.from_k_config((2, 2, 1))
+SIZES = {"drafter padded": (61, 64), "target padded": (64, 61), "drafter smaller": (61, 31), "both padded": (62, 80)}
+
+
+def pair(sizes):
+    """A target and a draft model with so many rows, which share a tokenizer of as many tokens as both have."""
+    letters = LETTERS[: min(sizes)]
+    first = RaggedModel(tiny(vocab_size=sizes[0]), spelling(letters), kernels="torch")
+    return first, RaggedModel(tiny(seed=3, vocab_size=sizes[1]), spelling(letters), kernels="torch")
+
+
+BUILT = {
+    "trees": lambda first, draft: SpeculativeDecoder(first, LanguageModelDrafter(draft), TREE, GREEDY),
+    "with lookups": lambda first, draft: SpeculativeDecoder(
+        first, HybridDrafter(NGramDrafter(3, 1), LanguageModelDrafter(draft)), TREE, GREEDY
+    ),
+    "specinfer": lambda first, draft: builders.specinfer(first, draft, (2, 1)),
+    "target-initialised": lambda first, draft: builders.dynasd(first, LanguageModelDrafter(draft), depth=3),
+    "spechub": lambda first, draft: builders.spechub(first, draft, depth=2),
+}
+
+
+@pytest.mark.parametrize("built", BUILT)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_padding_changes_no_greedy_token(sizes, built):
+    """Random models emit the ids of their padding, too: whatever the target says comes out."""
+    first, draft = pair(SIZES[sizes])
+    output = BUILT[built](first, draft).generate(
+        **left_padded(PROMPTS), max_new_tokens=12, do_sample=False, eos_token_id=None, return_dict_in_generate=True
+    )
+    expected = greedy_reference(first.model, PROMPTS, max_new_tokens=12, eos_token_id=None)
+    assert new_tokens(output.sequences, PROMPTS, output.stats.emitted) == expected
+    assert output.stats.drafted > 0
+
+
+@pytest.mark.filterwarnings("ignore:3 target-initialised candidates")
+def test_candidates_that_the_drafter_lacks():
+    """The target's own first tokens may be ids of its padding, which the drafter is to go on from."""
+    first, draft = pair((64, 20))
+    decoder = TargetInitialisedDecoder(first, LanguageModelDrafter(draft), TreeTopology.from_k_config((3, 1)))
+    output = decoder.generate(
+        torch.tensor(PROMPTS[:1]), max_new_tokens=20, do_sample=True, seeds=[1], eos_token_id=None
+    )
+    assert output.shape[1] == len(PROMPTS[0]) + 20
+    assert output.max() >= 20
+
+
+LAWS = {
+    "iid": lambda draft: small_decoder(IID(2), TopDown(RecursiveRejection()), BUSH, draft),
+    "without replacement, lifted": lambda draft: small_decoder(
+        WithoutReplacement(2), Lifted(RecursiveRejection()), BUSH, draft
+    ),
+    "spechub": lambda draft: small_decoder(TopTail(1, 1), TopDown(SpecHub()), PAIR, draft),
+}
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("size", [FEW - 1, FEW + 3], ids=["fewer ids", "more ids"])
+def test_padding_changes_no_law(law, size):
+    draft = RaggedModel(tiny(seed=3, sharpness=1.5, vocab_size=size), kernels="torch")
+    assert fit(LAWS[law](LanguageModelDrafter(draft, same_tokenizer=True))) > 1e-3
+
+
+@pytest.mark.parametrize("size", [FEW - 2, FEW + 30], ids=["fewer ids", "more ids"])
+def test_children_are_drawn_from_the_rows_that_are_told(size):
+    """The row of every node is the softmax over the ids that both have: it sums to 1, and nothing else is drawn."""
+    draft = RaggedModel(tiny(seed=3, vocab_size=size), kernels="torch")
+    drafter = LanguageModelDrafter(draft, same_tokenizer=True)
+    text, drawn = [1, 5, 3, FEW - 1], set()
+    read = [token if token < size else 0 for token in text]
+    shared = min(size, FEW)
+    expected = torch.zeros(FEW)
+    expected[:shared] = next_logits(draft.model, read)[:shared].softmax(-1)
+    for seed in range(60):
+        state = joined(drafter, [text])
+        step = context([text], BUSH, IID(2), seed=seed)
+        object.__setattr__(step, "vocab_size", FEW)
+        (tree,) = drafter.propose(state, step).samples
+        torch.testing.assert_close(tree.draft_probs[0], expected, atol=1e-5, rtol=0)
+        drawn |= set(list(tree.tokens.values())[1:])
+    assert drawn <= set(range(shared))
+    assert len(drawn) > 2
+
+
+# Exported graphs
+
+
+def exported(draft, first, folder):
+    return write(lambda: [plans.causal_lm(draft, plans.Origin(first, "tiny"))], folder).folder
+
+
+def test_graphs_know_their_tokenizer(tmp_path):
+    first, draft = pair((61, 64))
+    folder = exported(draft, first, tmp_path / "graph")
+    decoder = SpeculativeDecoder(first, load_drafter(folder, first), TREE, GREEDY)
+    output = decoder.generate(
+        **left_padded(PROMPTS), max_new_tokens=8, do_sample=False, eos_token_id=None, return_dict_in_generate=True
+    )
+    expected = greedy_reference(first.model, PROMPTS, max_new_tokens=8, eos_token_id=None)
+    assert new_tokens(output.sequences, PROMPTS, output.stats.emitted) == expected
+    with pytest.raises(
+        ValueError, match=r"made for a tokenizer that gives other ids .*export a drafter with the target's"
+    ):
+        load_drafter(folder, RaggedModel(tiny(), spelling(SWAPPED), kernels="torch"))
+    with pytest.raises(ValueError, match="vocabulary of 64 tokens, the target has 61"):
+        load_drafter(folder, RaggedModel(tiny(), kernels="torch"))  # nobody knows whether it is padding
+
+
+def test_graphs_are_made_for_one_tokenizer(tmp_path):
+    for name, letters in (("draft", SWAPPED), ("target", LETTERS)):
+        tiny(max_position_embeddings=2048).save_pretrained(tmp_path / name)
+        spelling(letters, eos_token="c").save_pretrained(tmp_path / name)
+    with pytest.raises(ValueError, match="gives other ids to some tokens"):
+        of(str(tmp_path / "draft"), str(tmp_path / "target"))
+    shutil.rmtree(tmp_path / "draft")
+    tiny(vocab_size=64, max_position_embeddings=2048).save_pretrained(tmp_path / "draft")
+    spelling(eos_token="c").save_pretrained(tmp_path / "draft")
+    of(str(tmp_path / "draft"), str(tmp_path / "target"))
+    with pytest.raises(ValueError, match="onnxruntime-genai takes no padding: the draft model has 64 token ids"):
+        of(str(tmp_path / "draft"), str(tmp_path / "target"), causal=True)
+
+
+def test_engines_get_no_draft_model_of_another_tokenizer(tmp_path):
+    for name, letters in (("draft", SWAPPED), ("same", LETTERS), ("target", LETTERS)):
+        tiny().save_pretrained(tmp_path / name)
+        spelling(letters).save_pretrained(tmp_path / name)
+    with pytest.raises(ValueError, match=r"draft and .*target differ \('a' is 1 there and 0 here\)"):
+        export_vllm(tmp_path / "draft", tmp_path / "out", target=str(tmp_path / "target"))
+    export_vllm(tmp_path / "same", tmp_path / "out", target=str(tmp_path / "target"))
+
+
+def test_trained_draft_models_know_their_tokenizer(tmp_path):
+    student = LanguageModelStudent(2)
+    student.build(RaggedModel(tiny(), spelling(), kernels="torch"), list)
+    student.save(tmp_path)
+    drafter_named(str(tmp_path), RaggedModel(tiny(), spelling(), kernels="torch")).check(
+        RaggedModel(tiny(), spelling(), kernels="torch"), IID(1)
+    )
+    with pytest.raises(ValueError, match="gives other ids to some tokens"):
+        drafter_named(str(tmp_path), RaggedModel(tiny(), spelling(SWAPPED), kernels="torch"))
+
+
+def test_a_decoder_keeps_that_its_user_vouched():
+    draft = LanguageModelDrafter(tiny(seed=3), same_tokenizer=True)
+    assert describe(draft) == {
+        "class": "LanguageModelDrafter",
+        "trained": True,
+        "arguments": {"same_tokenizer": True},
+    }
+    assert describe(LanguageModelDrafter(tiny(seed=3))) == {"class": "LanguageModelDrafter", "trained": True}

@@ -1,0 +1,231 @@
+"""Ctrl-C and SIGTERM at any moment: nothing half-written stays, and the exit status says what happened."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.models import tiny_checkpoint
+from support.tiny_training import save_config, save_world
+from support.writers import FILES, WRITERS, everything, place
+
+from arbordraft.cli.failures import Terminated, ending
+from arbordraft.kernels.native import build
+
+STEPS = [  # all that a writer does to a disk
+    (os, "fsync"),
+    (shutil, "rmtree"),
+    *((Path, name) for name in ("mkdir", "replace", "rename", "unlink", "open", "write_text", "is_dir", "exists")),
+]
+NAMES = {"published": ["a"], "exported": ["README.md"], "decider": ["config.json", "model.safetensors"]}
+
+
+class Interrupt:
+    """Interrupts in front of the n-th step, or right behind it; counts the steps."""
+
+    def __init__(self, monkeypatch, at: int, behind: bool) -> None:
+        self.at, self.behind, self.count = at, behind, 0
+        for owner, name in STEPS:
+            monkeypatch.setattr(owner, name, self.wrapped(getattr(owner, name)))
+
+    def wrapped(self, step):
+        def run(*args, **options):
+            self.count += 1
+            mine = self.count == self.at
+            if mine and not self.behind:
+                raise KeyboardInterrupt
+            found = step(*args, **options)
+            if mine:
+                if hasattr(found, "close"):
+                    found.close()
+                raise KeyboardInterrupt
+            return found
+
+        return run
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["in front of", "behind"])
+@pytest.mark.parametrize("before", [False, True], ids=["new", "replaced"])
+@pytest.mark.parametrize("writer", ["text", "tuned", "shard", "checkpoint", "published", "exported", "decider"])
+def test_an_interrupt_at_any_step_leaves_the_old_or_the_new(tmp_path, writer, before, behind):
+    complete = tmp_path / "complete"
+    complete.mkdir()
+    WRITERS[writer](place(complete, writer))
+    new = everything(complete)
+    for at in range(1, 200):
+        root = tmp_path / str(at)
+        root.mkdir()
+        if before:
+            old_file(writer, place(root, writer))
+        elif writer == "decider":
+            place(root, writer).mkdir()
+        old = everything(root)
+        with pytest.MonkeyPatch.context() as patch:
+            interrupt = Interrupt(patch, at, behind)
+            try:
+                WRITERS[writer](place(root, writer))
+            except KeyboardInterrupt:
+                assert interrupt.count >= at
+            finally:
+                patch.undo()
+            done = interrupt.count < at
+        found = everything(root)
+        if writer == "decider":  # two files, each of them whole
+            assert set(found) <= set(old) | set(new)
+            assert all(found[name] in (old.get(name), new.get(name)) for name in found)
+        else:
+            assert found in (old, new), f"interrupted at step {at}"
+        if done:
+            break
+    else:
+        pytest.fail("the writer never came to its end")
+    assert found == new
+    assert at > 5
+
+
+def old_file(writer, path):
+    """What was there before: other contents under the same names."""
+    if writer in FILES:
+        path.write_text("old")
+        return
+    path.mkdir()
+    for name in {"published": ["a"], "exported": ["README.md"], "decider": ["config.json", "model.safetensors"]}[
+        writer
+    ]:
+        (path / name).write_text("old")
+
+
+def test_the_compiler_ends_with_all_that_it_started(tmp_path, monkeypatch):
+    """As g++ does, it starts the process that does the work."""
+    mark = tmp_path / "mark"
+    monkeypatch.setattr(build, "COMPILER_LIMIT", 0.5)
+    command = ["sh", "-c", f"(sleep 1; touch {mark}) & wait"]
+    with pytest.raises(subprocess.TimeoutExpired):
+        build._finished(command, dict(os.environ))
+    time.sleep(1)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [(KeyboardInterrupt, 130, "interrupted\n"), (Terminated, 143, "terminated\n")],
+    ids=["SIGINT", "SIGTERM"],
+)
+@pytest.mark.parametrize("by_lightning", [False, True], ids=["itself", "turned into SystemExit(1)"])
+def test_an_interrupt_has_its_own_status(capsys, error, status, said, by_lightning):
+    def interrupted():
+        try:
+            raise error
+        except KeyboardInterrupt:
+            if by_lightning:
+                sys.exit(1)
+            raise
+
+    with pytest.raises(SystemExit) as stopped, ending():
+        interrupted()
+    assert stopped.value.code == status
+    assert capsys.readouterr().err == said
+
+
+def test_signals_are_as_before_behind_a_command():
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+
+    def terminated():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # as Lightning does when it is interrupted
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+
+    with pytest.raises(SystemExit) as stopped, ending():
+        terminated()
+    assert stopped.value.code == 143
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+# Real processes: the signal comes when a function of the main thread runs, which another thread watches.
+
+SCRIPT = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from arbordraft.cli import main as cli
+
+def inside(name):
+    frame = sys._current_frames()[threading.main_thread().ident]
+    while frame is not None and frame.f_code.co_name != name:
+        frame = frame.f_back
+    return frame is not None
+
+def stop():
+    while not ({moment}):
+        time.sleep(0.005)
+    time.sleep(0.05)
+    os.kill(os.getpid(), {number})
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which the background jobs of a script ignore
+threading.Thread(target=stop, daemon=True).start()
+cli.main()
+"""
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A target, prompts for it and what a training needs."""
+    root = save_world(tmp_path_factory.mktemp("world"))
+    tiny_checkpoint(root / "model")
+    save_config(
+        root / "config.yaml", root, trainer={"max_epochs": 10_000}, results={"output": str(root / "out" / "results")}
+    )
+    return root
+
+
+def commands(world: Path) -> dict[str, list[str]]:
+    """Commands that go on for minutes."""
+    model, long = str(world / "model"), ["--new-tokens", "2000", "--prompts", str(world / "prompts.jsonl")]
+    out = world / "out"
+    return {
+        "generate": ["generate", "a b", "--raw", "--model", model, "--max-new-tokens", "2000"],
+        "tune": ["tune", "--model", model, "--dtype", "float32", *long, "--output", str(out / "tuned.json")],
+        "train": ["train", "drafter", "fit", "--config", str(world / "config.yaml")],
+        "export": ["export", "onnx", model, str(out / "onnx")],
+    }
+
+
+@pytest.mark.parametrize(
+    ("command", "moment", "number"),
+    [
+        ("generate", "load_decoder", signal.SIGINT),
+        ("generate", "decode_loop", signal.SIGTERM),
+        ("tune", "measure_costs", signal.SIGINT),
+        ("train", "prepare_data", signal.SIGTERM),
+        ("train", "curve.json", signal.SIGINT),
+        ("train", "curve.json", signal.SIGTERM),
+        ("export", "trace", signal.SIGTERM),
+    ],
+    ids=lambda value: value.name if isinstance(value, signal.Signals) else value,
+)
+def test_a_signal_ends_a_command(world, command, moment, number):
+    out = world / "out"
+    shutil.rmtree(out, ignore_errors=True)
+    reached = f"Path({str(out / 'results' / moment)!r}).exists()" if "." in moment else f"inside({moment!r})"
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(moment=reached, number=int(number)), *commands(world)[command]],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=world,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONFAULTHANDLER": "1"},
+    )
+    assert run.returncode == (130 if number == signal.SIGINT else 143), run.stderr
+    assert "Traceback" not in run.stderr
+    assert run.stderr.splitlines()[-1] == ("interrupted" if number == signal.SIGINT else "terminated")
+    assert ("the training goes on with the same command" in run.stderr) is (command == "train")
+    left = list(out.rglob("*"))
+    assert not [path for path in left if path.name.startswith(".")]
+    if moment == "curve.json":
+        assert json.loads((out / "results" / "curve.json").read_text())
+    else:
+        assert not [path for path in left if path.is_file()]

@@ -1,0 +1,94 @@
+"""What deciders are told of a step's drafts."""
+
+import pytest
+from support.models import PROMPTS, left_padded, ragged
+
+from arbordraft import (
+    Coupling,
+    EarlyExitDrafter,
+    Fixed,
+    HybridDrafter,
+    LanguageModelDrafter,
+    NGramDrafter,
+    NoDrafter,
+    SpeculativeDecoder,
+    TreeTopology,
+)
+from arbordraft.deciders import FixedDepth
+from arbordraft.trees.draft_tree import Outcome, SampleTree, SampleVerdict
+
+SHAPE = TreeTopology.from_k_config((2, 1, 1))  # 1 and 2 below the root, 3 and 4 below these, then 5 and 6
+CHANCES = {1: 0.5, 2: 0.25, 3: 0.75, 5: 0.125}
+
+
+@pytest.mark.parametrize(
+    ("alive", "path", "outcome"),
+    [
+        ((), (), Outcome(0, 0, ())),
+        ((1,), (), Outcome(1, 0, (0.5,))),
+        ((1,), (1,), Outcome(1, 1, (0.5,))),
+        ((1, 2), (), Outcome(1, 0, (0.75,))),
+        ((1, 2, 3), (), Outcome(2, 0, (0.75,))),
+        ((1, 2, 3), (1,), Outcome(2, 1, (0.75, 0.75))),
+        ((1, 2, 3), (1, 3), Outcome(2, 2, (0.75, 0.75))),
+        ((1, 2, 3), (2,), Outcome(2, 1, (0.75,))),
+        ((1, 2, 3, 5), (2,), Outcome(3, 1, (0.75,))),
+        ((1, 2, 3, 5), (1, 3, 5), Outcome(3, 3, (0.75, 0.75, 0.125))),
+        ((1, 2, 3, 4), (2,), Outcome(2, 1, (0.75, 0.0))),
+    ],
+    ids=str,
+)
+def test_outcomes(alive, path, outcome):
+    """Of the root and every accepted node that has children: how likely it was that one of them is accepted."""
+    tokens = {0: 7} | {node: 10 + node for node in alive}
+    tree = SampleTree(SHAPE, Fixed(2), tokens, chances=CHANCES, source="Model")
+    assert tree.outcome(SampleVerdict(path, 9, recovered=True)) == outcome._replace(source="Model")
+
+
+class Listening(FixedDepth):
+    """Drafts everything and notes what it is told, by sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.told = []
+
+    def start(self):
+        self.told.append([])
+        return self.told[-1]
+
+    def learn(self, memory, outcome):
+        memory.append(outcome)
+
+
+DRAFTERS = {
+    "nothing": (NoDrafter, {""}),
+    "lookup": (lambda: NGramDrafter(3, 1), {"NGramDrafter"}),
+    "early exit": (lambda: EarlyExitDrafter(ragged(), 1), {"EarlyExitDrafter"}),
+    "model": (lambda: LanguageModelDrafter(ragged(seed=3)), {"LanguageModelDrafter"}),
+    "hybrid": (
+        lambda: HybridDrafter(NGramDrafter(3, 1), LanguageModelDrafter(ragged(seed=3))),
+        {"NGramDrafter", "LanguageModelDrafter"},
+    ),
+}
+
+
+@pytest.mark.parametrize("settings", [{"do_sample": False}, {"do_sample": True, "temperature": 0.5}], ids=["0", "0.5"])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_decoder_tells_all_of_it(name, settings):
+    make, sources = DRAFTERS[name]
+    decider = Listening()
+    topology = TreeTopology.chain(0) if name == "nothing" else SHAPE
+    decoder = SpeculativeDecoder(ragged(), make(), topology, Coupling.shared(max(1, topology.width)), decider)
+    stats = decoder.generate(
+        **left_padded(PROMPTS), max_new_tokens=24, eos_token_id=None, return_dict_in_generate=True, **settings
+    ).stats
+    assert [len(told) for told in decider.told] == stats.forwards
+    outcomes = [outcome for told in decider.told for outcome in told]
+    assert {outcome.source for outcome in outcomes if outcome.drafted} <= sources
+    assert sources == {""} or {outcome.source for outcome in outcomes if outcome.drafted} == sources
+    assert sum(outcome.accepted for outcome in outcomes) == stats.accepted.total()
+    for outcome in outcomes:
+        assert 0 <= outcome.accepted <= outcome.drafted <= 3
+        assert outcome.accepted <= len(outcome.stated) <= outcome.accepted + 1
+        assert all(0 <= stated <= 1 + 1e-6 for stated in outcome.stated)
+    assert name == "nothing" or any(0 < stated < 1 for outcome in outcomes for stated in outcome.stated)

@@ -1,0 +1,113 @@
+"""What a request is answered does not depend on load: in bfloat16, the very tokens that it gets alone."""
+
+import gc
+import random
+
+import pytest
+import torch
+from support.fragile import Fragile
+from support.models import PAYS, VOCAB
+from support.native_drafters import KINDS, built
+from support.prepacked_models import small
+
+from arbordraft import CostAware, HybridDrafter, NGramDrafter, NoDrafter, RaggedModel, SpeculativeDecoder, TreeTopology
+from arbordraft.decoding.engine import Engine
+from arbordraft.decoding.requests import Request
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+TREE = TreeTopology.sequoia((0.5, 0.2, 0.1), 10, 4)
+
+
+def decoder(kind, kernels="native"):
+    target, drafter = built("eagle" if kind == "plain" else kind, kernels, torch.bfloat16)
+    drafter = NoDrafter() if kind == "plain" else HybridDrafter(NGramDrafter(), drafter)
+    return SpeculativeDecoder(target, drafter, TREE, decider=CostAware(PAYS))
+
+
+def requests(count, longest, seed):
+    """Prompts of 5 tokens and more, most of them short; a third begins like another one."""
+    rng = random.Random(seed)
+    system, asked = rng.choices(range(3, VOCAB), k=min(200, longest)), []
+    for number in range(count):
+        length = int(5 * (longest / 5) ** rng.random())
+        prompt = rng.choices(range(3, VOCAB), k=length)
+        if number % 3 == 0:
+            prompt = [*system[: rng.randrange(len(system))], *prompt][:longest]
+        settings = {"temperature": rng.choice([0.0, 0.3, 0.7, 1.0]), "top_p": rng.choice([1.0, 1.0, 0.9])}
+        if number % 10 == 7:
+            settings["repetition_penalty"] = 1.2
+        asked.append(Request(prompt=prompt, max_new_tokens=rng.randrange(1, 60), seed=rng.randrange(2**64), **settings))
+    return asked
+
+
+def under_load(made, asked, seed, **options):
+    """All of them at random times, with others in between that are cancelled, or fail."""
+    rng = random.Random(seed)
+    engine = Engine(made, max_tokens=8000, max_samples=12, max_rows=64, **options)
+    streams, disturbing = [], []
+    for request in asked:
+        streams.append(engine.submit(request))
+        if rng.random() < 0.2:
+            disturbing.append(engine.submit(Request(prompt=request.prompt, max_new_tokens=40, temperature=1.0)))
+        if rng.random() < 0.1:
+            failing = [Fragile(len(request.prompt) + rng.randrange(6))]
+            engine.submit(Request(prompt=request.prompt, max_new_tokens=40, processors=failing))
+        for _ in range(rng.choice([0, 0, 1, 5])):
+            engine.step()
+        if disturbing and rng.random() < 0.5:
+            disturbing.pop().cancel()
+    engine.run()
+    return [stream.result()[0].tokens for stream in streams]
+
+
+def alone(made, asked):
+    engine = Engine(made, max_tokens=8000, reuse=False)
+    return [engine.submit(request).result()[0].tokens for request in asked]
+
+
+@pytest.mark.parametrize("kind", ["plain", *KINDS])
+def test_answers_under_load(kind):
+    made, asked = decoder(kind), requests(24, 150, seed=1)
+    assert under_load(made, asked, seed=2) == alone(decoder("plain"), asked)
+
+
+@pytest.mark.parametrize("reuse", [True, False], ids=["reuse", "no reuse"])
+@pytest.mark.soak
+def test_two_hundred_requests(reuse):
+    """Up to 1,500 tokens, whatever drafts."""
+    asked = requests(200, 1500, seed=3)
+    expected = alone(decoder("plain"), asked)
+    for kind in ("plain", "eagle", "model"):
+        assert under_load(decoder(kind), asked, seed=4, reuse=reuse) == expected
+
+
+def test_kernels_that_depend_on_the_batch_would_be_seen():
+    """Negative control: PyTorch's own products in bfloat16."""
+    asked = requests(24, 150, seed=1)
+    assert under_load(decoder("eagle", "torch"), asked, seed=2) != alone(decoder("plain", "torch"), asked)
+
+
+def served(engine, requests):
+    """Answers so many different requests, and says how many objects are left of them."""
+    for number in range(0, requests, 8):
+        for seed in range(number, number + 8):
+            prompt, temperature = [3 + seed % 50, 4 + seed % 7, 5], seed % 2 * (1 + seed % 1000 / 1000)
+            engine.submit(Request(prompt=prompt, max_new_tokens=2, seed=seed, temperature=temperature))
+        engine.run()
+    gc.collect()
+    return len(gc.get_objects())
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("keeps", [False, True], ids=["as it is", "control: all streams are kept"])
+def test_requests_leave_nothing_behind(keeps, monkeypatch):
+    """One small object for every tenth request would be found."""
+    kept, submit = [], Engine.submit
+    if keeps:
+        monkeypatch.setattr(Engine, "submit", lambda *args: kept.append(submit(*args)))
+    decoder = SpeculativeDecoder(RaggedModel(small(), kernels="native"), NGramDrafter(), TreeTopology.chain(2))
+    engine = Engine(decoder, max_tokens=500, max_samples=8)
+    before = served(engine, 2_000)
+    after = served(engine, 2_000 if keeps else 20_000)
+    assert (after - before < 2_000) is not keeps

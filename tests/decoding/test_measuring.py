@@ -1,0 +1,109 @@
+"""Step costs: what a decider takes is counted as its own, and it stops nothing while it is timed."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+from support.models import PROMPTS, ragged
+
+from arbordraft import CostTable
+from arbordraft.deciders import Decider
+from arbordraft.decoding import measuring
+from arbordraft.decoding.measuring import measure_steps, rows_within
+from arbordraft.drafters import LanguageModelDrafter, NGramDrafter, NoDrafter
+
+PAUSE = 0.02
+
+
+class Slow(Decider):
+    """Takes its time to say that nobody goes on."""
+
+    def forward(self, view):
+        time.sleep(PAUSE)
+        return [False] * len(view.paths)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Stands still but for what moves its ``now``."""
+    made = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: made.now)
+    return made
+
+
+def measured(drafter, decider=None, batches=(1, 2), rows=(1, 2, 3)):
+    return measure_steps(ragged(), drafter, PROMPTS, decider, batches=batches, depth=2, new_tokens=4, rows=rows)
+
+
+@pytest.mark.parametrize("batches", [(1, 2), (1, 3), (1,) * 4], ids=str)
+def test_levels_are_timed_by_their_rows(batches):
+    costs = measured(LanguageModelDrafter(ragged(seed=3)), batches=batches)
+    assert set(batches) <= set(costs.draft.rows)
+    assert costs.target.rows == (1, 2, 3)
+    assert costs.decide == 0
+    assert min(*costs.draft.seconds, *costs.target.seconds, costs.rest) > 0
+
+
+def test_a_slow_decider_is_not_taken_for_slow_drafting():
+    costs = measured(LanguageModelDrafter(ragged(seed=3)), Slow())
+    assert costs.decide >= PAUSE
+    assert {1, 2} <= set(costs.draft.rows), "it stopped the drafting that was to be timed"
+    assert costs.draft(1) < costs.decide
+
+
+def test_a_level_costs_what_it_takes_and_nothing_costs_nothing(clock):
+    """By a clock that only levels of drafts advance, by a second each."""
+
+    class Ticking(LanguageModelDrafter):
+        def propose(self, state, context):
+            clock.now += context.topology.max_depth
+            return super().propose(state, context)
+
+    rows = CostTable((1,), (1.0,))
+    costs = measured(Ticking(ragged(seed=3)), rows=rows)
+    assert costs.draft(1) == pytest.approx(1)
+    assert (costs.start, costs.rest) == (0, 0)
+    assert measured(NoDrafter(), rows=rows).draft(1) == pytest.approx(1e-9), "the least that a table holds"
+
+
+def test_only_whole_trees_are_timed_and_no_prompts(clock):
+    """By a clock that every draft advances by a second, and the first step of a batch by a hundred."""
+
+    class Ticking(LanguageModelDrafter):
+        def propose(self, state, context):
+            tree = super().propose(state, context)
+            first = len(context.tokens[0]) == len(PROMPTS[0])
+            clock.now += sum(len(sample.tokens) - 1 for sample in tree.samples if sample) + 100 * first
+            return tree
+
+    prompts = [PROMPTS[0]] * 4
+    for seed in range(3):
+        drafter = Ticking(ragged(seed=seed))  # one of them is the target: samples end early
+        costs = measure_steps(
+            ragged(), drafter, prompts, batches=(1, 4), depth=3, new_tokens=9, rows=CostTable((1,), (1.0,))
+        )
+        assert dict(zip(costs.draft.rows, costs.draft.seconds, strict=True)) == pytest.approx({1: 1, 4: 4, 16: 16})
+        assert (costs.start, costs.rest) == (0, 0)
+
+
+def test_lookups_are_timed_by_samples_whoever_drafts(clock, monkeypatch):
+    """By a clock that only they advance, by a second and by half of one for every sample."""
+    propose = NGramDrafter.propose
+
+    def ticking(self, state, context):
+        tree = propose(self, state, context)
+        clock.now += any(len(each.tokens) > 1 for each in tree.samples if each) * (1 + 0.5 * len(tree.samples))
+        return tree
+
+    monkeypatch.setattr(NGramDrafter, "propose", ticking)
+    for drafter in (NGramDrafter(), LanguageModelDrafter(ragged(seed=3))):
+        costs = measured(drafter, batches=(1, 4), rows=CostTable((1,), (1.0,)))
+        assert 0 < costs.lookup <= 1.5
+        assert 0 < costs.finding <= 0.5
+        assert costs.draft(1) == pytest.approx(1e-9)
+
+
+@pytest.mark.parametrize(("table", "rows"), [((0.01, 0.091), 127), ((0.01, 0.01), 2048)], ids=["slow", "rows are free"])
+def test_what_is_read_at_a_time_follows_from_what_rows_cost(monkeypatch, table, rows):
+    monkeypatch.setattr(measuring, "known_rows", lambda target: CostTable((1, 55), table))
+    assert rows_within(ragged()) == rows

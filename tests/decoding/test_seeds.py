@@ -1,0 +1,299 @@
+"""A seeded request says the same whatever shares its batch, in whatever order, and whatever was decoded before.
+
+Models are in float64: what products of other sizes round otherwise is then 1e-16, which flips no decision.
+"""
+
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from support.models import PROMPTS, left_padded, new_tokens, tiny
+
+from arbordraft import (
+    IID,
+    ConfidenceThreshold,
+    CostAware,
+    CostTable,
+    Coupling,
+    EarlyExitDrafter,
+    Fixed,
+    HybridDrafter,
+    LanguageModelDrafter,
+    Lifted,
+    Matching,
+    NGramDrafter,
+    NoDrafter,
+    RaggedModel,
+    RecursiveRejection,
+    SpeculativeDecoder,
+    TopDown,
+    TreeTopology,
+)
+from arbordraft.deciders import (
+    AcceptedAverage,
+    AdaEDL,
+    Bandit,
+    Decider,
+    EntropyBound,
+    FixedDepth,
+    Heuristic,
+    LearnedDecider,
+    PathSurvival,
+)
+from arbordraft.deciders.costs import StepCosts
+from arbordraft.deciders.decisions import Plan
+from arbordraft.drafters.grower import Garden
+from arbordraft.sampling.noise import Noise
+
+SEEDS = (11, 2**40 + 12, 13)
+SLOPE = CostTable((1, 64), (1.0, 3.0))
+STEPS = StepCosts(SLOPE, CostTable((1, 64), (0.05, 0.1)))
+
+
+@cache
+def model():
+    return RaggedModel(tiny(sharpness=2.5, hidden_size=16).double(), kernels="torch")
+
+
+def lookup():
+    return NGramDrafter(longest=3, shortest=1)
+
+
+def shallow():
+    return LanguageModelDrafter.from_target(model(), [0])
+
+
+DRAFTERS = {
+    "lookup": lookup,
+    "lookup or exit": lambda: HybridDrafter(lookup(), EarlyExitDrafter(model(), 1)),
+    "lookup or model": lambda: HybridDrafter(lookup(), shallow()),
+    "model": shallow,
+    "early exit": lambda: EarlyExitDrafter(model(), 1),
+    "nothing": NoDrafter,
+}
+
+
+def learned():
+    torch.manual_seed(5)
+    return LearnedDecider(widths=(8,), threshold=0.45).double()
+
+
+DECIDERS = {
+    "always": FixedDepth,
+    "confidence": lambda: ConfidenceThreshold(0.42),
+    "entropy": lambda: EntropyBound(0.4, 0.1),
+    "survival": lambda: PathSurvival(0.25),
+    "heuristic": lambda: Heuristic(2, 4),
+    "average": lambda: AcceptedAverage(1.0, 0.5),
+    "AdaEDL": lambda: AdaEDL(0.3, 0.1),
+    "bandit": lambda: Bandit([FixedDepth(1), ConfidenceThreshold(0.42), FixedDepth(3)]),
+    "cost-aware": lambda: CostAware(STEPS),
+    "learned": learned,
+    "cost-aware, learned": lambda: CostAware(STEPS, survival=learned()),
+    "costs of rows": lambda: CostAware(SLOPE),
+    "few nodes": lambda: CostAware(SLOPE, nodes=3),
+}
+
+
+def build(drafter, decider="always", drawn=False, **options):
+    """A decoder with trees of up to three levels; ``drawn``: by random draws where the drafter allows for them."""
+    if drawn:
+        coupling, topology = Coupling(IID(2), Lifted(RecursiveRejection())), TreeTopology.from_k_config((2, 1, 1))
+    else:
+        coupling, topology = Coupling(Fixed(2), TopDown(Matching())), TreeTopology.from_k_config((2, 2, 1))
+    decider = DECIDERS[decider]() if isinstance(decider, str) else decider
+    return SpeculativeDecoder(model(), DRAFTERS[drafter](), topology, coupling, decider, **options)
+
+
+def decode(decoder, samples, seeds=SEEDS, **settings):
+    """What the decoder answers to some of the prompts together, by sample, and its statistics."""
+    prompts = [PROMPTS[sample] for sample in samples]
+    output = decoder.generate(
+        **left_padded(prompts),
+        **{"max_new_tokens": 16, "do_sample": True, "temperature": 0.6, "eos_token_id": None, **settings},
+        seeds=[seeds[sample] for sample in samples],
+        return_dict_in_generate=True,
+    )
+    found = new_tokens(output.sequences, prompts, output.stats.emitted)
+    return dict(zip(samples, found, strict=True)), output.stats
+
+
+def texts(decoder, samples, seeds=SEEDS, **settings):
+    return decode(decoder, samples, seeds, **settings)[0]
+
+
+COMPANIES = ([1], [0, 1, 2], [2, 0])
+
+
+def leaks(decoder, companies=COMPANIES, rounds=1, **settings):
+    """Samples that one decoder answers differently in different company, one after the other; and their texts."""
+    for number in range(rounds):
+        seeds = [seed + 100 * number for seed in SEEDS]
+        known = {}
+        for company in companies:
+            for sample, text in texts(decoder, company, seeds, **settings).items():
+                if known.setdefault(sample, text) != text:
+                    yield sample, company, known[sample], text
+
+
+CASES = [
+    *itertools.product(DRAFTERS, DECIDERS, [False]),
+    *itertools.product(["lookup or exit", "model", "early exit"], DECIDERS, [True]),
+]
+
+
+@pytest.mark.parametrize(
+    ("drafter", "decider", "drawn"),
+    [pytest.param(*case, id=", ".join([*case[:2], "drawn" if case[2] else "certain"])) for case in CASES],
+)
+def test_a_text_depends_on_its_own_request_alone(drafter, decider, drawn):
+    assert list(leaks(build(drafter, decider, drawn))) == []
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_used_decoder_is_as_good_as_new(drafter):
+    """Alone, in every order, and with a greedy request in between, which may share what it spends."""
+    for decider in ("bandit", "cost-aware"):
+        used = build(drafter, decider)
+        list(leaks(used, [[0, 1, 2]], rounds=2))
+        texts(used, [2, 1, 0], do_sample=False)
+        new = {sample: texts(build(drafter, decider), [sample])[sample] for sample in range(3)}
+        for company in itertools.permutations(range(3)):
+            assert texts(used, list(company)) == new
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_other_seeds_say_something_else_and_drafts_take_part(drafter):
+    """Or else nothing could leak, and the tests above would prove nothing."""
+    decoder = build(drafter)
+    found, stats = decode(decoder, [0, 1, 2])
+    assert (stats.accepted.total() > 0) == (drafter != "nothing")
+    others = texts(decoder, [0, 1, 2], [seed + 1 for seed in SEEDS])
+    assert any(found[sample] != others[sample] for sample in range(3))
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_finished_neighbour_shifts_nothing(drafter):
+    decoder = build(drafter, "cost-aware")
+    whole = texts(decoder, [0, 1, 2])
+    ends = whole[1][2]  # the second sample ends early, and the others where they say the same
+    found = texts(decoder, [0, 1, 2], eos_token_id=ends)
+    assert len(found[1]) <= 3
+    for sample, text in whole.items():
+        assert found[sample] == text[: text.index(ends) + 1] if ends in text else text
+
+
+@pytest.mark.parametrize("drafter", ["lookup", "lookup or model", "early exit"])
+def test_threads_share_a_decoder(drafter):
+    decoder = build(drafter, "cost-aware")
+    expected = texts(decoder, [0, 1, 2])
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda company: texts(decoder, company), [[0], [2, 1], [1, 0], [0, 2], [1]]))
+    for some in found:
+        assert some == {sample: expected[sample] for sample in some}
+
+
+@pytest.mark.parametrize("decider", ["bandit", "cost-aware", "few nodes"])
+def test_steps_of_fixed_shapes_leak_nothing(decider):
+    coupling, topology = Coupling(Fixed(2), TopDown(RecursiveRejection())), TreeTopology.from_k_config((2, 2, 1))
+    parts = model(), lookup(), topology, coupling, DECIDERS[decider]()
+    assert list(leaks(SpeculativeDecoder(*parts, buckets=(4, 16)))) == []
+
+
+@pytest.mark.parametrize("drafter", ["lookup or exit", "model"])
+def test_row_invariant_kernels_leak_nothing_in_float32(drafter, kernels, monkeypatch):
+    native = RaggedModel(tiny(sharpness=2.5, hidden_size=16), kernels="native")
+    monkeypatch.setitem(globals(), "model", lambda: native)
+    assert list(leaks(build(drafter, "cost-aware"))) == []
+
+
+def test_noise_follows_from_the_seed_and_the_step_alone():
+    def drawn(seeds, steps=3):
+        sources = [Noise.source(seed) for seed in seeds]
+        return [Noise.draw(sources, 5) for _ in range(steps)]
+
+    for together, alone in zip(drawn([7, 8, 9]), drawn([8]), strict=True):
+        for purpose in ("draft", "accept", "final"):
+            assert torch.equal(getattr(together, purpose)[1], getattr(alone, purpose)[0])
+
+
+@pytest.mark.parametrize(("expected_batch", "drafts"), [(1, True), (64, False)])
+def test_sampled_requests_reckon_with_the_batch_that_is_expected(expected_batch, drafts):
+    """Rows cost nothing up to 8 and a forward each beyond: worth it alone, but not in a batch of 64 alike."""
+    costs = CostTable((1, 8, 9), (1.0, 1.0, 2.0))
+    decoder = build("lookup", CostAware(costs), expected_batch=expected_batch)
+    assert (decode(decoder, [0, 1, 2])[1].drafted > 0) == drafts
+    assert list(leaks(decoder)) == []
+
+
+# Negative controls: what leaks on purpose is caught.
+
+
+class Counting(Decider):
+    """Goes by how often it was asked, by whomever."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = 0
+
+    def forward(self, view):
+        self.asked += 1
+        return [self.asked % 3 > 0] * len(view.paths)
+
+
+class Moody(Decider):
+    """Plans by how often it planned, for whomever."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = 0
+
+    def plan(self, situation):
+        self.asked += 1
+        return Plan.everything(situation.room, keep=lambda chances: min(len(chances), self.asked % 3))
+
+
+class Gossip(NGramDrafter):
+    """All samples of a batch learn together, as they once did."""
+
+    def join(self, state, sample, tokens, handle):
+        super().join(state, sample, tokens, handle)
+        state.odds[sample] = next(iter(state.odds.values()))
+
+
+def decide_together(monkeypatch):
+    """Whole batches decide and spend together even when they sample, as they once did."""
+    init = Garden.__init__
+
+    def changed(self, context, *rest):
+        init(self, replace(context, pathwise=True), *rest)
+
+    monkeypatch.setattr(Garden, "__init__", changed)
+
+
+def test_a_decider_that_leaks_would_be_seen():
+    assert next(leaks(build("model", Counting()), rounds=3), None)
+
+
+def test_plans_that_leak_would_be_seen():
+    assert next(leaks(build("lookup", Moody()), rounds=3), None)
+
+
+def test_lookups_that_leak_would_be_seen(monkeypatch):
+    monkeypatch.setitem(DRAFTERS, "lookup", lambda: Gossip(longest=3, shortest=1))
+    assert next(leaks(build("lookup", "survival"), rounds=20, max_new_tokens=32), None)
+
+
+@pytest.mark.parametrize("decider", ["cost-aware", "cost-aware, learned", "few nodes"])
+def test_batches_that_decide_together_would_be_seen(monkeypatch, decider):
+    decide_together(monkeypatch)
+    assert next(leaks(build("early exit", decider), rounds=4), None)
+
+
+def test_noise_of_one_source_would_be_seen(monkeypatch):
+    drawn = Noise.of.__func__
+    monkeypatch.setattr(Noise, "of", classmethod(lambda cls, own, nodes: drawn(cls, own[:1] * len(own), nodes)))
+    assert next(leaks(build("lookup"), [[0, 1, 2], [2, 0]]), None)

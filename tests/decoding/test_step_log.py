@@ -1,0 +1,53 @@
+"""Steps as a table: every packed node once, and the accepted ones join to the answer."""
+
+import sys
+
+import pytest
+from support.models import PROMPTS, left_padded, new_tokens, ragged, tiny_tokenizer
+
+from arbordraft import NGramDrafter, SpeculativeDecoder, StepLog
+
+
+@pytest.fixture(params=[None, tiny_tokenizer()], ids=["ids", "texts"])
+def logged(request):
+    decoder = SpeculativeDecoder(ragged(), NGramDrafter())
+    decoder.on_step = log = StepLog(request.param)
+    output = decoder.generate(
+        **left_padded(PROMPTS), max_new_tokens=20, eos_token_id=None, do_sample=False, return_dict_in_generate=True
+    )
+    return log, output
+
+
+def test_accepted_rows_join_to_the_answers(logged):
+    log, output = logged
+    said = new_tokens(output.sequences, PROMPTS, output.stats.emitted)
+    for sample, tokens in enumerate(said):
+        kept = [row for row in log.rows if row["sample"] == sample and row["accepted"] and row["kind"] != "root"]
+        assert [row["token"] for row in kept][: len(tokens)] == tokens
+
+
+def test_a_row_per_packed_node_and_one_for_the_target_of_each_sample(logged):
+    log, output = logged
+    nodes = [row for row in log.rows if row["node"] >= 0]
+    assert len(nodes) == output.stats.rows
+    assert len(log.rows) - len(nodes) == sum(row["kind"] == "root" for row in nodes)
+    assert {row["kind"] for row in log.rows} == {"root", "draft", "recovered", "bonus"}
+
+
+def test_rows_say_where_their_tokens_stand(logged):
+    log, _ = logged
+    for step in {row["step"] for row in log.rows}:
+        for sample in range(len(PROMPTS)):
+            rows = [row for row in log.rows if (row["step"], row["sample"]) == (step, sample)]
+            depths = {row["node"]: row["depth"] for row in rows if row["node"] >= 0}
+            assert all(row["depth"] == depths[row["parent"]] + 1 for row in rows if row["kind"] != "root")
+
+
+def test_a_table_of_pandas(logged, monkeypatch):
+    log, _ = logged
+    frame = log.to_frame()
+    assert len(frame) == len(log.rows)
+    assert ("text" in frame) == (log._tokenizer is not None)
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(RuntimeError, match="pip install pandas"):
+        log.to_frame()

@@ -1,0 +1,179 @@
+"""Improved MCSD: what its wide mode commits, how far that is from the target's law, and that width 1 is exact."""
+
+import warnings
+from itertools import pairwise
+
+import pytest
+import torch
+from support.models import PROMPTS, greedy_reference, left_padded, new_tokens, ragged
+from torch.nn import functional
+
+from arbordraft import (
+    ConfidenceThreshold,
+    LanguageModelDrafter,
+    NGramDrafter,
+    RecursiveRejection,
+    SpeculativeDecoder,
+    TopDown,
+    TreeTopology,
+    WithoutReplacement,
+    builders,
+)
+from arbordraft.deciders import FixedDepth
+from arbordraft.decoding.target_initialised import TargetInitialisedDecoder
+from arbordraft.sampling.noise import Noise, residual
+from arbordraft.testing import distance_to_target, random_table, row
+from arbordraft.trees.draft_tree import SampleTree
+from arbordraft.verifiers import LongestBranch
+
+TOPOLOGIES = [TreeTopology.fork(3, 3), TreeTopology.from_k_config((2, 2, 1))]
+NEW = 9
+
+
+def wide(topology, decider=None):
+    with warnings.catch_warnings(action="ignore"):
+        return TargetInitialisedDecoder(
+            ragged(), LanguageModelDrafter(ragged(seed=3)), topology, decider or FixedDepth()
+        )
+
+
+def next_rows(model, text):
+    """``[L, V]`` probabilities of a plain forward."""
+    return model(torch.tensor([text])).logits[0].double().softmax(dim=-1)
+
+
+@torch.no_grad()
+def told(topology, prompt, seed=None):
+    """The method as its paper tells it, one branch at a time, on plain models; with a seed the decoder's own noise."""
+    target, draft = ragged().model, ragged(seed=3).model
+    generator = Noise.source(seed or 0)
+    greedy, text, following = seed is None, list(prompt), None
+    while len(text) < len(prompt) + NEW:
+        noise = None if greedy else Noise.draw([generator], topology.num_nodes)
+        following = next_rows(target, text)[-1] if following is None else following
+        tokens, ratios, drafts = {}, {}, {}
+        for parent, children in enumerate(topology.child_list):
+            if not children or len(text) + topology.depth_list[parent] >= len(prompt) + NEW:
+                continue
+            above = [tokens[node] for node in topology.path(parent)[1:]]
+            drafts[parent] = following if parent == 0 else next_rows(draft, [*text, *above])[-1]
+            if greedy:
+                drawn = drafts[parent].topk(len(children)).indices.tolist()
+            else:
+                law = WithoutReplacement(len(children))
+                drawn = law.draw(drafts[parent].float(), noise.draft[0, list(children)].tolist())
+            tokens |= zip(children, drawn, strict=True)
+            wanted = next_rows(target, [*text, *above])[-1]
+            for child, token in zip(children, drawn, strict=True):
+                ratios[child] = wanted[token] / drafts[parent][token]
+                if greedy:
+                    ratios[child] = float(wanted.argmax() == token)
+        passes = {
+            node: topology.depth_list[node] == 1 or (0.5 if greedy else float(noise.accept[0, node])) < ratios[node]
+            for node in tokens
+        }
+        alive = [node for node in tokens if all(passes[above] for above in topology.path(node)[1:])]
+        deepest = max(topology.depth_list[node] for node in alive)
+        last = next(node for node in sorted(alive) if topology.depth_list[node] == deepest)
+        text += [tokens[node] for node in topology.path(last)[1:]]
+        following = next_rows(target, text)[-1]
+        if not greedy and deepest > 1 and last in drafts:
+            following = residual(following, drafts[last])
+    return text[len(prompt) :]
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=["fork", "static"])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_it_commits_what_the_paper_tells(topology, sampled):
+    seeds = [11, 12, 13] if sampled else None
+    options = {"do_sample": True, "seeds": seeds, "top_k": 0} if sampled else {"do_sample": False}
+    output = wide(topology).generate(
+        **left_padded(PROMPTS), max_new_tokens=NEW, eos_token_id=None, return_dict_in_generate=True, **options
+    )
+    found = new_tokens(output.sequences, PROMPTS, output.stats.emitted)
+    assert found == [
+        told(topology, prompt, seed) for prompt, seed in zip(PROMPTS, seeds or [None] * len(PROMPTS), strict=True)
+    ]
+    assert output.stats.exactness == "lossy"
+    assert (output.stats.pad_rows, output.stats.pad_keys) == (0, 0)
+
+
+def test_its_greedy_text_is_not_the_targets():
+    output = wide(TOPOLOGIES[0]).generate(**left_padded(PROMPTS), max_new_tokens=NEW, do_sample=False)
+    found = new_tokens(output, PROMPTS, [NEW] * len(PROMPTS))
+    assert found != greedy_reference(ragged().model, PROMPTS, max_new_tokens=NEW)
+
+
+def test_a_decider_shortens_branches_but_never_takes_the_candidates():
+    decoder = wide(TOPOLOGIES[0], FixedDepth(0))
+    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
+    stats = decoder.generate(**left_padded(PROMPTS), **options).stats
+    assert stats.drafted == 3 * NEW * len(PROMPTS)
+    assert stats.tau == 1
+    stats = wide(TOPOLOGIES[0], FixedDepth(2)).generate(**left_padded(PROMPTS), **options).stats
+    assert 1 < stats.tau <= 2
+
+
+def test_it_says_that_it_is_lossy_and_refuses_what_cannot_work():
+    with pytest.warns(UserWarning, match="change the output law"):
+        builders.dynasd(ragged(), ragged(seed=3), width=2)
+    drafter = LanguageModelDrafter(ragged(seed=3))
+    with pytest.raises(ValueError, match="a single candidate is what every SpeculativeDecoder has"):
+        TargetInitialisedDecoder(ragged(), drafter, TreeTopology.chain(3))
+    with pytest.raises(ValueError, match="cannot go on from tokens that it did not choose"):
+        TargetInitialisedDecoder(ragged(), NGramDrafter(), TOPOLOGIES[0])
+    with pytest.raises(ValueError, match="width must be a whole number of at least 1, got 0"):
+        builders.dynasd(ragged(), drafter, width=0)
+
+
+def test_width_one_is_lossless():
+    with warnings.catch_warnings(action="error"):
+        decoder = builders.dynasd(ragged(), ragged(seed=3))
+    assert type(decoder) is SpeculativeDecoder
+    assert decoder.coupling.exactness == "exact"
+    assert isinstance(decoder.decider, ConfidenceThreshold)
+    assert decoder.topology.parent_list == TreeTopology.chain(5).parent_list
+    static = builders.dynasd(ragged(), ragged(seed=3), k_config=(2, 2))
+    assert static.topology.parent_list == TreeTopology.from_k_config((2, 2)).parent_list
+    law, table = WithoutReplacement(2), random_table("random", 3)
+    assert distance_to_target(TopDown(RecursiveRejection()), static.topology, law, table) < 1e-12
+
+
+def first_token_law(width, depth, target, ratio):
+    """``[V]`` law of the first token that a fork of such a width commits, if drafts pass with a chance of ``ratio``."""
+    topology, verifier, vocabulary = TreeTopology.fork(width, depth), LongestBranch(), len(target)
+    wanted, draft = functional.one_hot(torch.tensor(0), vocabulary).double() * ratio, row(1, *[0] * (vocabulary - 1))
+    wanted[1] = 1 - ratio
+    law = torch.zeros(vocabulary, dtype=torch.float64)
+    # All tokens below the candidates are the same, so branches differ in their first one only.
+    for chance, candidates in WithoutReplacement(width).enumerate(target):
+        tokens = {0: 0} | {n: candidates[n - 1] if d == 1 else 0 for n, d in enumerate(topology.depth_list) if n}
+        tree = SampleTree(topology, WithoutReplacement(width), tokens, dict.fromkeys(range(1, len(tokens)), draft))
+        for share, path, following in verifier.law(tree, {0: target} | dict.fromkeys(range(1, len(tokens)), wanted)):
+            first = tree.tokens[path[0]] if path else int(following.argmax())
+            law[first] += chance * share
+    return law
+
+
+def test_wide_modes_are_as_far_from_the_target_as_is_said():
+    """Equally good branches are enough: the likeliest token is drawn among the first, and then loses to luck.
+
+    With two branches of one test each the first one wins unless only the second passes.
+    """
+    target = row(0.6, 0.2, 0.1, 0.06, 0.04)
+    laws = [first_token_law(width, depth, target, 0.6) for width, depth in ((2, 1), (2, 2), (2, 3), (4, 2))]
+    distances = [float((law - target).abs().sum() / 2) for law in laws]
+    assert all(float(law.sum()) == pytest.approx(1) for law in laws)
+    mode_first = 0.6 + sum(p * 0.6 / (1 - p) for p in (0.2, 0.1, 0.06, 0.04))  # it is among the two
+    second = mode_first - 0.6
+    lucky = 0.4 * 0.6
+    assert laws[1][0] == pytest.approx(0.6 * (1 - lucky) + second * lucky)
+    assert laws[0].tolist() == pytest.approx(target.tolist())  # no test, no bias: the first candidate
+    assert all(shorter < longer for shorter, longer in pairwise(distances))
+    assert distances[-1] > 0.14
+
+
+def test_a_fifth_of_the_likeliest_token_is_lost():
+    """With five tests a branch, as in the reference, the likeliest token comes at 0.481 instead of 0.6."""
+    law = first_token_law(2, 6, row(0.6, 0.2, 0.1, 0.06, 0.04), 0.6)
+    assert float(law[0]) == pytest.approx(0.481, abs=5e-4)

@@ -1,0 +1,280 @@
+"""A target with drafters trained for it in a moment, the rows they should draft from, and rounds without a decoder."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+
+from arbordraft import RaggedModel, TreeTopology
+from arbordraft.decoding.static.cache import StaticCache
+from arbordraft.decoding.static.drafting import StaticDrafts
+from arbordraft.drafters import Drafter
+from arbordraft.target.cache import RaggedKVCache
+from arbordraft.training.batches import Batch
+from arbordraft.training.features import FreshFeatures
+from arbordraft.training.shards import ANSWER, GIVEN
+from arbordraft.training.students import (
+    BlockStudent,
+    EagleStudent,
+    EarlyExitStudent,
+    LanguageModelStudent,
+    MedusaStudent,
+    Student,
+)
+from arbordraft.trees.draft_tree import DraftTree, SampleVerdict, Verdict
+from arbordraft.trees.masks import stack_words
+from support.models import PROMPTS, VOCAB, context, greedy_reference, joined, next_logits, tiny
+
+LAYERS, EXIT = 4, 2
+STUDENTS: dict[str, Callable[[], Student]] = {
+    "block": lambda: BlockStudent(markov_rank=8, vocabulary=40, layers=(1, 2, 3), keep=1.0),
+    "peagle": lambda: BlockStudent(markov_rank=0, mask_token_id=60, vocabulary=40, layers=(1, 2, 3), keep=1.0),
+    "eagle": lambda: EagleStudent(vocabulary=40, layers=(1, 2, 3)),
+    "medusa": lambda: MedusaStudent(num_heads=3, vocabulary=40),
+    "exit": lambda: EarlyExitStudent(EXIT),
+    "model": lambda: LanguageModelStudent([0, 3]),
+}
+
+
+def with_norms(model: PreTrainedModel, seed: int = 1) -> PreTrainedModel:
+    """Gives a model norms of its own, which bfloat16 can hold."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim == 1:
+                weight.copy_((0.6 + 0.8 * torch.rand(weight.shape, generator=generator)).bfloat16())
+    return model
+
+
+@cache
+def target() -> RaggedModel:
+    """Left as it is by everybody."""
+    return RaggedModel(with_norms(tiny(num_hidden_layers=LAYERS)).requires_grad_(False), kernels="torch")
+
+
+@cache
+def texts(new_tokens: int = 20) -> list[list[int]]:
+    """What the target says to the prompts at temperature 0."""
+    answers = greedy_reference(target().model, PROMPTS, max_new_tokens=new_tokens, eos_token_id=None)
+    return [prompt + answer for prompt, answer in zip(PROMPTS, answers, strict=True)]
+
+
+def frequent(count: int) -> list[int]:
+    """The most frequent tokens of the texts."""
+    seen = [token for text in texts() for token in text]
+    return sorted(range(VOCAB), key=lambda token: -seen.count(token))[:count]
+
+
+def batch_for(student: Student, of: RaggedModel | None = None) -> Batch:
+    """The texts with what the student reads; the prompts are given."""
+    of = of or target()
+
+    def side_by_side(rows: Sequence[Tensor]) -> Tensor:
+        return pad_sequence(list(rows), batch_first=True)
+
+    features = FreshFeatures(of, student.hidden_layers(of))(texts())
+    roles = [[GIVEN] * len(p) + [ANSWER] * (len(t) - len(p)) for p, t in zip(PROMPTS, texts(), strict=True)]
+    return Batch(
+        side_by_side([torch.tensor(text) for text in texts()]),
+        side_by_side([torch.tensor(row, dtype=torch.uint8) for row in roles]),
+        torch.zeros(len(texts())),
+        *(side_by_side(rows) for rows in zip(*features, strict=True)),
+    )
+
+
+@cache
+def trained(name: str, steps: int = 30) -> Student:
+    """A student that learned the texts, but not by heart."""
+    with torch.random.fork_rng(), torch.enable_grad():
+        torch.manual_seed(0)
+        student = STUDENTS[name]()
+        student.build(target(), frequent)
+        batch = batch_for(student)
+        optimizer = torch.optim.Adam(student.parameters(), lr=3e-3)
+        for _ in range(steps):
+            losses = []
+            for found in student.unroll(batch, target(), 4):
+                wanted = batch.roles[:, found.ahead :] == ANSWER
+                wanted[:, : found.first] = False
+                logits = functional.linear(found.hidden[:, : wanted.shape[1]][wanted], found.head, found.bias)
+                losses.append(functional.cross_entropy(student.widen(logits), batch.tokens[:, found.ahead :][wanted]))
+            optimizer.zero_grad()
+            torch.stack(losses).sum().backward()
+            optimizer.step()
+    return student.eval()
+
+
+def drafter(name: str) -> Drafter:
+    """What the student became."""
+    return trained(name).drafter(target())
+
+
+# The rows that drafters should draft from, by the book
+
+
+def states(model: PreTrainedModel, tokens: Sequence[int], *layers: int) -> Tensor:
+    """``[n, F]`` a model's own hidden states side by side."""
+    with torch.no_grad():
+        found = model(torch.tensor([list(tokens)]), output_hidden_states=True).hidden_states
+    return torch.cat([found[layer][0] for layer in layers], dim=-1)
+
+
+@torch.no_grad()
+def eagle_row(head: torch.nn.Module, model: PreTrainedModel, prefix: Sequence[int], drafted: Sequence[int]) -> Tensor:
+    """Slot after slot, each attending to all before it: the target's states first, then the layer's own output."""
+    text = [*prefix, *drafted]
+    inputs = list(head.fuse(states(model, prefix[:-1], *head.config.hidden_layers)))
+    keys, values, outputs = [], [], []
+    for slot in range(len(text) - 1):
+        hidden = inputs[slot] if slot < len(prefix) - 1 else outputs[-1]
+        embedding = model.get_input_embeddings()(torch.tensor(text[slot + 1]))
+        query, key, value = head.queries_keys_values(embedding, hidden, head.rotary(torch.tensor(slot), hidden.dtype))
+        groups = len(query) // len(key)
+        keys.append(key.repeat_interleave(groups, dim=0))
+        values.append(value.repeat_interleave(groups, dim=0))
+        scores = torch.einsum("hc,shc->hs", query, torch.stack(keys)) * query.shape[-1] ** -0.5
+        attended = torch.einsum("hs,shc->hc", scores.softmax(-1), torch.stack(values)).flatten()
+        outputs.append(head.finish(hidden, attended))
+    return head.widen(head.lm_head(head.norm(outputs[-1])))
+
+
+@torch.no_grad()
+def block_row(head: torch.nn.Module, model: PreTrainedModel, prefix: Sequence[int], drafted: Sequence[int]) -> Tensor:
+    """The last slot, or the mask of the depth, attending to all slots; then the term of the parent's token.
+
+    In P-EAGLE's form the mask attends to itself and the masks above it, too.
+    """
+    tokens, depth = torch.tensor([*prefix, *drafted]), len(drafted)
+    embeddings = model.get_input_embeddings()(tokens)
+    fused, last = head.fuse(states(model, prefix[:-1], *head.config.hidden_layers)), len(prefix) - 2
+    rotary = head.rotary(torch.arange(last + 1), fused.dtype)
+    _, keys, values = head.queries_keys_values(embeddings[1 : last + 2], fused, rotary)
+    hidden, query = fused[last], None
+    for level in range(depth + 1):
+        embedding = embeddings[last + 1]
+        if level and (mask := head.config.mask_token_id) is not None:
+            embedding = model.get_input_embeddings().weight[mask]
+        embedding, hidden = head.ask(embedding, fused[last], torch.tensor(level))
+        query, *own = head.queries_keys_values(embedding, hidden, head.rotary(torch.tensor(last + level), fused.dtype))
+        if level and head.config.mask_token_id is not None:
+            keys, values = (torch.cat([part, new[None]]) for part, new in zip((keys, values), own, strict=True))
+    keys, values = (part.repeat_interleave(len(query) // part.shape[1], dim=1) for part in (keys, values))
+    shares = (torch.einsum("hc,shc->hs", query, keys) * query.shape[-1] ** -0.5).softmax(-1)
+    final = head.norm(head.finish(hidden, torch.einsum("hs,shc->hc", shares, values).flatten()))
+    return head.widen(
+        functional.linear(torch.cat([final, head.gates(final) * head.follow(embeddings[-1])]), head.weight)
+    )
+
+
+@torch.no_grad()
+def medusa_row(head: torch.nn.Module, model: PreTrainedModel, prefix: Sequence[int], drafted: Sequence[int]) -> Tensor:
+    """From the token before the root, whatever was drafted."""
+    final = states(model, prefix[:-1], model.config.num_hidden_layers)[-1]
+    return head.widen(head.logits(final, len(drafted)))
+
+
+@torch.no_grad()
+def exit_row(adapter: torch.nn.Module, model: PreTrainedModel, prefix: Sequence[int], drafted: Sequence[int]) -> Tensor:
+    """The first layers, the adapter, the norm and the head."""
+    (layers,) = adapter.config.hidden_layers
+    return model.lm_head(model.model.norm(adapter(states(model, [*prefix, *drafted], layers)[-1])))
+
+
+def model_row(small: PreTrainedModel, model: PreTrainedModel, prefix: Sequence[int], drafted: Sequence[int]) -> Tensor:
+    """The small model alone."""
+    return next_logits(small, [*prefix, *drafted])
+
+
+ROWS = {
+    "block": block_row,
+    "peagle": block_row,
+    "eagle": eagle_row,
+    "medusa": medusa_row,
+    "exit": exit_row,
+    "model": model_row,
+}
+
+
+def check_rows(name: str, network: PreTrainedModel, model: PreTrainedModel, tree: DraftTree, tokens, atol=2e-5) -> int:
+    """Compares the row of every node that has one; returns their number."""
+    count = 0
+    for sample, prefix in zip(tree.samples, tokens, strict=True):
+        for node, row in (sample.draft_probs if sample else {}).items():
+            expected = ROWS[name](network, model, prefix, sample.path(node)).softmax(-1)
+            torch.testing.assert_close(row, expected, rtol=0, atol=atol)
+            count += 1
+    return count
+
+
+class Rounds:
+    """What a decoder does around a drafter, with verdicts of one's own.
+
+    Args:
+        drafter: the drafter.
+        target: its target.
+        prompts: the texts to begin with.
+        static: drafts whole trees in fixed shapes.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        target: RaggedModel,
+        prompts: Sequence[Sequence[int]],
+        static: StaticDrafts | None = None,
+    ) -> None:
+        self.drafter, self.target, self.static = drafter, target, static
+        self.tokens = [list(prompt) for prompt in prompts]
+        self.cache = StaticCache(None, static.spare(len(prompts))) if static else RaggedKVCache()
+        self.handles = [self.cache.open(len(prompt)) for prompt in prompts]
+        known = {handle: prompt[:-1] for handle, prompt in zip(self.handles, self.tokens, strict=True)}
+        hidden = target.prefill(known, self.cache, hidden=drafter.hidden_layers)
+        self.state = joined(drafter, self.tokens, self.cache, self.handles)
+        self.take_hidden({sample: hidden[handle] for sample, handle in enumerate(self.handles) if handle in hidden})
+
+    def take_hidden(self, hidden: dict[int, Tensor]) -> None:
+        if self.drafter.hidden_layers:
+            self.drafter.take_hidden(self.state, hidden)
+
+    def propose(self, topology: TreeTopology, law, **options) -> DraftTree:
+        """The drafter's trees; finished samples get none."""
+        room = [topology.max_depth if handle in self.cache else None for handle in self.handles]
+        given = context(self.tokens, topology, law, **{"room": room, **options})
+        self.context = replace(given, static=self.static)
+        return self.drafter.propose(self.state, self.context)
+
+    def commit(self, tree: DraftTree, ends: Sequence[int | None]) -> None:
+        """Accepts each sample's path down to a node and a token without meaning; ``None`` ends the sample."""
+        judged = [
+            None if end is None else SampleVerdict(tuple(drafted.topology.path(end)[1:]), 7, recovered=False)
+            for drafted, end in zip(tree.samples, ends, strict=True)
+        ]
+        living = {s: sample for s, sample in enumerate(tree.samples) if sample}
+        mask = self.context.mask
+        batch = self.cache.plan(
+            [self.handles[s] for s in living],
+            [[sample.topology.depth_list[node] for node in sample.tokens] for sample in living.values()],
+            stack_words([mask.select(list(sample.tokens), list(sample.tokens)) for sample in living.values()]),
+        )
+        _, hidden = self.target.run(tree.packed_tokens(), batch, self.cache, hidden=self.drafter.hidden_layers)
+        seen, kept = {}, {}
+        for (s, sample), share in zip(
+            living.items(), hidden.split([len(sample.tokens) for sample in living.values()]), strict=True
+        ):
+            if (one := judged[s]) is None:
+                self.cache.close(self.handles[s])
+                continue
+            path = [0, *(list(sample.tokens).index(node) for node in one.path)]
+            seen[s], kept[self.handles[s]] = share[path], path
+            self.tokens[s] += [*(sample.tokens[node] for node in one.path), one.token]
+        self.cache.commit(kept)
+        self.drafter.commit(self.state, tree, Verdict(tuple(judged)))
+        for s in living:
+            if judged[s] is None:
+                self.drafter.leave(self.state, s)
+        self.take_hidden(seen)

@@ -1,0 +1,105 @@
+"""Decoders of every kind that write in grammars, and a processor that follows a text."""
+
+from functools import cache
+
+import torch
+
+from arbordraft import (
+    Coupling,
+    EarlyExitDrafter,
+    LanguageModelDrafter,
+    NGramDrafter,
+    SpeculativeDecoder,
+    TreeTopology,
+    builders,
+)
+from arbordraft.deciders import FixedDepth
+from arbordraft.drafters import GrammarDrafter, HybridDrafter
+from arbordraft.grammars import Grammar
+from support.models import PAYS, left_padded, new_tokens
+from support.spellers import speller, speller_tokenizer
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "kind": {"enum": ["cat", "dog", "axolotl"]},
+        "tags": {"type": "array", "items": {"enum": ["one", "two"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "kind", "tags"],
+    "additionalProperties": False,
+}
+GRAMMARS = [Grammar.json_schema(PERSON), None, Grammar.regex("[a-c]{2}(, [a-c]{2}){3}")]
+TEXTS = ["Ada is one cat, a cat. ", "yes yes no", '{"name": "Ada", "age": 36, "kind": "cat"}']
+TREE = TreeTopology.from_k_config((2, 2, 1, 1))
+LENGTH = 60
+
+
+def draft():
+    return LanguageModelDrafter(speller(seed=3))
+
+
+def exit_early():
+    return EarlyExitDrafter(speller(), 1)
+
+
+class Resting(FixedDepth):
+    def rests(self, memory):
+        return True
+
+
+DECODERS = {
+    "lookup, chain": lambda: SpeculativeDecoder(speller(), NGramDrafter()),
+    "lookup, tree": lambda: SpeculativeDecoder(speller(), NGramDrafter(shortest=1), TREE),
+    "model, chain": lambda: SpeculativeDecoder(speller(), draft(), TreeTopology.chain(3), Coupling.shared()),
+    "model, tree": lambda: SpeculativeDecoder(speller(), draft(), TREE),
+    "head, tree": lambda: SpeculativeDecoder(speller(), exit_early(), TREE),
+    "forced alone": lambda: SpeculativeDecoder(speller(), GrammarDrafter()),
+    "forced, else model": lambda: SpeculativeDecoder(speller(), HybridDrafter(GrammarDrafter(), draft()), TREE),
+    "lookup, else model": lambda: SpeculativeDecoder(speller(), HybridDrafter(NGramDrafter(), draft()), TREE),
+    "what pays": lambda: builders.fitted(speller(), draft(), lookup=True, costs=PAYS),
+    "lookups that pay": lambda: builders.lookup(speller(), PAYS),
+}
+
+
+def decoded(decoder, temperature, grammar=None, **options):
+    """New tokens of every sample, and the stats."""
+    prompts = [speller_tokenizer()(text).input_ids for text in TEXTS]
+    output = decoder.generate(
+        **left_padded(prompts),
+        max_new_tokens=LENGTH,
+        do_sample=temperature > 0,
+        seeds=[11, 12, 13],
+        grammar=GRAMMARS if grammar is None else grammar,
+        return_dict_in_generate=True,
+        **({"temperature": temperature} if temperature else {}),
+        **options,
+    )
+    return new_tokens(output.sequences, prompts, output.stats.emitted), output.stats
+
+
+@cache
+def plainly(temperature):
+    return decoded(builders.plain(speller()), temperature)[0]
+
+
+def only(scores, rest):
+    banned = torch.arange(scores.shape[-1]) % 3 != rest
+    return scores.masked_fill(banned, -torch.inf)
+
+
+class Following:
+    """The same with a state of its own."""
+
+    def __init__(self, count=0):
+        self.count = count
+
+    def fork(self):
+        return type(self)(self.count)
+
+    def accept(self, token):
+        self.count += 1
+
+    def __call__(self, scores):
+        return only(scores, self.count % 3)

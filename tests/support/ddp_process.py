@@ -1,0 +1,55 @@
+"""One of the processes of ``test_distributed``; started by torchrun, it leaves what it found in a folder."""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+
+from arbordraft.training.distillation import SelfDistillation
+from support.tiny_training import fit
+
+RANK = os.environ.get("RANK", "0")
+
+
+def log_generation(path: Path) -> None:
+    """Notes every shard that this process writes."""
+    write = SelfDistillation._write
+
+    def noted(self, path_of_shard, index, done):
+        with path.open("a") as file:
+            file.write(f"{RANK} {index}\n")
+        write(self, path_of_shard, index, done)
+
+    SelfDistillation._write = noted
+
+
+def strategy(name: str) -> object:
+    """Lightning takes each for one trainer only."""
+    return ModelParallelStrategy(save_distributed_checkpoint=False) if name == "fsdp" else name
+
+
+def main(world: Path, folder: Path) -> None:
+    torch.set_num_threads(1)
+    log_generation(folder / "generated")
+    for name in ("ddp", "fsdp"):
+        runs = {"plain": {"noise": 0.0}, "whole": {}, "stopped": {"kill": 5}, "resumed": {}}
+        found = {
+            run: fit(
+                world,
+                folder / name / run.replace("resumed", "stopped"),
+                devices=2,
+                strategy=strategy(name),
+                gradient_clip_val=0.5,
+                **settings,
+            )
+            for run, settings in runs.items()
+        }
+        torch.save(found, folder / f"{name}-{RANK}")
+    if torch.distributed.is_initialized():  # its threads must not outlive main, which would abort
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))

@@ -1,0 +1,101 @@
+"""Trees that two drafters of the same weights grow, side by side, over a few rounds."""
+
+import pytest
+from transformers import TemperatureLogitsWarper
+
+from arbordraft import TreeTopology
+from arbordraft.deciders.decisions import Plan
+from arbordraft.sampling.laws import IID, SharedNoise
+from support.models import PROMPTS
+
+TEXTS = [*PROMPTS, [40, 2, 9]]
+BINARY = TreeTopology.k_ary(2, 3)
+TOPOLOGIES = {
+    "chain": TreeTopology.chain(4),
+    "binary": BINARY,
+    "sequoia": TreeTopology.sequoia((0.5, 0.2, 0.15, 0.1), 14, 5),
+    "uneven": TreeTopology([-1, 0, 0, 1, 1, 1, 2, 3, 6]),
+    "root": TreeTopology.chain(0),
+}
+ENDS = {  # nodes down to which trees are accepted, if they are there, round by round
+    4: [[1, 0, 2, 3], [2, 1, 0, 4], [0, 3, 1, 1]],
+    1: [[2], [0], [1]],
+}
+
+
+def at_most(levels, **options):
+    """A plan for all samples with these levels, as far as there is room."""
+
+    def plan(situation):
+        found = [min(pair) for pair in zip(situation.room, levels, strict=False)]
+        return Plan.everything(found, **options)
+
+    return plan
+
+
+def weighed(situation):
+    """Trust and expectations of their own for every sample and depth."""
+    count = len(situation.room)
+    trust = [(0.6 + 0.2 * sample, 1.7, 0.9) for sample in range(count)]
+    following = [(0.9 - 0.1 * sample, 0.7, 0.5) for sample in range(count)]
+    weights = [1 - 0.2 * sample for sample in range(count)]
+    return Plan(situation.room, trust, following, level=0.3, row=0.02, weights=weights)
+
+
+MANY = [9] * 4
+PLANS = {
+    "everything": at_most(MANY),
+    "levels": at_most([3, 0, 1, 2]),
+    "dear rows": at_most(MANY, row=0.15),
+    "dear levels": at_most(MANY, level=0.9),
+    "both": at_most([4, 2, 3, 9], row=0.04, level=0.5),
+    "budget": at_most(MANY, budget=5, keep=lambda chances: min(5, len(chances))),
+    "large budget": at_most(MANY, budget=50),
+    "half": at_most(MANY, keep=lambda chances: len(chances) // 2),
+    "weighed": weighed,
+    "nothing": at_most([0] * 4),
+}
+LAW = SharedNoise(4)
+GREEDY = {"greedy": True}
+HOT, WARM = ({"processors": [TemperatureLogitsWarper(heat)]} for heat in (1.0, 0.5))
+TEMPERATURES = {"0": GREEDY, "0.5": WARM, "1": HOT}
+
+UNTOLD = {  # what a request asks for that no number tells
+    "asked": {"decide": lambda view: [True] * len(view.paths)},
+    "other processors": {"processors": [lambda ids, scores: scores * 2]},
+    "random draws": {"law": IID(2)},
+}
+
+
+def trees(rounds, topology, plan, seed=0, **options):
+    tree = rounds.propose(topology, LAW, plan=plan, seed=seed, **options)
+    return tree, [
+        (sample.tokens, [sample.chances[node] for node in list(sample.tokens)[1:]]) if sample else None
+        for sample in tree.samples
+    ]
+
+
+def check(fast, slow, topology, plan, rounds=3, near=1e-4, **options):
+    """Drafts and verifies a few rounds with both; the nodes that were drafted."""
+    count = 0
+    for number in range(rounds):
+        tree, found = trees(fast, topology, plan, 31 * number, **options)
+        _, expected = trees(slow, topology, plan, 31 * number, **options)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert (ours is None) == (theirs is None)
+            if ours:
+                assert ours[0] == theirs[0]
+                assert ours[1] == pytest.approx(theirs[1], rel=near, abs=1e-6)
+                count += len(ours[1])
+        ends = ENDS[len(found)][number]
+        reached = [end if end in sample.tokens else 0 for end, sample in zip(ends, tree.samples, strict=True)]
+        fast.commit(tree, reached)
+        slow.commit(tree, reached)
+    return count
+
+
+def check_no_drafts(rounds, **options):
+    """Weights that are no numbers draft nothing, and are warned of."""
+    with pytest.warns(UserWarning, match="drafter produced NaN or infinite logits"):
+        _, found = trees(rounds, BINARY, at_most(MANY), **options)
+    assert [list(tokens) for tokens, _ in found] == [[0]] * 4

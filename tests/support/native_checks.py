@@ -1,0 +1,551 @@
+"""What every build of the native kernels must do. Run as a script, it checks the build that ARBORDRAFT_ISA asks for."""
+
+import hashlib
+import itertools
+import random
+import sys
+
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from arbordraft import TreeTopology
+from arbordraft.kernels import native
+from arbordraft.kernels.decoder_layers import (
+    Experts,
+    LayerRun,
+    LayerWeights,
+    Matrix,
+    Norm,
+    apply_norm,
+    decoder_layers_reference,
+)
+from arbordraft.kernels.decoder_layers.reference import apply_norm_reference
+from arbordraft.kernels.prepacked_linear import (
+    ACTIVATIONS,
+    Groups,
+    interleave,
+    pack,
+    prepack,
+    prepacked_linear,
+    quantize,
+    quantize_groups,
+)
+from arbordraft.kernels.prepacked_linear.groups import quantize_rows
+from arbordraft.kernels.prepacked_linear.reference import prepacked_linear_reference
+from arbordraft.kernels.ragged_tree_attention import ragged_tree_attention, ragged_tree_attention_reference
+from arbordraft.kernels.verify import row_max, row_max_reference
+from arbordraft.target.cache import RaggedKVCache
+from arbordraft.trees.masks import stack_words
+from arbordraft.trees.topology import ancestor_words
+from support.gumbel_checks import DRAWS, check_draws, check_noise
+from support.ragged_case import Case
+
+# What is multiplied, and the bits of the weights; Q4_1 is as a file has them.
+KINDS = {
+    "float32": (torch.float32, None),
+    "bfloat16": (torch.bfloat16, None),
+    "int8-weight-only-float32": (torch.float32, "int8-weight-only"),
+    "int8-weight-only-bfloat16": (torch.bfloat16, "int8-weight-only"),
+    "int8-float32": (torch.float32, "int8"),
+    "int8-bfloat16": (torch.bfloat16, "int8"),
+    "int4-float32": (torch.float32, "int4"),
+    "int4-bfloat16": (torch.bfloat16, "int4"),
+    "Q4_1-float32": (torch.float32, "Q4_1"),
+    "Q4_1-bfloat16": (torch.bfloat16, "Q4_1"),
+}
+IN_GROUPS = ("int8", "int4", "Q4_1")
+GROUPED = [kind for kind, (_, weights) in KINDS.items() if weights in IN_GROUPS]
+HALF_STEP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}  # relative error of rounding once
+
+TREES = {
+    "trees": [(6, TreeTopology.chain(3)), (0, TreeTopology.k_ary(2, 2)), (1, TreeTopology.fork(3, 2))],
+    "single rows": [(0, TreeTopology.chain(0)), (9, TreeTopology.chain(0)), (128, TreeTopology.chain(0))],
+    "several words": [(7, TreeTopology.k_ary(3, 4)), (2, TreeTopology.chain(1))],
+    "several chunks": [(300, TreeTopology.k_ary(2, 2)), (126, TreeTopology.chain(4)), (127, TreeTopology.chain(0))],
+}
+OPTIONS = {
+    "plain": {},
+    "window": {"window": 4},
+    "window of one": {"window": 1},
+    "wide window": {"window": 140},
+    "softcap": {"softcap": 0.8},
+    "sinks": {"sinks": torch.linspace(-2, 2, 4)},
+    "all": {"window": 3, "softcap": 1.5, "sinks": torch.linspace(2, -2, 4)},
+}
+
+
+def groups_in(weight, weights):
+    """What is kept of a matrix in groups."""
+    kept = quantize_groups(weight, 8 if weights == "int8" else 4)
+    return Groups(kept.codes, *(part.half() for part in kept.wide())) if weights == "Q4_1" else kept
+
+
+def packed(weight, weights):
+    """A matrix as the kernels read it."""
+    return groups_in(weight, weights).prepack() if weights in IN_GROUPS else pack(weight, weights)
+
+
+def linear_case(kind, outputs, inputs, rows=5, bias=True, activation=None, seed=0):
+    """Arguments of a prepacked linear, its value in float64 and a bound of the kernel's error.
+
+    Every product is exact or rounded once, and so is every sum; the result is rounded to its type. Of weights in groups
+    the products of bytes are exact, and what is rounded is some products and sums for each group of inputs.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    dtype, weights = KINDS[kind]
+    x = torch.randn(rows, inputs, generator=generator).to(dtype)
+    weight = (torch.randn(outputs, inputs, generator=generator) * inputs**-0.5).to(dtype)
+    wide_bias = torch.randn(outputs, generator=generator) if bias else None
+    prepacked, scale = packed(weight, weights)
+    if weights in IN_GROUPS:
+        kept = groups_in(weight, weights)
+        codes, steps = quantize_rows(x)
+        rows_kept = (codes * steps.double()[..., None]).flatten(1)[:, :inputs]
+        dense, loud = kept.dense().double(), kept.dense().double().abs()
+        if (minimum := kept.wide()[1]) is not None:
+            loud = loud + 2 * minimum.double().abs().repeat_interleave(32, dim=1)[:, :inputs]
+        exact, size = rows_kept @ dense.T, rows_kept.abs() @ loud.T
+    else:
+        eight = quantize(weight) if weights else None
+        dense = weight.double() if eight is None else eight[0].double() * eight[1].double()[:, None]
+        exact, size = x.double() @ dense.T, x.double().abs() @ dense.abs().T
+    exact = exact + (0 if wide_bias is None else wide_bias.double())
+    error = 2.0**-23 * (inputs + 4) * (size + 1)
+    options = {"outputs": outputs, "activation": activation}
+    if activation is not None:
+        gate, up = (half.flatten(1) for half in exact.unflatten(1, (-1, 2, 16)).unbind(2))
+        gate_error, up_error = (half.flatten(1) for half in error.unflatten(1, (-1, 2, 16)).unbind(2))
+        exact = ACTIVATIONS[activation](gate) * up
+        # No activation here is steeper than 1.2; exp is good to 2 units, gelu suffers from cancellation below -4.
+        error = 1.2 * gate_error * up.abs() + gate.abs() * up_error + 2.0**-20 * (1 + gate.abs()) * up.abs()
+    error = error + HALF_STEP[dtype] * (exact.abs() + error)
+    return (x, prepacked, scale, wide_bias), options, exact, error
+
+
+def check_linear(*args, **kwargs):
+    arguments, options, exact, error = linear_case(*args, **kwargs)
+    found = prepacked_linear(*arguments, **options)
+    assert found.dtype == arguments[0].dtype
+    assert found.shape == exact.shape
+    excess = (found.double() - exact).abs() - error
+    assert (excess <= 0).all(), f"{excess.max()} above the bound for {args} {kwargs}"
+    # The reference rounds as often, so it keeps the same bound: what is compared with it is compared with the truth.
+    reference = prepacked_linear_reference(*arguments, options["outputs"], options["activation"])
+    assert ((reference.double() - exact).abs() <= error).all()
+
+
+def attention_error(case, exact, dtype, **options):
+    """How far the kernel may be off: scores and sums are float32, weights and results have the type of the values."""
+    loud = ragged_tree_attention_reference(
+        case.query.double(), case.keys.double(), case.values.double().abs(), case.batch, scale=0.3, **options
+    )
+    scores = case.query.double().abs().amax() * case.keys.double().abs().nan_to_num().amax() * case.query.shape[2]
+    return 2 * HALF_STEP[dtype] * (loud + exact.abs()) + 2.0**-22 * (scores + 16) * loud
+
+
+def check_attention(case, **options):
+    dtype = case.query.dtype
+    found = case.run(ragged_tree_attention, use_native=True, **options)
+    exact = case.naive(**options)
+    assert found.dtype == dtype
+    excess = (found.double() - exact).abs() - attention_error(case, exact, dtype, **options)
+    assert (excess <= 0).all(), f"{excess.max()} above the bound, or not a number"
+
+
+def layers_of(kind):
+    """A simple layer, one that has everything, and one that has it all the other way."""
+    return [random_layer(*KINDS[kind], seed, **PARTS[part]) for seed, part in enumerate(("base", "all", "other"))]
+
+
+def mixtures_of(kind):
+    """Layers with experts, in the first one all of them for every row."""
+    parts = ("experts for all", *CHOICES)
+    return [random_layer(*KINDS[kind], seed, **PARTS[part]) for seed, part in enumerate(parts)]
+
+
+def check_mixtures(kind):
+    """Where rounding may decide whom a row takes, no bound holds: then rows take all."""
+    dtype = KINDS[kind][0]
+    exact = dtype == torch.float32 and kind not in GROUPED
+    check_layers(mixtures_of(kind)[: None if exact else 1], dtype)
+
+
+def random_layer(dtype=torch.float32, weights=None, seed=0, **options):
+    """A decoder layer in which everything matters; options switch parts on and off."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = {"hidden": 64, "heads": 4, "kv_heads": 2, "dim": 16, "inner": 96}
+    parts = {"norms": "pre", "head_norms": "", "bias": False, "sinks": False, "activation": "silu"}
+    parts |= {"centred": False, "gated": True, "experts": {}}
+    rest = {"window": None, "rotary": True, "softcap": None, "epsilon": 1e-5, "scale": 0.3, "parallel": False}
+    chosen = {**shape, **parts, **rest, "beside": 0, **options}
+    assert chosen.keys() == {*shape, *parts, *rest, "beside"}
+    hidden, heads, kv_heads, dim, inner = (chosen[name] for name in shape)
+
+    def noise(*sizes):
+        return torch.randn(*sizes, generator=generator)
+
+    def norm(size, wanted):
+        offset = 0.3 * noise(size) if chosen["centred"] else None
+        return Norm(1 + 0.3 * noise(size), offset) if wanted else None
+
+    def head_norm(number):
+        return norm(number * dim if chosen["head_norms"] == "together" else dim, chosen["head_norms"])
+
+    def matrix(outputs, inputs, gated=False):
+        dense = (noise(outputs, inputs) * inputs**-0.5).to(dtype)
+        if gated:
+            dense = interleave(*dense.chunk(2))
+        return Matrix(*packed(dense, weights), 0.3 * noise(outputs) if chosen["bias"] else None)
+
+    pre, post = "pre" in chosen["norms"], "post" in chosen["norms"]
+    experts, mlps = None, 1
+    if choice := chosen["experts"]:
+        scores = noise(choice["routed"] + choice.get("gated", False), hidden) * hidden**-0.5
+        experts = Experts(Matrix(prepack(scores.to(dtype))), **choice)
+        mlps = experts.routed + experts.shared
+    return LayerWeights(
+        pre_attention=norm(hidden, pre),
+        qkv=matrix((heads + 2 * kv_heads) * dim, chosen["beside"] + hidden),
+        query_norm=head_norm(heads),
+        key_norm=head_norm(kv_heads),
+        sinks=noise(heads) if chosen["sinks"] else None,
+        out=matrix(hidden, heads * dim),
+        post_attention=norm(hidden, post),
+        pre_mlp=norm(hidden, pre and not chosen["parallel"]),
+        gate_up=matrix(mlps * 2 * inner, hidden, gated=True) if chosen["gated"] else matrix(inner, hidden),
+        down=matrix(mlps * hidden, inner),
+        post_mlp=norm(hidden, post),
+        beside_norm=norm(chosen["beside"], chosen["beside"] > 0),
+        experts=experts,
+        heads=heads,
+        kv_heads=kv_heads,
+        dim=dim,
+        inner=inner,
+        **{name: chosen[name] for name in ("activation", *rest)},
+    )
+
+
+BESIDE = 48  # channels that stand beside the hidden states, where something does
+PARTS = {
+    "base": {},
+    "head norms": {"head_norms": "each"},
+    "norms over all heads": {"head_norms": "together"},
+    "layer norms": {"centred": True, "head_norms": "each", "norms": "pre post"},
+    "no gates": {"gated": False, "bias": True},
+    "side by side": {"parallel": True},
+    "biases": {"bias": True},
+    "sinks": {"sinks": True},
+    "norms behind": {"norms": "post"},
+    "norms on both sides": {"norms": "pre post"},
+    "no norms": {"norms": ""},
+    "window": {"window": 3},
+    "softcap": {"softcap": 1.5},
+    "no rotation": {"rotary": False},
+    "one key head": {"kv_heads": 1},
+    "wide heads": {"heads": 3, "kv_heads": 3, "dim": 48},
+    "gelu": {"activation": "gelu"},
+    "gelu_tanh": {"activation": "gelu_tanh"},
+    "relu": {"activation": "relu"},
+    "beside": {"beside": BESIDE},
+    "experts": {"experts": {"routed": 5, "chosen": 2}, "inner": 48},
+    "shared experts": {
+        "experts": {"routed": 4, "chosen": 2, "shared": 2, "normalised": False, "gated": True},
+        "inner": 16,
+        "norms": "pre post",
+        "bias": True,
+    },
+    "experts for all": {"experts": {"routed": 3, "chosen": 3, "shared": 1}, "inner": 32},
+    "all": {
+        "beside": BESIDE,
+        "head_norms": "each",
+        "bias": True,
+        "sinks": True,
+        "norms": "pre post",
+        "window": 4,
+        "softcap": 2.0,
+        "activation": "gelu_tanh",
+    },
+    "other": {
+        "head_norms": "together",
+        "centred": True,
+        "gated": False,
+        "parallel": True,
+        "rotary": False,
+        "bias": True,
+        "norms": "pre post",
+        "activation": "gelu",
+    },
+}
+CHOICES = ("experts", "shared experts")  # parts of which rows take some
+LONGEST = 400
+
+
+class Stack:
+    """Decoder layers between random embeddings and whoever reads their hidden states.
+
+    Args:
+        layers: their weights.
+        dtype: of hidden states, keys and values.
+        rotary: rotated channels, all of them by default.
+        rotary_dtype: of their cosines and sines, by default the same.
+    """
+
+    def __init__(self, layers, dtype=torch.float32, rotary=None, rotary_dtype=None):
+        # With seed 1 a row of 8 bits lies so close between two steps that processors differ.
+        generator = torch.Generator().manual_seed(2)
+        self.layers, self.native = layers, LayerRun(layers)
+        hidden = 16 * layers[0].out.weight.shape[0]
+        self.embeddings = torch.randn(50, hidden, generator=generator).to(dtype)
+        self.others = torch.randn(50, BESIDE, generator=generator).to(dtype)
+        size = rotary or layers[0].dim
+        angles = torch.arange(LONGEST)[:, None] * 100.0 ** -(torch.arange(size // 2) / (size // 2))
+        self.tables = [table.repeat(1, 2).to(rotary_dtype or dtype) for table in (angles.cos(), angles.sin())]
+
+    def run(self, tokens, batch, cache):
+        hidden = self.embeddings[tokens][None]
+        return self.native(hidden, self.pools(cache), self.rotation(batch), batch, (), self.beside(tokens))[0][0]
+
+    def reference(self, tokens, batch, pools):
+        """In float64, on float64 pools."""
+        hidden, beside = self.embeddings[tokens][None].double(), self.beside(tokens)
+        beside = None if beside is None else beside.double()
+        return decoder_layers_reference(hidden, self.layers, pools, self.rotation(batch), batch, (), beside)[0][0]
+
+    def beside(self, tokens):
+        return None if all(layer.beside_norm is None for layer in self.layers) else self.others[tokens]
+
+    def rotation(self, batch):
+        return [table[batch.positions][None] for table in self.tables]
+
+    def pools(self, cache):
+        return [
+            cache.pools(index, (layer.kv_heads, layer.dim), self.embeddings) for index, layer in enumerate(self.layers)
+        ]
+
+    def text(self, texts, chunks=None):
+        """``[T, H]`` of whole texts, in one batch; ``chunks`` says how many tokens of each to run at a time."""
+        cache = RaggedKVCache()
+        samples = [cache.open(len(text)) for text in texts]
+        found = [[] for _ in texts]
+        done = [0] * len(texts)
+        for sizes in chunks or [[len(text) for text in texts]]:
+            going = [index for index, size in enumerate(sizes) if size]
+            parts = [texts[index][done[index] : done[index] + sizes[index]] for index in going]
+            batch = cache.plan([samples[index] for index in going], [range(len(part)) for part in parts])
+            out = self.run(torch.tensor([token for part in parts for token in part]), batch, cache)
+            for index, rows in zip(going, out.split([len(part) for part in parts]), strict=True):
+                found[index].append(rows)
+                done[index] += len(rows)
+                cache.commit({samples[index]: range(len(rows))})
+        return [torch.cat(rows) for rows in found]
+
+    def trees(self, texts, topologies, tokens):
+        """``[N, H]`` of every node of one tree per text, drafted behind it."""
+        cache = RaggedKVCache()
+        samples = [cache.open(len(text) + tree.num_nodes) for text, tree in zip(texts, topologies, strict=True)]
+        flat = torch.tensor([token for text in texts for token in text])
+        self.run(flat, cache.plan(samples, [range(len(text)) for text in texts]), cache)
+        cache.commit({sample: range(len(text)) for sample, text in zip(samples, texts, strict=True)})
+        words = stack_words([ancestor_words(tree.visible) for tree in topologies])
+        batch = cache.plan(samples, [tree.depth_list for tree in topologies], words)
+        flat = torch.tensor([token for drafted in tokens for token in drafted])
+        return self.run(flat, batch, cache).split([tree.num_nodes for tree in topologies])
+
+
+def check_layers(layers, dtype=torch.float32, truth=None, **rotation):
+    """Trees, and then prompts behind a past: what is returned and what is written to the pools.
+
+    Args:
+        layers: what the kernel runs.
+        dtype: of the hidden states.
+        truth: what the reference runs, by default the same.
+        rotation: see :class:`Stack`.
+    """
+    stack = Stack(layers, dtype, **rotation)
+    stack.layers = truth or layers
+    # In bfloat16 about ten numbers per layer are rounded on the way to its output, each by up to 2^-8.
+    # Weights in groups bring rows to 8 bits, where the last bit of a float may decide about a whole step.
+    grouped = layers[0].qkv.weight.dtype == torch.uint8
+    bound = 2e-2 if dtype == torch.bfloat16 else 3e-3 if grouped else 2e-6
+    cache = RaggedKVCache()
+    samples = [cache.open(20) for _ in range(3)]
+    texts = [[5, 9, 7, 5, 9, 1], [11], []]
+    batch = cache.plan(samples, [range(len(text)) for text in texts])
+    stack.run(torch.tensor([token for text in texts for token in text]), batch, cache)
+    cache.commit({sample: range(len(text)) for sample, text in zip(samples, texts, strict=True)})
+    trees = [TreeTopology.k_ary(2, 2), TreeTopology.chain(3), TreeTopology.fork(3, 1)]
+    batches = [
+        cache.plan(
+            samples, [tree.depth_list for tree in trees], stack_words([ancestor_words(t.visible) for t in trees])
+        )
+    ]
+    cache.drop(samples)
+    batches.append(cache.plan(samples[:2], [range(5), range(2)]))
+    for batch in batches:
+        used = {start + key for start, past in zip(batch.starts, batch.past, strict=True) for key in range(past)}
+        free = [row for row in range(cache._rows) if row not in used]
+        for pool in cache._pools():
+            pool[free] = float("nan")  # nobody may read what nobody wrote
+        wide = [(keys.double(), values.double()) for keys, values in stack.pools(cache)]
+        tokens = torch.arange(3, 3 + sum(batch.rows))
+        expected, found = stack.reference(tokens, batch, wide), stack.run(tokens, batch, cache)
+        hidden = stack.embeddings[tokens].double()
+        assert found.dtype == dtype
+        assert relative(found.double() - hidden, expected - hidden) < bound
+        for pools, truth in zip(stack.pools(cache), wide, strict=True):
+            for pool, exact in zip(pools, truth, strict=True):
+                assert torch.equal(pool.isnan(), exact.isnan())
+                assert relative(pool[batch.slots].double(), exact[batch.slots]) < bound
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+def differing(run, count, choices):
+    """How many of the choices of rows change the bits of some row."""
+    together = run(list(range(count)))
+    return sum(not torch.equal(run(choice), together[choice]) for choice in choices)
+
+
+def choices_of_rows(count, number, seed=0):
+    """Single rows, every number of rows, shuffles and repetitions."""
+    chance = random.Random(seed)
+    yield from ([row] for row in chance.sample(range(count), min(count, 4)))
+    yield from (chance.sample(range(count), size) for size in range(1, count + 1))
+    for _ in range(number):
+        yield chance.choices(range(count), k=chance.randint(1, count))
+
+
+def linear_rows(kind, outputs, inputs, activation=None, count=40):
+    """A function of row indices, for :func:`differing`."""
+    (x, *weights), options, _, _ = linear_case(kind, outputs, inputs, count, activation=activation)
+    return lambda rows: prepacked_linear(x[rows], *weights, **options)
+
+
+def check_tree_rows(case, samples=None, **options):
+    """Every node has the bits of plain decoding along its path, and of chunked prefill."""
+    together = case.run(ragged_tree_attention, use_native=True, **options)
+    for sample in samples or range(len(case.samples)):
+        tree = case.samples[sample][1]
+        leaves = [node for node, children in enumerate(tree.child_list) if not children]
+        for leaf in leaves[:: max(1, len(leaves) // 3)]:
+            for chunk in (1, 3, 1000):
+                for alone, rows in case.path(sample, leaf, chunk):
+                    found = alone.run(ragged_tree_attention, use_native=True, **options)
+                    assert torch.equal(found, together[rows])
+
+
+def check_stack_rows(stack, seed=0, lengths=(270, 1, 37)):
+    """Texts at once, in chunks, in batches and as paths of trees: always the same bits."""
+    chance = random.Random(seed)
+    texts = [[chance.randrange(50) for _ in range(length)] for length in lengths]
+    together = stack.text(texts)
+    for index, text in enumerate(texts):
+        assert torch.equal(stack.text([text])[0], together[index])
+    chunks, left = [], list(lengths)
+    while any(left):
+        sizes = [min(size, chance.choice([0, 1, 1, 2, 5, 40])) for size in left]
+        left = [size - taken for size, taken in zip(left, sizes, strict=True)]
+        chunks += [sizes] if any(sizes) else []
+    for whole, pieces in zip(together, stack.text(texts, chunks), strict=True):
+        assert torch.equal(whole, pieces)
+    single = [[1]] * min(lengths[2], 24)
+    assert torch.equal(stack.text([texts[2][: len(single)]], single)[0], together[2][: len(single)])
+    trees = [TreeTopology.k_ary(2, 3), TreeTopology.k_ary(3, 3), TreeTopology.chain(5)]
+    tokens = [[chance.randrange(50) for _ in range(tree.num_nodes)] for tree in trees]
+    drafted = stack.trees(texts, trees, tokens)
+    for text, tree, drafts, found in zip(texts, trees, tokens, drafted, strict=True):
+        for node in (tree.num_nodes - 1, tree.num_nodes // 2):
+            path = tree.path(node)
+            plain = stack.text([[*text, *(drafts[n] for n in path)]], [[len(text)], *([1] for _ in path)])[0]
+            assert torch.equal(plain[len(text) :], found[list(path)])
+
+
+def check_row_max(dtype):
+    generator = torch.Generator().manual_seed(0)
+    infinity, nan = float("inf"), float("nan")
+    for size in (1, 15, 16, 17, 61, 160, 1024, 1025, 3000):
+        x = torch.randn(12, size, generator=generator).to(dtype)
+        x[1] = 0.5  # ties everywhere: the first one counts
+        x[2, size // 2] = infinity
+        x[3] = -infinity
+        x[4, :-1] = -infinity
+        x[5, [size // 3, -1]] = 7
+        x[8, 0] = infinity
+        x[6, -1], x[7, 0], x[8, size // 2] = nan, nan, nan
+        values, tokens = row_max(x)
+        expected, places = row_max_reference(x)
+        assert_close(values, expected, rtol=0, atol=0, equal_nan=True)
+        sound = ~expected.isnan()
+        assert not sound[6:9].any()
+        assert torch.equal(tokens[sound], places[sound])
+        assert (values.dtype, tokens.dtype) == (torch.float32, torch.int64)
+
+
+def check_norm(dtype):
+    generator = torch.Generator().manual_seed(0)
+    for size, centred in itertools.product((16, 48, 576), (False, True)):
+        weight, offset = torch.randn(2, size, generator=generator)
+        norm = Norm(weight, offset if centred else None)
+        for factor in (1e-3, 1.0, 1e3):
+            x = ((torch.randn(2, 7, size, generator=generator) + 3) * factor).to(dtype)
+            exact = apply_norm_reference(x.double(), norm, 1e-5)
+            found = apply_norm(x, norm, 1e-5)
+            loud = weight.abs() * 10 + offset.abs() if centred else 0  # what cancels where the mean is taken off
+            error = HALF_STEP[dtype] * exact.abs() + 2.0**-21 * (exact.abs() + loud)
+            assert ((found.double() - exact).abs() <= error).all()
+            assert all(torch.equal(apply_norm(x[:, [row]], norm, 1e-5), found[:, [row]]) for row in range(7))
+
+
+def bits_of_groups():
+    """What stands for every bit of products with weights in groups: equal on all instruction sets."""
+    digest = hashlib.sha256()
+    for kind in GROUPED:
+        for outputs, inputs in ((33, 19), (80, 64), (160, 200)):
+            for rows in (1, 2, 11, 40):
+                arguments, options, _, _ = linear_case(kind, outputs, inputs, rows)
+                digest.update(prepacked_linear(*arguments, **options).float().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def check_build():
+    """All of the above in short, for the build that is loaded."""
+    trees = [(260, TreeTopology.k_ary(3, 4)), (6, TreeTopology.chain(3)), (0, TreeTopology.k_ary(2, 2))]
+    for dtype in (torch.float32, torch.bfloat16):
+        check_row_max(dtype)
+        check_norm(dtype)
+        for draws in DRAWS:
+            check_draws(draws, dtype, vocabularies=[70])
+        for size, value_size, options in (
+            (16, 48, {"window": 9, "softcap": 2.0, "sinks": torch.linspace(-1, 1, 6)}),
+            (64, 64, {}),
+            (128, 80, {}),
+        ):
+            case = Case(trees, group=3, dtype=dtype, size=size, value_size=value_size)
+            check_attention(case, **options)
+            check_tree_rows(case, samples=[0], **options)
+    check_noise(1000)
+    for kind, (dtype, _) in KINDS.items():
+        for outputs, inputs in ((33, 19), (80, 64), (160, 96)):
+            check_linear(kind, outputs, inputs, rows=11)
+            run = linear_rows(kind, outputs, inputs)
+            assert differing(run, 40, choices_of_rows(40, 4)) == 0
+        for activation in ACTIVATIONS:
+            check_linear(kind, 96, 64, rows=3, activation=activation)
+            run = linear_rows(kind, 96, 64, activation)
+            assert differing(run, 40, choices_of_rows(40, 4)) == 0
+        check_layers(layers_of(kind), dtype)
+        check_stack_rows(Stack(layers_of(kind), dtype))
+        check_mixtures(kind)
+        check_stack_rows(Stack(mixtures_of(kind), dtype))
+
+
+if __name__ == "__main__":
+    if not native.load():
+        sys.exit(f"unavailable: {native.problem()}")
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        check_build()
+    print(native.isa(), bits_of_groups())

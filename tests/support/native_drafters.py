@@ -1,0 +1,65 @@
+"""Drafters of every kind on tiny weights, as the native kernels or torch's modules run them."""
+
+import copy
+from functools import cache
+
+import torch
+
+from arbordraft import BlockDrafter, EagleDrafter, LanguageModelDrafter, MedusaDrafter, RaggedModel
+from arbordraft.heads.block import BlockConfig, BlockHead
+from arbordraft.heads.eagle import EagleConfig, EagleHead
+from arbordraft.heads.medusa import MedusaConfig, MedusaHead
+from support.models import VOCAB, tiny
+
+
+def hidden_size(model):
+    return model.config.hidden_size
+
+
+@cache
+def weights(kind):
+    """A target and a network that drafts for it, with large weights, so that every token and position matters."""
+    torch.manual_seed(7)
+    target = tiny(head_dim=16, max_position_embeddings=2048)
+    if kind == "model":
+        return target, tiny(seed=3, head_dim=16, num_hidden_layers=1, max_position_embeddings=2048)
+    options = {
+        "vocab_size": VOCAB,
+        "target_hidden_size": hidden_size(target),
+        "draft_vocab_size": 40 if "trimmed" in kind else VOCAB,
+    }
+    if kind.startswith("eagle"):
+        sizes = {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 4, "num_key_value_heads": 2}
+        head = EagleHead(EagleConfig(**options, **sizes, head_dim=16, hidden_layers=[0, 1, 2]))
+    elif "block" in kind:
+        sizes = {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 4, "num_key_value_heads": 2}
+        own = {"block_size": 3, "markov_rank": 24}
+        if kind.startswith("masked"):  # P-EAGLE's form
+            own |= {"markov_rank": 0, "mask_token_id": VOCAB - 1}
+        head = BlockHead(BlockConfig(**options, **sizes, **own, head_dim=16, hidden_layers=[0, 1, 2]))
+    else:
+        head = MedusaHead(MedusaConfig(**options, hidden_layers=[2], num_heads=3))
+    with torch.no_grad():
+        for parameter in head.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=1.5 * parameter.shape[-1] ** -0.5)
+            else:
+                parameter.uniform_(0.5, 1.5)
+        if "trimmed" in kind:
+            head.tokens.copy_(torch.randperm(VOCAB)[:40].sort().values)
+    return target, head
+
+
+KINDS = ["eagle", "eagle, trimmed", "block", "block, trimmed", "masked block", "medusa", "medusa, trimmed", "model"]
+DRAFTERS = {"eagle": EagleDrafter, "block": BlockDrafter, "masked block": BlockDrafter, "medusa": MedusaDrafter}
+
+
+def built(kind, kernels="native", dtype=torch.float32, change=None, bits=None):
+    """A target and its drafter, on copies of the weights; of a model as a drafter with fewer bits."""
+    model, network = (copy.deepcopy(part).to(dtype) for part in weights(kind))
+    if change is not None:
+        change(network)
+    target = RaggedModel(model.eval(), kernels=kernels)
+    if kind == "model":
+        return target, LanguageModelDrafter(RaggedModel(network.eval(), kernels=kernels, weights=bits))
+    return target, DRAFTERS[kind.partition(",")[0]](network, target)

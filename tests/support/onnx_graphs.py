@@ -1,0 +1,64 @@
+"""What the tests of exported graphs share: one export of each kind, made when it is first asked for."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from arbordraft import RaggedModel
+from arbordraft.deciders import LearnedDecider
+from arbordraft.exports.folder import Export
+from arbordraft.exports.onnx import decisions, noise, plans
+from arbordraft.exports.onnx.writing import write
+from support.companions import EXIT, target, texts, trained
+
+
+def origin() -> plans.Origin:
+    return plans.Origin(target(), "tiny", texts())
+
+
+def small() -> RaggedModel:
+    """The draft model of two layers."""
+    return RaggedModel(trained("model").network, kernels="torch")
+
+
+def decider() -> LearnedDecider:
+    """Random, and sure of nothing."""
+    import torch
+
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        found = LearnedDecider(hidden_size=32, top_k=4, temperatures=(1.0, 0.8, 1.3), threshold=0.4)
+        for parameter in found.parameters():
+            torch.nn.init.normal_(parameter, std=2 / parameter.shape[-1] ** 0.5)
+    return found
+
+
+PLANS: dict[str, Callable[[], list[plans.Plan]]] = {
+    "block": lambda: plans.block(trained("block").network, origin()),
+    "peagle": lambda: plans.block(trained("peagle").network, origin()),
+    "eagle": lambda: plans.eagle(trained("eagle").network, origin()),
+    "medusa": lambda: [plans.medusa(trained("medusa").network, origin())],
+    "exit": lambda: [plans.early_exit(origin(), EXIT, trained("exit").network)],
+    "model": lambda: [plans.causal_lm(small(), origin(), (1, 2))],
+    "decider": lambda: [decisions.decider(decider())],
+    "draw": lambda: [noise.draw()],
+    "verification": lambda: [decisions.verification(1, 1)],
+    "verification-2-2": lambda: [decisions.verification(2, 2)],
+}
+
+
+class Graphs:
+    """Exports by name and options.
+
+    Args:
+        root: where they go.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.exports: dict[str, Export] = {}
+
+    def __call__(self, name: str, **options: object) -> Export:
+        key = "-".join([name, *(f"{option}-{value}" for option, value in options.items())])
+        if key not in self.exports:
+            self.exports[key] = write(PLANS[name], self.root / key, **options)
+        return self.exports[key]

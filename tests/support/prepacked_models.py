@@ -1,0 +1,76 @@
+"""Tiny models of sizes that the native kernels can fuse, and how they are run."""
+
+import pytest
+import torch
+from torch import nn
+
+from arbordraft import RaggedModel, TreeTopology
+from arbordraft.kernels.prepacked_linear.module import onednn_problem
+from arbordraft.target.cache import RaggedKVCache
+from arbordraft.trees.masks import stack_words
+from arbordraft.trees.topology import ancestor_words
+from support.models import ARCHITECTURES, PROMPTS, VOCAB, tiny
+
+MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe"]
+FUSED = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "gemma3", "phi3", *MIXTURES]
+FUSED += ["gpt2", "olmo2", "glm4", "cohere", "cohere2", "starcoder2", "phi"]
+OTHERS = ["opt", "gpt_neox", "gpt_oss", "deepseek_v3"]
+TREES = [TreeTopology([-1, 0, 0, 1, 1, 2, 3]), TreeTopology([-1]), TreeTopology([-1, 0, 0, 0, 1, 4, 5, 6, 7])]
+BACKENDS = [
+    "native",
+    pytest.param("onednn", marks=pytest.mark.skipif(bool(onednn_problem(torch.float32)), reason="no oneDNN")),
+]
+ROUNDING = {"rtol": 1e-4, "atol": 1e-4}
+
+
+def small(architecture="llama", **overrides):
+    """Of sizes that the kernels can fuse."""
+    wide = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96}
+    if architecture == "gemma3":
+        return tiny(architecture, text_config={**ARCHITECTURES[architecture]["text_config"], **wide, **overrides})
+    known = {"opt": {"hidden_size": 64, "word_embed_proj_dim": 64}, "gpt2": {"n_embd": 64}}
+    known |= {"gpt_neox": {"hidden_size": 64}, "deepseek_v3": {"hidden_size": 64}}
+    return tiny(architecture, **{**known.get(architecture, wide), **overrides})
+
+
+def varied(architecture, seed=0, **overrides):
+    """The same, with norms and biases that are not what they begin with: a part that is left out shows."""
+    model, generator = small(architecture, seed=seed, **overrides), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for vector in model.parameters():
+            if vector.ndim == 1:
+                vector.add_(0.3 * torch.randn(vector.shape, generator=generator))
+    return model
+
+
+def logits(target, layers=None, tokens=None):
+    """Of trees of three samples behind ragged prompts."""
+    generator = torch.Generator().manual_seed(0)
+    if tokens is None:
+        tokens = torch.randint(3, VOCAB, (sum(tree.num_nodes for tree in TREES),), generator=generator)
+    cache = RaggedKVCache()
+    samples = [cache.open(len(prompt)) for prompt in PROMPTS]
+    target.prefill(dict(zip(samples, PROMPTS, strict=True)), cache, layers=layers)
+    words = stack_words([ancestor_words(tree.visible) for tree in TREES])
+    return target(tokens, cache.plan(samples, [tree.depth_list for tree in TREES], words), cache, layers=layers)
+
+
+def plain(model):
+    return RaggedModel(model, self_test=False, kernels="torch")
+
+
+def stand_ins(target):
+    return [stand_in for _, _, stand_in in target.prepacking.places]
+
+
+class Lora(nn.Module):
+    """A low-rank addition to a linear, as adapters wrap it."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, 4, bias=False)
+        self.up = nn.Linear(4, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))

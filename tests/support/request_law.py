@@ -1,0 +1,79 @@
+"""The law of whole requests: what many samples of one prompt emit, against what a model of six tokens gives them."""
+
+from collections import Counter
+from functools import cache
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from transformers import TopPLogitsWarper
+
+from arbordraft import Coupling, LanguageModelDrafter, RaggedModel, SpeculativeDecoder, TreeTopology
+from support.models import next_logits, tiny
+
+FEW, LENGTH, TOP_P = 6, 3, 0.9
+TEXT = [1, 2, 3, 1, 2, 4, 1, 2]
+BUSH, PAIR = TreeTopology([-1, 0, 0, 1]), TreeTopology([-1, 0, 0])
+
+
+@cache
+def small(seed, positions=128):
+    model = tiny(seed=seed, sharpness=1.5, vocab_size=FEW, max_position_embeddings=positions)
+    return RaggedModel(model, kernels="torch")
+
+
+def small_decoder(law, verifier, topology, drafter=None):
+    drafter = drafter or LanguageModelDrafter(small(3))
+    return SpeculativeDecoder(small(0), drafter, topology, Coupling(law, verifier))
+
+
+@cache
+def exact_law(allowed=None):
+    """Probability of every text of three tokens after the prompt, by the model alone.
+
+    Args:
+        allowed: the tokens that may follow a text; by default all.
+    """
+
+    def row(text):
+        scores = next_logits(small(0).model, [*TEXT, *text])[None].double()
+        if allowed is not None:
+            scores[0, [token for token in range(FEW) if token not in allowed(text)]] = -torch.inf
+        return TopPLogitsWarper(TOP_P)(None, scores).softmax(-1)[0].tolist()
+
+    law = {(): 1.0}
+    for _ in range(LENGTH):
+        law = {(*text, token): law[text] * chance for text in law for token, chance in enumerate(row(text)) if chance}
+    assert sum(law.values()) == pytest.approx(1)
+    return law
+
+
+def fit(decoder, samples=1500, allowed=None, **options):
+    """P-value of what many samples of one prompt emitted; texts too rare to count share one cell.
+
+    Args:
+        decoder: of ``small(0)``.
+        samples: how many.
+        allowed: see :func:`exact_law`.
+        options: of generate().
+    """
+    output = decoder.generate(
+        torch.tensor([TEXT] * samples),
+        do_sample=True,
+        top_k=0,
+        top_p=TOP_P,
+        max_new_tokens=LENGTH,
+        eos_token_id=None,
+        return_dict_in_generate=True,
+        **options,
+    )
+    assert output.stats.accepted.total() > samples / 4  # drafting took part in it
+    assert min(output.stats.forwards) < LENGTH
+    assert max(output.stats.forwards) > 1
+    law = exact_law(allowed)
+    counted = Counter(map(tuple, output.sequences[:, len(TEXT) :].tolist()))
+    if not counted.keys() <= law.keys():
+        return 0.0
+    cells = [text for text in law if law[text] * samples >= 5]
+    seen, expected = [counted[text] for text in cells], [law[text] * samples for text in cells]
+    return chisquare([*seen, samples - sum(seen)], [*expected, samples - sum(expected)]).pvalue

@@ -1,0 +1,87 @@
+"""A real server on a tiny model, for tests that are its clients."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import openai
+
+from arbordraft import LanguageModelDrafter, NGramDrafter, RaggedModel, SpeculativeDecoder, TreeTopology
+from arbordraft.decoding.engine import Engine
+from arbordraft.drafters import HybridDrafter
+from arbordraft.serving.app import build_app
+from arbordraft.serving.server import Server, bound, url_of
+from arbordraft.serving.service import Service
+from support.chats import chat_tokenizer
+from support.models import tiny
+
+POSITIONS = 512
+
+
+def tiny_decoder(**options: object) -> SpeculativeDecoder:
+    """One letter per token, and a drafter that is right now and then."""
+    target = RaggedModel(tiny(max_position_embeddings=POSITIONS), chat_tokenizer(), kernels="torch", self_test=False)
+    draft = RaggedModel(tiny(seed=3, max_position_embeddings=POSITIONS), kernels="torch", self_test=False)
+    drafter = HybridDrafter(NGramDrafter(), LanguageModelDrafter(draft))
+    return SpeculativeDecoder(target, drafter, TreeTopology.from_k_config((2, 2, 1)), **options)
+
+
+@dataclass
+class Served:
+    """A server that runs.
+
+    Args:
+        engine: its engine.
+        server: uvicorn's.
+        url: where it is.
+        thread: where it runs.
+    """
+
+    engine: Engine
+    server: Server
+    url: str
+    thread: threading.Thread
+    key: str = "none"
+    clients: list[openai.OpenAI] = field(default_factory=list)
+
+    @property
+    def client(self) -> openai.OpenAI:
+        """OpenAI's client, which asks once only."""
+        made = openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.key, max_retries=0, timeout=30)
+        self.clients.append(made)
+        return made
+
+    def stop(self) -> None:
+        """What SIGTERM does."""
+        self.server.should_exit = True
+
+
+@contextmanager
+def serving(
+    decoder: SpeculativeDecoder,
+    *,
+    max_samples: int = 4,
+    max_tokens: int = 4000,
+    max_waiting: int | None = None,
+    default_tokens: int = 40,
+    grace: float = 5.0,
+    **options: object,
+) -> Iterator[Served]:
+    """A server in a thread, at a port that was free; it ends with the block."""
+    engine = Engine(decoder, max_samples=max_samples, max_tokens=max_tokens, max_rows=64, max_waiting=max_waiting)
+    listener, ready = bound("127.0.0.1", 0), threading.Event()
+    app = build_app(Service(engine, "tiny", default_tokens), **options)
+    server = Server(app, grace=grace, ready=ready.set)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="server")
+    served = Served(engine, server, url_of(listener), thread, str(options.get("api_key") or "none"))
+    thread.start()
+    try:
+        assert ready.wait(20)
+        yield served
+    finally:
+        for client in served.clients:
+            client.close()
+        served.stop()
+        thread.join(20)
+        assert not thread.is_alive()

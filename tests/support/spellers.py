@@ -1,0 +1,45 @@
+"""A tiny random model that can write any text: byte-level BPE, with which grammars need a tokenizer for."""
+
+from functools import cache
+
+from transformers import PreTrainedTokenizerFast
+
+from arbordraft import RaggedModel
+from support.models import EOS, tiny
+
+_TEXT = [
+    '{"name": "Ada", "age": 36, "tags": ["one", "two"], "kind": "cat", "ok": true, "none": null}',
+    '{"city": "Lisbon", "items": [{"id": 1, "price": 2.5}, {"id": 2, "price": 10.0}], "ok": false}',
+    "yes no maybe red green blue alpha beta gamma",
+]
+SPEAKER_VOCAB = 400
+
+
+@cache
+def speller_tokenizer() -> PreTrainedTokenizerFast:
+    """256 bytes, special tokens with those ids that tiny models take for theirs, and merges of what JSON is made of."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    spelling = Tokenizer(models.BPE())
+    spelling.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    spelling.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<pad>", "<bos>", "<eos>"]
+    spelling.train_from_iterator(
+        _TEXT * 4,
+        trainers.BpeTrainer(
+            vocab_size=SPEAKER_VOCAB, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        ),
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=spelling, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", padding_side="left"
+    )
+
+
+@cache
+def speller(seed: int = 0, sharpness: float = 3.0) -> RaggedModel:
+    """A model that writes with it."""
+    tokenizer = speller_tokenizer()
+    assert tokenizer.eos_token_id == EOS
+    model = tiny(seed=seed, sharpness=sharpness, vocab_size=SPEAKER_VOCAB, max_position_embeddings=512)
+    return RaggedModel(model, tokenizer, kernels="torch", self_test=False)

@@ -1,0 +1,150 @@
+"""Which models are refused, and why; one that is accepted is right beyond windows longer than any test text, too."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+from support.models import PROMPTS, VOCAB, greedy_reference, new_tokens, tiny
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from arbordraft import NGramDrafter, RaggedModel, SpeculativeDecoder, TreeTopology, UnsupportedModel
+
+_SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
+_EXPERTS = {"num_local_experts": 2, "num_experts": 2, "num_experts_per_tok": 1}
+# Of all these the attention interface is not told, or the cache alone keeps to it.
+HIDDEN = {
+    "llama4_text": {**_SIZES, **_EXPERTS, "intermediate_size_mlp": 48, "attention_chunk_size": 16},
+    "phimoe": {**_SIZES, **_EXPERTS, "sliding_window": 16},
+    "qwen2_moe": {
+        **_SIZES,
+        **_EXPERTS,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+        "use_sliding_window": True,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention"] * 2,
+    },
+    "moshi": {**_SIZES, "ffn_dim": 48, "sliding_window": 16},
+}
+TOLD = ("mistral", "gemma2", "gemma3_text", "gemma3", "gpt_oss", "phi3")
+
+
+_GPT = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+# What does not route its attention through the interface, as docs/choosing.md lists it.
+REFUSED = {
+    "stablelm": _SIZES,
+    "nemotron": _SIZES,
+    "gpt_neo": {
+        **_SIZES,
+        "num_layers": 2,
+        "num_heads": 4,
+        "attention_types": [[["global", "local"], 1]],
+    },
+    "mpt": {"vocab_size": VOCAB, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 128},
+    "xglm": {"vocab_size": VOCAB, "d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48},
+    "diffllama": _SIZES,
+    "rwkv": {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2},
+}
+# What does so since transformers 5.24.
+ROUTED = {"gptj": {**_GPT, "rotary_dim": 4}, "codegen": {**_GPT, "rotary_dim": 4}}
+CHOOSING = Path(__file__).resolve().parents[2] / "docs" / "choosing.md"
+
+
+def built(architecture, **options):
+    """A random model whose attention tells tokens apart."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(architecture, **{**(HIDDEN | REFUSED | ROUTED)[architecture], **options})
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim > 1:
+                weight.normal_(std=weight.shape[-1] ** -0.5)
+    return model
+
+
+@pytest.mark.parametrize("architecture", REFUSED)
+def test_models_that_are_refused_are_listed(architecture):
+    with pytest.raises(UnsupportedModel, match=r"AttentionInterface|a mask of its own|packed trees do not support"):
+        RaggedModel(built(architecture), kernels="torch")
+    assert f"`{architecture}`" in CHOOSING.read_text()
+
+
+@pytest.mark.parametrize("architecture", ROUTED)
+def test_models_whose_attention_transformers_routes_of_late(architecture):
+    model = built(architecture)
+    if Version(transformers.__version__) < Version("5.24"):
+        with pytest.raises(UnsupportedModel, match="AttentionInterface"):
+            RaggedModel(model, kernels="torch")
+        return
+    found = SpeculativeDecoder(RaggedModel(model, kernels="torch"), NGramDrafter(), TreeTopology([-1, 0, 1])).generate(
+        torch.tensor(PROMPTS[:1]), max_new_tokens=12, do_sample=False, eos_token_id=None
+    )
+    expected = greedy_reference(model, PROMPTS[:1], max_new_tokens=12, eos_token_id=None)
+    assert new_tokens(found, PROMPTS[:1], [12]) == expected
+
+
+@pytest.mark.parametrize("architecture", HIDDEN)
+def test_limits_that_attention_is_not_told_are_refused(architecture):
+    span = "attention_chunk_size=16" if architecture == "llama4_text" else "sliding_window=16"
+    with pytest.raises(UnsupportedModel, match=rf"beyond {span} packed .*max_position_embeddings = 16 before"):
+        RaggedModel(built(architecture), kernels="torch")
+
+
+@pytest.mark.parametrize("architecture", HIDDEN)
+def test_texts_within_the_limit_are_decoded(architecture):
+    """The remedy that the error names."""
+    target = RaggedModel(built(architecture, max_position_embeddings=16), kernels="torch")
+    assert target.max_positions == 16
+    decoder = SpeculativeDecoder(target, NGramDrafter(), TreeTopology([-1, 0, 1]))
+    prompt = torch.tensor([PROMPTS[0]])
+    with pytest.raises(ValueError, match="16 positions"):
+        decoder.generate(prompt, max_new_tokens=20)
+    found = decoder.generate(prompt, max_new_tokens=8, do_sample=False, eos_token_id=None)
+    expected = greedy_reference(target.model, PROMPTS[:1], max_new_tokens=8, eos_token_id=None)
+    assert new_tokens(found, PROMPTS[:1], [8]) == expected
+
+
+@pytest.mark.parametrize("architecture", TOLD)
+def test_windows_that_attention_is_told_are_accepted(architecture):
+    given = {"sliding_window": 16}
+    model = tiny(architecture, **({"text_config": {**tiny_text(), **given}} if architecture == "gemma3" else given))
+    target = RaggedModel(model, kernels="torch")
+    assert target.model.config.get_text_config().sliding_window == 16
+    prompts = [[token % VOCAB for token in range(3, 27)]]
+    found = SpeculativeDecoder(target, NGramDrafter(), TreeTopology([-1, 0, 1])).generate(
+        torch.tensor(prompts), max_new_tokens=12, do_sample=False, eos_token_id=None
+    )
+    expected = greedy_reference(model, prompts, max_new_tokens=12, eos_token_id=None)
+    assert new_tokens(found, prompts, [12]) == expected
+
+
+def tiny_text():
+    """What the language model of several parts is in the other tests."""
+    return tiny("gemma3_text").config.to_dict()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
+def test_weights_that_are_no_numbers_are_named(value):
+    model = tiny()
+    model.model.layers[1].mlp.up_proj.weight.data[0, 0] = value
+    with pytest.raises(ValueError, match=r"NaN or infinite weights \(model\.layers\.1\.mlp\.up_proj\.weight\)"):
+        RaggedModel(model, kernels="torch")
+
+
+def test_rows_that_overflow_are_named():
+    model = tiny().to(torch.float16)
+    model.get_output_embeddings().weight.data.fill_(6e4)
+    with pytest.raises(ValueError, match=r"gives NaN or infinite logits in torch\.float16.*another dtype"):
+        RaggedModel(model, kernels="torch")

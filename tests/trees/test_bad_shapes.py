@@ -1,0 +1,228 @@
+"""Trees, masks, laws and rules from arguments that are none: a named error before anything is allocated."""
+
+import math
+import time
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from support.models import PROMPTS, ragged
+
+from arbordraft import (
+    IID,
+    Coupling,
+    Fixed,
+    Lifted,
+    Matching,
+    NoDrafter,
+    RecursiveRejection,
+    SpecHub,
+    SpeculativeDecoder,
+    TopDown,
+    TopTail,
+    TreeTopology,
+    WithoutReplacement,
+)
+from arbordraft.sampling.laws import AdaptiveTopTail, DraftLaw
+from arbordraft.sampling.noise import Noise
+from arbordraft.sampling.processors import Warp
+from arbordraft.sampling.rows import SoftmaxRows
+from arbordraft.trees.draft_tree import DraftTree, SampleTree
+from arbordraft.trees.masks import SlicedCausalMask
+from arbordraft.trees.topology import MOST_DEPTH, MOST_NODES
+from arbordraft.verifiers import OptimalTransport, Remembered, TypicalAcceptance
+from arbordraft.verifiers.packed import verify_packed
+
+NO_WHOLE_NUMBERS = [1.5, 2.0, math.nan, math.inf, True, "2", None, [2], torch.tensor([2]), torch.tensor(2.0), 1j]
+NO_NUMBERS = [True, "0.5", None, [0.5], torch.ones(2), 1j]
+
+
+def shown(value):
+    return repr(value).replace("\n", "")[:40]
+
+
+# Where one whole number is wanted: what builds the thing, the argument's name, and its range.
+TREE = TreeTopology.chain(1)
+COUNTS = {
+    "IID": (IID, "k", 1, None),
+    "WithoutReplacement": (WithoutReplacement, "k", 1, None),
+    "Fixed": (Fixed, "k", 1, None),
+    "AdaptiveTopTail": (AdaptiveTopTail, "k", 1, None),
+    "TopTail, tops": (lambda tops: TopTail(tops, 1), "tops", 0, None),
+    "TopTail, tails": (lambda tails: TopTail(1, tails), "tails", 0, None),
+    "DraftLaw": (lambda tails: DraftLaw(1, tails, False), "tails", 0, None),
+    "OptimalTransport": (lambda most: OptimalTransport(max_variables=most), "max_variables", 1, None),
+    "chain": (TreeTopology.chain, "length", 0, MOST_DEPTH),
+    "k_ary, k": (lambda k: TreeTopology.k_ary(k, 1), "k", 1, None),
+    "k_ary, depth": (lambda depth: TreeTopology.k_ary(1, depth), "depth", 0, MOST_DEPTH),
+    "fork, width": (lambda width: TreeTopology.fork(width, 1), "width", 1, None),
+    "fork, depth": (lambda depth: TreeTopology.fork(1, depth), "depth", 1, MOST_DEPTH),
+    "from_k_config": (lambda k: TreeTopology.from_k_config((1, k)), r"k_config\[1\]", 1, None),
+    "from_parents": (lambda parent: TreeTopology.from_parents([-1, 0, parent]), r"parents\[2\]", None, None),
+    "sequoia, nodes": (lambda nodes: TreeTopology.sequoia([0.5, 0.2], nodes), "nodes", 1, MOST_NODES),
+    "mask": (lambda context: SlicedCausalMask(TREE, context), "max_context", 0, None),
+    "warp": (lambda batch: Warp([], batch), "batch_size", 0, None),
+    "buckets": (
+        lambda rows: SpeculativeDecoder(
+            ragged(), NoDrafter(), TreeTopology.chain(0), Coupling(Fixed(1), TopDown(Matching())), buckets=(8, rows)
+        ),
+        r"buckets\[1\]",
+        1,
+        2**16,
+    ),
+}
+
+
+@pytest.mark.parametrize("value", NO_WHOLE_NUMBERS, ids=shown)
+@pytest.mark.parametrize(("build", "name"), [case[:2] for case in COUNTS.values()], ids=COUNTS)
+def test_what_is_no_whole_number(build, name, value):
+    with pytest.raises(TypeError, match=f"^{name} must be a whole number.*, got |^{name} must be a whole number, got "):
+        build(value)
+
+
+OUTSIDE = [(name, *case, value) for name, case in COUNTS.items() for value in (case[2], case[3]) if value is not None]
+
+
+@pytest.mark.parametrize(
+    ("build", "name", "value"),
+    [(build, name, bound - 1 if bound == least else bound + 1) for _, build, name, least, _, bound in OUTSIDE],
+    ids=[f"{case[0]}-{case[-1]}" for case in OUTSIDE],
+)
+def test_whole_numbers_out_of_range(build, name, value):
+    with pytest.raises(ValueError, match=f"^{name} must be a whole number (of at least|from) .*, got {value}$"):
+        build(value)
+
+
+MADE = [name for name in COUNTS if name not in ("from_parents", "warp")]  # of 2, and told apart by their repr
+
+
+@pytest.mark.parametrize("two", [np.int64(2), np.uint8(2), torch.tensor(2), np.array(2)], ids=shown)
+@pytest.mark.parametrize("build", [COUNTS[name][0] for name in MADE], ids=MADE)
+def test_whole_numbers_of_other_libraries(build, two):
+    assert repr(build(two)) == repr(build(2))
+
+
+# Where one real number is wanted.
+REALS = {
+    "threshold": (lambda threshold: AdaptiveTopTail(2, threshold), "threshold"),
+    "epsilon": (lambda epsilon: TypicalAcceptance(epsilon), "epsilon"),
+    "delta": (lambda delta: TypicalAcceptance(0.3, delta), "delta"),
+    "acceptance": (lambda rate: TreeTopology.sequoia([rate], 2), r"acceptance\[0\]"),
+}
+
+
+@pytest.mark.parametrize("value", NO_NUMBERS, ids=shown)
+@pytest.mark.parametrize(("build", "name"), REALS.values(), ids=REALS)
+def test_what_is_no_number(build, name, value):
+    with pytest.raises(TypeError, match=f"^{name} must be a number.*, got "):
+        build(value)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -0.1, 10**400], ids=shown)
+@pytest.mark.parametrize(("build", "name"), REALS.values(), ids=REALS)
+def test_numbers_out_of_range(build, name, value):
+    with pytest.raises(ValueError, match=f"^{name} must be (a number|above 0).*, got "):
+        build(value)
+
+
+# One by one.
+BAD = {
+    "threshold of 5": (lambda: AdaptiveTopTail(2, 5), ValueError, "threshold must be a number from 0 to 1, got 5"),
+    "epsilon of 0": (lambda: TypicalAcceptance(0), ValueError, "epsilon must be above 0, got 0"),
+    "epsilon of 2": (lambda: TypicalAcceptance(2), ValueError, "epsilon must be a number from 0 to 1, got 2"),
+    "delta of 0": (lambda: TypicalAcceptance(0.3, 0), ValueError, "delta must be above 0, got 0"),
+    "no child": (lambda: TopTail(0, 0), ValueError, "at least one child"),
+    "order of a hub": (lambda: SpecHub("sets"), ValueError, 'order must be "set" or "paper", got'),
+    "formulation": (lambda: OptimalTransport("half"), ValueError, 'must be "compact" or "full", got'),
+    "top-down of nothing": (lambda: TopDown(None), TypeError, "rule must be of type Rule, got None"),
+    "lifted class": (lambda: Lifted(RecursiveRejection), TypeError, "rule must be of type Rule, got"),
+    "lifted verifier": (lambda: Lifted(TopDown(Matching())), TypeError, "rule must be of type Rule, got"),
+    "remembered": (lambda: Remembered("rule"), TypeError, "rule must be of type Rule, got 'rule'"),
+    "coupling without law": (lambda: Coupling(2, TopDown(Matching())), TypeError, "law must be a DraftLaw"),
+    "coupling with a rule": (lambda: Coupling(IID(2), Matching()), TypeError, "wrap a rule as TopDown"),
+    "parents of nothing": (lambda: TreeTopology(None), TypeError, "parents must be a list of numbers, got None"),
+    "parents as a number": (lambda: TreeTopology(3), TypeError, "parents must be a list of numbers, got 3"),
+    "parents as a text": (lambda: TreeTopology("-1"), TypeError, "parents must be a list of numbers, got '-1'"),
+    "parents as a set": (lambda: TreeTopology({-1, 0}), TypeError, "parents must be a list of numbers"),
+    "k_config as a number": (lambda: TreeTopology.from_k_config(3), TypeError, "k_config must be a list of numbers"),
+    "k_config as a text": (lambda: TreeTopology.from_k_config("2,1"), TypeError, "k_config must be a list of numbers"),
+    "acceptance as a number": (lambda: TreeTopology.sequoia(0.5, 4), TypeError, "acceptance must be a list of numbers"),
+    "acceptance above 1": (lambda: TreeTopology.sequoia([0.9, 0.9], 4), ValueError, "sum to at most 1, got 1.8"),
+    "float depth": (lambda: TreeTopology.sequoia([0.5], 4, 2.5), TypeError, "max_depth must be a whole number"),
+    "depth below 0": (lambda: TreeTopology.sequoia([0.5], 4, -1), ValueError, "max_depth must be .* from 0 to 512"),
+    "mask of a list": (lambda: SlicedCausalMask([-1, 0]), TypeError, "topology must be of type TreeTopology, got"),
+    "processor": (lambda: Warp([0.7]), TypeError, "a logits processor is a function of input_ids and scores, got 0.7"),
+}
+
+
+@pytest.mark.parametrize(("build", "error", "message"), BAD.values(), ids=BAD)
+def test_bad_arguments(build, error, message):
+    with pytest.raises(error, match=message):
+        build()
+
+
+# What would hang, or fill the memory.
+HUGE = {
+    "binary, 30 deep": (lambda: TreeTopology.from_k_config((2,) * 30), "at most 2048 nodes; down to depth 11"),
+    "a million children": (lambda: TreeTopology.from_k_config((10**6,)), "at most 2048 nodes; down to depth 1"),
+    "children without end": (lambda: TreeTopology.from_k_config((10**100,)), "at most 2048 nodes"),
+    "a million levels": (lambda: TreeTopology.from_k_config((1,) * 10**6), "k_config must have at most 512 entries"),
+    "k_ary, wide": (lambda: TreeTopology.k_ary(10**9, 1), "at most 2048 nodes"),
+    "k_ary, deep": (lambda: TreeTopology.k_ary(2, 10**9), "depth must be a whole number from 0 to 512"),
+    "fork": (lambda: TreeTopology.fork(10, 500), "at most 2048 nodes; down to depth 205"),
+    "chain": (lambda: TreeTopology.chain(10**9), "length must be a whole number from 0 to 512"),
+    "parents": (lambda: TreeTopology([-1, *[0] * 10**6]), "parents must have at most 2048 entries"),
+    "parents without end": (lambda: TreeTopology(iter(int, 1)), "parents must have at most 2048 entries"),
+    "deep parents": (lambda: TreeTopology(range(-1, 1000)), "at most 512 levels below its root, this one has 1000"),
+    "sequoia": (lambda: TreeTopology.sequoia([0.5, 0.2], 100_000), "nodes must be a whole number from 1 to 2048"),
+    "ranks": (lambda: TreeTopology.sequoia([1e-6] * 10**5, 64), "acceptance must have at most 256 entries"),
+    "mask": (lambda: SlicedCausalMask(TREE, 10**12), "would take 2,000,000,000,004 bytes, more than 1,073,741,824"),
+    "program": (
+        lambda: OptimalTransport()(torch.ones(2000), 1.0, torch.ones(2000), [1, 2], IID(2)),
+        "more than max_variables = 200000; truncate",
+    ),
+}
+
+
+@pytest.mark.parametrize(("build", "message"), HUGE.values(), ids=HUGE)
+def test_too_large_is_said_at_once(build, message):
+    begin = time.perf_counter()
+    with pytest.raises(ValueError, match=message):
+        build()
+    assert time.perf_counter() - begin < 2
+
+
+# What is just allowed works.
+
+
+@pytest.mark.parametrize(
+    ("build", "nodes"),
+    [
+        (partial(TreeTopology.chain, MOST_DEPTH), MOST_DEPTH + 1),
+        (partial(TreeTopology.k_ary, 2, 10), 2047),
+        (partial(TreeTopology.fork, 3, MOST_DEPTH), 3 * MOST_DEPTH + 1),
+        (partial(TreeTopology, [-1, *[0] * (MOST_NODES - 1)]), MOST_NODES),
+        (partial(TreeTopology.sequoia, [0.6, 0.2, 0.1], MOST_NODES), MOST_NODES),
+        (partial(TreeTopology.from_k_config, ()), 1),
+        (partial(TreeTopology.from_parents, torch.tensor([-1, 0, 0])), 3),
+        (partial(TreeTopology.from_k_config, np.array([2, 1])), 5),
+    ],
+    ids=["chain", "binary", "fork", "star", "sequoia", "root", "tensor", "array"],
+)
+def test_the_largest_trees(build, nodes):
+    topology = build()
+    assert topology.num_nodes == nodes
+    assert SlicedCausalMask(topology).prefix(nodes).shape == (nodes, nodes)
+
+
+@pytest.mark.parametrize("lift", [TopDown, Lifted])
+def test_the_deepest_tree_is_verified(lift):
+    """No walk, recursive as it is, exceeds Python's limit."""
+    topology, verifier = TreeTopology.chain(MOST_DEPTH), lift(RecursiveRejection())
+    tokens = {node: PROMPTS[0][0] if node == 0 else 1 for node in range(topology.num_nodes)}
+    tree = DraftTree((SampleTree(topology, Fixed(1), tokens),))
+    scores = torch.tensor([0.0, 9.0]).expand(topology.num_nodes, 2)
+    noise = Noise.draw([Noise.source(0)], topology.num_nodes)
+    (walked,) = verifier(tree, SoftmaxRows(scores), noise).samples
+    assert verify_packed(tree, scores, noise, lifted=verifier.lifted) == [(len(walked.path), walked.token)]

@@ -1,0 +1,158 @@
+"""Shapes of trees: literal examples, random parents, and the Sequoia optimum against all trees."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.shapes import ancestors, parent_lists
+
+from arbordraft import TreeTopology
+from arbordraft.trees.topology import ancestor_words
+
+
+def test_binary_tree_in_full():
+    topology = TreeTopology.k_ary(2, 2)
+    assert topology.parent_list == (-1, 0, 0, 1, 1, 2, 2)
+    assert topology.depths.tolist() == [0, 1, 1, 2, 2, 2, 2]
+    assert topology.child_list == ((1, 2), (3, 4), (5, 6), (), (), (), ())
+    assert topology.levels == (range(1), range(1, 3), range(3, 7))
+    assert topology.visible.int().tolist() == [
+        [1, 0, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0, 0],
+        [1, 0, 1, 0, 0, 0, 0],
+        [1, 1, 0, 1, 0, 0, 0],
+        [1, 1, 0, 0, 1, 0, 0],
+        [1, 0, 1, 0, 0, 1, 0],
+        [1, 0, 1, 0, 0, 0, 1],
+    ]
+    assert list(topology.path(6)) == [0, 2, 6]
+
+
+@pytest.mark.parametrize(
+    ("topology", "parents"),
+    [
+        (TreeTopology.chain(0), [-1]),
+        (TreeTopology.chain(3), [-1, 0, 1, 2]),
+        (TreeTopology.fork(2, 3), [-1, 0, 0, 1, 2, 3, 4]),
+        (TreeTopology.k_ary(3, 1), [-1, 0, 0, 0]),
+        (TreeTopology.k_ary(5, 0), [-1]),
+        (TreeTopology.from_k_config((3, 1)), [-1, 0, 0, 0, 1, 2, 3]),
+        (TreeTopology.from_parents([-1, 0, 0, 2]), [-1, 0, 0, 2]),
+    ],
+    ids=repr,
+)
+def test_named_shapes(topology, parents):
+    assert list(topology.parent_list) == parents
+
+
+def test_mcsd_notation_counts_nodes():
+    assert TreeTopology.from_k_config((4, 2, 2)).num_nodes == 29
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: TreeTopology([]), "starts with its root"),
+        (lambda: TreeTopology([0, 0]), "starts with its root"),
+        (lambda: TreeTopology([-1, -1]), r"parents\[1\] = -1"),
+        (lambda: TreeTopology([-1, 0, 2]), r"parents\[2\] = 2"),
+        (lambda: TreeTopology([-1, 0, 1, 0]), "node 3 has depth 1 but follows a node of depth 2"),
+        (lambda: TreeTopology.chain(-1), "length must be a whole number from 0 to 512, got -1"),
+        (lambda: TreeTopology.k_ary(2, -1), "depth must be a whole number from 0 to 512, got -1"),
+        (lambda: TreeTopology.k_ary(0, 2), "k must be a whole number of at least 1, got 0"),
+        (lambda: TreeTopology.fork(2, 0), "depth must be a whole number from 1 to 512, got 0"),
+        (lambda: TreeTopology.sequoia([0.5], 0), "nodes must be a whole number from 1 to 2048, got 0"),
+        (lambda: TreeTopology.sequoia([0.7, 0.6], 4), "sum to at most 1"),
+        (lambda: TreeTopology.sequoia([-0.1], 4), "must be a number from 0 to 1, got -0.1"),
+        (lambda: TreeTopology.sequoia([float("nan")], 4), "must be a number from 0 to 1, got nan"),
+        (lambda: TreeTopology.sequoia([0.5], 4, max_depth=2), "no tree of depth 2"),
+        (lambda: TreeTopology.sequoia([], 2), "no tree of depth"),
+    ],
+)
+def test_bad_shapes_are_refused(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(parent_lists())
+def test_every_view_of_a_tree_agrees(parents):
+    topology = TreeTopology(parents)
+    words = ancestor_words(topology.visible)
+    assert topology.num_nodes == len(parents)
+    assert [node for level in topology.levels for node in level] == list(range(len(parents)))
+    for node in range(len(parents)):
+        expected = sorted(ancestors(parents, node))
+        assert topology.visible[node].nonzero().flatten().tolist() == expected
+        assert [j for j in range(len(parents)) if words[node, j // 64].item() >> (j % 64) & 1] == expected
+        assert list(topology.path(node)) == expected
+        assert topology.depth_list[node] == len(expected) - 1
+        assert all(parents[child] == node for child in topology.child_list[node])
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(parent_lists(40), st.data())
+def test_the_first_nodes_are_a_tree(parents, data):
+    nodes = data.draw(st.integers(1, len(parents)))
+    whole, start = TreeTopology(parents), TreeTopology(parents[:nodes])
+    assert torch.equal(start.visible, whole.visible[:nodes, :nodes])
+
+
+def test_words_use_the_sign_bit():
+    words = ancestor_words(TreeTopology.chain(64).visible)
+    assert words[63].tolist() == [-1, 0]
+    assert words[62].tolist() == [2**63 - 1, 0]
+    assert words[64].tolist() == [-1, 1]
+    assert ancestor_words(torch.zeros(2, 0, dtype=torch.bool)).tolist() == [[0], [0]]
+
+
+def test_a_topology_moves_like_any_module():
+    topology = torch.nn.Sequential(TreeTopology.k_ary(2, 2)).to("meta")[0]
+    assert topology.parents.device.type == topology.visible.device.type == "meta"
+    assert topology.eval().state_dict() == {}
+
+
+def expected_accepted(parents, acceptance):
+    """Sum over the nodes of the probability that their whole path is accepted."""
+    reach, ranks = [1.0], [0] * len(parents)
+    for parent in parents[1:]:
+        reach.append(reach[parent] * acceptance[ranks[parent]])
+        ranks[parent] += 1
+    return sum(reach)
+
+
+def all_trees(nodes, width, max_depth):
+    """Every tree in level order, up to equal shapes listed twice."""
+    for parents in itertools.product(*(range(node) for node in range(1, nodes))):
+        parents = [-1, *parents]
+        depths = [0]
+        for parent in parents[1:]:
+            depths.append(depths[parent] + 1)
+        if depths == sorted(depths) and max(depths) <= max_depth and max(map(parents.count, range(nodes))) <= width:
+            yield parents
+
+
+@pytest.mark.parametrize(
+    "acceptance", [(0.6, 0.2, 0.1), (0.2, 0.7), (0.05, 0.1, 0.8), (0.9,), (0.5, 0.0, 0.5), (1.0, 0.0)], ids=str
+)
+@pytest.mark.parametrize("max_depth", [None, 1, 2, 3])
+def test_sequoia_is_the_best_of_all_trees(acceptance, max_depth):
+    for nodes in range(1, 8):
+        depth = nodes - 1 if max_depth is None else max_depth
+        values = [expected_accepted(parents, acceptance) for parents in all_trees(nodes, len(acceptance), depth)]
+        if not values:
+            with pytest.raises(ValueError, match="no tree of depth"):
+                TreeTopology.sequoia(acceptance, nodes, max_depth)
+            continue
+        found = TreeTopology.sequoia(acceptance, nodes, max_depth)
+        assert found.num_nodes == nodes
+        assert found.max_depth <= depth
+        assert max(len(children) for children in found.child_list) <= len(acceptance)
+        assert expected_accepted(found.parent_list, acceptance) == pytest.approx(max(values), abs=1e-12)
+
+
+def test_sequoia_grows_to_hundreds_of_nodes():
+    assert TreeTopology.sequoia((0.7, 0.15, 0.05), 512).num_nodes == 512
+    assert TreeTopology.sequoia((0.9,), 300).max_depth == 299
