@@ -14,7 +14,7 @@ from arbordraft.drafters import Drafter, EagleDrafter, HybridDrafter, NGramDraft
 from arbordraft.sampling.laws import IID, TopTail, WithoutReplacement
 from arbordraft.target.model import RaggedModel
 from arbordraft.trees.topology import MOST_DEPTH, MOST_NODES, TreeTopology
-from arbordraft.utils.checks import each, instance, whole
+from arbordraft.utils.checks import check_instance, check_int, check_sequence
 from arbordraft.verifiers import RecursiveRejection, SpecHub, TopDown
 from arbordraft.verifiers.coupling import Coupling
 
@@ -96,8 +96,12 @@ def dynasd(
         k_config: children per level below these tokens instead of chains, the paper's static tree.
         decider: stops drafting early; by default while no draft's probability reaches the paper's 0.4.
     """
-    width = whole("width", width, 1)
-    below = (1,) * whole("depth", depth, 0, MOST_DEPTH) if k_config is None else each("k_config", k_config, whole)
+    width = check_int("width", width, 1)
+    below = (
+        (1,) * check_int("depth", depth, 0, MOST_DEPTH)
+        if k_config is None
+        else check_sequence("k_config", k_config, check_int)
+    )
     topology = TreeTopology.from_k_config((width, *below) if width > 1 else below)
     model, drafter = wrapped(target), as_drafter(draft)
     decider = ConfidenceThreshold(0.4) if decider is None else decider
@@ -142,7 +146,7 @@ def eagle(target: "Model", head: "str | os.PathLike[str] | EagleDrafter", **opti
         head: folder or hub name of a trained head, or a drafter.
         **options: those of :func:`fitted`.
     """
-    instance("head", head, str, os.PathLike, EagleDrafter)
+    check_instance("head", head, str, os.PathLike, EagleDrafter)
     model = wrapped(target)
     drafter = head if isinstance(head, EagleDrafter) else EagleDrafter.from_pretrained(head, model)
     return fitted(model, drafter, **options)
@@ -172,9 +176,9 @@ def fitted(
         costs: by default those of this machine, measured once by
             :func:`~arbordraft.decoding.measuring.known_costs`.
     """
-    nodes = whole("nodes", nodes, 1, MOST_NODES)
+    nodes = check_int("nodes", nodes, 1, MOST_NODES)
     if topology is not None:
-        instance("topology", topology, TreeTopology)
+        check_instance("topology", topology, TreeTopology)
     model, drafter = wrapped(target), as_drafter(draft)
     decider = CostAware(known_costs(model, drafter) if costs is None else costs, nodes)
     return _expanding(model, drafter, nodes, decider, lookup, max_depth, topology)
@@ -192,7 +196,7 @@ def expanding(
         lookup: as in :func:`fitted`.
         max_depth: as there.
     """
-    nodes = whole("nodes", nodes, 1, MOST_NODES)
+    nodes = check_int("nodes", nodes, 1, MOST_NODES)
     return _expanding(wrapped(target), as_drafter(draft), nodes, NodeBudget(nodes), lookup, max_depth)
 
 

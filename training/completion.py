@@ -74,7 +74,7 @@ class _Recorder(NoDrafter):
         self.hidden_layers = tuple(layers)
         self._seen: dict[int, list[Tensor]] = {}
 
-    def join(self, state: Any, sample: int, tokens: Sequence[int], handle: int) -> None:
+    def add(self, state: Any, sample: int, tokens: Sequence[int], handle: int) -> None:
         self._seen[sample] = []
 
     def share(self, state: Any, source: int, sample: int, tokens: int) -> None:

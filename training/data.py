@@ -23,7 +23,7 @@ from arbordraft.training.distillation import Recipe, SelfDistillation
 from arbordraft.training.features import CachedFeatures, Features, FreshFeatures
 from arbordraft.training.shards import ANSWER, PROMPT, Shard, ShardError, ShardFolder
 from arbordraft.training.targets import Target
-from arbordraft.utils.checks import positive
+from arbordraft.utils.checks import check_positive
 
 _CHECKED = 2  # cached sequences that are compared with a fresh forward
 
@@ -73,7 +73,7 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
         super().__init__()
         self.folder = ShardFolder(Path(folder))
         self.spec, self.recipe, self.prompts = target, recipe, prompts
-        self.minutes = math.inf if minutes is None else positive("minutes", minutes)
+        self.minutes = math.inf if minutes is None else check_positive("minutes", minutes)
         self.server, self.server_model, self.generation_batch = server, server_model, generation_batch
         self.cache, self.batch_tokens = cache, batch_tokens
         self.learned = (ANSWER, PROMPT) if learn_prompts else (ANSWER,)

@@ -1,7 +1,7 @@
 """Delivery of journals to MLflow, at once or later.
 
 A training and ``sync`` deliver alike: records are written to the journal first and sent from there, in order. Sending
-directly and spooling only failures would be no simpler, and would leave open whether a request that timed out was
+directly and keeping only failures would be no simpler, and would leave open whether a request that timed out was
 carried out. Here that does not matter, as sending a record twice changes nothing: MLflow's databases keep one point per
 metric, step, time and value, and runs, models and versions carry the id of their record as a tag, by which they are
 looked up before they are created.
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arbordraft.training.outbox import SPOOL, Journal, Progress, Record
+from arbordraft.training.outbox import OUTBOX, Journal, Progress, Record
 from arbordraft.utils.mlflow_server import MODEL, connect, limits, reason, resolve_uri
 
 if TYPE_CHECKING:
@@ -31,28 +31,30 @@ REGISTERED = "arbordraft.registered"  # tag of a version with the time of its re
 Point = tuple[str, float, int, int]  # name, value, time in ms, step
 
 
-def sync(spool: str | os.PathLike[str] = SPOOL, uri: str | None = None) -> dict[str, int]:
+def sync(outbox: str | os.PathLike[str] = OUTBOX, uri: str | None = None) -> dict[str, int]:
     """Deliver what trainings could not deliver, oldest run first; safe to repeat, and beside a running training.
 
     Args:
-        spool: the folder that the trainings named.
+        outbox: the folder that the trainings named.
         uri: tracking server; defaults as in ``MLflowTracker``. A run stays with the server that it was begun on.
 
     Returns:
         How many records of each run were delivered; runs without pending records are left out.
 
     Raises:
-        FileNotFoundError: if there is no such spool.
+        FileNotFoundError: if there is no such outbox.
         RuntimeError: naming the runs that could not be delivered completely; the others were.
         Exception: whatever MLflow raises, if the server does not answer at all.
     """
-    if not Path(spool).is_dir():
-        raise FileNotFoundError(f"there is no spool at {Path(spool).absolute()}; name the one that the training named")
+    if not Path(outbox).is_dir():
+        raise FileNotFoundError(
+            f"there is no outbox at {Path(outbox).absolute()}; name the one that the training named"
+        )
     uri = resolve_uri(uri)
     with limits():
         connect(uri).search_experiments(max_results=1)  # one wait for a dead server, not one per run
     delivered, failures = {}, []
-    for records in sorted(Path(spool).glob("*/records.jsonl")):
+    for records in sorted(Path(outbox).glob("*/records.jsonl")):
         journal = Journal(records.parent)
         try:
             if count := deliver(journal, uri):
@@ -60,7 +62,7 @@ def sync(spool: str | os.PathLike[str] = SPOOL, uri: str | None = None) -> dict[
         except Exception as error:  # MLflow passes on what its many stores raise
             failures.append(f"{journal.key}: {reason(error)}")
     if failures:
-        raise RuntimeError(f"{len(failures)} runs in {Path(spool).absolute()} still wait:\n" + "\n".join(failures))
+        raise RuntimeError(f"{len(failures)} runs in {Path(outbox).absolute()} still wait:\n" + "\n".join(failures))
     return delivered
 
 

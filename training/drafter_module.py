@@ -32,7 +32,7 @@ from arbordraft.training.schedule import BEFORE_COOLDOWN, Phase, progress, relat
 from arbordraft.training.students import EagleStudent, Student
 from arbordraft.training.validation import decoded, expectations
 from arbordraft.trees.drawing import tree_picture
-from arbordraft.utils.checks import real, whole
+from arbordraft.utils.checks import check_float, check_int
 
 _DIVERGED = (
     "the checkpoints written before are good. Lower model.lr or trainer.gradient_clip_val, or check the target's "
@@ -105,9 +105,12 @@ class DrafterModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
         self.student = student or EagleStudent()
         self.begin_with = [begin_with] if isinstance(begin_with, str) else begin_with
         self.phases, self.decay = list(phases), decay
-        self.lr, self.warmup, self.cooldown = lr, warmup, real("cooldown", cooldown, 0, 1)
-        self.lookup_weight, self.chunk = real("lookup_weight", lookup_weight, 0, 1), whole("chunk", chunk, least=1)
-        self.walked_tokens = whole("walked_tokens", walked_tokens, least=1)
+        self.lr, self.warmup, self.cooldown = lr, warmup, check_float("cooldown", cooldown, 0, 1)
+        self.lookup_weight, self.chunk = (
+            check_float("lookup_weight", lookup_weight, 0, 1),
+            check_int("chunk", chunk, least=1),
+        )
+        self.walked_tokens = check_int("walked_tokens", walked_tokens, least=1)
         self.draft_steps, self.decoded, self.decoded_tokens = draft_steps, decoded, decoded_tokens
         self.tree = TreeTopology.from_k_config(tree)
         self.samples: dict[str, list[Any]] = {}

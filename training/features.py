@@ -84,7 +84,9 @@ class TeacherHead(nn.Module):
     def _check(self, target: RaggedModel) -> None:
         cache = RaggedKVCache()
         tokens = torch.arange(4) % target.vocab_size
-        logits, final = target.run(tokens, cache.plan([cache.open(4)], [range(4)]), cache, hidden=(target.num_layers,))
+        logits, final = target.run(
+            tokens, cache.lay_out([cache.open(4)], [range(4)]), cache, hidden=(target.num_layers,)
+        )
         if not _close(self(final), logits, half=0.03):
             raise ValueError(
                 f"{type(target.model).__name__} does something unknown to its logits behind the output layer, or does "

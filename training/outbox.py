@@ -18,7 +18,7 @@ from typing import Any
 
 from arbordraft.utils.files import write_text
 
-SPOOL = "mlflow-spool"  # in the working folder, like MLflow's own data
+OUTBOX = "mlflow-outbox"  # in the working folder, like MLflow's own data
 
 Record = dict[str, Any]
 
@@ -41,9 +41,9 @@ class Journal:
         self.records = folder / "records.jsonl"
 
     @classmethod
-    def new(cls, spool: Path) -> Journal:
+    def new(cls, outbox: Path) -> Journal:
         """A journal for a new run; names sort by time."""
-        return cls(spool / f"{datetime.now():%Y%m%d-%H%M%S-%f}-{uuid.uuid4().hex[:6]}")
+        return cls(outbox / f"{datetime.now():%Y%m%d-%H%M%S-%f}-{uuid.uuid4().hex[:6]}")
 
     @property
     def key(self) -> str:

@@ -15,7 +15,7 @@ _WORD_BEGINS = ("\u0120", "\u2581")  # marks of a space before a word: of byte-l
 _SHORTEST_WORD = 4  # letters
 
 
-class Opening(NamedTuple):
+class PromptTemplate(NamedTuple):
     """How a user turn begins, and the most tokens that may follow.
 
     With ``around``, ``text`` is a request instead, and the turn is the answer to it in the place of ``{text}``. If that
@@ -29,7 +29,7 @@ class Opening(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """Openings of one kind, separated by ``|``; every distinct limit costs a batch of its own.
+    """Prompt templates of one kind, separated by ``|``; every distinct limit costs a batch of its own.
 
     ``{word}`` stands last in what the model goes on with, as it may have to complete that, too.
     """
@@ -169,7 +169,7 @@ def known_words(tokenizer: "PreTrainedTokenizerBase") -> list[str]:
     return sorted(word for word in words if len(word) >= _SHORTEST_WORD and word.isalpha())
 
 
-def draw_opening(source: random.Random, words: Sequence[str] = ()) -> Opening:
+def draw_prompt_template(source: random.Random, words: Sequence[str] = ()) -> PromptTemplate:
     """The beginning of one user turn; empty for about a tenth of them.
 
     Args:
@@ -187,4 +187,4 @@ def draw_opening(source: random.Random, words: Sequence[str] = ()) -> Opening:
         form.format(topic=topic, word=word, person=person, language=language, code=code, text="{text}")
         for form in (text, around)
     )
-    return Opening(name, text, kind.limit, around)
+    return PromptTemplate(name, text, kind.limit, around)

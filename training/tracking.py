@@ -1,7 +1,7 @@
 """MLflow tracking for Lightning trainings, which can be lost without losing the training.
 
-The tracker writes a journal of its run into a spool, and delivers it at once as long as the server takes it. The first
-failure ends that for the process, with one warning; the journal goes on, and ``delivery.sync`` delivers it later.
+The tracker writes a journal of its run into an outbox, and delivers it at once as long as the server takes it. The
+first failure ends that for the process, with one warning; the journal goes on, and ``delivery.sync`` delivers it later.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from arbordraft.training.delivery import Point, deliver
-from arbordraft.training.outbox import SPOOL, Journal
+from arbordraft.training.outbox import OUTBOX, Journal
 from arbordraft.utils.mlflow_server import ALIASES, NAMES, limits, reason, resolve_uri
 
 TIMEOUT = 20  # seconds; a hung server costs twice that, once per training
@@ -54,7 +54,7 @@ def _harmless(
             return method(self, *args, **kwargs)
         except Exception as error:  # figures, metrics and folders of the caller's, and a disk that may be full
             lost = f"Tracking lost something in {method.__name__} ({reason(error)}); the training goes on."
-            self._link.warn("loss", f"{lost} See that {self._link.spool} can be written, or choose another spool.")
+            self._link.warn("loss", f"{lost} See that {self._link.outbox} can be written, or choose another outbox.")
             return None
 
     return rank_zero_only(guarded)
@@ -65,7 +65,7 @@ class _Link:
     """The way to the server, and what was said about it."""
 
     uri: str
-    spool: Path
+    outbox: Path
     online: bool = True
     said: set[str] = field(default_factory=set)
 
@@ -77,7 +77,7 @@ class _Link:
                     deliver(journal, self.uri)
         except Exception as error:  # whatever it is, it must not end the training
             self.online = False
-            kept = f"MLflow failed ({reason(error)}); the training goes on and its tracking is kept in {self.spool}."
+            kept = f"MLflow failed ({reason(error)}); the training goes on and its tracking is kept in {self.outbox}."
             self.warn("offline", f"{kept} Deliver it with `arbordraft train sync`, afterwards or at any time.")
 
     def warn(self, kind: str, message: str) -> None:
@@ -98,7 +98,7 @@ class MLflowTracker(Logger):  # type: ignore[misc]  # Lightning is not type-chec
             without MLflow in front may take 100 s to be given up.
         registered_model: name for ``register``.
         tags: of the run.
-        spool: folder of the journals. Checkpoints are copied there, and deleted once delivered. Keep the rest while
+        outbox: folder of the journals. Checkpoints are copied there, and deleted once delivered. Keep the rest while
             anything is to be delivered; afterwards it can be deleted.
 
     Raises:
@@ -113,7 +113,7 @@ class MLflowTracker(Logger):  # type: ignore[misc]  # Lightning is not type-chec
         uri: str | None = None,
         registered_model: str | None = None,
         tags: Mapping[str, Any] | None = None,
-        spool: StrPath = SPOOL,
+        outbox: StrPath = OUTBOX,
     ) -> None:
         try:
             import mlflow  # noqa: F401
@@ -124,8 +124,8 @@ class MLflowTracker(Logger):  # type: ignore[misc]  # Lightning is not type-chec
         self._experiment, self._run_name, self._registered_model = experiment, run_name, registered_model
         self._tags = {_legal(key): _clip(value) for key, value in (tags or {}).items()}
         self.registers = registered_model is not None
-        self._link = _Link(resolve_uri(uri), Path(spool).absolute())
-        self._journal = Journal.new(self._link.spool)
+        self._link = _Link(resolve_uri(uri), Path(outbox).absolute())
+        self._journal = Journal.new(self._link.outbox)
         self._begun = False
         self._params: set[str] = set()
         self._tables: list[dict[str, str]] = []
@@ -144,8 +144,8 @@ class MLflowTracker(Logger):  # type: ignore[misc]  # Lightning is not type-chec
 
     @property
     def save_dir(self) -> str:
-        """``runs`` beside the spool: Lightning adds the name of the experiment, and ``./arbordraft`` would hide us."""
-        return str(self._link.spool.parent / "runs")
+        """``runs`` beside the outbox: Lightning adds the name of the experiment, and ``./arbordraft`` would hide us."""
+        return str(self._link.outbox.parent / "runs")
 
     @_harmless
     def log_hyperparams(self, params: Mapping[str, Any] | Namespace | None, *_: Any, **__: Any) -> None:

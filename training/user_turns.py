@@ -1,4 +1,4 @@
-"""What users say, written by the target: it goes on with openings, and asks about texts that it wrote as answers."""
+"""User turns, written by the target: it completes prompt templates, and asks about texts that it wrote as answers."""
 
 import random
 import re
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from arbordraft.training.chat import ChatFormat
 from arbordraft.training.completion import Completer, Completion, Sampling
-from arbordraft.training.prompt_templates import Opening, draw_opening, known_words
+from arbordraft.training.prompt_templates import PromptTemplate, draw_prompt_template, known_words
 from arbordraft.training.shards import GIVEN, PROMPT
 
 _SHORTEST = 12  # characters; less is no question
@@ -60,19 +60,19 @@ class UserTurns:
 
     def first(self, count: int, source: random.Random, done: Callable[[int], object]) -> Iterator[Dialogue]:
         """Dialogues that consist of a user turn, at most ``count``: useless ones and repetitions are left out."""
-        openings = [draw_opening(source, self._words) for _ in range(count)]
-        begun = [self._begun(opening) for opening in openings]
+        templates = [draw_prompt_template(source, self._words) for _ in range(count)]
+        begun = [self._begun(template) for template in templates]
         turns: dict[int, list[int]] = {}
-        for limit in sorted({opening.limit for opening in openings}):
-            group = [number for number, opening in enumerate(openings) if opening.limit == limit]
+        for limit in sorted({template.limit for template in templates}):
+            group = [number for number, template in enumerate(templates) if template.limit == limit]
             turns |= zip(group, self.go_on([begun[number] for number in group], limit, source, done), strict=True)
-        dialogues = [Dialogue([]) for _ in openings]
+        dialogues = [Dialogue([]) for _ in templates]
         asking = []
-        for number, (dialogue, opening) in enumerate(zip(dialogues, openings, strict=True)):
-            if opening.around:
-                text = opening.around.format(text=self.chat.text(turns[number]).strip())
+        for number, (dialogue, template) in enumerate(zip(dialogues, templates, strict=True)):
+            if template.around:
+                text = template.around.format(text=self.chat.text(turns[number]).strip())
                 dialogue.add(self.chat.ids(self._before + text), GIVEN)  # it was not written in this place
-                if not opening.around.endswith(("{text}", *_ENDS)):
+                if not template.around.endswith(("{text}", *_ENDS)):
                     asking.append(dialogue)
             else:
                 dialogue.add(begun[number], GIVEN)
@@ -101,8 +101,8 @@ class UserTurns:
         words = text.lower().split()
         return len(text.strip()) >= _SHORTEST and (len(words) <= 30 or len(set(words)) >= len(words) / 4)
 
-    def _begun(self, opening: Opening) -> list[int]:
-        return self.chat.ids(self._before + opening.text + (self.chat.to_assistant if opening.around else ""))
+    def _begun(self, template: PromptTemplate) -> list[int]:
+        return self.chat.ids(self._before + template.text + (self.chat.to_assistant if template.around else ""))
 
     def _whole(self, written: Completion) -> list[int]:
         """A turn without its end, and cut behind a sentence if it came to none."""

@@ -6,13 +6,13 @@ from arbordraft import TopTail
 from arbordraft.deciders import LearnedDecider
 from arbordraft.exports.onnx import networks
 from arbordraft.exports.onnx.cases import Inputs, Shape
-from arbordraft.exports.onnx.plans import Plan
+from arbordraft.exports.onnx.plans import GraphSpec
 from arbordraft.onnx.graph import MODEL
 
 VERIFICATION = "verification.onnx"
 
 
-def decider(decider: LearnedDecider) -> Plan:
+def decider(decider: LearnedDecider) -> GraphSpec:
     """A learned decider."""
     size, top = decider.hidden_size, decider.top_k
 
@@ -28,7 +28,7 @@ def decider(decider: LearnedDecider) -> Plan:
         return inputs
 
     names = ("places", "statistics", "hidden_states")[: 3 if size else 2]
-    return Plan(
+    return GraphSpec(
         file=MODEL,
         network=networks.DeciderNetwork(decider),
         outputs=["chances"],
@@ -39,7 +39,7 @@ def decider(decider: LearnedDecider) -> Plan:
     )
 
 
-def verification(tops: int, tails: int) -> Plan:
+def verification(tops: int, tails: int) -> GraphSpec:
     """The verdict at a node whose children were drawn by ``TopTail(tops, tails)``.
 
     Raises:
@@ -56,7 +56,7 @@ def verification(tops: int, tails: int) -> Plan:
         decisions = torch.rand(len(draft), law.k + 1, generator=generator, dtype=torch.float64)
         return {"logits": logits, "draft_probs": draft, "draft_tokens": torch.tensor(drawn), "uniforms": decisions}
 
-    return Plan(
+    return GraphSpec(
         file=VERIFICATION,
         network=networks.NodeVerification(tops, tails),
         outputs=["accepted", "token"],

@@ -48,10 +48,10 @@ def export_ort_genai(
     """
     if not 1 <= length <= _LONGEST_CHAIN:
         raise ValueError(f"onnxruntime-genai drafts 1 to {_LONGEST_CHAIN} tokens, got {length}")
-    made: list[plans.Plan] = []
+    made: list[plans.GraphSpec] = []
     targets: list[plans.Origin] = []  # one, once the graphs are planned
 
-    def graphs() -> list[plans.Plan]:
+    def graphs() -> list[plans.GraphSpec]:
         tell(f"loading {target} and {draft}")
         targets.append(origin(target))
         drafting = of(str(draft), targets[0], causal=True)[-1]
@@ -63,7 +63,7 @@ def export_ort_genai(
 
     def beside(folder: Path) -> None:
         model = targets[0].target
-        config = _config(model, [_decoder(plan) for plan in made], length)
+        config = _config(model, [_decoder(spec) for spec in made], length)
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(folder)
@@ -104,13 +104,13 @@ def _config(target: RaggedModel, decoders: list[dict[str, Any]], length: int) ->
     }
 
 
-def _decoder(plan: plans.Plan) -> dict[str, Any]:
+def _decoder(spec: plans.GraphSpec) -> dict[str, Any]:
     """What onnxruntime-genai must know of a graph."""
-    network: Any = plan.network
+    network: Any = spec.network
     config = network.model.config.get_text_config()
     heads = config.num_attention_heads
     return {
-        "filename": plan.file,
+        "filename": spec.file,
         "session_options": {"provider_options": []},
         "head_size": getattr(config, "head_dim", None) or config.hidden_size // heads,
         "hidden_size": config.hidden_size,

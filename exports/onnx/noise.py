@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from arbordraft.exports.onnx import arrays
 from arbordraft.exports.onnx.cases import Inputs, Shape
-from arbordraft.exports.onnx.plans import Plan
+from arbordraft.exports.onnx.plans import GraphSpec
 from arbordraft.kernels.gumbel import reference
 
 DRAW = "draw.onnx"
@@ -59,7 +59,7 @@ def draw_graph(opset: int) -> Any:
     return graph.model(outputs, opset)
 
 
-def draw() -> Plan:
+def draw() -> GraphSpec:
     """Sampling with shared noise."""
 
     def rows(shape: Shape, generator: torch.Generator) -> Inputs:
@@ -73,7 +73,7 @@ def draw() -> Plan:
         seed[0], position[0] = -1, 2**32 - 1
         return {"logits": logits, "seed": seed, "position": position, "temperature": torch.tensor(0.7)}
 
-    return Plan(
+    return GraphSpec(
         file=DRAW,
         network=Draw(),
         outputs=["token", "scores"],

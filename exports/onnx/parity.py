@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from arbordraft.exports.onnx.cases import SHAPES, Inputs
-from arbordraft.exports.onnx.plans import Plan
+from arbordraft.exports.onnx.plans import GraphSpec
 from arbordraft.onnx.graph import Graph
 
 TOLERANCE = 1e-4  # of a float32 graph, as a share of the greatest value: rounding grows with what is rounded
@@ -21,7 +21,7 @@ class ParityError(RuntimeError):
     """A graph does not compute what the network that it was made from does."""
 
 
-def check_exact(plan: Plan, path: Path, tolerance: float = TOLERANCE) -> dict[str, float | bool]:
+def check_exact(spec: GraphSpec, path: Path, tolerance: float = TOLERANCE) -> dict[str, float | bool]:
     """Compares a float32 graph in onnxruntime with the network, shape by shape.
 
     Returns:
@@ -33,27 +33,27 @@ def check_exact(plan: Plan, path: Path, tolerance: float = TOLERANCE) -> dict[st
             if a most probable token, a verdict or a score with noise differs; or if a shape cannot be run.
     """
     worst = 0.0
-    for shape, (outputs, wanted) in zip(SHAPES, _compared(plan, Graph(path), _examples(plan)), strict=True):
-        for name, ours, theirs in zip(plan.outputs, outputs, wanted, strict=True):
+    for shape, (outputs, wanted) in zip(SHAPES, _compared(spec, Graph(path), _examples(spec)), strict=True):
+        for name, ours, theirs in zip(spec.outputs, outputs, wanted, strict=True):
             if ours.shape != theirs.shape or not _equal(name, ours, theirs):
-                raise ParityError(f"{plan.file}: {name} differ from the network's own for {shape}; nothing was written")
+                raise ParityError(f"{spec.file}: {name} differ from the network's own for {shape}; nothing was written")
             if _has_no_tolerance(theirs) or not theirs.numel():
                 continue
             difference = (ours - theirs).abs().max().item() / max(1.0, theirs.abs().max().item())
             if not difference <= tolerance:
                 raise ParityError(
-                    f"{plan.file}: {name} differ from the network's own by {difference:.2e} of their greatest for "
+                    f"{spec.file}: {name} differ from the network's own by {difference:.2e} of their greatest for "
                     f"{shape}, allowed are {tolerance:.0e}; nothing was written. If a deep network rounds so much, "
                     "raise --tolerance (tolerance=)"
                 )
             worst = max(worst, difference)
-    report: dict[str, float | bool] = {f"{plan.file}: greatest difference": worst}
-    if "logits" in plan.outputs:
-        report[f"{plan.file}: same most probable tokens"] = True
+    report: dict[str, float | bool] = {f"{spec.file}: greatest difference": worst}
+    if "logits" in spec.outputs:
+        report[f"{spec.file}: same most probable tokens"] = True
     return report
 
 
-def check_quantized(plan: Plan, path: Path, least: float = LEAST_ACCEPTANCE) -> dict[str, float | bool]:
+def check_quantized(spec: GraphSpec, path: Path, least: float = LEAST_ACCEPTANCE) -> dict[str, float | bool]:
     """Says what quantisation has changed, on the shapes and on real rows.
 
     Returns:
@@ -63,44 +63,44 @@ def check_quantized(plan: Plan, path: Path, least: float = LEAST_ACCEPTANCE) -> 
     Raises:
         ParityError: if fewer than ``least`` of them would be, or the graph cannot be run.
     """
-    graph, place = Graph(path), plan.outputs.index("logits")
-    pairs = [(outputs[place], wanted[place]) for outputs, wanted in _compared(plan, graph, _examples(plan))]
+    graph, place = Graph(path), spec.outputs.index("logits")
+    pairs = [(outputs[place], wanted[place]) for outputs, wanted in _compared(spec, graph, _examples(spec))]
     worst = max((ours - theirs).abs().max().item() for ours, theirs in pairs)
-    rows = [] if plan.real is None else list(_compared(plan, graph, plan.real()))
+    rows = [] if spec.real is None else list(_compared(spec, graph, spec.real()))
     if not rows:
-        raise ParityError(f"{plan.file}: there are no texts to measure what quantisation costs on")
+        raise ParityError(f"{spec.file}: there are no texts to measure what quantisation costs on")
     ours, theirs = (torch.cat([row[place].flatten(0, -2) for row in part]) for part in zip(*rows, strict=True))
     accepted = torch.minimum(ours.softmax(-1), theirs.softmax(-1)).sum(-1).mean().item()
     if not accepted >= least:
         raise ParityError(
-            f"{plan.file}: tokens of the quantised graph would be accepted with {accepted:.3f} by the float32 one, "
+            f"{spec.file}: tokens of the quantised graph would be accepted with {accepted:.3f} by the float32 one, "
             f"less than {least}; nothing was written. Leave it in float32, or lower the bound"
         )
     same = (ours.argmax(-1) == theirs.argmax(-1)).double().mean().item()
     return {
-        f"{plan.file}: greatest difference of logits, quantised": worst,
-        f"{plan.file}: same most probable token, quantised": same,
-        f"{plan.file}: acceptance by float32, quantised": accepted,
+        f"{spec.file}: greatest difference of logits, quantised": worst,
+        f"{spec.file}: same most probable token, quantised": same,
+        f"{spec.file}: acceptance by float32, quantised": accepted,
     }
 
 
-def _examples(plan: Plan) -> Iterable[Inputs]:
+def _examples(spec: GraphSpec) -> Iterable[Inputs]:
     generator = torch.Generator().manual_seed(0)
-    return (plan.example(shape, generator) for shape in SHAPES)
+    return (spec.example(shape, generator) for shape in SHAPES)
 
 
 @torch.no_grad()
-def _compared(plan: Plan, graph: Graph, inputs: Iterable[Inputs]) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
+def _compared(spec: GraphSpec, graph: Graph, inputs: Iterable[Inputs]) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
     """Outputs of the graph and of the network."""
     for given in inputs:
-        wanted = plan.network(*given.values())
+        wanted = spec.network(*given.values())
         try:
             outputs = graph.run({name: given[name] for name in graph.inputs})
         except Exception as error:  # onnxruntime has a class of its own for every cause
             raise ParityError(
-                f"{plan.file} cannot be run: {str(error).splitlines()[0]}; nothing was written"
+                f"{spec.file} cannot be run: {str(error).splitlines()[0]}; nothing was written"
             ) from error
-        yield [outputs[name] for name in plan.outputs], wanted
+        yield [outputs[name] for name in spec.outputs], wanted
 
 
 def _has_no_tolerance(values: Tensor) -> bool:

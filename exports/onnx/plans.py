@@ -37,7 +37,7 @@ _BEHIND = {0: "batch_size", 2: "past_sequence_length"}
 
 
 @dataclass(frozen=True)
-class Plan:
+class GraphSpec:
     """One graph to be.
 
     Args:
@@ -83,7 +83,9 @@ class Origin:
         }
 
 
-def causal_lm(model: RaggedModel, origin: Origin, hidden_layers: Sequence[int] = (), *, causal: bool = False) -> Plan:
+def causal_lm(
+    model: RaggedModel, origin: Origin, hidden_layers: Sequence[int] = (), *, causal: bool = False
+) -> GraphSpec:
     """A causal LM that drafts for a target, or is the target and verifies trees.
 
     Args:
@@ -123,7 +125,7 @@ def causal_lm(model: RaggedModel, origin: Origin, hidden_layers: Sequence[int] =
     axes: dict[str, Mapping[int, str]] = dict(_ROWS)
     if causal:
         axes["attention_mask"] = {0: "batch_size", 1: "total_sequence_length"}
-    return Plan(
+    return GraphSpec(
         file=MODEL,
         network=network,
         outputs=["logits", *["hidden_states"] * bool(hidden_layers), *_names(PRESENT, sizes)],
@@ -143,7 +145,7 @@ def causal_lm(model: RaggedModel, origin: Origin, hidden_layers: Sequence[int] =
     )
 
 
-def early_exit(origin: Origin, layers: int, adapter: ExitAdapter | None = None, *, causal: bool = False) -> Plan:
+def early_exit(origin: Origin, layers: int, adapter: ExitAdapter | None = None, *, causal: bool = False) -> GraphSpec:
     """The target's first layers with its norm and head, and an adapter between if there is one; see :func:`causal_lm`.
 
     Raises:
@@ -157,9 +159,9 @@ def early_exit(origin: Origin, layers: int, adapter: ExitAdapter | None = None, 
     if adapter is not None and place is not None:
         getattr(*place)[-1].register_forward_hook(_through(adapter.float().eval()))
     model = RaggedModel(small, target.tokenizer, self_test=False, kernels="torch")
-    plan = causal_lm(model, origin, causal=causal)
+    spec = causal_lm(model, origin, causal=causal)
     own = {"kind": "early-exit", "layers": layers, "target_fingerprint": fingerprint(target.model)}
-    return replace(plan, about={**plan.about, **own})
+    return replace(spec, about={**spec.about, **own})
 
 
 def _through(module: nn.Module) -> Callable[..., Any]:
@@ -171,7 +173,7 @@ def _through(module: nn.Module) -> Callable[..., Any]:
     return behind
 
 
-def eagle(head: EagleHead, origin: Origin) -> list[Plan]:
+def eagle(head: EagleHead, origin: Origin) -> list[GraphSpec]:
     """An EAGLE head: the graph that makes its input from the target's hidden states, and the one that drafts.
 
     Raises:
@@ -199,7 +201,7 @@ def eagle(head: EagleHead, origin: Origin) -> list[Plan]:
 
     plain = {0: "batch_size", 1: "sequence_length"}
     return [
-        Plan(
+        GraphSpec(
             file=FUSE,
             network=networks.FuseNetwork(head),
             outputs=["fused"],
@@ -208,7 +210,7 @@ def eagle(head: EagleHead, origin: Origin) -> list[Plan]:
             about={**about, "kind": "eagle-fuse"},
             quantizable=False,  # a thousandth of the work
         ),
-        Plan(
+        GraphSpec(
             file=MODEL,
             network=networks.EagleNetwork(head, origin.target.model.get_input_embeddings()),
             outputs=["logits", "last_hidden_state", "hidden_states_out", *_names(PRESENT, sizes)],
@@ -220,7 +222,7 @@ def eagle(head: EagleHead, origin: Origin) -> list[Plan]:
     ]
 
 
-def block(head: BlockHead, origin: Origin) -> list[Plan]:
+def block(head: BlockHead, origin: Origin) -> list[GraphSpec]:
     """A block head: an EAGLE head's graphs with depths among the inputs, and the Markov term if it has one.
 
     Raises:
@@ -256,7 +258,7 @@ def block(head: BlockHead, origin: Origin) -> list[Plan]:
         ),
     ]
     if config.markov_rank:
-        term = Plan(
+        term = GraphSpec(
             file=MARKOV,
             network=networks.MarkovNetwork(head, embeddings, origin.target.vocab_size),
             outputs=["logits"],
@@ -269,7 +271,7 @@ def block(head: BlockHead, origin: Origin) -> list[Plan]:
     return found
 
 
-def medusa(head: MedusaHead, origin: Origin) -> Plan:
+def medusa(head: MedusaHead, origin: Origin) -> GraphSpec:
     """Medusa heads.
 
     Raises:
@@ -282,7 +284,7 @@ def medusa(head: MedusaHead, origin: Origin) -> Plan:
         for text in origin.texts:
             yield {"hidden_states": _states(origin.target, text, layers)}
 
-    return Plan(
+    return GraphSpec(
         file=MODEL,
         network=networks.MedusaNetwork(head),
         outputs=["logits"],

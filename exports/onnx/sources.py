@@ -68,7 +68,7 @@ def export(
         ValueError: if the source means nothing, is damaged, or belongs to another target.
     """
 
-    def made() -> list[plans.Plan]:
+    def made() -> list[plans.GraphSpec]:
         tell(f"loading {source}")
         return of(str(source), target, hidden_layers)
 
@@ -86,7 +86,7 @@ def export(
 
 def of(
     source: str, target: str | plans.Origin | None = None, hidden_layers: Sequence[int] = (), *, causal: bool = False
-) -> list[plans.Plan]:
+) -> list[plans.GraphSpec]:
     """The graphs of a source.
 
     Args:

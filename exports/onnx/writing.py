@@ -1,4 +1,4 @@
-"""From plans to a folder of graphs: traced, compared, and only then put in place."""
+"""From specs to a folder of graphs: traced, compared, and only then put in place."""
 
 import json
 import os
@@ -16,7 +16,7 @@ import torch
 from arbordraft.exports.folder import Export, Quantization, contents
 from arbordraft.exports.onnx.cases import SHAPES, Shape
 from arbordraft.exports.onnx.parity import LEAST_ACCEPTANCE, TOLERANCE, check_exact, check_quantized
-from arbordraft.exports.onnx.plans import Plan
+from arbordraft.exports.onnx.plans import GraphSpec
 from arbordraft.exports.onnx.quantization import quantize, quiet, save
 from arbordraft.onnx.graph import FORMAT, PREFIX
 from arbordraft.utils.files import new_folder
@@ -27,7 +27,7 @@ _TRACED = Shape(2, 3, 4)  # sizes of 0 and 1 would be taken for constants
 
 
 def write(
-    plans: Callable[[], Sequence[Plan]],
+    specs: Callable[[], Sequence[GraphSpec]],
     out: str | os.PathLike[str],
     *,
     opset: int = 20,
@@ -41,7 +41,7 @@ def write(
     """Writes the graphs, or nothing at all if one of them misses parity; see :func:`arbordraft.exports.onnx.export`.
 
     Args:
-        plans: makes the plans of the graphs; called when it is clear that they can be written.
+        specs: makes the specs of the graphs; called when it is clear that they can be written.
         beside: writes further files into the folder.
     """
     if opset not in OPSETS:
@@ -50,17 +50,17 @@ def write(
     quantization = Quantization(quantization)
     parity: dict[str, float | bool] = {}
     with new_folder(out, force=force) as folder:
-        for plan in plans():
-            path = folder / plan.file
-            smaller = quantization if plan.quantizable else Quantization.none
-            tell(f"tracing {plan.file}")
-            _write_float32(plan, path, {"opset": opset, "quantization": smaller.value})
-            tell(f"comparing {plan.file}")
-            parity |= check_exact(plan, path, tolerance)
+        for spec in specs():
+            path = folder / spec.file
+            smaller = quantization if spec.quantizable else Quantization.none
+            tell(f"tracing {spec.file}")
+            _write_float32(spec, path, {"opset": opset, "quantization": smaller.value})
+            tell(f"comparing {spec.file}")
+            parity |= check_exact(spec, path, tolerance)
             if smaller is not Quantization.none:
-                tell(f"quantising {plan.file}")
+                tell(f"quantising {spec.file}")
                 quantize(path, smaller)
-                parity |= check_quantized(plan, path, least_acceptance)
+                parity |= check_quantized(spec, path, least_acceptance)
         shapes = [[shape.batch, shape.rows, shape.past] for shape in SHAPES]
         report = {"tolerance": tolerance, "batch, rows, past": shapes, "found": parity}
         (folder / PARITY).write_text(json.dumps(report, indent=2) + "\n")
@@ -68,21 +68,21 @@ def write(
     return Export(Path(out), contents(out), parity)
 
 
-def _write_float32(plan: Plan, path: Path, about: dict[str, Any]) -> None:
+def _write_float32(spec: GraphSpec, path: Path, about: dict[str, Any]) -> None:
     """Writes one graph in float32, with further entries of what the file says about itself."""
     import onnx
 
-    if plan.build is not None:
-        model = plan.build(about["opset"])
+    if spec.build is not None:
+        model = spec.build(about["opset"])
     else:
-        program = _traced(plan, about["opset"])
+        program = _traced(spec, about["opset"])
         _simplify(program.model)
         with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
             # Through a file: only there are weights beyond 2 GB.
             program.save(str(Path(scratch, path.name)), external_data=True)
             model = onnx.load(Path(scratch, path.name))
     libraries = ("arbordraft", "torch", "transformers", "onnx", "onnxruntime")
-    entries = {"format": FORMAT, **{f"version.{name}": version(name) for name in libraries}, **about, **plan.about}
+    entries = {"format": FORMAT, **{f"version.{name}": version(name) for name in libraries}, **about, **spec.about}
     onnx.helper.set_model_props(model, {PREFIX + name: json.dumps(value) for name, value in entries.items()})
     save(model, path)
 
@@ -97,19 +97,19 @@ def _require_libraries() -> None:
         raise ImportError(f"graphs are written with {error.name}: pip install 'arbordraft[onnx]'") from error
 
 
-def _traced(plan: Plan, opset: int) -> Any:
+def _traced(spec: GraphSpec, opset: int) -> Any:
     """torch's exporter, without what it tells those who develop it."""
-    example = plan.example(_TRACED, torch.Generator().manual_seed(0))
-    fixed = [dict(plan.axes[name]) for name in example if not name.startswith("past_key_values")]
-    past = [dict(plan.axes[name]) for name in example if name.startswith("past_key_values")]
+    example = spec.example(_TRACED, torch.Generator().manual_seed(0))
+    fixed = [dict(spec.axes[name]) for name in example if not name.startswith("past_key_values")]
+    past = [dict(spec.axes[name]) for name in example if name.startswith("past_key_values")]
     said = StringIO()
     with torch.no_grad(), quiet(), warnings.catch_warnings(), redirect_stdout(said), redirect_stderr(said):
         warnings.simplefilter("ignore")
         return torch.onnx.export(
-            plan.network.eval(),
+            spec.network.eval(),
             tuple(example.values()),
             input_names=list(example),
-            output_names=list(plan.outputs),
+            output_names=list(spec.outputs),
             opset_version=opset,
             dynamic_shapes=(*fixed, tuple(past)) if past else tuple(fixed),  # of *past they are one tuple
             dynamo=True,

@@ -1,4 +1,4 @@
-"""A stand-in for ``nn.Linear`` that reads prepacked weights.
+"""A prepacked module in the place of ``nn.Linear``.
 
 Shapes: O outputs, I inputs.
 """

@@ -34,7 +34,7 @@ from arbordraft.bench.verifiers import (
 )
 from arbordraft.bench.workload import Workload
 from arbordraft.drafters import Drafter
-from arbordraft.drafters.grower import Garden
+from arbordraft.drafters.grower import TreeGrower
 from arbordraft.testing import acceptance, random_rows
 from arbordraft.verifiers import optimal_acceptance
 
@@ -49,17 +49,17 @@ class Told(Drafter):
         self.texts, self.plan, self.step = texts, plan, 0
 
     def propose(self, state, context):
-        garden, step = Garden(context, Fixed(1), self), self.plan[min(self.step, len(self.plan) - 1)]
+        grower, step = TreeGrower(context, Fixed(1), self), self.plan[min(self.step, len(self.plan) - 1)]
         self.step += 1
         for depth in range(5):
-            for sample in garden.frontier(depth):
+            for sample in grower.frontier(depth):
                 length, right = step[sample]
                 if depth < length:
                     known = self.texts[sample]
                     at = len(context.tokens[sample]) + depth
                     token = known[at] if depth < right else (known[at] + 1) % VOCAB
-                    garden.plant(sample, depth, [token], [1.0], None)
-        return garden.tree()
+                    grower.add_children(sample, depth, [token], [1.0], None)
+        return grower.tree()
 
 
 def decoded(decoder, prompts, new=12, **options):

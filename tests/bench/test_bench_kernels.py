@@ -16,7 +16,7 @@ from arbordraft import TreeTopology
 from arbordraft.bench import kernels, problems, score_problems
 from arbordraft.bench.kernels import Goal, Problem, measured
 from arbordraft.bench.packed import Packed, flash, flex, sdpa
-from arbordraft.bench.roofline import STEPPED, Shape, fitting, predictions, product
+from arbordraft.bench.roofline import STEPPED, Shape, fitting_shapes, predictions, product
 from arbordraft.cli import main as cli
 from arbordraft.kernels.choice import INTERPRETER
 from arbordraft.kernels.work import Work
@@ -114,9 +114,9 @@ def test_no_split_is_empty():
 def test_what_does_not_fit_is_left_out_and_said():
     small, large = Shape(512, 1, 1, 4, 128), Shape(32768, 32, 1, 1, 128)
     told = []
-    assert fitting([small, large], 24 * 10**9, told.append) == [small]
+    assert fitting_shapes([small, large], 24 * 10**9, told.append) == [small]
     assert told == [f"left out, as it does not fit into 24 GB: {large}"]
-    assert fitting([small, large], 80 * 10**9, told.append) == [small, large]
+    assert fitting_shapes([small, large], 80 * 10**9, told.append) == [small, large]
 
 
 class Clock:

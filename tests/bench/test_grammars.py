@@ -7,7 +7,7 @@ import pytest
 from support.spellers import speller
 
 from arbordraft.bench.decoding import in_turns
-from arbordraft.bench.grammars import TASKS, GrammarContest
+from arbordraft.bench.grammars import TASKS, GrammarSuite
 from arbordraft.bench.workload import Workload
 
 
@@ -24,14 +24,14 @@ def test_all_contestants_decode_the_same(monkeypatch):
     )
     monkeypatch.setattr("arbordraft.builders.known_costs", lambda *_: None)
     monkeypatch.setattr("arbordraft.builders.CostAware", lambda costs: None)
-    contest = GrammarContest(target, 2)
-    workload = Workload(contest.prompts, batch=2, new_tokens=24, repeats=1)
-    decoders = contest.decoders(workload)
+    suite = GrammarSuite(target, 2)
+    workload = Workload(suite.prompts, batch=2, new_tokens=24, repeats=1)
+    decoders = suite.decoders(workload)
     (inputs,) = workload.batches(target)
     counts = {name: sum(decode(inputs, workload).emitted) for name, decode in decoders.items()}
     assert set(counts.values()) == {48}
     rows = list(in_turns(target, decoders, workload))
     assert rows[1].tau > rows[0].tau == 1
-    masks = contest.masks(workload, rows[0])
+    masks = suite.masks(workload, rows[0])
     assert masks.tokens == 48
     assert masks.share > 0

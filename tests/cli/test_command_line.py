@@ -165,7 +165,7 @@ USAGE = {
         r"there is no configuration 'nowhere'.*drafter/eagle",
     ),
     "generating no share": ("train generate --of 0", r"--of"),
-    "delivering no spool": ("train sync nowhere", r"there is no spool at .*nowhere"),
+    "delivering no outbox": ("train sync nowhere", r"there is no outbox at .*nowhere"),
     "a demo of a word": ("train demo --conversations x", r"--conversations"),
     "a demo in no time": ("train demo --training-minutes 0", r"--training-minutes"),
     "a demo for ever": ("train demo --generation-minutes inf", r"--generation-minutes"),

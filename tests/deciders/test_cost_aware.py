@@ -17,7 +17,7 @@ from arbordraft.deciders.costs import StepCosts
 from arbordraft.deciders.decisions import Draw, Origin, Plan, Situation, StepView
 from arbordraft.drafters import Drafter
 from arbordraft.drafters.context import DraftContext
-from arbordraft.drafters.grower import Garden
+from arbordraft.drafters.grower import TreeGrower
 from arbordraft.sampling.laws import IID
 from arbordraft.trees.draft_tree import DraftTree, Outcome, SampleTree, SampleVerdict
 
@@ -64,16 +64,16 @@ class Run:
 
 def grown(step: DraftContext, drafter: Drafter, stated: Sequence[float]) -> tuple[DraftTree, int]:
     """A step's chains, whose drafts have these chances by depth, and how many levels were drafted."""
-    garden, levels = Garden(step, step.law, drafter), 0
+    grower, levels = TreeGrower(step, step.law, drafter), 0
     for depth in range(DEPTH):
-        frontier = garden.frontier(depth)
+        frontier = grower.frontier(depth)
         if not frontier:
             break
         levels += 1
         for sample, nodes in frontier.items():
             for node in nodes:
-                garden.plant(sample, node, [7], [stated[depth]])
-    return garden.tree(), levels
+                grower.add_children(sample, node, [7], [stated[depth]])
+    return grower.tree(), levels
 
 
 def accepted(tree: SampleTree, truth: Sequence[float], chance: random.Random) -> SampleVerdict:
@@ -119,7 +119,7 @@ def simulate(
 
 def situation(decider: CostAware, samples: int = 1, promise: float = 0.6, **options: object) -> Situation:
     memory = [decider.start() for _ in range(samples)]
-    return Situation(room=[DEPTH] * samples, memory=memory, acceptance=(promise, 0.1), **options)
+    return Situation(max_depth=[DEPTH] * samples, memory=memory, acceptance=(promise, 0.1), **options)
 
 
 def taught(
@@ -229,7 +229,7 @@ def test_samples_that_fail_do_not_draft_beside_those_that_succeed():
 
 def test_what_a_drafter_must_read_first_has_to_pay_too():
     decider = CostAware(costs(0.01, 0.05, widest=2.0))
-    found = [decider.plan(situation(decider, behind=[tokens])) for tokens in (0, 5, 1000)]
+    found = [decider.plan(situation(decider, lag=[tokens])) for tokens in (0, 5, 1000)]
     assert [plan.levels for plan in found] == [[DEPTH], [DEPTH], [0]]
     assert found[0].gains[0] > found[1].gains[0] > 0 > found[2].gains[0]
 

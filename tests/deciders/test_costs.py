@@ -170,7 +170,7 @@ class Stingy(Decider):
     """Wants one draft, and none of those that were made."""
 
     def plan(self, situation):
-        return Plan.everything(situation.room, budget=1, keep=lambda chances: 0)
+        return Plan.everything(situation.max_depth, budget=1, keep=lambda chances: 0)
 
 
 @pytest.mark.parametrize(("law", "nodes"), [(TopTail(1, 1), 5), (Fixed(2), 1)], ids=str)

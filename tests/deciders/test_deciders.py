@@ -35,7 +35,7 @@ from arbordraft.deciders import (
 )
 from arbordraft.deciders.costs import StepCosts
 from arbordraft.deciders.decisions import Draw, Origin, Situation, StepView
-from arbordraft.drafters.grower import Garden
+from arbordraft.drafters.grower import TreeGrower
 from arbordraft.trees.draft_tree import Outcome
 
 CERTAIN, FAIR = torch.tensor([1.0, 0.0]), torch.tensor([0.5, 0.5])
@@ -124,7 +124,7 @@ def test_path_survival_is_a_product():
 
 
 def test_a_node_budget_plans_for_all_its_samples():
-    plan = NodeBudget(4).plan(Situation(room=[6, 3, 0], memory=[None] * 3))
+    plan = NodeBudget(4).plan(Situation(max_depth=[6, 3, 0], memory=[None] * 3))
     assert (plan.levels, plan.budget, plan.level, plan.row) == ([6, 3, 0], 9, 0, 0)
     assert [plan.keep([0.5] * count) for count in (0, 8, 9, 10)] == [0, 8, 9, 9]
     assert NodeBudget(1).plan(Situation([6], [None])).levels == [0]
@@ -132,9 +132,9 @@ def test_a_node_budget_plans_for_all_its_samples():
 
 
 def test_a_fixed_depth_is_planned_as_it_is_asked_for():
-    for depth, room in itertools.product((None, 0, 2, 9), (0, 1, 5)):
-        plan = FixedDepth(depth).plan(Situation([room], [None]))
-        asked = next((at for at in range(room) if not FixedDepth(depth)(view(at))[0]), room)
+    for depth, max_depth in itertools.product((None, 0, 2, 9), (0, 1, 5)):
+        plan = FixedDepth(depth).plan(Situation([max_depth], [None]))
+        asked = next((at for at in range(max_depth) if not FixedDepth(depth)(view(at))[0]), max_depth)
         assert plan.levels == [asked]
         assert (plan.trust, plan.next, plan.budget, plan.keep([0.1] * 7)) == ([(1.0,)], [(1.0,)], None, 7)
 
@@ -246,11 +246,11 @@ def test_a_decoder_remembers_how_drafting_went():
     wrong = next(token for token in range(VOCAB) if token not in tokens)
 
     def propose(state, context):
-        garden = Garden(context, Fixed(1), decoder.drafter)
-        for sample in garden.frontier(0):
-            garden.plant(sample, 0, [wrong], [1.0], None)
-        lengths.extend(garden.tree().lengths)
-        return garden.tree()
+        grower = TreeGrower(context, Fixed(1), decoder.drafter)
+        for sample in grower.frontier(0):
+            grower.add_children(sample, 0, [wrong], [1.0], None)
+        lengths.extend(grower.tree().lengths)
+        return grower.tree()
 
     decoder.drafter.propose = propose
     options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}

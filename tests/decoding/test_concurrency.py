@@ -234,7 +234,7 @@ def faulty(original, countdown):
 
 PLACES = {
     "the target's forward": (RaggedModel, "run"),
-    "the cache's plan": (RaggedKVCache, "plan"),
+    "the cache's layout": (RaggedKVCache, "lay_out"),
     "the cache's commit": (RaggedKVCache, "commit"),
     "a new sample": (RaggedKVCache, "open"),
     "the end of a sample": (RaggedKVCache, "close"),

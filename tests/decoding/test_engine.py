@@ -291,7 +291,7 @@ def test_steps_that_all_fail_end_those_who_wait(monkeypatch, error):
     made = decoder()
     engine = Engine(made, max_tokens=500)
     with monkeypatch.context() as patch:
-        patch.setattr(made, "join", fails)
+        patch.setattr(made, "add", fails)
         stream = engine.submit(Request(prompt=PROMPTS[0], max_new_tokens=6))
         for failures in range(3):
             assert engine.healthy
@@ -394,14 +394,14 @@ class Arrival(NamedTuple):
 
 def portions_of(engine, arrivals):
     """What is read before each step, by number of arrival; each gets a single new token."""
-    read, portions, submitted = engine.decoder.read, [], 0
+    read, portions, submitted = engine.decoder.prefill, [], 0
 
     def watched(state, tokens):
         names = [arrivals.index(next(a for a in arrivals if a.length == state[n].prompt)) for n in tokens]
         portions.append(dict(zip(names, tokens.values(), strict=True)))
         read(state, tokens)
 
-    engine.decoder.read = watched
+    engine.decoder.prefill = watched
     for step in itertools.count():
         for number, arrival in enumerate(arrivals):
             if arrival.step == step:
@@ -444,7 +444,7 @@ def test_a_portion_ends_with_a_prompt_unless_it_is_small():
 def test_drafts_wait_for_prompts_where_they_change_no_text(name, temperature, waits):
     """And deciders learn nothing from that: what does not depend on the load may not begin to."""
     made, steps, learned = decoder(*COUPLINGS[name]), [], []
-    made.on_step = lambda state, tree, verdict: steps.append((state.reading, tree.samples[0]))
+    made.on_step = lambda state, tree, verdict: steps.append((state.prefilling, tree.samples[0]))
     made.decider.learn = lambda memory, outcome: learned.append(outcome)
     engine = Engine(made, max_tokens=600, max_rows=16, reuse=False)
     engine.submit(Request(prompt=PROMPTS[2], max_new_tokens=40, seed=1, temperature=temperature, ends=()))
@@ -515,16 +515,16 @@ def test_a_request_for_many_answers_is_not_overtaken_for_ever():
 def test_an_admission_that_fails_leaves_the_queue_whole(monkeypatch):
     """The cache gives out, beyond its limit, while requests are admitted: the others are answered later."""
     made = decoder(NoDrafter())
-    engine, join = Engine(made, max_tokens=500, max_samples=4), made.join
+    engine, add = Engine(made, max_tokens=500, max_samples=4), made.add
     joined = []
 
     def failing(state, sample, rows):
         joined.append(sample)
         if len(joined) == 2:
             raise MemoryError
-        join(state, sample, rows)
+        add(state, sample, rows)
 
-    monkeypatch.setattr(made, "join", failing)
+    monkeypatch.setattr(made, "add", failing)
     streams = [engine.submit(many(1)) for _ in range(3)]
     with pytest.raises(MemoryError):
         engine.step()
@@ -716,4 +716,4 @@ def test_many_requests_leave_nothing_behind():
         if round_ == 0:
             before = live()
     assert live() <= before + 5
-    assert len(engine._batch.state.samples) <= 5 * 4
+    assert len(engine._scheduler.state.samples) <= 5 * 4

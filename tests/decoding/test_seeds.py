@@ -45,7 +45,7 @@ from arbordraft.deciders import (
 )
 from arbordraft.deciders.costs import StepCosts
 from arbordraft.deciders.decisions import Plan
-from arbordraft.drafters.grower import Garden
+from arbordraft.drafters.grower import TreeGrower
 from arbordraft.sampling.noise import Noise
 
 SEEDS = (11, 2**40 + 12, 13)
@@ -253,25 +253,25 @@ class Moody(Decider):
 
     def plan(self, situation):
         self.asked += 1
-        return Plan.everything(situation.room, keep=lambda chances: min(len(chances), self.asked % 3))
+        return Plan.everything(situation.max_depth, keep=lambda chances: min(len(chances), self.asked % 3))
 
 
 class Gossip(NGramDrafter):
     """All samples of a batch learn together, as they once did."""
 
-    def join(self, state, sample, tokens, handle):
+    def add(self, state, sample, tokens, handle):
         super().join(state, sample, tokens, handle)
         state.odds[sample] = next(iter(state.odds.values()))
 
 
 def decide_together(monkeypatch):
     """Whole batches decide and spend together even when they sample, as they once did."""
-    init = Garden.__init__
+    init = TreeGrower.__init__
 
     def changed(self, context, *rest):
         init(self, replace(context, pathwise=True), *rest)
 
-    monkeypatch.setattr(Garden, "__init__", changed)
+    monkeypatch.setattr(TreeGrower, "__init__", changed)
 
 
 def test_a_decider_that_leaks_would_be_seen():

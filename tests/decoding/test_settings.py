@@ -285,7 +285,7 @@ def test_requests_with_equal_settings_are_processed_together(own, kinds):
     for request in (*asked, Request(prompt=prompt, max_new_tokens=4, repetition_penalty=1)):  # not the model's
         engine.submit(request)
     engine.step()
-    assert len({id(sample.warp) for sample in engine._batch.state.samples if sample}) == kinds
+    assert len({id(sample.pipeline) for sample in engine._scheduler.state.samples if sample}) == kinds
     engine.run()
 
 

@@ -66,7 +66,7 @@ class Counted(BlockDrafter):
 
 
 @pytest.mark.parametrize(
-    ("topology", "room", "rows"),
+    ("topology", "max_depth", "rows"),
     [
         (TreeTopology.k_ary(3, 3), 3, 3),
         (TreeTopology.chain(4), 4, 4),
@@ -76,9 +76,9 @@ class Counted(BlockDrafter):
     ],
     ids=["tree", "chain", "deeper than the block", "no room", "nothing"],
 )
-def test_a_tree_costs_one_pass_of_as_many_rows_as_it_has_levels(topology, room, rows):
+def test_a_tree_costs_one_pass_of_as_many_rows_as_it_has_levels(topology, max_depth, rows):
     counted = Counted(drafter("block").head, target())
-    tree = Rounds(counted, target(), PROMPTS[:1]).propose(topology, WithoutReplacement(3), room=[room])
+    tree = Rounds(counted, target(), PROMPTS[:1]).propose(topology, WithoutReplacement(3), max_depth=[max_depth])
     assert counted.asked == ([] if rows is None else [rows])
     assert max(topology.depth_list[node] for node in tree.samples[0].tokens) == (rows or 0)
 
@@ -117,10 +117,10 @@ class Crowd(BlockDrafter):
     """Lets the rows that ask see each other."""
 
     def _look_ahead(self, state, context, samples):
-        plan = state.cache.plan
-        state.cache.plan = lambda handles, depths, words=None: plan(handles, depths)
+        plan = state.cache.lay_out
+        state.cache.lay_out = lambda handles, depths, words=None: plan(handles, depths)
         super()._look_ahead(state, context, samples)
-        del state.cache.plan
+        del state.cache.lay_out
 
 
 class Deaf(BlockDrafter):

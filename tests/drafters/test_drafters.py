@@ -28,7 +28,7 @@ from arbordraft import (
 )
 from arbordraft.deciders import Decider
 from arbordraft.drafters import Drafter
-from arbordraft.drafters.grower import Garden
+from arbordraft.drafters.grower import TreeGrower
 from arbordraft.drafters.ngram import Guess
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.trees.draft_tree import DraftTree, SampleTree, SampleVerdict, Verdict
@@ -138,8 +138,10 @@ def walk(drafter, target, model, steps, topology=UNEVEN):
     tokens = [list(prompt) for prompt in PROMPTS]
     state, cache, handles = started(drafter, target, tokens)
     for number, (ends, drafting) in enumerate(steps):
-        room = [None if end is None else topology.max_depth for end in ends]
-        step = context(tokens, topology, WithoutReplacement(2), room=room, decide=Chosen(drafting), seed=number)
+        max_depth = [None if end is None else topology.max_depth for end in ends]
+        step = context(
+            tokens, topology, WithoutReplacement(2), max_depth=max_depth, decide=Chosen(drafting), seed=number
+        )
         tree = drafter.propose(state, step)
         check_rows(tree, tokens, model)
         judged = verdict(tree, ends)
@@ -152,12 +154,12 @@ def walk(drafter, target, model, steps, topology=UNEVEN):
             living = [sample for sample in tree.samples if sample]
             depths = [[topology.depth_list[node] for node in sample.tokens] for sample in living]
             words = torch.cat([step.mask.select(list(sample.tokens), list(sample.tokens)) for sample in living])
-            target(tree.packed_tokens(), cache.plan(list(kept), depths, words), cache)
+            target(tree.packed_tokens(), cache.lay_out(list(kept), depths, words), cache)
             cache.commit(kept)
         drafter.commit(state, tree, judged)
         for sample, (drafted, end) in enumerate(zip(steps[number - 1][0] if number else ends, ends, strict=True)):
             if end is None and drafted is not None:
-                drafter.leave(state, sample)
+                drafter.remove(state, sample)
     return state, cache, handles, tokens
 
 
@@ -197,7 +199,7 @@ def test_early_exit_is_the_truncated_target(architecture):
     # The target's cache went through it unharmed: its own next logits are right for every sample.
     for handle, prefix in zip(handles, tokens, strict=True):
         assert cache.length(handle) == len(prefix) - 1
-        logits = target(torch.tensor(prefix[-1:]), cache.plan([handle], [[0]]), cache)
+        logits = target(torch.tensor(prefix[-1:]), cache.lay_out([handle], [[0]]), cache)
         assert_close(logits[0], next_logits(model, prefix), rtol=0, atol=1e-4)
 
 
@@ -292,11 +294,11 @@ def test_ngrams_learn_what_was_committed():
     state = joined(drafter, [[1, 2, 3], [1, 2, 3]])
     tokens = [[1, 2, 3], [1, 2, 3]]
     for addition in (5, 1, 2):
-        tree = drafter.propose(state, context(tokens, topology, Fixed(1), greedy=True, room=[2, None]))
+        tree = drafter.propose(state, context(tokens, topology, Fixed(1), greedy=True, max_depth=[2, None]))
         assert tree.lengths == [1, 0]
         drafter.commit(state, tree, Verdict((SampleVerdict((), addition, False), None)))
         tokens[0].append(addition)
-    tree = drafter.propose(state, context(tokens, topology, Fixed(1), greedy=True, room=[2, None]))
+    tree = drafter.propose(state, context(tokens, topology, Fixed(1), greedy=True, max_depth=[2, None]))
     assert tree.samples[0].tokens == {0: 2, 1: 3, 2: 5}
 
 
@@ -359,10 +361,10 @@ def test_a_drafter_may_do_nothing_but_propose():
 
     class Constant(Drafter):
         def propose(self, state, context):
-            garden = Garden(context, Fixed(1), self)
-            for sample in garden.frontier(0):
-                garden.plant(sample, 0, [7], [1.0], None)
-            return garden.tree()
+            grower = TreeGrower(context, Fixed(1), self)
+            for sample in grower.frontier(0):
+                grower.add_children(sample, 0, [7], [1.0], None)
+            return grower.tree()
 
     decoder = SpeculativeDecoder(ragged(), Constant(), TreeTopology.chain(1), Coupling(Fixed(1), TopDown(Matching())))
     prompt = torch.tensor([PROMPTS[0]])

@@ -167,9 +167,9 @@ def test_another_tokenizer_is_noticed(graphs):
     from arbordraft.exports.onnx.writing import write
 
     spoken = RaggedModel(target().model, tiny_tokenizer(), kernels="torch")
-    (plan,) = PLANS["medusa"]()
-    plan.about["tokenizer_sha256"] = "0" * 64
-    folder = write(lambda: [plan], graphs.root / "other-tokenizer", force=True).folder
+    (spec,) = PLANS["medusa"]()
+    spec.about["tokenizer_sha256"] = "0" * 64
+    folder = write(lambda: [spec], graphs.root / "other-tokenizer", force=True).folder
     with pytest.raises(ValueError, match="tokenizer that gives other ids"):
         load_drafter(folder, spoken)
     load_drafter(folder, target())  # nobody knows better

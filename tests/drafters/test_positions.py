@@ -164,7 +164,7 @@ def test_states_beyond_the_positions_are_not_kept():
     _, drafter = pair("eagle, torch")
     cache = RaggedKVCache()
     state = drafter.open(cache)
-    drafter.join(state, 0, LONG, cache.open(len(LONG)))
+    drafter.add(state, 0, LONG, cache.open(len(LONG)))
     for _ in range(5):
         drafter.take_hidden(state, {0: torch.zeros(7, 3 * 32)})
     assert sum(map(len, state.pending[0])) == POSITIONS

@@ -31,7 +31,7 @@ from arbordraft import (
     WithoutReplacement,
 )
 from arbordraft.drafters import Drafter
-from arbordraft.drafters.grower import Garden
+from arbordraft.drafters.grower import TreeGrower
 from arbordraft.heads.block import BlockHead
 from arbordraft.heads.eagle import EagleHead
 from arbordraft.heads.exit_adapter import ExitAdapter
@@ -216,7 +216,7 @@ def test_medusa_trees_end_where_the_heads_do():
     rounds = Rounds(drafter("medusa"), target(), PROMPTS[2:])
     assert rounds.propose(TreeTopology.chain(7), IID(1)).lengths == [4]
     assert rounds.propose(TreeTopology.chain(2), IID(1)).lengths == [3]
-    assert rounds.propose(TreeTopology.chain(7), IID(1), room=[1]).lengths == [2]
+    assert rounds.propose(TreeTopology.chain(7), IID(1), max_depth=[1]).lengths == [2]
 
 
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
@@ -346,7 +346,7 @@ def test_the_final_norm_follows_the_layers(architecture):
     of, found = RaggedModel(small(architecture), kernels="torch"), []
     for layers, hidden in ((None, 1), (1, 2)):
         cache = RaggedKVCache()
-        tokens, batch = torch.tensor(PROMPTS[0]), cache.plan([cache.open(5)], [range(5)])
+        tokens, batch = torch.tensor(PROMPTS[0]), cache.lay_out([cache.open(5)], [range(5)])
         found.append(of.run(tokens, batch, cache, layers=layers, hidden=(hidden,))[1])
     torch.testing.assert_close(of.final_norm(found[0]), found[1], rtol=0, atol=1e-5)
     assert not torch.allclose(found[0], found[1], atol=1e-2)
@@ -391,7 +391,7 @@ class Sometimes(Drafter):
     def open(self, target_cache):
         return {}
 
-    def join(self, state, sample, tokens, handle):
+    def add(self, state, sample, tokens, handle):
         state[sample] = []
 
     def take_hidden(self, state, hidden):
@@ -399,11 +399,11 @@ class Sometimes(Drafter):
             state[sample].append(shown)
 
     def propose(self, state, context):
-        chosen, garden = next(self.rounds), Garden(context, Fixed(1), self)
-        for sample in garden.frontier(0):
+        chosen, grower = next(self.rounds), TreeGrower(context, Fixed(1), self)
+        for sample in grower.frontier(0):
             if sample in chosen:
-                garden.plant(sample, 0, [9], [1.0], None)
-        return garden.tree()
+                grower.add_children(sample, 0, [9], [1.0], None)
+        return grower.tree()
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -73,6 +73,6 @@ def test_the_matrices_get_fewer_bits(graphs, quantization):
 def test_a_checkpoint_becomes_graphs(tmp_path):
     head = BlockHead.for_target(target().model, range(40), hidden_layers=[1, 2, 3], block_size=2, markov_rank=3)
     head.save_pretrained(tmp_path / "head")
-    assert [plan.file for plan in of(str(tmp_path / "head"), origin())] == ["fuse.onnx", "model.onnx", "markov.onnx"]
+    assert [spec.file for spec in of(str(tmp_path / "head"), origin())] == ["fuse.onnx", "model.onnx", "markov.onnx"]
     with pytest.raises(ValueError, match="does not say which model it drafts for"):
         export(tmp_path / "head", tmp_path / "out")

@@ -169,8 +169,8 @@ class Sabotaged(torch.nn.Module):
     ids=["slightly", "other tokens", "other shape", "nan"],
 )
 def test_a_graph_that_misses_parity_is_not_written(tmp_path, change, message):
-    (plan,) = PLANS["medusa"]()
-    spoiled = replace(plan, network=Sabotaged(plan.network, change))
+    (spec,) = PLANS["medusa"]()
+    spoiled = replace(spec, network=Sabotaged(spec.network, change))
     with pytest.raises(ParityError, match=message):
         write(lambda: [spoiled], tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
@@ -178,8 +178,8 @@ def test_a_graph_that_misses_parity_is_not_written(tmp_path, change, message):
 
 def test_the_bound_can_be_another_one(tmp_path):
     """For models so deep that float32 rounds more."""
-    (plan,) = PLANS["medusa"]()
-    spoiled = replace(plan, network=Sabotaged(plan.network, lambda logits: logits + 9e-4))
+    (spec,) = PLANS["medusa"]()
+    spoiled = replace(spec, network=Sabotaged(spec.network, lambda logits: logits + 9e-4))
     written = write(lambda: [spoiled], tmp_path / "out", tolerance=1e-3)
     assert json.loads((written.folder / "parity.json").read_text())["tolerance"] == 1e-3
 
@@ -197,66 +197,66 @@ class Loud(torch.nn.Module):
 
 def test_the_bound_is_a_share_of_the_logits(tmp_path):
     """What is rounding beside logits of 30 is a fault beside logits of 1."""
-    (plan,) = PLANS["medusa"]()
-    spoiled = replace(plan, network=Sabotaged(Loud(plan.network), lambda logits: logits + 9e-4))
+    (spec,) = PLANS["medusa"]()
+    spoiled = replace(spec, network=Sabotaged(Loud(spec.network), lambda logits: logits + 9e-4))
     assert write(lambda: [spoiled], tmp_path / "out").folder.is_dir()
 
 
 def test_a_good_graph_beside_a_bad_one_is_not_written_either(tmp_path, graphs):
-    (plan,) = PLANS["medusa"]()
-    spoiled = replace(plan, file="second.onnx", network=Sabotaged(plan.network, lambda logits: logits + 1))
+    (spec,) = PLANS["medusa"]()
+    spoiled = replace(spec, file="second.onnx", network=Sabotaged(spec.network, lambda logits: logits + 1))
     old = tmp_path / "out"
     old.mkdir()
     (old / "kept").write_text("by whom it was here before")
     with pytest.raises(ParityError, match=r"second\.onnx"):
-        write(lambda: [plan, spoiled], old, force=True)
+        write(lambda: [spec, spoiled], old, force=True)
     assert [path.name for path in old.iterdir()] == ["kept"]
     assert list(tmp_path.iterdir()) == [old]
 
 
 def test_verdicts_must_be_equal(graphs):
     """Integers have no tolerance."""
-    (plan,) = PLANS["verification"]()
-    path = graphs("verification").folder / plan.file
-    assert check_exact(plan, path)
+    (spec,) = PLANS["verification"]()
+    path = graphs("verification").folder / spec.file
+    assert check_exact(spec, path)
 
     class Other(torch.nn.Module):
         def forward(self, *inputs):
-            accepted, token = plan.network(*inputs)
+            accepted, token = spec.network(*inputs)
             return [accepted, token + (accepted < 0)]
 
     with pytest.raises(ParityError, match="token differ"):
-        check_exact(replace(plan, network=Other()), path)
+        check_exact(replace(spec, network=Other()), path)
 
 
 def test_quantisation_has_a_bound_of_its_own(graphs, tmp_path):
     with pytest.raises(ParityError, match=r"accepted with 0\.\d+ by the float32 one, less than 0\.9999"):
         write(PLANS["eagle"], tmp_path / "out", quantization="int4", least_acceptance=0.9999)
     assert list(tmp_path.iterdir()) == []
-    plan = PLANS["eagle"]()[1]
+    spec = PLANS["eagle"]()[1]
     with pytest.raises(ParityError, match="no texts to measure"):
-        check_quantized(replace(plan, real=lambda: []), graphs("eagle").folder / "model.onnx")
+        check_quantized(replace(spec, real=lambda: []), graphs("eagle").folder / "model.onnx")
 
 
 def test_acceptance_is_measured_against_float32(graphs):
     """The float32 graph itself accepts all of its tokens; a network that says something else, few."""
-    plan = PLANS["eagle"]()[1]
+    spec = PLANS["eagle"]()[1]
     path = graphs("eagle").folder / "model.onnx"
-    assert check_quantized(plan, path)["model.onnx: acceptance by float32, quantised"] == pytest.approx(1, abs=1e-5)
+    assert check_quantized(spec, path)["model.onnx: acceptance by float32, quantised"] == pytest.approx(1, abs=1e-5)
 
     class Flat(torch.nn.Module):
         def forward(self, *inputs):
-            found = plan.network(*inputs)
+            found = spec.network(*inputs)
             return [found[0] * 0, *found[1:]]
 
     with pytest.raises(ParityError, match="accepted with"):
-        check_quantized(replace(plan, network=Flat()), path)
+        check_quantized(replace(spec, network=Flat()), path)
 
 
 def test_every_example_is_another_tree():
     """Samples see different parts of their pasts, and rows different branches: a plain causal mask would not do."""
-    plan = PLANS["model"]()[0]
-    found = plan.example(Shape(2, 9, 17), torch.Generator().manual_seed(0))
+    spec = PLANS["model"]()[0]
+    found = spec.example(Shape(2, 9, 17), torch.Generator().manual_seed(0))
     seen = found["attention_mask"] == 0
     assert seen[0].sum() != seen[1].sum()
     assert not torch.equal(seen[0, 0, :, 17:], torch.ones(9, 9).tril().bool())
@@ -307,11 +307,11 @@ def test_hidden_states_that_are_none():
 def test_shown_hidden_states_are_what_drafters_read(graphs):
     """Numbered as transformers numbers them: an EAGLE head may read them."""
     text = texts()[0]
-    (plan,) = PLANS["model"]()
+    (spec,) = PLANS["model"]()
     graph = Graph(graphs("model").folder / "model.onnx")
-    given = next(iter(plan.real()))
+    given = next(iter(spec.real()))
     with torch.no_grad():
-        states = plan.network.model(torch.tensor([text]), output_hidden_states=True).hidden_states
+        states = spec.network.model(torch.tensor([text]), output_hidden_states=True).hidden_states
     found = graph.run(given)["hidden_states"]
     torch.testing.assert_close(found, torch.cat([states[1], states[2]], dim=-1), rtol=0, atol=1e-4)
 

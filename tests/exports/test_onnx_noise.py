@@ -209,7 +209,7 @@ def test_another_order_of_words_is_refused(monkeypatch, tmp_path, change, output
 
 def test_a_bit_is_enough(tmp_path):
     """Tokens would hardly ever show it."""
-    (plan,) = PLANS["draw"]()
+    (spec,) = PLANS["draw"]()
 
     class Other(noise.Draw):
         def forward(self, *given):
@@ -217,7 +217,7 @@ def test_a_bit_is_enough(tmp_path):
             return [token, torch.nextafter(scores, torch.tensor(INF, dtype=torch.float64))]
 
     with pytest.raises(ParityError, match=r"scores differ"):
-        write(lambda: [replace(plan, network=Other())], tmp_path / "out", tolerance=1.0)
+        write(lambda: [replace(spec, network=Other())], tmp_path / "out", tolerance=1.0)
 
 
 # The arrays that it is made with

@@ -1,4 +1,4 @@
-"""What the kernels that grow whole trees are given must fit; what they compute is in drafters/test_whole.py."""
+"""What the kernels that grow whole trees are given must fit; what they compute is in drafters/test_one_call.py."""
 
 import pytest
 import torch

@@ -41,7 +41,7 @@ def test_every_row_sees_its_own(prompts):
     stub, cache = Summing(), RaggedKVCache()
     graph = RaggedGraph(stub)
     handles = [cache.open(1) for _ in prompts]  # slabs will move as they grow
-    batch = cache.plan(handles, [range(len(prompt)) for prompt in prompts])
+    batch = cache.lay_out(handles, [range(len(prompt)) for prompt in prompts])
     found = run(graph, cache, [token for prompt in prompts for token in prompt], batch)
     assert found["sums"].tolist() == [float(sum(p[: i + 1])) for p in prompts for i in range(len(p))]
     assert found["positions"].tolist() == [i for p in prompts for i in range(len(p))]
@@ -53,7 +53,7 @@ def test_every_row_sees_its_own(prompts):
         graph,
         cache,
         [100, 200, 400] * len(handles),
-        cache.plan(handles, [[0, 1, 1]] * len(handles), words(mask, fed, fed, handles)),
+        cache.lay_out(handles, [[0, 1, 1]] * len(handles), words(mask, fed, fed, handles)),
     )
     texts = [sum(prompt) for prompt in prompts]
     assert first["sums"].tolist() == [float(t + s) for t in texts for s in (100, 300, 500)]
@@ -62,14 +62,14 @@ def test_every_row_sees_its_own(prompts):
         graph,
         cache,
         [1000, 2000] * len(part),
-        cache.plan(part, [[2, 2]] * len(part), words(mask, [3, 4], [0, 1, 2, 3, 4], part)),
+        cache.lay_out(part, [[2, 2]] * len(part), words(mask, [3, 4], [0, 1, 2, 3, 4], part)),
     )
     assert second["sums"].tolist() == [float(t + s) for t in texts[: len(part)] for s in (1300, 2300)]
     assert second["positions"].tolist() == [len(p) + 2 for p in prompts[: len(part)] for _ in range(2)]
 
     # What is committed stays where it is; the rest is forgotten.
     cache.commit({handle: [0, 1] for handle in part} | {handle: [] for handle in handles[len(part) :]})
-    third = run(graph, cache, [1] * len(handles), cache.plan(handles, [[0]] * len(handles)))
+    third = run(graph, cache, [1] * len(handles), cache.lay_out(handles, [[0]] * len(handles)))
     assert third["sums"].tolist() == [
         float(t + 1 + 300 * (handle in part)) for t, handle in zip(texts, handles, strict=True)
     ]
@@ -83,7 +83,7 @@ def words(mask, rows, columns, handles):
 def test_one_sample_is_not_filled_up():
     stub, cache = Summing(), RaggedKVCache()
     handle = cache.open(4)
-    run(RaggedGraph(stub), cache, [3, 5], cache.plan([handle], [range(2)]))
+    run(RaggedGraph(stub), cache, [3, 5], cache.lay_out([handle], [range(2)]))
     cache.commit({handle: range(2)})
-    run(RaggedGraph(stub), cache, [7], cache.plan([handle], [range(1)]))
+    run(RaggedGraph(stub), cache, [7], cache.lay_out([handle], [range(1)]))
     assert stub.shapes == [(1, 2, 0), (1, 1, 2)]

@@ -21,7 +21,7 @@ from transformers.generation import (
 
 from arbordraft.decoding.generate import Stopping
 from arbordraft.sampling.noise import Noise, draw, residual
-from arbordraft.sampling.processors import Warp
+from arbordraft.sampling.processors import LogitsPipeline
 from arbordraft.sampling.stateful import PathState
 from arbordraft.testing import row
 
@@ -134,7 +134,7 @@ class GreedyTopK(TopKLogitsWarper):
 )
 def test_every_row_is_processed_along_its_own_path(processors):
     chain, before = LogitsProcessorList(processors), LOGITS.clone()
-    found = Warp(chain)(LOGITS, PATHS.__getitem__)
+    found = LogitsPipeline(chain)(LOGITS, PATHS.__getitem__)
     for index, path in enumerate(PATHS):
         expected = chain(torch.tensor([path]), LOGITS[[index]].clone())
         torch.testing.assert_close(found[[index]], expected, atol=0, rtol=0)
@@ -145,15 +145,15 @@ def test_paths_are_looked_up_only_if_needed():
     def path_of(row):
         raise AssertionError("nobody needs the path")
 
-    Warp([TemperatureLogitsWarper(0.5), TopKLogitsWarper(2)], batch_size=3)(LOGITS, path_of)
-    assert Warp([LengthBias()])(LOGITS[:0], path_of).shape == (0, 8)
+    LogitsPipeline([TemperatureLogitsWarper(0.5), TopKLogitsWarper(2)], batch_size=3)(LOGITS, path_of)
+    assert LogitsPipeline([LengthBias()])(LOGITS[:0], path_of).shape == (0, 8)
 
 
 @pytest.mark.parametrize(
     ("dtype", "expected"), [(torch.bfloat16, torch.float32), (torch.float32,) * 2, (torch.float64,) * 2]
 )
 def test_scores_are_at_least_float32(dtype, expected):
-    assert Warp([TemperatureLogitsWarper(0.5)])(LOGITS.to(dtype), PATHS.__getitem__).dtype == expected
+    assert LogitsPipeline([TemperatureLogitsWarper(0.5)])(LOGITS.to(dtype), PATHS.__getitem__).dtype == expected
 
 
 @pytest.mark.parametrize(
@@ -162,22 +162,22 @@ def test_scores_are_at_least_float32(dtype, expected):
 def test_processors_that_keep_a_state_are_refused(processor):
     for cls in (processor, type("Mine", (processor,), {})):
         with pytest.raises(ValueError, match=f"{processor.__name__} cannot judge"):
-            Warp([cls.__new__(cls)])
+            LogitsPipeline([cls.__new__(cls)])
 
 
 def test_processors_that_index_the_batch_are_given_all_its_rows():
     bound = PrefixConstrainedLogitsProcessor(lambda row, ids: [row, row + 1, 7], num_beams=1)
     for number in range(3):
-        found = Warp([bound], batch_size=3, row=number)(LOGITS, PATHS.__getitem__)
+        found = LogitsPipeline([bound], batch_size=3, row=number)(LOGITS, PATHS.__getitem__)
         assert [line.isfinite().nonzero().flatten().tolist() for line in found] == [[number, number + 1, 7]] * 4
 
 
 def test_prompts_with_padding_are_kept_by_no_processor():
     keeping = EncoderRepetitionPenaltyLogitsProcessor(2.0, torch.tensor([[1, 2], [3, 4]]))
-    found = Warp([keeping], batch_size=2, row=1)(LOGITS, PATHS.__getitem__)
+    found = LogitsPipeline([keeping], batch_size=2, row=1)(LOGITS, PATHS.__getitem__)
     assert (found != LOGITS).any(dim=0).nonzero().flatten().tolist() == [3, 4]
     with pytest.raises(ValueError, match=r"EncoderRepetitionPenalty.* decode one prompt at a time"):
-        Warp([keeping], batch_size=2, row=1, padding=1)
+        LogitsPipeline([keeping], batch_size=2, row=1, padding=1)
 
 
 def average(input_ids, scores):
@@ -213,7 +213,7 @@ class Stuck:
 def test_scores_of_another_shape_are_refused_by_name(processor, error, message, rows):
     state = PathState([processor])
     with pytest.raises(error, match=message.format(rows=rows, twice=2 * rows)):
-        Warp([processor], batch_size=rows)(LOGITS, PATHS.__getitem__, lambda row: state)
+        LogitsPipeline([processor], batch_size=rows)(LOGITS, PATHS.__getitem__, lambda row: state)
 
 
 def namesakes():
@@ -229,7 +229,7 @@ def namesakes():
 
 @pytest.mark.parametrize("processor", namesakes(), ids=lambda processor: type(processor).__name__)
 def test_a_class_is_not_taken_for_its_namesake(processor):
-    warp = Warp([processor])
+    warp = LogitsPipeline([processor])
     assert not warp.greedy
     assert warp.temperature is None
     assert not warp.is_static(processor)
@@ -248,9 +248,9 @@ def test_a_criterion_is_not_taken_for_its_namesake():
 
 
 def test_temperatures_that_freeze_and_those_that_melt():
-    assert Warp([TemperatureLogitsWarper(1e-11), TopKLogitsWarper(3)]).greedy
-    frozen = Warp([TemperatureLogitsWarper(1e-300)])
+    assert LogitsPipeline([TemperatureLogitsWarper(1e-11), TopKLogitsWarper(3)]).greedy
+    frozen = LogitsPipeline([TemperatureLogitsWarper(1e-300)])
     assert torch.equal(frozen(LOGITS, PATHS.__getitem__), LOGITS)
-    assert not Warp([TemperatureLogitsWarper(1e-9)]).greedy
+    assert not LogitsPipeline([TemperatureLogitsWarper(1e-9)]).greedy
     with pytest.raises(ValueError, match="temperature must be at most 1e6, got 1e"):
-        Warp([TemperatureLogitsWarper(1e308)])
+        LogitsPipeline([TemperatureLogitsWarper(1e308)])

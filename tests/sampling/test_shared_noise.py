@@ -38,7 +38,7 @@ from arbordraft.deciders import CostAware, Decider, NodeBudget
 from arbordraft.kernels.gumbel.reference import gumbel_of
 from arbordraft.sampling.laws import AdaptiveTopTail, SharedNoise
 from arbordraft.sampling.noise import GumbelNoise, Noise, SharedSource
-from arbordraft.sampling.processors import Warp
+from arbordraft.sampling.processors import LogitsPipeline
 from arbordraft.sampling.rows import SoftmaxRows
 from arbordraft.trees.draft_tree import DraftTree, SampleTree
 from arbordraft.verifiers import KSeq, SharedMatching, TypicalAcceptance
@@ -96,16 +96,16 @@ def test_a_row_without_tokens_is_refused():
 )
 def test_draws_need_not_sort_to_truncate(processors, monkeypatch):
     """Rows of few different scores, so that many are equal where top-k and top-p cut."""
-    generator, warp = torch.Generator().manual_seed(0), Warp(processors)
+    generator, pipeline = torch.Generator().manual_seed(0), LogitsPipeline(processors)
     logits = torch.randn(400, 50, generator=generator).mul(2).bfloat16().mul(4).round().div(4)
     places = [(row, 0) for row in range(400)]
     noise = GumbelNoise([SharedSource(seed) for seed in range(400)], [0] * 400)
-    written = SoftmaxRows(logits, lambda taken, rows: warp(taken, lambda row: []))
+    written = SoftmaxRows(logits, lambda taken, rows: pipeline(taken, lambda row: []))
     expected = written.draw(range(400), noise, places)
     sorted_rows = []
     for module in ("processors", "rows"):
         monkeypatch.setattr(f"arbordraft.{module}.truncate", lambda one, scores: cut(one, sorted_rows, scores))
-    lazy = SoftmaxRows(logits, written.scores_of, lambda taken, rows: warp.trimmed(taken, lambda row: []))
+    lazy = SoftmaxRows(logits, written.scores_of, lambda taken, rows: pipeline.trimmed(taken, lambda row: []))
     assert lazy.draw(range(400), noise, places) == expected
     plain = SoftmaxRows(logits).draw(range(400), noise, places)
     assert plain != expected or processors[-1].filter_value != -torch.inf

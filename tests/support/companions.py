@@ -243,8 +243,8 @@ class Rounds:
 
     def propose(self, topology: TreeTopology, law, **options) -> DraftTree:
         """The drafter's trees; finished samples get none."""
-        room = [topology.max_depth if handle in self.cache else None for handle in self.handles]
-        given = context(self.tokens, topology, law, **{"room": room, **options})
+        max_depth = [topology.max_depth if handle in self.cache else None for handle in self.handles]
+        given = context(self.tokens, topology, law, **{"max_depth": max_depth, **options})
         self.context = replace(given, static=self.static)
         return self.drafter.propose(self.state, self.context)
 
@@ -256,7 +256,7 @@ class Rounds:
         ]
         living = {s: sample for s, sample in enumerate(tree.samples) if sample}
         mask = self.context.mask
-        batch = self.cache.plan(
+        batch = self.cache.lay_out(
             [self.handles[s] for s in living],
             [[sample.topology.depth_list[node] for node in sample.tokens] for sample in living.values()],
             stack_words([mask.select(list(sample.tokens), list(sample.tokens)) for sample in living.values()]),
@@ -276,5 +276,5 @@ class Rounds:
         self.drafter.commit(self.state, tree, Verdict(tuple(judged)))
         for s in living:
             if judged[s] is None:
-                self.drafter.leave(self.state, s)
+                self.drafter.remove(self.state, s)
         self.take_hidden(seen)

@@ -27,7 +27,7 @@ def at_most(levels, **options):
     """A plan for all samples with these levels, as far as there is room."""
 
     def plan(situation):
-        found = [min(pair) for pair in zip(situation.room, levels, strict=False)]
+        found = [min(pair) for pair in zip(situation.max_depth, levels, strict=False)]
         return Plan.everything(found, **options)
 
     return plan
@@ -35,11 +35,11 @@ def at_most(levels, **options):
 
 def weighed(situation):
     """Trust and expectations of their own for every sample and depth."""
-    count = len(situation.room)
+    count = len(situation.max_depth)
     trust = [(0.6 + 0.2 * sample, 1.7, 0.9) for sample in range(count)]
     following = [(0.9 - 0.1 * sample, 0.7, 0.5) for sample in range(count)]
     weights = [1 - 0.2 * sample for sample in range(count)]
-    return Plan(situation.room, trust, following, level=0.3, row=0.02, weights=weights)
+    return Plan(situation.max_depth, trust, following, level=0.3, row=0.02, weights=weights)
 
 
 MANY = [9] * 4

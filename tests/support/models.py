@@ -17,7 +17,7 @@ from arbordraft.drafters import Drafter
 from arbordraft.drafters.context import DraftContext
 from arbordraft.sampling.laws import DraftLaw, Fixed
 from arbordraft.sampling.noise import GumbelNoise, Noise, SharedSource
-from arbordraft.sampling.processors import Warp
+from arbordraft.sampling.processors import LogitsPipeline
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.testing import greedy_reference as greedy_reference
 from arbordraft.testing import left_padded as left_padded
@@ -171,7 +171,7 @@ def context(
     law: DraftLaw,
     *,
     greedy: bool = False,
-    room: Sequence[int | None] | None = None,
+    max_depth: Sequence[int | None] | None = None,
     decide: Callable[..., Sequence[bool]] | None = None,
     plan: Callable[[Situation], Plan | None] | None = None,
     processors: Sequence[object] = (),
@@ -183,7 +183,7 @@ def context(
         decide: a decider; a plain function is asked before every level.
         plan: by default the decider's.
     """
-    warp = Warp(processors, len(tokens))
+    pipeline = LogitsPipeline(processors, len(tokens))
     generators = [Noise.source(seed + sample) for sample in range(len(tokens))]
 
     noise: Noise | GumbelNoise | None = None if greedy else Noise.draw(generators, topology.num_nodes)
@@ -194,7 +194,7 @@ def context(
     def path(sample: int, drafted: Sequence[int]) -> list[int]:
         return [*tokens[sample], *drafted]
 
-    temperature = warp.untruncated_temperature if law.shared and not greedy else warp.temperature
+    temperature = pipeline.untruncated_temperature if law.shared and not greedy else pipeline.temperature
     if greedy and temperature is not None:
         temperature = 0.0 if temperature == 1 else None
     decider = FixedDepth() if decide is None else decide
@@ -202,12 +202,12 @@ def context(
         plan = decider.plan if isinstance(decider, Decider) else _unplanned
     return DraftContext(
         tokens=tokens,
-        room=[topology.max_depth] * len(tokens) if room is None else room,
+        max_depth=[topology.max_depth] * len(tokens) if max_depth is None else max_depth,
         topology=topology,
         mask=SlicedCausalMask(topology),
         law=Fixed(law.k) if greedy else law,
         pathwise=greedy or law.shared,
-        warp=lambda logits, place_of: warp(logits, lambda row: path(*place_of(row))),
+        process_logits=lambda logits, place_of: pipeline(logits, lambda row: path(*place_of(row))),
         temperatures=None if temperature is None else [temperature] * len(tokens),
         plan=plan,
         decide=decider,
@@ -224,6 +224,6 @@ def joined(
     handles = handles or [cache.open(len(prompt)) for prompt in prompts]
     state = drafter.open(cache)
     for sample, (prompt, handle) in enumerate(zip(prompts, handles, strict=True)):
-        drafter.join(state, sample, prompt, handle)
-    drafter.read(state, {sample: prompt[:-1] for sample, prompt in enumerate(prompts)})
+        drafter.add(state, sample, prompt, handle)
+    drafter.prefill(state, {sample: prompt[:-1] for sample, prompt in enumerate(prompts)})
     return state

@@ -332,7 +332,7 @@ class Stack:
         for sizes in chunks or [[len(text) for text in texts]]:
             going = [index for index, size in enumerate(sizes) if size]
             parts = [texts[index][done[index] : done[index] + sizes[index]] for index in going]
-            batch = cache.plan([samples[index] for index in going], [range(len(part)) for part in parts])
+            batch = cache.lay_out([samples[index] for index in going], [range(len(part)) for part in parts])
             out = self.run(torch.tensor([token for part in parts for token in part]), batch, cache)
             for index, rows in zip(going, out.split([len(part) for part in parts]), strict=True):
                 found[index].append(rows)
@@ -345,10 +345,10 @@ class Stack:
         cache = RaggedKVCache()
         samples = [cache.open(len(text) + tree.num_nodes) for text, tree in zip(texts, topologies, strict=True)]
         flat = torch.tensor([token for text in texts for token in text])
-        self.run(flat, cache.plan(samples, [range(len(text)) for text in texts]), cache)
+        self.run(flat, cache.lay_out(samples, [range(len(text)) for text in texts]), cache)
         cache.commit({sample: range(len(text)) for sample, text in zip(samples, texts, strict=True)})
         words = stack_words([ancestor_words(tree.visible) for tree in topologies])
-        batch = cache.plan(samples, [tree.depth_list for tree in topologies], words)
+        batch = cache.lay_out(samples, [tree.depth_list for tree in topologies], words)
         flat = torch.tensor([token for drafted in tokens for token in drafted])
         return self.run(flat, batch, cache).split([tree.num_nodes for tree in topologies])
 
@@ -371,17 +371,17 @@ def check_layers(layers, dtype=torch.float32, truth=None, **rotation):
     cache = RaggedKVCache()
     samples = [cache.open(20) for _ in range(3)]
     texts = [[5, 9, 7, 5, 9, 1], [11], []]
-    batch = cache.plan(samples, [range(len(text)) for text in texts])
+    batch = cache.lay_out(samples, [range(len(text)) for text in texts])
     stack.run(torch.tensor([token for text in texts for token in text]), batch, cache)
     cache.commit({sample: range(len(text)) for sample, text in zip(samples, texts, strict=True)})
     trees = [TreeTopology.k_ary(2, 2), TreeTopology.chain(3), TreeTopology.fork(3, 1)]
     batches = [
-        cache.plan(
+        cache.lay_out(
             samples, [tree.depth_list for tree in trees], stack_words([ancestor_words(t.visible) for t in trees])
         )
     ]
     cache.drop(samples)
-    batches.append(cache.plan(samples[:2], [range(5), range(2)]))
+    batches.append(cache.lay_out(samples[:2], [range(5), range(2)]))
     for batch in batches:
         used = {start + key for start, past in zip(batch.starts, batch.past, strict=True) for key in range(past)}
         free = [row for row in range(cache._rows) if row not in used]

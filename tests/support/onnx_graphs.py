@@ -32,7 +32,7 @@ def decider() -> LearnedDecider:
     return found
 
 
-PLANS: dict[str, Callable[[], list[plans.Plan]]] = {
+PLANS: dict[str, Callable[[], list[plans.GraphSpec]]] = {
     "block": lambda: plans.block(trained("block").network, origin()),
     "peagle": lambda: plans.block(trained("peagle").network, origin()),
     "eagle": lambda: plans.eagle(trained("eagle").network, origin()),

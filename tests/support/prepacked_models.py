@@ -52,15 +52,15 @@ def logits(target, layers=None, tokens=None):
     samples = [cache.open(len(prompt)) for prompt in PROMPTS]
     target.prefill(dict(zip(samples, PROMPTS, strict=True)), cache, layers=layers)
     words = stack_words([ancestor_words(tree.visible) for tree in TREES])
-    return target(tokens, cache.plan(samples, [tree.depth_list for tree in TREES], words), cache, layers=layers)
+    return target(tokens, cache.lay_out(samples, [tree.depth_list for tree in TREES], words), cache, layers=layers)
 
 
 def plain(model):
     return RaggedModel(model, self_test=False, kernels="torch")
 
 
-def stand_ins(target):
-    return [stand_in for _, _, stand_in in target.prepacking.places]
+def prepacked_modules(target):
+    return [prepacked_module for _, _, prepacked_module in target.prepacking.places]
 
 
 class Lora(nn.Module):

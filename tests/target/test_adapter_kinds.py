@@ -95,7 +95,7 @@ def own(model, tokens):
 
 def packed(target, tokens):
     cache = RaggedKVCache()
-    return target(torch.tensor(tokens), cache.plan([cache.open(len(tokens))], [range(len(tokens))]), cache)
+    return target(torch.tensor(tokens), cache.lay_out([cache.open(len(tokens))], [range(len(tokens))]), cache)
 
 
 def test_every_kind_has_been_looked_at():

@@ -54,7 +54,7 @@ def contents(cache, sample):
 
 def attended_mean(cache, sample, beyond=0):
     """Attention of one new row over poisoned pools: the mean of the sample's own values, if it reads nothing else."""
-    batch = cache.plan([sample], [[0]])
+    batch = cache.lay_out([sample], [[0]])
     fill(cache, batch, [0.5])
     poison(cache)
     batch = replace(batch, past=[batch.past[0] + beyond])
@@ -101,7 +101,7 @@ class CacheMachine(RuleBasedStateMachine):
         """Also several times without a commit between: the levels of one tree."""
         wanted = {sample: size for sample, size in zip((first, second), sizes, strict=True) if sample in self.twins}
         try:
-            batch = self.cache.plan(list(wanted), [range(size) for size in wanted.values()])
+            batch = self.cache.lay_out(list(wanted), [range(size) for size in wanted.values()])
         except CacheOverflow:
             assert self.cache.max_tokens is not None
             return
@@ -188,7 +188,7 @@ def opened(lengths, max_tokens=None):
     cache = RaggedKVCache(max_tokens)
     samples = [cache.open(length) for length in lengths]
     numbers = [100.0 * index + row for index, length in enumerate(lengths) for row in range(length)]
-    fill(cache, cache.plan(samples, [range(length) for length in lengths]), numbers)
+    fill(cache, cache.lay_out(samples, [range(length) for length in lengths]), numbers)
     cache.commit({sample: range(length) for sample, length in zip(samples, lengths, strict=True)})
     return cache, samples
 
@@ -202,7 +202,7 @@ def test_the_machine_would_notice_a_wrong_compaction(monkeypatch):
                 pool[target] = pool[row]
 
     cache, (sample,) = opened([2])
-    fill(cache, cache.plan([sample], [range(6)]), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    fill(cache, cache.lay_out([sample], [range(6)]), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
     monkeypatch.setattr("arbordraft.target.cache.compact", careless)
     cache.commit({sample: [0, 2, 4, 5]})
     assert contents(cache, sample) != [0.0, 1.0, 1.0, 3.0, 5.0, 6.0]
@@ -221,7 +221,7 @@ def test_a_step_never_copies_the_cache():
     cache, samples = opened([1, 1])
     moves, rows = 0, cache.get_buffer("keys_0").data_ptr()
     for _ in range(200):
-        fill(cache, cache.plan(samples, [range(3)] * 2), [0.0] * 6)
+        fill(cache, cache.lay_out(samples, [range(3)] * 2), [0.0] * 6)
         cache.commit(dict.fromkeys(samples, (0, 2)))
         here = cache.get_buffer("keys_0").data_ptr()
         moves, rows = moves + (here != rows), here
@@ -230,7 +230,7 @@ def test_a_step_never_copies_the_cache():
     samples = [fixed.open(600), fixed.open(600)]
     pointers = set()
     for _ in range(200):
-        fill(fixed, fixed.plan(samples, [range(3)] * 2), [0.0] * 6)
+        fill(fixed, fixed.lay_out(samples, [range(3)] * 2), [0.0] * 6)
         fixed.commit(dict.fromkeys(samples, (0, 2)))
         pointers.add(tuple(pool.data_ptr() for pool in fixed.buffers()))
     assert len(pointers) == 1
@@ -243,7 +243,7 @@ def test_pools_with_a_limit_grow_where_they_are(monkeypatch):
         cache, samples = opened([1, 1], max_tokens=1 << 22)
         found = set()
         for step in range(100):
-            fill(cache, cache.plan(samples, [range(3)] * 2), [step, 0.0, step + 0.5] * 2)
+            fill(cache, cache.lay_out(samples, [range(3)] * 2), [step, 0.0, step + 0.5] * 2)
             cache.commit(dict.fromkeys(samples, (0, 2)))
             found.add(cache.get_buffer("keys_0").data_ptr())
         expected = [number for step in range(100) for number in (step, step + 0.5)]
@@ -271,12 +271,12 @@ def test_a_freed_slab_is_used_again():
 def test_overflow_names_the_limit_and_the_fix():
     cache, (first, second) = opened([10, 10], max_tokens=24)
     with pytest.raises(CacheOverflow, match=r"may hold 24 tokens and cannot make room for 15 more; raise .* fewer"):
-        cache.plan([first], [range(5)])
+        cache.lay_out([first], [range(5)])
     with pytest.raises(CacheOverflow, match="room for 5 more"):
         cache.open(5)
     assert (contents(cache, first), contents(cache, second)) == ([*range(10)], [*range(100, 110)])
     cache.close(second)
-    fill(cache, cache.plan([first], [range(3)]), [7.0, 8.0, 9.0])  # what was closed makes room
+    fill(cache, cache.lay_out([first], [range(3)]), [7.0, 8.0, 9.0])  # what was closed makes room
     assert contents(cache, first) == [*range(10), 7, 8, 9]
 
 
@@ -289,7 +289,7 @@ def test_reserved_rows_are_nobodys_until_they_are_written():
         assert contents(cache, sample) == [*range(100 * sample, 100 * sample + length)]
         cache.wrote(sample, [0, 1, 1])
         assert contents(cache, sample)[length:] == [7.0, 8.0, 9.0]
-    batch = cache.plan(samples, [[2], []])
+    batch = cache.lay_out(samples, [[2], []])
     assert batch.tree_positions == [(3, 4, 4, 5), (2, 3, 3)]
     cache.commit({samples[0]: [0, 2], samples[1]: []})
     assert [contents(cache, sample) for sample in samples] == [[0, 1, 2, 7, 9], [100, 101]]
@@ -306,7 +306,7 @@ def test_a_reservation_that_fails_loses_nothing():
 @pytest.mark.parametrize("rows", [[1, 0], [0, 0], [3], [-1]])
 def test_only_ascending_rows_of_the_tree_can_be_kept(rows):
     cache, (sample,) = opened([2])
-    fill(cache, cache.plan([sample], [range(3)]), [1.0, 2.0, 3.0])
+    fill(cache, cache.lay_out([sample], [range(3)]), [1.0, 2.0, 3.0])
     with pytest.raises(ValueError, match=r"must ascend within 0\.\.2"):
         cache.commit({sample: rows})
     assert contents(cache, sample) == [0.0, 1.0, 1.0, 2.0, 3.0]

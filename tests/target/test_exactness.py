@@ -43,7 +43,7 @@ def test_a_broken_promise_is_found():
     """Negative control: a head that looks at the number of rows."""
     target = RaggedModel(tiny(**SIZES), kernels="native")
     prepacking = target.prepacking
-    head = next(stand_in for _, name, stand_in in prepacking.places if name == "lm_head")
+    head = next(prepacked_module for _, name, prepacked_module in prepacking.places if name == "lm_head")
     head.register_forward_hook(lambda module, args, out: out + 1e-3 * args[0].shape[-2])
     report = exactness_report(target, EXACT.exactness)
     assert report.level == Level.law  # by far more than rounding

@@ -106,7 +106,7 @@ def test_a_text_is_that_of_the_files_numbers(written):
     decoder = decoder_of(file)
     tokens = torch.arange(20) % len(LETTERS)
     cache = RaggedKVCache()
-    batch = cache.plan([cache.open(20)], [range(20)])
+    batch = cache.lay_out([cache.open(20)], [range(20)])
     with torch.no_grad():
         expected = model(tokens[None]).logits[0]
     spread = (expected - expected.mean(dim=-1, keepdim=True)).square().mean().sqrt()
@@ -127,7 +127,7 @@ def test_adapters_are_merged_into_copies(written, dtype):
     target = ad.RaggedModel(models[1], kernels="native")
     assert "2 of 2 layers fused, adapters merged into copies of 4 linears" in target.chosen
     tokens, cache = torch.arange(20) % len(LETTERS), RaggedKVCache()
-    found = target(tokens, cache.plan([cache.open(20)], [range(20)]), cache).float()
+    found = target(tokens, cache.lay_out([cache.open(20)], [range(20)]), cache).float()
     with torch.no_grad():
         expected = models[0](tokens[None]).logits[0].float()
         with models[0].disable_adapter():

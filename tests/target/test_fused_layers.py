@@ -3,16 +3,16 @@
 import pytest
 import torch
 from support.models import PROMPTS, greedy_reference, next_logits
-from support.prepacked_models import BACKENDS, ROUNDING, logits, plain, stand_ins, varied
+from support.prepacked_models import BACKENDS, ROUNDING, logits, plain, prepacked_modules, varied
 from torch import nn
 from torch.testing import assert_close
 from transformers.models.glm4 import modeling_glm4
 from transformers.models.llama import modeling_llama
 
 from arbordraft import RaggedModel, builders
-from arbordraft.drafters.native_models import fused_model
+from arbordraft.drafters.native_models import native_model
 from arbordraft.kernels.prepacked_linear.module import PrepackedLinear
-from arbordraft.target.attention import HOOK
+from arbordraft.target.attention import ATTENTION_NAME
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model_view import ModelView
 from arbordraft.target.observation import observe
@@ -36,7 +36,7 @@ KINDS = {
 
 
 def observed(model):
-    return observe(ModelView(model, HOOK).model, 2, model.config.vocab_size)
+    return observe(ModelView(model, ATTENTION_NAME).model, 2, model.config.vocab_size)
 
 
 def recognised(seen, rotation, index=0):
@@ -72,7 +72,7 @@ def test_they_say_what_transformers_says(architecture):
     assert target.prepacking.fused == 2
     cache = RaggedKVCache()
     lengths = [len(prompt) for prompt in PROMPTS]
-    batch = cache.plan([cache.open() for _ in PROMPTS], [range(length) for length in lengths])
+    batch = cache.lay_out([cache.open() for _ in PROMPTS], [range(length) for length in lengths])
     last = torch.tensor(lengths).cumsum(0) - 1
     found = target(torch.tensor([token for prompt in PROMPTS for token in prompt]), batch, cache, rows=last)
     assert_close(found, torch.stack([next_logits(model, prompt) for prompt in PROMPTS]), **ROUNDING)
@@ -189,7 +189,7 @@ def test_layers_that_only_look_like_one_of_them_are_not_fused(fault):
 def test_whole_drafts_in_one_call(architecture, whole):
     """Where what stands around the layers allows: Cohere scales its logits, GPT-2's positions are no rotation."""
     options = {"sliding_window": None} if architecture == "starcoder2" else {}
-    assert (fused_model(RaggedModel(varied(architecture, **options), kernels="native")) is not None) == whole
+    assert (native_model(RaggedModel(varied(architecture, **options), kernels="native")) is not None) == whole
 
 
 # Linears that keep their weights transposed
@@ -202,7 +202,11 @@ def test_transposed_linears_are_prepacked_where_no_layer_is_fused(backend, weigh
         pytest.skip("native kernels only")
     model = varied("gpt2", n_head=8)  # heads of 8 channels
     target = RaggedModel(model, kernels=backend, weights=weights)
-    found = [stand_in for stand_in in stand_ins(target) if isinstance(stand_in, PrepackedLinear)]
+    found = [
+        prepacked_module
+        for prepacked_module in prepacked_modules(target)
+        if isinstance(prepacked_module, PrepackedLinear)
+    ]
     assert target.prepacking.fused == 0
     assert sum(linear.transposed for linear in found) == 8
     assert copy_bytes(model) == sum(linear.weight.nbytes for linear in found)

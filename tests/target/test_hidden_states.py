@@ -60,7 +60,7 @@ def test_asking_changes_no_bit(dtype):
     found = []
     for hidden in ((), (1,), ALL):
         cache = RaggedKVCache()
-        batch = cache.plan([cache.open()], [range(8)])
+        batch = cache.lay_out([cache.open()], [range(8)])
         found.append(target.run(tokens, batch, cache, hidden=hidden)[0])
     assert all(torch.equal(found[0], other) for other in found[1:])
 
@@ -83,7 +83,7 @@ def test_asking_transformers_for_them_leaves_the_kernels_alone(recwarn):
 
 def test_unknown_ones_are_refused():
     target, cache = plain(tiny()), RaggedKVCache()
-    batch = cache.plan([cache.open()], [range(1)])
+    batch = cache.lay_out([cache.open()], [range(1)])
     with pytest.raises(ValueError, match=r"numbered 0\.\.2"):
         target.run(torch.tensor([1]), batch, cache, hidden=(3,))
 
@@ -94,7 +94,7 @@ def test_a_model_that_hides_them_is_named():
     target = plain(model)
     cache = RaggedKVCache()
     with pytest.raises(UnsupportedModel, match="hidden states"):
-        target.run(torch.tensor([1]), cache.plan([cache.open()], [range(1)]), cache, hidden=(1,))
+        target.run(torch.tensor([1]), cache.lay_out([cache.open()], [range(1)]), cache, hidden=(1,))
 
 
 class Watcher(NGramDrafter):
@@ -102,7 +102,7 @@ class Watcher(NGramDrafter):
 
     hidden_layers = ALL
 
-    def join(self, state, sample, tokens, handle):
+    def add(self, state, sample, tokens, handle):
         vars(self).setdefault("seen", {})[sample] = []
         super().join(state, sample, tokens, handle)
 

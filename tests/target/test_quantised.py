@@ -148,7 +148,7 @@ class GatedMLP(nn.Module):
 
 @pytest.mark.usefixtures("kernels")
 def test_copies_that_do_not_fit_the_model():
-    """A stand-in that is called otherwise than it was tried: the model's own modules run instead."""
+    """A prepacked module that is called otherwise than it was tried: the model's own modules run instead."""
     model = small()
     model.model.layers[0].mlp = GatedMLP(model.model.layers[0].mlp)
     with pytest.warns(UserWarning, match="kernels='auto' uses the model's own modules"):

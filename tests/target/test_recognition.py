@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.prepacked_models import BACKENDS, ROUNDING, Lora, logits, plain, small, stand_ins
+from support.prepacked_models import BACKENDS, ROUNDING, Lora, logits, plain, prepacked_modules, small
 from torch import nn
 from torch.testing import assert_close
 from transformers.activations import ACT2FN
@@ -276,7 +276,7 @@ def test_a_last_norm_that_only_looks_right(kind):
     target = RaggedModel(model, kernels="native")
     assert target.prepacking.fused == 2
     assert not target.row_invariant
-    assert not any(isinstance(stand_in, PrepackedNorm) for stand_in in stand_ins(target))
+    assert not any(isinstance(prepacked_module, PrepackedNorm) for prepacked_module in prepacked_modules(target))
     assert_close(logits(target), logits(plain(model)), **ROUNDING)
 
 
@@ -316,5 +316,5 @@ def test_a_module_in_two_places():
     model.model.second = model.model.norm
     target = RaggedModel(model, kernels="native")
     assert target.prepacking.fused == 2
-    assert sum(isinstance(stand_in, PrepackedNorm) for stand_in in stand_ins(target)) == 2
+    assert sum(isinstance(prepacked_module, PrepackedNorm) for prepacked_module in prepacked_modules(target)) == 2
     assert_close(logits(target), logits(plain(model)), **ROUNDING)

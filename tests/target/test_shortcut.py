@@ -34,7 +34,7 @@ def test_rows_and_hidden_states_are_those_of_the_long_way():
 
     def asked():
         cache = RaggedKVCache()
-        batch = cache.plan([cache.open(5)], [range(5)])
+        batch = cache.lay_out([cache.open(5)], [range(5)])
         return target.run(torch.arange(5), batch, cache, torch.tensor([4, 0, 2]), hidden=[0, 2, 1])
 
     short = asked()

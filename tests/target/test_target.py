@@ -27,7 +27,7 @@ def run_trees(target, cache, samples, tokens, topologies=TREES, shift=0, masks=N
     words = stack_words([mask.words for mask in masks])
     depths = [[depth + shift for depth in topology.depth_list] for topology in topologies]
     packed = torch.tensor([token for sample in tokens for token in sample])
-    return target(packed, cache.plan(samples, depths, words), cache)
+    return target(packed, cache.lay_out(samples, depths, words), cache)
 
 
 def single_paths(model, prefixes, tokens, topologies=TREES):
@@ -101,7 +101,7 @@ def test_rows_of_a_tree_may_come_level_by_level():
         [
             target(
                 torch.tensor([tokens[node] for node in level]),
-                cache.plan(samples, [[depth] * len(level)], mask.select(level, range(level.stop))),
+                cache.lay_out(samples, [[depth] * len(level)], mask.select(level, range(level.stop))),
                 cache,
             )
             for depth, level in enumerate(topology.levels)
@@ -114,7 +114,7 @@ def test_only_the_wanted_rows_get_logits():
     model = tiny()
     target = RaggedModel(model, kernels="torch")
     cache = RaggedKVCache()
-    batch = cache.plan([cache.open(), cache.open()], [range(3), range(2)])
+    batch = cache.lay_out([cache.open(), cache.open()], [range(3), range(2)])
     logits = target(torch.tensor([5, 6, 7, 8, 9]), batch, cache, rows=torch.tensor([2, 4]))
     assert_close(logits, torch.stack([next_logits(model, [5, 6, 7]), next_logits(model, [8, 9])]), **ROUNDING)
 
@@ -183,7 +183,7 @@ def test_the_model_stays_as_it_was(implementation):
     target.prefill({sample: PROMPTS[0]}, cache, layers=1)
     unchanged()
     with pytest.raises(IndexError):
-        target(torch.tensor([VOCAB]), cache.plan([sample], [[0]]), cache, layers=1)
+        target(torch.tensor([VOCAB]), cache.lay_out([sample], [[0]]), cache, layers=1)
     unchanged()
 
 

@@ -157,7 +157,7 @@ def world(tmp_path_factory):
     return save_world(tmp_path_factory.mktemp("world"))
 
 
-def greedy_openings(folder):
+def greedy_prompts(folder):
     """What stands before the greedy answers of the data."""
     found = []
     for name, file in stored(folder).items():
@@ -198,7 +198,7 @@ def test_fit_save_load_decode(world, tmp_path, rank):
         blank.build(of, frequent)
         for parameter in blank.network.parameters():
             torch.nn.init.normal_(parameter)
-    prompts, taus = greedy_openings(world / "data"), []
+    prompts, taus = greedy_prompts(world / "data"), []
     for proposer in (best, blank.drafter(of)):
         decoder = SpeculativeDecoder(
             of, proposer, TreeTopology.from_k_config((2, 1, 1)), Coupling(Fixed(2), TopDown(Matching()))

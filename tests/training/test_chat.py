@@ -10,7 +10,7 @@ from support.chats import BRACKETS, CHATML, END, START, chat_tokenizer
 from support.models import tiny
 
 from arbordraft.training.chat import ChatFormat
-from arbordraft.training.prompt_templates import draw_opening, known_words
+from arbordraft.training.prompt_templates import draw_prompt_template, known_words
 from arbordraft.training.targets import Target
 
 
@@ -94,12 +94,12 @@ def test_text_that_continues_a_word_is_tokenised_by_itself():
 
 
 def test_openings_follow_from_their_source_and_need_two_batches():
-    draws = [draw_opening(random.Random(seed)) for seed in range(3000)]
-    assert draws == [draw_opening(random.Random(seed)) for seed in range(3000)]
-    assert {opening.limit for opening in draws} == {80, 200}
-    counts = Counter(opening.text for opening in draws)
+    draws = [draw_prompt_template(random.Random(seed)) for seed in range(3000)]
+    assert draws == [draw_prompt_template(random.Random(seed)) for seed in range(3000)]
+    assert {template.limit for template in draws} == {80, 200}
+    counts = Counter(template.text for template in draws)
     assert len(counts) > 300
-    texts = {part for opening in draws for part in (opening.text, *opening.around.split("{text}"))}
+    texts = {part for template in draws for part in (template.text, *template.around.split("{text}"))}
     assert not any(mark in text for text in texts for mark in "{}|")
 
 
@@ -119,17 +119,17 @@ def test_openings_follow_from_their_source_and_need_two_batches():
     ids=lambda value: "+".join(sorted(value)) if isinstance(value, set) else "",
 )
 def test_every_kind_of_prompt_that_is_asked_has_its_share(kinds, least):
-    draws = [draw_opening(random.Random(seed)) for seed in range(3000)]
-    share = sum(opening.kind in kinds for opening in draws) / len(draws)
+    draws = [draw_prompt_template(random.Random(seed)) for seed in range(3000)]
+    share = sum(template.kind in kinds for template in draws) / len(draws)
     assert least < share < 1.5 * least + 0.05
     long = {"summary", "retrieval", "translation", "translation back", "code to read"}
-    for opening in draws:
-        assert opening.around.count("{text}") == (opening.kind in long)
+    for template in draws:
+        assert template.around.count("{text}") == (template.kind in long)
 
 
 def test_openings_end_with_the_words_that_they_ask_about():
     words = [f"word{number}" for number in range(5000)]
-    texts = [draw_opening(random.Random(seed), words).text for seed in range(3000)]
+    texts = [draw_prompt_template(random.Random(seed), words).text for seed in range(3000)]
     asking = [text for text in texts if re.search(r"word\d+", text)]
     assert len(asking) > 0.4 * len(texts)
     assert all(re.search(r"word\d+$", text) for text in asking)

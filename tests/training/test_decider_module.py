@@ -228,7 +228,7 @@ def forced_draft(drafter, target, text, start, steps, greedy, temperature):
         views.append(view)
         return [True]
 
-    def warp(logits, place_of):
+    def process_logits(logits, place_of):
         rows.append((logits / (temperature or 1)).softmax(-1)[0])
         forced = rows[-1].new_full((1, VOCAB), -torch.inf)
         forced[0, text[start + len(rows) - 1]] = 0
@@ -240,7 +240,7 @@ def forced_draft(drafter, target, text, start, steps, greedy, temperature):
     state = joined(drafter, [text[:start]], cache, [handle])
     drafter.take_hidden(state, {0: hidden[handle]})
     step = context([text[:start]], TreeTopology.chain(steps), Fixed(1), greedy=greedy, decide=decide)
-    object.__setattr__(step, "warp", warp)
+    object.__setattr__(step, "process_logits", process_logits)
     drafter.propose(state, step)
     return rows, [view.paths[0][0][-1].origin.hidden for view in views[1:]]
 

@@ -17,7 +17,7 @@ from arbordraft.training.chat import ChatFormat
 from arbordraft.training.completion import Completion, DecoderCompleter
 from arbordraft.training.distillation import Recipe, SelfDistillation
 from arbordraft.training.features import FreshFeatures
-from arbordraft.training.prompt_templates import Opening, draw_opening, known_words
+from arbordraft.training.prompt_templates import PromptTemplate, draw_prompt_template, known_words
 from arbordraft.training.shards import ANSWER, GIVEN, PROMPT, ShardError, ShardFolder
 
 ONE = Recipe(conversations=1, temperatures=(0.7,), answers=1, max_new_tokens=20, max_tokens=400)
@@ -162,9 +162,9 @@ def test_self_written_turns_begin_as_their_text_is_tokenised(tmp_path, spaced):
     recipe = replace(SMALL, conversations=30, per_shard=30, follow_ups=0.0)
     SelfDistillation(ChatFormat(tokenizer), listen, recipe, ShardFolder(tmp_path)).run()
     source = random.Random("0 0")
-    drawn = [draw_opening(source, known_words(tokenizer)) for _ in range(30)]
-    assert 0 < sum(bool(opening.around) for opening in drawn) < 30
-    texts = [f"{START}Q: {opening.text}" + (" A:" if opening.around else "") for opening in drawn]
+    drawn = [draw_prompt_template(source, known_words(tokenizer)) for _ in range(30)]
+    assert 0 < sum(bool(template.around) for template in drawn) < 30
+    texts = [f"{START}Q: {template.text}" + (" A:" if template.around else "") for template in drawn]
     expected = [tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
     assert Counter(asked[:30]) == Counter(expected)
 
@@ -214,8 +214,8 @@ def test_answers_take_their_temperatures_in_turn():
     ],
 )
 def test_a_user_turn_stops_where_it_should(tmp_path, monkeypatch, turn, kept):
-    openings = iter(f"{letter} " for letter in ascii_lowercase)
-    monkeypatch.setattr(user_turns, "draw_opening", lambda *_: Opening("free", next(openings)))
+    templates = iter(f"{letter} " for letter in ascii_lowercase)
+    monkeypatch.setattr(user_turns, "draw_prompt_template", lambda *_: PromptTemplate("free", next(templates)))
     recipe = replace(SMALL, per_shard=10, follow_ups=0.0, answers=1)
     complete = Scripted(lambda _, sampling: [8, EOS] if sampling.max_new_tokens == recipe.max_new_tokens else turn)
     SelfDistillation(ChatFormat(chat_tokenizer()), complete, recipe, ShardFolder(tmp_path)).run()
@@ -237,7 +237,9 @@ def test_a_user_turn_stops_where_it_should(tmp_path, monkeypatch, turn, kept):
 )
 def test_a_text_to_ask_about_is_an_answer_of_the_target(tmp_path, monkeypatch, around, asks, user):
     chat = ChatFormat(chat_tokenizer())
-    monkeypatch.setattr(user_turns, "draw_opening", lambda *_: Opening("summary", "tell of bees", 60, around))
+    monkeypatch.setattr(
+        user_turns, "draw_prompt_template", lambda *_: PromptTemplate("summary", "tell of bees", 60, around)
+    )
     complete = answering(chat.tokenizer, f" i see bees. {END}", *[f" is it{END}"] * asks, f"yes{END}")
     SelfDistillation(chat, complete, replace(ONE, follow_ups=0.0), ShardFolder(tmp_path)).run()
     asked = [(chat.text(tokens), sampling.max_new_tokens) for tokens, sampling in complete.asked]
@@ -250,7 +252,7 @@ def test_a_text_to_ask_about_is_an_answer_of_the_target(tmp_path, monkeypatch, a
 
 def test_useless_user_turns_are_left_out(tmp_path, monkeypatch):
     tokenizer = chat_tokenizer()
-    monkeypatch.setattr(user_turns, "draw_opening", lambda *_: Opening("free", ""))
+    monkeypatch.setattr(user_turns, "draw_prompt_template", lambda *_: PromptTemplate("free", ""))
     chat = ChatFormat(tokenizer)
     turns = ["short", "ab " * 31, "i see a lighthouse", "I see a light-house.", "how do bees find home"]
 
@@ -268,7 +270,7 @@ def test_useless_user_turns_are_left_out(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("max_tokens", "answers"), [(196, 1), (197, 2)])
 def test_follow_ups_are_only_begun_where_they_can_be_answered(tmp_path, monkeypatch, max_tokens, answers):
-    monkeypatch.setattr(user_turns, "draw_opening", lambda *_: Opening("free", ""))
+    monkeypatch.setattr(user_turns, "draw_prompt_template", lambda *_: PromptTemplate("free", ""))
     chat = ChatFormat(chat_tokenizer())
     complete = Scripted(lambda *_: [*range(8, 23), EOS])
     recipe = replace(ONE, max_tokens=max_tokens, max_new_tokens=30, follow_ups=1.0)

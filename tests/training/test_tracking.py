@@ -203,8 +203,8 @@ def test_a_training_arrives(uri, client, experiment, checkpoint, warned):
     assert sorted(os.listdir(local)) == ["config.json", "model.safetensors"]
 
     assert warned() == []
-    assert not [path for path in Path("mlflow-spool").rglob("files/*") if path.exists()]  # delivered files are gone
-    assert sync("mlflow-spool", uri) == {}
+    assert not [path for path in Path("mlflow-outbox").rglob("files/*") if path.exists()]  # delivered files are gone
+    assert sync("mlflow-outbox", uri) == {}
     assert (mlflow.get_tracking_uri(), mlflow.active_run()) == (before, None)
 
 
@@ -270,7 +270,7 @@ def test_server_down_from_the_start(uri, client, experiment, checkpoint, warned)
     tracker = MLflowTracker(experiment, "late", dead_uri("me:secret@"), "late")
     fit(tracker, checkpoint)
     (warning,) = warned()
-    assert str(Path("mlflow-spool").absolute()) in warning
+    assert str(Path("mlflow-outbox").absolute()) in warning
     assert "`arbordraft train sync`" in warning
     assert "secret" not in warning
     assert tracker.version == tracker._journal.key
@@ -278,10 +278,10 @@ def test_server_down_from_the_start(uri, client, experiment, checkpoint, warned)
 
     records = [record for _, record in tracker._journal.pending(0)]
     with pytest.raises(MlflowException):
-        sync("mlflow-spool", dead_uri())
-    assert sync("mlflow-spool", uri) == {tracker._journal.key: len(records)}
+        sync("mlflow-outbox", dead_uri())
+    assert sync("mlflow-outbox", uri) == {tracker._journal.key: len(records)}
     first = everything(client, experiment, "late")
-    assert sync("mlflow-spool", uri) == {}
+    assert sync("mlflow-outbox", uri) == {}
     assert everything(client, experiment, "late") == first
 
     (run,) = runs(client, experiment)
@@ -351,9 +351,9 @@ def test_a_failure_anywhere(uri, client, undisturbed, checkpoint, warned, monkey
     with monkeypatch.context() as patch:
         patch.setattr(mlflow, "MlflowClient", dying_client(call, carried_out, KeyboardInterrupt()))
         with contextlib.suppress(KeyboardInterrupt):  # a call that was carried out may not be needed again
-            sync("mlflow-spool", uri)
-    sync("mlflow-spool", uri)
-    assert sync("mlflow-spool", uri) == {}
+            sync("mlflow-outbox", uri)
+    sync("mlflow-outbox", uri)
+    assert sync("mlflow-outbox", uri) == {}
     assert everything(client, experiment, name) == undisturbed
 
 
@@ -364,7 +364,7 @@ def undisturbed(uri, tmp_path_factory):
     (folder / "checkpoint").mkdir()
     (folder / "checkpoint" / "config.json").write_text("{}")
     (folder / "checkpoint" / "model.safetensors").write_text("weights")
-    tracker = MLflowTracker("undisturbed", uri=uri, registered_model="undisturbed", spool=folder / "spool")
+    tracker = MLflowTracker("undisturbed", uri=uri, registered_model="undisturbed", outbox=folder / "outbox")
     work(tracker, folder / "checkpoint")
     assert not tracker._link.said
     return everything(MlflowClient(uri), "undisturbed", "undisturbed")
@@ -387,7 +387,7 @@ def test_a_store_that_cannot_be_made(tmp_path, experiment, checkpoint, warned):
     (tmp_path / "file").touch()
     started = time.monotonic()
     fit(MLflowTracker(experiment, None, f"sqlite:///{tmp_path}/file/mlflow.db", "lost"), checkpoint)
-    fit(MLflowTracker(experiment, None, f"sqlite:///{tmp_path}", "lost", spool="other"), checkpoint)
+    fit(MLflowTracker(experiment, None, f"sqlite:///{tmp_path}", "lost", outbox="other"), checkpoint)
     assert time.monotonic() - started < 10  # MLflow alone would retry for 100 s
     assert len(warned()) == 2
     assert "other" in warned()[1]
@@ -400,11 +400,11 @@ def test_a_read_only_store(uri, experiment, checkpoint, warned):
     assert "readonly" in warning
 
 
-def test_a_spool_that_cannot_be_written(uri, client, experiment, tmp_path, checkpoint, warned):
+def test_an_outbox_that_cannot_be_written(uri, client, experiment, tmp_path, checkpoint, warned):
     (tmp_path / "file").touch()
-    fit(MLflowTracker(experiment, uri=uri, spool=tmp_path / "file" / "spool"), checkpoint)
+    fit(MLflowTracker(experiment, uri=uri, outbox=tmp_path / "file" / "outbox"), checkpoint)
     (warning,) = warned()
-    assert str(tmp_path / "file" / "spool") in warning
+    assert str(tmp_path / "file" / "outbox") in warning
     assert "the training goes on" in warning
     assert runs(client, experiment) == []
 
@@ -423,17 +423,17 @@ def test_a_disk_that_is_full_for_a_while(uri, client, experiment, tmp_path, warn
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert tracker._journal.records.read_bytes() == before
     assert len(warned()) == 1
-    assert list(tmp_path.glob("mlflow-spool/*/files/*")) == []
+    assert list(tmp_path.glob("mlflow-outbox/*/files/*")) == []
     tracker.log_metrics({"a": 3.0}, 3)
     (run,) = runs(client, experiment)
     assert [point.step for point in client.get_metric_history(run.info.run_id, "a")] == [1, 3]
 
 
-def test_a_spool_that_fails_at_first_still_begins_with_the_run(uri, client, experiment, warned):
-    Path("mlflow-spool").touch()
+def test_an_outbox_that_fails_at_first_still_begins_with_the_run(uri, client, experiment, warned):
+    Path("mlflow-outbox").touch()
     tracker = MLflowTracker(experiment, uri=uri)
     tracker.log_metrics({"a": 1.0})
-    Path("mlflow-spool").unlink()
+    Path("mlflow-outbox").unlink()
     tracker.log_metrics({"a": 2.0})
     (run,) = runs(client, experiment)
     assert run.data.metrics == {"a": 2.0}
@@ -484,7 +484,7 @@ def test_how_a_run_ended(uri, client, experiment, checkpoint, error, status):
 def test_the_server_is_chosen_when_the_tracker_is_made(uri, client, experiment, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     from_environment = MLflowTracker(experiment)
-    explicit = MLflowTracker(experiment, uri=dead_uri(), spool="other")
+    explicit = MLflowTracker(experiment, uri=dead_uri(), outbox="other")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", dead_uri())
     from_environment.log_metrics({"a": 1.0})
     explicit.log_metrics({"a": 2.0})
@@ -500,15 +500,15 @@ def test_only_rank_zero_tracks(uri, client, experiment, checkpoint, monkeypatch)
     tracker = pickle.loads(pickle.dumps(MLflowTracker(experiment, uri=uri)))  # as spawned processes get it
     work(tracker, checkpoint)
     assert isinstance(tracker.version, str)
-    assert not Path("mlflow-spool").exists()
+    assert not Path("mlflow-outbox").exists()
     assert runs(client, experiment) == []
 
 
 def test_a_late_delivery_leaves_the_alias_with_the_newer_version(uri, client, experiment, checkpoint):
     late = MLflowTracker(experiment, uri=dead_uri(), registered_model="race")
     late.register(checkpoint)
-    MLflowTracker(experiment, uri=uri, registered_model="race", spool="other").register(checkpoint)
-    sync("mlflow-spool", uri)
+    MLflowTracker(experiment, uri=uri, registered_model="race", outbox="other").register(checkpoint)
+    sync("mlflow-outbox", uri)
     assert len(client.search_model_versions("name = 'race'")) == 2
     assert client.get_registered_model("race").aliases == {"candidate": 1}
 
@@ -523,7 +523,7 @@ def test_sync_beside_a_training(uri, client, experiment, warned):
         assert deliver(tracker._journal, uri) == 0
     with tracker._journal.records.open("ab") as file:
         file.write(b'{"kind": "metrics", ')  # the writer has not finished its line
-    assert sync("mlflow-spool", uri) == {tracker._journal.key: 1}
+    assert sync("mlflow-outbox", uri) == {tracker._journal.key: 1}
     (run,) = runs(client, experiment)
     assert [point.value for point in client.get_metric_history(run.info.run_id, "a")] == [1, 2]
     assert warned() == []
@@ -536,11 +536,11 @@ def test_sync_names_what_still_waits(uri, client, experiment):
     lost.log_metrics({"a": 1.0})
     fine._link.online = False
     fine.log_metrics({"a": 2.0})
-    Path("mlflow-spool", "notes.txt").touch()  # none of ours
-    with pytest.raises(RuntimeError, match=rf"1 runs in .*mlflow-spool still wait:\n{lost._journal.key}: .*deleted"):
-        sync("mlflow-spool", uri)
+    Path("mlflow-outbox", "notes.txt").touch()  # none of ours
+    with pytest.raises(RuntimeError, match=rf"1 runs in .*mlflow-outbox still wait:\n{lost._journal.key}: .*deleted"):
+        sync("mlflow-outbox", uri)
     assert [run.data.metrics for run in runs(client, experiment)] == [{"a": 2.0}]
-    with pytest.raises(FileNotFoundError, match=r"no spool at .*absent"):
+    with pytest.raises(FileNotFoundError, match=r"no outbox at .*absent"):
         sync("absent", uri)
 
 

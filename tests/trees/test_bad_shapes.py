@@ -26,7 +26,7 @@ from arbordraft import (
 )
 from arbordraft.sampling.laws import AdaptiveTopTail, DraftLaw
 from arbordraft.sampling.noise import Noise
-from arbordraft.sampling.processors import Warp
+from arbordraft.sampling.processors import LogitsPipeline
 from arbordraft.sampling.rows import SoftmaxRows
 from arbordraft.trees.draft_tree import DraftTree, SampleTree
 from arbordraft.trees.masks import SlicedCausalMask
@@ -62,7 +62,7 @@ COUNTS = {
     "from_parents": (lambda parent: TreeTopology.from_parents([-1, 0, parent]), r"parents\[2\]", None, None),
     "sequoia, nodes": (lambda nodes: TreeTopology.sequoia([0.5, 0.2], nodes), "nodes", 1, MOST_NODES),
     "mask": (lambda context: SlicedCausalMask(TREE, context), "max_context", 0, None),
-    "warp": (lambda batch: Warp([], batch), "batch_size", 0, None),
+    "warp": (lambda batch: LogitsPipeline([], batch), "batch_size", 0, None),
     "buckets": (
         lambda rows: SpeculativeDecoder(
             ragged(), NoDrafter(), TreeTopology.chain(0), Coupling(Fixed(1), TopDown(Matching())), buckets=(8, rows)
@@ -152,7 +152,11 @@ BAD = {
     "float depth": (lambda: TreeTopology.sequoia([0.5], 4, 2.5), TypeError, "max_depth must be a whole number"),
     "depth below 0": (lambda: TreeTopology.sequoia([0.5], 4, -1), ValueError, "max_depth must be .* from 0 to 512"),
     "mask of a list": (lambda: SlicedCausalMask([-1, 0]), TypeError, "topology must be of type TreeTopology, got"),
-    "processor": (lambda: Warp([0.7]), TypeError, "a logits processor is a function of input_ids and scores, got 0.7"),
+    "processor": (
+        lambda: LogitsPipeline([0.7]),
+        TypeError,
+        "a logits processor is a function of input_ids and scores, got 0.7",
+    ),
 }
 
 

@@ -21,7 +21,7 @@ from arbordraft import (
     WithoutReplacement,
 )
 from arbordraft.drafters import Drafter
-from arbordraft.drafters.grower import Garden
+from arbordraft.drafters.grower import TreeGrower
 from arbordraft.kernels.verify import lowest_kept, row_max
 from arbordraft.sampling.noise import Noise
 from arbordraft.testing import distance_to_target, random_table, target_rows
@@ -225,14 +225,14 @@ class Repeating(Drafter):
         self.model = target.model
 
     def propose(self, state, context):
-        garden = Garden(context, Fixed(context.law.k), self)
+        grower = TreeGrower(context, Fixed(context.law.k), self)
         for depth in range(context.topology.max_depth):
-            for sample, nodes in garden.frontier(depth).items():
+            for sample, nodes in grower.frontier(depth).items():
                 for node in nodes:
-                    text = [*context.tokens[sample], *garden.path(sample, node)]
+                    text = [*context.tokens[sample], *grower.path(sample, node)]
                     token = int(next_logits(self.model, text).argmax())
-                    garden.plant(sample, node, [token] * 2, [0.5] * 2, None)
-        return garden.tree()
+                    grower.add_children(sample, node, [token] * 2, [0.5] * 2, None)
+        return grower.tree()
 
 
 def texts(buckets, lift=TopDown, **settings):

@@ -167,7 +167,7 @@ class _Mask:
         return masked
 
 
-class GrammarContest:
+class GrammarSuite:
     """Turns texts into JSON with several decoders, the first of them masked plain decoding.
 
     Args:
@@ -250,4 +250,4 @@ class GrammarContest:
         return DecodeStats("exact", emitted=[emitted(texts[:, inputs["input_ids"].shape[1] :], model)], forwards=[])
 
 
-__all__ = ["TASKS", "GrammarContest", "MaskRow"]
+__all__ = ["TASKS", "GrammarSuite", "MaskRow"]

@@ -69,7 +69,7 @@ def forward_pair(target: RaggedModel, contexts: list[int], new: int) -> tuple[Ca
     target.prefill(dict(zip(handles, prompts, strict=True)), cache)
 
     def packed() -> None:
-        target(tokens.flatten(), cache.plan(handles, [range(new)] * batch), cache)
+        target(tokens.flatten(), cache.lay_out(handles, [range(new)] * batch), cache)
         cache.drop(handles)
 
     ids, mask = left_padded(prompts).values()

@@ -50,8 +50,8 @@ class PaddedDecoder(SpeculativeDecoder):
         longest = max(lengths)
         rows = [longest if self.pad_input else length for length in lengths]
         taking = [number for number, count in enumerate(rows) if count]
-        batch = cache.plan_padded(
-            [cache.samples[number] for number in taking],
+        batch = cache.lay_out_padded(
+            [cache.handles[number] for number in taking],
             [lengths[sample] for sample in taking],
             [rows[sample] for sample in taking],
         )
@@ -84,7 +84,7 @@ class _PaddedCache(RaggedKVCache):
         self._finished: set[int] = set()
 
     @property
-    def samples(self) -> list[int]:
+    def handles(self) -> list[int]:
         """Handles of all samples, finished ones too, as they came."""
         return list(self._slabs)
 
@@ -93,45 +93,45 @@ class _PaddedCache(RaggedKVCache):
         if self._real:
             return
         longest = max(slab.length for slab in self._slabs.values())
-        for sample, slab in self._slabs.items():
+        for handle, slab in self._slabs.items():
             missing = longest - slab.length if self.pad else 0
             self._reserve(slab, slab.length + missing)
             slab.tree_positions += [0] * missing
-            self._real[sample] = [False] * missing
+            self._real[handle] = [False] * missing
 
-    def __contains__(self, sample: object) -> bool:
-        return super().__contains__(sample) and sample not in self._finished
+    def __contains__(self, handle: object) -> bool:
+        return super().__contains__(handle) and handle not in self._finished
 
-    def close(self, sample: int) -> None:
-        self._finished.add(sample)
+    def close(self, handle: int) -> None:
+        self._finished.add(handle)
 
-    def plan_padded(self, samples: Sequence[int], lengths: Sequence[int], rows: Sequence[int]) -> RaggedBatch:
+    def lay_out_padded(self, handles: Sequence[int], lengths: Sequence[int], rows: Sequence[int]) -> RaggedBatch:
         """Plans chains of ``lengths`` rows, filled up to ``rows``; what is filled up sees itself only."""
         offsets = [
-            [sum(self._real[sample]) + min(row, max(length - 1, 0)) for row in range(count)]
-            for sample, length, count in zip(samples, lengths, rows, strict=True)
+            [sum(self._real[handle]) + min(row, max(length - 1, 0)) for row in range(count)]
+            for handle, length, count in zip(handles, lengths, rows, strict=True)
         ]
-        width = max(len(self._real[sample]) + count for sample, count in zip(samples, rows, strict=True))
+        width = max(len(self._real[handle]) + count for handle, count in zip(handles, rows, strict=True))
         visible = []
-        for sample, length, count in zip(samples, lengths, rows, strict=True):
-            known = torch.tensor(self._real[sample], dtype=torch.bool)
+        for handle, length, count in zip(handles, lengths, rows, strict=True):
+            known = torch.tensor(self._real[handle], dtype=torch.bool)
             own = torch.eye(count, dtype=torch.bool)
             own[:length, :length] = torch.ones(length, length, dtype=torch.bool).tril()
             seen = torch.cat([known.expand(count, -1), own], dim=1)
             visible.append(torch.nn.functional.pad(seen, (0, width - seen.shape[1])))
-        return self.plan(samples, offsets, ancestor_words(torch.cat(visible)))
+        return self.lay_out(handles, offsets, ancestor_words(torch.cat(visible)))
 
     def commit(self, kept: Mapping[int, Sequence[int]]) -> None:
         if not self._real:  # prompts
             super().commit(kept)
             return
         gained = max(map(len, kept.values()), default=0)
-        for sample, real in self._real.items():
-            count = len(kept.get(sample, ()))
-            if list(kept.get(sample, ())) != list(range(count)):
+        for handle, real in self._real.items():
+            count = len(kept.get(handle, ()))
+            if list(kept.get(handle, ())) != list(range(count)):
                 raise ValueError("a padded cache keeps the beginning of a chain")
             columns = gained if self.pad else count
             real += [True] * count + [False] * (columns - count)
-            slab = self._slabs[sample]
+            slab = self._slabs[handle]
             del slab.tree_positions[len(real) :]
             slab.tree_positions += [0] * (len(real) - len(slab.tree_positions))

@@ -239,7 +239,7 @@ def product(
     ]  # fmt: skip
 
 
-def fitting(shapes: Sequence[Shape], memory: int, tell: Callable[[str], object]) -> list[Shape]:
+def fitting_shapes(shapes: Sequence[Shape], memory: int, tell: Callable[[str], object]) -> list[Shape]:
     """The shapes whose keys fit into ``memory`` bytes twice, once packed and once padded, with a fifth to spare."""
     small = [shape for shape in shapes if 2.5 * shape.work().bytes < memory]
     for shape in set(shapes) - set(small):

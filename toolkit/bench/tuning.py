@@ -21,7 +21,7 @@ from arbordraft.decoding.measuring import measure_costs
 from arbordraft.decoding.prompts import chat_batches, plain_request
 from arbordraft.drafters import Drafter, NGramDrafter
 from arbordraft.target.model import RaggedModel
-from arbordraft.utils.checks import as_temperature, each, whole
+from arbordraft.utils.checks import check_int, check_sequence, check_temperature
 from arbordraft.utils.files import write_text
 
 if TYPE_CHECKING:
@@ -112,15 +112,15 @@ class Tuned:
     choices: list[Choice]
 
     def __post_init__(self) -> None:
-        as_temperature("temperature", self.temperature)
+        check_temperature("temperature", self.temperature)
         if not self.choices:
             raise ValueError("it holds no choice for any batch size")
         for index, choice in enumerate(self.choices):
-            whole(f"choices[{index}].batch", choice.batch, 1)
+            check_int(f"choices[{index}].batch", choice.batch, 1)
 
     def choice(self, batch: int) -> Choice:
         """That for the largest batch size tuned for which is not above this one, or the smallest of all."""
-        batch = whole("batch", batch, 1)
+        batch = check_int("batch", batch, 1)
         below = [choice for choice in self.choices if choice.batch <= batch]
         return below[-1] if below else self.choices[0]
 
@@ -182,10 +182,10 @@ def tune(
         TypeError: if an argument is no number of its kind, or ``prompts`` no list of texts.
         ValueError: if an argument is out of range, or there is no prompt or batch size.
     """
-    batches = each("batches", batches, lambda name, value: whole(name, value, 1, _LARGEST))
+    batches = check_sequence("batches", batches, lambda name, value: check_int(name, value, 1, _LARGEST))
     if not batches:
         raise ValueError("batches must hold at least one batch size, got none")
-    temperature, new_tokens = as_temperature("temperature", temperature), whole("new_tokens", new_tokens, 1)
+    temperature, new_tokens = check_temperature("temperature", temperature), check_int("new_tokens", new_tokens, 1)
     tell("measuring forwards and drafts")
     costs = measure_costs(target, drafter, tokenizer, prompts)
     choices = []

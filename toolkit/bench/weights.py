@@ -121,7 +121,7 @@ def _read(model: RaggedModel, reference: RaggedModel, parts: Sequence[Tensor]) -
 def _log_probs(model: RaggedModel, tokens: Tensor) -> Tensor:
     """``[L, V]`` float32."""
     cache = RaggedKVCache()
-    batch = cache.plan([cache.open(len(tokens))], [range(len(tokens))])
+    batch = cache.lay_out([cache.open(len(tokens))], [range(len(tokens))])
     return model(tokens, batch, cache).float().log_softmax(dim=-1)
 
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from arbordraft.decoding.prompts import MIXED, VARIED, chat_batches, plain_request
-from arbordraft.utils.checks import as_temperature, whole
+from arbordraft.utils.checks import check_int, check_temperature
 
 if TYPE_CHECKING:
     from arbordraft.target.model import RaggedModel
@@ -51,9 +51,9 @@ class Workload:
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompts", tuple(self.prompts))
         for name in ("batch", "new_tokens", "repeats"):
-            whole(name, getattr(self, name), 1)
-        object.__setattr__(self, "temperature", as_temperature("temperature", self.temperature))
-        whole("seed", self.seed, 0)
+            check_int(name, getattr(self, name), 1)
+        object.__setattr__(self, "temperature", check_temperature("temperature", self.temperature))
+        check_int("seed", self.seed, 0)
 
     @property
     def sampled(self) -> bool:

@@ -11,12 +11,11 @@ import typer
 
 from arbordraft.bench import cpu as cpu_bench
 from arbordraft.bench import kernels as kernel_bench
-from arbordraft.bench import model, problems, roofline
-from arbordraft.bench import suites as contests
+from arbordraft.bench import model, problems, roofline, suites
 from arbordraft.bench import verifiers as acceptance
 from arbordraft.bench import weights as fewer_bits
 from arbordraft.bench.decoding import in_turns
-from arbordraft.bench.grammars import GrammarContest
+from arbordraft.bench.grammars import GrammarSuite
 from arbordraft.bench.onnx import draft_steps
 from arbordraft.bench.tuning import Tuned
 from arbordraft.cli.measurement import (
@@ -129,7 +128,7 @@ def decode(run: Run, drafter: DraftersOption = None) -> None:
     target = run.target()
     drafters = drafters_of(names, target)
     for workload in run.workloads():
-        run.decode(target, contests.drafter_gain(target, drafters, workload), workload)
+        run.decode(target, suites.drafter_gain(target, drafters, workload), workload)
 
 
 @measurement(DECODING, batches="1,2,4,8,16", temperatures="0,1", repeats=5)
@@ -138,8 +137,8 @@ def policy(run: Run, drafter: DraftersOption = None) -> None:
     names = named(drafter)
     target = run.target()
     drafters = drafters_of(names, target)
-    for workload in map(contests.whole_batches, run.workloads()):
-        run.decode(target, contests.policy(target, drafters), workload)
+    for workload in map(suites.whole_batches, run.workloads()):
+        run.decode(target, suites.policy(target, drafters), workload)
 
 
 @measurement(DECODING - {"repeats"}, dtype=Dtype.float32, new_tokens=24, temperatures="0.3,0.6,1")
@@ -180,8 +179,8 @@ def batching(
 ) -> None:
     """EMS-SD's comparison: the same chains in a padded batch, half padded ones and an unpadded one."""
     target = run.target()
-    decoders = contests.padding(target, drafter_named(drafter, target), length)
-    for workload in map(contests.whole_batches, run.workloads()):
+    decoders = suites.padding(target, drafter_named(drafter, target), length)
+    for workload in map(suites.whole_batches, run.workloads()):
         run.decode(target, decoders, workload)
 
 
@@ -193,7 +192,7 @@ def product(
 ) -> None:
     """Ragged batches of chains, static trees and trees of dynamic depth; and the lossy fork of improved MCSD."""
     target = run.target()
-    decoders = contests.product(target, drafter_named(drafter, target), nodes)
+    decoders = suites.product(target, drafter_named(drafter, target), nodes)
     for workload in run.workloads():
         run.decode(target, decoders, workload)
 
@@ -212,8 +211,8 @@ def deciders(
     table = StepCosts.load(costs) if costs else None
     trained = LearnedDecider.from_pretrained(learned) if learned else None
     for workload in run.workloads():
-        stopping = contests.deciders(depth, table, trained)
-        run.decode(target, contests.stops(target, proposer, stopping, workload, depth), workload)
+        stopping = suites.deciders(depth, table, trained)
+        run.decode(target, suites.stops(target, proposer, stopping, workload, depth), workload)
 
 
 @measurement(DECODING, batches="1")
@@ -225,17 +224,17 @@ def compare(
     target = run.target()
     drafters = drafters_of(drafter, target)
     for workload in run.workloads():
-        run.decode(target, contests.against_transformers(target, drafters, workload), workload)
+        run.decode(target, suites.against_transformers(target, drafters, workload), workload)
 
 
 @measurement(DECODING - {"prompts"}, new_tokens=160, batches="1,8")
 def grammars(run: Run) -> None:
     """Texts turned into JSON by schemas: masked plain decoding, forced tokens with lookups, and transformers."""
-    contest = GrammarContest(run.target(), run.shared["limit"])
+    suite = GrammarSuite(run.target(), run.shared["limit"])
     for workload in run.workloads():
-        workload = replace(workload, prompts=contest.prompts)
-        rows = run.take(in_turns(contest.target, contest.decoders(workload), workload, run.tell), workload)
-        run.take([contest.masks(workload, rows[0])], workload)
+        workload = replace(workload, prompts=suite.prompts)
+        rows = run.take(in_turns(suite.target, suite.decoders(workload), workload, run.tell), workload)
+        run.take([suite.masks(workload, rows[0])], workload)
 
 
 @measurement(DECODING - {"temperatures"}, new_tokens=96, batches="1,8")
@@ -250,7 +249,7 @@ def tuned(
     proposer = drafter_named(drafter or choice.drafter, target)
     run.temperatures = [choice.temperature]
     for workload in run.workloads():
-        run.decode(target, contests.against_grid(target, proposer, choice, workload.batch), workload)
+        run.decode(target, suites.against_grid(target, proposer, choice, workload.batch), workload)
 
 
 @measurement({"seed", "json"})
@@ -284,7 +283,7 @@ def kernels(
     if here.type == "cuda":
         watch = kernel_bench.Stopwatch(milliseconds)
         run.settings |= watch.settings()
-        shapes = roofline.fitting(shapes, torch.cuda.get_device_properties(here).total_memory, console.print)
+        shapes = roofline.fitting_shapes(shapes, torch.cuda.get_device_properties(here).total_memory, console.print)
     else:
         console.print(
             "There is no GPU: the kernels run in Triton's interpreter, on tiny problems. That shows whether "

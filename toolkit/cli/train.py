@@ -97,14 +97,14 @@ def demo(
 
 
 @app.command("sync")
-def sync_spool(
-    spool: Annotated[Path, typer.Argument(help="The folder that the warning named.")] = Path("mlflow-spool"),
+def sync_outbox(
+    outbox: Annotated[Path, typer.Argument(help="The folder that the warning named.")] = Path("mlflow-outbox"),
     uri: Annotated[str | None, typer.Option(help="Tracking server, if it is not the training's own.")] = None,
 ) -> None:
     """Push what trainings could not push to MLflow."""
     from arbordraft.training.delivery import sync
 
-    for run_folder, records in sync(spool, uri).items():
+    for run_folder, records in sync(outbox, uri).items():
         typer.echo(f"{run_folder}: {records} records")
 
 

@@ -11,7 +11,7 @@ from arbordraft.deciders.base import Decider
 from arbordraft.deciders.decisions import StepView
 from arbordraft.deciders.simple import EntropyBound
 from arbordraft.trees.draft_tree import Outcome
-from arbordraft.utils.checks import instance, positive, real, whole
+from arbordraft.utils.checks import check_float, check_instance, check_int, check_positive
 
 
 @dataclass
@@ -31,8 +31,8 @@ class Heuristic(Decider):
 
     def __init__(self, first: int = 5, longest: int = 20) -> None:
         super().__init__()
-        self.longest = whole("longest", longest, 1)
-        self.first = whole("first", first, 1, self.longest)
+        self.longest = check_int("longest", longest, 1)
+        self.first = check_int("first", first, 1, self.longest)
 
     def start(self) -> _Length:
         return _Length(self.first)
@@ -59,9 +59,9 @@ class AcceptedAverage(Decider):
 
     def __init__(self, first: float = 3.0, margin: float = 1.0, decay: float = 0.8) -> None:
         super().__init__()
-        self.first = real("first", first, 0)
-        self.margin = positive("margin", margin)
-        self.decay = real("decay", decay, 0, 1)
+        self.first = check_float("first", first, 0)
+        self.margin = check_positive("margin", margin)
+        self.decay = check_float("decay", decay, 0, 1)
 
     def start(self) -> _Length:
         return _Length(self.first)
@@ -99,9 +99,9 @@ class AdaEDL(EntropyBound):
         self, threshold: float = 0.3, gamma: float = 0.2, wanted: float = 0.7, step: float = 0.05, decay: float = 0.5
     ) -> None:
         super().__init__(threshold, gamma)
-        self.wanted = real("wanted", wanted, 0, 1)
-        self.step = positive("step", step)
-        self.decay = real("decay", decay, 0, 1)
+        self.wanted = check_float("wanted", wanted, 0, 1)
+        self.step = check_positive("step", step)
+        self.decay = check_float("decay", decay, 0, 1)
 
     def start(self) -> _Bound:
         return _Bound(self.threshold, self.wanted)
@@ -143,16 +143,16 @@ class Bandit(Decider):
         self, deciders: Sequence[Decider], cost: float = 0.2, longest: int = 8, exploration: float = 0.5
     ) -> None:
         super().__init__()
-        instance("deciders", deciders, Sequence, nn.ModuleList)
+        check_instance("deciders", deciders, Sequence, nn.ModuleList)
         for index, decider in enumerate(deciders):
-            instance(f"deciders[{index}]", decider, Decider)
+            check_instance(f"deciders[{index}]", decider, Decider)
         if len(deciders) < 2:
             raise ValueError(f"a bandit needs at least two deciders to choose from, got {len(deciders)}")
         self.anticipating = any(decider.anticipating for decider in deciders)
         self.deciders: Sequence[Decider] = nn.ModuleList(deciders)  # type: ignore[assignment]
-        self.cost = real("cost", cost, 0)
-        self.longest = whole("longest", longest, 1)
-        self.exploration = real("exploration", exploration, 0)
+        self.cost = check_float("cost", cost, 0)
+        self.longest = check_int("longest", longest, 1)
+        self.exploration = check_float("exploration", exploration, 0)
 
     def start(self) -> _Arms:
         count = len(self.deciders)

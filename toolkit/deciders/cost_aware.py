@@ -16,7 +16,7 @@ from arbordraft.deciders.costs import CostTable, StepCosts
 from arbordraft.deciders.decisions import Plan, Situation, StepView
 from arbordraft.deciders.simple import PathSurvival
 from arbordraft.trees.draft_tree import Outcome
-from arbordraft.utils.checks import instance, real, whole
+from arbordraft.utils.checks import check_float, check_instance, check_int
 
 _DEPTHS = 4  # depths that are told apart; the last one stands for all that are deeper
 _FALL = 0.85  # acceptance below the first level relative to that there, where nothing is known
@@ -112,16 +112,16 @@ class CostAware(Decider):
         decay: float = 0.95,
     ) -> None:
         super().__init__()
-        instance("costs", costs, StepCosts, CostTable)
+        check_instance("costs", costs, StepCosts, CostTable)
         self.costs = StepCosts(costs, CostTable((1,), (1e-9,))) if isinstance(costs, CostTable) else costs
         self.measure: Callable[[Callable[[], bool] | None], StepCosts | None] | None = None
         self._decoded = 0
-        self.nodes = None if nodes is None else whole("nodes", nodes, 1)
+        self.nodes = None if nodes is None else check_int("nodes", nodes, 1)
         self.survival = survival
         if survival is not None:
-            instance("survival", survival, PathSurvival)
+            check_instance("survival", survival, PathSurvival)
             self.anticipating = survival.anticipating
-        self.decay = real("decay", decay, 0, 1)
+        self.decay = check_float("decay", decay, 0, 1)
         self._slopes: dict[int, float] = {}
         self._times = [0.0]
 
@@ -184,8 +184,8 @@ class CostAware(Decider):
     def forward(self, view: StepView) -> Sequence[bool]:
         """Asks for one level what :meth:`plan` answers for all."""
         reaches = (self.survival or PathSurvival()).survival(view)
-        room = [view.depth + 1] * len(reaches)
-        plan = self._plan(Situation(room, view.memory, view.alike, view.source, view.acceptance))
+        max_depth = [view.depth + 1] * len(reaches)
+        plan = self._plan(Situation(max_depth, view.memory, view.alike, view.source, view.acceptance))
         gains = [
             sum(reach * next_[min(view.depth, len(next_) - 1)] - plan.row for reach in nodes)
             for nodes, next_ in zip(reaches, plan.next, strict=True)
@@ -200,24 +200,28 @@ class CostAware(Decider):
             return Plan.everything([0] * len(records))
         for record in records:
             record.wake()
-        samples = len(records) * situation.alike + situation.beside
+        samples = len(records) * situation.alike + situation.extra_rows
         base = self._target(samples) + self.costs.rest
         longest = max(situation.left, default=1)
         weights = [(left / longest) ** _PACE for left in situation.left] or [1.0] * len(records)
         # A token more of everybody who is last saves a step: the fewer these are, the more each of theirs is worth.
-        worth = sum(weights) * situation.alike + situation.beside
-        margin = _MARGIN + (_LAG * min(_MOST, math.log2(len(records) + situation.beside)) if situation.left else 0.0)
+        worth = sum(weights) * situation.alike + situation.extra_rows
+        margin = _MARGIN + (
+            _LAG * min(_MOST, math.log2(len(records) + situation.extra_rows)) if situation.left else 0.0
+        )
         rate = margin * worth / base
         row = self._slope(samples)
         budget = None if self.nodes is None else len(records) * (self.nodes - 1)
         if budget is not None:
-            situation = replace(situation, room=[min(room, budget) for room in situation.room])
+            situation = replace(situation, max_depth=[min(max_depth, budget) for max_depth in situation.max_depth])
         trust = [_trust(record) for record in records]
         if situation.free:  # they are found first: how far they go on is for what was found to say
             looking = self.costs.looking(samples)
             keep = self._keeping(samples, worth, situation.alike, rate, budget, margin, looking)
             ones = [(1.0,)] * len(records)
-            levels = [0 if record.rests else room for record, room in zip(records, situation.room, strict=True)]
+            levels = [
+                0 if record.rests else max_depth for record, max_depth in zip(records, situation.max_depth, strict=True)
+            ]
             return Plan(levels, trust, ones, row=rate * row, budget=budget, keep=keep, weights=weights)
         following = [_expected(record, situation.acceptance) for record in records]
         draft, widest = self.costs.draft, self.costs.draft.rows[-1]
@@ -229,12 +233,12 @@ class CostAware(Decider):
             before, rate = rate, max(rate, margin * (worth + gained) / (base + seconds))
             if rate == before:
                 break
-        behind = situation.behind or [0] * len(gains)
+        lag = situation.lag or [0] * len(gains)
         soon = [min(_SOON, left) for left in situation.left] or [_SOON] * len(gains)
-        reading = [rate * each * tokens / steps for tokens, steps in zip(behind, soon, strict=True)]
+        reading = [rate * each * tokens / steps for tokens, steps in zip(lag, soon, strict=True)]
         gains = [gain - cost for gain, cost in zip(gains, reading, strict=True)]
         return Plan(
-            [room if gain > 0 else 0 for room, gain in zip(situation.room, gains, strict=True)],
+            [max_depth if gain > 0 else 0 for max_depth, gain in zip(situation.max_depth, gains, strict=True)],
             trust,
             following,
             level=rate * level,
@@ -261,11 +265,11 @@ class CostAware(Decider):
         ``each`` of it in drafting.
         """
         alike = situation.alike
-        samples, drafted = len(situation.room) * alike + situation.beside, 0
+        samples, drafted = len(situation.max_depth) * alike + situation.extra_rows, 0
         before = self._target(samples)
         chains: list[list[float]] = []
-        for room, next_, weight in zip(situation.room, following, weights, strict=True):
-            chances = (next_[min(depth, len(next_) - 1)] for depth in range(room))
+        for max_depth, next_, weight in zip(situation.max_depth, following, weights, strict=True):
+            chances = (next_[min(depth, len(next_) - 1)] for depth in range(max_depth))
             path = islice(accumulate(chances, mul, initial=weight), 1, None)
             chains.append(list(takewhile(lambda reach: reach >= rate * row, path)))
         start = self.costs.starting(alike * sum(map(bool, chains)))

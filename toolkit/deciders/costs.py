@@ -8,7 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from arbordraft.utils.checks import each, instance, positive, real, whole
+from arbordraft.utils.checks import check_float, check_instance, check_int, check_positive, check_sequence
 from arbordraft.utils.files import write_text
 
 Loaded = TypeVar("Loaded")
@@ -36,8 +36,8 @@ class CostTable:
     seconds: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        rows = each("rows", self.rows, whole)
-        seconds = each("seconds", self.seconds, positive)
+        rows = check_sequence("rows", self.rows, check_int)
+        seconds = check_sequence("seconds", self.seconds, check_positive)
         if list(rows) != sorted(set(rows)) or rows[:1] != (1,) or len(rows) != len(seconds):
             raise ValueError(
                 f"a cost table needs ascending rows from 1 and a time for each, got rows {list(rows)} and "
@@ -111,10 +111,10 @@ class StepCosts:
     finding: float = 0.0
 
     def __post_init__(self) -> None:
-        instance("target", self.target, CostTable)
-        instance("draft", self.draft, CostTable)
+        check_instance("target", self.target, CostTable)
+        check_instance("draft", self.draft, CostTable)
         for name in ("decide", "rest", "start", "joining", "lookup", "finding"):
-            object.__setattr__(self, name, real(name, getattr(self, name), 0))
+            object.__setattr__(self, name, check_float(name, getattr(self, name), 0))
 
     @classmethod
     def load(cls, path: Path) -> Self:

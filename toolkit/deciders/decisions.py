@@ -104,26 +104,26 @@ class Situation:
     """What is known before anything is drafted in a step, about samples that share what pays.
 
     Args:
-        room: greatest useful depth of every sample's tree.
+        max_depth: greatest useful depth of every sample's tree.
         memory: what the decider remembers of each, see :meth:`~arbordraft.deciders.Decider.start`.
         alike: samples that each of them stands for, as in :class:`StepView`.
         source: the drafter by its kind, so that what is learned of one is not taken for another's.
         acceptance: how often its most probable token is the next one, its second, and so on, before anything is known.
         free: a level takes next to no time beside the target's forward, as lookups do.
-        behind: committed tokens of every sample that the drafter would have to read first; none if empty.
+        lag: committed tokens of every sample that the drafter would have to read first; none if empty.
         left: tokens that every sample may still get; no matter how many if empty.
-        beside: rows that the target's forward has besides those of these samples, whatever becomes of them.
+        extra_rows: rows that the target's forward has besides those of these samples, whatever becomes of them.
     """
 
-    room: Sequence[int]
+    max_depth: Sequence[int]
     memory: Sequence[Any]
     alike: int = 1
     source: str = ""
     acceptance: Sequence[float] = (0.5,)
     free: bool = False
-    behind: Sequence[int] = ()
+    lag: Sequence[int] = ()
     left: Sequence[int] = ()
-    beside: int = 0
+    extra_rows: int = 0
 
 
 def _all_of(chances: Sequence[float]) -> int:

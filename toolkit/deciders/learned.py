@@ -18,7 +18,7 @@ from torch.nn import functional
 from arbordraft.checkpoints.reader import CONFIG, WEIGHTS, few, read_config, read_tensors
 from arbordraft.deciders.decisions import TOP, Origin, StepView
 from arbordraft.deciders.simple import PathSurvival
-from arbordraft.utils.checks import each, positive, whole
+from arbordraft.utils.checks import check_int, check_positive, check_sequence
 from arbordraft.utils.files import new_file
 
 _WIDEST = 2**16  # of a layer: what is wider is a mistake that would take all memory
@@ -49,8 +49,8 @@ class RowSurvival(PathSurvival):
 
     def __init__(self, threshold: float, hidden_size: int, top_k: int) -> None:
         super().__init__(threshold)
-        self.hidden_size = whole("hidden_size", hidden_size, 0, _WIDEST)
-        self.top_k = whole("top_k", top_k, 0, TOP)
+        self.hidden_size = check_int("hidden_size", hidden_size, 0, _WIDEST)
+        self.top_k = check_int("top_k", top_k, 0, TOP)
 
     @torch.no_grad()
     def survival(self, view: StepView) -> list[list[float]]:
@@ -131,8 +131,8 @@ class LearnedDecider(RowSurvival):
         temperatures: Sequence[float] = (1.0,),
     ) -> None:
         super().__init__(threshold, hidden_size, top_k)
-        self.widths = each("widths", widths, lambda name, value: whole(name, value, 1, _WIDEST))
-        self.temperatures = each("temperatures", temperatures, positive)
+        self.widths = check_sequence("widths", widths, lambda name, value: check_int(name, value, 1, _WIDEST))
+        self.temperatures = check_sequence("temperatures", temperatures, check_positive)
         if not self.temperatures:
             raise ValueError("temperatures must hold at least one, got none")
         sizes = [3 + (1 + self.top_k) * (self.top_k > 0) + self.hidden_size, *self.widths]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from arbordraft.deciders.base import Decider
 from arbordraft.deciders.decisions import Plan, Situation, StepView
-from arbordraft.utils.checks import positive, real, whole
+from arbordraft.utils.checks import check_float, check_int, check_positive
 
 
 class FixedDepth(Decider):
@@ -13,10 +13,12 @@ class FixedDepth(Decider):
 
     def __init__(self, depth: int | None = None) -> None:
         super().__init__()
-        self.depth = None if depth is None else whole("depth", depth, 0)
+        self.depth = None if depth is None else check_int("depth", depth, 0)
 
     def plan(self, situation: Situation) -> Plan:
-        return Plan.everything([room if self.depth is None else min(room, self.depth) for room in situation.room])
+        return Plan.everything(
+            [max_depth if self.depth is None else min(max_depth, self.depth) for max_depth in situation.max_depth]
+        )
 
     def forward(self, view: StepView) -> Sequence[bool]:
         return [self.depth is None or view.depth < self.depth] * len(view.paths)
@@ -36,7 +38,7 @@ class NodeBudget(Decider):
         ValueError: if it is below 1.
 
     Examples:
-        >>> plan = NodeBudget(4).plan(Situation(room=[6, 6], memory=[None, None]))
+        >>> plan = NodeBudget(4).plan(Situation(max_depth=[6, 6], memory=[None, None]))
         >>> plan.budget, plan.keep([0.9] * 10)
         (6, 6)
     """
@@ -45,11 +47,11 @@ class NodeBudget(Decider):
 
     def __init__(self, nodes: int) -> None:
         super().__init__()
-        self.nodes = whole("nodes", nodes, 1)
+        self.nodes = check_int("nodes", nodes, 1)
 
     def plan(self, situation: Situation) -> Plan:
-        budget = len(situation.room) * (self.nodes - 1)
-        levels = [room if budget else 0 for room in situation.room]
+        budget = len(situation.max_depth) * (self.nodes - 1)
+        levels = [max_depth if budget else 0 for max_depth in situation.max_depth]
         return Plan.everything(levels, budget=budget, keep=lambda chances: min(len(chances), budget))
 
     def forward(self, view: StepView) -> Sequence[bool]:
@@ -71,7 +73,7 @@ class ConfidenceThreshold(Decider):
 
     def __init__(self, threshold: float = 0.4) -> None:
         super().__init__()
-        self.threshold = real("threshold", threshold, 0, 1)
+        self.threshold = check_float("threshold", threshold, 0, 1)
 
     def forward(self, view: StepView) -> Sequence[bool]:
         return [max(nodes) >= self.threshold for nodes in view.confidence]
@@ -88,8 +90,8 @@ class EntropyBound(Decider):
 
     def __init__(self, threshold: float = 0.3, gamma: float = 0.2) -> None:
         super().__init__()
-        self.threshold = real("threshold", threshold, 0, 1)
-        self.gamma = positive("gamma", gamma)
+        self.threshold = check_float("threshold", threshold, 0, 1)
+        self.gamma = check_positive("gamma", gamma)
 
     def forward(self, view: StepView) -> Sequence[bool]:
         return [promise >= self.threshold for promise in self.promises(view)]
@@ -117,7 +119,7 @@ class PathSurvival(Decider):
 
     def __init__(self, threshold: float = 0.3) -> None:
         super().__init__()
-        self.threshold = real("threshold", threshold, 0)
+        self.threshold = check_float("threshold", threshold, 0)
 
     def forward(self, view: StepView) -> Sequence[bool]:
         return [max(nodes) >= self.threshold for nodes in self.survival(view)]

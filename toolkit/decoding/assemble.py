@@ -6,14 +6,14 @@ from arbordraft.deciders import Decider, FixedDepth
 from arbordraft.drafters import Drafter, LanguageModelDrafter
 from arbordraft.target.model import RaggedModel
 from arbordraft.trees.topology import TreeTopology
-from arbordraft.utils.checks import instance
+from arbordraft.utils.checks import check_instance
 from arbordraft.verifiers.coupling import Coupling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class Parts(NamedTuple):
+class AssembledParts(NamedTuple):
     """What a decoder is made of, see :class:`~arbordraft.SpeculativeDecoder`."""
 
     target: RaggedModel
@@ -23,13 +23,13 @@ class Parts(NamedTuple):
     decider: Decider
 
 
-def fitting(
+def assemble(
     target: "RaggedModel | PreTrainedModel",
     drafter: "Drafter | RaggedModel | PreTrainedModel",
     topology: TreeTopology | None = None,
     coupling: Coupling | None = None,
     decider: Decider | None = None,
-) -> Parts:
+) -> AssembledParts:
     """All parts of a decoder, of those that were given.
 
     Raises:
@@ -38,11 +38,11 @@ def fitting(
     """
     target, drafter = wrapped(target), as_drafter(drafter)
     topology = drafter.default_topology() if topology is None else topology
-    instance("topology", topology, TreeTopology)
+    check_instance("topology", topology, TreeTopology)
     coupling = Coupling.of(drafter.default_law(topology.width)) if coupling is None else coupling
-    instance("coupling", coupling, Coupling)
+    check_instance("coupling", coupling, Coupling)
     decider = FixedDepth() if decider is None else decider
-    instance("decider", decider, Decider)
+    check_instance("decider", decider, Decider)
     drafter.check(target, coupling.law)
     coupling.check(topology)
     for law in drafter.laws(coupling.law):
@@ -53,7 +53,7 @@ def fitting(
             f"{decider} looks at tokens that are still to be verified, which would bias the output unless target "
             "and drafter share their noise: Coupling.shared(k)"
         )
-    return Parts(target, drafter, topology, coupling, decider)
+    return AssembledParts(target, drafter, topology, coupling, decider)
 
 
 def wrapped(target: Any) -> RaggedModel:
@@ -65,8 +65,8 @@ def as_drafter(drafter: Any) -> Drafter:
     """A drafter as it is, a model as a draft model."""
     if isinstance(drafter, RaggedModel) or hasattr(drafter, "get_output_embeddings"):
         return LanguageModelDrafter(drafter)
-    instance("drafter", drafter, Drafter)
+    check_instance("drafter", drafter, Drafter)
     return drafter
 
 
-__all__ = ["Parts", "as_drafter", "fitting", "wrapped"]
+__all__ = ["AssembledParts", "as_drafter", "assemble", "wrapped"]

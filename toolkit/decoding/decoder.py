@@ -15,24 +15,24 @@ from arbordraft.decoding.generate import (
     Stopping,
     check_options,
     check_prompts,
+    integral_lengths,
     pack_output,
     per_sample_streamers,
     refuse_unsupported,
-    whole_lengths,
     with_stop_strings,
     without_padding,
 )
 from arbordraft.decoding.metrics import DecodeStats
 from arbordraft.decoding.prompts import left_padded
-from arbordraft.decoding.scheduler import Batch, Entry
+from arbordraft.decoding.scheduler import Entry, Scheduler
 from arbordraft.decoding.settings import changed, with_settings
 from arbordraft.decoding.state import Emission, Sample
 from arbordraft.decoding.step import Stepper
 from arbordraft.grammars import Grammar, GrammarError, grammars_of
-from arbordraft.sampling.processors import Warp
+from arbordraft.sampling.processors import LogitsPipeline
 from arbordraft.target.cache import CacheOverflow
 from arbordraft.target.exactness import ExactnessReport, exactness_report
-from arbordraft.utils.checks import as_temperature, each, whole
+from arbordraft.utils.checks import check_int, check_sequence, check_temperature
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
@@ -255,10 +255,10 @@ class SpeculativeDecoder(Stepper):
         """
         if input_ids is None:
             input_ids = kwargs.pop("inputs", None)  # transformers' own name for it
-        kwargs |= whole_lengths(kwargs)
+        kwargs |= integral_lengths(kwargs)
         own = self.own_settings
         settings = check_options(kwargs, own)
-        if settings["temperature"] is not None and as_temperature("temperature", settings["temperature"]) == 0:
+        if settings["temperature"] is not None and check_temperature("temperature", settings["temperature"]) == 0:
             kwargs |= {"temperature": None, "do_sample": False}
         if (strings := settings["stop_strings"]) is not None:
             tokenizer = kwargs.pop("tokenizer", None) or self.target.tokenizer
@@ -309,11 +309,11 @@ class SpeculativeDecoder(Stepper):
         # Not a named parameter: transformers would take it for an option of this method and pass it twice.
         mask = model_kwargs.get("attention_mask")
         samples = self._samples(input_ids, mask, logits_processor, stopping_criteria, generation_config, seeds, grammar)
-        batch = self._batch(samples)
+        scheduler = self._scheduler(samples)
         for sample, streamer in zip(samples, streamers, strict=False):
             streamer.put(torch.tensor(sample.tokens))
             sample.emit = _told(streamer)
-        stats = self._decode(batch, samples)
+        stats = self._decode(scheduler, samples)
         for streamer in streamers:
             streamer.end()
 
@@ -322,34 +322,34 @@ class SpeculativeDecoder(Stepper):
             raise DecodingError(failures, output)
         return output if generation_config.return_dict_in_generate else output.sequences
 
-    def _batch(self, samples: Sequence[Sample]) -> Batch:
+    def _scheduler(self, samples: Sequence[Sample]) -> Scheduler:
         """A batch of these samples and no others, for all of which there is room."""
         reuse = self.target.row_invariant and self.static is None
-        batch = Batch(self, self.max_cache_tokens, len(samples), None, reuse, closed=True)
+        scheduler = Scheduler(self, self.max_cache_tokens, len(samples), None, reuse, fixed_batch=True)
         for sample in samples:
             self.check(sample)
-            batch.check(sample)
+            scheduler.check(sample)
         self.decider.expect(sum(sample.budget for sample in samples))
-        batch.add(*map(Entry, samples))
-        batch.admit()
-        if batch.waiting:
+        scheduler.add(*map(Entry, samples))
+        scheduler.admit()
+        if scheduler.waiting:
             raise CacheOverflow(
                 f"the KV cache may hold {self.max_cache_tokens} tokens and has no room for all of these "
                 f"{len(samples)} samples: raise max_cache_tokens, shorten the prompts, lower max_new_tokens or decode "
                 "fewer samples at once"
             )
-        return batch
+        return scheduler
 
-    def _decode(self, batch: Batch, samples: Sequence[Sample]) -> DecodeStats:
+    def _decode(self, scheduler: Scheduler, samples: Sequence[Sample]) -> DecodeStats:
         """Decodes a batch to its end; raises what processors, criteria or streamers of its samples raise."""
         busy = True
         while busy:
-            busy = batch.advance()
+            busy = scheduler.advance()
             for sample in samples:
                 if sample.failure is not None and not isinstance(sample.failure, _OWN):
                     raise sample.failure
-        self.close(batch.state)
-        stats = batch.state.stats
+        self.close(scheduler.state)
+        stats = scheduler.state.stats
         stats.emitted, stats.forwards = [s.emitted for s in samples], [s.forwards for s in samples]
         return stats
 
@@ -384,31 +384,37 @@ class SpeculativeDecoder(Stepper):
         self.check_positions(max(map(len, prompts)), budget)
         if seeds is None:
             seeds = torch.randint(2**62, (batch,)).tolist()  # follows torch.manual_seed
-        seeds = each("seeds", seeds, lambda _, seed: whole("seed", seed, 0, 2**64 - 1))
+        seeds = check_sequence("seeds", seeds, lambda _, seed: check_int("seed", seed, 0, 2**64 - 1))
         if len(seeds) != batch:
             raise ValueError(f"{len(seeds)} seeds for {batch} samples")
-        warps = self._warps(without_padding(processors, padding, config), padding, grammars_of(grammar, batch), config)
+        pipelines = self._pipelines(
+            without_padding(processors, padding, config), padding, grammars_of(grammar, batch), config
+        )
         return [
-            Sample(prompt, budget, seed, not config.do_sample, warp, stops, pad)
-            for prompt, seed, warp, stops, pad in zip(prompts, seeds, warps, stopping, padding, strict=True)
+            Sample(prompt, budget, seed, not config.do_sample, pipeline, stops, pad)
+            for prompt, seed, pipeline, stops, pad in zip(prompts, seeds, pipelines, stopping, padding, strict=True)
         ]
 
-    def _warps(
+    def _pipelines(
         self,
         processors: "Sequence[LogitsProcessor]",
         padding: Sequence[int],
         grammars: Sequence[Grammar | None],
         config: "GenerationConfig",
-    ) -> list[Warp]:
+    ) -> list[LogitsPipeline]:
         """The processors of every sample; where they are the same object, samples are processed together."""
         ends = config.eos_token_id
         ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
-        made: dict[tuple[Grammar | None, int, int], Warp] = {}
-        keys = [(one, *Warp.place(processors, row, padding[row])) for row, one in enumerate(grammars)]
+        made: dict[tuple[Grammar | None, int, int], LogitsPipeline] = {}
+        keys = [
+            (one, *LogitsPipeline.row_and_padding(processors, row, padding[row])) for row, one in enumerate(grammars)
+        ]
         for grammar, row, columns in keys:
             if (grammar, row, columns) not in made:
                 chain: list[Any] = [] if grammar is None else [self.compiler(grammar, ends)]
-                made[grammar, row, columns] = Warp([*chain, *processors], len(grammars), row=row, padding=columns)
+                made[grammar, row, columns] = LogitsPipeline(
+                    [*chain, *processors], len(grammars), row=row, padding=columns
+                )
         return [made[key] for key in keys]
 
 

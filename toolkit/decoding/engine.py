@@ -13,20 +13,20 @@ import torch
 
 from arbordraft.decoding.generate import with_stop_strings
 from arbordraft.decoding.requests import Ends, Request
-from arbordraft.decoding.scheduler import Batch, Entry, Job
+from arbordraft.decoding.scheduler import Entry, Job, Scheduler
 from arbordraft.decoding.settings import bound_to_text, changed, check_settings
 from arbordraft.decoding.spelling import Spelling
 from arbordraft.decoding.state import Sample
 from arbordraft.decoding.step import Stepper
 from arbordraft.decoding.streams import Stream
-from arbordraft.sampling.processors import Warp
+from arbordraft.sampling.processors import LogitsPipeline
 from arbordraft.sampling.stateful import StatefulProcessor
-from arbordraft.utils.checks import instance, whole
+from arbordraft.utils.checks import check_instance, check_int
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, StoppingCriteria
 
-_MOST_WARPS = 256
+_MOST_PIPELINES = 256
 _FAILURES = 3  # steps in a row after which the next one will fail, too
 
 
@@ -93,29 +93,29 @@ class Engine:
         max_waiting: int | None = None,
         reuse: bool | None = None,
     ) -> None:
-        self.decoder = instance("decoder", decoder, Stepper)
-        self.max_tokens = whole("max_tokens", max_tokens, 1)
-        self.max_samples = whole("max_samples", max_samples, 1)
+        self.decoder = check_instance("decoder", decoder, Stepper)
+        self.max_tokens = check_int("max_tokens", max_tokens, 1)
+        self.max_samples = check_int("max_samples", max_samples, 1)
         if self.max_tokens < (least := decoder.least_tokens(self.max_samples)):
             padding = ", the padding of fixed shapes included" if decoder.static is not None else ""
             raise ValueError(
                 f"max_tokens must be at least {least} for max_samples={self.max_samples} and trees of "
                 f"{decoder.topology.num_nodes} nodes{padding}, got {self.max_tokens}: raise it, or lower max_samples"
             )
-        self.max_rows = whole("max_rows", max_rows, 1)
-        self.max_waiting = None if max_waiting is None else whole("max_waiting", max_waiting, 0)
+        self.max_rows = check_int("max_rows", max_rows, 1)
+        self.max_waiting = None if max_waiting is None else check_int("max_waiting", max_waiting, 0)
         if reuse and decoder.static is not None:
             raise ValueError("steps of fixed shapes keep no finished texts: build the decoder with buckets=None")
         if reuse is None:
             reuse = decoder.target.row_invariant and decoder.static is None
         tokenizer = decoder.target.tokenizer
         self._spelling = None if tokenizer is None else Spelling(tokenizer)
-        self._batch = Batch(decoder, self.max_tokens, self.max_samples, self.max_rows, reuse)
+        self._scheduler = Scheduler(decoder, self.max_tokens, self.max_samples, self.max_rows, reuse)
         self._own = changed(decoder.own_settings)
         check_settings({**vars(self._own), "return_dict_in_generate": False}, self._own)
         self._stopping = with_stop_strings(None, self._own.stop_strings or (), decoder.target.tokenizer)
         self._bound = bound_to_text(self._own)
-        self._warps: OrderedDict[tuple[Any, ...], Warp] = OrderedDict()
+        self._pipelines: OrderedDict[tuple[Any, ...], LogitsPipeline] = OrderedDict()
         self._mutex = threading.Lock()  # over the queue and the flags
         self._stepping = threading.Lock()  # over the batch
         self._wanted = threading.Condition(self._mutex)
@@ -143,7 +143,7 @@ class Engine:
         """
         if not requests:
             raise ValueError("there is nothing to answer: submit at least one request")
-        stream = Stream([instance("request", request, Request) for request in requests], self._driven)
+        stream = Stream([check_instance("request", request, Request) for request in requests], self._driven)
         if len({request.priority for request in requests}) > 1:
             raise ValueError("requests that are submitted together share one priority")
         job, entries = Job(requests[0].priority, lambda: stream.unwanted), list[Entry]()
@@ -152,22 +152,22 @@ class Engine:
         with self._wanted:
             if self._closed:
                 raise EngineClosed("the engine is closed: make another one")
-            waiting = sum(not job.begun for job in self._batch.waiting)
+            waiting = sum(not job.begun for job in self._scheduler.waiting)
             if self.max_waiting is not None and waiting + 1 > self.max_waiting + self._free():
                 raise QueueFull(f"{waiting} requests wait already, {self.max_waiting} may: ask again later")
-            self._batch.add(*entries)
+            self._scheduler.add(*entries)
             self._wanted.notify_all()
         return stream
 
     @property
     def waiting(self) -> int:
         """Answers that are still to be admitted."""
-        return sum(len(job.waiting) for job in list(self._batch.waiting))
+        return sum(len(job.waiting) for job in list(self._scheduler.waiting))
 
     @property
     def living(self) -> int:
         """Answers that are being decoded."""
-        return len(self._batch.living)
+        return len(self._scheduler.living)
 
     @property
     def healthy(self) -> bool:
@@ -187,7 +187,7 @@ class Engine:
 
     def room(self, prompt: int) -> int:
         """Most new tokens that may be asked for behind a prompt of some tokens; below 1 if it is too long itself."""
-        decoder, cache = self.decoder, self._batch.state.cache
+        decoder, cache = self.decoder, self._scheduler.state.cache
         room = self.max_tokens - cache.reserved - decoder.topology.num_nodes
         if decoder.target.max_positions is not None:
             room = min(room, decoder.target.max_positions + 1)  # the last token needs none
@@ -201,12 +201,12 @@ class Engine:
         """
         with self._stepping:
             try:
-                busy = self._batch.advance(self._mutex)
+                busy = self._scheduler.advance(self._mutex)
             except BaseException as error:
                 self._failed += 1
                 reason = error if isinstance(error, Exception) else EngineClosed("the engine was interrupted")
                 with self._mutex:
-                    self._batch.lose(reason, everybody=self._failed >= _FAILURES)
+                    self._scheduler.lose(reason, everybody=self._failed >= _FAILURES)
                 raise
             self._failed = 0
             return busy
@@ -242,7 +242,7 @@ class Engine:
         elif drain:
             self.run()
         with self._stepping:
-            self._batch.close(EngineClosed("the engine was closed before the answer had ended"))
+            self._scheduler.close(EngineClosed("the engine was closed before the answer had ended"))
 
     def __enter__(self) -> Self:
         return self.start()
@@ -252,12 +252,12 @@ class Engine:
 
     def _work(self) -> None:
         while True:
-            if not self._batch.busy:
-                self.decoder.decider.expect(0, hurry=lambda: self._batch.busy or self._closed)
+            if not self._scheduler.busy:
+                self.decoder.decider.expect(0, hurry=lambda: self._scheduler.busy or self._closed)
             with self._wanted:
-                while not self._batch.busy and not self._closed:
+                while not self._scheduler.busy and not self._closed:
                     self._wanted.wait()
-                if self._closed and not (self._drains and self._batch.busy):
+                if self._closed and not (self._drains and self._scheduler.busy):
                     return
             try:
                 self.step()
@@ -266,8 +266,8 @@ class Engine:
 
     def _announce(self) -> None:
         """Tells the decider what is wanted, if nothing is being decoded; a thread does so while it is idle."""
-        if not self._batch.living:
-            waiting = [entry for job in list(self._batch.waiting) for entry in job.waiting]
+        if not self._scheduler.living:
+            waiting = [entry for job in list(self._scheduler.waiting) for entry in job.waiting]
             self.decoder.decider.expect(sum(entry.sample.budget for entry in waiting))
 
     def _driven(self) -> bool:
@@ -279,7 +279,7 @@ class Engine:
         return False
 
     def _free(self) -> int:
-        return max(0, self.max_samples - len(self._batch.living))
+        return max(0, self.max_samples - len(self._scheduler.living))
 
     def _entries(self, request: Request, stream: Stream, job: Job, first: int) -> list[Entry]:
         """The samples of a request whose answers are numbered from ``first``."""
@@ -296,7 +296,7 @@ class Engine:
             raise ValueError(f"stop_token_ids names ids outside the target's vocabulary of {target.vocab_size} tokens")
         ends = (*ends, *request.stop_token_ids)
         constraint = None if request.grammar is None else decoder.compiler(request.grammar, ends)
-        warp, greedy = self._warp(request, ends, constraint), request.temperature_of(self._own) == 0
+        pipeline, greedy = self._pipeline(request, ends, constraint), request.temperature_of(self._own) == 0
         seeds = torch.randint(2**62, (request.n,)).tolist()
         if request.seed is not None:
             seeds = [request.seed + index for index in range(request.n)]
@@ -307,7 +307,7 @@ class Engine:
                 request.max_new_tokens,
                 seed,
                 greedy,
-                warp,
+                pipeline,
                 Ends(ends, self._spelling, request.stop or (), self._criteria(request)),
                 emit=stream.told(index),
                 logprobs=request.logprobs,
@@ -315,7 +315,7 @@ class Engine:
                 scored=stream.scored(index),
             )
             decoder.check(sample)
-            self._batch.check(sample)
+            self._scheduler.check(sample)
             entries.append(Entry(sample, job, _teller(stream, index)))
         return entries
 
@@ -326,19 +326,21 @@ class Engine:
         limit = [] if self._own.max_time is None else [MaxTimeCriteria(self._own.max_time)]
         return [*limit, *(self._stopping if request.stop is None else ())]
 
-    def _warp(self, request: Request, ends: tuple[int, ...], constraint: StatefulProcessor | None) -> Warp:
+    def _pipeline(
+        self, request: Request, ends: tuple[int, ...], constraint: StatefulProcessor | None
+    ) -> LogitsPipeline:
         """The processors of a request; those with the same settings share them, and so are processed together."""
-        make = partial(request.warp, self.decoder.target.model, self._own, ends, constraint)
+        make = partial(request.logits_pipeline, self.decoder.target.model, self._own, ends, constraint)
         if self._bound or not request.plain:
             return make()
         names = ("top_k", "top_p", "min_p", "repetition_penalty")
         settings = (request.temperature_of(self._own), *(getattr(request, name) for name in names), constraint)
         with self._mutex:
-            warp = self._warps.pop(settings, None) or make()
-            self._warps[settings] = warp
-            if len(self._warps) > _MOST_WARPS:
-                self._warps.popitem(last=False)
-        return warp
+            pipeline = self._pipelines.pop(settings, None) or make()
+            self._pipelines[settings] = pipeline
+            if len(self._pipelines) > _MOST_PIPELINES:
+                self._pipelines.popitem(last=False)
+        return pipeline
 
 
 def _teller(stream: Stream, index: int) -> Callable[[Sample], None]:

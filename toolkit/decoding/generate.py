@@ -200,7 +200,7 @@ def without_padding(
 _EXPECTED = frozenset({"attention_mask", "logits_to_keep", "position_ids", "use_cache", *CACHE_NAMES, *EXTRA_OUTPUTS})
 
 
-def whole_lengths(options: Mapping[str, Any]) -> dict[str, int]:
+def integral_lengths(options: Mapping[str, Any]) -> dict[str, int]:
     """Lengths that were given as whole floats, as arithmetic gives them and transformers takes them."""
     names = ("max_new_tokens", "max_length", "min_new_tokens", "min_length")
     given = {name: options.get(name) for name in names}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from arbordraft.decoding.state import DecodeState, Sample, SampleError
 from arbordraft.kernels.verify import row_max
-from arbordraft.sampling.processors import Warp, widened
+from arbordraft.sampling.processors import LogitsPipeline, widened
 from arbordraft.sampling.rows import MixedRows, SoftmaxRows
 from arbordraft.trees.draft_tree import DraftTree
 
@@ -36,8 +36,8 @@ def draft_scores(
     """
     owners = [state[place_of(row)[0]] for row in range(len(logits))]
 
-    def process(logits: Tensor, rows: Sequence[int], warp: Warp) -> Tensor:
-        processing = warp.untruncated if untruncated and not owners[rows[0]].greedy else warp
+    def process(logits: Tensor, rows: Sequence[int], pipeline: LogitsPipeline) -> Tensor:
+        processing = pipeline.untruncated if untruncated and not owners[rows[0]].greedy else pipeline
         return processing(
             logits,
             lambda row: owners[rows[row]].path(place_of(rows[row])[1]),
@@ -91,7 +91,7 @@ def target_rows(state: DecodeState, tree: DraftTree, logits: Tensor, best: Tenso
         best: ``[T]`` their most probable tokens.
     """
     living = [state[number] for number, drafted in enumerate(tree.samples) if drafted]
-    if len(_alike(living)) == 1 and (temperature := living[0].warp.temperature) is not None:  # nearly always
+    if len(_alike(living)) == 1 and (temperature := living[0].pipeline.temperature) is not None:  # nearly always
         return SoftmaxRows(logits, temperature=temperature, best=best.tolist() if living[0].greedy else None)
     places = list(tree.rows())
     owners = [state[number] for number, _, _ in places]
@@ -116,19 +116,19 @@ def _rows_of(
     owners: Sequence[Sample], drafted: Callable[[int], list[int]], sample: Sample, logits: Tensor, best: Sequence[int]
 ) -> SoftmaxRows:
     """All rows as this sample's are processed."""
-    warp, best_of = sample.warp, best if sample.greedy else None
-    if (temperature := warp.temperature) is not None:
+    pipeline, best_of = sample.pipeline, best if sample.greedy else None
+    if (temperature := pipeline.temperature) is not None:
         return SoftmaxRows(logits, temperature=temperature, best=best_of)
 
     def along_paths(processing: Callable[..., Any]) -> Callable[[Tensor, Sequence[int]], Any]:
-        def process(logits: Tensor, rows: Sequence[int], _: Warp) -> Any:
+        def process(logits: Tensor, rows: Sequence[int], _: LogitsPipeline) -> Any:
             processed = processing(
                 logits,
                 lambda row: owners[rows[row]].path(drafted(rows[row])),
                 lambda row: owners[rows[row]].state(drafted(rows[row])),
             )
             scores = processed[0] if isinstance(processed, tuple) else processed
-            for row in (scores.amax(dim=1) == -math.inf).nonzero().flatten().tolist() if warp.stateful else ():
+            for row in (scores.amax(dim=1) == -math.inf).nonzero().flatten().tolist() if pipeline.stateful else ():
                 owners[rows[row]].state(drafted(rows[row])).fail(
                     ValueError("no token may come next: some processor forbids what another one demands")
                 )
@@ -137,29 +137,32 @@ def _rows_of(
 
         return lambda logits, rows: _blamed(process, logits, rows, owners)
 
-    return SoftmaxRows(logits, along_paths(warp), along_paths(warp.trimmed), best=best_of)
+    return SoftmaxRows(logits, along_paths(pipeline), along_paths(pipeline.trimmed), best=best_of)
 
 
 def _alike(owners: Sequence[Sample]) -> dict[tuple[int, bool], list[int]]:
     """Rows whose samples want the same done to them."""
     kinds: dict[tuple[int, bool], list[int]] = {}
     for row, sample in enumerate(owners):
-        kinds.setdefault((id(sample.warp), sample.greedy), []).append(row)
+        kinds.setdefault((id(sample.pipeline), sample.greedy), []).append(row)
     return kinds
 
 
 def _blamed(
-    process: Callable[[Tensor, Sequence[int], Warp], Any], logits: Tensor, rows: Sequence[int], owners: Sequence[Sample]
+    process: Callable[[Tensor, Sequence[int], LogitsPipeline], Any],
+    logits: Tensor,
+    rows: Sequence[int],
+    owners: Sequence[Sample],
 ) -> Any:
     """Processes rows of samples that are alike; finds out which of them it is if that fails."""
-    rows, warp = list(rows), owners[rows[0]].warp
+    rows, pipeline = list(rows), owners[rows[0]].pipeline
     try:
-        return process(logits, rows, warp)
+        return process(logits, rows, pipeline)
     except Exception as error:
         for number in sorted({owners[row].number for row in rows}):
             own = [place for place, row in enumerate(rows) if owners[row].number == number]
             try:
-                process(logits[own], [rows[place] for place in own], warp)
+                process(logits[own], [rows[place] for place in own], pipeline)
             except Exception as cause:
                 raise SampleError(number, cause) from cause
         raise SampleError(owners[rows[0]].number, error) from error

@@ -16,9 +16,16 @@ from arbordraft.decoding.settings import biased, own_temperature, processors_of
 from arbordraft.decoding.spelling import Pieces, Spelling
 from arbordraft.decoding.text import stops
 from arbordraft.grammars import Grammar
-from arbordraft.sampling.processors import Warp
+from arbordraft.sampling.processors import LogitsPipeline
 from arbordraft.sampling.stateful import StatefulProcessor
-from arbordraft.utils.checks import as_temperature, each, instance, penalty, real, whole
+from arbordraft.utils.checks import (
+    check_float,
+    check_instance,
+    check_int,
+    check_penalty,
+    check_sequence,
+    check_temperature,
+)
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, StoppingCriteria
@@ -88,34 +95,38 @@ class Request:
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {
-            "prompt": each("prompt", self.prompt, lambda name, token: whole(name, token, 0)),
-            "max_new_tokens": whole("max_new_tokens", self.max_new_tokens, 1 if self.prompt_logprobs is None else 0),
-            "presence_penalty": real("presence_penalty", self.presence_penalty, -2, 2),
-            "frequency_penalty": real("frequency_penalty", self.frequency_penalty, -2, 2),
+            "prompt": check_sequence("prompt", self.prompt, lambda name, token: check_int(name, token, 0)),
+            "max_new_tokens": check_int(
+                "max_new_tokens", self.max_new_tokens, 1 if self.prompt_logprobs is None else 0
+            ),
+            "presence_penalty": check_float("presence_penalty", self.presence_penalty, -2, 2),
+            "frequency_penalty": check_float("frequency_penalty", self.frequency_penalty, -2, 2),
             "logit_bias": {
-                whole("logit_bias", token, 0): real(f"logit_bias[{token}]", bias, -100, 100)
+                check_int("logit_bias", token, 0): check_float(f"logit_bias[{token}]", bias, -100, 100)
                 for token, bias in self.logit_bias.items()
             },
-            "stop_token_ids": each("stop_token_ids", self.stop_token_ids, lambda name, token: whole(name, token, 0)),
-            "n": whole("n", self.n, 1),
-            "priority": whole("priority", self.priority),
+            "stop_token_ids": check_sequence(
+                "stop_token_ids", self.stop_token_ids, lambda name, token: check_int(name, token, 0)
+            ),
+            "n": check_int("n", self.n, 1),
+            "priority": check_int("priority", self.priority),
         }
         for name, check in _OPEN.items():
             if (value := getattr(self, name)) is not None:
                 checked[name] = check(name, value)
         if self.min_new_tokens is not None:
-            checked["min_new_tokens"] = whole("min_new_tokens", self.min_new_tokens, 0, checked["max_new_tokens"])
+            checked["min_new_tokens"] = check_int("min_new_tokens", self.min_new_tokens, 0, checked["max_new_tokens"])
         if self.grammar is not None:
-            instance("grammar", self.grammar, Grammar)
+            check_instance("grammar", self.grammar, Grammar)
         if self.min_new_tokens and (self.grammar is not None or checked.get("stop")):
             raise ValueError("min_new_tokens: a grammar or a stop says where an answer ends: ask for one of the two")
         if self.ends is not None:
-            checked["ends"] = each("ends", self.ends, lambda name, token: whole(name, token, 0))
+            checked["ends"] = check_sequence("ends", self.ends, lambda name, token: check_int(name, token, 0))
         if self.seed is not None:
-            checked["seed"] = whole("seed", self.seed, 0, 2**64 - checked["n"])
+            checked["seed"] = check_int("seed", self.seed, 0, 2**64 - checked["n"])
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                checked[name] = whole(name, getattr(self, name), 0)
+                checked[name] = check_int(name, getattr(self, name), 0)
         if not checked["prompt"]:
             raise ValueError("the prompt is empty: there is nothing to go on from")
         for name, value in checked.items():
@@ -131,13 +142,13 @@ class Request:
         """Its temperature, or the model's own, or 0, which is greedy."""
         return self.temperature if self.temperature is not None else own_temperature(own) or 0.0
 
-    def warp(
+    def logits_pipeline(
         self,
         model: "PreTrainedModel",
         own: "GenerationConfig",
         ends: Sequence[int],
         constraint: StatefulProcessor | None = None,
-    ) -> Warp:
+    ) -> LogitsPipeline:
         """Its processors and those of the model's own settings, in the order in which transformers applies them.
 
         Args:
@@ -165,15 +176,15 @@ class Request:
         if self.presence_penalty or self.frequency_penalty:
             processors.insert(0, CountPenalty(len(self.prompt), self.presence_penalty, self.frequency_penalty))
         chain: list[Any] = [] if constraint is None else [constraint]
-        return Warp([*chain, *processors_of(model, own, changes, self.prompt, processors)])
+        return LogitsPipeline([*chain, *processors_of(model, own, changes, self.prompt, processors)])
 
 
 _OPEN: dict[str, Callable[[str, Any], Any]] = {
-    "temperature": as_temperature,
-    "top_k": partial(whole, least=0),
-    "top_p": partial(real, least=0, most=1),
-    "min_p": partial(real, least=0, most=1),
-    "repetition_penalty": penalty,
+    "temperature": check_temperature,
+    "top_k": partial(check_int, least=0),
+    "top_p": partial(check_float, least=0, most=1),
+    "min_p": partial(check_float, least=0, most=1),
+    "repetition_penalty": check_penalty,
     "stop": lambda _, value: stops(value),
 }
 

@@ -1,4 +1,4 @@
-"""Cohorts: samples of a batch that are drafted for and judged in the same way.
+"""Sample groups: samples of a batch that are drafted for and judged in the same way.
 
 Shapes: T packed rows, N nodes of the topology.
 """
@@ -14,14 +14,14 @@ from arbordraft.sampling.noise import GumbelNoise, Noise
 from arbordraft.trees.draft_tree import DraftTree, SampleVerdict, Verdict
 
 
-class Cohort(NamedTuple):
+class SampleGroup(NamedTuple):
     """Some samples of a batch, and their noise in this step; ``None`` if they are greedy."""
 
     samples: Sequence[Sample]
     noise: Noise | GumbelNoise | None
 
 
-def cohorts_of(state: DecodeState, nodes: int, *, shared: bool, static: bool) -> list[Cohort]:
+def group_samples(state: DecodeState, nodes: int, *, shared: bool, static: bool) -> list[SampleGroup]:
     """The active samples, each with its like.
 
     Args:
@@ -33,42 +33,42 @@ def cohorts_of(state: DecodeState, nodes: int, *, shared: bool, static: bool) ->
     alike: dict[Any, list[Sample]] = {}
     for sample in state.active:
         if static:
-            kind: Any = sample.greedy, sample.warp.constants
+            kind: Any = sample.greedy, sample.pipeline.constants
         elif shared:
             kind = draft_temperature(sample, shared) is None  # whether drafting calls processors
         else:
             kind = sample.greedy, draft_temperature(sample, shared) is None
         alike.setdefault(kind, []).append(sample)
-    return [Cohort(samples, _noise(state, samples, nodes, shared)) for samples in alike.values()]
+    return [SampleGroup(samples, _noise(state, samples, nodes, shared)) for samples in alike.values()]
 
 
 def draft_temperature(sample: Sample, shared: bool) -> float | None:
     """What draft scores are divided by, if that is all that processors do; 0 where nothing is drawn."""
     if sample.greedy:
-        return 0.0 if sample.warp.temperature == 1 else None
-    return sample.warp.untruncated_temperature if shared else sample.warp.temperature
+        return 0.0 if sample.pipeline.temperature == 1 else None
+    return sample.pipeline.untruncated_temperature if shared else sample.pipeline.temperature
 
 
-def _noise(state: DecodeState, cohort: Sequence[Sample], nodes: int, shared: bool) -> Noise | GumbelNoise | None:
+def _noise(state: DecodeState, group: Sequence[Sample], nodes: int, shared: bool) -> Noise | GumbelNoise | None:
     """By the samples' own seeds."""
-    if all(sample.greedy for sample in cohort):
+    if all(sample.greedy for sample in group):
         return None
     if shared:
         lengths = [len(sample.tokens) if sample else 0 for sample in state.samples]
         sources = [None] * len(lengths)
-        for sample in cohort:
+        for sample in group:
             if not sample.greedy:
                 sample.shared.forget(len(sample.tokens))
                 sources[sample.number] = sample.shared  # type: ignore[call-overload]
         return GumbelNoise(sources, lengths)
     drawn = [None] * len(state.samples)
-    for sample in cohort:
+    for sample in group:
         drawn[sample.number] = sample.uniforms(nodes)  # type: ignore[call-overload]
     return Noise.of(drawn, nodes)
 
 
 def joined(trees: Sequence[DraftTree]) -> DraftTree:
-    """The trees of several cohorts as those of one batch."""
+    """The trees of several sample groups as those of one batch."""
     if len(trees) == 1:
         return trees[0]
     return DraftTree(
@@ -77,22 +77,23 @@ def joined(trees: Sequence[DraftTree]) -> DraftTree:
 
 
 def verdicts_of(
-    cohorts: Sequence[Cohort],
+    groups: Sequence[SampleGroup],
     tree: DraftTree,
     judge: Callable[[DraftTree, Tensor | slice, Noise | GumbelNoise | None], Verdict],
 ) -> Verdict:
-    """The verdicts of a batch whose cohorts are judged one by one.
+    """The verdicts of a batch whose sample groups are judged one by one.
 
     Args:
-        cohorts: all of them.
+        groups: all of them.
         tree: the drafts of the batch.
-        judge: given the drafts of a cohort, which of the T packed rows are theirs, and its noise, says the verdicts.
+        judge: given the drafts of a sample group, which of the T packed rows are theirs, and its noise, says the
+            verdicts.
     """
-    if len(cohorts) == 1:
-        return judge(tree, slice(None), cohorts[0].noise)
+    if len(groups) == 1:
+        return judge(tree, slice(None), groups[0].noise)
     owner = [number for number, _, _ in tree.rows()]
     verdicts: list[SampleVerdict | None] = [None] * len(tree.samples)
-    for samples, noise in cohorts:
+    for samples, noise in groups:
         numbers = {sample.number for sample in samples}
         part = DraftTree(tuple(one if number in numbers else None for number, one in enumerate(tree.samples)))
         rows = torch.tensor([row for row, number in enumerate(owner) if number in numbers], dtype=torch.int64)
@@ -102,4 +103,4 @@ def verdicts_of(
     return Verdict(tuple(verdicts))
 
 
-__all__ = ["Cohort", "cohorts_of", "draft_temperature", "joined", "verdicts_of"]
+__all__ = ["SampleGroup", "draft_temperature", "group_samples", "joined", "verdicts_of"]

@@ -75,7 +75,7 @@ class Entry:
         return -self.job.priority, self.due
 
 
-class Batch:
+class Scheduler:
     """Samples from their arrival to their end.
 
     Args:
@@ -84,7 +84,7 @@ class Batch:
         max_samples: samples at a time.
         max_rows: tokens of prompts that are read between two steps; ``None`` for all.
         reuse: copy common beginnings.
-        closed: whether all samples are there from the start.
+        fixed_batch: whether all samples are there from the start.
 
     Attributes:
         waiting: jobs with samples that are still to be admitted.
@@ -98,10 +98,10 @@ class Batch:
         max_samples: int,
         max_rows: int | None,
         reuse: bool,
-        closed: bool = False,
+        fixed_batch: bool = False,
     ) -> None:
         self.decoder, self.max_samples, self.max_rows, self.reuse = decoder, max_samples, max_rows, reuse
-        self.state = decoder.open(max_samples, max_tokens, closed=closed)
+        self.state = decoder.open(max_samples, max_tokens, fixed_batch=fixed_batch)
         self.waiting: list[Job] = []
         self.living: list[Entry] = []
         self._turns = itertools.count()
@@ -135,10 +135,10 @@ class Batch:
         with mutex or threading.Lock():
             self._sweep()
             self.admit()
-        self._read()
-        while self.state.closed and any(entry.sample.unread for entry in self.living):
-            self._read()
-        self.state.reading = any(entry.sample.unread for entry in self.living)
+        self._prefill()
+        while self.state.fixed_batch and any(entry.sample.num_unprefilled for entry in self.living):
+            self._prefill()
+        self.state.prefilling = any(entry.sample.num_unprefilled for entry in self.living)
         if any(entry.sample.active for entry in self.living):
             try:
                 self.decoder.step(self.state)
@@ -157,7 +157,9 @@ class Batch:
         lost = self.living + (self._withdraw(self.waiting) if everybody else [])
         self._end(lost, reason)
         self._kept.clear()
-        self.state = self.decoder.open(self.max_samples, self.state.cache.max_tokens, closed=self.state.closed)
+        self.state = self.decoder.open(
+            self.max_samples, self.state.cache.max_tokens, fixed_batch=self.state.fixed_batch
+        )
 
     def close(self, reason: Exception) -> None:
         """Ends everything."""
@@ -181,11 +183,11 @@ class Batch:
     def _end(self, entries: list[Entry], reason: Exception) -> None:
         """Ends samples, whether admitted or withdrawn, with an error."""
         for entry in entries:
-            self._leave(entry)
+            self._remove(entry)
             entry.sample.fail(reason)
             entry.finished(entry.sample)
 
-    def _leave(self, entry: Entry) -> None:
+    def _remove(self, entry: Entry) -> None:
         """Frees the slot of a sample, if it has one."""
         if entry in self.living:
             self.living.remove(entry)
@@ -197,9 +199,9 @@ class Batch:
         for entry in self._withdraw([job for job in self.waiting if job.cancelled()]):
             entry.finished(entry.sample)
         for entry in [entry for entry in self.living if entry.job.cancelled()]:
-            self._leave(entry)
+            self._remove(entry)
             entry.finished(entry.sample)
-            self.decoder.leave(self.state, entry.sample)
+            self.decoder.remove(self.state, entry.sample)
 
     def admit(self) -> None:
         """Gives free slots to the jobs whose turn it is, as far as the cache has room."""
@@ -210,14 +212,14 @@ class Batch:
             job = line[0][1]
             sample = job.waiting[0].sample
             try:
-                self.decoder.join(self.state, sample, self._rows(sample))
+                self.decoder.add(self.state, sample, self._rows(sample))
             except CacheOverflow:
                 if not self._kept:
                     break  # until another sample leaves: nobody overtakes the job whose turn it is
-                self.decoder.leave(self.state, self._kept.popitem(last=False)[1])
+                self.decoder.remove(self.state, self._kept.popitem(last=False)[1])
                 continue
             entry = job.waiting.popleft()
-            entry.due = self._done + sample.unread
+            entry.due = self._done + sample.num_unprefilled
             self.living.append(entry)
             job.begun, job.living, free = True, job.living + 1, free - 1
             heapq.heappop(line)
@@ -226,30 +228,32 @@ class Batch:
             else:
                 self.waiting.remove(job)
 
-    def _read(self) -> None:
+    def _prefill(self) -> None:
         """Reads some of the prompts that are not read yet, in their turn."""
         portions: dict[int, int] = {}
-        reading: list[Sample] = []
+        prefilling: list[Sample] = []
         most, count = sys.maxsize if self.max_rows is None else self.max_rows, 0
-        for entry in sorted((entry for entry in self.living if entry.sample.unread), key=lambda entry: entry.turn):
+        for entry in sorted(
+            (entry for entry in self.living if entry.sample.num_unprefilled), key=lambda entry: entry.turn
+        ):
             sample = entry.sample
             # What is copied brings no rows, and so no log-probabilities.
-            if self.reuse and not sample.read and sample.prompt_logprobs is None:
+            if self.reuse and not sample.num_prefilled and sample.prompt_logprobs is None:
                 source, common = self._longest(sample)
-                ahead = max((_common(sample, other, other.prompt) for other in reading), default=0)
+                ahead = max((_common(sample, other, other.prompt) for other in prefilling), default=0)
                 if ahead >= common + _LEAST:
                     continue  # somebody is about to read what this one could copy
                 if source is not None:
                     self.decoder.share(self.state, source, sample, common)
                     if source.number in self._kept:
                         self._kept.move_to_end(source.number)
-            portions[sample.number] = min(sample.unread, most - count)
+            portions[sample.number] = min(sample.num_unprefilled, most - count)
             count += portions[sample.number]
-            reading.append(sample)
+            prefilling.append(sample)
             if _PART * count >= most:
                 break  # the step that follows brings first tokens: nobody waits for another prompt to be read
         if portions:
-            self.decoder.read(self.state, portions)
+            self.decoder.prefill(self.state, portions)
             self._done += count
 
     def _longest(self, sample: Sample) -> tuple[Sample | None, int]:
@@ -257,21 +261,21 @@ class Batch:
         best, most = None, _LEAST - 1
         for other in self.state.samples:
             if other is not None and other is not sample:
-                known = other.read if other.unread else len(other.tokens) - 1
+                known = other.num_prefilled if other.num_unprefilled else len(other.tokens) - 1
                 if (common := _common(sample, other, known)) > most:
                     best, most = other, common
         return best, most if best is not None else 0
 
     def _retire(self) -> None:
         for entry in [entry for entry in self.living if entry.sample.ended]:
-            self._leave(entry)
+            self._remove(entry)
             sample = entry.sample
-            if self.reuse and not self.state.closed and sample.failure is None and not sample.unread:
+            if self.reuse and not self.state.fixed_batch and sample.failure is None and not sample.num_unprefilled:
                 self._kept[sample.number] = sample
                 if len(self._kept) > _KEPT * self.max_samples:
-                    self.decoder.leave(self.state, self._kept.popitem(last=False)[1])
+                    self.decoder.remove(self.state, self._kept.popitem(last=False)[1])
             else:
-                self.decoder.leave(self.state, sample)
+                self.decoder.remove(self.state, sample)
             entry.finished(sample)
 
 
@@ -288,4 +292,4 @@ def _common(sample: Sample, other: Sample, known: int) -> int:
     return min(limit, equal - 1)
 
 
-__all__ = ["Batch", "Entry", "Job"]
+__all__ = ["Entry", "Job", "Scheduler"]

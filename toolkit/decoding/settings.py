@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from arbordraft.utils.checks import as_temperature, penalty, real, whole
+from arbordraft.utils.checks import check_float, check_int, check_penalty, check_temperature
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
@@ -90,22 +90,22 @@ def _biases(name: str, given: Any) -> None:
 
 
 _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
-    "max_new_tokens": partial(whole, least=0),
-    "max_length": partial(whole, least=1),
-    "min_new_tokens": partial(whole, least=0),
-    "min_length": partial(whole, least=0),
-    "temperature": as_temperature,
-    "top_k": partial(whole, least=0),
-    "top_p": partial(real, least=0, most=1),
-    "min_p": partial(real, least=0, most=1),
-    "typical_p": partial(real, least=0, most=1),
-    "epsilon_cutoff": partial(real, least=0, most=1),
-    "eta_cutoff": partial(real, least=0, most=1),
-    "repetition_penalty": penalty,
-    "encoder_repetition_penalty": penalty,
+    "max_new_tokens": partial(check_int, least=0),
+    "max_length": partial(check_int, least=1),
+    "min_new_tokens": partial(check_int, least=0),
+    "min_length": partial(check_int, least=0),
+    "temperature": check_temperature,
+    "top_k": partial(check_int, least=0),
+    "top_p": partial(check_float, least=0, most=1),
+    "min_p": partial(check_float, least=0, most=1),
+    "typical_p": partial(check_float, least=0, most=1),
+    "epsilon_cutoff": partial(check_float, least=0, most=1),
+    "eta_cutoff": partial(check_float, least=0, most=1),
+    "repetition_penalty": check_penalty,
+    "encoder_repetition_penalty": check_penalty,
     "sequence_bias": _biases,
-    "no_repeat_ngram_size": partial(whole, least=0),
-    "num_return_sequences": partial(whole, least=1),
+    "no_repeat_ngram_size": partial(check_int, least=0),
+    "num_return_sequences": partial(check_int, least=1),
 }
 # Settings of which processors are made that depend on a text's prompt, its limit or what ends it.
 _BOUND = (
@@ -128,7 +128,7 @@ def own_settings(model: "PreTrainedModel", source: str) -> "GenerationConfig":
 def own_temperature(own: "GenerationConfig") -> float | None:
     """The temperature that a model recommends: its own, or 1 if it wants to be sampled; ``None`` if it says nothing."""
     if own.temperature is not None:
-        return as_temperature("temperature", own.temperature)
+        return check_temperature("temperature", own.temperature)
     return 1.0 if own.do_sample else None
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from arbordraft.decoding.metrics import DecodeStats
 from arbordraft.sampling.noise import Noise, SharedSource
-from arbordraft.sampling.processors import Warp
+from arbordraft.sampling.processors import LogitsPipeline
 from arbordraft.sampling.stateful import PathState
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.trees.draft_tree import SampleTree, SampleVerdict
@@ -92,8 +92,8 @@ class Sample:
         tokens: committed tokens, prompt included, padding not.
         budget: tokens it may still emit; 0 when it is finished.
         seed: of its noise, 0 to 2**64 - 1.
-        greedy: whether the target decodes at temperature 0; so it does where ``warp`` divides by one next to it.
-        warp: its logits processors; samples that share one are processed together.
+        greedy: whether the target decodes at temperature 0; so it does where ``pipeline`` divides by one next to it.
+        pipeline: its logits processors; samples that share one are processed together.
         stopping: whether it ends with a token, given that token and what returns all tokens so far.
         padding: left padding that the caller's batch has in front of the prompt.
         emit: is told what it gains.
@@ -104,7 +104,7 @@ class Sample:
 
     Attributes:
         prompt: length of the prompt.
-        unread: tokens of the prompt that the target must read before decoding begins.
+        num_unprefilled: tokens of the prompt that the target must read before decoding begins.
         number: its place in the batch.
         handle: the sample in the target's cache.
         memory: what the decider remembers of it.
@@ -113,14 +113,14 @@ class Sample:
         stopped: whether its criteria ended it.
         failure: why it was given up.
         following: ``[V]`` target row behind the committed tokens, for decoders that draft from it.
-        place: its stateful processors behind the committed tokens; ``None`` if it has none.
+        path_state: its stateful processors behind the committed tokens; ``None`` if it has none.
     """
 
     tokens: list[int]
     budget: int
     seed: int
     greedy: bool
-    warp: Warp
+    pipeline: LogitsPipeline
     stopping: Callable[[int, Callable[[], list[int]]], bool]
     padding: int = 0
     emit: Callable[[Emission], None] | None = None
@@ -128,7 +128,7 @@ class Sample:
     prompt_logprobs: int | None = None
     scored: Callable[[Sequence[TokenLogprobs]], None] | None = None
     prompt: int = field(init=False)
-    unread: int = field(init=False)
+    num_unprefilled: int = field(init=False)
     number: int = field(init=False, default=-1)
     handle: int = field(init=False, default=-1)
     memory: Any = field(init=False, default=None)
@@ -137,30 +137,30 @@ class Sample:
     stopped: bool = field(init=False, default=False)
     failure: Exception | None = field(init=False, default=None)
     following: Tensor | None = field(init=False, default=None)
-    place: PathState | None = field(init=False, default=None)
+    path_state: PathState | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.prompt = len(self.tokens)
-        self.unread = self.prompt - 1  # the last one is the root of the first tree
-        self.greedy = self.greedy or self.warp.greedy
-        if self.warp.stateful:
-            self.place = PathState([template.fork() for template in self.warp.stateful])
+        self.num_unprefilled = self.prompt - 1  # the last one is the root of the first tree
+        self.greedy = self.greedy or self.pipeline.greedy
+        if self.pipeline.stateful:
+            self.path_state = PathState([template.fork() for template in self.pipeline.stateful])
         self._uniforms: npt.NDArray[np.float64] | None = None
 
     @property
     def active(self) -> bool:
         """Whether it takes part in the next step."""
-        return self.budget > 0 and not self.unread
+        return self.budget > 0 and not self.num_unprefilled
 
     @property
-    def read(self) -> int:
+    def num_prefilled(self) -> int:
         """Tokens of the prompt that the target has read."""
-        return self.prompt - 1 - self.unread
+        return self.prompt - 1 - self.num_unprefilled
 
     @property
     def ended(self) -> bool:
         """Whether nothing is left to be read or decoded for it."""
-        return self.failure is not None or not (self.budget or self.unread)
+        return self.failure is not None or not (self.budget or self.num_unprefilled)
 
     @cached_property
     def _generator(self) -> np.random.Generator:
@@ -183,8 +183,8 @@ class Sample:
 
     def state(self, drafted: Sequence[int]) -> PathState:
         """Its stateful processors behind drafted tokens."""
-        assert self.place is not None
-        return self.place.along(drafted)
+        assert self.path_state is not None
+        return self.path_state.along(drafted)
 
     def append(self, gain: Emission) -> int:
         """Commits tokens one by one until the sample ends; returns how many.
@@ -201,15 +201,15 @@ class Sample:
                 if self.stopping(token, self.path):
                     self.budget, self.stopped = 0, True
                     break
-                if self.place is not None:
-                    self.place = self.place.commit(token)
-                    if self.place.failure is not None:  # what follows was not drawn by its processors
+                if self.path_state is not None:
+                    self.path_state = self.path_state.commit(token)
+                    if self.path_state.failure is not None:  # what follows was not drawn by its processors
                         break
             self.emitted += kept
             if self.emit is not None:
                 self.emit(gain._replace(tokens=gain.tokens[:kept], logprobs=gain.logprobs and gain.logprobs[:kept]))
-            if self.budget and self.place is not None and self.place.failure is not None:
-                self.fail(self.place.failure)
+            if self.budget and self.path_state is not None and self.path_state.failure is not None:
+                self.fail(self.path_state.failure)
         except Exception as error:
             self.fail(error)
         return kept
@@ -224,7 +224,7 @@ class Sample:
             return self.fail(FloatingPointError(_NOT_FINITE))
         assert self.prompt_logprobs is not None
         assert self.scored is not None
-        self.scored(logprobs_of(logits, self.tokens[self.read + 1 :][: len(logits)], self.prompt_logprobs))
+        self.scored(logprobs_of(logits, self.tokens[self.num_prefilled + 1 :][: len(logits)], self.prompt_logprobs))
 
     def fail(self, reason: Exception) -> None:
         """Ends it."""
@@ -240,16 +240,16 @@ class DecodeState:
         drafts: the drafter's own state.
         stats: what is counted, all samples together.
         samples: by their numbers; ``None`` where a number is free.
-        closed: whether nobody else will join.
-        reading: whether prompts wait to be read, so that steps are to be short.
+        fixed_batch: whether nobody else will join.
+        prefilling: whether prompts wait to be read, so that steps are to be short.
     """
 
     cache: RaggedKVCache
     drafts: Any
     stats: DecodeStats
     samples: list[Sample | None] = field(default_factory=list)
-    closed: bool = False
-    reading: bool = False
+    fixed_batch: bool = False
+    prefilling: bool = False
 
     def __getitem__(self, number: int) -> Sample:
         """The sample with a number that is taken."""

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from arbordraft.deciders import Decider
 from arbordraft.deciders.decisions import Plan, Situation
-from arbordraft.decoding.assemble import fitting
+from arbordraft.decoding.assemble import assemble
 from arbordraft.decoding.metrics import DecodeStats
 from arbordraft.decoding.processing import draft_scores, finite_rows, target_rows
-from arbordraft.decoding.sample_groups import Cohort, cohorts_of, draft_temperature, joined, verdicts_of
+from arbordraft.decoding.sample_groups import SampleGroup, draft_temperature, group_samples, joined, verdicts_of
 from arbordraft.decoding.settings import SOURCES, own_settings
 from arbordraft.decoding.state import DecodeState, Emission, Sample, SampleError, logprobs_of
 from arbordraft.decoding.static.runner import StaticStepping
@@ -31,7 +31,7 @@ from arbordraft.target.model import RaggedModel
 from arbordraft.trees.draft_tree import DraftTree, SampleTree, SampleVerdict, Verdict
 from arbordraft.trees.masks import SlicedCausalMask, stack_words
 from arbordraft.trees.topology import TreeTopology
-from arbordraft.utils.checks import whole
+from arbordraft.utils.checks import check_int
 from arbordraft.verifiers import matching_verdict
 from arbordraft.verifiers.coupling import Coupling
 
@@ -66,11 +66,11 @@ class Stepper(nn.Module):
         if generation_config not in SOURCES:
             raise ValueError(f"generation_config must be one of {', '.join(SOURCES)}, got {generation_config!r}")
         self.generation_config = generation_config
-        parts = fitting(target, drafter, topology, coupling, decider)
+        parts = assemble(target, drafter, topology, coupling, decider)
         self.target, self.drafter, self.topology, self.coupling, self.decider = parts
         self.mask = SlicedCausalMask(self.topology)
-        self.expected_batch = whole("expected_batch", expected_batch, 1)
-        self.max_cache_tokens = None if max_cache_tokens is None else whole("max_cache_tokens", max_cache_tokens, 1)
+        self.expected_batch = check_int("expected_batch", expected_batch, 1)
+        self.max_cache_tokens = None if max_cache_tokens is None else check_int("max_cache_tokens", max_cache_tokens, 1)
         self.on_step: Callable[[DecodeState, DraftTree, Verdict], None] | None = None
         if compiler is not None and buckets is None:
             raise ValueError("compiler is for steps of fixed shapes: say which, with buckets=(8, 16, 32, 64)")
@@ -78,18 +78,18 @@ class Stepper(nn.Module):
         if buckets is not None:
             self.static = StaticStepping(*parts[:4], buckets, compiler)
 
-    def open(self, samples: int, max_tokens: int | None = None, *, closed: bool = False) -> DecodeState:
+    def open(self, samples: int, max_tokens: int | None = None, *, fixed_batch: bool = False) -> DecodeState:
         """A batch that nobody has joined yet.
 
         Args:
             samples: how many there will be at a time, at most.
             max_tokens: bound on the rows of each KV cache; by default the decoder's own.
-            closed: whether all of them are there from the start and none follows: then it counts who ends last.
+            fixed_batch: whether all of them are there from the start and none follows: then it counts who ends last.
         """
         cache = self._open_cache(samples, self.max_cache_tokens if max_tokens is None else max_tokens)
         self.target.begin(cache)
         stats = DecodeStats(self.coupling.exactness.value, [0], [0])
-        return DecodeState(cache, self.drafter.open(cache), stats, closed=closed)
+        return DecodeState(cache, self.drafter.open(cache), stats, fixed_batch=fixed_batch)
 
     @property
     def own_settings(self) -> "GenerationConfig":
@@ -110,7 +110,7 @@ class Stepper(nn.Module):
         """Ends a batch."""
         for sample in state.samples:
             if sample is not None:
-                self.leave(state, sample)
+                self.remove(state, sample)
         if self.static is not None:
             self.static.close(state.cache)
 
@@ -122,11 +122,11 @@ class Stepper(nn.Module):
     def check(self, sample: Sample) -> None:
         """Raises ValueError if a sample wants what this decoder's kind of steps cannot do."""
         if self.static is not None:
-            self.static.check(sample.warp, sample.greedy)
+            self.static.check(sample.pipeline, sample.greedy)
             if sample.logprobs is not None:
                 raise ValueError("steps of fixed shapes download no log-probabilities: build it with buckets=None")
 
-    def join(self, state: DecodeState, sample: Sample, rows: int) -> None:
+    def add(self, state: DecodeState, sample: Sample, rows: int) -> None:
         """Takes in a sample whose prompt is still to be read.
 
         Args:
@@ -141,7 +141,7 @@ class Stepper(nn.Module):
         sample.memory = self.decider.start()
         state.enter(sample)
         try:
-            self.drafter.join(state.drafts, sample.number, sample.tokens, sample.handle)
+            self.drafter.add(state.drafts, sample.number, sample.tokens, sample.handle)
         except BaseException:
             state.cache.close(sample.handle)
             state.samples[sample.number] = None
@@ -158,9 +158,9 @@ class Stepper(nn.Module):
         """
         state.cache.share(source.handle, sample.handle, tokens)
         self.drafter.share(state.drafts, source.number, sample.number, tokens)
-        sample.unread -= tokens
+        sample.num_unprefilled -= tokens
 
-    def read(self, state: DecodeState, tokens: Mapping[int, int]) -> None:
+    def prefill(self, state: DecodeState, tokens: Mapping[int, int]) -> None:
         """Lets the target read some more of prompts.
 
         Args:
@@ -169,7 +169,9 @@ class Stepper(nn.Module):
         """
         with state.stats.phase("prefill"):
             samples = {state[number].handle: state[number] for number in tokens}
-            parts = {number: state[number].tokens[state[number].read :][:count] for number, count in tokens.items()}
+            parts = {
+                number: state[number].tokens[state[number].num_prefilled :][:count] for number, count in tokens.items()
+            }
             scored = [handle for handle, sample in samples.items() if sample.prompt_logprobs is not None]
             hidden: dict[int, list[Tensor]] = {}
             for portion in self.target.portions(
@@ -184,14 +186,14 @@ class Stepper(nn.Module):
                     if handle in scored:
                         sample.score(logits)
                     hidden.setdefault(sample.number, []).append(states)
-                    sample.unread -= len(states)
+                    sample.num_unprefilled -= len(states)
             if self.drafter.hidden_layers:
                 self.drafter.take_hidden(state.drafts, {number: torch.cat(seen) for number, seen in hidden.items()})
-            self.drafter.read(state.drafts, parts)
+            self.drafter.prefill(state.drafts, parts)
 
-    def leave(self, state: DecodeState, sample: Sample) -> None:
+    def remove(self, state: DecodeState, sample: Sample) -> None:
         """Gives back all that a sample holds."""
-        self.drafter.leave(state.drafts, sample.number)
+        self.drafter.remove(state.drafts, sample.number)
         state.cache.close(sample.handle)
         state.samples[sample.number] = None
 
@@ -206,18 +208,18 @@ class Stepper(nn.Module):
                 again without that sample.
         """
         shared, static = self.coupling.verifier.shared, self.static is not None
-        cohorts = cohorts_of(state, self.topology.num_nodes, shared=shared, static=static)
+        groups = group_samples(state, self.topology.num_nodes, shared=shared, static=static)
         if self.static is not None:
-            return self._static_step(self.static, state, cohorts)
+            return self._static_step(self.static, state, groups)
         try:
             with state.stats.phase("draft"):
-                tree = joined([self._propose(state, *cohort) for cohort in cohorts])
+                tree = joined([self._propose(state, *group) for group in groups])
             with state.stats.phase("target"):
                 logits, hidden = self._run_target(state, tree)
             with state.stats.phase("verify"):
                 tree, logits, hidden, best = finite_rows(state, tree, logits, hidden)
                 verdict = verdicts_of(
-                    cohorts,
+                    groups,
                     tree,
                     lambda part, rows, noise: self._judge(state, part, logits[rows], best[rows], noise),
                 )
@@ -231,14 +233,14 @@ class Stepper(nn.Module):
             )
         return verdict
 
-    def _static_step(self, static: StaticStepping, state: DecodeState, cohorts: Sequence[Cohort]) -> Verdict:
-        """The same in fixed shapes, cohort by cohort; forward, verification and compaction are one phase."""
+    def _static_step(self, static: StaticStepping, state: DecodeState, groups: Sequence[SampleGroup]) -> Verdict:
+        """The same in fixed shapes, group by group; forward, verification and compaction are one phase."""
         verdicts: list[SampleVerdict | None] = [None] * len(state.samples)
-        for samples, noise in cohorts:
+        for samples, noise in groups:
             with state.stats.phase("draft"):
                 tree = self._propose(state, samples, noise)
             with state.stats.phase("target"):
-                result = static(tree, self._plan(state, tree), noise, state.cache, samples[0].warp)
+                result = static(tree, self._lay_out(state, tree), noise, state.cache, samples[0].pipeline)
                 state.stats.count_padding(result.rows - sum(tree.lengths))
             with state.stats.phase("commit"):
                 state.give_up(result.failed)
@@ -261,34 +263,34 @@ class Stepper(nn.Module):
         nothing = (None,) * len(state.samples)
         self.drafter.commit(state.drafts, DraftTree(nothing), Verdict(nothing))
 
-    def _propose(self, state: DecodeState, cohort: Sequence[Sample], noise: Noise | GumbelNoise | None) -> DraftTree:
-        context = self._context(state, cohort, noise)
-        idle = self._hurries(state, noise is None) or all(self.decider.rests(sample.memory) for sample in cohort)
-        bound = context.candidates is not None or any(sample.place for sample in cohort)  # some drafts have to be
+    def _propose(self, state: DecodeState, group: Sequence[Sample], noise: Noise | GumbelNoise | None) -> DraftTree:
+        context = self._context(state, group, noise)
+        idle = self._hurries(state, noise is None) or all(self.decider.rests(sample.memory) for sample in group)
+        bound = context.candidates is not None or any(sample.path_state for sample in group)  # some drafts have to be
         if idle and not bound:
             return roots(context)
         return self.drafter.propose(state.drafts, self.drafter.within(context))
 
-    def _context(self, state: DecodeState, cohort: Sequence[Sample], noise: Noise | GumbelNoise | None) -> DraftContext:
+    def _context(self, state: DecodeState, group: Sequence[Sample], noise: Noise | GumbelNoise | None) -> DraftContext:
         shared = self.coupling.verifier.shared
         greedy = noise is None
-        room: list[int | None] = [None] * len(state.samples)
+        max_depth: list[int | None] = [None] * len(state.samples)
         temperatures = [0.0] * len(state.samples)
         told = True
-        for sample in cohort:
+        for sample in group:
             # The last token of a verdict is not drafted, so a tree need not be deeper than the budget less one.
-            room[sample.number] = sample.budget - 1
+            max_depth[sample.number] = sample.budget - 1
             temperature = draft_temperature(sample, shared)
             told = told and temperature is not None
             temperatures[sample.number] = temperature or 0.0
         return DraftContext(
             tokens=[sample.tokens if sample else () for sample in state.samples],
-            room=room,
+            max_depth=max_depth,
             topology=self.topology,
             mask=self.mask,
             law=Fixed(self.coupling.law.k) if greedy else self.coupling.law,
             pathwise=greedy or shared,
-            warp=lambda logits, place_of: draft_scores(state, logits, place_of, untruncated=shared),
+            process_logits=lambda logits, place_of: draft_scores(state, logits, place_of, untruncated=shared),
             temperatures=temperatures if told else None,
             plan=_nothing if self._hurries(state, greedy) else self.decider.plan,
             decide=self.decider,
@@ -296,24 +298,24 @@ class Stepper(nn.Module):
             noise=noise,
             expected_batch=self.expected_batch,
             vocab_size=self.target.vocab_size,
-            closed=state.closed,
-            places=[sample.place if sample else None for sample in state.samples],
+            fixed_batch=state.fixed_batch,
+            path_states=[sample.path_state if sample else None for sample in state.samples],
             static=None if self.static is None else self.static.drafts,
-            beside=len(state.active) - len(cohort),
+            extra_rows=len(state.active) - len(group),
         )
 
     def _hurries(self, state: DecodeState, greedy: bool) -> bool:
         """Whether a step drafts nothing, as prompts wait for its end, where that changes no text."""
-        return state.reading and (greedy or self.coupling.verifier.shared)
+        return state.prefilling and (greedy or self.coupling.verifier.shared)
 
-    def _plan(self, state: DecodeState, tree: DraftTree) -> RaggedBatch:
+    def _lay_out(self, state: DecodeState, tree: DraftTree) -> RaggedBatch:
         depths = self.topology.depth_list
         living = [(state[number], drafted) for number, drafted in enumerate(tree.samples) if drafted]
         words = None  # of chains the causal order says all
         if self.static is not None or not all(drafted.is_chain for _, drafted in living):
             nodes = (list(drafted.tokens) for _, drafted in living)
             words = stack_words([self.mask.select(alive, alive) for alive in nodes])
-        batch = state.cache.plan(
+        batch = state.cache.lay_out(
             [sample.handle for sample, _ in living],
             [[depths[node] for node in drafted.tokens] for _, drafted in living],
             words,
@@ -323,7 +325,7 @@ class Stepper(nn.Module):
         return batch
 
     def _run_target(self, state: DecodeState, tree: DraftTree) -> tuple[Tensor, Tensor]:
-        batch = self._plan(state, tree)
+        batch = self._lay_out(state, tree)
         return self.target.run(tree.packed_tokens(), batch, state.cache, hidden=self.drafter.hidden_layers)
 
     def _judge(
@@ -405,7 +407,7 @@ class Stepper(nn.Module):
 
 
 def _nothing(situation: Situation) -> Plan:
-    return Plan.everything([0] * len(situation.room))
+    return Plan.everything([0] * len(situation.max_depth))
 
 
 def _picked(rows: Tensor, path: list[int]) -> Tensor:

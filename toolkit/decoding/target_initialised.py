@@ -82,32 +82,32 @@ class TargetInitialisedDecoder(SpeculativeDecoder):
     def _look(self, state: DecodeState, samples: Sequence[Sample]) -> None:
         """Gives samples that have just begun the row behind their text."""
         handles = [sample.handle for sample in samples]
-        batch = state.cache.plan(handles, [[0]] * len(handles))
+        batch = state.cache.lay_out(handles, [[0]] * len(handles))
         logits, _ = self.target.run(torch.tensor([sample.tokens[-1] for sample in samples]), batch, state.cache)
         state.cache.drop(handles)
         rows = draft_scores(state, logits, lambda row: (samples[row].number, ()), untruncated=False).softmax(dim=-1)
         for sample, row in zip(samples, rows, strict=True):
             sample.following = row
 
-    def _context(self, state: DecodeState, cohort: Sequence[Sample], noise: Noise | GumbelNoise | None) -> DraftContext:
-        if begun := [sample for sample in cohort if sample.following is None]:
+    def _context(self, state: DecodeState, group: Sequence[Sample], noise: Noise | GumbelNoise | None) -> DraftContext:
+        if begun := [sample for sample in group if sample.following is None]:
             self._look(state, begun)
         law, children = WithoutReplacement(self.width), list(self.topology.child_list[0])
-        context = super()._context(state, cohort, noise)
+        context = super()._context(state, group, noise)
         candidates: list[tuple[list[int], Tensor] | None] = [None] * len(state.samples)
-        room: list[int | None] = [None] * len(state.samples)
-        for sample in cohort:
+        max_depth: list[int | None] = [None] * len(state.samples)
+        for sample in group:
             row, number = sample.following, sample.number
             assert row is not None
             # Nothing is emitted behind the drafted levels, so these may use up the whole budget.
-            room[number] = sample.budget
+            max_depth[number] = sample.budget
             if isinstance(noise, Noise):
                 candidates[number] = law.draw(row, noise.draft[number, children].tolist()), row
             else:
                 best = row.topk(min(self.width, len(row)))
                 candidates[number] = best.indices[best.values > 0].tolist(), row
         # What is drafted changes the text, so that nothing else may change what is drafted.
-        return replace(context, room=room, candidates=candidates, plan=self.decider.plan)
+        return replace(context, max_depth=max_depth, candidates=candidates, plan=self.decider.plan)
 
     def _judge(
         self, state: DecodeState, tree: DraftTree, logits: Tensor, best: Tensor, noise: Noise | GumbelNoise | None

@@ -14,7 +14,7 @@ from arbordraft.decoding.generate import StopTexts
 from arbordraft.decoding.metrics import DecodeStats
 from arbordraft.decoding.settings import EXTRA_OUTPUTS, own_temperature
 from arbordraft.decoding.spelling import Pieces
-from arbordraft.utils.checks import as_temperature, real, whole
+from arbordraft.utils.checks import check_float, check_int, check_temperature
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -144,19 +144,19 @@ def settings_of(
         TypeError: for a value that is no number of its kind.
         ValueError: for one out of range.
     """
-    settings: dict[str, Any] = {"max_new_tokens": whole("max_new_tokens", max_new_tokens, 0)}
+    settings: dict[str, Any] = {"max_new_tokens": check_int("max_new_tokens", max_new_tokens, 0)}
     settings |= {"num_return_sequences": 1, **dict.fromkeys(EXTRA_OUTPUTS, False)}
     if seed is not None:
-        seed = whole("seed", seed, 0, 2**64 - batch)
+        seed = check_int("seed", seed, 0, 2**64 - batch)
         settings["seeds"] = [seed + sample for sample in range(batch)]
     truncation: dict[str, Any] = {}
     if top_p is not None:
-        truncation["top_p"] = real("top_p", top_p, 0, 1)
+        truncation["top_p"] = check_float("top_p", top_p, 0, 1)
     if top_k is not None or own is None or own.top_k is None:  # transformers would take 50
-        truncation["top_k"] = whole("top_k", top_k or 0, 0)
+        truncation["top_k"] = check_int("top_k", top_k or 0, 0)
     if temperature is None:
         temperature = 0.0 if own is None else own_temperature(own) or 0.0
-    temperature = as_temperature("temperature", temperature)  # transformers takes 1 for no number
+    temperature = check_temperature("temperature", temperature)  # transformers takes 1 for no number
     if temperature == 0:
         return {**settings, "do_sample": False}
     return {**settings, "do_sample": True, "temperature": temperature, **truncation}

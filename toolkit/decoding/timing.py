@@ -23,7 +23,7 @@ from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.trees.draft_tree import DraftTree, Verdict
 from arbordraft.trees.topology import TreeTopology
-from arbordraft.utils.checks import each, instance, whole
+from arbordraft.utils.checks import check_instance, check_int, check_sequence
 from arbordraft.verifiers.coupling import Coupling
 
 _ROWS = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128)
@@ -72,10 +72,10 @@ def measure_rows(
         TypeError: if an argument is no number of its kind.
         ValueError: if one is out of range.
     """
-    instance("target", target, RaggedModel)
-    rows = each("rows", rows, lambda name, value: whole(name, value, 1, _MOST_ROWS))
+    check_instance("target", target, RaggedModel)
+    rows = check_sequence("rows", rows, lambda name, value: check_int(name, value, 1, _MOST_ROWS))
     CostTable(rows, (1.0,) * len(rows))  # checks their order before anything is timed
-    context, repeats = whole("context", context, 0, _LONGEST), whole("repeats", repeats, 1)
+    context, repeats = check_int("context", context, 0, _LONGEST), check_int("repeats", repeats, 1)
     if target.max_positions is not None:
         if max(rows) > target.max_positions:
             raise ValueError(f"{max(rows)} rows exceed the target's {target.max_positions} positions")
@@ -86,7 +86,7 @@ def measure_rows(
     best = dict.fromkeys(rows, float("inf"))
     for turn in range(repeats):
         for count in rows[:: 1 - 2 * (turn % 2)]:  # in turns, so that a slow spell does not hit one number alone
-            batch, tokens = cache.plan([sample], [range(count)]), torch.zeros(count, dtype=torch.int64)
+            batch, tokens = cache.lay_out([sample], [range(count)]), torch.zeros(count, dtype=torch.int64)
             start = time.perf_counter()
             target(tokens, batch, cache)
             if target.device.type == "cuda":  # which only began

@@ -75,7 +75,7 @@ class Drafter(nn.Module):
             target_cache: the target's.
         """
 
-    def join(self, state: Any, sample: int, tokens: Sequence[int], handle: int) -> None:
+    def add(self, state: Any, sample: int, tokens: Sequence[int], handle: int) -> None:
         """Takes in a sample whose prompt nobody has read yet.
 
         Args:
@@ -91,13 +91,13 @@ class Drafter(nn.Module):
         The next token is the same in both texts as well, and the target reads at least one itself before the last.
         """
 
-    def read(self, state: Any, tokens: Mapping[int, Sequence[int]]) -> None:
+    def prefill(self, state: Any, tokens: Mapping[int, Sequence[int]]) -> None:
         """Learns what the target has just read of prompts; it never reads their last tokens beforehand."""
 
-    def leave(self, state: Any, sample: int) -> None:
+    def remove(self, state: Any, sample: int) -> None:
         """Forgets a sample."""
 
-    def behind(self, state: Any, context: DraftContext) -> Sequence[int]:
+    def lag(self, state: Any, context: DraftContext) -> Sequence[int]:
         """Committed tokens of every sample that it would have to read before it drafts; none for all by default."""
         return ()
 
@@ -105,11 +105,11 @@ class Drafter(nn.Module):
         """The step with trees that end where ``max_positions`` do: longer texts get none, and the target goes alone."""
         if self.max_positions is None:
             return context
-        room = [
+        max_depth = [
             limit if limit is None else min(limit, max(0, self.max_positions - len(tokens)))
-            for limit, tokens in zip(context.room, context.tokens, strict=True)
+            for limit, tokens in zip(context.max_depth, context.tokens, strict=True)
         ]
-        return context if room == list(context.room) else replace(context, room=room)
+        return context if max_depth == list(context.max_depth) else replace(context, max_depth=max_depth)
 
     def propose(self, state: Any, context: DraftContext) -> DraftTree:
         """Grows one tree per sample that takes part; a step may ask for some samples first and for others then.
@@ -204,7 +204,7 @@ class HeadDrafter(Drafter):
             raise ValueError(f"{type(self).__name__} must be built for the target that it drafts for")
 
 
-def unread(
+def num_unprefilled(
     cache: RaggedKVCache, handles: Mapping[int, int], tokens: Sequence[Sequence[int]], last: int = 0
 ) -> list[int]:
     """Committed tokens of every sample that a drafter's cache lacks, the ``last`` ones aside; 0 for unknown ones."""

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from arbordraft.drafters.base import check_ragged, expect
 from arbordraft.drafters.context import DraftContext
-from arbordraft.drafters.grower import Garden
+from arbordraft.drafters.grower import TreeGrower
 from arbordraft.drafters.model_drafter import grow
-from arbordraft.drafters.native_models import FusedEagle, fusible, matrix_of
-from arbordraft.drafters.one_call import grow_whole
+from arbordraft.drafters.native_models import NativeEagle, matrix_of, runs_natively
+from arbordraft.drafters.one_call import grow_in_one_call
 from arbordraft.drafters.slots import SlotDrafter, SlotState
 from arbordraft.kernels.draft_tree import Drafted, Draws, Growth, draft_from_rows
 from arbordraft.kernels.prepacked_linear.module import PrepackedLinear
@@ -84,45 +84,45 @@ class BlockDrafter(SlotDrafter):
         return cls(BlockHead.from_pretrained(path, dtype=target.model.dtype, **kwargs), target)
 
     def open(self, target_cache: RaggedKVCache) -> _State:
-        if isinstance(self._network, _FusedHead):
+        if isinstance(self._network, _NativeHead):
             self._network.refresh()
         state: _State = super().open(target_cache)
         return state
 
     def propose(self, state: _State, context: DraftContext) -> DraftTree:
         # A text of one token has no state to look ahead from: the target goes first.
-        room = [
+        max_depth = [
             limit if limit is None else min(limit, self.head.config.block_size) if len(tokens) > 1 else 0
-            for limit, tokens in zip(context.room, context.tokens, strict=True)
+            for limit, tokens in zip(context.max_depth, context.tokens, strict=True)
         ]
-        context = replace(context, room=room, behind=self.behind(state, context))
+        context = replace(context, max_depth=max_depth, lag=self.lag(state, context))
         network = self._network
-        if isinstance(network, _FusedHead):
+        if isinstance(network, _NativeHead):
 
             def run(samples: list[int], growth: Growth, draws: Draws | None) -> Drafted:
                 self._look_ahead(state, context, samples)
                 roots = torch.tensor([context.tokens[sample][-1] for sample in samples])
                 return network.drafted([state.block[sample] for sample in samples], roots, growth, draws)
 
-            able = [sample for sample, limit in enumerate(room) if limit]
-            if (whole := grow_whole(context, self, able, run)) is not None:
-                return whole[0]
-        return grow(context, self, lambda garden, frontier: self._run(state, garden, frontier))
+            able = [sample for sample, limit in enumerate(max_depth) if limit]
+            if (grown := grow_in_one_call(context, self, able, run)) is not None:
+                return grown[0]
+        return grow(context, self, lambda grower, frontier: self._run(state, grower, frontier))
 
     def commit(self, state: _State, tree: DraftTree, verdict: Verdict) -> None:
         state.block = {}
 
-    def _run(self, state: _State, garden: Garden, frontier: dict[int, list[int]]) -> Tensor:
+    def _run(self, state: _State, grower: TreeGrower, frontier: dict[int, list[int]]) -> Tensor:
         if next(iter(frontier)) not in state.block:
-            self._look_ahead(state, garden.context, list(frontier))
+            self._look_ahead(state, grower.context, list(frontier))
         places = [(sample, node) for sample, nodes in frontier.items() for node in nodes]
-        depth = garden.context.topology.depth_list[places[0][1]]
+        depth = grower.context.topology.depth_list[places[0][1]]
         logits, final, gates = (
             [part[depth] for part in parts]
             for parts in zip(*(state.block[sample] for sample, _ in places), strict=True)
         )
-        garden.hidden |= zip(places, final, strict=True)
-        tokens = torch.tensor([garden.tokens[sample][node] for sample, node in places])
+        grower.hidden |= zip(places, final, strict=True)
+        tokens = torch.tensor([grower.tokens[sample][node] for sample, node in places])
         return self.head.widen(self._network.condition(torch.stack(logits), torch.stack(gates), tokens))
 
     def _look_ahead(self, state: _State, context: DraftContext, samples: list[int]) -> None:
@@ -137,7 +137,7 @@ class BlockDrafter(SlotDrafter):
             counts = {handle: len(taken) for handle, taken in part.items()}
             self._network.store(row, torch.cat([slots[h][:n] for h, n in counts.items()]), batch, cache)
             slots |= {handle: slots[handle][count:] for handle, count in counts.items()}
-        levels = min(context.topology.max_depth, max(context.room[sample] or 0 for sample in samples))
+        levels = min(context.topology.max_depth, max(context.max_depth[sample] or 0 for sample in samples))
         state.block |= zip(samples, self._ask(cache, tokens, slots, levels), strict=True)
 
     def _ask(
@@ -160,7 +160,7 @@ class BlockDrafter(SlotDrafter):
             words += [(1 << min(row + 1, last)) - 1 for row in range(count + levels - 1)]
             asked += range(len(packed) - levels, len(packed))
         places = [range(len(rows) + levels - 1) for rows in slots.values()]
-        batch = cache.plan(list(slots), places, torch.tensor(words)[:, None])
+        batch = cache.lay_out(list(slots), places, torch.tensor(words)[:, None])
         found = self._network(
             torch.tensor(packed), torch.cat(states), torch.tensor(depths), batch, cache, torch.tensor(asked)
         )
@@ -170,8 +170,8 @@ class BlockDrafter(SlotDrafter):
 
 def _on_rows(head: "BlockHead", target: RaggedModel) -> "_HeadOnRows":
     """What runs a head fastest."""
-    if fusible(head, target):
-        return _FusedHead(head, target)
+    if runs_natively(head, target):
+        return _NativeHead(head, target)
     if target.backend != "torch":
         prepack_linears(head.midlayer, target.backend)
     return _HeadOnRows(head, target)
@@ -232,17 +232,17 @@ class _HeadOnRows:
         return self.target.model.get_input_embeddings()(tokens.to(self.target.device)).to(self.head.dtype)
 
 
-class _FusedHead(_HeadOnRows):
+class _NativeHead(_HeadOnRows):
     """The same with a fused layer, and trees in one call behind the pass that makes their rows."""
 
     def __init__(self, head: "BlockHead", target: RaggedModel) -> None:
         super().__init__(head, target)
-        self._fused = FusedEagle(head, target)
+        self._native_eagle = NativeEagle(head, target)
         self._read()
 
     def refresh(self) -> None:
         """Reads weights anew that were written to since."""
-        if self._fused.refresh():
+        if self._native_eagle.refresh():
             self._read()
 
     @torch.no_grad()
@@ -257,7 +257,7 @@ class _FusedHead(_HeadOnRows):
 
     @torch.no_grad()
     def store(self, tokens: Tensor, hidden: Tensor, batch: RaggedBatch, cache: RaggedKVCache) -> None:
-        self._fused.layer(self._embed(tokens), hidden, batch, cache)
+        self._native_eagle.layer(self._embed(tokens), hidden, batch, cache)
 
     @torch.no_grad()
     def __call__(
@@ -269,7 +269,7 @@ class _FusedHead(_HeadOnRows):
         cache: RaggedKVCache,
         rows: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        out = self._fused.layer(*self.head.ask(self._embed(tokens), hidden, depths), batch, cache)
+        out = self._native_eagle.layer(*self.head.ask(self._embed(tokens), hidden, depths), batch, cache)
         final = self.head.norm(out[rows])
         return self.head.lm_head(final), final, self.head.gates(final)
 

@@ -18,7 +18,7 @@ from arbordraft.trees.masks import SlicedCausalMask
 from arbordraft.trees.topology import TreeTopology
 
 
-class WholeDrafts(Protocol):
+class OneCallDrafts(Protocol):
     """Grows the trees of a step with a drafter's network, all levels at once.
 
     Attributes:
@@ -47,18 +47,18 @@ class DraftContext:
 
     Args:
         tokens: committed tokens of every sample, prompt included.
-        room: greatest useful depth of each sample's tree; ``None`` for one that does not take part.
+        max_depth: greatest useful depth of each sample's tree; ``None`` for one that does not take part.
         topology: the planned shape.
         mask: the topology's sliced mask.
         law: how children are drawn. At temperature 0, where the verdict depends on the tokens alone, the most probable
             ones, whatever the coupling says.
         pathwise: the text is the same whatever is drafted: at temperature 0, or with noise that target and drafter
             share. What is drafted may then depend on anything.
-        warp: the request's logits processors. Given ``[R, V]`` logits and, per row, the sample and the drafted tokens
-            before the prediction, it returns ``[R, V]`` scores.
+        process_logits: the request's logits processors. Given ``[R, V]`` logits and, per row, the sample and the
+            drafted tokens before the prediction, it returns ``[R, V]`` scores.
         plan: says before anything is drafted how far the trees of some samples go on; ``None`` to be asked instead.
-        temperatures: by sample, all that ``warp`` does is to divide by it; 0 where it does nothing, as decoding is
-            greedy. ``None`` if it does more for some sample.
+        temperatures: by sample, all that ``process_logits`` does is to divide by it; 0 where it does nothing, as
+            decoding is greedy. ``None`` if it does more for some sample.
         decide: says before every level which samples go on.
         memory: what the decider remembers of each sample.
         noise: of this step: uniforms, or the shared one, which drafters add to their scores; ``None`` at temperature 0.
@@ -66,20 +66,20 @@ class DraftContext:
         candidates: children that each root has already, with the ``[V]`` row that they were drawn from; ``None`` if the
             drafter gives roots theirs.
         vocab_size: V, the target's; ``None`` if the drafter has as many ids, come what may.
-        behind: committed tokens of every sample that the drafter has not read, if there are any.
-        closed: whether nobody else will join the batch, so that it counts which sample ends last.
-        places: by sample, its stateful processors behind the committed tokens; ``None`` where it has none.
+        lag: committed tokens of every sample that the drafter has not read, if there are any.
+        fixed_batch: whether nobody else will join the batch, so that it counts which sample ends last.
+        path_states: by sample, its stateful processors behind the committed tokens; ``None`` where it has none.
         static: grows whole trees in fixed shapes, as the target's steps have them; ``None`` where steps have not.
-        beside: rows of the target's forward that belong to samples which take no part, where the text is pathwise.
+        extra_rows: rows of the target's forward that belong to samples which take no part, where the text is pathwise.
     """
 
     tokens: Sequence[Sequence[int]]
-    room: Sequence[int | None]
+    max_depth: Sequence[int | None]
     topology: TreeTopology
     mask: SlicedCausalMask
     law: DraftLaw
     pathwise: bool
-    warp: Callable[[Tensor, Callable[[int], tuple[int, Sequence[int]]]], Tensor]
+    process_logits: Callable[[Tensor, Callable[[int], tuple[int, Sequence[int]]]], Tensor]
     temperatures: Sequence[float] | None
     plan: Callable[[Situation], Plan | None]
     decide: Callable[[StepView], Sequence[bool]]
@@ -88,8 +88,8 @@ class DraftContext:
     expected_batch: int = 1
     candidates: Sequence[tuple[Sequence[int], Tensor] | None] | None = None
     vocab_size: int | None = None
-    behind: Sequence[int] = ()
-    closed: bool = False
-    places: Sequence[PathState | None] = ()
-    static: WholeDrafts | None = None
-    beside: int = 0
+    lag: Sequence[int] = ()
+    fixed_batch: bool = False
+    path_states: Sequence[PathState | None] = ()
+    static: OneCallDrafts | None = None
+    extra_rows: int = 0

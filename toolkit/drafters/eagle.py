@@ -14,10 +14,10 @@ from torch import Tensor
 
 from arbordraft.drafters.base import check_ragged, expect
 from arbordraft.drafters.context import DraftContext
-from arbordraft.drafters.grower import Garden
-from arbordraft.drafters.model_drafter import grow, plan_level
-from arbordraft.drafters.native_models import FusedEagle, fusible
-from arbordraft.drafters.one_call import Missing, feed, feed_static, grow_whole
+from arbordraft.drafters.grower import TreeGrower
+from arbordraft.drafters.model_drafter import grow, lay_out_level
+from arbordraft.drafters.native_models import NativeEagle, runs_natively
+from arbordraft.drafters.one_call import Missing, feed, feed_static, grow_in_one_call
 from arbordraft.drafters.slots import SlotDrafter, SlotState
 from arbordraft.kernels.draft_tree import Drafted, Draws, Growth
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
@@ -82,28 +82,28 @@ class EagleDrafter(SlotDrafter):
         return cls(EagleHead.from_pretrained(path, dtype=target.model.dtype, **kwargs), target)
 
     def open(self, target_cache: RaggedKVCache) -> _State:
-        if isinstance(self._network, FusedEagle):
+        if isinstance(self._network, NativeEagle):
             self._network.refresh()
         state: _State = super().open(target_cache)
         return state
 
     def propose(self, state: _State, context: DraftContext) -> DraftTree:
         # A text of one token has no state to start from: the target goes first.
-        room = [
+        max_depth = [
             limit if limit is None or len(tokens) > 1 else 0
-            for limit, tokens in zip(context.room, context.tokens, strict=True)
+            for limit, tokens in zip(context.max_depth, context.tokens, strict=True)
         ]
-        context = replace(context, room=room, behind=self.behind(state, context))
+        context = replace(context, max_depth=max_depth, lag=self.lag(state, context))
         if (feeding := self._in_one_call(state, context)) is not None:
-            able = [sample for sample, limit in enumerate(room) if limit]
+            able = [sample for sample, limit in enumerate(max_depth) if limit]
 
             def run(samples: list[int], growth: Growth, draws: Draws | None) -> Drafted:
                 lacking = {state.handles[sample]: self.missing(state, context, sample) for sample in samples}
                 return feeding(lacking, growth, draws)
 
-            if (whole := grow_whole(context, self, able, run)) is not None:
-                return whole[0]
-        return grow(context, self, lambda garden, frontier: self._run(state, garden, frontier))
+            if (grown := grow_in_one_call(context, self, able, run)) is not None:
+                return grown[0]
+        return grow(context, self, lambda grower, frontier: self._run(state, grower, frontier))
 
     def commit(self, state: _State, tree: DraftTree, verdict: Verdict) -> None:
         state.cache.drop(list(state.handles.values()))
@@ -112,22 +112,22 @@ class EagleDrafter(SlotDrafter):
     def _in_one_call(self, state: _State, context: DraftContext) -> Callable[..., Drafted] | None:
         """What grows whole trees, given what slots lack."""
         network, static = self._network, context.static
-        if isinstance(network, FusedEagle):
+        if isinstance(network, NativeEagle):
             return partial(feed, network.run, state.cache)
         if static is None or not isinstance(network, HeadOnRows):
             return None
         return partial(feed_static, static, network, partial(self._fill, state), state.cache)
 
-    def _run(self, state: _State, garden: Garden, frontier: dict[int, list[int]]) -> Tensor:
+    def _run(self, state: _State, grower: TreeGrower, frontier: dict[int, list[int]]) -> Tensor:
         if next(iter(frontier)) not in state.fed:
-            logits, final, out = self._catch_up(state, garden.context, list(frontier))
+            logits, final, out = self._catch_up(state, grower.context, list(frontier))
         else:
-            parents = garden.context.topology.parent_list
+            parents = grower.context.topology.parent_list
             hidden = [state.hidden[s][parents[node]] for s, nodes in frontier.items() for node in nodes]
-            tokens, batch = plan_level(garden, frontier, state.cache, state.handles, state.fed)
+            tokens, batch = lay_out_level(grower, frontier, state.cache, state.handles, state.fed)
             logits, final, out = self._network(tokens, torch.stack(hidden), batch, state.cache)
         places = [(sample, node) for sample, nodes in frontier.items() for node in nodes]
-        garden.hidden |= zip(places, final, strict=True)
+        grower.hidden |= zip(places, final, strict=True)
         for (sample, node), row in zip(places, out, strict=True):
             state.hidden.setdefault(sample, {})[node] = row
         return logits
@@ -156,10 +156,10 @@ class EagleDrafter(SlotDrafter):
         return last
 
 
-def on_rows(head: "EagleHead", target: RaggedModel) -> "FusedEagle | HeadOnRows":
+def on_rows(head: "EagleHead", target: RaggedModel) -> "NativeEagle | HeadOnRows":
     """What runs a head fastest."""
-    if fusible(head, target):
-        return FusedEagle(head, target)
+    if runs_natively(head, target):
+        return NativeEagle(head, target)
     if target.backend != "torch":
         prepack_linears(head.midlayer, target.backend)
     return HeadOnRows(head, target)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from arbordraft.drafters.base import Drafter, adopt, check_ragged, expect
 from arbordraft.drafters.context import DraftContext
-from arbordraft.drafters.grower import Garden
-from arbordraft.drafters.model_drafter import grow, plan_level
+from arbordraft.drafters.grower import TreeGrower
+from arbordraft.drafters.model_drafter import grow, lay_out_level
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.sampling.laws import DraftLaw
 from arbordraft.target.cache import RaggedKVCache
@@ -64,7 +64,7 @@ class EarlyExitDrafter(Drafter):
                 raise ValueError(f"the adapter was made for {adapter.config.hidden_layers} layers, not for {layers}")
             self.adapter = adopt(adapter, model)
         probe = RaggedKVCache()
-        self._forward(torch.zeros(1, dtype=torch.int64), probe.plan([probe.open(1)], [[0]]), probe)  # or says so now
+        self._forward(torch.zeros(1, dtype=torch.int64), probe.lay_out([probe.open(1)], [[0]]), probe)  # or says so now
 
     @classmethod
     def from_pretrained(cls, path: str | os.PathLike[str], target: RaggedModel, **kwargs: Any) -> "EarlyExitDrafter":
@@ -94,20 +94,20 @@ class EarlyExitDrafter(Drafter):
     def open(self, target_cache: RaggedKVCache) -> _State:
         return _State(target_cache)
 
-    def join(self, state: _State, sample: int, tokens: Sequence[int], handle: int) -> None:
+    def add(self, state: _State, sample: int, tokens: Sequence[int], handle: int) -> None:
         state.handles[sample] = handle
 
-    def leave(self, state: _State, sample: int) -> None:
+    def remove(self, state: _State, sample: int) -> None:
         del state.handles[sample]
 
     def propose(self, state: _State, context: DraftContext) -> DraftTree:
         state.fed = {sample: [] for sample in state.handles}  # nothing stays behind in the target's cache
-        tree = grow(context, self, lambda garden, frontier: self._run(state, garden, frontier))
+        tree = grow(context, self, lambda grower, frontier: self._run(state, grower, frontier))
         state.cache.drop([state.handles[sample] for sample, nodes in state.fed.items() if nodes])
         return tree
 
-    def _run(self, state: _State, garden: Garden, frontier: dict[int, list[int]]) -> Tensor:
-        tokens, batch = plan_level(garden, frontier, state.cache, state.handles, state.fed)
+    def _run(self, state: _State, grower: TreeGrower, frontier: dict[int, list[int]]) -> Tensor:
+        tokens, batch = lay_out_level(grower, frontier, state.cache, state.handles, state.fed)
         return self._forward(tokens, batch, state.cache)
 
     def _forward(self, tokens: Tensor, batch: RaggedBatch, cache: RaggedKVCache) -> Tensor:

@@ -4,7 +4,7 @@ from typing import Any
 
 from arbordraft.drafters.base import Drafter
 from arbordraft.drafters.context import DraftContext
-from arbordraft.drafters.grower import Garden
+from arbordraft.drafters.grower import TreeGrower
 from arbordraft.sampling.laws import DraftLaw, Fixed
 from arbordraft.target.model import RaggedModel
 from arbordraft.trees.draft_tree import DraftTree
@@ -38,6 +38,6 @@ class GrammarDrafter(Drafter):
             raise ValueError(f"forced tokens are certain, not drawn by {law}; couple them as Fixed({law.k})")
 
     def propose(self, state: Any, context: DraftContext) -> DraftTree:
-        garden = Garden(context, Fixed(context.law.k), self)
-        garden.force()
-        return garden.tree()
+        grower = TreeGrower(context, Fixed(context.law.k), self)
+        grower.add_forced_tokens()
+        return grower.tree()

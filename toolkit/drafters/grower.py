@@ -22,7 +22,7 @@ def groups_of(context: DraftContext) -> list[list[int]]:
     What is drafted never changes a pathwise text: a batch decides together and spends its rows where it gains most. Any
     other depends on what is verified: there every sample decides alone, for a batch of its like.
     """
-    alive = [sample for sample, room in enumerate(context.room) if room is not None]
+    alive = [sample for sample, max_depth in enumerate(context.max_depth) if max_depth is not None]
     if context.pathwise:
         return [alive] if alive else []
     return [[sample] for sample in alive]
@@ -30,16 +30,16 @@ def groups_of(context: DraftContext) -> list[list[int]]:
 
 def situation_of(context: DraftContext, drafter: Drafter, group: Sequence[int]) -> Situation:
     """What is known of a group before a drafter drafts for it."""
-    room = [min(context.room[sample] or 0, context.topology.max_depth) for sample in group]
+    max_depth = [min(context.max_depth[sample] or 0, context.topology.max_depth) for sample in group]
     memory = [context.memory[sample] for sample in group]
     alike = 1 if context.pathwise else context.expected_batch
-    behind = [context.behind[sample] for sample in group] if context.behind else []
-    left = [(context.room[sample] or 0) + 1 for sample in group] if context.closed else []
-    source, beside = type(drafter).__name__, context.beside if context.pathwise else 0
-    return Situation(room, memory, alike, source, drafter.acceptance, drafter.free, behind, left, beside)
+    lag = [context.lag[sample] for sample in group] if context.lag else []
+    left = [(context.max_depth[sample] or 0) + 1 for sample in group] if context.fixed_batch else []
+    source, extra_rows = type(drafter).__name__, context.extra_rows if context.pathwise else 0
+    return Situation(max_depth, memory, alike, source, drafter.acceptance, drafter.free, lag, left, extra_rows)
 
 
-class Garden:
+class TreeGrower:
     """The trees of one step while they grow.
 
     Args:
@@ -52,7 +52,7 @@ class Garden:
         self.context = context
         self.law = law
         self.source = type(drafter).__name__
-        self.alive = [sample for sample, room in enumerate(context.room) if room is not None]
+        self.alive = [sample for sample, max_depth in enumerate(context.max_depth) if max_depth is not None]
         self.tokens: dict[int, dict[int, int]] = {sample: {0: context.tokens[sample][-1]} for sample in self.alive}
         self.rows: dict[int, dict[int, Tensor]] = {sample: {} for sample in self.alive}
         self.chances: dict[int, dict[int, float]] = {sample: {} for sample in self.alive}
@@ -83,7 +83,7 @@ class Garden:
         for sample, given in enumerate(context.candidates or ()):
             if given is not None and sample in self.tokens:
                 tokens, row = given
-                self.plant(sample, 0, tokens, row[tokens].tolist(), partial(_same, row))
+                self.add_children(sample, 0, tokens, row[tokens].tolist(), partial(_same, row))
 
     def path(self, sample: int, node: int) -> list[int]:
         """Drafted tokens from below the root down to a node."""
@@ -91,21 +91,21 @@ class Garden:
 
     def allowed(self, sample: int, node: int) -> Allowed | None:
         """What may stand behind a node; ``None`` for everything, or where that is not known."""
-        place = self.context.places[sample] if self.context.places else None
-        return None if place is None else place.allowed(self.path(sample, node))
+        path_state = self.context.path_states[sample] if self.context.path_states else None
+        return None if path_state is None else path_state.allowed(self.path(sample, node))
 
-    def force(self) -> None:
+    def add_forced_tokens(self) -> None:
         """Gives every root the tokens that have to follow it, as far as the topology's first path goes.
 
         They wait for no plan, and no plan gives them up: the target has to read them in any case.
         """
         for sample in self.alive:
             node, children = 0, self.context.topology.child_list[0]
-            for _ in range(self.context.room[sample] or 0):
+            for _ in range(self.context.max_depth[sample] or 0):
                 allowed = self.allowed(sample, node)
                 if not children or allowed is None or allowed.only is None:
                     break
-                self.plant(sample, node, [allowed.only], [1.0])
+                self.add_children(sample, node, [allowed.only], [1.0])
                 node, children = children[0], self.context.topology.child_list[children[0]]
 
     def frontier(self, depth: int) -> dict[int, list[int]]:
@@ -124,7 +124,7 @@ class Garden:
         living = {
             sample: [node for node in level if node in self.tokens[sample]]
             for sample in group
-            if sample in self._going and depth < (self.context.room[sample] or 0)
+            if sample in self._going and depth < (self.context.max_depth[sample] or 0)
         }
         return {sample: nodes for sample, nodes in living.items() if nodes}
 
@@ -175,7 +175,7 @@ class Garden:
         going = {sample: nodes for (sample, nodes), goes_on in zip(living.items(), answers, strict=True) if goes_on}
         return {sample: fertile for sample, nodes in going.items() if (fertile := self._fertile(nodes))}
 
-    def plant(
+    def add_children(
         self,
         sample: int,
         node: int,
@@ -257,7 +257,7 @@ class Garden:
             )
             for sample, tokens in self.tokens.items()
         }
-        return DraftTree(tuple(grown.get(sample) for sample in range(len(self.context.room))))
+        return DraftTree(tuple(grown.get(sample) for sample in range(len(self.context.max_depth))))
 
 
 def _same(row: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.trees.draft_tree import DraftTree, Verdict
 from arbordraft.trees.topology import TreeTopology
-from arbordraft.utils.checks import instance
+from arbordraft.utils.checks import check_instance
 
 
 @dataclass
@@ -44,8 +44,8 @@ class HybridDrafter(Drafter):
 
     def __init__(self, first: Drafter, otherwise: Drafter) -> None:
         super().__init__()
-        instance("first", first, Drafter)
-        instance("otherwise", otherwise, Drafter)
+        check_instance("first", first, Drafter)
+        check_instance("otherwise", otherwise, Drafter)
         self.first = first
         self.otherwise = otherwise
         self.acceptance = otherwise.acceptance
@@ -70,21 +70,21 @@ class HybridDrafter(Drafter):
     def open(self, target_cache: RaggedKVCache) -> _State:
         return _State(self.first.open(target_cache), self.otherwise.open(target_cache))
 
-    def join(self, state: _State, sample: int, tokens: Sequence[int], handle: int) -> None:
+    def add(self, state: _State, sample: int, tokens: Sequence[int], handle: int) -> None:
         for part, own in self._parts(state):
-            part.join(own, sample, tokens, handle)
+            part.add(own, sample, tokens, handle)
 
     def share(self, state: _State, source: int, sample: int, tokens: int) -> None:
         for part, own in self._parts(state):
             part.share(own, source, sample, tokens)
 
-    def read(self, state: _State, tokens: Mapping[int, Sequence[int]]) -> None:
+    def prefill(self, state: _State, tokens: Mapping[int, Sequence[int]]) -> None:
         for part, own in self._parts(state):
-            part.read(own, tokens)
+            part.prefill(own, tokens)
 
-    def leave(self, state: _State, sample: int) -> None:
+    def remove(self, state: _State, sample: int) -> None:
         for part, own in self._parts(state):
-            part.leave(own, sample)
+            part.remove(own, sample)
 
     def take_hidden(self, state: _State, hidden: Mapping[int, Tensor]) -> None:
         count = len(self.hidden_layers)
@@ -99,23 +99,23 @@ class HybridDrafter(Drafter):
         draft = self.first.propose(state.first, self.first.within(context))
         waits = [tree is not None and len(tree.tokens) == 1 for tree in draft.samples]
         if any(length > 1 for length in draft.lengths):
-            behind = self.otherwise.behind(state.otherwise, context)
-            hopes = self._hopes(self.otherwise.within(replace(context, behind=behind)))
+            lag = self.otherwise.lag(state.otherwise, context)
+            hopes = self._hopes(self.otherwise.within(replace(context, lag=lag)))
             known = zip(draft.samples, hopes, waits, strict=True)
             waits = [waiting or (tree is not None and tree.gain < hope) for tree, hope, waiting in known]
         if not any(waits):
             return draft
-        room = [limit if waiting else None for limit, waiting in zip(context.room, waits, strict=True)]
-        beside = context.beside + sum(n for n, waiting in zip(draft.lengths, waits, strict=True) if not waiting)
+        max_depth = [limit if waiting else None for limit, waiting in zip(context.max_depth, waits, strict=True)]
+        extra_rows = context.extra_rows + sum(n for n, waiting in zip(draft.lengths, waits, strict=True) if not waiting)
         others = self.otherwise.propose(
-            state.otherwise, self.otherwise.within(replace(context, room=room, beside=beside))
+            state.otherwise, self.otherwise.within(replace(context, max_depth=max_depth, extra_rows=extra_rows))
         )
         pairs = zip(draft.samples, others.samples, strict=True)
         return DraftTree(tuple(b if b is not None and len(b.tokens) > 1 else a for a, b in pairs))
 
     def _hopes(self, context: DraftContext) -> list[float]:
         """What ``otherwise`` is expected to bring every sample."""
-        hopes = [-math.inf] * len(context.room)
+        hopes = [-math.inf] * len(context.max_depth)
         for group in groups_of(context):
             plan = context.plan(situation_of(context, self.otherwise, group))
             for sample, gain in zip(group, plan.gains if plan else (), strict=False):

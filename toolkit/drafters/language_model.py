@@ -15,12 +15,12 @@ from torch import Tensor
 
 from arbordraft.checkpoints.reader import load_causal_lm, load_tokenizer
 from arbordraft.checkpoints.vocabulary import check_tokenizers, fit_logits, fit_tokens
-from arbordraft.drafters.base import Drafter, check_ragged, unread
+from arbordraft.drafters.base import Drafter, check_ragged, num_unprefilled
 from arbordraft.drafters.context import DraftContext
-from arbordraft.drafters.grower import Garden
-from arbordraft.drafters.model_drafter import grow, plan_level
-from arbordraft.drafters.native_models import fused_model
-from arbordraft.drafters.one_call import Missing, ModelOnRows, feed, feed_static, grow_whole
+from arbordraft.drafters.grower import TreeGrower
+from arbordraft.drafters.model_drafter import grow, lay_out_level
+from arbordraft.drafters.native_models import native_model
+from arbordraft.drafters.one_call import Missing, ModelOnRows, feed, feed_static, grow_in_one_call
 from arbordraft.kernels.draft_tree import Drafted, DraftRun, Draws, Growth
 from arbordraft.onnx.networks import OnnxModel
 from arbordraft.sampling.laws import DraftLaw
@@ -69,7 +69,7 @@ class LanguageModelDrafter(Drafter):
         self.model = model if isinstance(model, RaggedModel | OnnxModel) else RaggedModel(model)
         self.same_tokenizer = same_tokenizer
         self.max_positions = self.model.max_positions
-        self._fused: tuple[object, DraftRun | None] = None, None  # with what it was prepacked from
+        self._native_model: tuple[object, DraftRun | None] = None, None  # with what it was prepacked from
 
     @classmethod
     def from_target(cls, target: RaggedModel, layers: int | Sequence[int]) -> "LanguageModelDrafter":
@@ -123,7 +123,7 @@ class LanguageModelDrafter(Drafter):
     def open(self, target_cache: RaggedKVCache) -> _State:
         return _State(target_cache, target_cache.beside(self))
 
-    def join(self, state: _State, sample: int, tokens: Sequence[int], handle: int) -> None:
+    def add(self, state: _State, sample: int, tokens: Sequence[int], handle: int) -> None:
         if self.max_positions is None or len(tokens) < self.max_positions:
             state.handles[sample] = state.cache.open(state.target.capacity(handle))
 
@@ -133,7 +133,7 @@ class LanguageModelDrafter(Drafter):
         filled = min(tokens, state.cache.length(state.handles[source]))
         state.cache.share(state.handles[source], state.handles[sample], filled)
 
-    def read(self, state: _State, tokens: Mapping[int, Sequence[int]]) -> None:
+    def prefill(self, state: _State, tokens: Mapping[int, Sequence[int]]) -> None:
         known = {
             state.handles[sample]: self._readable(part).tolist()
             for sample, part in tokens.items()
@@ -141,15 +141,15 @@ class LanguageModelDrafter(Drafter):
         }
         self.model.prefill(known, state.cache)
 
-    def leave(self, state: _State, sample: int) -> None:
+    def remove(self, state: _State, sample: int) -> None:
         if (handle := state.handles.pop(sample, None)) is not None:
             state.cache.close(handle)
 
-    def behind(self, state: _State, context: DraftContext) -> Sequence[int]:
-        return unread(state.cache, state.handles, context.tokens)
+    def lag(self, state: _State, context: DraftContext) -> Sequence[int]:
+        return num_unprefilled(state.cache, state.handles, context.tokens)
 
     def propose(self, state: _State, context: DraftContext) -> DraftTree:
-        context = replace(context, behind=self.behind(state, context))
+        context = replace(context, lag=self.lag(state, context))
         if (feeding := self._feeding(state, context)) is not None:
 
             def run(samples: list[int], growth: Growth, draws: Draws | None) -> Drafted:
@@ -159,15 +159,15 @@ class LanguageModelDrafter(Drafter):
                     lacking[handle] = self._readable(_missing(state, context, sample)).tolist(), None
                 return feeding(lacking, growth, draws)
 
-            able = [sample for sample, room in enumerate(context.room) if room]
-            if (whole := grow_whole(context, self, able, run)) is not None:
-                tree, fed = whole
+            able = [sample for sample, max_depth in enumerate(context.max_depth) if max_depth]
+            if (grown := grow_in_one_call(context, self, able, run)) is not None:
+                tree, fed = grown
                 state.fed |= fed
                 for sample, nodes in fed.items():
                     depths = [context.topology.depth_list[node] - 1 for node in nodes]
                     state.cache.wrote(state.handles[sample], depths)
                 return tree
-        return grow(context, self, lambda garden, frontier: self._run(state, garden, frontier))
+        return grow(context, self, lambda grower, frontier: self._run(state, grower, frontier))
 
     def commit(self, state: _State, tree: DraftTree, verdict: Verdict) -> None:
         kept: dict[int, list[int]] = {}
@@ -181,36 +181,36 @@ class LanguageModelDrafter(Drafter):
     def _in_one_call(self) -> DraftRun | None:
         if not isinstance(self.model, RaggedModel) or self.model.backend != "native":
             return None
-        if self._fused[0] is not self.model.prepacking:
-            self._fused = self.model.prepacking, fused_model(self.model)
-        return self._fused[1]
+        if self._native_model[0] is not self.model.prepacking:
+            self._native_model = self.model.prepacking, native_model(self.model)
+        return self._native_model[1]
 
     def _feeding(self, state: _State, context: DraftContext) -> Callable[..., Drafted] | None:
         """What grows whole trees, given what the cache lacks."""
         model, static = self.model, context.static
         if not isinstance(model, RaggedModel) or context.vocab_size not in (None, model.vocab_size):
             return None
-        if (fused := self._in_one_call()) is not None:
-            return partial(feed, fused, state.cache)
+        if (native := self._in_one_call()) is not None:
+            return partial(feed, native, state.cache)
         if static is None or model.backend != "torch":
             return None
 
-        def read(early: Mapping[int, Missing]) -> None:
+        def prefill(early: Mapping[int, Missing]) -> None:
             model.prefill({handle: tokens for handle, (tokens, _) in early.items()}, state.cache)
 
-        return partial(feed_static, static, ModelOnRows(model, model.network()), read, state.cache)
+        return partial(feed_static, static, ModelOnRows(model, model.network()), prefill, state.cache)
 
-    def _run(self, state: _State, garden: Garden, frontier: dict[int, list[int]]) -> Tensor:
+    def _run(self, state: _State, grower: TreeGrower, frontier: dict[int, list[int]]) -> Tensor:
         if next(iter(frontier)) not in state.fed:
-            return self._catch_up(state, garden.context, list(frontier))
-        tokens, batch = plan_level(garden, frontier, state.cache, state.handles, state.fed)
-        return self._fitted(self.model(self._readable(tokens), batch, state.cache), garden.context)
+            return self._catch_up(state, grower.context, list(frontier))
+        tokens, batch = lay_out_level(grower, frontier, state.cache, state.handles, state.fed)
+        return self._fitted(self.model(self._readable(tokens), batch, state.cache), grower.context)
 
     def _catch_up(self, state: _State, context: DraftContext, samples: list[int]) -> Tensor:
         """Feeds the committed tokens that the draft cache lacks; the last one is the root."""
         handles = [state.handles[sample] for sample in samples]
         missing = [_missing(state, context, sample) for sample in samples]
-        batch = state.cache.plan(handles, [range(len(tokens)) for tokens in missing])
+        batch = state.cache.lay_out(handles, [range(len(tokens)) for tokens in missing])
         last = torch.tensor([len(tokens) for tokens in missing]).cumsum(0) - 1
         packed = self._readable([token for tokens in missing for token in tokens])
         logits = self.model(packed, batch, state.cache, rows=last)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from arbordraft.drafters.base import HeadDrafter, check_ragged, expect
 from arbordraft.drafters.context import DraftContext
-from arbordraft.drafters.grower import Garden
+from arbordraft.drafters.grower import TreeGrower
 from arbordraft.drafters.model_drafter import grow
-from arbordraft.drafters.one_call import grow_whole
+from arbordraft.drafters.one_call import grow_in_one_call
 from arbordraft.kernels.draft_tree import Drafted, Draws, Growth, draft_from_rows
 from arbordraft.onnx.networks import OnnxMedusa
 from arbordraft.target.cache import RaggedKVCache
@@ -75,7 +75,7 @@ class MedusaDrafter(HeadDrafter):
     def open(self, target_cache: RaggedKVCache) -> _State:
         return _State()
 
-    def leave(self, state: _State, sample: int) -> None:
+    def remove(self, state: _State, sample: int) -> None:
         state.seen.pop(sample, None)
 
     def take_hidden(self, state: _State, hidden: Mapping[int, Tensor]) -> None:
@@ -84,20 +84,20 @@ class MedusaDrafter(HeadDrafter):
     def propose(self, state: _State, context: DraftContext) -> DraftTree:
         heads = self.head.config.num_heads
         # A text of one token has no state to look ahead from: the target goes first.
-        room = [
+        max_depth = [
             limit if limit is None else min(limit, heads) if sample in state.seen else 0
-            for sample, limit in enumerate(context.room)
+            for sample, limit in enumerate(context.max_depth)
         ]
-        context = replace(context, room=room)
+        context = replace(context, max_depth=max_depth)
         if self.target.backend == "native" and not isinstance(self.head, OnnxMedusa):
-            able = [sample for sample, limit in enumerate(room) if limit]
+            able = [sample for sample, limit in enumerate(max_depth) if limit]
 
             def run(samples: list[int], growth: Growth, draws: Draws | None) -> Drafted:
                 return self._drafted(state, context, samples, growth, draws)
 
-            if (whole := grow_whole(context, self, able, run)) is not None:
-                return whole[0]
-        return grow(context, self, lambda garden, frontier: self._run(state, garden, frontier))
+            if (grown := grow_in_one_call(context, self, able, run)) is not None:
+                return grown[0]
+        return grow(context, self, lambda grower, frontier: self._run(state, grower, frontier))
 
     def commit(self, state: _State, tree: DraftTree, verdict: Verdict) -> None:
         state.prepared = {}
@@ -119,9 +119,9 @@ class MedusaDrafter(HeadDrafter):
         )
 
     @torch.no_grad()
-    def _run(self, state: _State, garden: Garden, frontier: dict[int, list[int]]) -> Tensor:
+    def _run(self, state: _State, grower: TreeGrower, frontier: dict[int, list[int]]) -> Tensor:
         """``[R, V]``: the row of every sample, once for each of its nodes."""
-        depth = garden.context.topology.depth_list[next(iter(frontier.values()))[0]]
+        depth = grower.context.topology.depth_list[next(iter(frontier.values()))[0]]
         if next(iter(frontier)) not in state.prepared:
             prepared = self.head.prepare(torch.stack([state.seen[sample] for sample in frontier]))
             state.prepared |= zip(frontier, prepared, strict=True)

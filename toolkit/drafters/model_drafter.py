@@ -13,7 +13,7 @@ from torch import Tensor
 
 from arbordraft.drafters.base import Drafter
 from arbordraft.drafters.context import DraftContext
-from arbordraft.drafters.grower import Garden
+from arbordraft.drafters.grower import TreeGrower
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.kernels.tree_expand import tree_expand
 from arbordraft.sampling.noise import GumbelNoise
@@ -23,7 +23,9 @@ from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.trees.masks import stack_words
 
 
-def grow(context: DraftContext, drafter: Drafter, run: Callable[[Garden, dict[int, list[int]]], Tensor]) -> DraftTree:
+def grow(
+    context: DraftContext, drafter: Drafter, run: Callable[[TreeGrower, dict[int, list[int]]], Tensor]
+) -> DraftTree:
     """Grows trees level by level with a model.
 
     Args:
@@ -32,24 +34,24 @@ def grow(context: DraftContext, drafter: Drafter, run: Callable[[Garden, dict[in
         run: given the trees so far and the frontier nodes of every sample that goes on, the ``[R, V]`` draft logits
             of these nodes, sample by sample.
     """
-    garden = Garden(context, context.law, drafter)
+    grower = TreeGrower(context, context.law, drafter)
     certain = context.law.deterministic
     for depth in range(context.topology.max_depth):
-        frontier = garden.frontier(depth)
+        frontier = grower.frontier(depth)
         if not frontier:
             break
         places = [(sample, node) for sample, nodes in frontier.items() for node in nodes]
 
         def place_of(row: int, places: list[tuple[int, int]] = places) -> tuple[int, list[int]]:
             sample, node = places[row]
-            return sample, garden.path(sample, node)
+            return sample, grower.path(sample, node)
 
-        logits = run(garden, frontier)
-        scores = context.warp(logits, place_of)
+        logits = run(grower, frontier)
+        scores = context.process_logits(logits, place_of)
         if isinstance(context.noise, GumbelNoise):
             scores = context.noise.perturb(scores, [(sample, depth) for sample, _ in places])
         rows = SoftmaxRows(scores)
-        likeliest, chances = tree_expand(scores, min(garden.law.k if certain else 1, scores.shape[1]))
+        likeliest, chances = tree_expand(scores, min(grower.law.k if certain else 1, scores.shape[1]))
         tops, odds = likeliest.tolist(), chances.exp().tolist()
         sound = [math.isfinite(values[0]) for values in odds]
         # Processors may leave no token behind a draft; whether that is an error, the target's own row says.
@@ -65,15 +67,15 @@ def grow(context: DraftContext, drafter: Drafter, run: Callable[[Garden, dict[in
             else:
                 draft = rows[row]
                 uniforms = context.noise.draft[sample, list(children)].tolist()  # type: ignore[union-attr]
-                tokens = garden.law.narrow(len(children)).draw(draft, uniforms)
+                tokens = grower.law.narrow(len(children)).draw(draft, uniforms)
                 confidence = draft[tokens].tolist()
-                garden.rows[sample][node] = draft
-            garden.plant(sample, node, tokens, confidence, partial(rows.__getitem__, row))
-    return garden.tree()
+                grower.rows[sample][node] = draft
+            grower.add_children(sample, node, tokens, confidence, partial(rows.__getitem__, row))
+    return grower.tree()
 
 
-def plan_level(
-    garden: Garden,
+def lay_out_level(
+    grower: TreeGrower,
     frontier: dict[int, list[int]],
     cache: RaggedKVCache,
     handles: Mapping[int, int],
@@ -82,7 +84,7 @@ def plan_level(
     """Plans the packed forward of the frontier nodes, behind the nodes that were fed before.
 
     Args:
-        garden: the trees.
+        grower: the trees.
         frontier: nodes to feed for every sample that goes on; added to ``fed``.
         cache: the drafter's cache.
         handles: the samples' handles in it.
@@ -91,13 +93,13 @@ def plan_level(
     Returns:
         ``[T]`` tokens and the batch.
     """
-    topology = garden.context.topology
+    topology = grower.context.topology
     tokens, depths, words = [], [], []
     for sample, nodes in frontier.items():
         columns = fed[sample] = fed[sample] + nodes
         root = topology.depth_list[columns[0]]
-        tokens += [garden.tokens[sample][node] for node in nodes]
+        tokens += [grower.tokens[sample][node] for node in nodes]
         depths.append([topology.depth_list[node] - root for node in nodes])
-        words.append(garden.context.mask.select(nodes, columns))
-    batch = cache.plan([handles[sample] for sample in frontier], depths, stack_words(words))
+        words.append(grower.context.mask.select(nodes, columns))
+    batch = cache.lay_out([handles[sample] for sample in frontier], depths, stack_words(words))
     return torch.tensor(tokens), batch

@@ -18,16 +18,16 @@ from arbordraft.target.attention import UnsupportedModel
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.prepacked.gguf_blocks import in_memory
-from arbordraft.target.prepacked.parts import Parts
 from arbordraft.target.prepacked.prepacked_modules import PrepackedNorm
 from arbordraft.target.prepacked.probing import Unrecognised, plain
+from arbordraft.target.prepacked.weight_collector import WeightCollector
 from arbordraft.trees.topology import TreeTopology
 
 if TYPE_CHECKING:
     from arbordraft.heads.eagle import EagleHead
 
 
-def fusible(head: "EagleHead", target: RaggedModel) -> bool:
+def runs_natively(head: "EagleHead", target: RaggedModel) -> bool:
     """Whether there are kernels for the head's layer: they know its sizes, and the target's embeddings are a table."""
     config = head.config
     sizes = (config.head_dim, config.hidden_size, config.target_hidden_size, config.intermediate_size)
@@ -35,7 +35,7 @@ def fusible(head: "EagleHead", target: RaggedModel) -> bool:
     return target.backend == "native" and table and not any(size % 16 for size in sizes)
 
 
-class FusedEagle:
+class NativeEagle:
     """An EAGLE head on a CPU, its layer fused: row by row for whoever asks, or whole trees at once.
 
     Args:
@@ -130,7 +130,7 @@ class FusedEagle:
         return self._layer(hidden[None], pools, (cosine[None], sine[None]), batch, (), embeddings)[0][0]
 
 
-def fused_model(model: RaggedModel) -> DraftRun | None:
+def native_model(model: RaggedModel) -> DraftRun | None:
     """A causal LM as one call runs it; ``None`` unless all of it is recognised, and drafts as the model itself does."""
     prepacking = model.prepacking
     stack = None if prepacking is None or prepacking.backend != "native" else prepacking.stack
@@ -144,7 +144,7 @@ def fused_model(model: RaggedModel) -> DraftRun | None:
     if not isinstance(head, PrepackedLinear) or head.bias is not None:
         return None
     try:
-        norm, epsilon = Parts().norm(nn.ModuleDict({"norm": model.final_norm}), "norm")
+        norm, epsilon = WeightCollector().norm(nn.ModuleDict({"norm": model.final_norm}), "norm")
     except (Unrecognised, UnsupportedModel):
         return None
     weights = DraftWeights(
@@ -176,7 +176,7 @@ def _drafts_alike(model: RaggedModel, run: DraftRun) -> bool:
     tokens = [token for _, _, token in drafted.nodes]
     own = RaggedKVCache()
     text = [*prompt, *tokens[:-1]]
-    rows = model(torch.tensor(text), own.plan([own.open(len(text))], [range(len(text))]), own).float()
+    rows = model(torch.tensor(text), own.lay_out([own.open(len(text))], [range(len(text))]), own).float()
     chances = rows[len(prompt) - 1 :].softmax(dim=-1)
     stated = torch.tensor(drafted.chances)
     best = chances.max(dim=-1).values
@@ -196,4 +196,4 @@ def _norm(module: nn.RMSNorm | PrepackedNorm) -> Norm:
     return module.norm if isinstance(module, PrepackedNorm) else Norm(module.weight.detach().float().contiguous())
 
 
-__all__ = ["FusedEagle", "fused_model", "fusible", "matrix_of"]
+__all__ = ["NativeEagle", "matrix_of", "native_model", "runs_natively"]

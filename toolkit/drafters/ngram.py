@@ -10,14 +10,14 @@ import numpy.typing as npt
 
 from arbordraft.drafters.base import Drafter
 from arbordraft.drafters.context import DraftContext
-from arbordraft.drafters.grower import Garden
+from arbordraft.drafters.grower import TreeGrower
 from arbordraft.sampling.laws import DraftLaw, Fixed
 from arbordraft.sampling.stateful import Allowed
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.trees.draft_tree import DraftTree, Verdict
 from arbordraft.trees.topology import TreeTopology
-from arbordraft.utils.checks import whole
+from arbordraft.utils.checks import check_int
 
 _MOST_MATCHES = 32  # older occurrences of a frequent n-gram say little
 _LONGEST = 64  # every suffix of a path is followed as far
@@ -146,8 +146,8 @@ class NGramDrafter(Drafter):
 
     def __init__(self, longest: int = 4, shortest: int = 2) -> None:
         super().__init__()
-        self.longest = whole("longest", longest, 1, _LONGEST)
-        self.shortest = whole("shortest", shortest, 1, self.longest)
+        self.longest = check_int("longest", longest, 1, _LONGEST)
+        self.shortest = check_int("shortest", shortest, 1, self.longest)
 
     def default_topology(self) -> TreeTopology:
         return TreeTopology.chain(12)
@@ -162,35 +162,37 @@ class NGramDrafter(Drafter):
     def open(self, target_cache: RaggedKVCache) -> _State:
         return _State()
 
-    def join(self, state: _State, sample: int, tokens: Sequence[int], handle: int) -> None:
+    def add(self, state: _State, sample: int, tokens: Sequence[int], handle: int) -> None:
         state.texts[sample], state.odds[sample] = _Text(tokens), _Odds()
 
-    def leave(self, state: _State, sample: int) -> None:
+    def remove(self, state: _State, sample: int) -> None:
         del state.texts[sample], state.odds[sample]
 
     def propose(self, state: _State, context: DraftContext) -> DraftTree:
-        garden = Garden(context, Fixed(context.law.k), self)
-        garden.force()
-        state.guesses |= {sample: {} for sample in garden.alive}
+        grower = TreeGrower(context, Fixed(context.law.k), self)
+        grower.add_forced_tokens()
+        state.guesses |= {sample: {} for sample in grower.alive}
         places: dict[tuple[int, int], Places] = {}
         parents = context.topology.parent_list
         for depth in range(context.topology.max_depth):
-            frontier = garden.frontier(depth)
+            frontier = grower.frontier(depth)
             if not frontier:
                 break
             for sample, nodes in frontier.items():
                 text, odds = state.texts[sample], state.odds[sample]
                 for node in nodes:
                     if node:
-                        here = text.behind(places[sample, parents[node]], garden.tokens[sample][node], self.longest)
+                        here = text.behind(places[sample, parents[node]], grower.tokens[sample][node], self.longest)
                     else:
                         here = text.ends(self.longest)
                     places[sample, node] = here
                     children = context.topology.child_list[node]
-                    found = self._lookup(text, here, len(children), garden.allowed(sample, node))
+                    found = self._lookup(text, here, len(children), grower.allowed(sample, node))
                     state.guesses[sample][node] = list(zip(children, found, strict=False))
-                    garden.plant(sample, node, [guess.token for guess in found], [odds(guess) for guess in found])
-        return garden.tree()
+                    grower.add_children(
+                        sample, node, [guess.token for guess in found], [odds(guess) for guess in found]
+                    )
+        return grower.tree()
 
     def commit(self, state: _State, tree: DraftTree, verdict: Verdict) -> None:
         for sample, (drafted, judged) in enumerate(zip(tree.samples, verdict.samples, strict=True)):

@@ -26,7 +26,7 @@ def roots(context: DraftContext) -> DraftTree:
     """The trees of a step in which nothing is drafted."""
     return DraftTree(
         tuple(
-            None if room is None else SampleTree(context.topology, context.law, {0: tokens[-1]})
-            for room, tokens in zip(context.room, context.tokens, strict=True)
+            None if max_depth is None else SampleTree(context.topology, context.law, {0: tokens[-1]})
+            for max_depth, tokens in zip(context.max_depth, context.tokens, strict=True)
         )
     )

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from arbordraft.deciders.decisions import Plan
 from arbordraft.drafters.base import Drafter
-from arbordraft.drafters.context import DraftContext, WholeDrafts
-from arbordraft.drafters.grower import Garden
+from arbordraft.drafters.context import DraftContext, OneCallDrafts
+from arbordraft.drafters.grower import TreeGrower
 from arbordraft.kernels.draft_tree import Drafted, DraftRun, Draws, Growth, usable
 from arbordraft.sampling.noise import GumbelNoise
 from arbordraft.target.attention import Attending
@@ -135,7 +135,7 @@ class ModelOnRows:
         return output.logits[0], None
 
 
-def grow_whole(
+def grow_in_one_call(
     context: DraftContext,
     drafter: Drafter,
     able: Collection[int],
@@ -157,13 +157,13 @@ def grow_whole(
     told = context.candidates is None and context.law.deterministic and context.pathwise
     if not told or context.temperatures is None or not (context.static or usable()):
         return None
-    garden = Garden(context, context.law, drafter)
-    plans = [plan for plan in garden.plans if plan is not None]
-    if len(plans) != len(garden.plans):
+    grower = TreeGrower(context, context.law, drafter)
+    plans = [plan for plan in grower.plans if plan is not None]
+    if len(plans) != len(grower.plans):
         return None
     parents = context.topology.parent_list
     fed: dict[int, list[int]] = {}
-    for group, plan in zip(garden.groups, plans, strict=True):
+    for group, plan in zip(grower.groups, plans, strict=True):
         going = [index for index, levels in enumerate(plan.levels) if levels > 0 and group[index] in able]
         if not going:
             continue
@@ -172,11 +172,11 @@ def grow_whole(
         if drafted.broken:
             warnings.warn("the drafter produced NaN or infinite logits; nothing is drafted there", stacklevel=3)
         for (index, node, token), chance in zip(drafted.nodes, drafted.chances, strict=True):
-            garden.add(samples[index], parents[node], node, token, chance)
+            grower.add(samples[index], parents[node], node, token, chance)
         fed |= {sample: [] for sample in samples}
         for index, node in drafted.fed:
             fed[samples[index]].append(node)
-    return garden.tree(), fed
+    return grower.tree(), fed
 
 
 def _growth(context: DraftContext, plan: Plan, going: Sequence[int], samples: Sequence[int]) -> Growth:
@@ -186,7 +186,7 @@ def _growth(context: DraftContext, plan: Plan, going: Sequence[int], samples: Se
     return Growth(
         context.topology.child_offsets,
         context.topology.child_order,
-        [min(plan.levels[index], context.room[sample] or 0) for index, sample in zip(going, samples, strict=True)],
+        [min(plan.levels[index], context.max_depth[sample] or 0) for index, sample in zip(going, samples, strict=True)],
         [trust[min(depth, len(trust) - 1)] for trust, _ in told for depth in depths],
         [following[min(depth, len(following) - 1)] for _, following in told for depth in depths],
         [plan.weights[index] for index in going] if plan.weights else [1.0] * len(going),
@@ -261,15 +261,15 @@ def caught_up(cache: RaggedKVCache, missing: Mapping[int, Missing]) -> None:
 
 
 def feed_static(
-    static: WholeDrafts,
+    static: OneCallDrafts,
     network: DraftNetwork,
-    read: Callable[[dict[int, Missing]], object],
+    prefill: Callable[[dict[int, Missing]], object],
     cache: RaggedKVCache,
     missing: Mapping[int, Missing],
     growth: Growth,
     draws: Draws | None,
 ) -> Drafted:
-    """The same in fixed shapes, which have room for what a step commits: ``read`` goes over prompts before."""
+    """The same in fixed shapes, which have room for what a step commits: ``prefill`` goes over prompts before."""
     early, late = {}, {}
     for handle, (tokens, states) in missing.items():
         first = max(0, len(tokens) - static.rows)
@@ -277,8 +277,8 @@ def feed_static(
         if first:
             early[handle] = tokens[:first], _rows(states, 0, first)
     if early:
-        read(early)
+        prefill(early)
     return static(network, cache, late, growth, draws)
 
 
-__all__ = ["CHUNK", "DraftNetwork", "Missing", "ModelOnRows", "caught_up", "feed", "feed_static", "grow_whole"]
+__all__ = ["CHUNK", "DraftNetwork", "Missing", "ModelOnRows", "caught_up", "feed", "feed_static", "grow_in_one_call"]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arbordraft.drafters.base import HeadDrafter, unread
+from arbordraft.drafters.base import HeadDrafter, num_unprefilled
 from arbordraft.drafters.context import DraftContext
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
@@ -56,7 +56,7 @@ class SlotDrafter(HeadDrafter):
     def open(self, target_cache: RaggedKVCache) -> Any:
         return self.state_class(target_cache, target_cache.beside(self))
 
-    def join(self, state: Any, sample: int, tokens: Sequence[int], handle: int) -> None:
+    def add(self, state: Any, sample: int, tokens: Sequence[int], handle: int) -> None:
         state.handles[sample] = state.cache.open(state.target.capacity(handle))
         state.pending[sample], state.slots[sample] = [], 0
 
@@ -67,7 +67,7 @@ class SlotDrafter(HeadDrafter):
         if filled < state.slots[sample]:
             state.pending[sample] = [torch.cat(state.pending[source])[: state.slots[sample] - filled]]
 
-    def leave(self, state: Any, sample: int) -> None:
+    def remove(self, state: Any, sample: int) -> None:
         state.cache.close(state.handles.pop(sample))
         del state.pending[sample], state.slots[sample]
         state.last.pop(sample, None)
@@ -88,5 +88,5 @@ class SlotDrafter(HeadDrafter):
                 state.pending[sample].append(states[:kept])
                 state.slots[sample] += kept
 
-    def behind(self, state: Any, context: DraftContext) -> Sequence[int]:
-        return unread(state.cache, state.handles, context.tokens, 1)
+    def lag(self, state: Any, context: DraftContext) -> Sequence[int]:
+        return num_unprefilled(state.cache, state.handles, context.tokens, 1)

@@ -8,7 +8,7 @@ from typing import Any
 from arbordraft.grammars.checking import SchemaCheck, checked
 from arbordraft.grammars.engine import explained, limits, matcher_class
 from arbordraft.grammars.schema import expressions, held
-from arbordraft.utils.checks import instance
+from arbordraft.utils.checks import check_instance
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Grammar:
             TypeError: if it is no text.
             ValueError: if it is no such expression, or too complex.
         """
-        instance("pattern", pattern, str)
+        check_instance("pattern", pattern, str)
         return cls._checked("regex", matcher_class().grammar_from_regex(pattern))
 
     @classmethod
@@ -138,7 +138,7 @@ class Grammar:
             >>> Grammar.lark('start: "a" inner? "b"\\ninner: "(" start ")"').kind
             'lark'
         """
-        instance("text", text, str)
+        check_instance("text", text, str)
         return cls._checked("lark", matcher_class().grammar_from_lark(text))
 
     @classmethod
@@ -174,7 +174,7 @@ def grammars_of(grammar: Grammar | Sequence[Grammar | None] | None, batch: int) 
     grammars = list(grammar) if isinstance(grammar, Sequence) else [grammar] * batch
     for one in grammars:
         if one is not None:
-            instance("grammar", one, Grammar)
+            check_instance("grammar", one, Grammar)
     if len(grammars) != batch:
         raise ValueError(
             f"{len(grammars)} grammars for {batch} samples; pass one for all, or a list with one per sample"

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from arbordraft.checkpoints.reader import load_network, read_config
 from arbordraft.target.prepacked.probing import vocabulary
-from arbordraft.utils.checks import real
+from arbordraft.utils.checks import check_float
 
 
 class CompanionConfig(PreTrainedConfig):
@@ -206,7 +206,7 @@ def check_acceptance(table: Sequence[float], most: int) -> None:
     """Raises ValueError unless this is a drafter's acceptance of at most so many ranks: it sums to at most 1."""
     if not 1 <= len(table) <= most:
         raise ValueError(f"its acceptance table must have 1 to {most} entries, one per rank, got {len(table)}")
-    rates = [real(f"its acceptance of rank {rank}", rate, 0, 1) for rank, rate in enumerate(table)]
+    rates = [check_float(f"its acceptance of rank {rank}", rate, 0, 1) for rank, rate in enumerate(table)]
     if sum(rates) > 1 + 1e-9:
         raise ValueError(f"its acceptance table sums to {sum(rates):.3f}: ranks exclude each other, so 1 is the most")
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from arbordraft.heads.eagle import EagleConfig, EagleHead
-from arbordraft.utils.checks import whole
+from arbordraft.utils.checks import check_int
 
 
 class BlockConfig(EagleConfig):
@@ -61,14 +61,17 @@ class BlockHead(EagleHead):
     base_model_prefix = "block"
 
     def __init__(self, config: BlockConfig) -> None:
-        depths, rank = whole("block_size", config.block_size, 1, 32), whole("markov_rank", config.markov_rank, 0)
+        depths, rank = (
+            check_int("block_size", config.block_size, 1, 32),
+            check_int("markov_rank", config.markov_rank, 0),
+        )
         super().__init__(config)
         width = config.target_hidden_size
         if config.mask_token_id is None:
             # The first row stands for depth 0, the slot as it is, and is never read.
             self.masks = nn.Embedding(depths, width + config.hidden_size, padding_idx=0)
         else:
-            whole("mask_token_id", config.mask_token_id, 0, config.vocab_size - 1)
+            check_int("mask_token_id", config.mask_token_id, 0, config.vocab_size - 1)
             if rank:
                 raise ValueError(f"with mask_token_id there is no Markov term: set markov_rank to 0, not {rank}")
             self.mask_hidden = nn.Parameter(torch.randn(self.fc.in_features))

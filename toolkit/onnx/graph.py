@@ -97,7 +97,7 @@ class RaggedGraph:
 
         Args:
             inputs: ``[T, ...]`` by name; ``position_ids`` and ``attention_mask`` follow from the batch.
-            batch: what ``cache.plan`` returned for these rows.
+            batch: what ``cache.lay_out`` returned for these rows.
             cache: the graph's own.
 
         Returns:

@@ -110,7 +110,9 @@ class OnnxModel(OnnxNetwork):
         self.max_positions: int | None = graph.about.get("max_positions")
         self._run = RaggedGraph(graph)
         probe = RaggedKVCache()
-        first = self._run({"input_ids": torch.zeros(1, dtype=torch.int64)}, probe.plan([probe.open(1)], [[0]]), probe)
+        first = self._run(
+            {"input_ids": torch.zeros(1, dtype=torch.int64)}, probe.lay_out([probe.open(1)], [[0]]), probe
+        )
         self.check_logits(first["logits"])
         self.vocab_size = first["logits"].shape[-1]  # padding may make it more or less than the target's
 

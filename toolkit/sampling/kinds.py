@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from arbordraft.sampling.stateful import StatefulProcessor
-from arbordraft.utils.checks import as_temperature
+from arbordraft.utils.checks import check_temperature
 
 _MODULES = ("transformers.generation.logits_process", "transformers.generation.stopping_criteria")
 _NAMES: dict[type, str] = {}  # filled when it is first read, which no compiled code may be the first to do
@@ -131,7 +131,7 @@ def is_freezing(processor: Any) -> bool:
     """Whether a processor divides by a temperature so low that the most probable token always wins."""
     if transformers_name(type(processor)) != "TemperatureLogitsWarper":
         return False
-    return as_temperature("temperature", processor.temperature) == 0
+    return check_temperature("temperature", processor.temperature) == 0
 
 
 def name_of(processor: Any) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor, nn
 
 from arbordraft.sampling.noise import draw
-from arbordraft.utils.checks import real, whole
+from arbordraft.utils.checks import check_float, check_int
 
 
 class DraftLaw(nn.Module):
@@ -38,8 +38,8 @@ class DraftLaw(nn.Module):
 
     def __init__(self, tops: int, tails: int, replacement: bool) -> None:
         super().__init__()
-        self.tops = whole("tops", tops, 0)
-        self.tails = whole("tails", tails, 0)
+        self.tops = check_int("tops", tops, 0)
+        self.tails = check_int("tails", tails, 0)
         if self.k < 1:
             raise ValueError("a draft law needs at least one child, got 0 tops and 0 tails")
         self.replacement = replacement
@@ -181,14 +181,14 @@ class IID(DraftLaw):
     """``k`` independent draws, at least 1; equal tokens may occur and stay separate children."""
 
     def __init__(self, k: int) -> None:
-        super().__init__(tops=0, tails=whole("k", k, 1), replacement=True)
+        super().__init__(tops=0, tails=check_int("k", k, 1), replacement=True)
 
 
 class WithoutReplacement(DraftLaw):
     """``k`` different tokens, at least 1, drawn one after the other from what is left of the row."""
 
     def __init__(self, k: int) -> None:
-        super().__init__(tops=0, tails=whole("k", k, 1), replacement=False)
+        super().__init__(tops=0, tails=check_int("k", k, 1), replacement=False)
 
 
 class TopTail(DraftLaw):
@@ -226,8 +226,8 @@ class AdaptiveTopTail(DraftLaw):
     """
 
     def __init__(self, k: int, threshold: float = 0.2) -> None:
-        super().__init__(tops=0, tails=whole("k", k, 1), replacement=False)
-        self.threshold = real("threshold", threshold, 0, 1)
+        super().__init__(tops=0, tails=check_int("k", k, 1), replacement=False)
+        self.threshold = check_float("threshold", threshold, 0, 1)
 
     def narrow(self, children: int) -> "DraftLaw":
         super().narrow(children)  # checks
@@ -248,7 +248,7 @@ class Fixed(DraftLaw):
     """
 
     def __init__(self, k: int) -> None:
-        super().__init__(tops=whole("k", k, 1), tails=0, replacement=False)
+        super().__init__(tops=check_int("k", k, 1), tails=0, replacement=False)
 
 
 class SharedNoise(DraftLaw):
@@ -264,7 +264,7 @@ class SharedNoise(DraftLaw):
     shared = True
 
     def __init__(self, k: int) -> None:
-        super().__init__(tops=whole("k", k, 1), tails=0, replacement=False)
+        super().__init__(tops=check_int("k", k, 1), tails=0, replacement=False)
 
     def narrow(self, children: int) -> "DraftLaw":
         super().narrow(children)  # checks

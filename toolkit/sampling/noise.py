@@ -15,7 +15,7 @@ from torch import Tensor
 
 from arbordraft.kernels import choice
 from arbordraft.kernels.gumbel import gumbel, gumbel_argmax
-from arbordraft.utils.checks import whole
+from arbordraft.utils.checks import check_int
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Noise:
             TypeError: if the seed is no whole number.
             ValueError: if it is out of range.
         """
-        return np.random.Generator(np.random.Philox(whole("seed", seed, 0, 2**64 - 1)))
+        return np.random.Generator(np.random.Philox(check_int("seed", seed, 0, 2**64 - 1)))
 
     @classmethod
     def draw(cls, generators: Sequence[np.random.Generator], nodes: int) -> Self:
@@ -73,7 +73,7 @@ class SharedSource:
     """
 
     def __init__(self, seed: int) -> None:
-        seed = whole("seed", seed, 0, 2**64 - 1)
+        seed = check_int("seed", seed, 0, 2**64 - 1)
         self.seed = seed - 2**64 if seed >= 2**63 else seed  # as int64 has it
         self.rows: dict[int, Tensor] = {}  # ``[V]`` float32 noise by position, which steps that overlap share
 

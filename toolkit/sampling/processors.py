@@ -25,7 +25,7 @@ from arbordraft.sampling.kinds import (
     truncates,
 )
 from arbordraft.sampling.stateful import PathState, StatefulProcessor
-from arbordraft.utils.checks import whole
+from arbordraft.utils.checks import check_int
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessor, LogitsProcessorList
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _ROUNDING = 1e-3  # far above what sums of a row of probabilities lose
 
 
-class Warp:
+class LogitsPipeline:
     """Applies Hugging Face logits processors to one sample's rows of ragged draft trees, each row along its own path.
 
     Args:
@@ -43,7 +43,7 @@ class Warp:
             refused where they are known. Temperatures below 1e-10 are left out, see ``greedy``.
         batch_size: samples of the batch that the processors were prepared for. Those that may tell its rows apart are
             called with as many rows, all of them equal.
-        row: the sample's number in that batch. Samples whose :meth:`place` is equal may share an object.
+        row: the sample's number in that batch. Samples whose :meth:`row_and_padding` is equal may share an object.
         padding: columns in front of its prompt in that batch, which its paths have not.
 
     Attributes:
@@ -62,7 +62,7 @@ class Warp:
         row: int = 0,
         padding: int = 0,
     ) -> None:
-        self._batch_size, self._row = whole("batch_size", batch_size, 0), row
+        self._batch_size, self._row = check_int("batch_size", batch_size, 0), row
         for processor in processors:
             check_for_trees(processor, padding)
         kept = [one for one in processors if not is_freezing(one)]
@@ -74,7 +74,7 @@ class Warp:
         self.stateful = [self.processors[place] for place in places]
 
     @staticmethod
-    def place(processors: "Sequence[LogitsProcessor]", row: int, padding: int) -> tuple[int, int]:
+    def row_and_padding(processors: "Sequence[LogitsProcessor]", row: int, padding: int) -> tuple[int, int]:
         """Row and padding of a sample, 0 where none of the processors asks for it."""
         return row if any(map(may_index, processors)) else 0, padding if any(map(heeds_padding, processors)) else 0
 
@@ -214,7 +214,7 @@ def truncate(processor: Any, scores: Tensor) -> Tensor:
 
 
 def truncated(processor: "LogitsProcessor | None", scores: Tensor) -> tuple[Tensor, Tensor | None]:
-    """What :meth:`Warp.trimmed` left to do: truncated scores, or on a GPU these and the ``[R]`` lowest to draw."""
+    """What :meth:`LogitsPipeline.trimmed` left: truncated scores, or on a GPU these and the ``[R]`` lowest to draw."""
     if processor is None:
         return scores, None
     if choice.wants_triton("truncate", scores):

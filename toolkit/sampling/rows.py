@@ -61,7 +61,8 @@ class SoftmaxRows:
     Args:
         scores: the scores, or logits that ``process`` makes scores of.
         process: given ``[R, V]`` of the logits and the numbers of these rows, returns their scores; row by row.
-        trim: likewise, but what :meth:`~arbordraft.sampling.processors.Warp.trimmed` returns; to go with ``process``.
+        trim: likewise, but what :meth:`~arbordraft.sampling.processors.LogitsPipeline.trimmed` returns; to go with
+            ``process``.
         temperature: of logits that are divided by it and not processed otherwise; in place of both.
         best: T most probable tokens, where these and not random ones are wanted.
     """

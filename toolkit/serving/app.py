@@ -26,7 +26,7 @@ from arbordraft.serving.question import Question, StreamOptions
 from arbordraft.serving.responding import ResponseShape
 from arbordraft.serving.responses import ResponsesQuestion, renamed
 from arbordraft.serving.service import Call, Service
-from arbordraft.utils.checks import whole
+from arbordraft.utils.checks import check_int
 
 
 def build_app(
@@ -44,7 +44,7 @@ def build_app(
         TypeError: for arguments of another kind.
         ValueError: for values out of range.
     """
-    whole("max_body", max_body, 1)
+    check_int("max_body", max_body, 1)
     options = cors_options(cors)
 
     @asynccontextmanager

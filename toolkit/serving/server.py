@@ -6,7 +6,7 @@ from collections.abc import Callable
 import uvicorn
 from fastapi import FastAPI
 
-from arbordraft.utils.checks import real, whole
+from arbordraft.utils.checks import check_float, check_int
 
 
 class Server(uvicorn.Server):
@@ -25,7 +25,7 @@ class Server(uvicorn.Server):
         # Clients keep idle connections for five seconds; who closes them first must not be the server.
         patience = {"timeout_keep_alive": 30, "timeout_graceful_shutdown": 5}
         super().__init__(uvicorn.Config(app, log_level="warning", access_log=False, **patience))
-        self._service, self._grace, self._ready = app.state.service, real("grace", grace, 0), ready
+        self._service, self._grace, self._ready = app.state.service, check_float("grace", grace, 0), ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begins to listen."""
@@ -48,7 +48,7 @@ def bound(host: str, port: int) -> socket.socket:
     Raises:
         ValueError: if that cannot be.
     """
-    whole("port", port, 0, 65535)
+    check_int("port", port, 0, 65535)
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)

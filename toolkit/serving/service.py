@@ -26,7 +26,7 @@ from arbordraft.serving.pieces import Piece, Speller
 from arbordraft.serving.question import Question
 from arbordraft.serving.thinking import Thinking, thinking_of
 from arbordraft.serving.validity import Checker
-from arbordraft.utils.checks import instance, whole
+from arbordraft.utils.checks import check_instance, check_int
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,9 +52,9 @@ class Service:
     """
 
     def __init__(self, engine: Engine, name: str, default_tokens: int = 1024, *, reasoning: bool = True) -> None:
-        self.engine = instance("engine", engine, Engine)
-        self.name = instance("name", name, str)
-        self.default_tokens = whole("default_tokens", default_tokens, 1)
+        self.engine = check_instance("engine", engine, Engine)
+        self.name = check_instance("name", name, str)
+        self.default_tokens = check_int("default_tokens", default_tokens, 1)
         tokenizer = engine.decoder.target.tokenizer
         if tokenizer is None:
             raise ValueError("a server speaks text: build the target as RaggedModel(model, tokenizer)")
@@ -64,7 +64,7 @@ class Service:
         recommended = own_temperature(own)
         self.temperature = 1.0 if recommended is None else recommended
         self.top_p = 1.0 if own.top_p is None else own.top_p
-        self.reasoning = instance("reasoning", reasoning, bool)
+        self.reasoning = check_instance("reasoning", reasoning, bool)
         self.metrics = Metrics(engine)
         self.created = int(time.time())
         self.exactness = engine.decoder.coupling.exactness.value

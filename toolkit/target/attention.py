@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch, ragged_tree_attention
 from arbordraft.target.cache import RaggedKVCache
 
-HOOK = "arbordraft_ragged"
+ATTENTION_NAME = "arbordraft_ragged"
 REQUIREMENT = (
     "arbordraft needs every layer to be softmax attention that goes through transformers' AttentionInterface "
     "(falcon, bloom, linear-attention and state-space models do not)"
@@ -104,7 +104,7 @@ def register() -> None:
     """Tells transformers the name under which our attention can be asked for."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(HOOK, _attention)
+    AttentionInterface.register(ATTENTION_NAME, _attention)
 
 
 def _attention(

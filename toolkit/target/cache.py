@@ -65,23 +65,23 @@ class RaggedKVCache(nn.Module):
         Raises:
             CacheOverflow: if ``max_tokens`` does not allow it.
         """
-        sample, self._next = self._next, self._next + 1
+        handle, self._next = self._next, self._next + 1
         capacity = max(tokens, 1)
-        self._slabs[sample] = _Slab(self._allocate(capacity), capacity)
-        return sample
+        self._slabs[handle] = _Slab(self._allocate(capacity), capacity)
+        return handle
 
-    def share(self, source: int, sample: int, tokens: int) -> None:
+    def share(self, source: int, handle: int, tokens: int) -> None:
         """Copies the first committed rows of one sample into another, which is empty and has room for them.
 
         Args:
             source: handle of the one.
-            sample: handle of the other.
+            handle: handle of the other.
             tokens: how many rows.
 
         Raises:
             ValueError: if there are not as many, the other is not empty or has no room.
         """
-        ours, theirs = self._slabs[sample], self._slabs[source]
+        ours, theirs = self._slabs[handle], self._slabs[source]
         if not 0 <= tokens <= min(theirs.length, ours.capacity) or ours.length or ours.tree_positions:
             raise ValueError(
                 f"cannot copy {tokens} of {theirs.length} rows to a sample with {ours.length} and room for "
@@ -91,53 +91,55 @@ class RaggedKVCache(nn.Module):
             pool[ours.start : ours.start + tokens] = pool[theirs.start : theirs.start + tokens]
         ours.length = tokens
 
-    def shorten(self, sample: int, tokens: int) -> None:
+    def shorten(self, handle: int, tokens: int) -> None:
         """Gives up what was committed of a sample behind its first tokens."""
-        slab = self._slabs[sample]
+        slab = self._slabs[handle]
         slab.length = min(slab.length, tokens)
 
-    def __contains__(self, sample: object) -> bool:
-        return sample in self._slabs
+    def __contains__(self, handle: object) -> bool:
+        return handle in self._slabs
 
-    def close(self, sample: int) -> None:
+    def close(self, handle: int) -> None:
         """Removes a sample and frees its slab."""
-        slab = self._slabs.pop(sample)
+        slab = self._slabs.pop(handle)
         self._release(slab.start, slab.capacity)
 
-    def length(self, sample: int) -> int:
+    def length(self, handle: int) -> int:
         """Committed tokens of a sample."""
-        return self._slabs[sample].length
+        return self._slabs[handle].length
 
-    def capacity(self, sample: int) -> int:
+    def capacity(self, handle: int) -> int:
         """Rows that a sample can hold without growing."""
-        return self._slabs[sample].capacity
+        return self._slabs[handle].capacity
 
-    def plan(self, samples: Sequence[int], depths: Sequence[Sequence[int]], words: Tensor | None = None) -> RaggedBatch:
+    def lay_out(
+        self, handles: Sequence[int], depths: Sequence[Sequence[int]], words: Tensor | None = None
+    ) -> RaggedBatch:
         """Reserves rows behind the committed ones and describes the forward that will fill them.
 
         Rows planned earlier and not yet committed or dropped stay: they are the shallower levels of the same tree.
 
         Args:
-            samples: handles of the samples that take part.
+            handles: handles of the samples that take part.
             depths: for every sample, the distance of each new row's position from the committed length.
             words: ``[T, W]`` ancestor words over each sample's uncommitted rows; ``None`` for causal order.
 
         Raises:
             CacheOverflow: if a slab cannot grow; nothing has changed then.
         """
-        for sample, offsets in zip(samples, depths, strict=True):
-            slab = self._slabs[sample]
+        for handle, offsets in zip(handles, depths, strict=True):
+            slab = self._slabs[handle]
             self._reserve(slab, slab.length + len(slab.tree_positions) + len(offsets))
         positions: list[int] = []
         slots: list[int] = []
-        for sample, offsets in zip(samples, depths, strict=True):
-            slab = self._slabs[sample]
+        for handle, offsets in zip(handles, depths, strict=True):
+            slab = self._slabs[handle]
             first = slab.start + slab.length + len(slab.tree_positions)
             slots += range(first, first + len(offsets))
             new = [slab.length + depth for depth in offsets]
             positions += new
             slab.tree_positions += new
-        slabs = [self._slabs[sample] for sample in samples]
+        slabs = [self._slabs[handle] for handle in handles]
         return RaggedBatch(
             rows=[len(offsets) for offsets in depths],
             starts=[slab.start for slab in slabs],
@@ -148,11 +150,11 @@ class RaggedKVCache(nn.Module):
             words=words,
         )
 
-    def reserve(self, samples: Sequence[int], rows: Sequence[int]) -> list[tuple[int, int]]:
+    def reserve(self, handles: Sequence[int], rows: Sequence[int]) -> list[tuple[int, int]]:
         """Makes room for rows behind the committed ones, for whoever writes them himself.
 
         Args:
-            samples: handles of the samples.
+            handles: handles of the samples.
             rows: how many of each.
 
         Returns:
@@ -161,14 +163,14 @@ class RaggedKVCache(nn.Module):
         Raises:
             CacheOverflow: if a slab cannot grow.
         """
-        slabs = [self._slabs[sample] for sample in samples]
+        slabs = [self._slabs[handle] for handle in handles]
         for slab, more in zip(slabs, rows, strict=True):
             self._reserve(slab, slab.length + more)
         return [(slab.start, slab.length) for slab in slabs]
 
-    def wrote(self, sample: int, depths: Sequence[int]) -> None:
+    def wrote(self, handle: int, depths: Sequence[int]) -> None:
         """Takes over rows that were written into reserved room: uncommitted, at these distances from the last one."""
-        slab = self._slabs[sample]
+        slab = self._slabs[handle]
         slab.tree_positions += [slab.length + depth for depth in depths]
 
     def pools(self, layer: int, shape: tuple[int, ...], like: Tensor) -> tuple[Tensor, Tensor]:
@@ -200,8 +202,8 @@ class RaggedKVCache(nn.Module):
             ValueError: if an index is out of range or out of order.
         """
         moves: list[list[tuple[int, int]]] = []
-        for sample, rows in kept.items():
-            slab = self._slabs[sample]
+        for handle, rows in kept.items():
+            slab = self._slabs[handle]
             ordered = list(rows) == sorted(set(rows))
             if not ordered or (rows and not 0 <= rows[0] <= rows[-1] < len(slab.tree_positions)):
                 raise ValueError(f"rows {list(rows)} must ascend within 0..{len(slab.tree_positions) - 1}")
@@ -213,8 +215,8 @@ class RaggedKVCache(nn.Module):
 
     def advance(self, kept: Mapping[int, Sequence[int]]) -> None:
         """Keeps rows as :meth:`commit` does that have been moved already, on the device."""
-        for sample, rows in kept.items():
-            slab = self._slabs[sample]
+        for handle, rows in kept.items():
+            slab = self._slabs[handle]
             slab.length += len(rows)
             slab.tree_positions.clear()
 
@@ -230,24 +232,24 @@ class RaggedKVCache(nn.Module):
         Yields:
             The tokens of this forward by sample, the same packed ``[T]``, and their batch.
         """
-        left = {sample: row for sample, row in tokens.items() if row}
+        left = {handle: row for handle, row in tokens.items() if row}
         while left:
             room, part = chunk, {}
-            for sample in list(left):
+            for handle in list(left):
                 if room == 0:
                     break
-                part[sample] = left[sample][:room]
-                room -= len(part[sample])
-                left[sample] = left[sample][len(part[sample]) :]
-                if not left[sample]:
-                    del left[sample]
-            batch = self.plan(list(part), [range(len(row)) for row in part.values()])
+                part[handle] = left[handle][:room]
+                room -= len(part[handle])
+                left[handle] = left[handle][len(part[handle]) :]
+                if not left[handle]:
+                    del left[handle]
+            batch = self.lay_out(list(part), [range(len(row)) for row in part.values()])
             yield part, torch.tensor([token for row in part.values() for token in row]), batch
-            self.commit({sample: range(len(row)) for sample, row in part.items()})
+            self.commit({handle: range(len(row)) for handle, row in part.items()})
 
-    def drop(self, samples: Sequence[int]) -> None:
+    def drop(self, handles: Sequence[int]) -> None:
         """Forgets all uncommitted rows of the samples."""
-        self.commit(dict.fromkeys(samples, ()))
+        self.commit(dict.fromkeys(handles, ()))
 
     def extra_repr(self) -> str:
         return f"samples={len(self._slabs)}, rows={self._rows}, max_tokens={self.max_tokens}"

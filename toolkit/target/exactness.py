@@ -95,7 +95,7 @@ def _probe(target: RaggedModel) -> tuple[int, int, float]:
     samples = [cache.open(len(prompt) + nodes) for prompt in prompts]
     target.prefill(dict(zip(samples, prompts, strict=True)), cache)
     words = ancestor_words(topology.visible.cpu()).repeat(len(prompts), 1)
-    batch = cache.plan(samples, [topology.depth_list] * len(prompts), words)
+    batch = cache.lay_out(samples, [topology.depth_list] * len(prompts), words)
     together = target(tokens.flatten(), batch, cache).view(len(prompts), nodes, -1)
 
     rows = equal = 0
@@ -106,7 +106,7 @@ def _probe(target: RaggedModel) -> tuple[int, int, float]:
             sample = alone.open(len(prompt) + nodes)
             target.prefill({sample: prompt}, alone, chunk=64)
             for node in topology.path(leaf):
-                row = target(drafted[node : node + 1], alone.plan([sample], [[0]]), alone)[0]
+                row = target(drafted[node : node + 1], alone.lay_out([sample], [[0]]), alone)[0]
                 alone.commit({sample: [0]})
                 rows += 1
                 equal += torch.equal(row, logits[node])

@@ -19,7 +19,7 @@ from arbordraft.kernels import native
 from arbordraft.kernels.prepacked_linear import check_weights
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.target.attention import (
-    HOOK,
+    ATTENTION_NAME,
     REQUIREMENT,
     Forward,
     UnsupportedModel,
@@ -201,7 +201,7 @@ class RaggedModel(nn.Module):
         Raises:
             UnsupportedModel: if that is more than one module.
         """
-        view = ModelView(self.model, HOOK)  # one that no other forward runs in
+        view = ModelView(self.model, ATTENTION_NAME)  # one that no other forward runs in
         if norm := final_module(view.model, self.num_layers):
             return view.original(norm)
         raise UnsupportedModel(f"{type(self.model).__name__} has more than a norm behind its decoder layers")
@@ -219,7 +219,7 @@ class RaggedModel(nn.Module):
 
         Args:
             tokens: ``[T]`` int64.
-            batch: what ``cache.plan`` returned for these rows.
+            batch: what ``cache.lay_out`` returned for these rows.
             cache: the KV cache to read and write.
             rows: ``[R]`` rows whose logits are wanted, all T by default.
             layers: run only the first layers, as many as this (early exit).
@@ -421,7 +421,7 @@ class RaggedModel(nn.Module):
 
     def _prepare(self) -> _Prepared:
         check_adapters(self.model)
-        view = ModelView(self.model, HOOK)
+        view = ModelView(self.model, ATTENTION_NAME)
         place = decoder_list(view.model, self.num_layers)
         prepacking, shortcut = None, None
         plain = place is not None and unheard(view.model, getattr(*place))
@@ -429,8 +429,8 @@ class RaggedModel(nn.Module):
             prepacking = self._prepack(view)
             if not self.keep_weights:
                 prepacking.move_originals()
-            for owner, name, stand_in in prepacking.places:
-                owner._modules[name] = stand_in
+            for owner, name, prepacked_module in prepacking.places:
+                owner._modules[name] = prepacked_module
         if place is not None:
             for index, layer in enumerate(getattr(*place)):
                 if not isinstance(layer, PrepackedLayers):

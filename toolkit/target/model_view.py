@@ -1,7 +1,8 @@
 """The model as it is run: module objects of our own around the user's tensors.
 
-Our attention, the stand-ins for prepacked layers and all listeners live in these copies. The user's model is never
-touched, so others may call it, train it or decode with it in other threads meanwhile, and nothing has to be put back.
+Our attention, the prepacked modules for prepacked layers and all listeners live in these copies. The user's model is
+never touched, so others may call it, train it or decode with it in other threads meanwhile, and nothing has to be put
+back.
 """
 
 import operator

@@ -63,7 +63,7 @@ def final_module(model: nn.Module, num_layers: int) -> nn.Module | None:
         module.register_forward_hook(lambda module, _, output: seen.append((module, output)))
     cache = RaggedKVCache()
     device = next(model.parameters()).device
-    run = Forward(cache.plan([cache.open(1)], [[0]]).to(device), cache)
+    run = Forward(cache.lay_out([cache.open(1)], [[0]]).to(device), cache)
     tokens = torch.zeros(1, 1, dtype=torch.int64, device=device)
     with torch.no_grad():
         model(tokens, position_ids=run.batch.positions[None], use_cache=False, ragged=run)
@@ -88,7 +88,7 @@ def observe(model: nn.Module, num_layers: int, vocab_size: int) -> Observation:
     cache = RaggedKVCache()
     samples = [cache.open(topology.num_nodes) for _ in range(2)]
     words = ancestor_words(topology.visible.cpu()).repeat(2, 1)
-    run = Forward(cache.plan(samples, [topology.depth_list] * 2, words), cache)
+    run = Forward(cache.lay_out(samples, [topology.depth_list] * 2, words), cache)
     hooks = [module.register_forward_pre_hook(watch, with_kwargs=True) for module in model.modules()]
     try:
         with torch.no_grad():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from arbordraft.checkpoints.reader import check_finite
-from arbordraft.target.attention import HOOK, UnsupportedModel, unsupported
+from arbordraft.target.attention import ATTENTION_NAME, UnsupportedModel, unsupported
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.hf_cache import cache_argument, returned_cache
 from arbordraft.target.model_view import ModelView, is_config
@@ -66,19 +66,19 @@ def check_logits(target: PackedModel, given: Any = None) -> None:
     )
     cache = RaggedKVCache()
     if target.weights:  # others than the model's own: those are what tells whether it can be packed
-        cache.weights = target.prepared(ModelView(target.model, HOOK))
+        cache.weights = target.prepared(ModelView(target.model, ATTENTION_NAME))
         _check_weights(target, fault)
     _compare(target, target.model, cache, fault)
     if given is not None and given is not target.model:
         cache = RaggedKVCache()
-        cache.weights = target.prepared(ModelView(target.model, HOOK))
+        cache.weights = target.prepared(ModelView(target.model, ATTENTION_NAME))
         outside = f"{type(given).__name__} computes something outside of the {name} that it wraps: the logits differ"
         _compare(target, given, cache, outside)
 
     spans = exceeded_spans(target)
     if not spans:
         return
-    own, packed = ModelView(target.model), ModelView(target.model, HOOK)
+    own, packed = ModelView(target.model), ModelView(target.model, ATTENTION_NAME)
     for view in (own, packed):
         _shorten(view.model, spans)
     cache = RaggedKVCache()
@@ -100,7 +100,7 @@ def _check_weights(target: PackedModel, fault: str) -> None:
     rows = []
     for text in (prompt + path for prompt in prompts for path in paths):
         cache = RaggedKVCache()
-        batch = cache.plan([cache.open(len(text))], [range(len(text))])
+        batch = cache.lay_out([cache.open(len(text))], [range(len(text))])
         rows.append(target(torch.tensor(text), batch, cache, torch.tensor([len(text) - 1]))[0])
     _check(target, packed, torch.stack(rows), f"{fault} with {target.weights} weights")
 
@@ -226,7 +226,7 @@ def _packed_logits(
     try:
         target.prefill(dict(zip(samples, prompts, strict=True)), cache)
         words = ancestor_words(topology.visible.cpu()).repeat(len(prompts), 1)
-        batch = cache.plan(samples, [topology.depth_list] * len(prompts), words)
+        batch = cache.lay_out(samples, [topology.depth_list] * len(prompts), words)
         return target(torch.tensor(tree * len(prompts)), batch, cache)
     except UnsupportedModel:
         raise

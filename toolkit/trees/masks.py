@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from arbordraft.trees.topology import WORD_BITS, TreeTopology, ancestor_words
-from arbordraft.utils.checks import instance, whole
+from arbordraft.utils.checks import check_instance, check_int
 
 MOST_BYTES = 2**30  # of a dense mask
 
@@ -41,8 +41,8 @@ class SlicedCausalMask(nn.Module):
 
     def __init__(self, topology: TreeTopology, max_context: int = 0) -> None:
         super().__init__()
-        instance("topology", topology, TreeTopology)
-        max_context = whole("max_context", max_context, 0)
+        check_instance("topology", topology, TreeTopology)
+        max_context = check_int("max_context", max_context, 0)
         if (size := topology.num_nodes * (max_context + topology.num_nodes)) > MOST_BYTES:
             raise ValueError(
                 f"a mask of {topology.num_nodes} nodes with max_context {max_context} would take {size:,} bytes, "

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from arbordraft.utils.checks import each, real, whole
+from arbordraft.utils.checks import check_float, check_int, check_sequence
 
 WORD_BITS = 64
 MOST_NODES = 2048  # the mask of these has 4 MiB; no target verifies as many rows in the time of a few
@@ -52,7 +52,7 @@ class TreeTopology(nn.Module):
 
     def __init__(self, parents: Sequence[int]) -> None:
         super().__init__()
-        parents = list(each("parents", parents, whole, MOST_NODES))
+        parents = list(check_sequence("parents", parents, check_int, MOST_NODES))
         depths = _checked_depths(parents)
         children: list[list[int]] = [[] for _ in parents]
         visible = torch.eye(len(parents), dtype=torch.bool)
@@ -88,7 +88,7 @@ class TreeTopology(nn.Module):
             >>> TreeTopology.from_k_config((4, 2, 2)).levels
             (range(0, 1), range(1, 5), range(5, 13), range(13, 29))
         """
-        counts = each("k_config", k_config, partial(whole, least=1), MOST_DEPTH)
+        counts = check_sequence("k_config", k_config, partial(check_int, least=1), MOST_DEPTH)
         parents, level = [-1], range(1)
         for depth, k in enumerate(counts, start=1):
             if (nodes := len(parents) + len(level) * k) > MOST_NODES:
@@ -102,17 +102,17 @@ class TreeTopology(nn.Module):
     @classmethod
     def chain(cls, length: int) -> Self:
         """One path of ``length`` drafted tokens below the root, 0 to 512; ``chain(0)`` is plain decoding."""
-        return cls.from_k_config([1] * whole("length", length, 0, MOST_DEPTH))
+        return cls.from_k_config([1] * check_int("length", length, 0, MOST_DEPTH))
 
     @classmethod
     def k_ary(cls, k: int, depth: int) -> Self:
         """The complete ``k``-ary tree, ``k`` at least 1, of a depth from 0 to 512."""
-        return cls.from_k_config([whole("k", k, 1)] * whole("depth", depth, 0, MOST_DEPTH))
+        return cls.from_k_config([check_int("k", k, 1)] * check_int("depth", depth, 0, MOST_DEPTH))
 
     @classmethod
     def fork(cls, width: int, depth: int) -> Self:
         """``width`` chains, at least 1, that part at the root and are 1 to 512 deep: the fork of improved MCSD."""
-        return cls.from_k_config([whole("width", width, 1)] + [1] * (whole("depth", depth, 1, MOST_DEPTH) - 1))
+        return cls.from_k_config([check_int("width", width, 1)] + [1] * (check_int("depth", depth, 1, MOST_DEPTH) - 1))
 
     @classmethod
     def sequoia(cls, acceptance: Sequence[float], nodes: int, max_depth: int | None = None) -> Self:
@@ -136,9 +136,9 @@ class TreeTopology(nn.Module):
             >>> TreeTopology.sequoia([0.6, 0.2], 5).parent_list
             (-1, 0, 0, 1, 3)
         """
-        nodes = whole("nodes", nodes, 1, MOST_NODES)
-        deepest = MOST_DEPTH if max_depth is None else whole("max_depth", max_depth, 0, MOST_DEPTH)
-        rates = each("acceptance", acceptance, partial(real, least=0, most=1), MOST_SIBLINGS)
+        nodes = check_int("nodes", nodes, 1, MOST_NODES)
+        deepest = MOST_DEPTH if max_depth is None else check_int("max_depth", max_depth, 0, MOST_DEPTH)
+        rates = check_sequence("acceptance", acceptance, partial(check_float, least=0, most=1), MOST_SIBLINGS)
         if sum(rates) > 1 + 1e-9:
             raise ValueError(f"acceptance must sum to at most 1, got {sum(rates)}")
         return cls(_sequoia_parents(rates, nodes, min(deepest, nodes - 1)))

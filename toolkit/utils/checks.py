@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 Checked = TypeVar("Checked")
 
 
-def whole(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
+def check_int(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
     """A whole number as Python's own ``int``.
 
     Args:
@@ -32,7 +32,7 @@ def whole(name: str, value: Any, least: int | None = None, most: int | None = No
     return number
 
 
-def real(name: str, value: Any, least: float = -math.inf, most: float = math.inf) -> float:
+def check_float(name: str, value: Any, least: float = -math.inf, most: float = math.inf) -> float:
     """A finite number as Python's own ``float``.
 
     Args:
@@ -57,35 +57,37 @@ def real(name: str, value: Any, least: float = -math.inf, most: float = math.inf
     return number
 
 
-def positive(name: str, value: Any) -> float:
-    """A finite number above 0, otherwise as :func:`real`."""
-    number = real(name, value)
+def check_positive(name: str, value: Any) -> float:
+    """A finite number above 0, otherwise as :func:`check_float`."""
+    number = check_float(name, value)
     if number <= 0:
         raise ValueError(f"{name} must be above 0, got {number}")
     return number
 
 
-def as_temperature(name: str, value: Any) -> float:
+def check_temperature(name: str, value: Any) -> float:
     """A temperature from 0 to 1e6; below 1e-10 it is 0.0, which decodes greedily.
 
     At so low a temperature the most probable token always wins, and quotients would leave the range of float32.
 
     Raises:
-        TypeError: as :func:`real`.
-        ValueError: as :func:`real`.
+        TypeError: as :func:`check_float`.
+        ValueError: as :func:`check_float`.
     """
-    number = real(name, value, 0)
+    number = check_float(name, value, 0)
     if number > 1e6:
         raise ValueError(f"{name} must be at most 1e6, got {number}")
     return number if number >= 1e-10 else 0.0
 
 
-def penalty(name: str, value: Any) -> float:
-    """A factor of scores, 1e-5 to 1e5, beyond which they would leave the range of float32; otherwise :func:`real`."""
-    return real(name, positive(name, value), 1e-5, 1e5)
+def check_penalty(name: str, value: Any) -> float:
+    """A factor of scores, 1e-5 to 1e5, beyond which they would leave the range of float32; else :func:`check_float`."""
+    return check_float(name, check_positive(name, value), 1e-5, 1e5)
 
 
-def each(name: str, values: Any, check: Callable[[str, Any], Checked], most: int | None = None) -> tuple[Checked, ...]:
+def check_sequence(
+    name: str, values: Any, check: Callable[[str, Any], Checked], most: int | None = None
+) -> tuple[Checked, ...]:
     """A sequence, an array or a tensor of checked numbers, as a tuple.
 
     Args:
@@ -109,7 +111,7 @@ def each(name: str, values: Any, check: Callable[[str, Any], Checked], most: int
     return tuple(check(f"{name}[{index}]", value) for index, value in enumerate(entries))
 
 
-def instance(name: str, value: Any, *kinds: type[Checked]) -> Checked:
+def check_instance(name: str, value: Any, *kinds: type[Checked]) -> Checked:
     """The value; raises TypeError unless it is of one of these kinds."""
     if not isinstance(value, kinds):
         raise TypeError(f"{name} must be of type {' or '.join(kind.__name__ for kind in kinds)}, got {_shown(value)}")
@@ -136,4 +138,12 @@ def _shown(value: Any) -> str:
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
 
 
-__all__ = ["as_temperature", "each", "instance", "penalty", "positive", "real", "whole"]
+__all__ = [
+    "check_float",
+    "check_instance",
+    "check_int",
+    "check_penalty",
+    "check_positive",
+    "check_sequence",
+    "check_temperature",
+]

@@ -9,7 +9,7 @@ from arbordraft.sampling.noise import GumbelNoise, Noise
 from arbordraft.sampling.rows import Rows
 from arbordraft.trees.draft_tree import DraftTree, Exactness, Verdict
 from arbordraft.trees.topology import TreeTopology
-from arbordraft.utils.checks import instance
+from arbordraft.utils.checks import check_instance
 from arbordraft.verifiers import Lifted, Matching, RecursiveRejection, SharedMatching, TopDown, TreeVerifier
 
 
@@ -99,7 +99,7 @@ class Coupling(nn.Module):
         Args:
             law: how children are drawn.
         """
-        instance("law", law, DraftLaw)
+        check_instance("law", law, DraftLaw)
         return cls(law, SharedMatching() if law.deterministic else Lifted(RecursiveRejection()))
 
     @property

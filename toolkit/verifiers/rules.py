@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from arbordraft.sampling.laws import DraftLaw
 from arbordraft.sampling.noise import residual
 from arbordraft.trees.draft_tree import Exactness
-from arbordraft.utils.checks import instance
+from arbordraft.utils.checks import check_instance
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Remembered(Rule):
 
     def __init__(self, rule: Rule) -> None:
         super().__init__()
-        instance("rule", rule, Rule)
+        check_instance("rule", rule, Rule)
         self.rule = rule
         self._answers: dict[object, tuple[NodeLaw, object]] = {}
 

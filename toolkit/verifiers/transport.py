@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from arbordraft.sampling.laws import DraftLaw, given
-from arbordraft.utils.checks import whole
+from arbordraft.utils.checks import check_int
 from arbordraft.verifiers.rules import NodeLaw, Rule
 
 Array = npt.NDArray[np.float64]
@@ -49,7 +49,7 @@ class OptimalTransport(Rule):
         if formulation not in ("compact", "full"):
             raise ValueError(f'formulation must be "compact" or "full", got {formulation!r}')
         self.formulation = formulation
-        self.max_variables = whole("max_variables", max_variables, 1)
+        self.max_variables = check_int("max_variables", max_variables, 1)
 
     def supports(self, law: DraftLaw) -> bool:
         return True

@@ -17,7 +17,7 @@ from arbordraft.sampling.laws import DraftLaw
 from arbordraft.sampling.noise import GumbelNoise, Noise, draw
 from arbordraft.sampling.rows import Rows, SoftmaxRows
 from arbordraft.trees.draft_tree import DraftTree, Exactness, SampleTree, SampleVerdict, Verdict
-from arbordraft.utils.checks import instance, positive, real
+from arbordraft.utils.checks import check_float, check_instance, check_positive
 from arbordraft.verifiers.packed import verify_packed
 from arbordraft.verifiers.rules import NodeLaw, Rule
 
@@ -54,7 +54,7 @@ class TreeVerifier(nn.Module):
             TypeError: if the noise is of the other kind.
             ValueError: if there are not exactly T target rows, or the rows cannot be probabilities.
         """
-        uniforms = instance("noise", noise, Noise)
+        uniforms = check_instance("noise", noise, Noise)
         if self.rejects_in_turn and isinstance(target_probs, SoftmaxRows):
             scores = target_probs.scores
             if choice.wants_triton("verify_tree", scores):
@@ -126,7 +126,7 @@ class TopDown(TreeVerifier):
 
     def __init__(self, rule: Rule) -> None:
         super().__init__()
-        instance("rule", rule, Rule)
+        check_instance("rule", rule, Rule)
         self.rule = rule
         self.exactness = rule.exactness
         self.rejects_in_turn = rule.rejects_in_turn
@@ -166,7 +166,7 @@ class Lifted(TreeVerifier):
 
     def __init__(self, rule: Rule) -> None:
         super().__init__()
-        instance("rule", rule, Rule)
+        check_instance("rule", rule, Rule)
         self.rule = rule
         self.exactness = rule.exactness
         self.rejects_in_turn = rule.rejects_in_turn
@@ -220,8 +220,8 @@ class TypicalAcceptance(TreeVerifier):
 
     def __init__(self, epsilon: float = 0.3, delta: float = 0.09) -> None:
         super().__init__()
-        self.epsilon = positive("epsilon", real("epsilon", epsilon, 0, 1))
-        self.delta = positive("delta", delta)
+        self.epsilon = check_positive("epsilon", check_float("epsilon", epsilon, 0, 1))
+        self.delta = check_positive("delta", delta)
 
     def supports(self, law: DraftLaw) -> bool:
         return True
@@ -303,7 +303,7 @@ class SharedMatching(TreeVerifier):
         Raises:
             TypeError: if the noise is none that target and drafter share.
         """
-        shared = instance("noise", noise, GumbelNoise)
+        shared = check_instance("noise", noise, GumbelNoise)
         if len(target_probs) != sum(tree.lengths):
             raise ValueError(f"the batch has {sum(tree.lengths)} nodes, but {len(target_probs)} rows were given")
         scores = target_probs if isinstance(target_probs, SoftmaxRows) else _logarithms(target_probs)

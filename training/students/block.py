@@ -15,7 +15,7 @@ from arbordraft.drafters import Drafter
 from arbordraft.heads.block import BlockHead
 from arbordraft.training.batches import Batch
 from arbordraft.training.students.base import Prediction, Student
-from arbordraft.utils.checks import real
+from arbordraft.utils.checks import check_float
 
 
 class BlockStudent(Student):
@@ -57,7 +57,7 @@ class BlockStudent(Student):
         super().__init__()
         self.block_size, self.markov_rank, self.vocabulary = block_size, markov_rank, vocabulary
         self.layers, self.intermediate_size = layers, intermediate_size
-        self.keep = real("keep", keep, 1e-3, 1)
+        self.keep = check_float("keep", keep, 1e-3, 1)
         self.mask_token_id = mask_token_id
 
     def hidden_layers(self, target: RaggedModel) -> tuple[int, ...]:

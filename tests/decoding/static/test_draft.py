@@ -186,7 +186,9 @@ def test_positions_end_where_the_text_may_end(kind):
     case = (ragged(), model) if kind == "model" else parts(kind)
     text = [token % VOCAB for token in range(126)]
     fast, slow = pair(case, texts=[text])
-    (_, found), (_, expected) = (trees(rounds, BINARY, at_most(MANY), **GREEDY, room=[1]) for rounds in (fast, slow))
+    (_, found), (_, expected) = (
+        trees(rounds, BINARY, at_most(MANY), **GREEDY, max_depth=[1]) for rounds in (fast, slow)
+    )
     assert found[0][0] == expected[0][0]
     assert len(found[0][0]) == 3
 

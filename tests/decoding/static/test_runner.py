@@ -247,11 +247,11 @@ def poison(where):
     """NaN in some pool rows before every step."""
     called = StaticStepping.__call__
 
-    def spoiled(self, tree, batch, noise, cache, warp):
+    def spoiled(self, tree, batch, noise, cache, pipeline):
         for rows in where(cache, tree):
             for pool in cache.layers(self.target.num_layers):
                 pool[rows] = float("nan")
-        return called(self, tree, batch, noise, cache, warp)
+        return called(self, tree, batch, noise, cache, pipeline)
 
     StaticStepping.__call__ = spoiled
     try:

@@ -25,12 +25,12 @@ from arbordraft import (
     TopTail,
     TreeTopology,
 )
-from arbordraft.decoding.static.bucket import Bucket, fitting
+from arbordraft.decoding.static.bucket import Bucket, bucket_for
 from arbordraft.decoding.static.step import StaticStep, StepKind
 from arbordraft.kernels.verify.tops import take_tops
 from arbordraft.sampling.laws import AdaptiveTopTail
 from arbordraft.sampling.noise import GumbelNoise, Noise, SharedSource
-from arbordraft.sampling.processors import Warp
+from arbordraft.sampling.processors import LogitsPipeline
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.trees.draft_tree import DraftTree, SampleTree
 from arbordraft.verifiers.packed import verify_packed
@@ -123,8 +123,8 @@ def run_without_numbers(architecture, kind, device):
         config = AutoConfig.for_model(architecture, **ARCHITECTURES[architecture])
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()  # experts know no other
         bucket = Bucket.of(TREE, 32, 2)
-        warp = Warp(PROCESSORS if device == "meta" else PROCESSORS[:2])
-        step = StaticStep(RaggedModel(model, self_test=False, kernels="torch"), bucket, kind, warp, TREE.num_nodes)
+        pipeline = LogitsPipeline(PROCESSORS if device == "meta" else PROCESSORS[:2])
+        step = StaticStep(RaggedModel(model, self_test=False, kernels="torch"), bucket, kind, pipeline, TREE.num_nodes)
         table = torch.zeros(bucket.size, dtype=torch.int64)
         draft = torch.zeros(bucket.nodes, VOCAB)
         heads = getattr(config, "num_key_value_heads", 4)
@@ -222,12 +222,12 @@ def batches(draw):
 def test_any_trees_fit_into_their_bucket(case):
     """However a batch spreads over the levels, tables have room; and they say what the trees say."""
     topology, tree = case
-    rows, samples = fitting((1, 2, 4, 8), sum(tree.lengths)), len(tree.samples)
+    rows, samples = bucket_for((1, 2, 4, 8), sum(tree.lengths)), len(tree.samples)
     bucket = Bucket.of(topology, rows, samples)
     cache = RaggedKVCache()
     living = [(cache.open(20), sample) for sample in tree.samples if sample]
     depths = [[topology.depth_list[node] for node in sample.tokens] for _, sample in living]
-    batch = cache.plan([handle for handle, _ in living], depths)
+    batch = cache.lay_out([handle for handle, _ in living], depths)
     noise = Noise.draw([Noise.source(i) for i in range(samples)], topology.num_nodes)
     table = torch.full((bucket.size,), -77)
     assert bucket.fill(table, tree, batch, noise, dummy=1000) == []

@@ -12,7 +12,7 @@ from arbordraft.kernels.choice import INTERPRETER
 from arbordraft.kernels.verify import row_max
 from arbordraft.kernels.verify.operator import left_mass, left_pick, row_stats
 from arbordraft.kernels.verify.reference import CHUNK
-from arbordraft.sampling.processors import Warp
+from arbordraft.sampling.processors import LogitsPipeline
 
 SIZES = [1, 7, CHUNK, CHUNK + 1, 2 * CHUNK + 130]
 
@@ -93,7 +93,7 @@ def test_float64_scores_keep_their_tokens(processor):
     scores[:, 7] = scores[:, 30] + 1e-12
     expected = processor(None, scores)
     with choice.use("triton"):
-        found = Warp([processor])(scores, lambda row: [])
+        found = LogitsPipeline([processor])(scores, lambda row: [])
         best = row_max(scores)[1]
     assert torch.equal(found, expected)
     assert torch.equal(best, scores.argmax(dim=-1))

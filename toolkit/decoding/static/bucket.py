@@ -19,7 +19,7 @@ from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.sampling.noise import GumbelNoise, Noise
 from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.trees.topology import WORD_BITS, TreeTopology
-from arbordraft.utils.checks import each, whole
+from arbordraft.utils.checks import check_int, check_sequence
 from arbordraft.verifiers.packed import inner_nodes, post_order
 
 MOST_ROWS = 2**16  # the logits of more would not fit anywhere
@@ -178,13 +178,13 @@ def bucket_sizes(buckets: Sequence[int]) -> tuple[int, ...]:
         TypeError: if one is no whole number.
         ValueError: if there is none, or one is out of range.
     """
-    rows = each("buckets", buckets, partial(whole, least=1, most=MOST_ROWS), 64)
+    rows = check_sequence("buckets", buckets, partial(check_int, least=1, most=MOST_ROWS), 64)
     if not rows:
         raise ValueError("buckets must hold at least one number of rows, such as (8, 16, 32, 64)")
     return tuple(sorted(set(rows)))
 
 
-def fitting(buckets: Sequence[int], rows: int) -> int:
+def bucket_for(buckets: Sequence[int], rows: int) -> int:
     """The smallest bucket for this many rows; above the largest the next power of two."""
     return next((bucket for bucket in buckets if bucket >= rows), power_of_two(rows))
 
@@ -205,4 +205,4 @@ def _most_inner(depth: int, inner: int, rows: int, samples: int) -> int:
     return number
 
 
-__all__ = ["Bucket", "bucket_sizes", "fitting", "power_of_two"]
+__all__ = ["Bucket", "bucket_for", "bucket_sizes", "power_of_two"]

@@ -204,7 +204,7 @@ class DraftStep(nn.Module):
             tokens, chances = self._likeliest(part, logits, depth, level)
             going = self._going(part, trees, depth, level)
             trees.chances[0] = trees.chances[0] + (going & ~chances[:, :, 0].isfinite()).sum(dim=1, keepdim=True)
-            _plant(trees, level, going, tokens, chances, part["trust"][:, depth, None])
+            _add_children(trees, level, going, tokens, chances, part["trust"][:, depth, None])
         return torch.stack([torch.cat(trees.tokens, dim=1).double(), torch.cat(trees.chances, dim=1)])
 
     def _catch_up(self, part: Mapping[str, Tensor], states: Tensor, pools: Pools) -> tuple[Tensor, Tensor | None]:
@@ -273,7 +273,7 @@ class DraftStep(nn.Module):
         return tops[0].unflatten(0, (-1, level.size)), tops[1].unflatten(0, (-1, level.size))
 
     def _going(self, part: Mapping[str, Tensor], trees: _Trees, depth: int, level: _Level) -> Tensor:
-        """``[S, n]`` which nodes get children; what :class:`~arbordraft.drafters.grower.Garden` decides by the plan."""
+        """``[S, n]`` which nodes get children: what :class:`~arbordraft.drafters.grower.TreeGrower` decides."""
         reach = trees.reach[depth][:, level.inner]
         gains = reach * part["next"][:, depth, None] - part["prices"][1]
         alive = (trees.tokens[depth][:, level.inner] >= 0) & (depth < part["levels"])[:, None]
@@ -282,14 +282,14 @@ class DraftStep(nn.Module):
         return going & (worth >= part["prices"][0])
 
 
-def _plant(trees: _Trees, level: _Level, going: Tensor, tokens: Tensor, chances: Tensor, trust: Tensor) -> None:
+def _add_children(trees: _Trees, level: _Level, going: Tensor, tokens: Tensor, chances: Tensor, trust: Tensor) -> None:
     """Gives the nodes that go on their children."""
     chance = chances[:, level.parent, level.rank]
-    planted = going[:, level.parent] & (chance > 0)
+    added = going[:, level.parent] & (chance > 0)
     reach = trees.reach[-1][:, level.inner][:, level.parent] * (trust * chance).clamp(max=1)
-    trees.tokens.append(torch.where(planted, tokens[:, level.parent, level.rank], -1))
-    trees.chances.append(torch.where(planted, chance, 0))
-    trees.reach.append(torch.where(planted, reach, -1))
+    trees.tokens.append(torch.where(added, tokens[:, level.parent, level.rank], -1))
+    trees.chances.append(torch.where(added, chance, 0))
+    trees.reach.append(torch.where(added, reach, -1))
 
 
 def _least_reach(trees: _Trees, budget: Tensor) -> Tensor:

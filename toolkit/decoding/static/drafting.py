@@ -62,7 +62,7 @@ class _Runner:
 
 
 class StaticDrafts:
-    """Grows the trees of a step in one run of fixed shapes: see :class:`~arbordraft.drafters.context.WholeDrafts`.
+    """Grows the trees of a step in one run of fixed shapes: see :class:`~arbordraft.drafters.context.OneCallDrafts`.
 
     The number of samples is rounded up to a power of two, and as many levels run as some sample may have. The topology
     says all the rest.
@@ -107,7 +107,7 @@ class StaticDrafts:
         growth: Growth,
         draws: Draws | None,
     ) -> Drafted:
-        """See :class:`~arbordraft.drafters.context.WholeDrafts`."""
+        """See :class:`~arbordraft.drafters.context.OneCallDrafts`."""
         assert isinstance(cache, StaticCache)
         counts = [len(tokens) for tokens, _ in missing.values()]
         # Rows behind a sample's last one are written to as well.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from arbordraft.decoding.static.bucket import Bucket, bucket_sizes, fitting, power_of_two
+from arbordraft.decoding.static.bucket import Bucket, bucket_for, bucket_sizes, power_of_two
 from arbordraft.decoding.static.cache import StaticCache
 from arbordraft.decoding.static.drafting import StaticDrafts
 from arbordraft.decoding.static.recording import INSTEAD, check_kernels, record
@@ -20,7 +20,7 @@ from arbordraft.drafters import Drafter
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.sampling.laws import DraftLaw
 from arbordraft.sampling.noise import GumbelNoise, Noise
-from arbordraft.sampling.processors import Warp
+from arbordraft.sampling.processors import LogitsPipeline
 from arbordraft.target.cache import CacheOverflow, RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.trees.draft_tree import DraftTree, SampleVerdict, Verdict
@@ -163,9 +163,9 @@ class StaticStepping:
         # Not the same: a draft may run while another batch's step waits for its download.
         self.drafts.reset(torch.cuda.graph_pool_handle() if recording else None)
 
-    def check(self, warp: Warp, greedy: bool) -> None:
+    def check(self, pipeline: LogitsPipeline, greedy: bool) -> None:
         """Raises ValueError if a request asks for what only the host can do."""
-        if asking := [type(one).__name__ for one in warp.processors if not warp.is_static(one)]:
+        if asking := [type(one).__name__ for one in pipeline.processors if not pipeline.is_static(one)]:
             raise ValueError(f"{asking[0]} looks at more than the scores of a row, or asks the host: {INSTEAD}")
         verifier = self.coupling.verifier
         if greedy or verifier.shared:
@@ -182,7 +182,7 @@ class StaticStepping:
 
     def reserved(self, batch: int) -> int:
         """Rows of a cache for this many samples at a time that no sample can have: for padding, and one more."""
-        return 1 + max(fitting(self.buckets, batch * self.topology.num_nodes), self.drafts.spare(batch))
+        return 1 + max(bucket_for(self.buckets, batch * self.topology.num_nodes), self.drafts.spare(batch))
 
     def open(self, batch: int, max_tokens: int | None) -> StaticCache:
         """A cache for this many samples; the last one again if it is idle, as graphs are recorded for its pools.
@@ -221,23 +221,23 @@ class StaticStepping:
         batch: RaggedBatch,
         noise: Noise | GumbelNoise | None,
         cache: RaggedKVCache,
-        warp: Warp,
+        pipeline: LogitsPipeline,
     ) -> StepResult:
         """Runs one step.
 
         Args:
             tree: the drafts.
-            batch: what ``cache.plan`` returned for them.
+            batch: what ``cache.lay_out`` returned for them.
             noise: that of this step; ``None`` at temperature 0.
             cache: what :meth:`open` returned; :meth:`RaggedKVCache.advance` commits the accepted rows.
-            warp: the request's processors.
+            pipeline: the request's processors.
 
         Raises:
             ValueError: if the chosen kernels cannot do without the host.
         """
         assert isinstance(cache, StaticCache)
         with self._lock:  # the buffers of a step serve one batch at a time
-            runner = self._runner(tree, cache, noise, warp)
+            runner = self._runner(tree, cache, noise, pipeline)
             result, hidden = runner(tree, batch, noise, cache)
             verdicts = result.tolist()
         samples: list[SampleVerdict | None] = []
@@ -257,11 +257,13 @@ class StaticStepping:
             first += len(nodes)
         return StepResult(Verdict(tuple(samples)), failed, hidden, runner.step.bucket.rows)
 
-    def _runner(self, tree: DraftTree, cache: StaticCache, noise: Noise | GumbelNoise | None, warp: Warp) -> _Runner:
-        rows = fitting(self.buckets, sum(tree.lengths))
+    def _runner(
+        self, tree: DraftTree, cache: StaticCache, noise: Noise | GumbelNoise | None, pipeline: LogitsPipeline
+    ) -> _Runner:
+        rows = bucket_for(self.buckets, sum(tree.lengths))
         bucket = Bucket.of(self.topology, rows, power_of_two(len(tree.samples)))
         sampled, shared = isinstance(noise, Noise), isinstance(noise, GumbelNoise)
-        kind = StepKind(sampled, shared, processors=warp.constants, longest=cache.longest)
+        kind = StepKind(sampled, shared, processors=pipeline.constants, longest=cache.longest)
         if kind.sampled:
             kind = replace(
                 kind,
@@ -272,7 +274,7 @@ class StaticStepping:
         runner = self._runners.pop((bucket, kind), None)
         if runner is None:
             most_rows = min(rows, self.topology.num_nodes)
-            step = StaticStep(self.target, bucket, kind, warp, most_rows, self.hidden_layers)
+            step = StaticStep(self.target, bucket, kind, pipeline, most_rows, self.hidden_layers)
             call = step if self.compiler is None else compiled(step, self.compiler)
             runner = _Runner(step, call, self._memory)
         self._runners[bucket, kind] = runner  # at the end: the first one is the one least recently used

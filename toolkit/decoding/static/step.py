@@ -23,7 +23,7 @@ from arbordraft.kernels.ragged_tree_attention.operator import tree_attention
 from arbordraft.kernels.verify import row_max_reference
 from arbordraft.kernels.verify.tops import take_tops
 from arbordraft.kernels.verify.tree import PackedTree, verify_tree, walk
-from arbordraft.sampling.processors import Warp, truncated
+from arbordraft.sampling.processors import LogitsPipeline, truncated
 from arbordraft.target.attention import AttentionCall
 from arbordraft.target.model import RaggedModel
 
@@ -125,7 +125,7 @@ class StaticStep(nn.Module):
         target: the target.
         bucket: the shapes.
         kind: what else is fixed.
-        warp: the request's processors, which must look at the scores alone.
+        pipeline: the request's processors, which must look at the scores alone.
         most_rows: rows of a sample, the dummy aside, at most.
         hidden_layers: the target's hidden states that are wanted.
     """
@@ -135,7 +135,7 @@ class StaticStep(nn.Module):
         target: RaggedModel,
         bucket: Bucket,
         kind: StepKind,
-        warp: Warp,
+        pipeline: LogitsPipeline,
         most_rows: int,
         hidden_layers: Sequence[int] = (),
     ) -> None:
@@ -144,8 +144,8 @@ class StaticStep(nn.Module):
         self.network = target.network()
         self.bucket = bucket
         self.kind = kind
-        self.warp = warp
-        self.temperature = warp.temperature  # if that is all, a draw divides by it in its own pass
+        self.pipeline = pipeline
+        self.temperature = pipeline.temperature  # if that is all, a draw divides by it in its own pass
         self.most_rows = most_rows
         self.hidden_layers = tuple(hidden_layers)
 
@@ -183,14 +183,14 @@ class StaticStep(nn.Module):
 
         if self.kind.sampled:
             tree = self._tree(part, draft)
-            scores = self.warp(logits, _no_path)
+            scores = self.pipeline(logits, _no_path)
             end, token = verify_tree(scores, draft, tree, part["accept"], part["final"], lifted=self.kind.lifted)
         else:
             tree = self._tree(part, None)
             if self.kind.shared:
                 best = self._drawn(part, logits)
-            elif self.warp.processors:
-                _, best = row_max_reference(self.warp(logits, _no_path))
+            elif self.pipeline.processors:
+                _, best = row_max_reference(self.pipeline(logits, _no_path))
             # A row without children is compared with nothing: -1 is no token.
             end = walk(tree, tree.tokens == best[tree.inner.clamp(min=0)][:, None])
             token = best[end]
@@ -206,7 +206,7 @@ class StaticStep(nn.Module):
         seeds, positions = part["seeds"][part["sample"]], part["positions"] + 1
         if self.temperature is not None:
             return gumbel_draw(logits, seeds, positions, self.temperature, None).clamp(min=0)
-        scores, processor = self.warp.trimmed(logits, _no_path)
+        scores, processor = self.pipeline.trimmed(logits, _no_path)
         scores, lowest = truncated(processor, scores)
         return gumbel_draw(scores, seeds, positions, 1.0, lowest).clamp(min=0)
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from arbordraft.kernels.decoder_layers import Experts, Matrix
 from arbordraft.kernels.prepacked_linear import ACTIVATIONS, LANES, interleave, pack, prepack
-from arbordraft.target.prepacked.parts import Linear, Parts
 from arbordraft.target.prepacked.probing import (
     TOLERANCE,
     Unrecognised,
@@ -23,6 +22,7 @@ from arbordraft.target.prepacked.probing import (
     tried,
     widened,
 )
+from arbordraft.target.prepacked.weight_collector import Linear, WeightCollector
 
 # What MLPs are made of, by the names that transformers' models give the parts.
 _KINDS = (
@@ -49,29 +49,29 @@ def is_mlp(module: nn.Module) -> bool:
     return _is_mixture(module) or parts_named(module, _KINDS) is not None
 
 
-def mlp_of(parts: Parts, module: nn.Module) -> Mlp:
+def mlp_of(collector: WeightCollector, module: nn.Module) -> Mlp:
     """What :func:`is_mlp` found.
 
     Raises:
         Unrecognised: if it is of another kind all the same.
     """
-    return mixture(parts, module) if _is_mixture(module) else single(parts, module)
+    return mixture(collector, module) if _is_mixture(module) else single(collector, module)
 
 
-def single(parts: Parts, mlp: nn.Module) -> Mlp:
+def single(collector: WeightCollector, mlp: nn.Module) -> Mlp:
     """An MLP, with gates or without."""
-    readers, down, activation = _linears(parts, mlp)
+    readers, down, activation = _linears(collector, mlp)
     inner = down.weight.shape[1]
     gated = sum(len(linear.weight) for linear in readers) == 2 * inner
-    first = parts.matrix(readers, lambda both: interleave(*both.chunk(2))) if gated else parts.matrix(readers)
-    return Mlp(first, parts.matrix([down]), activation, inner, gated)
+    first = collector.matrix(readers, lambda both: interleave(*both.chunk(2))) if gated else collector.matrix(readers)
+    return Mlp(first, collector.matrix([down]), activation, inner, gated)
 
 
-def _linears(parts: Parts, mlp: nn.Module) -> tuple[list[Linear], Linear, str]:
+def _linears(collector: WeightCollector, mlp: nn.Module) -> tuple[list[Linear], Linear, str]:
     """Gates and inputs, or inputs alone, the linear behind them, and the activation."""
     if not (names := parts_named(mlp, _KINDS)):
         raise Unrecognised(f"{type(mlp).__name__} is no MLP")
-    readers, down = parts.linears(mlp, *names[0]), parts.linear(mlp, names[1])
+    readers, down = collector.linears(mlp, *names[0]), collector.linear(mlp, names[1])
     hidden, inner = down.weight.shape
     rows = sum(len(linear.weight) for linear in readers)
     if rows not in (inner, 2 * inner) or inner % LANES or hidden % LANES:
@@ -106,7 +106,7 @@ def _is_mixture(module: nn.Module) -> bool:
     return any(map(stacked, module.children()))
 
 
-def mixture(parts: Parts, block: nn.Module) -> Mlp:
+def mixture(collector: WeightCollector, block: nn.Module) -> Mlp:
     """Router, experts and perhaps an MLP that every row takes, with or without a gate of its own.
 
     The shared MLP is taken for so many experts of the size of the others: its inner channels are parted among them.
@@ -129,27 +129,27 @@ def mixture(parts: Parts, block: nn.Module) -> Mlp:
     scores = router.weight.detach()  # type: ignore[operator]
     number, hidden, inner = down.shape
     for each in shared:
-        more, back = _parted(parts, each, inner, activation)
+        more, back = _parted(collector, each, inner, activation)
         gate_up, down = torch.cat([gate_up, more]), torch.cat([down, back])
     for name in gates:
-        if (gate := parts.linear(block, name)).bias is not None:
+        if (gate := collector.linear(block, name)).bias is not None:
             raise Unrecognised(f"{name} has a bias")
         scores = torch.cat([scores, gate.weight.detach()])
     fits = scores.shape[1] == hidden and number == len(scores) - len(gates)
     if not fits or hidden % LANES or inner % LANES or len({t.dtype for t in (gate_up, down, scores)}) > 1:
         raise Unrecognised(f"{type(block).__name__} has sizes or types that the kernel does not know")
     for module in (router, experts):
-        parts.remember(module)
+        collector.remember(module)
     # With fewer bits in the router, rows would take other experts.
     choice = Experts(Matrix(prepack(scores)), number, chosen, len(down) - number, normalised, bool(gates))
     halves = [half.flatten(0, 1) for half in gate_up.chunk(2, dim=1)]
-    first, second = (Matrix(*pack(rows, parts.weights)) for rows in (interleave(*halves), down.flatten(0, 1)))
+    first, second = (Matrix(*pack(rows, collector.weights)) for rows in (interleave(*halves), down.flatten(0, 1)))
     return Mlp(first, second, activation, inner, True, choice)
 
 
-def _parted(parts: Parts, mlp: nn.Module, inner: int, activation: str) -> tuple[Tensor, Tensor]:
+def _parted(collector: WeightCollector, mlp: nn.Module, inner: int, activation: str) -> tuple[Tensor, Tensor]:
     """``[S, 2 N, H]`` and ``[S, H, N]``: a gated MLP as several of this inner size, with zeros where it ends."""
-    readers, down, own = _linears(parts, mlp)
+    readers, down, own = _linears(collector, mlp)
     rows, back = torch.cat([linear.weight.detach() for linear in readers]), down.weight.detach().T
     if len(rows) != 2 * len(back) or own != activation or any(linear.bias is not None for linear in (*readers, down)):
         raise Unrecognised(f"{type(mlp).__name__} has no gates, biases or another activation than the experts")

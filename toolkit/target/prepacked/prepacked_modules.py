@@ -1,4 +1,4 @@
-"""Stand-ins for a model's modules that read weights prepacked for this processor.
+"""Modules that take the places of a model's own and read weights prepacked for this processor.
 
 Shapes: T packed rows, H hidden size.
 """

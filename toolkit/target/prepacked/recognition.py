@@ -18,7 +18,6 @@ from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.target.attention import AttentionCall, Forward
 from arbordraft.target.observation import LayerCall, fresh_cache
 from arbordraft.target.prepacked.mlps import is_mlp, mlp_of, single
-from arbordraft.target.prepacked.parts import Parts
 from arbordraft.target.prepacked.probing import (
     TOLERANCE,
     Unrecognised,
@@ -30,6 +29,7 @@ from arbordraft.target.prepacked.probing import (
     widened,
 )
 from arbordraft.target.prepacked.rotation import Rotation, apart, side_by_side
+from arbordraft.target.prepacked.weight_collector import WeightCollector
 
 # What layers are made of, by the names that transformers' models give the parts: which linears of an attention and of
 # an MLP read hidden states and which one leads back, and where norms stand.
@@ -63,7 +63,9 @@ _NORM_PLACES = {
 _INTERNALS = frozenset(vars(nn.Module()))  # what every module has
 
 
-def layer_of(parts: Parts, layer: nn.Module, call: AttentionCall, rotation: Rotation | None) -> LayerWeights:
+def layer_of(
+    collector: WeightCollector, layer: nn.Module, call: AttentionCall, rotation: Rotation | None
+) -> LayerWeights:
     """A whole decoder layer."""
     children = dict(layer.named_children())
     attention_name = next((name for name, child in children.items() if parts_named(child, _ATTENTIONS)), "")
@@ -76,8 +78,8 @@ def layer_of(parts: Parts, layer: nn.Module, call: AttentionCall, rotation: Rota
         raise Unrecognised(f"{type(layer).__name__} has parts of another kind")
     attention = children[attention_name]
     names = parts_named(attention, _ATTENTIONS)
-    qkv, out = parts.linears(attention, *names[0]), parts.linear(attention, names[1])
-    mlp = mlp_of(parts, children[mlp_name])
+    qkv, out = collector.linears(attention, *names[0]), collector.linear(attention, names[1])
+    mlp = mlp_of(collector, children[mlp_name])
     hidden, turning = len(out.weight), (call.heads + call.kv_heads) * call.dim
     fits = sum(len(linear.weight) for linear in qkv) == turning + call.kv_heads * call.dim
     fits = fits and out.weight.shape[1] == call.heads * call.dim and call.value_dim == call.dim
@@ -91,11 +93,11 @@ def layer_of(parts: Parts, layer: nn.Module, call: AttentionCall, rotation: Rota
     for part in ("query", "key"):
         if not isinstance(getattr(attention, f"{part[0]}_norm", None), (type(None), nn.Identity)):
             places[f"{part}_norm"] = (attention, f"{part[0]}_norm")
-    norms, epsilon = _norms(parts, places, hidden, call, in_order)
-    parts.remember(attention)  # for parameters of its own
+    norms, epsilon = _norms(collector, places, hidden, call, in_order)
+    collector.remember(attention)  # for parameters of its own
     return LayerWeights(
-        qkv=parts.matrix(qkv, lambda rows: torch.cat([in_order(rows[:turning]), rows[turning:]])),
-        out=parts.matrix([out]),
+        qkv=collector.matrix(qkv, lambda rows: torch.cat([in_order(rows[:turning]), rows[turning:]])),
+        out=collector.matrix([out]),
         gate_up=mlp.gate_up,
         down=mlp.down,
         **norms,
@@ -116,14 +118,14 @@ def layer_of(parts: Parts, layer: nn.Module, call: AttentionCall, rotation: Rota
 
 
 def _norms(
-    parts: Parts,
+    collector: WeightCollector,
     places: dict[str, tuple[nn.Module, str]],
     hidden: int,
     call: AttentionCall,
     in_order: Callable[[Tensor], Tensor],
 ) -> tuple[dict[str, Norm | None], float]:
     """The norms of a layer, those of heads with their channels in order, and the epsilon that all of them share."""
-    found = {place: parts.norm(owner, name) for place, (owner, name) in places.items()}
+    found = {place: collector.norm(owner, name) for place, (owner, name) in places.items()}
     norms = {place: found[place][0] if place in found else None for place in LayerWeights.NORMS}
     sizes = {place: len(norm.weight) for place, norm in norms.items() if norm}
     of_heads = sizes.pop("query_norm", call.dim), sizes.pop("key_norm", call.dim)
@@ -140,7 +142,7 @@ def _norms(
 def same_mlp(mlp: nn.Module, run: Any) -> bool:
     """Whether ``run(gate_up, down, activation)(x)`` is what a float32 copy makes of noise ``x``."""
     wide = widened(mlp)
-    parts = single(Parts(), wide)
+    parts = single(WeightCollector(), wide)
     x = noise(3, LANES * len(parts.down.weight))
     expected = tried(wide, x)
     return expected is not None and distance(run(*parts[:3])(x), expected) < TOLERANCE
@@ -158,7 +160,7 @@ def same_layer(
     """
     wide = widened(call.layer)
     wide_attention = attention._replace(sinks=None if attention.sinks is None else attention.sinks.float())
-    run = LayerRun([layer_of(Parts(), wide, wide_attention, rotation)])
+    run = LayerRun([layer_of(WeightCollector(), wide, wide_attention, rotation)])
     kwargs = _widened(call.kwargs)
     given = _widened(call.args[0] if call.args else kwargs.pop("hidden_states"))
     tables = kwargs.get("position_embeddings")

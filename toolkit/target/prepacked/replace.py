@@ -1,4 +1,4 @@
-"""Puts stand-ins that read prepacked weights into a view of a model.
+"""Puts prepacked modules into a view of a model.
 
 Decoder layers that are recognised become one kernel call for all of them together; of other layers the linears, norms
 and gated MLPs are replaced one by one. They take these places in our view of the model; the model itself keeps
@@ -23,11 +23,11 @@ from arbordraft.target.prepacked.adapters import has_adapters
 from arbordraft.target.prepacked.gguf_blocks import FileBlocks, groups_of
 from arbordraft.target.prepacked.memory import move_to_file, move_together
 from arbordraft.target.prepacked.mlps import single
-from arbordraft.target.prepacked.parts import Parts
 from arbordraft.target.prepacked.prepacked_modules import PrepackedGatedMLP, PrepackedLayers, PrepackedNorm
 from arbordraft.target.prepacked.probing import Unrecognised, is_linear
 from arbordraft.target.prepacked.recognition import layer_of, same_layer, same_mlp, settings
 from arbordraft.target.prepacked.rotation import rotations, side_by_side
+from arbordraft.target.prepacked.weight_collector import WeightCollector
 
 # Besides prepacked modules, the kinds that treat every row by itself.
 _ROWWISE = (nn.Embedding, nn.Dropout, nn.Identity)
@@ -36,11 +36,11 @@ _VERSION = operator.attrgetter("_version")
 
 _SAMPLED = 16  # elements of every tensor that are compared whenever a cache is begun
 
-Place = tuple[nn.Module, str, nn.Module]  # owner, name, stand-in
+Place = tuple[nn.Module, str, nn.Module]  # owner, name, prepacked module
 
 
 class Prepacking:
-    """All stand-ins of one model, and the proof that they still match its weights.
+    """All prepacked modules of one model, and the proof that they still match its weights.
 
     Args:
         model: a view of the model whose layers ask for our attention.
@@ -59,7 +59,7 @@ class Prepacking:
     ) -> None:
         self.backend, self.weights = backend, weights
         self.left: list[str] = []  # linears that stay as they are, with the reason
-        self._parts = Parts(weights)
+        self._collector = WeightCollector(weights)
         self._called = seen.called
         self._head = model.get_output_embeddings()  # type: ignore[operator]
         self._proven: dict[Any, bool] = {}
@@ -76,7 +76,7 @@ class Prepacking:
         alike = [table if layer else -1 - n for n, (table, layer) in given]
         self._runs = [list(run) for _, run in itertools.groupby(range(len(alike)), alike.__getitem__)]
         self._together = self.fused > 0 and len(self._runs) == 1
-        self._stand_ins: dict[nn.Module, nn.Module | None] = {
+        self._prepacked_modules: dict[nn.Module, nn.Module | None] = {
             call.layer: None for call, layer in zip(seen.layers, self._layers, strict=True) if layer
         }
         self.places = list(self._replace_below(model, ""))
@@ -89,7 +89,7 @@ class Prepacking:
 
     def _watch(self) -> None:
         """Notes what the weights are now; spelled out, as all of it is compared whenever a cache is begun."""
-        sources = self._parts.sources
+        sources = self._collector.sources
         self._holders = [source.module._parameters for source in sources], [source.parameter for source in sources]
         self._tensors = [source.tensor for source in sources]
         self._writable = [tensor for tensor in self._tensors if not isinstance(tensor, FileBlocks)]
@@ -136,9 +136,11 @@ class Prepacking:
 
     def __str__(self) -> str:
         """What was prepacked, in a few words."""
-        linears = sum(isinstance(module, PrepackedLinear) for module in self._stand_ins.values())
+        linears = sum(isinstance(module, PrepackedLinear) for module in self._prepacked_modules.values())
         prepacked = f"{linears} linears prepacked"
-        adapted = f", adapters merged into copies of {self._parts.adapted} linears" if self._parts.adapted else ""
+        adapted = (
+            f", adapters merged into copies of {self._collector.adapted} linears" if self._collector.adapted else ""
+        )
         left = f", {len(self.left)} linears left to the model, such as {self.left[0]}" if self.left else ""
         if self.backend != "native":
             return prepacked + adapted + left
@@ -150,11 +152,11 @@ class Prepacking:
         """The prepacked ones, in the order in which a forward reads them."""
         for layer in self._layers:
             yield from layer.matrices if layer else ()
-        for stand_in in self._stand_ins.values():
-            if isinstance(stand_in, PrepackedLinear):
-                yield Matrix(*stand_in.prepacked)
-            elif isinstance(stand_in, PrepackedGatedMLP):
-                yield from (stand_in.gate_up, stand_in.down)
+        for prepacked_module in self._prepacked_modules.values():
+            if isinstance(prepacked_module, PrepackedLinear):
+                yield Matrix(*prepacked_module.prepacked)
+            elif isinstance(prepacked_module, PrepackedGatedMLP):
+                yield from (prepacked_module.gate_up, prepacked_module.down)
 
     def _read(self) -> Tensor:
         """Bits of the sampled elements, as NaN equals nothing."""
@@ -184,9 +186,9 @@ class Prepacking:
                 if (kind, rotation) not in self._proven:
                     self._proven[kind, rotation] = same_layer(index, call, attention, batch, rotation)
                 if self._proven[kind, rotation]:
-                    parts = Parts(self.weights)
-                    weights = layer_of(parts, call.layer, attention, rotation)
-                    self._parts.take(parts)
+                    collector = WeightCollector(self.weights)
+                    weights = layer_of(collector, call.layer, attention, rotation)
+                    self._collector.take(collector)
                     return weights
         except Exception:  # modules of users may fail in any way when they are looked at: this one runs as it is
             pass
@@ -197,45 +199,47 @@ class Prepacking:
             where = f"{path}.{name}" if path else name
             if child is None:
                 continue
-            if child not in self._stand_ins and (stand_in := self._stand_in(module, name, child, where)):
-                self._stand_ins[child] = stand_in
-            if child not in self._stand_ins:
+            if child not in self._prepacked_modules and (
+                prepacked_module := self._prepacked_module(module, name, child, where)
+            ):
+                self._prepacked_modules[child] = prepacked_module
+            if child not in self._prepacked_modules:
                 yield from self._replace_below(child, where)
-            elif replacement := self._stand_ins[child]:  # a module may have several places
+            elif replacement := self._prepacked_modules[child]:  # a module may have several places
                 yield module, name, replacement
 
-    def _stand_in(self, owner: nn.Module, name: str, module: nn.Module, path: str) -> nn.Module | None:
+    def _prepacked_module(self, owner: nn.Module, name: str, module: nn.Module, path: str) -> nn.Module | None:
         if module not in self._called:
             return None
-        parts = Parts(self.weights)
-        stand_in: nn.Module | None = None
+        collector = WeightCollector(self.weights)
+        prepacked_module: nn.Module | None = None
         try:
             if is_linear(module):
                 # In 4 bits, the head alone would lose ten times what all other weights lose together.
-                weights = "int8" if parts.weights == "int4" and module is self._head else parts.weights
-                linear = parts.linear(owner, name)
+                weights = "int8" if collector.weights == "int4" and module is self._head else collector.weights
+                linear = collector.linear(owner, name)
                 options: Any = {
-                    "groups": groups_of(linear.weight) if parts.as_stored else None,
+                    "groups": groups_of(linear.weight) if collector.as_stored else None,
                     "transposed": linear.weight is not linear.module.weight,
                 }
-                stand_in = PrepackedLinear(linear.module, self.backend, weights=weights, **options)
+                prepacked_module = PrepackedLinear(linear.module, self.backend, weights=weights, **options)
             elif self.backend == "native" and hasattr(module, "down_proj"):
-                mlp = single(parts, module)
+                mlp = single(collector, module)
                 same = mlp.gated and same_mlp(module, PrepackedGatedMLP)
-                stand_in = PrepackedGatedMLP(mlp.gate_up, mlp.down, mlp.activation) if same else None
+                prepacked_module = PrepackedGatedMLP(mlp.gate_up, mlp.down, mlp.activation) if same else None
             elif self.backend == "native" and hasattr(module, "weight"):
-                stand_in = PrepackedNorm(*parts.norm(owner, name))
+                prepacked_module = PrepackedNorm(*collector.norm(owner, name))
         except Exception as reason:  # as above
             if is_linear(module):
                 self.left.append(f"{path} ({reason if isinstance(reason, Unrecognised) else repr(reason)})")
             return None
-        if stand_in:
-            self._parts.take(parts)
-        return stand_in
+        if prepacked_module:
+            self._collector.take(collector)
+        return prepacked_module
 
     def _odd(self, model: nn.Module) -> Iterator[nn.Module]:
         """Modules that ran, are still the model's own, and of which nobody says that they treat every row alike."""
-        prepacked = {part for module in self._stand_ins for part in module.modules()}
+        prepacked = {part for module in self._prepacked_modules for part in module.modules()}
         for module in model.modules():
             calls = not self._called.isdisjoint(module.children())  # others compute with what their parts hold
             inner = module in prepacked or (calls and not has_adapters(module))

@@ -83,7 +83,7 @@ class Shortcut:
     def _logits(self, tokens: Tensor, model: Any) -> Tensor:
         """Of one text, by a whole model or without one."""
         cache = RaggedKVCache()
-        batch = cache.plan([cache.open(_ROWS)], [range(_ROWS)])
+        batch = cache.lay_out([cache.open(_ROWS)], [range(_ROWS)])
         run, positions = Forward(batch, cache, native=True), batch.positions[None]
         with torch.no_grad():
             if model is None:

@@ -29,7 +29,7 @@ from arbordraft.target.prepacked.probing import (
 
 
 class Source(NamedTuple):
-    """A tensor that a stand-in was made from, and where it was found."""
+    """A tensor that a prepacked module was made from, and where it was found."""
 
     module: nn.Module
     parameter: str
@@ -44,7 +44,7 @@ class Linear(NamedTuple):
     module: Any
 
 
-class Parts:
+class WeightCollector:
     """Takes modules apart and remembers every tensor it used.
 
     Args:
@@ -58,7 +58,7 @@ class Parts:
         self.as_stored = weights == "file"
         self.weights = "int8" if self.as_stored else weights
 
-    def take(self, others: "Parts") -> None:
+    def take(self, others: "WeightCollector") -> None:
         """Counts what others have taken apart as its own."""
         self.sources += others.sources
         self.adapted += others.adapted

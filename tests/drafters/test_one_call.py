@@ -29,7 +29,7 @@ from transformers import TemperatureLogitsWarper
 
 from arbordraft import EagleDrafter
 from arbordraft.deciders.decisions import Plan
-from arbordraft.drafters import one_call as whole
+from arbordraft.drafters import one_call
 from arbordraft.heads.medusa import MedusaHead
 from arbordraft.kernels.decoder_layers import Norm
 from arbordraft.kernels.draft_tree import DraftRun
@@ -46,7 +46,7 @@ def both(kind):
 @pytest.fixture(autouse=True)
 def calls(monkeypatch):
     """Of every attempt to grow trees in one call, whether it did."""
-    done, real = [], whole.grow_whole
+    done, real = [], one_call.grow_in_one_call
 
     def counted(*arguments):
         found = real(*arguments)
@@ -54,7 +54,7 @@ def calls(monkeypatch):
         return found
 
     for module in ("block", "eagle", "medusa", "language_model"):
-        monkeypatch.setattr(f"arbordraft.drafters.{module}.grow_whole", counted)
+        monkeypatch.setattr(f"arbordraft.drafters.{module}.grow_in_one_call", counted)
     return done
 
 
@@ -96,7 +96,7 @@ def test_single_samples(kind, text, heat):
 @pytest.mark.parametrize("chunk", [1, 3, 4, 12, 13])
 @pytest.mark.parametrize("kind", ["eagle, trimmed", "model"])
 def test_prompts_in_portions(monkeypatch, kind, chunk):
-    monkeypatch.setattr(whole, "CHUNK", chunk)
+    monkeypatch.setattr(one_call, "CHUNK", chunk)
     long = [list(range(3, 40)), [9], list(range(50, 20, -1)), [5, 6] * 7]
     assert check(*pair(kind, long), BINARY, PLANS["everything"], **GREEDY) > 0
 
@@ -158,7 +158,7 @@ def test_bfloat16(calls, kind, heat):
 def test_draft_models_of_fewer_bits(calls, bits, heat):
     """The control: the weights that they were made of draft something else."""
     (target, fast), (_, slow) = built("model", bits=bits), built("model", bits=bits)
-    slow._fused = slow.model.prepacking, None  # level by level
+    slow._native_model = slow.model.prepacking, None  # level by level
     rounds = Rounds(fast, target, TEXTS), Rounds(slow, target, TEXTS)
     assert check(*rounds, BINARY, PLANS["everything"], near=NEAR, **TEMPERATURES[heat]) > 28
     assert calls == [True] * 3
@@ -182,7 +182,10 @@ def test_weights_that_are_no_numbers_draft_nothing(kind, heat):
     target, drafter = built(kind, change=None if kind == "model" else broken)
     if kind == "model":  # which would be refused if it came like this
         sound = drafter._in_one_call().weights
-        drafter._fused = drafter.model.prepacking, DraftRun(replace(sound, norm=Norm(sound.norm.weight * float("nan"))))
+        drafter._native_model = (
+            drafter.model.prepacking,
+            DraftRun(replace(sound, norm=Norm(sound.norm.weight * float("nan")))),
+        )
     check_no_drafts(Rounds(drafter, target, TEXTS), **TEMPERATURES[heat])
 
 
@@ -208,16 +211,16 @@ def test_a_temperature_beside_greedy_drafts(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_plans_that_ask_for_more_levels_than_there_is_room(kind):
     def plan(situation):
-        return Plan.everything([9] * len(situation.room))
+        return Plan.everything([9] * len(situation.max_depth))
 
-    assert check(*pair(kind), BINARY, plan, **GREEDY, room=[3, 1, 0, 2]) > 0
+    assert check(*pair(kind), BINARY, plan, **GREEDY, max_depth=[3, 1, 0, 2]) > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_plans_that_know_more_depths_of_one_thing(kind):
     def plan(situation):
-        count = len(situation.room)
-        return Plan(situation.room, [(0.5, 1.5, 1.2, 0.3)] * count, [(0.8,)] * count, row=0.03)
+        count = len(situation.max_depth)
+        return Plan(situation.max_depth, [(0.5, 1.5, 1.2, 0.3)] * count, [(0.8,)] * count, row=0.03)
 
     assert check(*pair(kind), BINARY, plan, **GREEDY) > 0
 
@@ -232,18 +235,18 @@ def caught(fast, slow, **options):
 
 def test_another_trust_would_be_seen(monkeypatch):
     fast, slow = pair("eagle")
-    real = whole._growth
+    real = one_call._growth
     monkeypatch.setattr(
-        whole, "_growth", lambda *given: (one := real(*given))._replace(trust=[1.3 * factor for factor in one.trust])
+        one_call, "_growth", lambda *given: (one := real(*given))._replace(trust=[1.3 * factor for factor in one.trust])
     )
     caught(fast, slow, plan=PLANS["dear rows"])
 
 
 def test_another_expectation_would_be_seen(monkeypatch):
     fast, slow = pair("eagle")
-    real = whole._growth
+    real = one_call._growth
     monkeypatch.setattr(
-        whole, "_growth", lambda *given: (one := real(*given))._replace(next=[0.6 * chance for chance in one.next])
+        one_call, "_growth", lambda *given: (one := real(*given))._replace(next=[0.6 * chance for chance in one.next])
     )
     caught(fast, slow, plan=PLANS["dear rows"])
 
@@ -271,8 +274,8 @@ def test_the_state_of_a_sibling_would_be_seen(monkeypatch):
     fast, slow = pair("eagle")
     real = EagleDrafter._run
 
-    def swapped(self, state, garden, frontier):
-        logits = real(self, state, garden, frontier)
+    def swapped(self, state, grower, frontier):
+        logits = real(self, state, grower, frontier)
         for known in state.hidden.values():
             if 2 in known and 3 not in known:
                 known[1], known[2] = known[2], known[1]
@@ -284,6 +287,6 @@ def test_the_state_of_a_sibling_would_be_seen(monkeypatch):
 
 def test_noise_of_another_seed_would_be_seen(monkeypatch):
     fast, slow = pair("medusa")
-    real = whole._draws
-    monkeypatch.setattr(whole, "_draws", lambda *given: (one := real(*given))._replace(seeds=one.seeds + 1))
+    real = one_call._draws
+    monkeypatch.setattr(one_call, "_draws", lambda *given: (one := real(*given))._replace(seeds=one.seeds + 1))
     caught(fast, slow, greedy=False, **HOT, near=NEAR)

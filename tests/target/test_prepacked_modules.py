@@ -6,7 +6,18 @@ import warnings
 import pytest
 import torch
 from support.models import PROMPTS, VOCAB
-from support.prepacked_models import BACKENDS, FUSED, OTHERS, ROUNDING, TREES, Lora, logits, plain, small, stand_ins
+from support.prepacked_models import (
+    BACKENDS,
+    FUSED,
+    OTHERS,
+    ROUNDING,
+    TREES,
+    Lora,
+    logits,
+    plain,
+    prepacked_modules,
+    small,
+)
 from torch import nn
 from torch.testing import assert_close
 
@@ -45,7 +56,7 @@ def test_prepacked_logits_equal_plain_ones(architecture, backend):
     assert target.backend == backend
     assert target.prepacking.fused == (2 if fused else 0)
     assert target.row_invariant == fused
-    assert any(isinstance(stand_in, PrepackedLinear) for stand_in in stand_ins(target))
+    assert any(isinstance(prepacked_module, PrepackedLinear) for prepacked_module in prepacked_modules(target))
     for layers in (None, 1):
         if architecture != "gpt_oss" or layers is None or backend == "native":
             assert_close(logits(target, layers), logits(plain(model), layers), **ROUNDING)
@@ -55,7 +66,10 @@ def test_prepacked_logits_equal_plain_ones(architecture, backend):
 
 
 def test_what_is_not_fused_is_replaced_part_by_part():
-    found = {type(stand_in) for stand_in in stand_ins(RaggedModel(small("olmo2", head_dim=8), kernels="native"))}
+    found = {
+        type(prepacked_module)
+        for prepacked_module in prepacked_modules(RaggedModel(small("olmo2", head_dim=8), kernels="native"))
+    }
     assert found == {PrepackedLinear, PrepackedNorm, PrepackedGatedMLP}
 
 
@@ -67,7 +81,7 @@ def test_layers_of_several_kinds(architecture):
     model = small(architecture, num_hidden_layers=4, **overrides)
     target = RaggedModel(model, kernels="native")
     assert target.prepacking.fused == 4
-    parts = [part for stand_in in stand_ins(target) for part in stand_in.modules()]
+    parts = [part for prepacked_module in prepacked_modules(target) for part in prepacked_module.modules()]
     calls = [len(part.layers) for part in parts if isinstance(part, PrepackedLayers)]
     assert calls == ([2, 0, 1, 1] if architecture == "gemma3_text" else [4])
     for layers in (None, 1, 2, 3):
@@ -104,7 +118,9 @@ def test_sizes_that_the_kernels_do_not_know():
     target = RaggedModel(model, kernels="native")
     assert target.prepacking.fused == 0
     assert not target.row_invariant
-    assert {PrepackedLinear, PrepackedGatedMLP} <= {type(stand_in) for stand_in in stand_ins(target)}
+    assert {PrepackedLinear, PrepackedGatedMLP} <= {
+        type(prepacked_module) for prepacked_module in prepacked_modules(target)
+    }
     assert_close(logits(target), logits(plain(model)), **ROUNDING)
 
 
@@ -382,7 +398,7 @@ def test_8_bit_weights_need_the_kernels(kernels):
         RaggedModel(small(), kernels=kernels, weights="int8")
 
 
-# The stand-in of a linear
+# The prepacked module of a linear
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
