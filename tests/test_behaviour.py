@@ -1,0 +1,79 @@
+"""Tokens and counts of two thousand decoders are those that were recorded; ``support/behaviour.py`` says of which."""
+
+import pytest
+from support import behaviour
+
+from arbordraft.kernels import native
+
+REWRITE = "if the change is wanted, rewrite the file: .venv/bin/python tests/support/behaviour.py --processes 2"
+
+
+def differing(names):
+    """Lines about configurations whose hash is not that of the file."""
+    known, missing = behaviour.recorded(), native.problem()
+    names = [name for name in names if not (missing and behaviour.everything()[name].kernels == "native")]
+    found = {name: behaviour.hash_of(name) for name in names}
+    return [f"{name}: {found[name]}, recorded {known.get(name)}" for name in names if found[name] != known.get(name)]
+
+
+def check(names):
+    lines = differing(names)
+    if lines:
+        pytest.fail("\n".join([f"{len(lines)} of {len(names)} configurations differ", *lines, REWRITE]), pytrace=False)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_a_tenth(part):
+    check(behaviour.tenth()[part::4])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("number", range(behaviour.CHUNKS))
+def test_all(number):
+    check(behaviour.chunk(number))
+
+
+def test_the_file_holds_each_configuration_once():
+    lines = [line for line in behaviour.GOLDEN.read_text().splitlines() if not line.startswith("#")]
+    known = behaviour.recorded()
+    assert len(lines) == len(known) >= 1500
+    assert sorted(known.keys() ^ behaviour.everything().keys()) == [], REWRITE
+    assert behaviour.GOLDEN.stat().st_size <= 200_000
+
+
+def test_a_tenth_has_all_values():
+    chosen = [behaviour.everything()[name] for name in behaviour.tenth()]
+    for axis, values in behaviour.AXES.items():
+        assert {getattr(one, axis) for one in chosen if isinstance(one, behaviour.Configuration)} == set(values)
+
+
+def test_all_triples_and_pairs_are_there():
+    found = behaviour.configurations().values()
+    triples = {(one.drafter, one.coupling, one.decider) for one in found}
+    for drafter in behaviour.DRAFTERS:
+        for coupling in behaviour.COUPLINGS:
+            for decider in behaviour.DECIDERS:
+                expected = behaviour.valid(drafter, coupling, decider)
+                assert ((drafter, coupling, decider) in triples) == expected
+    for axis in ("settings", "mode", "step", "kernels", "target"):
+        pairs = {(one.drafter, getattr(one, axis)) for one in found}
+        assert len(pairs) == len(behaviour.DRAFTERS) * len(behaviour.AXES[axis])
+
+
+def test_one_token_or_count_makes_another_hash():
+    """Negative control."""
+    found = behaviour.outcome(behaviour.everything()[behaviour.tenth()[-1]])
+    other_tokens = [[*found.tokens[0][:-1], found.tokens[0][-1] ^ 1], *found.tokens[1:]]
+    assert found._replace(tokens=other_tokens).hash != found.hash
+    for name, value in found.counts.items():
+        if isinstance(value, int):
+            assert found._replace(counts={**found.counts, name: value + 1}).hash != found.hash
+    assert found._replace(counts=dict(reversed(found.counts.items()))).hash == found.hash
+
+
+def test_another_decoder_is_named(monkeypatch):
+    """Negative control: a decider that stops a level earlier."""
+    names = [name for name in behaviour.tenth() if name.startswith("model ") and " depth2 " in name]
+    assert names
+    monkeypatch.setitem(behaviour.DECIDERS, "depth2", lambda: behaviour.FixedDepth(1))
+    assert [line.partition(":")[0] for line in differing(names)] == names
