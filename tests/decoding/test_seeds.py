@@ -260,7 +260,7 @@ class Gossip(NGramDrafter):
     """All samples of a batch learn together, as they once did."""
 
     def add(self, state, sample, tokens, handle):
-        super().join(state, sample, tokens, handle)
+        super().add(state, sample, tokens, handle)
         state.odds[sample] = next(iter(state.odds.values()))
 
 

@@ -104,7 +104,7 @@ class Watcher(NGramDrafter):
 
     def add(self, state, sample, tokens, handle):
         vars(self).setdefault("seen", {})[sample] = []
-        super().join(state, sample, tokens, handle)
+        super().add(state, sample, tokens, handle)
 
     def take_hidden(self, state, hidden):
         for sample, states in hidden.items():
