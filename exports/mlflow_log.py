@@ -175,7 +175,7 @@ def _describe_run(mlflow: Any, config: DecoderConfig, decoder: "SpeculativeDecod
     )
     mlflow.log_metrics(evaluation.metrics())
     mlflow.log_dict(evaluation.report(), "parity.json")
-    with contextlib.suppress(RuntimeError):  # the picture needs matplotlib, and nothing else does
+    with contextlib.suppress(ImportError):  # the picture needs matplotlib, and nothing else does
         mlflow.log_figure(tree_picture(decoder.topology), "tree.png")
 
 

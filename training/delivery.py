@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arbordraft.training.outbox import OUTBOX, Journal, Progress, Record
+from arbordraft.utils.errors import UserError
 from arbordraft.utils.mlflow_server import MODEL, connect, limits, reason, resolve_uri
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def sync(outbox: str | os.PathLike[str] = OUTBOX, uri: str | None = None) -> dic
 
     Raises:
         FileNotFoundError: if there is no such outbox.
-        RuntimeError: naming the runs that could not be delivered completely; the others were.
+        UserError: naming the runs that could not be delivered completely; the others were.
         Exception: whatever MLflow raises, if the server does not answer at all.
     """
     if not Path(outbox).is_dir():
@@ -62,7 +63,7 @@ def sync(outbox: str | os.PathLike[str] = OUTBOX, uri: str | None = None) -> dic
         except Exception as error:  # MLflow passes on what its many stores raise
             failures.append(f"{journal.key}: {reason(error)}")
     if failures:
-        raise RuntimeError(f"{len(failures)} runs in {Path(outbox).absolute()} still wait:\n" + "\n".join(failures))
+        raise UserError(f"{len(failures)} runs in {Path(outbox).absolute()} still wait:\n" + "\n".join(failures))
     return delivered
 
 

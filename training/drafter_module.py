@@ -33,6 +33,7 @@ from arbordraft.training.students import EagleStudent, Student
 from arbordraft.training.validation import decoded, expectations
 from arbordraft.trees.drawing import tree_picture
 from arbordraft.utils.checks import check_float, check_int
+from arbordraft.utils.errors import UserError
 
 _DIVERGED = (
     "the checkpoints written before are good. Lower model.lr or trainer.gradient_clip_val, or check the target's "
@@ -40,11 +41,11 @@ _DIVERGED = (
 )
 
 
-class TrainingDiverged(RuntimeError):
+class TrainingDiverged(UserError):
     """The loss is no number any more."""
 
 
-class TrainingOutOfMemory(RuntimeError):
+class TrainingOutOfMemory(UserError):
     """A step did not fit into memory."""
 
 

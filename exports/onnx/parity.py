@@ -12,12 +12,13 @@ from torch import Tensor
 from arbordraft.exports.onnx.cases import SHAPES, Inputs
 from arbordraft.exports.onnx.plans import GraphSpec
 from arbordraft.onnx.graph import Graph
+from arbordraft.utils.errors import UserError
 
 TOLERANCE = 1e-4  # of a float32 graph, as a share of the greatest value: rounding grows with what is rounded
 LEAST_ACCEPTANCE = 0.8  # of tokens drawn from a quantised graph, by the float32 one
 
 
-class ParityError(RuntimeError):
+class ParityError(UserError):
     """A graph does not compute what the network that it was made from does."""
 
 

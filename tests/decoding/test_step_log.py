@@ -49,5 +49,5 @@ def test_a_table_of_pandas(logged, monkeypatch):
     assert len(frame) == len(log.rows)
     assert ("text" in frame) == (log._tokenizer is not None)
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(RuntimeError, match="pip install pandas"):
+    with pytest.raises(ImportError, match="pip install pandas"):
         log.to_frame()

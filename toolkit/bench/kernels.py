@@ -19,6 +19,7 @@ from torch import Tensor
 
 from arbordraft.kernels.choice import INTERPRETER, interpreted
 from arbordraft.kernels.work import Work
+from arbordraft.utils.errors import UserError
 
 ATTENTION = "ragged_tree_attention"
 COPIED = 1 << 30  # bytes of the copy that measures the bandwidth
@@ -99,7 +100,7 @@ def device() -> torch.device:
 
     Raises:
         ImportError: if Triton is not installed.
-        RuntimeError: if there is no GPU and Triton was imported already without its interpreter.
+        UserError: if there is no GPU and Triton was imported already without its interpreter.
     """
     if find_spec("triton") is None:
         raise ImportError("these are Triton kernels; run: pip install 'arbordraft[triton]'")
@@ -107,7 +108,7 @@ def device() -> torch.device:
         return torch.device("cuda")
     if not interpreted():
         if "triton" in sys.modules:
-            raise RuntimeError(f"there is no GPU: set {INTERPRETER}=1 before Python starts")
+            raise UserError(f"there is no GPU: set {INTERPRETER}=1 before Python starts")
         os.environ[INTERPRETER] = "1"
     return torch.device("cpu")
 

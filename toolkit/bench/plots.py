@@ -38,7 +38,7 @@ def plot(rows: Sequence[Any], path: Path) -> None:
     """Draws what there is to draw of some measurements as a PNG file; kinds without a picture are left out.
 
     Raises:
-        RuntimeError: if matplotlib is not installed.
+        ImportError: if matplotlib is not installed.
         ValueError: if there is nothing to draw.
     """
     save_png(picture(rows), path)
@@ -69,7 +69,7 @@ def speed_picture(rows: Sequence[Any]) -> "Figure":
     """Only the first figure of :func:`plot`: speed against plain decoding, over batch.
 
     Raises:
-        RuntimeError: if matplotlib is not installed.
+        ImportError: if matplotlib is not installed.
         ValueError: if there is no decoding at several batch sizes among the rows.
     """
     decodes = _of(rows, DecodeRow)

@@ -26,6 +26,7 @@ import torch
 
 from arbordraft.checkpoints.reader import load_network
 from arbordraft.kernels.native.build import cache_folder
+from arbordraft.utils.errors import UserError
 from arbordraft.utils.files import new_folder
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ WEIGHTS = "model.safetensors"
 MANIFEST = "manifest.json"
 
 
-class PretrainedError(RuntimeError):
+class PretrainedError(UserError):
     """The model could not be provided; the message says why and what to do about it."""
 
 

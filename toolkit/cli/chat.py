@@ -14,7 +14,7 @@ from rich.text import Text
 
 from arbordraft.cli.decoders import load_decoder
 from arbordraft.cli.display import step_tree, terminal
-from arbordraft.cli.failures import Terminated
+from arbordraft.cli.failures import Terminated, complain
 from arbordraft.cli.options import (
     AutoDtypeOption,
     DrafterOption,
@@ -116,9 +116,9 @@ class Session:
             if not self.console.is_terminal:  # nobody is there to go on talking
                 raise
             self.console.print(Text(" [stopped]", style="dim"), end="")
-        except (ValueError, RuntimeError) as error:  # too long for the model, or no sound numbers: the rest may go on
+        except (ValueError, FloatingPointError, RuntimeError) as error:  # too long, NaN logits: the rest may go on
             self.failed = True
-            Console(stderr=True, soft_wrap=True).print(Text(f"error: {' '.join(str(error).split())}", style="red"))
+            complain(f"error: {error}")
         self._seconds = time.perf_counter() - start
         self.console.print()
         if said:

@@ -22,6 +22,7 @@ from arbordraft.decoding.streams import Stream
 from arbordraft.sampling.processors import LogitsPipeline
 from arbordraft.sampling.stateful import StatefulProcessor
 from arbordraft.utils.checks import check_instance, check_int
+from arbordraft.utils.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, StoppingCriteria
@@ -30,11 +31,11 @@ _MOST_PIPELINES = 256
 _FAILURES = 3  # steps in a row after which the next one will fail, too
 
 
-class EngineClosed(RuntimeError):
+class EngineClosed(UserError):
     """The engine takes no requests any more."""
 
 
-class QueueFull(RuntimeError):
+class QueueFull(UserError):
     """More requests wait than the engine was told to keep; the same request may be taken later."""
 
 
@@ -42,7 +43,7 @@ class Engine:
     """Decodes requests as they come, in one unpadded batch that they join and leave between two steps.
 
     A request's settings are its own. What it says depends on its prompt, settings and seed alone, and not on what
-    shares the batch: bit for bit where the kernels treat rows alike (``decoder.exactness_report()``).
+    shares the batch: bit for bit where the kernels treat rows alike (``decoder.equality_report()``).
 
     Slots are shared out between requests, not between answers. A free one goes to the request with the fewest answers
     that are being decoded, among equals to the one whose last answer ended, or that came, the longest ago: a request

@@ -15,6 +15,7 @@ from arbordraft.decoding.settings import EXTRA_OUTPUTS, check_settings, effectiv
 from arbordraft.decoding.spelling import Pieces, Spelling
 from arbordraft.sampling.kinds import transformers_name
 from arbordraft.target.hf_cache import CACHE_NAMES
+from arbordraft.utils.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import (
@@ -36,7 +37,7 @@ class Decoded(Protocol):
     padding: int
 
 
-class DecodingError(RuntimeError):
+class DecodingError(UserError):
     """Some samples could not be decoded to their end.
 
     Args:

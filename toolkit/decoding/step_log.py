@@ -69,12 +69,12 @@ class StepLog:
         """The rows as a table of pandas.
 
         Raises:
-            RuntimeError: if pandas is not installed.
+            ImportError: if pandas is not installed.
         """
         try:
             from pandas import DataFrame
         except ImportError as error:
-            raise RuntimeError("a table needs pandas: pip install pandas, or read .rows") from error
+            raise ImportError("a table needs pandas: pip install pandas, or read .rows") from error
         return DataFrame(self.rows)
 
     def _record(self, sample: int, length: int, tree: SampleTree, verdict: SampleVerdict) -> None:

@@ -59,10 +59,13 @@ class Grammar:
             >>> pairs.check("[1, 1]")
             SchemaCheck(keywords=('uniqueItems',), valid=False, reason='[1, 1] has non-unique elements')
         """
-        try:
-            schema = json.loads(schema) if isinstance(schema, str) else schema
-        except ValueError as error:
-            raise ValueError(f"the JSON schema is no JSON: {error}") from error
+        if isinstance(schema, str):
+            try:
+                schema = json.loads(schema)
+            except ValueError as error:
+                raise ValueError(f"the JSON schema is no JSON: {error}") from error
+            if not isinstance(schema, Mapping):
+                raise ValueError(f"a JSON schema is a mapping, and this text is a {type(schema).__name__} in JSON")
         if not isinstance(schema, Mapping):
             raise TypeError(f"a JSON schema is a mapping or JSON text of one, got {type(schema).__name__}")
         try:

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from arbordraft.kernels.kv_cache import append, compact
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.utils.allocator import untouched_zeros
+from arbordraft.utils.errors import UserError
 
 
-class CacheOverflow(RuntimeError):
+class CacheOverflow(UserError):
     """The cache would have to grow beyond the limit it was given."""
 
 

@@ -24,13 +24,13 @@ def new_figure(width: float, height: float) -> "Figure":
     """An empty figure of a size in inches, whose parts make room for each other.
 
     Raises:
-        RuntimeError: if matplotlib is not installed.
+        ImportError: if matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure
         from matplotlib.layout_engine import ConstrainedLayoutEngine
     except ImportError as error:
-        raise RuntimeError("drawing a PNG needs matplotlib: pip install arbordraft[plot]") from error
+        raise ImportError("drawing a PNG needs matplotlib: pip install arbordraft[plot]") from error
     return Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
 
 
@@ -94,7 +94,7 @@ def acceptance_picture(topology: TreeTopology, by_rank: Sequence[float]) -> "Fig
             higher ranks count as never accepted.
 
     Raises:
-        RuntimeError: if matplotlib is not installed.
+        ImportError: if matplotlib is not installed.
         ValueError: if a probability is not in 0..1.
     """
     if wrong := [rate for rate in by_rank if not 0 <= rate <= 1]:
@@ -133,7 +133,7 @@ def step_picture(
         spell: the text of a token; short texts fit.
 
     Raises:
-        RuntimeError: if matplotlib is not installed.
+        ImportError: if matplotlib is not installed.
         ValueError: if the samples differ in number.
     """
     if not len(trees) == len(verdicts) == len(lengths):
