@@ -7,14 +7,12 @@ import timeit
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, requires, version
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from packaging.requirements import Requirement
-from rich.table import Table
-from rich.text import Text
+from rich.table import Column, Table
 
 from arbordraft.bench.measure import provenance
 from arbordraft.cli.display import terminal
@@ -24,10 +22,11 @@ from arbordraft.kernels import native
 from arbordraft.kernels.native.build import cache_folder
 from arbordraft.loading import Kernels, load
 from arbordraft.target.model import RaggedModel
+from arbordraft.target.prepacked.memory import available_memory
+from arbordraft.testing import tiny_model
 
-_DEVELOPERS = ("dev", "docs")  # extras that whoever only uses the package does not miss
+_DEVELOPERS = {"dev", "docs"}  # extras that users of the package do not miss
 _MOST_BYTES = 2**28  # read to measure the memory: several times the last cache of most machines
-_ROUNDS = 6
 
 
 def doctor(
@@ -85,105 +84,74 @@ def measured(model: str, drafter: str, **options: Any) -> dict[str, Any]:
 
 def examine(*, measure: bool = True) -> dict[str, Any]:
     """All findings by section, ready for JSON; ``broken`` lists what keeps the package from working."""
-    here = provenance()
-    kernels, broken = _kernels()
-    packages = _requirements()
-    for name, problem in packages.pop("").items():
-        if problem is not None:
-            broken.append(f"{name} is {problem}: pip install '{name}'")
-    cache, obstacle = _cache()
+    here, requirements = provenance(), _requirements()
+    missing = [
+        f"{name} is {problem}: pip install '{name}'" for name, problem in requirements.pop("").items() if problem
+    ]
+    kernels, faults = _kernels()
+    cache, obstacles = _cache()
     return {
         "versions": {"python": here["python"], **here["versions"]},
-        "machine": _machine(here),
+        "machine": {
+            "cpu": here["cpu"] or here["machine"],
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "threads": here["threads"],
+            "vector extensions": torch.backends.cpu.get_cpu_capability(),
+            "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        },
         "memory": _memory(measure),
         "kernels": kernels,
         "cache": cache,
-        "extras": {extra: _extra(extra, parts) for extra, parts in packages.items()},
-        "broken": [*broken, *obstacle],
-    }
-
-
-def _machine(here: dict[str, Any]) -> dict[str, Any]:
-    affinity = getattr(os, "sched_getaffinity", None)
-    return {
-        "cpu": here["cpu"] or here["machine"],
-        "cores": len(affinity(0)) if affinity else os.cpu_count(),
-        "threads": here["threads"],
-        "vector extensions": torch.backends.cpu.get_cpu_capability(),
-        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "extras": {
+            extra: {
+                "missing": [name if why == "missing" else f"{name} ({why})" for name, why in parts.items() if why],
+                "install": f"pip install 'arbordraft[{extra}]'",
+            }
+            for extra, parts in requirements.items()
+        },
+        "broken": [*faults, *missing, *obstacles],
     }
 
 
 def _memory(measure: bool) -> dict[str, float | None]:
-    """GiB in all and available, and GB/s of reading and of copying."""
-    total, available = _memory_bytes()
-    memory: dict[str, float | None] = {
-        "total": None if total is None else total / 2**30,
-        "available": None if available is None else available / 2**30,
-    }
-    if measure:
-        size = min(_MOST_BYTES, (available or _MOST_BYTES * 8) // 8)
-        memory |= bandwidth(size)
-    return memory
-
-
-def _memory_bytes() -> tuple[int | None, int | None]:
-    """Installed and available bytes, where the system tells."""
-    with suppress(OSError, ValueError):
-        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        return int(fields["MemTotal"].split()[0]) * 1024, int(fields["MemAvailable"].split()[0]) * 1024
+    """GiB in all and available to this process, where the system tells, and GB/s of reading and of copying."""
+    total, available = None, available_memory()
     with suppress(AttributeError, ValueError, OSError):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), None
-    return None, None
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    sizes = {"total": total, "available": available}
+    memory: dict[str, float | None] = {name: None if size is None else size / 2**30 for name, size in sizes.items()}
+    return memory | (bandwidth(min(_MOST_BYTES, (available or _MOST_BYTES * 8) // 8)) if measure else {})
 
 
-def bandwidth(size: int) -> dict[str, float | None]:
+def bandwidth(size: int) -> dict[str, float]:
     """GB/s of reading ``size`` bytes (the sum of a tensor) and of copying them (read and written bytes count).
 
     The best of a few rounds with torch's threads: what a forward, which reads all weights once, can reach at most.
     """
     source = torch.ones(max(1, size // 4))
     copy = torch.empty_like(source)
-    moved = source.numel() * source.element_size()
-
-    read, copied = (
-        min(timeit.repeat(run, number=1, repeat=_ROUNDS)) for run in (source.sum, lambda: copy.copy_(source))
-    )
-    return {"read": moved / read / 1e9, "copy": 2 * moved / copied / 1e9}
+    read, copied = (min(timeit.repeat(run, number=1, repeat=6)) for run in (source.sum, lambda: copy.copy_(source)))
+    return {"read": source.nbytes / read / 1e9, "copy": 2 * source.nbytes / copied / 1e9}
 
 
 def _kernels() -> tuple[dict[str, Any], list[str]]:
     """What a small model gets here and why, by precision; it is compared with the model itself on the way."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    broken: list[str] = []
-    chosen: dict[str, str] = {}
     try:
-        isa, problem = native.isa(), native.problem()
+        found: dict[str, Any] = {"instruction set": native.isa(), "problem": native.problem(), "chosen": {}}
     except ValueError as error:  # a wrong environment variable
         return {"instruction set": None, "problem": str(error), "chosen": {}}, [str(error)]
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
-    for dtype in (torch.bfloat16, torch.float32):
-        name = str(dtype).removeprefix("torch.")
+    broken = []
+    for name, dtype in (("bfloat16", torch.bfloat16), ("float32", torch.float32)):
+        model: Any = tiny_model()
         try:
-            target = RaggedModel(LlamaForCausalLM(config).eval().to(dtype))
+            found["chosen"][name] = RaggedModel(model.to(dtype)).chosen
         except (ValueError, RuntimeError) as error:
             broken.append(f"the kernels fail in {name}: {error}")
-        else:
-            chosen[name] = target.chosen
-    return {"instruction set": isa, "problem": problem, "chosen": chosen}, broken
+    return found, broken
 
 
 def _cache() -> tuple[dict[str, Any], list[str]]:
-    """What the cache folder holds: one entry for each thing in it and for each build; and why it cannot be used."""
+    """The cache folder and what lies in it, hidden files left out; and why it cannot be used, if so."""
     try:
         folder = cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
@@ -191,60 +159,51 @@ def _cache() -> tuple[dict[str, Any], list[str]]:
         return {"folder": None, "entries": []}, [f"no cache folder: {error}; set ARBORDRAFT_CACHE to one"]
     broken = [] if os.access(folder, os.W_OK) else [f"{folder} cannot be written; set ARBORDRAFT_CACHE to another"]
     entries = []
-    for place in sorted(folder.iterdir()):
-        if place.name.startswith("."):
-            continue
-        files = [file for file in place.rglob("*") if file.is_file()] if place.is_dir() else [place]
-        entries.append({"name": place.name, "files": len(files), "bytes": sum(file.stat().st_size for file in files)})
+    for place in sorted(folder.glob("[!.]*")):
+        sizes = [file.stat().st_size for file in (place, *place.rglob("*")) if file.is_file()]
+        entries.append({"name": place.name, "files": len(sizes), "bytes": sum(sizes)})
     return {"folder": str(folder), "entries": entries}, broken
 
 
 def _requirements() -> dict[str, dict[str, str | None]]:
     """By extra, "" for the package itself: required distributions, and what is wrong with each, if anything."""
-    try:
-        lines = [Requirement(line) for line in requires("arbordraft") or ()]
-    except PackageNotFoundError:
-        return {"": {}}
-    extras = sorted({extra for line in lines for extra in re.findall(r'extra == "([^"]+)"', str(line.marker))})
+    lines = [Requirement(line) for line in requires("arbordraft") or ()]
+    extras = {extra for line in lines for extra in re.findall(r'extra == "([^"]+)"', str(line.marker))}
 
-    def parts(extra: str, seen: frozenset[str] = frozenset()) -> Iterator[tuple[str, str | None]]:
+    def asked(line: Requirement, extra: str) -> bool:
+        return line.marker is None or line.marker.evaluate({"extra": extra})
+
+    def parts(extra: str) -> Iterator[tuple[str, str | None]]:
         for line in lines:
-            if line.marker is not None and not line.marker.evaluate({"extra": extra}):
+            if not asked(line, extra) or (extra and asked(line, "")):  # elsewhere, or the package's own
                 continue
-            if extra and (line.marker is None or line.marker.evaluate({"extra": ""})):
-                continue  # the package's own
             if line.name == "arbordraft":
-                for other in line.extras - seen - {extra}:
-                    yield from parts(other, seen | {extra})
+                for other in line.extras:
+                    yield from parts(other)
             else:
-                yield line.name, _problem(line.name, line.specifier)
+                yield line.name, _problem(line)
 
-    return {extra: dict(parts(extra)) for extra in ("", *extras) if extra not in _DEVELOPERS}
+    return {extra: dict(parts(extra)) for extra in ("", *sorted(extras - _DEVELOPERS))}
 
 
-def _problem(name: str, wanted: Any) -> str | None:
+def _problem(line: Requirement) -> str | None:
     try:
-        there = version(name)
+        there = version(line.name)
     except PackageNotFoundError:
         return "missing"
-    return None if wanted.contains(there, prereleases=True) else f"{there}, not {wanted}"
-
-
-def _extra(extra: str, parts: dict[str, str | None]) -> dict[str, Any]:
-    missing = [name if problem == "missing" else f"{name} ({problem})" for name, problem in parts.items() if problem]
-    return {"missing": missing, "install": f"pip install 'arbordraft[{extra}]'"}
+    return None if line.specifier.contains(there, prereleases=True) else f"{there}, not {line.specifier}"
 
 
 def _show(report: dict[str, Any]) -> None:
     console = terminal(highlight=False, soft_wrap=True)
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for name, value in _lines(report):
-        table.add_row(Text(name, style="bold"), Text(value))
+    table = Table(Column(style="bold"), Column(), show_header=False, box=None, padding=(0, 2, 0, 0))
+    for finding in _lines(report):
+        table.add_row(*finding)
     console.print(table)
     for problem in report["broken"]:
-        console.print(Text(f"broken: {problem}", style="red"))
+        console.print(f"broken: {problem}", style="red")
     if not report["broken"]:
-        console.print(Text("nothing is broken", style="green"))
+        console.print("nothing is broken", style="green")
 
 
 def _lines(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
