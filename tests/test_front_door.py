@@ -67,7 +67,7 @@ def test_a_decoder_of_target_and_drafter_alone(name):
     made = SpeculativeDecoder(model, make(model))
     assert isinstance(made.coupling.law, law)
     assert isinstance(made.coupling.verifier, SharedMatching)
-    assert made.exactness_report().level != "lossy"
+    assert made.equality_report().equality != "lossy"
     output = made.generate(**left_padded(PROMPTS), max_new_tokens=12, do_sample=False, return_dict_in_generate=True)
     expected = greedy_reference(model.model, PROMPTS, max_new_tokens=12)
     assert new_tokens(output.sequences, PROMPTS, output.stats.emitted) == expected

@@ -345,7 +345,7 @@ def test_it_is_the_default_for_trees_and_lookups_but_not_for_chains():
     }
     for decoder in shared.values():
         assert decoder.coupling.exactness == "pathwise"
-        assert decoder.exactness_report().level in ("pathwise", "fp32 tokens")
+        assert decoder.equality_report().equality in ("pathwise", "fp32 tokens")
     assert SpeculativeDecoder(target, draft, TreeTopology.chain(4)).coupling.exactness == "exact"
 
 

@@ -7,7 +7,7 @@ from support.prepacked_models import BACKENDS, ROUNDING, logits, plain, small
 from torch.testing import assert_close
 
 from arbordraft import RaggedModel, builders
-from arbordraft.target.exactness import probe_rows
+from arbordraft.target.equality import probe_rows
 
 peft = pytest.importorskip("peft", reason="PEFT is not installed: pip install peft")
 pytestmark = pytest.mark.usefixtures("kernels")

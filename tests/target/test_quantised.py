@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 import arbordraft
 from arbordraft import RaggedModel, UnsupportedModel, builders
-from arbordraft.target.exactness import Level
+from arbordraft.target.equality import Equality
 from arbordraft.target.prepacked.memory import copy_bytes
 from arbordraft.target.prepacked.probing import vocabulary
 
@@ -174,8 +174,8 @@ def test_scales_of_all_rows_are_named():
     assert "left to the model" in target.chosen
     assert not target.row_invariant
     decoder = builders.ems_sd(target, length=2)
-    report = decoder.exactness_report()
-    assert report.level == Level.law
+    report = decoder.equality_report()
+    assert report.equality == Equality.law
     assert "other rows run beside it" in report.reason
     options = {"max_new_tokens": 6, "eos_token_id": None}  # one row after the other, as transformers has them
     found = builders.plain(target).generate(**left_padded(PROMPTS[:1]), do_sample=False, **options)

@@ -39,7 +39,7 @@ from arbordraft import (
 )
 from arbordraft.kernels.prepacked_linear import ACTIVATIONS, WEIGHTS
 from arbordraft.kernels.ragged_tree_attention import ragged_tree_attention
-from arbordraft.target.exactness import probe_rows
+from arbordraft.target.equality import probe_rows
 
 DTYPES = [torch.float32, torch.bfloat16]
 pytestmark = pytest.mark.usefixtures("kernels")

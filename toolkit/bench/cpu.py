@@ -105,7 +105,7 @@ def equality(
         decoders[f"{name}, tree of 16"] = builders.fitted(target, drafter)
         decoders[f"lookup, else {name}, tree of 16"] = builders.fitted(target, drafter, lookup=True)
     for name, decoder in decoders.items():
-        level = decoder.exactness_report().level
+        promised = decoder.equality_report().equality
         for workload in workloads:
             found = _tokens(target, decoder, workload, tell, f"{name}, batch {workload.batch}")
             pairs = list(zip(found, reference, strict=True))
@@ -120,7 +120,7 @@ def equality(
                 total,
                 equal / total,
                 ">= 1.0",
-                f"{same} of {len(pairs)} answers equal; {level}",
+                f"{same} of {len(pairs)} answers equal; {promised}",
             )
 
 

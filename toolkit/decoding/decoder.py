@@ -31,7 +31,7 @@ from arbordraft.decoding.step import Stepper
 from arbordraft.grammars import Grammar, GrammarError, grammars_of
 from arbordraft.sampling.processors import LogitsPipeline
 from arbordraft.target.cache import CacheOverflow
-from arbordraft.target.exactness import ExactnessReport, exactness_report
+from arbordraft.target.equality import EqualityReport, equality_report
 from arbordraft.utils.checks import check_int, check_sequence, check_temperature
 
 if TYPE_CHECKING:
@@ -79,9 +79,9 @@ class SpeculativeDecoder(Stepper):
         ValueError: if the parts do not fit: vocabulary, tokenizer, draft law or topology.
     """
 
-    def exactness_report(self) -> ExactnessReport:
+    def equality_report(self) -> EqualityReport:
         """How exactly this decoder's output equals plain decoding of its target, on this machine."""
-        return exactness_report(self.target, self.coupling.exactness)
+        return equality_report(self.target, self.coupling.exactness)
 
     def complete(
         self,

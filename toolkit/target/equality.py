@@ -15,8 +15,8 @@ from arbordraft.trees.draft_tree import Exactness
 from arbordraft.trees.topology import TreeTopology, ancestor_words
 
 
-class Level(StrEnum):
-    """What holds, from strong to weak."""
+class Equality(StrEnum):
+    """How much of plain decoding's output a decoder reproduces, from strong to weak."""
 
     pathwise = "pathwise"
     bitwise = "bitwise"
@@ -26,13 +26,13 @@ class Level(StrEnum):
 
 
 @dataclass(frozen=True)
-class ExactnessReport:
-    """What a decoder promises about its output.
+class EqualityReport:
+    """How exactly a decoder's output equals plain decoding on this machine.
 
     Args:
-        level: ``pathwise``: a row of a tree has the bits that plain decoding of the same model gives it, and target and
-            drafter share their noise: the same seed gives the same tokens as plain decoding at every temperature, in
-            any precision. ``bitwise``: rows have those bits, but the noise is not shared, so greedy output alone is
+        equality: ``pathwise``: a row of a tree has the bits that plain decoding of the same model gives it, and target
+            and drafter share their noise: the same seed gives the same tokens as plain decoding at every temperature,
+            in any precision. ``bitwise``: rows have those bits, but the noise is not shared, so greedy output alone is
             identical. ``fp32 tokens``: greedy tokens, and sampled ones with shared noise, equal plain ones unless two
             scores are closer than float32 rounding. ``law only``: sampled output has the law of the rows the verifier
             saw; half-precision rounding of these rows depends on the batch. ``lossy``: the verifier changes the law by
@@ -42,22 +42,22 @@ class ExactnessReport:
         equal: how many of them had the same bits.
     """
 
-    level: Level
+    equality: Equality
     reason: str
     rows: int
     equal: int
 
     def __str__(self) -> str:
-        return f"{self.level}: {self.reason} ({self.equal} of {self.rows} probed rows have equal bits)"
+        return f"{self.equality}: {self.reason} ({self.equal} of {self.rows} probed rows have equal bits)"
 
 
-def exactness_report(target: RaggedModel, promise: Exactness) -> ExactnessReport:
+def equality_report(target: RaggedModel, promise: Exactness) -> EqualityReport:
     """Combines what a verifier promises with a probe of random trees on this machine."""
     rows, equal, farthest = _probe(target)
     if not promise.lossless:
-        level, reason = Level.lossy, f"the verifier is {promise.value}"
+        equality, reason = Equality.lossy, f"the verifier is {promise.value}"
     elif target.row_invariant and equal == rows:
-        level = Level.pathwise if promise is Exactness.PATHWISE else Level.bitwise
+        equality = Equality.pathwise if promise is Exactness.PATHWISE else Equality.bitwise
         reason = "every part of the forward treats a row alike whatever runs beside it"
     else:
         wide = target.model.dtype in (torch.float32, torch.float64)
@@ -69,8 +69,8 @@ def exactness_report(target: RaggedModel, promise: Exactness) -> ExactnessReport
             reason = "some modules are not known to be row-invariant"
         else:
             reason = "rounding depends on the number of rows; kernels='native' may change that"
-        level = Level.tokens if wide and farthest < ROUNDING else Level.law
-    return ExactnessReport(level, reason, rows, equal)
+        equality = Equality.tokens if wide and farthest < ROUNDING else Equality.law
+    return EqualityReport(equality, reason, rows, equal)
 
 
 def probe_rows(target: RaggedModel) -> tuple[int, int]:

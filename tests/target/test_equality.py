@@ -6,7 +6,7 @@ from support.models import ragged, tiny
 
 from arbordraft import Coupling, Fixed, Matching, RaggedModel, TopDown, builders
 from arbordraft.kernels import native
-from arbordraft.target.exactness import Level, exactness_report, probe_rows
+from arbordraft.target.equality import Equality, equality_report, probe_rows
 from arbordraft.verifiers import TypicalAcceptance
 
 SIZES = {"head_dim": 16, "hidden_size": 64}
@@ -17,15 +17,15 @@ needs_kernels = pytest.mark.skipif(not native.load(), reason=f"no native kernels
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_native_kernels_are_bitwise(dtype):
-    report = exactness_report(RaggedModel(tiny(**SIZES).to(dtype), kernels="native"), EXACT.exactness)
-    assert report.level == Level.bitwise
+    report = equality_report(RaggedModel(tiny(**SIZES).to(dtype), kernels="native"), EXACT.exactness)
+    assert report.equality == Equality.bitwise
     assert report.equal == report.rows > 0
 
 
-@pytest.mark.parametrize(("dtype", "level"), [(torch.float32, Level.tokens), (torch.bfloat16, Level.law)])
+@pytest.mark.parametrize(("dtype", "level"), [(torch.float32, Equality.tokens), (torch.bfloat16, Equality.law)])
 def test_plain_kernels_promise_less(dtype, level):
-    report = builders.plain(RaggedModel(tiny(**SIZES).to(dtype), kernels="torch")).exactness_report()
-    assert report.level == level
+    report = builders.plain(RaggedModel(tiny(**SIZES).to(dtype), kernels="torch")).equality_report()
+    assert report.equality == level
     assert "kernels" in report.reason
 
 
@@ -33,8 +33,8 @@ def test_plain_kernels_promise_less(dtype, level):
 def test_unknown_modules_are_no_promise():
     """OPT's layer norms are torch's own: its rows may well agree, but nobody said so."""
     model = tiny("opt", hidden_size=64, word_embed_proj_dim=64)
-    report = exactness_report(RaggedModel(model, kernels="native"), EXACT.exactness)
-    assert report.level == Level.tokens
+    report = equality_report(RaggedModel(model, kernels="native"), EXACT.exactness)
+    assert report.equality == Equality.tokens
     assert "not known" in report.reason
 
 
@@ -45,14 +45,14 @@ def test_a_broken_promise_is_found():
     prepacking = target.prepacking
     head = next(prepacked_module for _, name, prepacked_module in prepacking.places if name == "lm_head")
     head.register_forward_hook(lambda module, args, out: out + 1e-3 * args[0].shape[-2])
-    report = exactness_report(target, EXACT.exactness)
-    assert report.level == Level.law  # by far more than rounding
+    report = equality_report(target, EXACT.exactness)
+    assert report.equality == Equality.law  # by far more than rounding
     assert report.equal < report.rows
     assert "please report" in report.reason
 
 
 def test_a_lossy_verifier_is_lossy_whatever_the_kernels_do():
-    assert exactness_report(ragged(), TypicalAcceptance().exactness).level == Level.lossy
+    assert equality_report(ragged(), TypicalAcceptance().exactness).equality == Equality.lossy
 
 
 def test_plain_rows_differ_in_their_bits():
