@@ -105,10 +105,10 @@ class CallFormat:
         if first in self.added:
             # Spelt letter by letter it would look like a call, and be none.
             marker, head = first, self._terminal(first)
-            rules = [f"{text} & ~MARKED", f"MARKED: /(?s:.*)/ {_quoted(marker)} /(?s:.*)/"]
+            rules = [f"{text} & ~MARKED", f"MARKED: /(?s:.*)/ {lark_string(marker)} /(?s:.*)/"]
         else:
             marker, head = first.partition("{")[0].rstrip() or first, "head"
-            rules = [text, f"head[lazy]: {'TEXT? ' if self.anywhere else ''}{_quoted(marker)}"]
+            rules = [text, f"head[lazy]: {'TEXT? ' if self.anywhere else ''}{lark_string(marker)}"]
         calls = f"{head} {self._literal(self.opening.removeprefix(marker))} {calls}"
         others = [token for added, token in self.added.items() if added != marker]
         words = f"TEXT? (<[{ranges(others)}]> TEXT?)*" if others else "TEXT?"  # no text stands for such tokens
@@ -123,7 +123,7 @@ class CallFormat:
         return " ".join(map(self._terminal, filter(None, self._parts.split(text))))
 
     def _terminal(self, part: str) -> str:
-        return "ID" if part == _ID else f"<[{self.added[part]}]>" if part in self.added else _quoted(part)
+        return "ID" if part == _ID else f"<[{self.added[part]}]>" if part in self.added else lark_string(part)
 
 
 def call_format(tokenizer: "PreTrainedTokenizerBase", ends: Collection[int]) -> CallFormat:
@@ -235,8 +235,9 @@ def ranges(tokens: Collection[int]) -> str:
     return ",".join(f"{run[0][1]}-{run[-1][1]}" for run in runs)
 
 
-def _quoted(text: str) -> str:
+def lark_string(text: str) -> str:
+    """A text as a string of a grammar in llguidance's dialect of Lark."""
     return json.dumps(text, ensure_ascii=False)
 
 
-__all__ = ["CallFormat", "call_format", "embedded", "ranges"]
+__all__ = ["CallFormat", "call_format", "embedded", "lark_string", "ranges"]

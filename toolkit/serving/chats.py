@@ -10,7 +10,7 @@ from arbordraft.decoding.spelling import Spelling
 from arbordraft.decoding.text import encode
 from arbordraft.grammars import Grammar
 from arbordraft.serving.calls import CallFormat, embedded
-from arbordraft.serving.errors import ApiError
+from arbordraft.serving.errors import ApiError, wrong
 from arbordraft.serving.fields import Text
 from arbordraft.serving.messages import Message
 from arbordraft.serving.question import Question
@@ -55,34 +55,33 @@ class ChatQuestion(Question):
             raise ApiError(400, "top_logprobs is for logprobs: set that to true", param="top_logprobs")
         names = [tool.function.name for tool in self.tools]
         if twice := {name for name in names if names.count(name) > 1}:
-            raise ApiError(400, f"tools: several have the name {min(twice)}", param="tools")
+            raise wrong("tools", f"several have the name {min(twice)}")
         chosen = self.tool_choice.function
         if chosen is not None and chosen.name not in names:
-            raise ApiError(400, f"tool_choice: there is no {chosen.name} among the tools", param="tool_choice")
+            raise wrong("tool_choice", f"there is no {chosen.name} among the tools")
         if self.tool_choice.type == "required" and not names:
-            raise ApiError(400, "tool_choice: there are no tools to call", param="tool_choice")
+            raise wrong("tool_choice", "there are no tools to call")
         if self.functions or self.response_format.content is not None:
             for name, reason in _NOT_WITH_FORMS.items():
                 if getattr(self, name):
-                    raise ApiError(400, f"{name}: {reason}", param=name)
+                    raise wrong(name, reason)
         if self.continue_final_message:
             self._check_begun()
         known = {call.id for said in self.messages for call in said.tool_calls}
         for index, said in enumerate(self.messages):
             if said.tool_call_id is not None and said.tool_call_id not in known:
-                where = f"messages.{index}.tool_call_id"
-                raise ApiError(400, f"{where}: there is no call {said.tool_call_id}", param=where)
+                raise wrong(f"messages.{index}.tool_call_id", f"there is no call {said.tool_call_id}")
         return self
 
     def _check_begun(self) -> None:
         """Whether the last message is the beginning of an answer."""
-        last, where = self.messages[-1], f"messages.{len(self.messages) - 1}"
+        last = self.messages[-1]
         if last.role != "assistant" or last.tool_calls:
             reason = "only words of the role assistant can be continued: leave continue_final_message out"
-            raise ApiError(400, f"{where}: {reason}", param=where)
+            raise wrong(f"messages.{len(self.messages) - 1}", reason)
         if self.add_generation_prompt:
             reason = "no turn begins where continue_final_message continues one: set one of the two to false"
-            raise ApiError(400, f"add_generation_prompt: {reason}", param="add_generation_prompt")
+            raise wrong("add_generation_prompt", reason)
 
     @property
     def variables(self) -> dict[str, Any]:
@@ -171,7 +170,7 @@ class ChatQuestion(Question):
                 answer=self.response_format.content,
             )
         except ValueError as error:
-            raise ApiError(400, f"response_format: {error}", param="response_format", code="unsupported") from error
+            raise wrong("response_format", str(error), "unsupported") from error
 
 
 __all__ = ["ChatQuestion"]

@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
 from arbordraft.decoding.text import encode
 from arbordraft.serving.calls import CallFormat
-from arbordraft.serving.errors import ApiError
+from arbordraft.serving.errors import wrong
 from arbordraft.serving.fields import spelt
 from arbordraft.serving.question import Question
 
@@ -48,10 +48,10 @@ class CompletionQuestion(Question):
     @model_validator(mode="after")
     def _asking(self) -> Self:
         if self.max_tokens == 0 and not self.echo:
-            raise ApiError(400, "max_tokens: 0 is for prompts that echo shows: set it to 1 or more", param="max_tokens")
+            raise wrong("max_tokens", "0 is for prompts that echo shows: set it to 1 or more")
         if self.count > _MOST_ANSWERS:
             reason = f"{len(self.prompt)} prompts with {self.n} answers each, at most {_MOST_ANSWERS} answers in all"
-            raise ApiError(400, f"prompt: {reason}: send several requests", param="prompt")
+            raise wrong("prompt", f"{reason}: send several requests")
         return self
 
     @property

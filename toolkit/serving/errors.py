@@ -51,6 +51,11 @@ class ApiError(HTTPException):
         self.param, self.code = param and _speakable(param), code
 
 
+def wrong(field: str, reason: str, code: str | None = None) -> ApiError:
+    """An error about a field of the request, which the message names first."""
+    return ApiError(400, f"{field}: {reason}", param=field, code=code)
+
+
 def as_body(error: HTTPException) -> dict[str, Any]:
     """The JSON body that tells of an error; in a stream, an event with it."""
     return {

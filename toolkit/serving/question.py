@@ -10,7 +10,7 @@ from arbordraft.decoding.requests import Request
 from arbordraft.decoding.spelling import Spelling
 from arbordraft.grammars import Grammar
 from arbordraft.serving.calls import CallFormat
-from arbordraft.serving.errors import ApiError
+from arbordraft.serving.errors import wrong
 from arbordraft.serving.fields import REQUEST_HINTS, REQUEST_NOTHING, STREAM_HINTS, Fields, Text
 from arbordraft.serving.structure import Function
 from arbordraft.serving.thinking import Thinking
@@ -91,10 +91,10 @@ class Question(Fields, ABC):
     @model_validator(mode="after")
     def _possible(self) -> Self:
         if self.min_tokens and self.stop:
-            raise ApiError(400, "min_tokens: a stop ends an answer: ask for one of the two", param="min_tokens")
+            raise wrong("min_tokens", "a stop ends an answer: ask for one of the two")
         if self.best_of not in (None, self.n):
             reason = f"all answers that are made are returned: leave it out, or set it to n, {self.n}"
-            raise ApiError(400, f"best_of: {reason}", param="best_of")
+            raise wrong("best_of", reason)
         return self
 
     @property
@@ -189,8 +189,7 @@ class Question(Fields, ABC):
             ApiError: as :meth:`grammar`.
         """
         if (self.min_tokens or 0) > most:
-            reason = f"at most as many as the answer may have, {most}, got {self.min_tokens}"
-            raise ApiError(400, f"min_tokens: {reason}", param="min_tokens")
+            raise wrong("min_tokens", f"at most as many as the answer may have, {most}, got {self.min_tokens}")
         settings = {name: getattr(self, name) for name in _SETTINGS}
         if self.temperature is None:
             settings["temperature"] = temperature

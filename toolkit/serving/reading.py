@@ -25,6 +25,12 @@ class CallPiece:
         return CallPiece(self.index, self.arguments + later.arguments, self.name)
 
 
+def begun(text: str, mark: str) -> int:
+    """How many letters at the end of a text may be the beginning of a mark."""
+    sizes = range(min(len(mark) - 1, len(text)), 0, -1)
+    return next((size for size in sizes if text.endswith(mark[:size])), 0)
+
+
 class CallReader:
     """Reads one answer that follows the grammar of a format; words are what comes before the calls.
 
@@ -91,8 +97,7 @@ class CallReader:
             return 0 if held.startswith(opening) or opening.startswith(held) else len(held)
         if (place := held.find(opening)) >= 0:
             return place
-        sizes = range(min(len(opening), len(held)), 0, -1)
-        return len(held) - next((size for size in sizes if held.endswith(opening[:size])), 0)
+        return len(held) - begun(held, opening)
 
     def _next(self, match: re.Match[str]) -> CallPiece:
         self._held, self._inside = match.string[match.end() :], True
@@ -117,4 +122,4 @@ class CallReader:
         return fragment
 
 
-__all__ = ["CallPiece", "CallReader"]
+__all__ = ["CallPiece", "CallReader", "begun"]

@@ -9,18 +9,12 @@ from openai.types.responses import ResponseIncludable
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from arbordraft.serving.chats import ChatQuestion
-from arbordraft.serving.errors import ApiError
+from arbordraft.serving.errors import ApiError, wrong
 from arbordraft.serving.fields import MESSAGE_HINTS, REQUEST_HINTS, REQUEST_NOTHING, TOOL_HINTS, Fields, Text
 from arbordraft.serving.messages import Part, parts_of
 from arbordraft.serving.structure import Arguments, Function, Name
 
 _LOGPROBS = "message.output_text.logprobs"
-# Fields that a chat has under the same names; it checks their values.
-_SAME = (
-    *("model", "stream", "temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "parallel_tool_calls"),
-    *("stop", "stop_token_ids", "min_tokens", "ignore_eos", "chat_template_kwargs"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
-)
 # Names of fields in the errors of a chat, and of those that they came from.
 _NAMES = (
     (r"\bresponse_format\.json_schema\.schema\b", "text.format.schema"),
@@ -143,7 +137,29 @@ def _items(given: Any) -> Any:
     return [{"role": "user", "content": given}] if isinstance(given, str) else given
 
 
-class ResponsesQuestion(Fields):
+class _OfChats(Fields):
+    """Fields that a chat has under the same names; it checks their values."""
+
+    model: Any = None
+    stream: Any = None
+    temperature: Any = None
+    top_p: Any = None
+    top_k: Any = None
+    min_p: Any = None
+    seed: Any = None
+    stop: Any = None
+    stop_token_ids: Any = None
+    min_tokens: Any = None
+    logit_bias: Any = None
+    ignore_eos: Any = None
+    presence_penalty: Any = None
+    frequency_penalty: Any = None
+    repetition_penalty: Any = None
+    parallel_tool_calls: Any = None
+    chat_template_kwargs: Any = None
+
+
+class ResponsesQuestion(_OfChats):
     """What /v1/responses takes; a chat is asked instead, and nothing is kept for later."""
 
     hints: ClassVar = (REQUEST_HINTS - {"metadata"}) | {"max_tool_calls", "stream_options"}
@@ -163,36 +179,18 @@ class ResponsesQuestion(Fields):
     include: Sequence[ResponseIncludable] = ()  # of what other types of tools bring there is nothing
     top_logprobs: int | None = Field(None, ge=0, le=20)
     metadata: dict[str, Text] = Field(default_factory=dict)
-    model: Any = None
-    stream: Any = None
-    temperature: Any = None
-    top_p: Any = None
-    top_k: Any = None
-    min_p: Any = None
-    seed: Any = None
-    stop: Any = None
-    stop_token_ids: Any = None
-    min_tokens: Any = None
-    logit_bias: Any = None
-    ignore_eos: Any = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    repetition_penalty: Any = None
-    parallel_tool_calls: Any = None
-    chat_template_kwargs: Any = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.top_logprobs and _LOGPROBS not in self.include:
-            raise ApiError(400, f"top_logprobs: set include to {[_LOGPROBS]} as well", param="top_logprobs")
+            raise wrong("top_logprobs", f"set include to {[_LOGPROBS]} as well")
         calls = set[str | None]()
         for index, item in enumerate(self.input):
             if item.type == "function_call":
                 calls.add(item.call_id)
             elif item.type == "function_call_output" and item.call_id not in calls:
-                where = f"input.{index}.call_id"
                 reason = f"no function_call before it has the call_id {item.call_id}: send that item, too"
-                raise ApiError(400, f"{where}: {reason}", param=where)
+                raise wrong(f"input.{index}.call_id", reason)
         return self
 
     def chat(self) -> ChatQuestion:
@@ -202,7 +200,7 @@ class ResponsesQuestion(Fields):
             RequestValidationError: for values that it does not take.
             ApiError: for those that it does not take together.
         """
-        same = {name: value for name in _SAME if (value := getattr(self, name)) is not None}
+        same = {name: value for name in _OfChats.model_fields if (value := getattr(self, name)) is not None}
         try:
             return ChatQuestion.model_validate(
                 {

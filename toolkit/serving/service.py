@@ -20,7 +20,7 @@ from arbordraft.grammars import GrammarError
 from arbordraft.serving.calls import CallFormat, call_format
 from arbordraft.serving.completions import CompletionQuestion
 from arbordraft.serving.echoes import Echo, Echoing
-from arbordraft.serving.errors import ApiError, closing, failed, refused
+from arbordraft.serving.errors import ApiError, closing, failed, refused, wrong
 from arbordraft.serving.metrics import Metrics, Watch
 from arbordraft.serving.pieces import Piece, Speller
 from arbordraft.serving.question import Question
@@ -136,7 +136,7 @@ class Service:
             raise ApiError(400, str(error), code="context_length_exceeded") from error
         except GrammarError as error:
             param = "tools" if question.functions else "response_format"
-            raise ApiError(400, f"{param}: {error}: simplify the schema", param=param, code="grammar_failed") from error
+            raise wrong(param, f"{error}: simplify the schema", "grammar_failed") from error
         except (TypeError, ValueError, QueueFull, EngineClosed) as error:
             raise refused(error, type(question).model_fields) from error
 
@@ -175,7 +175,7 @@ class Service:
         try:
             return call_format(self.tokenizer, self._ends)
         except ValueError as error:
-            raise ApiError(400, f"tools: {error}", param="tools", code="unsupported") from error
+            raise wrong("tools", str(error), "unsupported") from error
 
     @cached_property
     def _thinking(self) -> Thinking | None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from arbordraft.grammars import Grammar
-from arbordraft.serving.errors import ApiError
+from arbordraft.serving.errors import wrong
 from arbordraft.serving.fields import CALL_HINTS, TOOL_HINTS, Fields, Text
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
@@ -40,7 +40,7 @@ def grammar_of(schema: Mapping[str, Any], param: str, strict: bool = True) -> Gr
         if grammar.unheld and strict:
             raise ValueError(f"{found}: leave it out, or have /v1/chat/completions check it: strict false")
     except (TypeError, ValueError) as error:
-        raise ApiError(400, f"{param}: {error}", param=param, code="invalid_schema") from error
+        raise wrong(param, str(error), "invalid_schema") from error
     return grammar
 
 
@@ -106,12 +106,8 @@ class Function(Fields):
                 raise ValueError(f"its type is {kinds}")
             Grammar.json_schema(narrowed)
         except ValueError as error:
-            raise ApiError(
-                400,
-                f"{param}: it admits no object, which the arguments of a call are ({error}): give it the type object",
-                param=param,
-                code="invalid_schema",
-            ) from error
+            reason = f"it admits no object, which the arguments of a call are ({error}): give it the type object"
+            raise wrong(param, reason, "invalid_schema") from error
         return narrowed
 
 

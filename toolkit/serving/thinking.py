@@ -1,12 +1,12 @@
 """Thoughts that a model writes before its answer: which marks they have, grammars behind them, and reading them."""
 
-import json
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from arbordraft.serving.calls import ranges
+from arbordraft.serving.calls import lark_string, ranges
+from arbordraft.serving.reading import begun
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -60,7 +60,7 @@ class Thinking:
         thoughts = "thoughts" if self.begun else f"({self._terminal(self.opening)} thoughts)?"
         others = [token for text, token in self.added.items() if text != self.closing]
         words = f"THOUGHT? (<[{ranges(others)}]> THOUGHT?)*" if others else "THOUGHT?"
-        closing = json.dumps(self.closing, ensure_ascii=False)
+        closing = lark_string(self.closing)
         if self.closing in self.added:
             # Spelt letter by letter it would look like the end of thoughts.
             rules = [f"thoughts: {words} {self._terminal(self.closing)} BLANK?", "THOUGHT: /(?s:.+)/ & ~CLOSED"]
@@ -71,7 +71,7 @@ class Thinking:
         return "\n".join([f"start: {thoughts} behind", *rules, r"BLANK: /\s{1,8}/", behind])
 
     def _terminal(self, mark: str) -> str:
-        return f"<[{self.added[mark]}]>" if mark in self.added else json.dumps(mark, ensure_ascii=False)
+        return f"<[{self.added[mark]}]>" if mark in self.added else lark_string(mark)
 
 
 def thinking_of(tokenizer: "PreTrainedTokenizerBase", ends: Collection[int]) -> Thinking | None:
@@ -136,9 +136,7 @@ class ThoughtReader:
     def _thoughts(self) -> str:
         thoughts, closing, rest = self._held.partition(self._closing)
         if not closing:
-            sizes = range(min(len(self._closing) - 1, len(thoughts)), 0, -1)
-            doubtful = next((size for size in sizes if thoughts.endswith(self._closing[:size])), 0)
-            thoughts = thoughts[: len(thoughts) - doubtful]
+            thoughts = thoughts[: len(thoughts) - begun(thoughts, self._closing)]
         thoughts = thoughts.rstrip()
         said = self._led(thoughts)
         if closing:
