@@ -199,7 +199,7 @@ def _target_named(
     revision: str | None = None,
     weights: str | None = None,
 ) -> RaggedModel:
-    place = torch.device("cuda" if torch.cuda.is_available() else "cpu") if device is None else torch.device(device)
+    place = _device(device)
     if place.type == "cpu" and kernels in ("auto", "native"):
         native.load_in_background()
     if as_stored := weights == "file":
@@ -207,6 +207,18 @@ def _target_named(
     model, own = load_model(name, _dtype(dtype, place), revision, as_stored=as_stored)
     model.to(place)  # type: ignore[arg-type]
     return RaggedModel(model, tokenizer or own, kernels=kernels, keep_weights=keep_weights, weights=weights)
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"{device!r} is no device of torch; write cpu, cuda or cuda:1") from None
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"{device} is not there: torch sees {torch.cuda.device_count()} GPUs")
+    return place
 
 
 def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
@@ -261,12 +273,17 @@ def load_target(
         ValueError: if the model is damaged, incomplete or no causal LM, or it has no tokenizer.
     """
     target = _target_named(model, dtype, kernels, "cpu", weights=weights)
+    return target, tokenizer_of(target, model)
+
+
+def tokenizer_of(target: RaggedModel, name: object) -> "PreTrainedTokenizerBase":
+    """The tokenizer of a target; raises ValueError with the model's name if there is none."""
     if target.tokenizer is None:
         raise ValueError(
-            f"{model} has no tokenizer, and prompts are texts: save it beside the model, "
+            f"{name} has no tokenizer, and prompts are texts: save it beside the model, "
             "tokenizer.save_pretrained(folder)"
         )
-    return target, target.tokenizer
+    return target.tokenizer
 
 
 def drafter_named(name: str, target: RaggedModel) -> Drafter:

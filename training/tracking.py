@@ -15,7 +15,6 @@ import platform
 import posixpath
 import re
 import shutil
-import subprocess
 import sys
 import time
 from argparse import Namespace
@@ -32,6 +31,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from arbordraft.training.delivery import Point, deliver
 from arbordraft.training.outbox import OUTBOX, Journal
+from arbordraft.utils.git import git
 from arbordraft.utils.mlflow_server import ALIASES, NAMES, limits, reason, resolve_uri
 
 TIMEOUT = 20  # seconds; a hung server costs twice that, once per training
@@ -185,9 +185,9 @@ class MLflowTracker(Logger):  # type: ignore[misc]  # Lightning is not type-chec
         hardware = {"platform": platform.platform(), "cpus": os.cpu_count(), "gpus": ", ".join(gpus) or "none"}
         self.log_hyperparams({"seed": seed, "versions": versions, "hardware": hardware})
         tags = {f"target.{name}": value for name, value in _flatten(target)}
-        if commit := _git("rev-parse", "HEAD"):
+        if commit := git("rev-parse", "HEAD"):
             tags["mlflow.source.git.commit"] = commit
-            tags["git.dirty"] = bool(_git("status", "--porcelain", "--untracked-files=no"))
+            tags["git.dirty"] = bool(git("status", "--porcelain", "--untracked-files=no"))
         self._record("tags", values={_legal(name): _clip(value) for name, value in tags.items()})
 
     @_harmless
@@ -317,14 +317,3 @@ def _legal(name: str) -> str:
 def _clip(value: Any) -> str:
     text = str(value)
     return text if len(text) <= VALUE_LIMIT else text[: VALUE_LIMIT - 1] + "…"
-
-
-def _git(*arguments: str) -> str | None:
-    """What git says about the working folder, if that is a checkout."""
-    try:
-        done = subprocess.run(
-            ["git", "--no-optional-locks", *arguments], capture_output=True, text=True, timeout=10, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()

@@ -3,11 +3,9 @@
 import json
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -19,6 +17,7 @@ import torch
 from arbordraft.bench.workload import Tell, Workload, quiet
 from arbordraft.kernels.native.build import cpu
 from arbordraft.utils.files import write_text
+from arbordraft.utils.git import git
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -59,9 +58,10 @@ class Measurement:
 
 def provenance() -> dict[str, Any]:
     """What a figure needs beside it to be read later."""
-    commit = None
-    with suppress(OSError, subprocess.CalledProcessError):
-        commit = _git("describe", "--always") + ("-dirty" if _git("status", "--porcelain", "-uno") else "")
+    here = Path(__file__).parent
+    commit = git("describe", "--always", folder=here)  # --dirty would lock the index
+    if commit is not None and git("status", "--porcelain", "-uno", folder=here):
+        commit += "-dirty"
     processor = cpu()
     return {
         "argv": [Path(argument).name for argument in sys.argv],  # folders are nobody's business
@@ -122,9 +122,3 @@ def paired(
 def precision(model: "PreTrainedModel") -> str:
     """Short name of the dtype."""
     return str(model.dtype).removeprefix("torch.")
-
-
-def _git(*arguments: str) -> str:
-    """What git says about this checkout; ``describe --dirty`` would lock its index."""
-    command = ["git", "--no-optional-locks", *arguments]
-    return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout.strip()

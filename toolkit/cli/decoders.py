@@ -4,6 +4,7 @@ from enum import StrEnum
 from typing import Any
 
 import arbordraft as ad
+from arbordraft.loading import tokenizer_of
 from arbordraft.sampling.laws import SharedNoise
 
 
@@ -45,11 +46,7 @@ def load_decoder(
         ValueError: if there is no tokenizer, or something is wrong with the names or their combination.
     """
     decoder = ad.load(model, drafter, **options)
-    if decoder.target.tokenizer is None:
-        raise ValueError(
-            f"{model} has no tokenizer, and prompts are texts: save it beside the model, "
-            "tokenizer.save_pretrained(folder)"
-        )
+    tokenizer_of(decoder.target, model)
     if law is None and verifier is None:
         return decoder
     width = decoder.topology.width

@@ -4,7 +4,6 @@ import math
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
 from arbordraft.loading import Dtype, Kernels, Settings, Weights
@@ -21,19 +20,6 @@ def finite(value: float | None) -> float | None:
     return value
 
 
-def device_here(name: str | None) -> str | None:
-    """Refuses at once what is no device, or none of this machine."""
-    if name is None:
-        return None
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise typer.BadParameter(f"{name!r} is no device of torch; write cpu, cuda or cuda:1") from None
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise typer.BadParameter(f"{name!r} is not there: torch sees {torch.cuda.device_count()} GPUs")
-    return name
-
-
 DRAFTERS = (
     "'auto' (a head trained for the model if one is known, else lookups), 'ngram' (lookups), 'none', "
     "'early-exit:LAYERS', folder of a trained drafter, or a draft model's hub name."
@@ -48,9 +34,7 @@ DtypeOption = Annotated[Dtype, typer.Option(help="Precision of the weights.")]
 AutoDtypeOption = Annotated[
     Dtype | None, typer.Option(help="Precision of the weights; by default bfloat16 where this machine is fast at it.")
 ]
-DeviceOption = Annotated[
-    str | None, typer.Option(callback=device_here, help="cpu, cuda or cuda:1; by default a GPU if torch sees one.")
-]
+DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1; by default a GPU if torch sees one.")]
 KernelsOption = Annotated[
     Kernels, typer.Option(help="How weights are read on a CPU; 'auto' takes the fastest that work, 'torch' its own.")
 ]
