@@ -244,11 +244,12 @@ def test_being_asked_and_planning_agree(slope, level, right, rest):
     price = costs(slope, level, rest)
     decider, asked = CostAware(price), CostAware(price, survival=PathSurvival())
     step = context([[5, 6]], TreeTopology.chain(DEPTH), Fixed(1), greedy=True, decide=decider)
-    assert asked.plan(situation(asked)) is None
+    assert decider.can_plan
+    assert not asked.can_plan
     stated = [right, *[0.85 * right] * (DEPTH - 1)]
     drafter = Guessing(right)
     planned = grown(step, drafter, stated)[1]
-    told = grown(replace(step, decide=asked, plan=asked.plan), drafter, stated)[1]
+    told = grown(replace(step, decide=asked, plan=lambda situation: None), drafter, stated)[1]
     assert abs(planned - told) <= 1
     assert (planned > 0) == (told > 0)
 
@@ -438,19 +439,6 @@ def test_a_sample_rests_where_every_drafter_of_it_does():
     assert 0.5 < sum(resting) / len(resting) < 1, "most steps, but it looks again now and then"
     taught(decider, memory, right=1.0, stated=0.6, source="model", steps=1)
     assert not decider.rests(memory), "one of them drafts"
-
-
-@pytest.mark.parametrize("name", ["forward", "plan"])
-def test_whoever_answers_otherwise_rests_at_other_times(name):
-    other = type("Other", (CostAware,), {name: lambda self, asked: None})(DEAR)
-    memory = other.start()
-    taught(other, memory, right=0.0, stated=0.6)
-    plain, rested = CostAware(DEAR), []
-    for _ in range(8):
-        other.learn(memory, Outcome(0, 0))
-        rested.append((plain.rests(memory), other.rests(memory)))
-    assert any(resting for resting, _ in rested), "or this would say nothing"
-    assert not any(resting for _, resting in rested)
 
 
 @pytest.mark.parametrize("decay", [0.0, 1.0])

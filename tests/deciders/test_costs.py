@@ -169,6 +169,8 @@ def test_greedy_output_is_the_same_at_any_price(kind, costs):
 class Stingy(Decider):
     """Wants one draft, and none of those that were made."""
 
+    can_plan = True
+
     def plan(self, situation):
         return Plan.everything(situation.max_depth, budget=1, keep=lambda chances: 0)
 

@@ -141,7 +141,7 @@ def test_a_fixed_depth_is_planned_as_it_is_asked_for():
 
 @pytest.mark.parametrize("decider", [ConfidenceThreshold(), EntropyBound(), PathSurvival(), Heuristic()])
 def test_who_looks_at_drafts_or_history_is_asked(decider):
-    assert decider.plan(Situation([3], [decider.start()])) is None
+    assert not decider.can_plan
 
 
 @pytest.mark.parametrize(("depth", "best"), [(1, 0), (6, 1)])
@@ -263,6 +263,39 @@ def test_nothing_is_drafted_at_depth_zero():
     decoder = draft_model_decoder(FixedDepth(0))
     output = decoder.generate(**left_padded(PROMPTS), max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
     assert (output.stats.drafted, output.stats.tau, output.stats.acceptance_by_depth) == (0, 1.0, [])
+
+
+def never(self, view):
+    return [False] * len(view.paths)
+
+
+def overriding(base, **members):
+    made = type("Other", (base,), members)
+    return made(CostTable((1, 2), (1.0, 1.0))) if base is CostAware else made()
+
+
+@pytest.mark.parametrize(
+    ("base", "members", "fix"),
+    [
+        (Decider, {"plan": never}, "plan.. would never be asked: state can_plan = True"),
+        (FixedDepth, {"forward": never}, "state can_plan = False"),
+        (CostAware, {"forward": never, "can_plan": False}, r"override rests\(\)"),
+        (CostAware, {"plan": never}, r"override rests\(\)"),
+    ],
+    ids=["plan alone", "forward below a plan", "forward below rests", "plan below rests"],
+)
+def test_an_answer_that_another_one_would_replace_is_refused(base, members, fix):
+    with pytest.raises(TypeError, match=fix):
+        draft_model_decoder(overriding(base, **members))
+
+
+@pytest.mark.parametrize("base", [Decider, FixedDepth, PathSurvival, CostAware])
+def test_what_forward_says_holds_where_no_plan_answers(base):
+    decider = overriding(base, forward=never, can_plan=False, rests=Decider.rests)
+    output = draft_model_decoder(decider).generate(
+        torch.tensor(PROMPTS[:1]), max_new_tokens=6, do_sample=False, return_dict_in_generate=True
+    )
+    assert output.stats.drafted == 0
 
 
 def test_a_decider_that_looks_ahead_is_refused():

@@ -247,6 +247,8 @@ class Counting(Decider):
 class Moody(Decider):
     """Plans by how often it planned, for whomever."""
 
+    can_plan = True
+
     def __init__(self):
         super().__init__()
         self.asked = 0

@@ -199,7 +199,7 @@ def context(
         temperature = 0.0 if temperature == 1 else None
     decider = FixedDepth() if decide is None else decide
     if plan is None:
-        plan = decider.plan if isinstance(decider, Decider) else _unplanned
+        plan = decider.plan if isinstance(decider, Decider) and decider.can_plan else _unplanned
     return DraftContext(
         tokens=tokens,
         max_depth=[topology.max_depth] * len(tokens) if max_depth is None else max_depth,

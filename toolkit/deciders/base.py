@@ -24,14 +24,8 @@ class Decider(nn.Module):
     """
 
     anticipating = False
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        own = vars(cls).keys()  # whoever answers otherwise has other plans, too, and rests at other times
-        if "forward" in own and "plan" not in own:
-            cls.plan = Decider.plan  # type: ignore[method-assign]
-        if {"forward", "plan"} & own and "rests" not in own:
-            cls.rests = Decider.rests  # type: ignore[method-assign]
+    can_plan: bool = False
+    """Whether :meth:`plan` is asked once per step, instead of :meth:`forward` before every level."""
 
     def start(self) -> Any:
         """What is remembered of a new sample; changed by :meth:`learn`, shown in ``view.memory``."""
@@ -47,15 +41,15 @@ class Decider(nn.Module):
             hurry: whether something is wanted now, and the moment is over; ``None`` if the tokens are waited for.
         """
 
-    def plan(self, situation: Situation) -> Plan | None:
-        """How far trees go on, if that follows from numbers: a drafter can then grow them in one go.
+    def plan(self, situation: Situation) -> Plan:
+        """How far trees go on, where numbers say it before anything is drafted: a drafter grows them in one call.
 
-        By default it does not, and :meth:`forward` is asked before every level.
+        It is asked if the class states ``can_plan = True``.
         """
-        return None
+        raise NotImplementedError
 
     def rests(self, memory: Any) -> bool:
-        """Whether nothing is to be drafted for a sample in this step, whoever would: it saves asking for plans."""
+        """Whether no drafter shall draft for a sample in this step, which saves asking for plans."""
         return False
 
     def forward(self, view: StepView) -> Sequence[bool]:
@@ -69,3 +63,23 @@ class Decider(nn.Module):
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in self.settings().items())
+
+
+def check_answers(decider: Decider) -> None:
+    """Raises TypeError if a class overrides an answer of a decider, and another answer would be taken instead."""
+    kind = type(decider)
+    names = ("can_plan", "forward", "plan", "rests")
+    stated, forward, plan, rests = (
+        next(level for level, base in enumerate(kind.__mro__) if name in vars(base)) for name in names
+    )
+    if not kind.can_plan and plan < stated:
+        raise TypeError(f"{kind.__name__}.plan() would never be asked: state can_plan = True in the class")
+    if kind.can_plan and forward < min(plan, stated):
+        raise TypeError(
+            f"plan() of {kind.__mro__[plan].__name__} would answer instead of {kind.__name__}.forward(): state "
+            "can_plan = False in the class, or override plan(), too"
+        )
+    if kind.rests is not Decider.rests and rests > min(forward, plan):
+        raise TypeError(
+            f"rests() of {kind.__mro__[rests].__name__} would answer for {kind.__name__}, too: override rests()"
+        )

@@ -125,6 +125,11 @@ class CostAware(Decider):
         self._slopes: dict[int, float] = {}
         self._times = [0.0]
 
+    @property
+    def can_plan(self) -> bool:  # type: ignore[override]
+        """Whether draft probabilities are the chances of paths: ``survival`` has to be asked level by level."""
+        return self.survival is None
+
     def start(self) -> dict[str, _Record]:
         return {}
 
@@ -178,14 +183,11 @@ class CostAware(Decider):
     def rests(self, memory: dict[str, _Record]) -> bool:
         return bool(memory) and all(record.rests for record in memory.values())
 
-    def plan(self, situation: Situation) -> Plan | None:
-        return None if self.survival is not None else self._plan(situation)
-
     def forward(self, view: StepView) -> Sequence[bool]:
         """Asks for one level what :meth:`plan` answers for all."""
         reaches = (self.survival or PathSurvival()).survival(view)
         max_depth = [view.depth + 1] * len(reaches)
-        plan = self._plan(Situation(max_depth, view.memory, view.alike, view.source, view.acceptance))
+        plan = self.plan(Situation(max_depth, view.memory, view.alike, view.source, view.acceptance))
         gains = [
             sum(reach * next_[min(view.depth, len(next_) - 1)] - plan.row for reach in nodes)
             for nodes, next_ in zip(reaches, plan.next, strict=True)
@@ -194,7 +196,7 @@ class CostAware(Decider):
         together = sum(gain for gain, goes_on in zip(gains, going, strict=True) if goes_on) * view.alike
         return [goes_on and together >= plan.level for goes_on in going]
 
-    def _plan(self, situation: Situation) -> Plan:
+    def plan(self, situation: Situation) -> Plan:
         records = [memory.setdefault(situation.source, _Record()) for memory in situation.memory]
         if all(record.rests for record in records):
             return Plan.everything([0] * len(records))

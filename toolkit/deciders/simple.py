@@ -11,6 +11,8 @@ from arbordraft.utils.checks import check_float, check_int, check_positive
 class FixedDepth(Decider):
     """Drafts down to ``depth`` (0 or more) always; by default down to the topology's leaves."""
 
+    can_plan = True
+
     def __init__(self, depth: int | None = None) -> None:
         super().__init__()
         self.depth = None if depth is None else check_int("depth", depth, 0)
@@ -44,6 +46,7 @@ class NodeBudget(Decider):
     """
 
     anticipating = True
+    can_plan = True
 
     def __init__(self, nodes: int) -> None:
         super().__init__()

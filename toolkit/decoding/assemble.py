@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from arbordraft.deciders import Decider, FixedDepth
+from arbordraft.deciders.base import check_answers
 from arbordraft.drafters import Drafter, LanguageModelDrafter
 from arbordraft.target.model import RaggedModel
 from arbordraft.trees.topology import TreeTopology
@@ -33,7 +34,7 @@ def assemble(
     """All parts of a decoder, of those that were given.
 
     Raises:
-        TypeError: if one is of another kind.
+        TypeError: if one is of another kind, or a decider overrides some of its answers only.
         ValueError: if they do not fit: vocabulary, tokenizer, draft law or topology.
     """
     target, drafter = wrapped(target), as_drafter(drafter)
@@ -42,7 +43,7 @@ def assemble(
     coupling = Coupling.of(drafter.default_law(topology.width)) if coupling is None else coupling
     check_instance("coupling", coupling, Coupling)
     decider = FixedDepth() if decider is None else decider
-    check_instance("decider", decider, Decider)
+    check_answers(check_instance("decider", decider, Decider))
     drafter.check(target, coupling.law)
     coupling.check(topology)
     for law in drafter.laws(coupling.law):

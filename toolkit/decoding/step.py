@@ -292,7 +292,7 @@ class Stepper(nn.Module):
             pathwise=greedy or shared,
             process_logits=lambda logits, place_of: draft_scores(state, logits, place_of, untruncated=shared),
             temperatures=temperatures if told else None,
-            plan=_nothing if self._hurries(state, greedy) else self.decider.plan,
+            plan=_nothing if self._hurries(state, greedy) else self._plan,
             decide=self.decider,
             memory=[sample.memory if sample else None for sample in state.samples],
             noise=noise,
@@ -303,6 +303,10 @@ class Stepper(nn.Module):
             static=None if self.static is None else self.static.drafts,
             extra_rows=len(state.active) - len(group),
         )
+
+    @property
+    def _plan(self) -> Callable[[Situation], Plan | None]:
+        return self.decider.plan if self.decider.can_plan else _unplanned
 
     def _hurries(self, state: DecodeState, greedy: bool) -> bool:
         """Whether a step drafts nothing, as prompts wait for its end, where that changes no text."""
@@ -408,6 +412,10 @@ class Stepper(nn.Module):
 
 def _nothing(situation: Situation) -> Plan:
     return Plan.everything([0] * len(situation.max_depth))
+
+
+def _unplanned(situation: Situation) -> None:
+    """Has the decider asked before every level."""
 
 
 def _picked(rows: Tensor, path: list[int]) -> Tensor:

@@ -107,7 +107,7 @@ class TargetInitialisedDecoder(SpeculativeDecoder):
                 best = row.topk(min(self.width, len(row)))
                 candidates[number] = best.indices[best.values > 0].tolist(), row
         # What is drafted changes the text, so that nothing else may change what is drafted.
-        return replace(context, max_depth=max_depth, candidates=candidates, plan=self.decider.plan)
+        return replace(context, max_depth=max_depth, candidates=candidates, plan=self._plan)
 
     def _judge(
         self, state: DecodeState, tree: DraftTree, logits: Tensor, best: Tensor, noise: Noise | GumbelNoise | None
