@@ -141,10 +141,8 @@ class SpeculativeDecoder(Stepper):
         """
         if raw and system is not None:
             raise ValueError("system is for the chat template, which raw=True leaves out: write it into the text")
-        if isinstance(text, str):
-            conversations = [texts.user_turn(text, system)]
-        elif not isinstance(text, Sequence) or isinstance(text, bytes):
-            raise TypeError(f"text must be a str or a list of them, got {type(text).__name__}")
+        if not isinstance(text, Sequence) or isinstance(text, str | bytes):
+            conversations = [texts.user_turn(text, system)]  # refuses what is no text
         elif stream:
             raise ValueError("stream=True takes one text at a time: call complete() once for each, or generate()")
         else:

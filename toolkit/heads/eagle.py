@@ -18,6 +18,11 @@ from transformers.models.llama.modeling_llama import rotate_half
 from arbordraft.heads.base import DraftHead, GatedMLP, HeadConfig, mlp_settings
 
 
+def default_layers(count: int) -> tuple[int, int, int]:
+    """A low, a middle and a high one of the hidden states of a model with ``count`` layers."""
+    return min(2, count), count // 2, max(count - 3, 0)
+
+
 class EagleConfig(HeadConfig):
     """Settings of an :class:`EagleHead`; see also :class:`~arbordraft.heads.base.HeadConfig`.
 
@@ -108,14 +113,13 @@ class EagleHead(DraftHead):
             **own: settings that a further kind of head has besides.
         """
         config = model.config.get_text_config()
-        layers = config.num_hidden_layers
         heads = config.num_attention_heads
         rope = getattr(config, "rope_parameters", None) or {}
         settings = cls.config_class.for_target(
             model,
             name,
             draft_vocab_size=len(set(tokens)),
-            hidden_layers=list(hidden_layers or (min(2, layers), layers // 2, max(layers - 3, 0))),
+            hidden_layers=list(hidden_layers or default_layers(config.num_hidden_layers)),
             hidden_size=config.hidden_size,
             num_attention_heads=heads,
             num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,

@@ -13,6 +13,7 @@ from torch.nn import functional
 from arbordraft import BlockDrafter, RaggedModel
 from arbordraft.drafters import Drafter
 from arbordraft.heads.block import BlockHead
+from arbordraft.heads.eagle import default_layers
 from arbordraft.training.batches import Batch
 from arbordraft.training.students.base import Prediction, Student
 from arbordraft.utils.checks import check_float
@@ -61,8 +62,7 @@ class BlockStudent(Student):
         self.mask_token_id = mask_token_id
 
     def hidden_layers(self, target: RaggedModel) -> tuple[int, ...]:
-        count = target.num_layers
-        return tuple(self.layers or (min(2, count), count // 2, max(count - 3, 0)))
+        return tuple(self.layers or default_layers(target.num_layers))
 
     def build(self, target: RaggedModel, frequent: Callable[[int], list[int]], name: str | None = None) -> None:
         self.network = BlockHead.for_target(

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from arbordraft import EagleDrafter, RaggedModel
 from arbordraft.drafters import Drafter
-from arbordraft.heads.eagle import EagleHead
+from arbordraft.heads.eagle import EagleHead, default_layers
 from arbordraft.training.batches import Batch
 from arbordraft.training.students.base import Prediction, Student, shift
 
@@ -43,8 +43,7 @@ class EagleStudent(Student):
         self.intermediate_size, self.noise = intermediate_size, noise
 
     def hidden_layers(self, target: RaggedModel) -> tuple[int, ...]:
-        count = target.num_layers
-        return tuple(self.layers or (min(2, count), count // 2, max(count - 3, 0)))
+        return tuple(self.layers or default_layers(target.num_layers))
 
     def build(self, target: RaggedModel, frequent: Callable[[int], list[int]], name: str | None = None) -> None:
         self.network = EagleHead.for_target(
