@@ -10,8 +10,8 @@ import tempfile
 import threading
 import traceback
 import warnings
-from collections import deque
 from collections.abc import Iterator
+from logging.handlers import BufferingHandler
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -22,7 +22,8 @@ from rich.text import Text
 from arbordraft.utils.errors import UserError
 
 TRACEBACK = "ARBORDRAFT_TRACEBACK"  # set to 1, it shows where an error comes from
-_LINES = 1000  # of noise that are kept for the case of an error
+_RECORDS = 1000  # most log records of other packages that are kept for the case of an error
+_FORMAT = logging.Formatter("%(asctime)s %(name)s %(levelname)s: %(message)s")
 _INPUT = (errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS)
 _PLACES = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 _USAGE: Any = typer.BadParameter.__base__  # typer brings its own click, or uses the one that is installed
@@ -30,12 +31,12 @@ _FOR_USERS = (UserError, ValueError, FloatingPointError, ImportError, OSError)  
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM: ends whatever goes on as Ctrl-C does."""
+    """SIGTERM, which ends a command as Ctrl-C does."""
 
 
 @contextlib.contextmanager
 def ending() -> Iterator[None]:
-    """Runs a command: whatever goes wrong inside ends in one line on stderr and an exit status.
+    """Runs a command and turns its failure into one line on stderr and an exit status.
 
     The status is 2 for wrong input, 1 for any other error, 130 for SIGINT and 143 for SIGTERM. For a bug the line says
     where its traceback is, together with the noise of other packages before it.
@@ -51,7 +52,7 @@ def ending() -> Iterator[None]:
             if not isinstance(cause, (KeyboardInterrupt, typer.Abort)):
                 raise
             status, said = (143, "terminated") if isinstance(cause, Terminated) else (130, "interrupted")
-        except BrokenPipeError:  # as behind `| head`: nobody reads on, and the rest is flushed at exit
+        except BrokenPipeError:  # as of `| head`; the rest is flushed at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             status, said = 1, ""
         except Exception as error:
@@ -71,7 +72,7 @@ def _status(error: Exception) -> int:
     return 2 if wrong else 1
 
 
-def _line(error: Exception, noise: deque[str]) -> str:
+def _line(error: Exception, noise: list[logging.LogRecord]) -> str:
     """Describes an error; for a bug, writes its traceback and the noise before it to a file and names that."""
     shown = bool(os.environ.get(TRACEBACK))
     if shown:
@@ -89,7 +90,8 @@ def _line(error: Exception, noise: deque[str]) -> str:
         return line
     try:
         with tempfile.NamedTemporaryFile("w", prefix="arbordraft-", suffix=".log", delete=False) as file:
-            file.write("".join([*(f"{line}\n" for line in noise), *traceback.format_exception(error)]))
+            file.writelines(f"{_FORMAT.format(record)}\n" for record in noise)
+            file.writelines(traceback.format_exception(error))
     except OSError:
         return f"{line} ({TRACEBACK}=1 shows where)"
     return f"{line} (traceback: {file.name}, or {TRACEBACK}=1)"
@@ -114,25 +116,13 @@ def _interruptible() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class _Noise(logging.Handler):
-    """Keeps log records of other packages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s: %(message)s"))
-        self.lines: deque[str] = deque(maxlen=_LINES)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(self.format(record))
-
-
 @contextlib.contextmanager
-def _quiet() -> Iterator[deque[str]]:
+def _quiet() -> Iterator[list[logging.LogRecord]]:
     """Keeps the load bars, logs and warnings of other packages off the screen; ours are shown, one line each."""
     from huggingface_hub.utils.tqdm import enable_progress_bars
     from transformers.utils import logging as theirs
 
-    noise = _Noise()
+    noise = BufferingHandler(_RECORDS)
 
     def warned(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
         frame: FrameType | None = sys._getframe(1)  # `filename` is often that of a caller of the module that warns
@@ -141,7 +131,7 @@ def _quiet() -> Iterator[deque[str]]:
         if frame is not None and str(frame.f_globals.get("__name__")).startswith("arbordraft"):
             logging.getLogger("arbordraft").warning(" ".join(str(message).split()))
         else:
-            noise.lines.append(warnings.formatwarning(message, category, filename, lineno).rstrip())
+            logging.getLogger().warning(warnings.formatwarning(message, category, filename, lineno).rstrip())
 
     theirs.get_logger()  # which gives it the handler that is taken away here
     os.environ.setdefault("MLFLOW_CONFIGURE_LOGGING", "false")  # its import would bring a handler of its own
@@ -157,4 +147,4 @@ def _quiet() -> Iterator[deque[str]]:
             restored.callback(theirs.enable_progress_bar)
         theirs.disable_progress_bar()
         enable_progress_bars()  # of downloads, which take longer than anything else
-        yield noise.lines
+        yield noise.buffer
