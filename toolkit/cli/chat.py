@@ -79,11 +79,11 @@ def chat(
 class Session:
     """A conversation and what its last step did.
 
-    What was said before is still in the engine's cache: a turn reads only what is new.
+    The engine's cache holds earlier messages, so a turn prefills only new ones.
 
     Args:
         settings: of every answer, as :class:`~arbordraft.Request` takes them.
-        messages: what was said so far, without the system prompt.
+        messages: the conversation so far, without the system prompt.
         failed: whether any message could not be answered.
     """
 
@@ -113,7 +113,7 @@ class Session:
         except Terminated:
             raise
         except KeyboardInterrupt:
-            if not self.console.is_terminal:  # nobody is there to go on talking
+            if not self.console.is_terminal:  # a pipe does not go on talking
                 raise
             self.console.print(Text(" [stopped]", style="dim"), end="")
         except (ValueError, FloatingPointError, RuntimeError) as error:  # too long, NaN logits: the rest may go on
@@ -125,7 +125,7 @@ class Session:
             self.messages = [*asked, {"role": "assistant", "content": "".join(said)}]
 
     def _pieces(self, asked: list[dict[str, str]]) -> Generator[str]:
-        """The text that answers these messages, as it comes; whoever stops reading ends it."""
+        """Streams the text that answers these messages; closing the generator cancels the answer."""
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         prompt = encode(self.decoder.target.tokenizer, [*system, *asked], raw=False)
         assert self.decoder.target.tokenizer is not None
@@ -151,7 +151,7 @@ class Session:
         self.console.print("forgotten")
 
     def status(self) -> str:
-        """What the last answer gained, in one line."""
+        """Describes in one line how fast the last answer was."""
         if self._answer is None:
             return "no answer yet"
         tokens, forwards = len(self._answer.tokens), self._answer.forwards
@@ -161,7 +161,7 @@ class Session:
 
 
 def converse(session: Session, lines: Iterator[str]) -> None:
-    """Answers lines and obeys commands until the lines or the patience end."""
+    """Answers lines and obeys commands until the lines end or /quit comes."""
     commands: dict[str, Callable[[], None]] = {
         "/tree": session.show_tree,
         "/clear": session.clear,
@@ -180,7 +180,7 @@ def converse(session: Session, lines: Iterator[str]) -> None:
 
 
 def _typed(session: Session) -> Iterator[str]:
-    """Lines that somebody types, until Ctrl-D; the arrows go through earlier ones."""
+    """Reads lines from the terminal until Ctrl-D; the arrows go through earlier ones."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.history import FileHistory
 
@@ -199,7 +199,7 @@ def _typed(session: Session) -> Iterator[str]:
 
 
 def _history_file() -> Path:
-    """Where earlier messages are kept; for their writer's eyes only."""
+    """Returns the file of earlier messages, which only its owner may read."""
     file = cache_folder() / "chat-history"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.touch(mode=0o600)

@@ -1,4 +1,4 @@
-"""The one place where the command line makes a decoder out of options."""
+"""Builds decoders from the options of the command line."""
 
 from enum import StrEnum
 from typing import Any
@@ -33,7 +33,7 @@ def load_decoder(
     verifier: Verifier | None = None,
     **options: Any,
 ) -> ad.SpeculativeDecoder:
-    """What :func:`arbordraft.load` gives, which has a tokenizer and draws and verifies as asked.
+    """Loads a decoder that has a tokenizer, with the draft law and the verifier of the options.
 
     Args:
         model: name of the target, or the target.

@@ -1,4 +1,4 @@
-"""What people see: answers as they stream, tables of results, trees."""
+"""Shows answers as they stream, tables of results and trees on the terminal."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,14 +27,14 @@ def terminal(**options: Any) -> Console:
 
 
 def bars(console: Console, *columns: ProgressColumn, transient: bool = False) -> Progress:
-    """A display of progress that stands on a terminal or nowhere: it is none of what a pipe is to get."""
+    """Makes a progress display that appears on a terminal only, never in a pipe."""
     place = console if console.is_terminal else terminal(stderr=True)
     return Progress(*columns, console=place, transient=transient, disable=not place.is_terminal)
 
 
 @contextmanager
 def progress(console: Console, *, transient: bool = False) -> Iterator[Callable[[str], None]]:
-    """A line that says what is going on, for as long as the block runs; gives the function that sets it."""
+    """Shows a line of progress while the block runs; yields the function that sets its text."""
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     with bars(console, *columns, transient=transient) as bar:
         task = bar.add_task("starting")
@@ -42,11 +42,11 @@ def progress(console: Console, *, transient: bool = False) -> Iterator[Callable[
 
 
 class AnswerStreamer:
-    """One answer while it grows: ``text`` is what is certain of it.
+    """Collects one answer while it grows: no further token can change ``text``.
 
     Args:
-        pieces: what makes text of tokens.
-        show: is given every new piece.
+        pieces: spells tokens as text.
+        show: called with every new piece.
     """
 
     def __init__(self, pieces: Pieces, show: Callable[[str], object] = lambda piece: None) -> None:
@@ -54,13 +54,13 @@ class AnswerStreamer:
         self._pieces, self._begun = pieces, False
 
     def put(self, tokens: Tensor) -> None:
-        """Takes committed tokens; first of all come those of the prompt."""
+        """Takes committed tokens; the first call brings those of the prompt."""
         if self._begun:
             self._add(self._pieces.add(tokens.flatten().tolist()))
         self._begun = True
 
     def end(self) -> None:
-        """Takes what no more tokens can change."""
+        """Takes the rest of the text, which waited for further tokens."""
         self._add(self._pieces.end())
 
     def _add(self, piece: str) -> None:
@@ -76,10 +76,10 @@ def show_answers(
     """Shows answers while they grow: each in a panel of its own, or in a pipe as plain text, one after the other.
 
     Args:
-        console: where.
+        console: shows them.
         prompts: the titles.
         streamers: the answers, in the same order.
-        quiet: do not show them after all.
+        quiet: show nothing.
     """
     if quiet:
         yield
@@ -104,7 +104,7 @@ def show_answers(
 
 
 def show_stats(console: Console, stats: DecodeStats, seconds: float, kernels: str) -> None:
-    """Prints what a decoding run gained and the kernels that it ran on: a table, or in a pipe plain lines."""
+    """Prints the figures of a decoding run and its kernels: a table, or in a pipe plain lines."""
     figures = {
         "output law": stats.exactness,
         "tokens": str(sum(stats.emitted)),
@@ -129,7 +129,7 @@ def show_stats(console: Console, stats: DecodeStats, seconds: float, kernels: st
 
 
 def verdict(stats: DecodeStats) -> str | None:
-    """A plain sentence if drafting certainly cost more than it brought.
+    """Says in a sentence that drafting cost more than it brought, if that is certain.
 
     Plain decoding needs a forward for every token of the longest answer, none of which takes longer than one with
     drafts: this bounds its time from above.
@@ -152,12 +152,12 @@ def tree_text(topology: TreeTopology) -> Tree:
 
 
 def step_tree(tree: SampleTree, verdict: SampleVerdict, spell: Callable[[int], str]) -> Group:
-    """What one step drafted for one sample: accepted nodes are marked, and the target's own token follows below.
+    """Draws the drafts of one sample's step: accepted nodes are marked, and the target's own token follows below.
 
     Args:
         tree: the drafts.
-        verdict: what became of them.
-        spell: the text of a token.
+        verdict: which of them were accepted.
+        spell: gives the text of a token.
     """
     accepted = {0, *verdict.path}
 

@@ -59,7 +59,7 @@ def doctor(
 
 
 def measured(model: str, drafter: str, **options: Any) -> dict[str, Any]:
-    """What the parts of a step take, in milliseconds, measured for as long as it takes.
+    """Measures the parts of a step in milliseconds, without a limit of time.
 
     Args:
         model: name of the target.
@@ -67,7 +67,7 @@ def measured(model: str, drafter: str, **options: Any) -> dict[str, Any]:
         **options: those of :func:`arbordraft.load`.
 
     Raises:
-        ValueError: if one of the names means nothing, or nothing is drafted.
+        ValueError: if a name is unknown, or the drafter drafts nothing.
     """
     decoder = load(model, drafter, costs="renew", **options)
     if not isinstance(decoder.decider, CostAware):
@@ -135,7 +135,7 @@ def bandwidth(size: int) -> dict[str, float]:
 
 
 def _kernels() -> tuple[dict[str, Any], list[str]]:
-    """What a small model gets here and why, by precision; it is compared with the model itself on the way."""
+    """Wraps a small model in each precision: the kernels it gets and why, and the faults of its self-test."""
     try:
         found: dict[str, Any] = {"instruction set": native.isa(), "problem": native.problem(), "chosen": {}}
     except ValueError as error:  # a wrong environment variable

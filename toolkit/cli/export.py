@@ -1,4 +1,4 @@
-"""``arbordraft export``: what was trained, in the formats that others serve."""
+"""``arbordraft export``: trained drafters and deciders in the formats of serving engines."""
 
 import tempfile
 from collections.abc import Callable, Sequence

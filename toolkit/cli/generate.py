@@ -118,7 +118,7 @@ def generate(
 
 
 def _figures(prompts: list[str], texts: list[str], stats: DecodeStats, seconds: float, kernels: str) -> dict[str, Any]:
-    """What ``--json`` prints."""
+    """Collects the answers and figures that ``--json`` prints."""
     answers = [
         {"prompt": prompt, "text": text, "tokens": tokens, "tau": tokens / max(1, forwards)}
         for prompt, text, tokens, forwards in zip(prompts, texts, stats.emitted, stats.forwards, strict=True)
@@ -137,7 +137,7 @@ def _figures(prompts: list[str], texts: list[str], stats: DecodeStats, seconds: 
 
 
 def _grammar(json_schema: Path | None, regex: str | None) -> Grammar | None:
-    """What the options ask for."""
+    """Compiles the grammar of --json-schema or --regex."""
     if json_schema is not None and regex is not None:
         raise typer.BadParameter("an answer has one form: give --json-schema or --regex")
     if json_schema is not None:

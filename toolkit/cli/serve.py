@@ -54,7 +54,7 @@ def serve(
             help="Origin whose web pages may ask, as http://localhost:3000, or * for all; repeatable. By default none.",
         ),
     ] = None,
-    default_tokens: Annotated[int, typer.Option(min=1, help="Longest answer to whoever does not say.")] = 1024,
+    default_tokens: Annotated[int, typer.Option(min=1, help="Longest answer to a request that does not say.")] = 1024,
     reasoning: Annotated[
         Reasoning, typer.Option(help="auto tells thoughts from answers by the model's marks; off leaves texts alone.")
     ] = Reasoning.auto,
@@ -75,14 +75,14 @@ def serve(
     from arbordraft.serving.server import Server, bound, url_of
     from arbordraft.serving.service import Service
 
-    cors_options(cors or ())  # what is wrong there is told before the model is read
+    cors_options(cors or ())  # refuses a wrong origin before the model is loaded
     console = terminal(highlight=False, soft_wrap=True)
     with bound(host, port) as listener:
         with console.status("loading the model"):
             decoder = load_decoder(
                 model, drafter, dtype=dtype, kernels=kernels, weights=weights, generation_config=generation_config
             )
-            decoder.decider.expect(sys.maxsize)  # of a server everything is wanted: what steps cost is measured now
+            decoder.decider.expect(sys.maxsize)  # a server decodes for long: measure the costs of steps now
             rows = max_rows or rows_within(decoder.target)
         engine = Engine(decoder, max_tokens=max_tokens, max_samples=max_samples, max_rows=rows, max_waiting=max_waiting)
         service = Service(engine, name or _name(model), default_tokens, reasoning=reasoning is Reasoning.auto)

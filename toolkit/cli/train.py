@@ -109,7 +109,7 @@ def sync_outbox(
 
 
 def _soberly(arguments: list[str]) -> list[str]:
-    """The same; Lightning's adverts and notes on what this machine has not are kept aside from now on."""
+    """Silences Lightning's adverts and its notes on absent hardware; returns the arguments."""
     import lightning.pytorch  # noqa: F401  # sets the levels itself
 
     for name in ("lightning.pytorch", "lightning.fabric"):
@@ -118,10 +118,10 @@ def _soberly(arguments: list[str]) -> list[str]:
 
 
 def _show_best(trained: Any, measure: str) -> None:
-    """Says what came of a training, where it lies and what to do next.
+    """Prints the best result of a training, its folder and the command that measures it.
 
     Args:
-        trained: what ran.
+        trained: the LightningCLI that ran.
         measure: the benchmark of it.
     """
     from arbordraft.training.recording import Recorder

@@ -60,7 +60,7 @@ class Shape(ABC):
 
     @abstractmethod
     def chunks(self, piece: Piece) -> Iterator[BaseModel]:
-        """What is new, for a stream."""
+        """Writes a new piece as chunks of a stream."""
 
     @abstractmethod
     def last(self, usage: CompletionUsage) -> BaseModel:
@@ -221,10 +221,10 @@ def _by_text(others: Sequence[SpeltLogprob]) -> dict[str, float]:
 
 
 def usage_of(stream: Stream, reasoning: int) -> CompletionUsage:
-    """What a request has cost so far: OpenAI's counts, and what speculation did for them.
+    """Counts the tokens of a request so far, in OpenAI's shape with the figures of speculation.
 
     Args:
-        stream: what the engine says.
+        stream: the engine's, with requests and answers.
         reasoning: tokens of thoughts.
     """
     prompt = sum(len(request.prompt) for request in stream.requests)
@@ -281,7 +281,7 @@ def call_id() -> str:
 
 
 def _extension(piece: Piece) -> dict[str, Any]:
-    """What only this server tells of an answer."""
+    """Fields of an answer that are this server's own."""
     shown: dict[str, Any] = {"steps": list(piece.steps)} if piece.steps else {}
     if piece.check is not None:
         keywords, valid, reason = piece.check

@@ -61,7 +61,7 @@ class CallFormat:
         return frozenset(token for text, token in self.added.items() if any(text in piece for piece in pieces))
 
     def without(self, *marks: str) -> "CallFormat":
-        """The same where some added tokens are not free to be said."""
+        """The format without some added tokens, which an answer may not use freely."""
         return replace(self, added={text: token for text, token in self.added.items() if text not in marks})
 
     def pattern(self, piece: str) -> str:
@@ -127,7 +127,7 @@ class CallFormat:
 
 
 def call_format(tokenizer: "PreTrainedTokenizerBase", ends: Collection[int]) -> CallFormat:
-    """What the tokenizer's chat template makes of messages that call tools.
+    """Finds out how the tokenizer's chat template writes messages that call tools.
 
     Args:
         tokenizer: of the model.
@@ -205,7 +205,7 @@ def _message(call: Mapping[str, Any], quoted: bool) -> dict[str, Any]:
 
 
 def _around(text: str, call: Mapping[str, Any]) -> tuple[str, str, str]:
-    """What stands before the name of a call, between it and the arguments, and behind them."""
+    """Splits a text into the parts before a call's name, between name and arguments, and behind them."""
     before, found, after = text.partition(call["name"])
     if not found:
         raise ValueError("it leaves out the names of functions")

@@ -1,4 +1,4 @@
-"""What clients may ask /v1/chat/completions."""
+"""Requests of /v1/chat/completions."""
 
 from collections.abc import Callable, Sequence
 from inspect import signature
@@ -31,7 +31,7 @@ _NOT_WITH_FORMS = {
 
 
 class ChatQuestion(Question):
-    """What /v1/chat/completions takes."""
+    """A request of /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -85,7 +85,7 @@ class ChatQuestion(Question):
 
     @property
     def variables(self) -> dict[str, Any]:
-        """What the chat template is told besides the messages."""
+        """Variables of the chat template besides the messages."""
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         silent = {"enable_thinking": False} if self.reasoning_effort == "none" else {}
         return {**effort, **silent, **self.chat_template_kwargs}

@@ -1,4 +1,4 @@
-"""What clients may ask /v1/completions."""
+"""Requests of /v1/completions."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Self
@@ -38,7 +38,7 @@ def _counted(logprobs: Any) -> Any:
 
 
 class CompletionQuestion(Question):
-    """What /v1/completions takes: texts, or their token ids."""
+    """A request of /v1/completions: texts, or their token ids."""
 
     prompt: Annotated[list[str | list[int]], PlainValidator(_each)]
     max_tokens: int | None = Field(16, ge=0)

@@ -35,7 +35,7 @@ class Echo:
         self._logprobs = SpellingLogprobs(spelling, begun=not lead)
 
     def __call__(self, event: Event) -> tuple[str, tuple[SpeltLogprob, ...]]:
-        """What an event adds: the text with the first one, log-probabilities as they come."""
+        """Returns the prompt's text with the first event, and its log-probabilities as they come."""
         known = list[SpeltLogprob]()
         text, self._text = self._text, None
         if self._waiting is None:

@@ -1,4 +1,4 @@
-"""What went wrong, in the shape in which OpenAI's clients expect it."""
+"""Errors in the shape that OpenAI's clients expect."""
 
 import logging
 import re
@@ -11,7 +11,7 @@ from arbordraft.decoding.engine import EngineClosed, QueueFull
 from arbordraft.grammars import GrammarError
 
 _LOG = logging.getLogger(__name__)
-# What is wrong with a value, in words of JSON, by pydantic's words for it.
+# Reasons in words of JSON, by pydantic's kinds of errors.
 _REASONS = {
     **dict.fromkeys(("dict_type", "model_attributes_type", "model_type"), "it has to be a JSON object"),
     **dict.fromkeys(("is_instance_of", "list_type", "sequence_type"), "it has to be a list"),
@@ -123,15 +123,15 @@ def failed(error: Exception) -> HTTPException:
 
 
 def crashed() -> ApiError:
-    """What nobody foresaw; what exactly is not for clients."""
+    """An unexpected error, whose details go to the log only."""
     return ApiError(500, "the request failed inside the server, whose log says why", code="internal_error")
 
 
 def closing() -> ApiError:
-    """Nothing is taken any more, and what could not be finished in time ends."""
+    """The server is shutting down and takes no request."""
     return ApiError(503, "the server is shutting down: ask another one, or again later", code="shutting_down")
 
 
 def _speakable(text: str) -> str:
-    """A text that can be encoded, whatever a client's words in it are."""
+    """Escapes halves of surrogate pairs, so that the text can be encoded."""
     return text.encode(errors="backslashreplace").decode()

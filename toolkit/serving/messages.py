@@ -42,7 +42,7 @@ def parts_of(content: Any) -> Any:
 
 
 class Message(Fields):
-    """What somebody said, called, or got from a tool; several parts of text are joined by line breaks."""
+    """A message: words, calls or a tool's result; several parts of text are joined by line breaks."""
 
     hints: ClassVar = MESSAGE_HINTS
     nothing: ClassVar = MESSAGE_NOTHING
@@ -71,7 +71,7 @@ class Message(Fields):
         return "\n".join(part.text or part.refusal or "" for part in self.content) or self.refusal or ""
 
     def shown(self, names: Mapping[str, str], quoted: bool) -> dict[str, Any]:
-        """The same for a chat template.
+        """The message as chat templates read it.
 
         Args:
             names: of the functions that were called, by the ids of the calls.

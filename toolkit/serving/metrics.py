@@ -1,4 +1,4 @@
-"""What a server counts, for Prometheus."""
+"""Counters of a server, for Prometheus."""
 
 from time import perf_counter
 
@@ -69,7 +69,7 @@ class Watch:
     """Follows one request.
 
     Args:
-        metrics: what is counted in.
+        metrics: the counters.
     """
 
     def __init__(self, metrics: Metrics) -> None:

@@ -1,4 +1,4 @@
-"""What an engine says, as text and as pictures of its steps."""
+"""An engine's events as text and as data about its steps."""
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -40,7 +40,7 @@ class SpeltLogprob(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """What is new of one answer; two of them add up.
+    """A new piece of one answer; two pieces add up.
 
     Args:
         index: of the answer.
@@ -86,7 +86,7 @@ class Piece:
 
 
 class Speller:
-    """Spells what one request is answered.
+    """Spells the answers to one request.
 
     Args:
         tokenizer: of the model.
@@ -123,7 +123,7 @@ class Speller:
         return sum(thoughts.tokens for thoughts in self._thoughts if thoughts)
 
     def __call__(self, event: Event) -> Piece:
-        """What an event adds."""
+        """The piece that an event adds."""
         answer, reader = self._answers[event.answer], self._readers[event.answer]
         reason = event.finish_reason
         spelt = answer.spelt(event.tokens) if reason is None else answer.rest()
@@ -208,8 +208,8 @@ def step_of(tree: SampleTree, verdict: SampleVerdict, emitted: int, spell: Calla
     """One step of one answer as plain data.
 
     Args:
-        tree: what was drafted.
-        verdict: what became of it.
+        tree: the drafts.
+        verdict: which of them were accepted.
         emitted: tokens that were committed: fewer than the verdict has if the answer ended among them.
         spell: the text of a token.
 

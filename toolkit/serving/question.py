@@ -28,9 +28,9 @@ _MOST_STOPS, _LONGEST_STOP = 16, 4096  # and characters of each
 
 
 class StreamOptions(Fields):
-    """What a stream holds besides the answers.
+    """Fields of a stream besides the answers.
 
-    ``include_usage``: what it has cost, in a last chunk; ``continuous_usage_stats``: so far, in every chunk.
+    ``include_usage``: counts of tokens in a last chunk; ``continuous_usage_stats``: so far, in every chunk.
     """
 
     hints: ClassVar = STREAM_HINTS
@@ -39,9 +39,9 @@ class StreamOptions(Fields):
 
 
 class Extension(Fields):
-    """What only this server can tell.
+    """Extensions of this server.
 
-    ``steps``: what was drafted in every step, and what became of it.
+    ``steps``: the drafts of every step and their verdicts.
     """
 
     steps: bool = False
@@ -114,7 +114,7 @@ class Question(Fields, ABC):
 
     @property
     def functions(self) -> dict[str, Function]:
-        """What the answer may call, by name."""
+        """Functions that the answer may call, by name."""
         return {}
 
     @property
@@ -157,11 +157,11 @@ class Question(Fields, ABC):
 
     @property
     def checks(self) -> Grammar | None:
-        """What finished answers are checked by; ``None`` if their grammar holds all that is asked."""
+        """Checks finished answers; ``None`` if their grammar holds all that is asked."""
         return None
 
     def grammar(self, calls: CallFormat | None, thinking: Thinking | None) -> Grammar | None:
-        """What the answer may be, if not any text.
+        """The grammar of the answer; ``None`` for any text.
 
         Args:
             calls: how the model writes calls, if that has to be known.
@@ -175,7 +175,7 @@ class Question(Fields, ABC):
     def request(
         self, prompt: list[int], most: int, calls: CallFormat | None, thinking: Thinking | None, temperature: float
     ) -> Request:
-        """The same for an engine.
+        """The request for an engine.
 
         Args:
             prompt: token ids.

@@ -9,7 +9,7 @@ from arbordraft.serving.calls import CallFormat
 
 @dataclass(frozen=True)
 class CallPiece:
-    """What is new of one call; two of them add up.
+    """A new piece of one call; two pieces add up.
 
     Args:
         index: of the call in its answer.
@@ -73,7 +73,7 @@ class CallReader:
         return words, tuple(pieces)
 
     def end(self) -> str:
-        """What is left of the words when no text follows; an opening that was cut off is shown as it is."""
+        """Returns the rest of the words at the end; an opening that was cut off is shown as it is."""
         return "" if self._calls else "\n" * self._breaks + self._held
 
     def _begun(self) -> tuple[str, re.Match[str] | None]:
@@ -105,7 +105,7 @@ class CallReader:
         return CallPiece(self._calls - 1, name=match["name"])
 
     def _fragment(self) -> str:
-        """What of the text belongs to the arguments, an object: all of it, unless the brace that ends them comes."""
+        """Takes the text that belongs to the arguments, an object, up to the brace that ends them."""
         end = len(self._held)
         for place, letter in enumerate(self._held, 1):
             if self._quoted:

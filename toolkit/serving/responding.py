@@ -111,7 +111,7 @@ class _Text(_Item):
 
 
 class _Thoughts(_Text):
-    """What the model thought first."""
+    """The thoughts before the answer."""
 
     def __init__(self) -> None:
         super().__init__("rs", {"type": "reasoning_text", "text": ""}, type="reasoning", summary=[])
@@ -260,7 +260,7 @@ class ResponseShape(ChatShape):
 
 
 def _usage(usage: CompletionUsage) -> dict[str, Any]:
-    """The same by the names of this address."""
+    """Counts of tokens by the names of /v1/responses."""
     details = usage.completion_tokens_details.to_dict() if usage.completion_tokens_details else {}
     return {
         "input_tokens": usage.prompt_tokens,

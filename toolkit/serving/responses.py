@@ -1,4 +1,4 @@
-"""What /v1/responses takes, and the chat that asks for the same."""
+"""Requests of /v1/responses, and the chats that ask for the same."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -43,7 +43,7 @@ Content = Annotated[Sequence[ItemPart], BeforeValidator(parts_of)]
 
 
 class Item(Fields):
-    """Something of a conversation: a message, a call, what came of it, or thoughts of the model."""
+    """An item of a conversation: a message, a call, its result, or thoughts of the model."""
 
     hints: ClassVar = MESSAGE_HINTS | {"id", "status", "phase", "encrypted_content"}
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
@@ -87,7 +87,7 @@ class FunctionTool(Function):
 
 
 class Format(Fields):
-    """What an answer is."""
+    """The form of an answer."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: Name | None = None
@@ -103,7 +103,7 @@ class Format(Fields):
 
     @property
     def asked(self) -> dict[str, Any]:
-        """The same for a chat."""
+        """The form in a chat's ``response_format``."""
         if self.type != "json_schema":
             return {"type": self.type}
         given = self.model_dump(by_alias=True, exclude={"type"}, exclude_unset=True)
@@ -160,7 +160,7 @@ class _OfChats(Fields):
 
 
 class ResponsesQuestion(_OfChats):
-    """What /v1/responses takes; a chat is asked instead, and nothing is kept for later."""
+    """A request of /v1/responses; a chat is asked instead, and nothing is kept for later."""
 
     hints: ClassVar = (REQUEST_HINTS - {"metadata"}) | {"max_tool_calls", "stream_options"}
     nothing: ClassVar = {

@@ -1,4 +1,4 @@
-"""uvicorn, with an end that loses nobody's answer silently."""
+"""uvicorn, whose shutdown lets running answers end or tells their clients."""
 
 import socket
 from collections.abc import Callable
@@ -12,13 +12,13 @@ from arbordraft.utils.checks import check_float, check_int
 class Server(uvicorn.Server):
     """Serves an app until SIGINT or SIGTERM.
 
-    Then it answers 503 to what comes, lets what runs end for ``grace`` seconds, and tells the rest that it is over. A
-    second SIGINT waits for nobody.
+    Then it answers 503 to new requests, lets running answers end for ``grace`` seconds, and fails the rest.
+    A second SIGINT does not wait.
 
     Args:
         app: what :func:`~arbordraft.serving.app.build_app` made.
         grace: seconds.
-        ready: is told when clients can come.
+        ready: called when clients can connect.
     """
 
     def __init__(self, app: FastAPI, *, grace: float = 30.0, ready: Callable[[], None] = lambda: None) -> None:
@@ -39,14 +39,14 @@ class Server(uvicorn.Server):
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket that is bound, and not listening yet: whoever asks too early is refused instead of left waiting.
+    """Binds a socket that is not listening yet: an early client is refused instead of left waiting.
 
     Args:
         host: name or address.
         port: 0 for any that is free.
 
     Raises:
-        ValueError: if that cannot be.
+        ValueError: if the address cannot be used.
     """
     check_int("port", port, 0, 65535)
     try:

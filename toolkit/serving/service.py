@@ -1,4 +1,4 @@
-"""What the endpoints share: an engine that is asked for text."""
+"""The service behind the endpoints: an engine that is asked for text."""
 
 import asyncio
 import time
@@ -76,13 +76,13 @@ class Service:
 
     @property
     def problem(self) -> str | None:
-        """Why it should not be asked, if there is a reason."""
+        """The reason for which it cannot answer, if there is one."""
         if self.closing:
             return "shutting down"
         return None if self.engine.healthy else "one step after the other fails"
 
     async def close(self, seconds: float = 0.0, hurry: Callable[[], bool] = lambda: False) -> None:
-        """Takes nothing more, lets what runs come to its end for some time, and then ends it with an error.
+        """Takes no more requests, lets running answers end for some time, and then ends them with an error.
 
         Args:
             seconds: how long.
@@ -193,17 +193,17 @@ class Call:
     """A question that was taken.
 
     Args:
-        stream: what the engine says.
-        speller: spells it.
-        watch: counts it.
-        checker: checks it.
+        stream: the engine's events.
+        speller: spells them.
+        watch: counts them.
+        checker: checks finished answers.
     """
 
     def __init__(self, stream: Stream, speller: Spells, watch: Watch, checker: Checker) -> None:
         self.stream, self.speller, self.watch, self._checker = stream, speller, watch, checker
 
     async def pieces(self, http: HttpRequest) -> AsyncGenerator[Piece, None]:
-        """What is said, by and by. If the client leaves, or nobody reads on, the engine stops at once.
+        """Streams the pieces of the answers. If the client leaves, or reading stops, the engine stops at once.
 
         Raises:
             HTTPException: if the answer fails.

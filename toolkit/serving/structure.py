@@ -1,4 +1,4 @@
-"""What clients may ask of the structure of an answer: JSON, and calls of tools."""
+"""Fields of requests about the structure of an answer: JSON, and calls of tools."""
 
 import json
 from collections.abc import Mapping
@@ -54,7 +54,7 @@ class JsonSchema(Fields):
 
 
 class ResponseFormat(Fields):
-    """What an answer is."""
+    """The form of an answer."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: JsonSchema | None = None
@@ -74,7 +74,7 @@ class ResponseFormat(Fields):
 
     @property
     def grammar(self) -> Grammar | None:
-        """The same as a grammar.
+        """The grammar of the form; ``None`` for text.
 
         Raises:
             ApiError: see :func:`grammar_of`.
@@ -85,7 +85,7 @@ class ResponseFormat(Fields):
 
 
 class Function(Fields):
-    """What can be called; its arguments follow the schema whether or not ``strict`` asks for it."""
+    """A function that can be called; its arguments follow the schema whether or not ``strict`` asks for it."""
 
     name: Name
     description: Text = ""
@@ -119,7 +119,7 @@ class Tool(Fields):
     function: Function
 
     def shown(self) -> dict[str, Any]:
-        """What the model is told of it."""
+        """The description that the model sees."""
         return self.model_dump(exclude_unset=True, exclude={"function": {"strict"}})
 
 
@@ -170,7 +170,7 @@ class CalledFunction(Fields):
 
 
 class ToolCall(Fields):
-    """What the model called earlier."""
+    """A call that the model made earlier."""
 
     hints: ClassVar = CALL_HINTS
     id: Text
@@ -178,7 +178,7 @@ class ToolCall(Fields):
     function: CalledFunction
 
     def shown(self, quoted: bool) -> dict[str, Any]:
-        """The same for a chat template, which takes arguments as text or as an object."""
+        """The call as chat templates read it, with arguments as text or as an object."""
         arguments = self.function.arguments if quoted else json.loads(self.function.arguments)
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 

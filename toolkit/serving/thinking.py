@@ -38,7 +38,7 @@ class Thinking:
         return frozenset(self.added[mark] for mark in (self.opening, self.closing) if mark in self.added)
 
     def behind(self, prompt: str, said: str = "") -> "Thinking | None":
-        """The same for an answer to a prompt; ``None`` where its thoughts are over.
+        """The marks for an answer to a prompt; ``None`` where its thoughts are over.
 
         Args:
             prompt: its last words.
@@ -122,7 +122,7 @@ class ThoughtReader:
         return thoughts, words
 
     def end(self) -> tuple[str, str]:
-        """What is left when no text follows; marks that were cut off are shown as they are."""
+        """Returns the rest at the end of the text; marks that were cut off are shown as they are."""
         return (self._led(self._held), "") if self._place == "inside" else ("", self._held)
 
     def _begin(self) -> None:

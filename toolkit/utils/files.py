@@ -19,7 +19,7 @@ _FIXES = {
     errno.EPERM: "name a place that you may write, or ask for the right",
     errno.ENAMETOOLONG: "name a shorter path",
 }
-_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)  # whoever says it, a disk failed
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)  # a disk failed, whichever library says so
 _OBSTACLES = (errno.ENOTDIR, errno.EEXIST, errno.EISDIR)
 
 StrPath = str | os.PathLike[str]
@@ -169,7 +169,7 @@ def _explained(path: StrPath, private: Path, kept: str) -> Iterator[None]:
 
 
 def _number(error: BaseException | None, private: Path) -> int | None:
-    """What the system said about writing, however a library words it; ``None`` if the error is another one."""
+    """Finds the errno of a failed write, also where a library words it; ``None`` for any other error."""
     while error is not None:
         if isinstance(error, OSError) and error.errno is not None:
             # A file that is named must be our own, or a folder on the way to it.
