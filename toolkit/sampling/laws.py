@@ -89,7 +89,7 @@ class DraftLaw(nn.Module):
             >>> IID(2).draw(row, [0.4, 0.9]), TopTail(1, 1).draw(row, [0.9]), Fixed(2).draw(row, [])
             ([0, 2], [2, 0], [0, 1])
         """
-        tops, row = self._split(draft)
+        tops, row = self.split(draft)
         tails: list[int] = []
         for index in range(self._tails_of(row, len(tops))):
             tails.append(draw(row, uniforms[index]))
@@ -114,7 +114,7 @@ class DraftLaw(nn.Module):
         if self.deterministic or draft is None:
             yield from (None for _ in tokens)
             return
-        tops, row = self._split(draft)
+        tops, row = self.split(draft)
         for token in tokens:
             if token in tops:
                 yield None
@@ -125,7 +125,7 @@ class DraftLaw(nn.Module):
 
     def enumerate(self, draft: Tensor) -> Iterator[tuple[float, list[int]]]:
         """All outcomes of :meth:`draw` with their probabilities, computed in float64; meant for small supports."""
-        tops, row = self._split(draft)
+        tops, row = self.split(draft)
         row = row.double()  # as draws are
 
         def tails(row: Tensor, left: int) -> Iterator[tuple[float, list[int]]]:
@@ -159,8 +159,8 @@ class DraftLaw(nn.Module):
         order = draft[candidates].argsort(descending=True, stable=True)
         return candidates[order[:count]].tolist()
 
-    def _split(self, draft: Tensor) -> tuple[list[int], Tensor]:
-        """The certain tokens, and a copy of the row without them."""
+    def split(self, draft: Tensor) -> tuple[list[int], Tensor]:
+        """The certain tokens of a ``[V]`` draft row, and a copy of the row without them."""
         tops, row = self.top_tokens(draft), draft.clone()
         row[tops] = 0
         return tops, row

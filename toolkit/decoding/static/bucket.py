@@ -14,19 +14,18 @@ from typing import ClassVar
 import numpy as np
 from torch import Tensor
 
-from arbordraft.decoding.static.table import Table
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.sampling.noise import GumbelNoise, Noise
 from arbordraft.trees.draft_tree import DraftTree
 from arbordraft.trees.topology import WORD_BITS, TreeTopology
 from arbordraft.utils.checks import check_int, check_sequence
-from arbordraft.verifiers.packed import inner_nodes, post_order
+from arbordraft.verifiers.packed import TreeTable, inner_nodes
 
 MOST_ROWS = 2**16  # the logits of more would not fit anywhere
 
 
 @dataclass(frozen=True)
-class Bucket(Table):
+class Bucket(TreeTable):
     """The shapes of one step.
 
     Args:
@@ -38,12 +37,8 @@ class Bucket(Table):
         depth: most tokens that a step can accept.
     """
 
-    reals: ClassVar = frozenset({"threshold", "accept", "final"})
+    reals: ClassVar[frozenset[str]] = frozenset({"threshold", "accept", "final"})
 
-    rows: int
-    samples: int
-    levels: tuple[int, ...]
-    children: int
     words: int
     depth: int
 
@@ -63,30 +58,25 @@ class Bucket(Table):
         )
 
     @property
-    def nodes(self) -> int:
-        """N."""
-        return sum(self.levels)
+    def owners(self) -> int:
+        """The samples, and the dummy behind them."""
+        return self.samples + 1
 
     @cached_property
     def fields(self) -> Mapping[str, tuple[int, ...]]:
-        """The parts of the table with their shapes.
+        """Those of any table of trees, and what else a step needs.
 
-        By row: its token, its position, its pool row, the row of its parent (-1 for none), its depth, its place in the
-        post-order of its sample, its sample, its ancestor words, the uniforms that decide about it and that draw behind
-        it. ``layout`` is that of :class:`RaggedBatch`. By sample: the row of its root, the pool row of that, its
-        seed. By place for a node with children (all -1 where there is none): its row, its draft row, its children's
-        rows, the place of its parent, which of the parent's children it is. By draft row: what makes a token a top.
+        By row: its position, its pool row, the row of its parent (-1 for none), its depth, its ancestor words, the
+        uniforms that decide about it and that draw behind it. ``layout`` is that of :class:`RaggedBatch`. By sample:
+        the pool row of its root, its seed. By draft row: what makes a token a top.
         """
-        rows, samples, nodes = (self.rows,), (self.samples + 1,), (self.nodes,)
-        shapes = dict.fromkeys(("tokens", "positions", "slots", "above", "depth", "order", "sample"), rows)
-        shapes |= dict.fromkeys(("accept", "final"), rows)
-        shapes |= dict.fromkeys(("roots", "home", "seeds"), samples)
-        shapes |= dict.fromkeys(("inner", "draft_row", "parent", "place", "most_tops", "threshold"), nodes)
         return {
-            **shapes,
+            **super().fields,
+            **dict.fromkeys(("positions", "slots", "above", "depth", "accept", "final"), (self.rows,)),
+            **dict.fromkeys(("home", "seeds"), (self.owners,)),
+            **dict.fromkeys(("most_tops", "threshold"), (self.nodes,)),
             "words": (self.rows, self.words),
             "layout": (4, self.samples + 2),
-            "children": (self.nodes, self.children),
         }
 
     def fill(
@@ -105,11 +95,14 @@ class Bucket(Table):
             The ``[V]`` draft rows that the table names.
         """
         into = self.blank(table)
+        drawn = self.write(into, tree, inner_nodes(tree))
         self._fill_rows(into, tree, batch, noise if isinstance(noise, Noise) else None, dummy)
         self._fill_samples(into, tree, batch, dummy)
         if isinstance(noise, GumbelNoise):
             into.seeds[: len(tree.samples)] = [source.seed if source else 0 for source in noise.sources]
-        return self._fill_nodes(into, tree)
+        into.most_tops[: len(drawn)] = [node.law.most_tops for node in drawn]
+        into.threshold[: len(drawn)] = [node.law.threshold for node in drawn]
+        return [node.draft for node in drawn if node.draft is not None]
 
     def _fill_rows(
         self, into: SimpleNamespace, tree: DraftTree, batch: RaggedBatch, noise: Noise | None, dummy: int
@@ -124,13 +117,11 @@ class Bucket(Table):
             return
         topology = next(drafted.topology for drafted in tree.samples if drafted)
         row_of = {(sample, node): row for row, (sample, node, _) in enumerate(places)}
-        samples, nodes, into.tokens[:count] = (list(column) for column in zip(*places, strict=True))
+        samples, nodes, _ = (list(column) for column in zip(*places, strict=True))
         into.tokens[count:] = into.tokens[0]  # not 0: models warn of what looks like padding without a mask
-        into.sample[:count] = samples
         into.positions[:count], into.slots[:count] = batch.positions.numpy(), batch.slots.numpy()
         into.depth[:count] = [topology.depth_list[node] for node in nodes]
         into.above[:count] = [row_of.get((sample, topology.parent_list[node]), -1) for sample, node, _ in places]
-        into.order[:count] = post_order(tree)
         if batch.words is not None:
             into.words[:count, : batch.words.shape[1]] = batch.words.cpu().numpy()
         if noise is not None:
@@ -140,35 +131,15 @@ class Bucket(Table):
     def _fill_samples(self, into: SimpleNamespace, tree: DraftTree, batch: RaggedBatch, dummy: int) -> None:
         count = sum(tree.lengths)
         lengths = [*tree.lengths, *[0] * (self.samples - len(tree.lengths))]
-        firsts = [0, *accumulate(lengths)]
         living = [sample for sample, length in enumerate(lengths) if length]
+        firsts = [0, *accumulate(lengths)]
         # First rows, first pool rows, committed keys and first keys of the tree; padding rows see one key and no tree.
         into.layout[0] = [*firsts, self.rows]
         into.layout[1, living], into.layout[2, living] = batch.starts, batch.past
         into.layout[1:3, self.samples] = dummy, 1
         into.layout[3] = [*firsts, count]
-        into.roots[living] = [firsts[sample] for sample in living]
         into.home[:] = dummy
         into.home[living] = into.slots[into.roots[living]]
-
-    def _fill_nodes(self, into: SimpleNamespace, tree: DraftTree) -> list[Tensor]:
-        for name in ("inner", "draft_row", "parent", "place", "children"):
-            getattr(into, name)[:] = -1
-        free = [0, *accumulate(self.levels)]
-        drafts: list[Tensor] = []
-        place_of: list[int] = []
-        for node in inner_nodes(tree):
-            place = free[node.depth]
-            free[node.depth] += 1
-            place_of.append(place)
-            into.inner[place], into.place[place] = node.row, node.place
-            into.parent[place] = place_of[node.parent] if node.parent >= 0 else -1
-            into.children[place, : len(node.children)] = node.children
-            if node.draft is not None:
-                into.draft_row[place] = len(drafts)
-                into.most_tops[len(drafts)], into.threshold[len(drafts)] = node.law.most_tops, node.law.threshold
-                drafts.append(node.draft)
-        return drafts
 
 
 def bucket_sizes(buckets: Sequence[int]) -> tuple[int, ...]:

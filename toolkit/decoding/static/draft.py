@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from arbordraft.decoding.static.step import Pools, StaticForward
-from arbordraft.decoding.static.table import Table
 from arbordraft.drafters.one_call import DraftNetwork, Missing
 from arbordraft.kernels.draft_tree import Draws, Growth
 from arbordraft.kernels.gumbel.operator import noise as gumbel_noise
 from arbordraft.kernels.tree_expand.operator import expand
 from arbordraft.trees.masks import SlicedCausalMask
 from arbordraft.trees.topology import TreeTopology
+from arbordraft.utils.table import Table
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from arbordraft.kernels.kv_cache.operator import kv_append, kv_compact
 from arbordraft.kernels.ragged_tree_attention.operator import tree_attention
 from arbordraft.kernels.verify import row_max_reference
 from arbordraft.kernels.verify.tops import take_tops
-from arbordraft.kernels.verify.tree import PackedTree, verify_tree, walk
+from arbordraft.kernels.verify.tree import verify_tree, walk
 from arbordraft.sampling.processors import LogitsPipeline, truncated
 from arbordraft.target.attention import AttentionCall
 from arbordraft.target.model import RaggedModel
@@ -182,11 +182,12 @@ class StaticStep(nn.Module):
         broken = broken.index_add(0, part["sample"], (~highest.isfinite()).to(torch.int64))
 
         if self.kind.sampled:
-            tree = self._tree(part, draft)
+            tops = take_tops(draft, part["most_tops"], part["threshold"], self.kind.most_tops)
+            tree = self.bucket.unpack(part, tops, self.kind.replacement)
             scores = self.pipeline(logits, _no_path)
             end, token = verify_tree(scores, draft, tree, part["accept"], part["final"], lifted=self.kind.lifted)
         else:
-            tree = self._tree(part, None)
+            tree = self.bucket.unpack(part, None, False)
             if self.kind.shared:
                 best = self._drawn(part, logits)
             elif self.pipeline.processors:
@@ -209,28 +210,6 @@ class StaticStep(nn.Module):
         scores, processor = self.pipeline.trimmed(logits, _no_path)
         scores, lowest = truncated(processor, scores)
         return gumbel_draw(scores, seeds, positions, 1.0, lowest).clamp(min=0)
-
-    def _tree(self, part: Mapping[str, Tensor], draft: Tensor | None) -> PackedTree:
-        children, draft_row = part["children"], part["draft_row"]
-        tokens = torch.where(children < 0, -1, part["tokens"][children.clamp(min=0)])
-        certain = torch.zeros_like(children, dtype=torch.bool)
-        if draft is not None:
-            tops = take_tops(draft, part["most_tops"], part["threshold"], self.kind.most_tops)[draft_row.clamp(min=0)]
-            certain = (tokens[:, :, None] == tops[:, None, :]).any(dim=2)
-        return PackedTree(
-            roots=part["roots"],
-            inner=part["inner"],
-            levels=self.bucket.levels,
-            draft_row=draft_row,
-            children=children,
-            tokens=tokens,
-            certain=certain,
-            parent=part["parent"],
-            place=part["place"],
-            order=part["order"],
-            sample=part["sample"],
-            replacement=self.kind.replacement,
-        )
 
     def _path(self, part: Mapping[str, Tensor], end: Tensor) -> Tensor:
         """``[S + 1, depth + 1]`` rows from each root to where its path ends, -1 behind."""

@@ -1,4 +1,4 @@
-"""Tables of numbers with named parts: all that is different from step to step, in one upload."""
+"""Tables of numbers with named parts, which reach a device in one upload."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
