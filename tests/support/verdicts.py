@@ -68,7 +68,7 @@ def check_verdicts(coupling, lifted, vocabulary, turns):
     """Verifies random batches of trees both ways, and sees paths of several lengths and both kinds of last token."""
     law, rule = coupling
     verifier, shapes = (Lifted if lifted else TopDown)(rule), THREE if law.k == 3 else TWO
-    assert verifier.rejects_in_turn
+    assert rule.rejects_in_turn
     generator, lengths, recovered = torch.Generator().manual_seed(1), set(), set()
     for turn in range(turns):
         sharp = 1.0 if vocabulary < 100 else 4.0

@@ -7,6 +7,7 @@ from arbordraft.verifiers.spechub import SpecHub
 from arbordraft.verifiers.transport import OptimalTransport, optimal_acceptance
 from arbordraft.verifiers.trees import (
     Lifted,
+    RuleVerifier,
     SharedMatching,
     TopDown,
     TreeVerifier,
@@ -24,6 +25,7 @@ __all__ = [
     "RecursiveRejection",
     "Remembered",
     "Rule",
+    "RuleVerifier",
     "SharedMatching",
     "SpecHub",
     "TopDown",

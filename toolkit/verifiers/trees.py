@@ -30,8 +30,6 @@ class TreeVerifier(nn.Module):
     """Decides which path of a draft tree is committed and which token follows."""
 
     exactness = Exactness.EXACT
-    rejects_in_turn = False  # see Rule
-    lifted = False
     shared = False  # whether it takes the noise that target and drafter share
 
     def supports(self, law: DraftLaw) -> bool:
@@ -55,16 +53,6 @@ class TreeVerifier(nn.Module):
             ValueError: if there are not exactly T target rows, or the rows cannot be probabilities.
         """
         uniforms = check_instance("noise", noise, Noise)
-        if self.rejects_in_turn and isinstance(target_probs, SoftmaxRows):
-            scores = target_probs.scores
-            if choice.wants_triton("verify_tree", scores):
-                ends = verify_packed(tree, scores, uniforms, lifted=self.lifted)
-                return Verdict(
-                    tuple(
-                        None if sample is None or end is None else _verdict(sample, *end)
-                        for sample, end in zip(tree.samples, ends, strict=True)
-                    )
-                )
         verdicts: list[SampleVerdict | None] = []
         for index, (sample, target) in enumerate(tree.split(target_probs)):
             if sample is None:
@@ -117,22 +105,46 @@ class TreeVerifier(nn.Module):
         return ends
 
 
-class TopDown(TreeVerifier):
-    """Applies a rule at the root, then at the accepted child, until a rejection or a leaf.
+class RuleVerifier(TreeVerifier):
+    """Applies one rule at the nodes of a tree; on a device it may reject in turn for all trees at once.
+
+    Args:
+        rule: decides among the children of a node.
 
     Raises:
         TypeError: if ``rule`` is no :class:`Rule`.
     """
+
+    lifted: bool  # whether a path is judged by its end before its beginning
 
     def __init__(self, rule: Rule) -> None:
         super().__init__()
         check_instance("rule", rule, Rule)
         self.rule = rule
         self.exactness = rule.exactness
-        self.rejects_in_turn = rule.rejects_in_turn
 
     def supports(self, law: DraftLaw) -> bool:
         return self.rule.supports(law)
+
+    def forward(self, tree: DraftTree, target_probs: Rows[Tensor], noise: Noise | GumbelNoise) -> Verdict:
+        """Verifies a batch; see :meth:`TreeVerifier.forward`."""
+        uniforms = check_instance("noise", noise, Noise)
+        scores = target_probs.scores if isinstance(target_probs, SoftmaxRows) and self.rule.rejects_in_turn else None
+        if scores is None or not choice.wants_triton("verify_tree", scores):
+            return super().forward(tree, target_probs, uniforms)
+        ends = verify_packed(tree, scores, uniforms, lifted=self.lifted)
+        return Verdict(
+            tuple(
+                None if sample is None or end is None else _verdict(sample, *end)
+                for sample, end in zip(tree.samples, ends, strict=True)
+            )
+        )
+
+
+class TopDown(RuleVerifier):
+    """Applies a rule at the root, then at the accepted child, until a rejection or a leaf."""
+
+    lifted = False
 
     def decide(self, tree: SampleTree, target: Mapping[int, Tensor]) -> Decision:
         node = 0
@@ -149,7 +161,7 @@ class TopDown(TreeVerifier):
         return node, target[node]
 
 
-class Lifted(TreeVerifier):
+class Lifted(RuleVerifier):
     """Lifts a rule from one node to the whole tree: a path is judged by its end before its beginning.
 
     The tree is walked in post-order. Every prefix carries the share of its target mass that it still has to
@@ -157,22 +169,9 @@ class Lifted(TreeVerifier):
     With recursive rejection this is traversal verification (Weng et al., NeurIPS 2025), and on a chain block
     verification (Sun et al., ICLR 2025), the optimum for a single path. Set-based rules gain from it; every
     valid rule stays exact.
-
-    Raises:
-        TypeError: if ``rule`` is no :class:`Rule`.
     """
 
     lifted = True
-
-    def __init__(self, rule: Rule) -> None:
-        super().__init__()
-        check_instance("rule", rule, Rule)
-        self.rule = rule
-        self.exactness = rule.exactness
-        self.rejects_in_turn = rule.rejects_in_turn
-
-    def supports(self, law: DraftLaw) -> bool:
-        return self.rule.supports(law)
 
     def decide(self, tree: SampleTree, target: Mapping[int, Tensor]) -> Decision:
         end = yield from self._visit(tree, target, 0, 1.0)

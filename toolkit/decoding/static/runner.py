@@ -25,6 +25,7 @@ from arbordraft.target.cache import CacheOverflow, RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.trees.draft_tree import DraftTree, SampleVerdict, Verdict
 from arbordraft.trees.topology import TreeTopology
+from arbordraft.verifiers import Lifted, Rule, RuleVerifier
 from arbordraft.verifiers.coupling import Coupling
 
 _MOST_RUNNERS = 32  # each has buffers and perhaps a graph, and every temperature needs its own
@@ -170,10 +171,10 @@ class StaticStepping:
         verifier = self.coupling.verifier
         if greedy or verifier.shared:
             return
-        if not verifier.rejects_in_turn:
-            name = type(getattr(verifier, "rule", verifier)).__name__
+        judge = verifier.rule if isinstance(verifier, RuleVerifier) else verifier
+        if not (isinstance(judge, Rule) and judge.rejects_in_turn):
             raise ValueError(
-                f"{name} samples on the host, which SharedMatching and RecursiveRejection need not: {INSTEAD}"
+                f"{type(judge).__name__} samples on the host, which SharedMatching and RecursiveRejection need not: {INSTEAD}"
             )
         if any(type(law).tops_of is not DraftLaw.tops_of for law in self._laws):
             raise ValueError(f"a law that chooses its tops in a way of its own does so on the host: {INSTEAD}")
@@ -267,7 +268,7 @@ class StaticStepping:
         if kind.sampled:
             kind = replace(
                 kind,
-                lifted=self.coupling.verifier.lifted,
+                lifted=isinstance(self.coupling.verifier, Lifted),
                 replacement=any(law.replacement for law in self._laws),
                 most_tops=min(max((law.most_tops for law in self._laws), default=0), self.target.vocab_size),
             )
