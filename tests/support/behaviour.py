@@ -371,7 +371,8 @@ def fits(chosen: dict[str, str]) -> bool:
         if of("settings") and of("settings") not in BY_SCORES:
             return False
         if of("settings") != "greedy" and not pair.verifier.shared:
-            if not pair.verifier.rejects_in_turn or isinstance(pair.law, AdaptiveTopTail):
+            rule = getattr(pair.verifier, "rule", None)
+            if not getattr(rule, "rejects_in_turn", False) or isinstance(pair.law, AdaptiveTopTail):
                 return False
             if ">" in of("drafter") and pair.law.replacement:
                 return False

@@ -173,8 +173,9 @@ class StaticStepping:
             return
         judge = verifier.rule if isinstance(verifier, RuleVerifier) else verifier
         if not (isinstance(judge, Rule) and judge.rejects_in_turn):
+            name = type(judge).__name__
             raise ValueError(
-                f"{type(judge).__name__} samples on the host, which SharedMatching and RecursiveRejection need not: {INSTEAD}"
+                f"{name} samples on the host, which SharedMatching and RecursiveRejection need not: {INSTEAD}"
             )
         if any(type(law).tops_of is not DraftLaw.tops_of for law in self._laws):
             raise ValueError(f"a law that chooses its tops in a way of its own does so on the host: {INSTEAD}")
