@@ -14,13 +14,13 @@ from torch import Tensor
 _COLDEST, _HOTTEST = 0.05, 20.0  # temperatures beyond which a logit says nothing but yes or no, or nothing at all
 
 
-def ece(chances: Tensor, labels: Tensor, weights: Tensor | None = None, bins: int = 15) -> float:
+def ece(chances: Tensor, labels: Tensor, weights: Tensor, bins: int = 15) -> float:
     """Expected calibration error: how far predictions are from what they predict, on average over bins.
 
     Args:
         chances: ``[N]`` predictions in [0, 1].
         labels: ``[N]`` in [0, 1].
-        weights: ``[N]``, not negative; 1 by default.
+        weights: ``[N]``, not negative.
         bins: of equal width.
 
     Returns:
@@ -34,35 +34,13 @@ def ece(chances: Tensor, labels: Tensor, weights: Tensor | None = None, bins: in
     return float(gaps.abs().sum() / weights.sum())
 
 
-def auc(scores: Tensor, labels: Tensor, weights: Tensor | None = None) -> float:
-    """Area under the ROC curve: how often what is accepted scores higher than what is rejected; ties count half.
-
-    An example whose label lies between 0 and 1 is a tie with itself, so even a perfect order need not reach 1.
-
-    Args:
-        scores: ``[N]``, any numbers.
-        labels: ``[N]`` in [0, 1].
-        weights: ``[N]``, not negative; 1 by default.
-
-    Returns:
-        A number in [0, 1], NaN if nothing is accepted or nothing rejected.
-    """
-    scores, labels, weights = _double(scores, labels, weights)
-    _, places = scores.unique(return_inverse=True)  # ascending
-    accepted = torch.zeros(int(places.max()) + 1 if len(places) else 0, dtype=torch.float64)
-    rejected = accepted.index_add(0, places, weights * (1 - labels))
-    accepted = accepted.index_add(0, places, weights * labels)
-    below = rejected.cumsum(0) - rejected / 2
-    return float((accepted * below).sum() / (accepted.sum() * rejected.sum()))
-
-
-def fit_temperature(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> float:
+def fit_temperature(logits: Tensor, labels: Tensor, weights: Tensor) -> float:
     """The temperature at which the sigmoid of the logits has the least cross entropy, in [0.05, 20]; 1 without weight.
 
     Args:
         logits: ``[N]``.
         labels: ``[N]`` in [0, 1].
-        weights: ``[N]``, not negative; 1 by default.
+        weights: ``[N]``, not negative.
 
     Source: temperature scaling (Guo et al., ICML 2017); by depth as in DSpark (arXiv:2607.05147).
     """
@@ -100,6 +78,5 @@ def tokens_per_second(lengths: Tensor, passes: Tensor, seconds: Sequence[float])
     return float(emitted.sum() / torch.tensor(seconds, dtype=torch.float64, device=lengths.device)[lengths].sum())
 
 
-def _double(values: Tensor, labels: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    weights = torch.ones_like(labels) if weights is None else weights
-    return values.detach().cpu().double(), labels.detach().cpu().double(), weights.detach().cpu().double()
+def _double(*values: Tensor) -> list[Tensor]:
+    return [part.detach().cpu().double() for part in values]

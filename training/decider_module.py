@@ -3,7 +3,6 @@
 Shapes: G drafting steps, M drafts along held-out text.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,15 +22,17 @@ from arbordraft.decoding.measuring import measure_steps
 from arbordraft.drafters import Drafter
 from arbordraft.heads.eagle import EagleConfig, EagleHead
 from arbordraft.training.batches import Batch
-from arbordraft.training.calibration import auc, drafted_lengths, ece, fit_temperature, tokens_per_second
+from arbordraft.training.calibration import drafted_lengths, ece, fit_temperature, tokens_per_second
 from arbordraft.training.data import SelfDistillationDataModule
 from arbordraft.training.drafts import Drafts, follow
 from arbordraft.training.features import TeacherHead
-from arbordraft.training.reports import card, speed_figure
+from arbordraft.training.reports import card
 from arbordraft.training.resuming import check_fit
 from arbordraft.training.students import EagleStudent, Student
+from arbordraft.utils.checks import check_int
 
-_THRESHOLDS = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 2.0)
+# Least chances of survival to choose from; above 1 nothing is drafted.
+THRESHOLDS = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 2.0)
 _TIMED = 4  # prompts that are decoded to measure what a decoding step costs
 
 
@@ -49,7 +50,6 @@ class DeciderModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
         widths: of the network's inner layers.
         draft_steps: how deep to follow drafts: the depth of the topology that the decider is meant for.
         lr: learning rate.
-        thresholds: to choose from; above 1 nothing is drafted.
         costs: what decoding steps cost; measured on this machine by default.
         timed_tokens: length of the answers that are decoded for it.
 
@@ -72,24 +72,18 @@ class DeciderModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
         widths: Sequence[int] = (64,),
         draft_steps: int = 6,
         lr: float = 1e-3,
-        thresholds: Sequence[float] = _THRESHOLDS,
         costs: StepCosts | None = None,
         timed_tokens: int = 48,
     ) -> None:
         super().__init__()
-        if draft_steps < 1 or not thresholds or min(thresholds) < 0:
-            raise ValueError(
-                f"draft_steps must be positive and thresholds not be negative, got {draft_steps} and {list(thresholds)}"
-            )
+        check_int("draft_steps", draft_steps, 1)
         student = _load(drafter) if isinstance(drafter, str) else drafter
         # Outside of the module's state, like the target's parts below: a checkpoint holds the decider only.
         object.__setattr__(self, "student", student.eval().requires_grad_(False))
         config = student.network.config
         size = getattr(config, "hidden_size", None) or config.target_hidden_size
         self.decider = LearnedDecider(size if hidden else 0, top_k, widths)
-        self.draft_steps, self.lr, self.thresholds = draft_steps, lr, tuple(thresholds)
-        self.costs, self.timed_tokens = costs, timed_tokens
-        self.speeds: dict[str, list[Any]] = {}
+        self.draft_steps, self.lr, self.costs, self.timed_tokens = draft_steps, lr, costs, timed_tokens
         self._seen: list[dict[str, Tensor]] = []
         self._sequences = 0
 
@@ -100,11 +94,10 @@ class DeciderModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
         return card("LearnedDecider", self.data, metrics)
 
     def tables(self) -> dict[str, dict[str, list[Any]]]:
-        """Speed by threshold and by fixed depth, from the last validation."""
-        return {"speeds": self.speeds} if self.speeds else {}
+        return {}
 
     def figures(self, curve: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-        return {"speeds": speed_figure(self.speeds)} if self.speeds else {}
+        return {}
 
     def hidden_layers(self, target: RaggedModel) -> tuple[int, ...]:
         return self.student.hidden_layers(target)
@@ -196,19 +189,16 @@ class DeciderModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
         return part["logits"] / torch.tensor(self.decider.temperatures)[:, None]
 
     def _honesty(self, part: Mapping[str, Tensor]) -> dict[str, float]:
-        """How good the chances are, over all depths and at each; what is undefined is left out."""
+        """How good the chances are, before and after calibration."""
         reached = part["weights"] > 0
-        before, labels, weights = (part[name][reached] for name in ("logits", "labels", "weights"))
-        metrics = {"ece_uncalibrated": ece(before.sigmoid(), labels, weights)}
-        calibrated = self._calibrated(part)
-        single = {f"_pos_{step + 1}": slice(step, step + 1) for step in range(self.draft_steps)}
-        for suffix, steps in {"": slice(None), **single}.items():
-            rows = (calibrated, part["labels"], part["weights"])
-            logits, labels, weights = (values[steps][reached[steps]] for values in rows)
-            metrics[f"bce{suffix}"] = float(_cross_entropy(logits, labels, weights))
-            metrics[f"ece{suffix}"] = ece(logits.sigmoid(), labels, weights)
-            metrics[f"auc{suffix}"] = auc(logits, labels, weights)
-        return {name: value for name, value in metrics.items() if math.isfinite(value)}
+        before, after, labels, weights = (
+            values[reached] for values in (part["logits"], self._calibrated(part), part["labels"], part["weights"])
+        )
+        return {
+            "bce": float(_cross_entropy(after, labels, weights)),
+            "ece": ece(after.sigmoid(), labels, weights),
+            "ece_uncalibrated": ece(before.sigmoid(), labels, weights),
+        }
 
     def _choose(self, fit: Mapping[str, Tensor], judge: Mapping[str, Tensor]) -> dict[str, float]:
         """Chooses the threshold, and the fixed depth to compare with, on one part; speeds are those on the other."""
@@ -220,28 +210,22 @@ class DeciderModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
             [costs.step(1, drafted) for drafted in depths] for costs in (self.costs, replace(self.costs, decide=0.0))
         )
 
-        def speeds(part: Mapping[str, Tensor]) -> tuple[list[float], list[float]]:
+        def speeds(part: Mapping[str, Tensor]) -> tuple[dict[float, float], dict[int, float]]:
             complete = part["valid"].all(dim=0)
             chances, passes = self._calibrated(part)[:, complete].sigmoid(), part["passes"][:, complete]
             always = torch.ones_like(passes[0], dtype=torch.int64)
             return (
-                [tokens_per_second(drafted_lengths(chances, at), passes, learned) for at in self.thresholds],
-                [tokens_per_second(always * depth, passes, fixed) for depth in depths],
+                {at: tokens_per_second(drafted_lengths(chances, at), passes, learned) for at in THRESHOLDS},
+                {depth: tokens_per_second(always * depth, passes, fixed) for depth in depths},
             )
 
         by_threshold, by_depth = speeds(fit)
-        best, depth = (max(range(len(rates)), key=rates.__getitem__) for rates in (by_threshold, by_depth))
-        self.decider.threshold = self.thresholds[best]
+        threshold, depth = max(by_threshold, key=by_threshold.__getitem__), max(by_depth, key=by_depth.__getitem__)
+        self.decider.threshold = threshold
         by_threshold, by_depth = speeds(judge)
-        self.speeds = {
-            "decider": ["learned"] * len(by_threshold) + ["fixed"] * len(by_depth),
-            "at": [*self.thresholds, *depths],
-            "tokens_per_second": [*by_threshold, *by_depth],
-        }
         return {
-            **{f"tokens_per_second@{at:g}": speed for at, speed in zip(self.thresholds, by_threshold, strict=True)},
-            "tokens_per_second": by_threshold[best],
-            "threshold": self.thresholds[best],
+            "tokens_per_second": by_threshold[threshold],
+            "threshold": threshold,
             "tokens_per_second_fixed": by_depth[depth],
             "fixed_depth": depth,
         }

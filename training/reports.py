@@ -33,22 +33,6 @@ def tau_figure(curve: Sequence[Mapping[str, float]]) -> Any:
     return figure
 
 
-def speed_figure(speeds: Mapping[str, Sequence[Any]]) -> Any:
-    """Speed of a learned decider by its threshold, beside that of the best fixed depth.
-
-    Args:
-        speeds: the columns ``decider``, which is ``learned`` or ``fixed``, ``at`` and ``tokens_per_second``.
-    """
-    figure, axes = _figure("threshold", "tokens per second, expected on held-out text")
-    rows = list(zip(*(speeds[name] for name in ("decider", "at", "tokens_per_second")), strict=True))
-    learned = [(at, speed) for kind, at, speed in rows if kind == "learned" and at <= 1]
-    speed, depth = max((speed, at) for kind, at, speed in rows if kind == "fixed")
-    axes.plot(*zip(*learned, strict=True), marker=".", label="learned")
-    axes.axhline(speed, linestyle="--", color="grey", label=f"fixed depth {depth}")
-    axes.legend()
-    return figure
-
-
 def card(kind: str, data: "SelfDistillationDataModule", metrics: Mapping[str, float]) -> str:
     """A model card: what it is, how it was made, what it reached, how to use it.
 

@@ -130,7 +130,7 @@ def test_greedy_tokens_are_those_of_transformers(target, half, prompts, batch, e
 
 @pytest.mark.parametrize(
     ("name", "module", "score", "limit"),
-    [("eagle", DrafterModule, "tau", 20_000_000), ("decider", DeciderModule, "auc", 200_000)],
+    [("eagle", DrafterModule, "tau", 20_000_000), ("decider", DeciderModule, "ece", 200_000)],
 )
 def test_what_is_shipped_is_small_and_tells_how_it_was_made(name, module, score, limit):
     folder = CHECKPOINTS / f"smollm2-135m-instruct-{name}"
