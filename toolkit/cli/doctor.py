@@ -46,10 +46,9 @@ def doctor(
     weights: WeightsOption = None,
 ) -> None:
     """Show the machine, the kernels chosen and why, what is cached, and what to install; exits with 1 if broken."""
-    costs = None if model is None else measured(model, drafter, dtype=dtype, kernels=kernels, weights=weights)
-    report = examine(measure=not quick)
-    if costs is not None:
-        report["costs"] = costs
+    options = {"dtype": dtype, "kernels": kernels, "weights": weights}
+    costs = {} if model is None else {"costs": measured(model, drafter, **options)}
+    report = examine(measure=not quick) | costs
     if json:
         typer.echo(json_format.dumps(report, indent=2))
     else:
@@ -59,16 +58,7 @@ def doctor(
 
 
 def measured(model: str, drafter: str, **options: Any) -> dict[str, Any]:
-    """Measures the parts of a step in milliseconds, without a limit of time.
-
-    Args:
-        model: name of the target.
-        drafter: name of the drafter.
-        **options: those of :func:`arbordraft.load`.
-
-    Raises:
-        ValueError: if a name is unknown, or the drafter drafts nothing.
-    """
+    """Measures the parts of a step in milliseconds, without a limit of time; ValueError if nothing is drafted."""
     decoder = load(model, drafter, costs="renew", **options)
     if not isinstance(decoder.decider, CostAware):
         raise ValueError(f"drafter {drafter!r} drafts nothing whose costs could be weighed: name another one")
@@ -114,24 +104,22 @@ def examine(*, measure: bool = True) -> dict[str, Any]:
 
 
 def _memory(measure: bool) -> dict[str, float | None]:
-    """GiB in all and available to this process, where the system tells, and GB/s of reading and of copying."""
+    """GiB in all and available to this process, where the system tells, and GB/s of reading and of copying.
+
+    Reading is the sum of a tensor; of copying, read and written bytes count. The best of a few rounds with torch's
+    threads is the most that a forward, which reads all weights once, can reach.
+    """
     total, available = None, available_memory()
     with suppress(AttributeError, ValueError, OSError):
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     sizes = {"total": total, "available": available}
     memory: dict[str, float | None] = {name: None if size is None else size / 2**30 for name, size in sizes.items()}
-    return memory | (bandwidth(min(_MOST_BYTES, (available or _MOST_BYTES * 8) // 8)) if measure else {})
-
-
-def bandwidth(size: int) -> dict[str, float]:
-    """GB/s of reading ``size`` bytes (the sum of a tensor) and of copying them (read and written bytes count).
-
-    The best of a few rounds with torch's threads: what a forward, which reads all weights once, can reach at most.
-    """
-    source = torch.ones(max(1, size // 4))
+    if not measure:
+        return memory
+    source = torch.ones(min(_MOST_BYTES, (available or _MOST_BYTES * 8) // 8) // 4)
     copy = torch.empty_like(source)
     read, copied = (min(timeit.repeat(run, number=1, repeat=6)) for run in (source.sum, lambda: copy.copy_(source)))
-    return {"read": source.nbytes / read / 1e9, "copy": 2 * source.nbytes / copied / 1e9}
+    return memory | {"read": source.nbytes / read / 1e9, "copy": 2 * source.nbytes / copied / 1e9}
 
 
 def _kernels() -> tuple[dict[str, Any], list[str]]:
