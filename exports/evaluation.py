@@ -1,7 +1,6 @@
 """What a decoder is worth on held-out prompts: whether it says what its target says, and how fast."""
 
 import hashlib
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import reduce
@@ -9,7 +8,8 @@ from operator import add, eq
 from typing import TYPE_CHECKING, Any
 
 from arbordraft import SpeculativeDecoder, builders
-from arbordraft.bench.decoding import answers
+from arbordraft.bench.decoding import Decode, answers, take_turns, warm_up
+from arbordraft.bench.workload import Workload
 from arbordraft.decoding.metrics import DecodeStats
 from arbordraft.decoding.prompts import VARIED, chat_batches
 from arbordraft.trees.draft_tree import Exactness
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 HELD_OUT = VARIED  # no training of this project asks these
-_WARM_UP = 4  # tokens; the first call of a model is slower than the others
 
 
 @dataclass(frozen=True)
@@ -83,30 +82,36 @@ def evaluate(
     """
     if not prompts:
         raise ValueError("nothing can be said of a decoder without prompts")
-    decoders = (decoder, builders.plain(decoder.target))
+    decoders = {"drafted": decoder, "plain": builders.plain(decoder.target)}
+    texts: dict[str, list[list[int]]] = {name: [] for name in decoders}
+
+    def greedy(name: str) -> Decode:
+        def decode(inputs: dict[str, Any], workload: Workload) -> DecodeStats:
+            request: dict[str, Any] = {"max_new_tokens": workload.new_tokens, "do_sample": False}
+            output: Any = decoders[name].generate(**inputs, **request, return_dict_in_generate=True)
+            texts[name] += answers(output, inputs)
+            return output.stats
+
+        return decode
+
+    def told(name: str, done: int, of: int) -> None:
+        tell(f"decoding held-out prompts, batch {done // 2 + 1} of {of // 2}")
+
+    workload = Workload(tuple(prompts), batch, new_tokens, repeats=1)
     batches = chat_batches(tokenizer, prompts, batch)
-    for each in decoders:
-        each.generate(**batches[0], max_new_tokens=_WARM_UP, do_sample=False)
-    seconds = [0.0, 0.0]
-    counts: tuple[list[DecodeStats], list[DecodeStats]] = ([], [])
-    texts: tuple[list[list[int]], list[list[int]]] = ([], [])
-    for number, inputs in enumerate(batches, 1):
-        tell(f"decoding held-out prompts, batch {number} of {len(batches)}")
-        for index, each in enumerate(decoders):
-            start = time.perf_counter()
-            output: Any = each.generate(
-                **inputs, max_new_tokens=new_tokens, do_sample=False, return_dict_in_generate=True
-            )
-            seconds[index] += time.perf_counter() - start
-            counts[index].append(output.stats)
-            texts[index].extend(answers(output, inputs))
-    ours, plain = (reduce(add, each) for each in counts)
+    warm_up(decoders, batches[0], workload)
+    seconds = dict.fromkeys(decoders, 0.0)
+    counts: dict[str, list[DecodeStats]] = {name: [] for name in decoders}
+    for name, spent, stats in take_turns({name: greedy(name) for name in decoders}, batches, workload, told):
+        seconds[name] += spent
+        counts[name].append(stats)
+    ours, plain = (reduce(add, each) for each in counts.values())
     return Evaluation(
         exactness=decoder.coupling.exactness.value,
         prompts=len(prompts),
         prompts_sha256=hashlib.sha256("\0".join(prompts).encode()).hexdigest(),
-        equal=sum(map(eq, *texts)),
+        equal=sum(map(eq, *texts.values())),
         tau=ours.tau,
-        tokens_per_second=sum(ours.emitted) / seconds[0],
-        plain_tokens_per_second=sum(plain.emitted) / seconds[1],
+        tokens_per_second=sum(ours.emitted) / seconds["drafted"],
+        plain_tokens_per_second=sum(plain.emitted) / seconds["plain"],
     )

@@ -1,15 +1,15 @@
 """Timing whole decodes of the same prompts by several decoders, in turns.
 
-Everything is measured in rounds in which each decoder has its turn: a slow spell of the machine hits all of them.
+Each batch is decoded by every decoder before the next batch begins: a slow spell of the machine hits all of them.
 """
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -61,7 +61,8 @@ class DecodeRow:
     spread: float = 0.0
 
 
-# Decodes one batch of a workload; of somebody else's decoder only the emitted tokens are counted.
+Name = TypeVar("Name", bound=Hashable)
+# Decodes one batch of a workload; decoders of other libraries count only the emitted tokens.
 Decode = Callable[[dict[str, Any], Workload], DecodeStats]
 
 
@@ -107,27 +108,43 @@ def emitted(answers: Tensor, model: "PreTrainedModel") -> int:
     return int((over.cumsum(dim=1) - over.long() == 0).sum())
 
 
-def turns(
-    target: RaggedModel, decoders: Mapping[str, SpeculativeDecoder | Decode], workload: Workload, tell: Tell
-) -> Iterator[tuple[str, float, list[DecodeStats]]]:
-    """Decodes all prompts with every decoder, round after round, after a few tokens that warm all of them up.
+def take_turns(
+    decoders: Mapping[Name, SpeculativeDecoder | Decode],
+    batches: Sequence[dict[str, Any]],
+    workload: Workload,
+    tell: Tell = quiet,
+) -> Iterator[tuple[Name, float, DecodeStats]]:
+    """Decodes every batch with every decoder in turn, as many rounds as the workload repeats.
 
-    Gives a decoder's name, the seconds of its turn and the counts of its batches.
+    Args:
+        decoders: by name.
+        batches: arguments of ``generate``, as from :meth:`Workload.batches`.
+        workload: what a :data:`Decode` is given besides.
+        tell: is told the name of the decoder whose turn it is.
+
+    Yields:
+        A decoder's name, the seconds that it took for one batch, and the counts of that batch.
     """
-    decodes = {name: ours(each) if isinstance(each, SpeculativeDecoder) else each for name, each in decoders.items()}
-    batches = workload.batches(target)
-    for decode in decodes.values():
-        decode(batches[0], replace(workload, new_tokens=min(workload.new_tokens, 8)))
-    done, rounds = 0, workload.repeats * len(decoders) * len(batches)
+    decodes = _decodes(decoders)
+    done, total = 0, workload.repeats * len(batches) * len(decodes)
     for _ in range(workload.repeats):
-        for name, decode in decodes.items():
-            counts = []
-            start = time.perf_counter()
-            for inputs in batches:
-                tell(f"batch {workload.batch}, temperature {workload.temperature:g}, {name}", done, rounds)
+        for inputs in batches:
+            for name, decode in decodes.items():
+                tell(str(name), done, total)
+                start = time.perf_counter()
+                stats = decode(inputs, workload)
+                yield name, time.perf_counter() - start, stats
                 done += 1
-                counts.append(decode(inputs, workload))
-            yield name, time.perf_counter() - start, counts
+
+
+def warm_up(decoders: Mapping[Any, SpeculativeDecoder | Decode], inputs: dict[str, Any], workload: Workload) -> None:
+    """Decodes a few tokens with every decoder: the first call of a model is slower than the others."""
+    for decode in _decodes(decoders).values():
+        decode(inputs, replace(workload, new_tokens=min(workload.new_tokens, 8)))
+
+
+def _decodes(decoders: Mapping[Name, SpeculativeDecoder | Decode]) -> dict[Name, Decode]:
+    return {name: ours(each) if isinstance(each, SpeculativeDecoder) else each for name, each in decoders.items()}
 
 
 def in_turns(
@@ -137,29 +154,37 @@ def in_turns(
     tell: Tell = quiet,
 ) -> Iterator[DecodeRow]:
     """Decodes all prompts with every decoder, in turns; speed-ups are over the first."""
-    rates: dict[str, list[float]] = {name: [] for name in decoders}
-    totals: dict[str, DecodeStats] = {}
-    for name, seconds, counts in turns(target, decoders, workload, tell):
-        totals[name] = reduce(add, counts)
-        rates[name].append(sum(totals[name].emitted) / seconds)
-    reference = next(iter(rates.values()))
-    for name, own in rates.items():
-        ratios = [mine / base for mine, base in zip(own, reference, strict=True)]
+    batches = workload.batches(target)
+    warm_up(decoders, batches[0], workload)
+
+    def told(name: str, done: int, of: int) -> None:
+        tell(f"batch {workload.batch}, temperature {workload.temperature:g}, {name}", done, of)
+
+    found: dict[str, list[tuple[float, DecodeStats]]] = {name: [] for name in decoders}
+    for name, seconds, stats in take_turns(decoders, batches, workload, told):
+        found[name].append((seconds, stats))
+    reference: list[float] = []
+    for name, timed in found.items():
+        rounds = [timed[first : first + len(batches)] for first in range(0, len(timed), len(batches))]
+        rates = [sum(sum(stats.emitted) for _, stats in each) / sum(seconds for seconds, _ in each) for each in rounds]
+        reference = reference or rates
+        ratios = [mine / base for mine, base in zip(rates, reference, strict=True)]
+        total = reduce(add, (stats for _, stats in rounds[-1]))
         yield DecodeRow(
             dtype=precision(target.model),
             batch=workload.batch,
             temperature=workload.temperature,
             decoder=name,
-            exactness=totals[name].exactness,
-            tokens_per_second=statistics.median(own),
+            exactness=total.exactness,
+            tokens_per_second=statistics.median(rates),
             speed_up=statistics.median(ratios),
             spread=(max(ratios) - min(ratios)) / 2,
-            **_per_token(totals[name]),
+            **_per_token(total),
         )
 
 
 def _per_token(stats: DecodeStats) -> dict[str, Any]:
-    """The columns of a :class:`DecodeRow` that follow from the counts; none of them for somebody else's decoder."""
+    """The columns of a :class:`DecodeRow` that follow from the counts; none for decoders of other libraries."""
     if not stats.forwards:
         return {}
     tokens, forwards = sum(stats.emitted), sum(stats.forwards)

@@ -3,10 +3,8 @@
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import reduce
-from operator import add
 
-from arbordraft.bench.decoding import turns
+from arbordraft.bench.decoding import take_turns, warm_up
 from arbordraft.bench.workload import Tell, Workload, quiet
 from arbordraft.decoding.decoder import SpeculativeDecoder
 from arbordraft.decoding.metrics import DecodeStats
@@ -52,9 +50,11 @@ def draft_steps(
     times: dict[str, list[float]] = {name: [] for name in decoders}
     totals: dict[str, DecodeStats] = {}
     first, _ = next(iter(drafters.values()))
-    for name, _, counts in turns(first, decoders, workload, tell):
-        totals[name] = reduce(add, counts)
-        times[name] += [1e3 * stats.seconds["draft"] / max(stats.forwards) for stats in counts]
+    batches = workload.batches(first)
+    warm_up(decoders, batches[0], workload)
+    for name, _, stats in take_turns(decoders, batches, workload, tell):
+        totals[name] = totals[name] + stats if name in totals else stats
+        times[name].append(1e3 * stats.seconds["draft"] / max(stats.forwards))
     reference = next(iter(times.values()))
     for name, own in times.items():
         total, step = totals[name], statistics.median(own)

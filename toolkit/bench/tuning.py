@@ -7,7 +7,6 @@ Shapes: B samples.
 """
 
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import cycle, islice
@@ -15,10 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from arbordraft import builders
+from arbordraft.bench.decoding import take_turns, warm_up
+from arbordraft.bench.workload import Workload
 from arbordraft.deciders.costs import StepCosts
 from arbordraft.decoding.decoder import SpeculativeDecoder
 from arbordraft.decoding.measuring import measure_costs
-from arbordraft.decoding.prompts import chat_batches, plain_request
+from arbordraft.decoding.prompts import chat_batches
 from arbordraft.drafters import Drafter, NGramDrafter
 from arbordraft.target.model import RaggedModel
 from arbordraft.utils.checks import check_int, check_sequence, check_temperature
@@ -213,24 +214,20 @@ def _compete(
     tell: Callable[[str], None],
 ) -> Choice:
     """Successive halving; plain decoding stays to the end, for the choice to be told against it."""
-    for decoder in decoders.values():
-        decoder.generate(**batches[0], **plain_request(temperature, 4))
+    workload = Workload(batch=batch, new_tokens=new_tokens, temperature=temperature, repeats=1)
+    warm_up(decoders, batches[0], workload)
     left, speeds = list(decoders), dict[Setting, float]()
+
+    def told(setting: str, done: int, of: int) -> None:
+        tell(f"batch {batch}: {len(left)} settings left, decoding with {setting}")
+
     for more in reversed(range(max(1, (len(left) - 1).bit_length()))):
         counts, seconds = dict.fromkeys(left, 0), dict.fromkeys(left, 0.0)
         # Fewer prompts rather than shorter answers: lookups find something only when there is some text.
-        for inputs in batches[: max(2, len(batches) >> more)]:
-            for setting in left:
-                tell(f"batch {batch}: {len(left)} settings left, decoding with {setting}")
-                start = time.perf_counter()
-                output: Any = decoders[setting].generate(
-                    **inputs,
-                    **plain_request(temperature, new_tokens),
-                    seeds=[1000 + sample for sample in range(len(inputs["input_ids"]))],
-                    return_dict_in_generate=True,
-                )
-                seconds[setting] += time.perf_counter() - start
-                counts[setting] += sum(output.stats.emitted)
+        some = batches[: max(2, len(batches) >> more)]
+        for setting, spent, stats in take_turns({key: decoders[key] for key in left}, some, workload, told):
+            seconds[setting] += spent
+            counts[setting] += sum(stats.emitted)
         speeds |= {setting: counts[setting] / seconds[setting] for setting in left}
         left.sort(key=speeds.__getitem__, reverse=True)
         best = left[0]
