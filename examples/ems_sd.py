@@ -6,11 +6,11 @@ The same chains of lookups are decoded in a padded batch and in an unpadded one:
 import time
 
 import torch
+from benchmarks.padded import PaddedDecoder
 from rich.console import Console
 from rich.table import Table
 
 from arbordraft import Coupling, NGramDrafter, RaggedModel, TreeTopology, builders
-from arbordraft.bench.padded import PaddedDecoder
 from arbordraft.checkpoints.smollm2 import load_smollm2
 from arbordraft.decoding.prompts import REPEATING, chat_batch
 

@@ -331,15 +331,3 @@ def clustered(values: Sequence[tuple[int, float]]) -> tuple[float, float]:
     if count < 2:
         return mean, math.nan
     return mean, math.sqrt(count / (count - 1) * sum(total**2 for total in sums.values())) / len(values)
-
-
-def drafted_tree(topology: TreeTopology, law: DraftLaw, scores: Tensor, generator: torch.Generator) -> SampleTree:
-    """A full tree whose draft rows resemble the target's ``[N, V]`` scores."""
-    tokens, rows = {0: 0}, {}
-    for node, children in enumerate(topology.child_list):
-        if children:
-            row = (scores[node].float() + torch.randn(scores.shape[1], generator=generator)).softmax(dim=-1)
-            uniforms = torch.rand(len(children), generator=generator).tolist()
-            tokens |= dict(zip(children, law.narrow(len(children)).draw(row, uniforms), strict=True))
-            rows[node] = row
-    return SampleTree(topology, law, dict(sorted(tokens.items())), rows)

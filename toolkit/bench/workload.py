@@ -3,9 +3,10 @@
 import hashlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arbordraft.decoding.prompts import MIXED, VARIED, chat_batches, plain_request
+from arbordraft.decoding.prompts import MIXED, VARIED, chat_batches, plain_request, read_prompts
 from arbordraft.utils.checks import check_int, check_temperature
 
 if TYPE_CHECKING:
@@ -17,6 +18,18 @@ Tell = Callable[[str, int, int], object]
 
 def quiet(what: str, done: int, of: int) -> None:
     """Tells nobody."""
+
+
+def read_texts(prompts: Path | None, limit: int | None = None) -> list[str]:
+    """The first prompts of a file, or of the built-in ones.
+
+    Raises:
+        ValueError: if the file holds none.
+    """
+    known = read_prompts(prompts) if prompts else [*MIXED, *VARIED]
+    if not known:
+        raise ValueError(f"{prompts} holds no prompts")
+    return known[:limit]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from arbordraft.cli.decoders import load_decoder
-from arbordraft.cli.display import step_tree, terminal
+from arbordraft.cli.display import step_tree
 from arbordraft.cli.failures import Terminated, complain
 from arbordraft.cli.options import (
     AutoDtypeOption,
@@ -34,6 +34,7 @@ from arbordraft.decoding.text import encode
 from arbordraft.kernels.native.build import cache_folder
 from arbordraft.loading import Kernels, Settings
 from arbordraft.trees.draft_tree import SampleTree, SampleVerdict
+from arbordraft.utils.terminal import terminal
 
 HELP = """\
 /tree    the draft tree of the last step, accepted nodes marked

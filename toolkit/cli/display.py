@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
-from rich.progress import Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
@@ -17,19 +16,9 @@ from arbordraft.decoding.metrics import DecodeStats
 from arbordraft.decoding.spelling import Pieces
 from arbordraft.trees.draft_tree import SampleTree, SampleVerdict
 from arbordraft.trees.topology import TreeTopology
+from arbordraft.utils.terminal import bars
 
 _NOTICED = 0.1  # seconds
-
-
-def terminal(**options: Any) -> Console:
-    """A console on which texts are texts: brackets in prompts and paths are no markup, colons no emoji."""
-    return Console(markup=False, emoji=False, **options)
-
-
-def bars(console: Console, *columns: ProgressColumn, transient: bool = False) -> Progress:
-    """Makes a progress display that appears on a terminal only, never in a pipe."""
-    place = console if console.is_terminal else terminal(stderr=True)
-    return Progress(*columns, console=place, transient=transient, disable=not place.is_terminal)
 
 
 @contextmanager

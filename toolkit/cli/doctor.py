@@ -15,7 +15,6 @@ from packaging.requirements import Requirement
 from rich.table import Column, Table
 
 from arbordraft.bench.measure import provenance
-from arbordraft.cli.display import terminal
 from arbordraft.cli.options import DRAFTERS, AutoDtypeOption, KernelsOption, WeightsOption
 from arbordraft.deciders import CostAware
 from arbordraft.kernels import native
@@ -24,6 +23,7 @@ from arbordraft.loading import Kernels, load
 from arbordraft.target.model import RaggedModel
 from arbordraft.target.prepacked.memory import available_memory
 from arbordraft.testing import tiny_model
+from arbordraft.utils.terminal import terminal
 
 _DEVELOPERS = {"dev", "docs"}  # extras that users of the package do not miss
 _MOST_BYTES = 2**28  # read to measure the memory: several times the last cache of most machines

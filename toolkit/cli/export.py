@@ -11,7 +11,7 @@ from rich.table import Column, Table
 
 from arbordraft.bench.tuning import Tuned
 from arbordraft.cli.decoders import Law, load_decoder
-from arbordraft.cli.display import progress, terminal
+from arbordraft.cli.display import progress
 from arbordraft.cli.options import DtypeOption, ModelOption, finite, parse_topology
 from arbordraft.deciders import LearnedDecider
 from arbordraft.decoding.prompts import read_prompts
@@ -20,6 +20,7 @@ from arbordraft.exports.evaluation import HELD_OUT
 from arbordraft.exports.folder import Export, Quantization
 from arbordraft.loading import Dtype, Kernels, drafter_named, load_target
 from arbordraft.utils.mlflow_server import explained
+from arbordraft.utils.terminal import terminal
 
 app = typer.Typer(no_args_is_help=True, help="Export drafters, deciders and targets for deployment.")
 console = terminal()

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from arbordraft.cli.decoders import Law, Verifier, load_decoder
-from arbordraft.cli.display import AnswerStreamer, show_answers, show_stats, terminal, verdict
+from arbordraft.cli.display import AnswerStreamer, show_answers, show_stats, verdict
 from arbordraft.cli.options import (
     SHAPES,
     AutoDtypeOption,
@@ -31,6 +31,7 @@ from arbordraft.decoding.text import encode, ending, settings_of, stops, user_tu
 from arbordraft.grammars import Grammar
 from arbordraft.loading import Kernels, Settings
 from arbordraft.utils.files import read_text
+from arbordraft.utils.terminal import terminal
 
 
 def generate(

@@ -1,6 +1,5 @@
 """The command line: chat, serve, trace, generate, tune, tree, plot, doctor, bench, train, export."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -8,14 +7,13 @@ import typer
 
 from arbordraft.bench import tuning
 from arbordraft.bench.plots import plot, read_rows
+from arbordraft.bench.workload import read_texts
 from arbordraft.cli.bench import app as bench
 from arbordraft.cli.chat import chat
-from arbordraft.cli.display import progress, terminal, tree_text
+from arbordraft.cli.display import progress, tree_text
 from arbordraft.cli.doctor import doctor
 from arbordraft.cli.export import app as export
-from arbordraft.cli.failures import ending
 from arbordraft.cli.generate import generate
-from arbordraft.cli.measurement import texts
 from arbordraft.cli.options import (
     SHAPES,
     DrafterOption,
@@ -28,12 +26,13 @@ from arbordraft.cli.options import (
     output_file,
     parse_topology,
 )
+from arbordraft.cli.program import run
 from arbordraft.cli.serve import serve
 from arbordraft.cli.trace import trace
 from arbordraft.cli.train import app as train
 from arbordraft.loading import Dtype, Kernels, drafter_named, load_target
 from arbordraft.trees.drawing import draw_png
-from arbordraft.utils.allocator import keep_freed_memory
+from arbordraft.utils.terminal import terminal
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -79,7 +78,7 @@ def tune(
             tokenizer,
             drafter,
             drafter_named(drafter, target),
-            texts(prompts, limit),
+            read_texts(prompts, limit),
             batches=sizes,
             temperature=temperature,
             new_tokens=new_tokens,
@@ -124,9 +123,5 @@ def draw_tree(
 
 
 def main() -> None:
-    """Entry point: runs the app; for how it ends see :func:`~arbordraft.cli.failures.ending`."""
-    keep_freed_memory()
-    with ending():
-        command = typer.main.get_command(app)
-        with command.make_context("arbordraft", sys.argv[1:]) as context:  # main() would print panels, not lines
-            command.invoke(context)
+    """Entry point: runs the app."""
+    run(app, "arbordraft")

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from arbordraft.bench.workload import Workload, read_texts
 from arbordraft.loading import Dtype, Kernels, Settings, Weights
 from arbordraft.trees.topology import TreeTopology
 from arbordraft.utils.files import check_writable
@@ -20,6 +21,35 @@ def finite(value: float | None) -> float | None:
     return value
 
 
+def output_file(path: Path | None) -> Path | None:
+    """Finds out at once whether a file can be written."""
+    if path is not None:
+        check_writable(path)
+    return path
+
+
+def numbers(text: str, kind: type, least: float = 1) -> list[Any]:
+    """Comma-separated numbers, none below ``least``; anything else is a ``typer.BadParameter``."""
+    try:
+        values = [kind(part) for part in text.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(f"expected comma-separated numbers, got {text!r}") from error
+    if wrong := [number for number in values if not (math.isfinite(number) and number >= least)]:
+        raise typer.BadParameter(f"expected finite numbers of at least {least}, got {wrong[0]} in {text!r}")
+    return values
+
+
+def whole_numbers(text: str) -> str:
+    """Refuses at once what is no list of whole numbers from 1."""
+    numbers(text, int)
+    return text
+
+
+def _temperatures(text: str) -> str:
+    numbers(text, float, 0)
+    return text
+
+
 DRAFTERS = (
     "'auto' (a head trained for the model if one is known, else lookups), 'ngram' (lookups), 'none', "
     "'early-exit:LAYERS', folder of a trained drafter, or a draft model's hub name."
@@ -30,7 +60,10 @@ ModelOption = Annotated[
     typer.Option(help="Hub name, folder or GGUF file of a causal LM; 'smollm2' fetches SmolLM2-135M-Instruct."),
 ]
 DrafterOption = Annotated[str, typer.Option(help=DRAFTERS)]
+DraftersOption = Annotated[list[str], typer.Option("--drafter", help=f"{DRAFTERS} May be repeated.")]
 DtypeOption = Annotated[Dtype, typer.Option(help="Precision of the weights.")]
+DtypesOption = Annotated[list[Dtype], typer.Option("--dtype", help="Precision of the weights. May be repeated.")]
+BOTH = [Dtype.bfloat16, Dtype.float32]
 AutoDtypeOption = Annotated[
     Dtype | None, typer.Option(help="Precision of the weights; by default bfloat16 where this machine is fast at it.")
 ]
@@ -61,24 +94,40 @@ PromptsOption = Annotated[
     ),
 ]
 LimitOption = Annotated[int | None, typer.Option(min=1, help="Use only this many prompts, from the first.")]
+# Options of measurements.
+NewTokensOption = Annotated[int, typer.Option(min=1, help="Tokens per prompt when decoding.")]
+BatchesOption = Annotated[
+    str,
+    typer.Option(
+        "--batches", "--batch", callback=whole_numbers, help="Prompts at a time, one size or several, as in 1,4,8."
+    ),
+]
+TemperaturesOption = Annotated[
+    str,
+    typer.Option(
+        "--temperatures", "--temperature", callback=_temperatures, help="Temperatures, as in 0,1; 0 is greedy."
+    ),
+]
+RepeatsOption = Annotated[int, typer.Option(min=1, help="Timings per case; medians are reported.")]
+SeedOption = Annotated[int, typer.Option(min=0, help="Of sampled tokens and of random inputs.")]
+JsonOption = Annotated[
+    Path | None, typer.Option(callback=output_file, help="Write the figures and their provenance to this file.")
+]
+PngOption = Annotated[
+    Path | None, typer.Option(callback=output_file, help="Draw the figures to this PNG file (needs matplotlib).")
+]
 
 
-def output_file(path: Path | None) -> Path | None:
-    """Finds out at once whether a file can be written."""
-    if path is not None:
-        check_writable(path)
-    return path
-
-
-def numbers(text: str, kind: type, least: float = 1) -> list[Any]:
-    """Comma-separated numbers, none below ``least``; anything else is a ``typer.BadParameter``."""
-    try:
-        values = [kind(part) for part in text.split(",")]
-    except ValueError as error:
-        raise typer.BadParameter(f"expected comma-separated numbers, got {text!r}") from error
-    if wrong := [number for number in values if not (math.isfinite(number) and number >= least)]:
-        raise typer.BadParameter(f"expected finite numbers of at least {least}, got {wrong[0]} in {text!r}")
-    return values
+def workloads(
+    prompts: Path | None, limit: int | None, batches: str, temperatures: str = "0", **counts: int
+) -> list[Workload]:
+    """A workload for every temperature and batch size; ``counts`` are further ones of its arguments."""
+    texts = tuple(read_texts(prompts, limit))
+    return [
+        Workload(texts, batch=batch, temperature=temperature, **counts)
+        for temperature in numbers(temperatures, float, 0)
+        for batch in numbers(batches, int)
+    ]
 
 
 def parse_topology(text: str) -> TreeTopology:

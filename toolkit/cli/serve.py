@@ -9,11 +9,11 @@ from typing import Annotated
 import typer
 
 from arbordraft.cli.decoders import load_decoder
-from arbordraft.cli.display import terminal
 from arbordraft.cli.options import AutoDtypeOption, DrafterOption, KernelsOption, SettingsOption, WeightsOption
 from arbordraft.decoding.engine import Engine
 from arbordraft.decoding.measuring import rows_within
 from arbordraft.loading import Kernels, Settings
+from arbordraft.utils.terminal import terminal
 
 _LIBRARIES = ("fastapi", "openai", "prometheus_client", "uvicorn")
 

@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 
 from arbordraft.cli.decoders import load_decoder
-from arbordraft.cli.display import terminal
 from arbordraft.cli.options import (
     AutoDtypeOption,
     DrafterOption,
@@ -23,6 +22,7 @@ from arbordraft.decoding.requests import Request
 from arbordraft.decoding.text import encode, user_turn
 from arbordraft.loading import Kernels, Settings
 from arbordraft.utils.files import write_text
+from arbordraft.utils.terminal import terminal
 
 
 def trace(

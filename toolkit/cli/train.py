@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from arbordraft.cli.display import terminal
 from arbordraft.cli.options import DtypeOption, ModelOption, finite
 from arbordraft.loading import SMALL, Dtype
 from arbordraft.training.fit import data_of, known_configs, run
+from arbordraft.utils.terminal import terminal
 
 app = typer.Typer(no_args_is_help=True, help="Train drafters and deciders for a target.")
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}

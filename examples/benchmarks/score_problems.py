@@ -9,11 +9,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from kernel_timing import Problem, largest_error
+from roofline import Stepped
 from torch import Tensor
+from verify import drafted_tree
 
-from arbordraft.bench.kernels import Problem, largest_error
-from arbordraft.bench.roofline import Stepped
-from arbordraft.bench.verifiers import drafted_tree
 from arbordraft.kernels.gumbel import gumbel_argmax_reference
 from arbordraft.kernels.gumbel.operator import argmax
 from arbordraft.kernels.tree_expand.operator import expand

@@ -1,25 +1,38 @@
-"""What the native kernels gain on a CPU, each figure paired with transformers in one run.
+"""Measures what the native kernels gain on a CPU over transformers.
 
 Ratios are speed-ups: the reference's time over ours.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Annotated
 
 import torch
+import typer
+from forward import forward_pair
 
 from arbordraft import builders
-from arbordraft.bench.decoding import Decode, answers, in_turns, theirs
+from arbordraft.bench.decoding import Decode, in_turns, theirs
 from arbordraft.bench.measure import Measurement, paired, precision
-from arbordraft.bench.model import forward_pair
-from arbordraft.bench.workload import Tell, Workload, quiet
+from arbordraft.bench.report import Report
+from arbordraft.bench.workload import Tell, Workload, quiet, read_texts
+from arbordraft.cli.options import (
+    BOTH,
+    DtypesOption,
+    JsonOption,
+    LimitOption,
+    ModelOption,
+    NewTokensOption,
+    PromptsOption,
+    RepeatsOption,
+    SeedOption,
+)
+from arbordraft.cli.program import run_script
 from arbordraft.decoding.decoder import SpeculativeDecoder
-from arbordraft.drafters import Drafter, EarlyExitDrafter, HybridDrafter, NGramDrafter
 from arbordraft.kernels.prepacked_linear.module import onednn_problem
 from arbordraft.kernels.verify import row_max
+from arbordraft.loading import load_target
 from arbordraft.target.model import RaggedModel
-from arbordraft.trees.topology import TreeTopology
-from arbordraft.verifiers.coupling import Coupling
 
 _REACH = {1: ">= 3.5", 8: ">= 3.0", 16: ">= 2.3"}
 
@@ -79,51 +92,6 @@ def other_architectures(workload: Workload, tell: Tell = quiet) -> Iterator[Meas
         yield _against_own(RaggedModel(model, kernels="auto"), 8, workload, tell, ">= 2.0", f"{name}'s shape, ")
 
 
-def equality(
-    target: RaggedModel, drafters: Mapping[str, Drafter], workloads: Sequence[Workload], tell: Tell = quiet
-) -> Iterator[Measurement]:
-    """Share of the tokens of speculative decoding that equal plain decoding's of the same seeds, prompt by prompt.
-
-    The workloads hold the same prompts at the same temperature in batches of several sizes; trained drafters join
-    lookups and the model's own first layers.
-    """
-    wide = replace(workloads[0], batch=16)
-    reference = _tokens(target, builders.plain(target), wide, tell, "plain decoding")
-    lookup = NGramDrafter(longest=8, shortest=1)
-    early = EarlyExitDrafter(target, max(1, target.num_layers // 4))
-    hybrid = HybridDrafter(NGramDrafter(longest=8, shortest=3), early)
-    shapes = {
-        "n-gram chain": (lookup, (1,) * 6),
-        "n-gram tree": (lookup, (3, 2, 1)),
-        "n-gram hybrid": (hybrid, (2, 1)),
-    } | {f"{name}, chain of 4": (drafter, (1,) * 4) for name, drafter in drafters.items()}
-    decoders = {
-        name: SpeculativeDecoder(target, drafter, TreeTopology.from_k_config(shape), Coupling.shared(max(shape)))
-        for name, (drafter, shape) in shapes.items()
-    }
-    for name, drafter in drafters.items():
-        decoders[f"{name}, tree of 16"] = builders.fitted(target, drafter)
-        decoders[f"lookup, else {name}, tree of 16"] = builders.fitted(target, drafter, lookup=True)
-    for name, decoder in decoders.items():
-        promised = decoder.equality_report().equality
-        for workload in workloads:
-            found = _tokens(target, decoder, workload, tell, f"{name}, batch {workload.batch}")
-            pairs = list(zip(found, reference, strict=True))
-            total = sum(len(wanted) for _, wanted in pairs)
-            equal = sum(_agreeing(tokens, wanted) for tokens, wanted in pairs)
-            same = sum(tokens == wanted for tokens, wanted in pairs)
-            yield Measurement(
-                "cpu equality",
-                f"{precision(target.model)}, temperature {workload.temperature:g}, {name}, batch {workload.batch}: "
-                "share of plain tokens",
-                equal,
-                total,
-                equal / total,
-                ">= 1.0",
-                f"{same} of {len(pairs)} answers equal; {promised}",
-            )
-
-
 def decode_speed(target: RaggedModel, workload: Workload, tell: Tell = quiet) -> Iterator[Measurement]:
     """Greedy decoding, plain and with lookups where they pay, against ``generate``: milliseconds per token.
 
@@ -150,20 +118,30 @@ def decode_speed(target: RaggedModel, workload: Workload, tell: Tell = quiet) ->
             )
 
 
-def _tokens(
-    target: RaggedModel, decoder: SpeculativeDecoder, workload: Workload, tell: Tell, what: str
-) -> list[list[int]]:
-    tokens: list[list[int]] = []
-    batches = workload.batches(target)
-    for done, inputs in enumerate(batches):
-        tell(what, done, len(batches))
-        seeds = workload.seeds(len(inputs["input_ids"]), len(tokens))
-        output = decoder.generate(**inputs, **workload.request(), seeds=seeds, return_dict_in_generate=True)
-        tokens += answers(output, inputs)
-    return tokens
+def main(
+    model: ModelOption = "smollm2",
+    dtype: DtypesOption = BOTH,
+    others: Annotated[bool, typer.Option(help="Also random models of other families, which need 5 GB.")] = True,
+    prompts: PromptsOption = None,
+    limit: LimitOption = None,
+    new_tokens: NewTokensOption = 128,
+    repeats: RepeatsOption = 7,
+    seed: SeedOption = 0,
+    json: JsonOption = None,
+) -> None:
+    """Measure the native CPU kernels against transformers: forwards, and greedy decoding in bfloat16."""
+    workload = Workload(tuple(read_texts(prompts, limit)), new_tokens=new_tokens, repeats=repeats, seed=seed)
+    torch.manual_seed(seed)
+    with Report(json, model=model, dtype=dtype, others=others) as report:
+        for each in dtype:
+            target, _ = load_target(model, each)
+            report.take(forward_speed(target, workload, report.tell), workload)
+            if target.model.dtype == torch.bfloat16:
+                longer = replace(workload, repeats=max(3, repeats // 2))
+                report.take(decode_speed(target, longer, report.tell), longer)
+        if others:
+            report.take(other_architectures(workload, report.tell), workload)
 
 
-def _agreeing(tokens: list[int], wanted: list[int]) -> int:
-    """Tokens up to the first difference."""
-    shorter = min(len(tokens), len(wanted))
-    return next((i for i in range(shorter) if tokens[i] != wanted[i]), shorter)
+if __name__ == "__main__":
+    run_script(main)

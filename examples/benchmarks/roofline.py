@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from arbordraft.bench.kernels import ATTENTION, Goal, Problem
+from kernel_timing import ATTENTION, Goal, Problem
+
 from arbordraft.kernels import work
 from arbordraft.kernels.ragged_tree_attention.tiling import choose
 from arbordraft.kernels.work import Work

@@ -3,12 +3,31 @@
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from arbordraft.bench.decoding import take_turns, warm_up
+from arbordraft.bench.report import Report
 from arbordraft.bench.workload import Tell, Workload, quiet
+from arbordraft.cli.options import (
+    BatchesOption,
+    DrafterOption,
+    JsonOption,
+    LimitOption,
+    ModelOption,
+    NewTokensOption,
+    PromptsOption,
+    RepeatsOption,
+    SeedOption,
+    workloads,
+)
+from arbordraft.cli.program import run_script
 from arbordraft.decoding.decoder import SpeculativeDecoder
 from arbordraft.decoding.metrics import DecodeStats
 from arbordraft.drafters import Drafter
+from arbordraft.loading import Dtype, Kernels, drafter_named, load_target
 from arbordraft.target.model import RaggedModel
 from arbordraft.trees.topology import TreeTopology
 from arbordraft.verifiers.coupling import Coupling
@@ -68,3 +87,33 @@ def draft_steps(
             tau=total.tau,
             acceptance=total.acceptance_by_depth,
         )
+
+
+def main(
+    graphs: Annotated[list[Path], typer.Argument(help="Folders that 'arbordraft export onnx' has written.")],
+    drafter: DrafterOption,
+    model: ModelOption = "smollm2",
+    depth: Annotated[int, typer.Option(min=1, help="Levels of the drafted chains.")] = 4,
+    prompts: PromptsOption = None,
+    limit: LimitOption = None,
+    new_tokens: NewTokensOption = 64,
+    batches: BatchesOption = "1,8",
+    repeats: RepeatsOption = 3,
+    seed: SeedOption = 0,
+    json: JsonOption = None,
+) -> None:
+    """Measure milliseconds per draft step in float32: torch's modules, the native kernels, and exported graphs."""
+    sizes = workloads(prompts, limit, batches, new_tokens=new_tokens, repeats=repeats, seed=seed)
+    with Report(json, model=model, drafter=drafter, graphs=graphs, depth=depth) as report:
+        own, _ = load_target(model, Dtype.float32, Kernels.torch)
+        native = RaggedModel(own.model, own.tokenizer, kernels="auto", self_test=False)
+        drafters = {
+            "torch, own modules": (own, drafter_named(drafter, own)),
+            "torch, native kernels": (native, drafter_named(drafter, native)),
+        } | {folder.name: (native, drafter_named(str(folder), native)) for folder in graphs}
+        for workload in sizes:
+            report.take(draft_steps(drafters, workload, depth, report.tell), workload)
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from kernel_timing import ATTENTION, Goal, Problem, largest_error
+from packed import Packed, flash, flex, sdpa
+from roofline import Shape, Stepped
+from score_problems import drawing, expansion, passes, truncation, verification
 from torch import Tensor
 
-from arbordraft.bench.kernels import ATTENTION, Goal, Problem, largest_error
-from arbordraft.bench.packed import Packed, flash, flex, sdpa
-from arbordraft.bench.roofline import Shape, Stepped
-from arbordraft.bench.score_problems import drawing, expansion, passes, truncation, verification
 from arbordraft.kernels import choice
 from arbordraft.kernels.kv_cache import append, append_reference, compact_reference
 from arbordraft.kernels.kv_cache.operator import kv_compact

@@ -5,7 +5,7 @@ Shapes: B samples, V vocabulary.
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,10 +13,26 @@ from torch import Tensor
 
 from arbordraft import builders
 from arbordraft.bench.decoding import Decode, DecodeRow, emitted
+from arbordraft.bench.report import Report
 from arbordraft.bench.workload import Workload
+from arbordraft.cli.options import (
+    BatchesOption,
+    DtypeOption,
+    JsonOption,
+    LimitOption,
+    ModelOption,
+    NewTokensOption,
+    PngOption,
+    RepeatsOption,
+    SeedOption,
+    TemperaturesOption,
+    workloads,
+)
+from arbordraft.cli.program import run_script
 from arbordraft.decoding.decoder import SpeculativeDecoder
 from arbordraft.decoding.metrics import DecodeStats
 from arbordraft.grammars import Grammar, GrammarCompiler
+from arbordraft.loading import Dtype, load_target
 from arbordraft.target.model import RaggedModel
 
 if TYPE_CHECKING:
@@ -250,4 +266,26 @@ class GrammarSuite:
         return DecodeStats("exact", emitted=[emitted(texts[:, inputs["input_ids"].shape[1] :], model)], forwards=[])
 
 
-__all__ = ["TASKS", "GrammarSuite", "MaskRow"]
+def main(
+    model: ModelOption = "smollm2",
+    dtype: DtypeOption = Dtype.bfloat16,
+    limit: LimitOption = None,
+    new_tokens: NewTokensOption = 160,
+    batches: BatchesOption = "1,8",
+    temperatures: TemperaturesOption = "0",
+    repeats: RepeatsOption = 3,
+    seed: SeedOption = 0,
+    json: JsonOption = None,
+    png: PngOption = None,
+) -> None:
+    """Measure texts turned into JSON by schemas: masked plain decoding, forced tokens with lookups, transformers."""
+    with Report(json, png, model=model, dtype=dtype) as report:
+        suite = GrammarSuite(load_target(model, dtype)[0], limit)
+        for each in workloads(None, None, batches, temperatures, new_tokens=new_tokens, repeats=repeats, seed=seed):
+            workload = replace(each, prompts=suite.prompts)
+            rows = report.decode(suite.target, suite.decoders(workload), workload)
+            report.take([suite.masks(workload, rows[0])], workload)
+
+
+if __name__ == "__main__":
+    run_script(main)

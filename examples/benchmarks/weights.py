@@ -5,19 +5,37 @@ Shapes: C chunks of L tokens, V vocabulary.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from pathlib import Path
+from typing import Annotated, ClassVar
 
 import torch
+import typer
 from torch import Tensor
 
 from arbordraft import builders
 from arbordraft.bench.decoding import in_turns
 from arbordraft.bench.measure import precision
+from arbordraft.bench.report import Report
 from arbordraft.bench.workload import Tell, Workload, quiet
+from arbordraft.cli.options import (
+    BatchesOption,
+    DtypeOption,
+    JsonOption,
+    LimitOption,
+    ModelOption,
+    NewTokensOption,
+    PromptsOption,
+    RepeatsOption,
+    SeedOption,
+    workloads,
+)
+from arbordraft.cli.program import run_script
 from arbordraft.decoding.text import encode, user_turn
 from arbordraft.kernels.prepacked_linear import WEIGHTS
+from arbordraft.loading import Dtype, load_target
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
+from arbordraft.utils.files import read_text
 
 _CHUNK = 256  # tokens that are read at a time
 _TOPICS = ("types", "import", "naming")  # of Python's own help: texts that every installation has
@@ -125,4 +143,28 @@ def _log_probs(model: RaggedModel, tokens: Tensor) -> Tensor:
     return model(tokens, batch, cache).float().log_softmax(dim=-1)
 
 
-__all__ = ["WeightsRow", "compared", "help_text"]
+def main(
+    model: ModelOption = "smollm2",
+    dtype: DtypeOption = Dtype.bfloat16,
+    text: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Text to predict; else Python's own help.")
+    ] = None,
+    chunks: Annotated[int, typer.Option(min=1, help="Most chunks of 256 tokens that are read of it.")] = 8,
+    prompts: PromptsOption = None,
+    limit: LimitOption = None,
+    new_tokens: NewTokensOption = 64,
+    batches: BatchesOption = "1,8",
+    repeats: RepeatsOption = 3,
+    seed: SeedOption = 0,
+    json: JsonOption = None,
+) -> None:
+    """Measure weights of 4 and 8 bits against the model's own: predictions on a text, memory and tokens per second."""
+    known = help_text() if text is None else read_text(text)
+    sizes = workloads(prompts, limit, batches, new_tokens=new_tokens, repeats=repeats, seed=seed)
+    with Report(json, model=model, dtype=dtype, text=text, chunks=chunks) as report:
+        target, _ = load_target(model, dtype)
+        report.take(compared(target, known, sizes, chunks, report.tell), sizes[0])
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,129 @@
+"""Measures verification: a tree against the target's forward, rules against the vocabulary and the linear program.
+
+Shapes: N nodes, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import cycle
+
+import torch
+from forward import forward_pair
+from torch import Tensor
+
+from arbordraft.bench.measure import Measurement, paired, precision
+from arbordraft.bench.report import Report
+from arbordraft.bench.workload import Tell, Workload, quiet
+from arbordraft.cli.options import BOTH, DtypesOption, JsonOption, ModelOption, RepeatsOption, SeedOption
+from arbordraft.cli.program import run_script
+from arbordraft.loading import Kernels, load_target
+from arbordraft.sampling.laws import DraftLaw, TopTail, WithoutReplacement
+from arbordraft.sampling.noise import Noise
+from arbordraft.target.model import RaggedModel
+from arbordraft.trees.draft_tree import DraftTree, SampleTree
+from arbordraft.trees.topology import TreeTopology
+from arbordraft.verifiers import (
+    Lifted,
+    OptimalTransport,
+    RecursiveRejection,
+    Rule,
+    SpecHub,
+    TopDown,
+    TopTailRule,
+)
+from arbordraft.verifiers.coupling import Coupling
+
+_CALLS = 40  # calls per timing of something that takes microseconds
+
+
+def verify_cost(target: RaggedModel, workload: Workload, tell: Tell = quiet) -> Iterator[Measurement]:
+    """Verification of a full 16-node tree against the target's forward of its rows."""
+    topology = TreeTopology.from_k_config((3, 2, 1))
+    generator, source = torch.Generator().manual_seed(workload.seed), Noise.source(0)
+    forward, _ = forward_pair(target, [200], topology.num_nodes)
+    for name, coupling in (
+        ("recursive rejection, top-down", Coupling(WithoutReplacement(3), TopDown(RecursiveRejection()))),
+        ("recursive rejection, lifted", Coupling(WithoutReplacement(3), Lifted(RecursiveRejection()))),
+        ("tail and tops, lifted", Coupling(TopTail(1, 2), Lifted(RecursiveRejection()))),
+    ):
+        logits = torch.randn(topology.num_nodes, target.vocab_size, generator=generator) * 3
+        tree = DraftTree((drafted_tree(topology, coupling.law, logits, generator),))
+
+        def verify(coupling: Coupling = coupling, logits: Tensor = logits, tree: DraftTree = tree) -> None:
+            coupling(tree, logits.softmax(dim=-1), Noise.draw([source], topology.num_nodes))
+
+        size = f"{topology.num_nodes} nodes, V={target.vocab_size}"
+        case = f"{precision(target.model)} forward, {size}, {name}, with softmax"
+        yield paired("verify", case, verify, forward, workload, tell, reach="<= 0.15")
+
+
+def rule_cost(workload: Workload) -> Iterator[Measurement]:
+    """SpecHub, and tail and tops, at one node against one softmax of the same row; SpecHub against its linear program.
+
+    The program's variables are pairs of a drawn outcome and a token: beyond small vocabularies there is no solving it.
+    """
+    generator = torch.Generator().manual_seed(workload.seed)
+    hub = TopTail(1, 1)
+    nodes: list[tuple[str, Rule, TopTail, int]] = [
+        *(("SpecHub", SpecHub(), hub, vocab) for vocab in (4096, 16384, 49152, 131072, 262144)),
+        *(
+            (f"TopTail({k - 1}, 1)", TopTailRule(), TopTail(k - 1, 1), vocab)
+            for k in (2, 3, 4)
+            for vocab in (4096, 32768, 131072, 262144)
+        ),
+    ]
+    for name, rule, law, vocab in nodes:
+        logits = torch.randn(2, vocab, generator=generator) * 3
+        case = f"{name} at one node, V={vocab}, against one softmax"
+        # A row below this size fits the innermost caches: the rule's fixed cost shows.
+        reach = "<= 2.0" if name == "SpecHub" and vocab >= 49152 else ""
+        node, softmax = _node(rule, law, logits, generator), partial(logits[0].softmax, dim=-1)
+        row = paired("verify", case, node, softmax, workload, reach=reach, calls=(_CALLS, _CALLS))
+        yield replace(row, detail=f"{row.ours / vocab * 1e6:.2f} ns per token")
+    for vocab in (64, 256, 1024):
+        logits = torch.randn(2, vocab, generator=generator) * 3
+        closed, solved = (_node(rule, hub, logits, generator) for rule in (SpecHub(), OptimalTransport()))
+        case = f"SpecHub at one node, V={vocab}, against its compact linear program"
+        yield paired("verify", case, closed, solved, workload, calls=(_CALLS, 1))
+
+
+def _node(rule: Rule, law: DraftLaw, logits: Tensor, generator: torch.Generator) -> Callable[[], object]:
+    """A rule's law at one node, for other drawn children in every call; ``logits`` are the target's and the draft's."""
+    p, q = logits.softmax(dim=-1)
+    uniforms = torch.rand(_CALLS, law.k, generator=generator).tolist()
+    drawn = cycle([law.draw(q, each) for each in uniforms])
+    return lambda: rule(p, 1.0, q, next(drawn), law)
+
+
+def drafted_tree(topology: TreeTopology, law: DraftLaw, scores: Tensor, generator: torch.Generator) -> SampleTree:
+    """A full tree whose draft rows resemble the target's ``[N, V]`` scores."""
+    tokens, rows = {0: 0}, {}
+    for node, children in enumerate(topology.child_list):
+        if children:
+            row = (scores[node].float() + torch.randn(scores.shape[1], generator=generator)).softmax(dim=-1)
+            uniforms = torch.rand(len(children), generator=generator).tolist()
+            tokens |= dict(zip(children, law.narrow(len(children)).draw(row, uniforms), strict=True))
+            rows[node] = row
+    return SampleTree(topology, law, dict(sorted(tokens.items())), rows)
+
+
+def main(
+    model: ModelOption = "smollm2",
+    dtype: DtypesOption = BOTH,
+    repeats: RepeatsOption = 7,
+    seed: SeedOption = 0,
+    json: JsonOption = None,
+) -> None:
+    """Measure verification of a tree against the target's forward; rules against the vocabulary and against the LP."""
+    torch.manual_seed(seed)
+    workload = Workload(repeats=repeats, seed=seed)
+    with Report(json, model=model, dtype=dtype, repeats=repeats, seed=seed) as report:
+        for each in dtype:
+            target, _ = load_target(model, each, Kernels.torch)
+            report.take(verify_cost(target, workload, report.tell))
+        report.take(rule_cost(workload))
+
+
+if __name__ == "__main__":
+    run_script(main)

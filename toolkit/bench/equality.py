@@ -1,0 +1,78 @@
+"""Whether speculative decoding emits the tokens of plain decoding with the same seeds."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from arbordraft import builders
+from arbordraft.bench.decoding import answers
+from arbordraft.bench.measure import Measurement, precision
+from arbordraft.bench.workload import Tell, Workload, quiet
+from arbordraft.decoding.decoder import SpeculativeDecoder
+from arbordraft.drafters import Drafter, EarlyExitDrafter, HybridDrafter, NGramDrafter
+from arbordraft.target.model import RaggedModel
+from arbordraft.trees.topology import TreeTopology
+from arbordraft.verifiers.coupling import Coupling
+
+
+def equal_tokens(
+    target: RaggedModel, drafters: Mapping[str, Drafter], workloads: Sequence[Workload], tell: Tell = quiet
+) -> Iterator[Measurement]:
+    """Share of the tokens of speculative decoding that equal plain decoding's of the same seeds, prompt by prompt.
+
+    The workloads hold the same prompts at the same temperature in batches of several sizes; trained drafters join
+    lookups and the model's own first layers.
+    """
+    wide = replace(workloads[0], batch=16)
+    reference = _tokens(target, builders.plain(target), wide, tell, "plain decoding")
+    lookup = NGramDrafter(longest=8, shortest=1)
+    early = EarlyExitDrafter(target, max(1, target.num_layers // 4))
+    hybrid = HybridDrafter(NGramDrafter(longest=8, shortest=3), early)
+    shapes = {
+        "n-gram chain": (lookup, (1,) * 6),
+        "n-gram tree": (lookup, (3, 2, 1)),
+        "n-gram hybrid": (hybrid, (2, 1)),
+    } | {f"{name}, chain of 4": (drafter, (1,) * 4) for name, drafter in drafters.items()}
+    decoders = {
+        name: SpeculativeDecoder(target, drafter, TreeTopology.from_k_config(shape), Coupling.shared(max(shape)))
+        for name, (drafter, shape) in shapes.items()
+    }
+    for name, drafter in drafters.items():
+        decoders[f"{name}, tree of 16"] = builders.fitted(target, drafter)
+        decoders[f"lookup, else {name}, tree of 16"] = builders.fitted(target, drafter, lookup=True)
+    for name, decoder in decoders.items():
+        promised = decoder.equality_report().equality
+        for workload in workloads:
+            found = _tokens(target, decoder, workload, tell, f"{name}, batch {workload.batch}")
+            pairs = list(zip(found, reference, strict=True))
+            total = sum(len(wanted) for _, wanted in pairs)
+            equal = sum(_agreeing(tokens, wanted) for tokens, wanted in pairs)
+            same = sum(tokens == wanted for tokens, wanted in pairs)
+            yield Measurement(
+                "cpu equality",
+                f"{precision(target.model)}, temperature {workload.temperature:g}, {name}, batch {workload.batch}: "
+                "share of plain tokens",
+                equal,
+                total,
+                equal / total,
+                ">= 1.0",
+                f"{same} of {len(pairs)} answers equal; {promised}",
+            )
+
+
+def _tokens(
+    target: RaggedModel, decoder: SpeculativeDecoder, workload: Workload, tell: Tell, what: str
+) -> list[list[int]]:
+    tokens: list[list[int]] = []
+    batches = workload.batches(target)
+    for done, inputs in enumerate(batches):
+        tell(what, done, len(batches))
+        seeds = workload.seeds(len(inputs["input_ids"]), len(tokens))
+        output = decoder.generate(**inputs, **workload.request(), seeds=seeds, return_dict_in_generate=True)
+        tokens += answers(output, inputs)
+    return tokens
+
+
+def _agreeing(tokens: list[int], wanted: list[int]) -> int:
+    """Tokens up to the first difference."""
+    shorter = min(len(tokens), len(wanted))
+    return next((i for i in range(shorter) if tokens[i] != wanted[i]), shorter)

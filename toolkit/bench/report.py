@@ -1,0 +1,89 @@
+"""One run of a benchmark: shows progress and tables, and writes the figures."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from arbordraft.bench.decoding import Decode, in_turns
+from arbordraft.bench.measure import save
+from arbordraft.bench.plots import plot
+from arbordraft.bench.tables import print_rows
+from arbordraft.bench.workload import Workload
+from arbordraft.decoding.decoder import SpeculativeDecoder
+from arbordraft.target.model import RaggedModel
+from arbordraft.utils.terminal import bars, terminal
+
+
+class Report:
+    """Collects measurements within a ``with`` block, and prints them as tables at its end.
+
+    The file is written again with every row, so that an interrupted run loses little.
+
+    Args:
+        json: file for the rows, their settings and their provenance.
+        png: file for a picture of the rows.
+        **settings: stand beside the rows; of paths only the last name.
+    """
+
+    def __init__(self, json: Path | None = None, png: Path | None = None, **settings: Any) -> None:
+        self.json, self.png = json, png
+        self.settings = {name: _nameable(value) for name, value in settings.items()}
+        self.rows: list[Any] = []
+        self.console = terminal()
+        self._workloads: list[dict[str, Any]] = []
+        columns = (SpinnerColumn(), BarColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+        self._progress = bars(self.console, *columns)
+        self._task = self._progress.add_task("loading", total=None)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._progress.stop()
+        if kind is not None:
+            return
+        tables: dict[Any, list[Any]] = {}
+        for row in self.rows:
+            tables.setdefault((type(row), getattr(row, "table", None)), []).append(row)
+        for rows in tables.values():
+            print_rows(self.console, rows)
+        if self.png is not None:
+            plot(self.rows, self.png)
+        for path in (self.json, self.png):
+            if path is not None:
+                self.console.print(f"wrote {path}", soft_wrap=True)
+
+    def take(self, rows: Iterable[Any], workload: Workload | None = None) -> list[Any]:
+        """Collects rows as they come, notes the workload that they were measured with, and returns them."""
+        if workload is not None and (stated := workload.stated()) not in self._workloads:
+            self._workloads.append(stated)
+        new = []
+        for row in rows:
+            new.append(row)
+            self.rows.append(row)
+            self._progress.update(self._task, description=f"{len(self.rows)} measured")
+            if self.json is not None:
+                save(self.json, self.rows, workloads=self._workloads, **self.settings)
+        return new
+
+    def decode(
+        self, target: RaggedModel, decoders: Mapping[str, SpeculativeDecoder | Decode], workload: Workload
+    ) -> list[Any]:
+        """Decodes with every decoder in turns."""
+        return self.take(in_turns(target, decoders, workload, self.tell), workload)
+
+    def tell(self, what: str, done: int, of: int) -> None:
+        """Moves the bar: ``done`` rounds of what is being measured are over."""
+        description = f"{len(self.rows)} measured, now {what}"
+        self._progress.update(self._task, description=description, completed=done, total=of)
+
+
+def _nameable(value: Any) -> Any:
+    """An option as it may stand in a file: of paths on this machine only the last name."""
+    if isinstance(value, list):
+        return [_nameable(each) for each in value]
+    return Path(value).name if isinstance(value, Path) or (isinstance(value, str) and Path(value).exists()) else value

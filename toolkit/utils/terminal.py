@@ -1,0 +1,17 @@
+"""A console and bars for commands and benchmarks."""
+
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress, ProgressColumn
+
+
+def terminal(**options: Any) -> Console:
+    """A console on which texts are texts: brackets in prompts and paths are no markup, colons no emoji."""
+    return Console(markup=False, emoji=False, **options)
+
+
+def bars(console: Console, *columns: ProgressColumn, transient: bool = False) -> Progress:
+    """A display of progress on a terminal, on stderr if stdout is a pipe; without any terminal it shows nothing."""
+    place = console if console.is_terminal else terminal(stderr=True)
+    return Progress(*columns, console=place, transient=transient, disable=not place.is_terminal)
