@@ -57,8 +57,8 @@ format: $(VENV)/.installed-dev ## Format the code and apply safe fixes
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.installed-demo ## Measure what ARGS names, lookups by default
-	$(BIN)/arbordraft bench $(or $(ARGS),lookup)
+bench: $(VENV)/.installed-demo ## Measure what ARGS names, by default against transformers
+	$(BIN)/arbordraft bench $(or $(ARGS),compare)
 
 docs: $(VENV)/.installed-docs ## Build the documentation into build/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -20,6 +20,7 @@ from arbordraft.training.fit import known_configs
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+BENCHMARKS = "python examples/benchmarks/"
 RESULTS = ROOT / "examples" / "results"
 PACKAGES = {"toolkit": "", "kernels": "kernels.", "training": "training.", "exports": "exports."}
 FENCED = re.compile(r"^```(\w*).*?\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -73,7 +74,10 @@ def command_lines() -> list[tuple[str, bool]]:
     """Every command line of ours, and whether it is whole: code inside a sentence may leave arguments out."""
     sources = [*PAGES, RESULTS / "README.md", ROOT / "examples" / "compare" / "README.md"]
     whole = [(line, True) for page in sources for line in fenced_lines(page, "arbordraft")]
-    inline = [re.findall(r"`(arbordraft [^`\n]+)`", FENCED.sub("", page.read_text())) for page in sources]
+    whole += [(line, True) for page in sources for line in fenced_lines(page, "python") if BENCHMARKS in line]
+    inline = [
+        re.findall(rf"`((?:arbordraft |{BENCHMARKS})[^`\n]+)`", FENCED.sub("", page.read_text())) for page in sources
+    ]
     return sorted({*whole, *((line, False) for lines in inline for line in lines)})
 
 
@@ -90,6 +94,7 @@ def test_command_lines_parse(line, whole, tmp_path, monkeypatch):
         ("arbordraft bench decode --drafter ngram --tokens 3", "--tokens"),
         ("arbordraft bench decode --new-tokens many", "integer"),
         ("arbordraft tree chain:3 chain:4", "chain:4"),
+        ("python examples/benchmarks/batching.py --lenght 3", "--lenght"),
         ("arbordraft tree --png tree.png", "Missing"),
         ("arbordraft train drafter fit --config drafter/eagel", "drafter/eagel"),
     ],
@@ -102,6 +107,10 @@ def test_a_wrong_command_line_is_caught(line, expected, tmp_path, monkeypatch):
 def problem(line: str, whole: bool) -> str | None:
     """What the command line refuses before it does anything. Reads and writes in the current folder."""
     command, arguments = typer.main.get_command(app), shlex.split(line, comments=True)[1:]
+    if line.startswith(BENCHMARKS):
+        script = typer.Typer()
+        script.command()(importlib.import_module(Path(arguments.pop(0)).stem).main)
+        command = typer.main.get_command(script)
     context = command.context_class(command, info_name="arbordraft")
     while hasattr(command, "resolve_command") and arguments:
         if command.get_command(context, arguments[0]) is None:
@@ -117,7 +126,7 @@ def problem(line: str, whole: bool) -> str | None:
             Path(name).parent.mkdir(parents=True, exist_ok=True)
             Path(name).touch()
     try:
-        command.make_context(name, arguments, parent=context)
+        command.make_context(context.info_name, arguments, parent=context)
     except Exception as error:  # the parser's own exceptions have no public name in every version of typer
         reason = f"{type(error).__name__}: {getattr(error, 'message', error)}"
         return None if reason.startswith(("Missing", "NoArgs")) and not whole else reason

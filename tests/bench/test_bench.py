@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from padded import PaddedDecoder
 from support.models import PROMPTS, VOCAB, greedy_reference, left_padded, new_tokens, ragged, tiny_tokenizer
 
 from arbordraft import (
@@ -23,7 +24,6 @@ from arbordraft import (
     WithoutReplacement,
 )
 from arbordraft.bench.decoding import emitted
-from arbordraft.bench.padded import PaddedDecoder
 from arbordraft.bench.verifiers import (
     clustered,
     expected_accepted,

@@ -6,18 +6,20 @@ import subprocess
 import sys
 from importlib.metadata import version
 
+import gpu_kernels
+import kernel_timing
+import problems
 import pytest
+import score_problems
 import torch
+import typer
+from kernel_timing import Goal, Problem, measured
+from packed import Packed, flash, flex, sdpa
+from roofline import STEPPED, Shape, fitting_shapes, predictions, product
 from torch.testing import assert_close
-from typer.testing import CliRunner
 
 pytest.importorskip("triton", reason="Triton is made for Linux only")
 from arbordraft import TreeTopology
-from arbordraft.bench import kernels, problems, score_problems
-from arbordraft.bench.kernels import Goal, Problem, measured
-from arbordraft.bench.packed import Packed, flash, flex, sdpa
-from arbordraft.bench.roofline import STEPPED, Shape, fitting_shapes, predictions, product
-from arbordraft.cli import main as cli
 from arbordraft.kernels.choice import INTERPRETER
 from arbordraft.kernels.work import Work
 
@@ -25,12 +27,12 @@ CPU, NOWHERE = torch.device("cpu"), torch.device("meta")
 SMALL = Shape(context=300, batch=2, tree=5, group=2, size=16, heads=4)
 
 
-def test_the_command_runs_whole_in_the_interpreter(tmp_path):
+def test_the_script_runs_whole_in_the_interpreter(tmp_path):
     report = tmp_path / "kernels.json"
-    asked = ["bench", "kernels", "--contexts", "2048,64", "--batches", "1", "--trees", "8", "--json", str(report)]
+    asked = ["--contexts", "2048,64", "--batches", "1", "--trees", "8", "--json", str(report)]
     environment = {name: value for name, value in os.environ.items() if name != INTERPRETER}
     found = subprocess.run(
-        [sys.executable, "-c", "from arbordraft.cli.main import main; main()", *asked],
+        [sys.executable, gpu_kernels.__file__, *asked],
         env=environment | {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"},
         capture_output=True,
         text=True,
@@ -163,16 +165,17 @@ def test_times_of_peers_and_a_peer_that_fails():
 
 
 @pytest.mark.parametrize("error", [0.11, float("nan"), float("inf")])
-def test_a_wrong_kernel_is_seen(monkeypatch, error):
-    """Negative control, and the command fails."""
+def test_a_wrong_kernel_is_seen(monkeypatch, capsys, error):
+    """Negative control, and the script fails."""
     (row,) = measured([problem(error=lambda: error)], None)
     assert not row.correct
     assert row.us is None
-    monkeypatch.setattr(kernels, "device", lambda: CPU)
-    monkeypatch.setattr(problems, "chosen", lambda *_: [problem(error=lambda: error), problem()])
-    found = CliRunner().invoke(cli.app, ["bench", "kernels", "--contexts", "64", "--batches", "1", "--trees", "1"])
-    assert found.exit_code == 1
-    assert "1 of 2 results differ" in found.output
+    monkeypatch.setattr(gpu_kernels, "device", lambda: CPU)
+    monkeypatch.setattr(gpu_kernels, "chosen", lambda *_: [problem(error=lambda: error), problem()])
+    with pytest.raises(typer.Exit) as failed:
+        gpu_kernels.main(contexts="64", batches="1", trees="1")
+    assert failed.value.exit_code == 1
+    assert "1 of 2 results differ" in capsys.readouterr().out
 
 
 def test_a_late_interpreter_is_refused(monkeypatch):
@@ -180,10 +183,10 @@ def test_a_late_interpreter_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "triton" in sys.modules
     with pytest.raises(RuntimeError, match="set TRITON_INTERPRET=1 before Python starts"):
-        kernels.device()
-    monkeypatch.setattr(kernels, "find_spec", lambda name: None)
+        kernel_timing.device()
+    monkeypatch.setattr(kernel_timing, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install 'arbordraft\[triton\]'"):
-        kernels.device()
+        kernel_timing.device()
 
 
 def test_peers_compute_the_same():

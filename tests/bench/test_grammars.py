@@ -1,30 +1,30 @@
-"""``arbordraft bench grammars``: tasks that can be decoded, and contestants that say the same."""
+"""``examples/benchmarks/grammars.py``: tasks that can be decoded, and contestants that say the same."""
 
 import json
 
+import grammars
 import jsonschema
 import pytest
 from support.spellers import speller
 
 from arbordraft.bench.decoding import in_turns
-from arbordraft.bench.grammars import TASKS, GrammarSuite
 from arbordraft.bench.workload import Workload
 
 
-@pytest.mark.parametrize("schema", [schema for _, schema in TASKS], ids=range(len(TASKS)))
+@pytest.mark.parametrize("schema", [schema for _, schema in grammars.TASKS], ids=range(len(grammars.TASKS)))
 def test_schemas_are_schemas(schema):
     jsonschema.Draft202012Validator.check_schema(schema)
     assert json.loads(json.dumps(schema)) == schema
 
 
-def test_all_contestants_decode_the_same(monkeypatch):
+def test_all_contestants_decode_the_same(monkeypatch, tmp_path):
     target = speller()
     monkeypatch.setattr(
         target.tokenizer, "chat_template", "{% for message in messages %}{{ message.content }}{% endfor %}"
     )
     monkeypatch.setattr("arbordraft.builders.known_costs", lambda *_: None)
     monkeypatch.setattr("arbordraft.builders.CostAware", lambda costs: None)
-    suite = GrammarSuite(target, 2)
+    suite = grammars.GrammarSuite(target, 2)
     workload = Workload(suite.prompts, batch=2, new_tokens=24, repeats=1)
     decoders = suite.decoders(workload)
     (inputs,) = workload.batches(target)
@@ -35,3 +35,7 @@ def test_all_contestants_decode_the_same(monkeypatch):
     masks = suite.masks(workload, rows[0])
     assert masks.tokens == 48
     assert masks.share > 0
+    monkeypatch.setattr(grammars, "load_target", lambda *_: (target, target.tokenizer))
+    grammars.main(limit=2, new_tokens=4, batches="2", repeats=1, json=tmp_path / "report.json")
+    written = json.loads((tmp_path / "report.json").read_text())["measurements"]
+    assert [row.get("decoder") for row in written] == [*decoders, None]

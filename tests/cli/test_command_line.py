@@ -96,36 +96,32 @@ USAGE = {
     "tuning costs into a folder": ("tune --costs folder", r"folder is a folder, not a file"),
     "tuning with prompts that are not there": ("tune --prompts nowhere", r"--prompts.*nowhere.*does not exist"),
     "tuning at no temperature": ("tune --temperature nan", r"--temperature"),
-    "figures into a folder": ("bench forward --json folder", r"folder is a folder, not a file"),
-    "figures below a file": ("bench lookup --json file/x.json", r"file/x.json cannot be written"),
-    "picture into a folder": ("bench batching --png folder", r"folder is a folder, not a file"),
-    "measuring never": ("bench forward --repeats 0", r"--repeats"),
-    "measuring no tokens": ("bench lookup --new-tokens 0", r"--new-tokens"),
-    "measuring no batch": ("bench batching --batches 0", r"--batches.*at least 1, got 0"),
+    "figures into a folder": ("bench compare --json folder", r"folder is a folder, not a file"),
+    "figures below a file": ("bench equality --json file/x.json", r"file/x.json cannot be written"),
+    "picture into a folder": ("bench policy --drafter ngram --png folder", r"folder is a folder, not a file"),
+    "measuring never": ("bench compare --repeats 0", r"--repeats"),
+    "measuring no tokens": ("bench equality --new-tokens 0", r"--new-tokens"),
+    "measuring no batch": ("bench compare --batches 0", r"--batches.*at least 1, got 0"),
     "measuring batches of a word": ("bench equality --batches x", r"--batches.*comma-separated numbers"),
     "measuring empty batches": ("bench compare --batches=", r"--batches.*comma-separated numbers"),
     "measuring at no temperature": ("bench decode --temperatures nan --drafter ngram", r"--temperatures.*finite"),
     "measuring below zero": ("bench decode --temperatures=-1 --drafter ngram", r"--temperatures.*at least 0"),
-    "measuring nobody": ("bench decode", r"name at least one --drafter"),
-    "judging nobody": ("bench verifiers", r"name at least one --drafter"),
-    "measuring half a head": ("bench kernels --groups 0.5", r"--groups.*comma-separated numbers"),
-    "prompts without messages": ("bench cpu --prompts other.jsonl", r"other\.jsonl:2 is not \{\"messages\""),
-    "turns that are a number": ("bench cpu --prompts turns.jsonl", r"turns\.jsonl:1 is not .*or \{\"turns\": \["),
-    "prompts without a line": ("bench cpu --prompts empty", r"empty holds no prompts"),
+    "measuring nobody": ("bench decode", r"Missing option '--drafter'"),
+    "judging nobody": ("bench verifiers", r"Missing option '--drafter'"),
+    "measuring half a child": (
+        "bench verifiers --drafter none --children 0.5",
+        r"--children.*comma-separated numbers",
+    ),
+    "prompts without messages": ("bench equality --prompts other.jsonl", r"other\.jsonl:2 is not \{\"messages\""),
+    "turns that are a number": ("bench equality --prompts turns.jsonl", r"turns\.jsonl:1 is not .*or \{\"turns\": \["),
+    "prompts without a line": ("bench equality --prompts empty", r"empty holds no prompts"),
     "judging on one prompt": (
         "bench verifiers --drafter none --model model --limit 1 --new-tokens 2",
         r"give 2 or more",
     ),
-    "prompts of bytes": ("bench lookup --prompts bytes", r"bytes is not UTF-8 text"),
+    "prompts of bytes": ("bench compare --prompts bytes", r"bytes is not UTF-8 text"),
     "prompts of a folder": ("bench equality --prompts folder", r"--prompts.*folder.*is a directory"),
     "a seed below zero": ("bench equality --seed -1", r"--seed"),
-    "what was never tuned": ("bench tuned nowhere", r"nowhere"),
-    "what tuning did not write": ("bench tuned list.json", r"list.json is not what tuning writes"),
-    "what tuning did not write, in bytes": ("bench tuned bytes", r"bytes is not"),
-    "costs that are none": (
-        "bench deciders --drafter ngram --costs list.json --model model",
-        r"list.json holds no step c",
-    ),
     "a target that is not there": ("generate a --model nowhere/at/all", r"nowhere/at/all"),
     "a target that is a file": ("generate a --model file", r"file"),
     "a target that is an empty folder": ("generate a --model folder", r"folder"),
@@ -322,19 +318,9 @@ def test_a_real_process(arguments, status, line):
 
 SHARED = {"--model", "--dtype", "--prompts", "--limit", "--new-tokens", "--seed", "--json"}
 BENCHES = {
-    **dict.fromkeys(
-        ["decode", "batching", "policy", "product", "deciders", "compare", "tuned", "weights"],
-        SHARED | {"--batches", "--repeats"},
-    ),
-    "lookup": SHARED | {"--repeats"},
-    "cpu": SHARED | {"--repeats"},
-    "grammars": SHARED - {"--prompts"} | {"--batches", "--repeats"},
+    **dict.fromkeys(["decode", "policy", "compare"], SHARED | {"--batches", "--repeats", "--png"}),
     "equality": SHARED | {"--batches"},
-    "verifiers": SHARED | {"--batches"},
-    "onnx": SHARED - {"--dtype"} | {"--batches", "--repeats"},
-    "forward": {"--model", "--dtype", "--repeats", "--seed", "--json"},
-    "verify": {"--model", "--dtype", "--repeats", "--seed", "--json"},
-    "kernels": {"--seed", "--json"},
+    "verifiers": SHARED | {"--batches", "--png"},
 }
 
 
@@ -348,35 +334,25 @@ def test_no_benchmark_is_left_out():
     assert {(command.name or command.callback.__name__) for command in bench.app.registered_commands} == BENCHES.keys()
 
 
-@pytest.mark.parametrize(
-    "command",
-    ["batching", "cpu", "weights", "lookup", "equality", "decode", "compare", "forward", "verify", "verifiers"],
-)
+@pytest.mark.parametrize("command", ["equality", "decode", "compare", "verifiers"])
 def test_every_benchmark_moves_a_bar(place, monkeypatch, command):
     """Each tells what is measured, and how many of its rounds are done, more than once."""
     seen = []
-    tell = bench.Run.tell
+    tell = bench.Report.tell
 
-    def watch(run, what, done, of):
+    def watch(report, what, done, of):
         assert 0 <= done < of
         seen.append((what, done, of))
-        tell(run, what, done, of)
+        tell(report, what, done, of)
 
-    monkeypatch.setattr(bench.Run, "tell", watch)
+    monkeypatch.setattr(bench.Report, "tell", watch)
     options = {
-        "batching": ["--batches", "1", "--repeats", "1"],
-        "cpu": ["--dtype", "bfloat16", "--no-others", "--repeats", "1"],
-        "weights": ["--batches", "1", "--repeats", "1", "--chunks", "1"],
-        "lookup": ["--dtype", "float32", "--repeats", "2"],
         "equality": ["--dtype", "float32", "--batches", "1"],
         "decode": ["--drafter", "early-exit:1", "--temperatures", "0"],
         "compare": ["--drafter", "early-exit:1", "--repeats", "1"],
-        "forward": ["--dtype", "float32", "--repeats", "2"],
-        "verify": ["--dtype", "float32", "--repeats", "1"],
         "verifiers": ["--drafter", "early-exit:1", "--temperatures", "1", "--children", "2", "--no-trees"],
     }[command]
-    if command not in ("forward", "verify"):
-        options += ["--prompts", str(place / "prompts.jsonl"), "--limit", "2", "--new-tokens", "4"]
+    options += ["--prompts", str(place / "prompts.jsonl"), "--limit", "2", "--new-tokens", "4"]
     result = CliRunner().invoke(cli.app, ["bench", command, "--model", str(place / "model"), *options])
     assert result.exit_code == 0, result.output
     assert len(seen) > 1

@@ -13,10 +13,7 @@ import torch
 from support.models import tiny_checkpoint, tiny_tokenizer
 from typer.testing import CliRunner
 
-from arbordraft import CostTable, NoDrafter
-from arbordraft.bench.tuning import Choice, Setting, Tuned, grid
 from arbordraft.cli import main as cli
-from arbordraft.deciders.costs import StepCosts
 from arbordraft.decoding.prompts import read_prompts
 from arbordraft.decoding.spelling import Pieces
 
@@ -94,53 +91,20 @@ def asked(tmp_path):
     return ["--model", str(tiny_checkpoint(tmp_path))], ["--prompts", str(prompts), "--limit", "2", "--new-tokens", "4"]
 
 
-@pytest.mark.parametrize("command", ["forward", "verify", "lookup"])
-def test_bench_writes_times_with_their_provenance(tmp_path, asked, command):
-    model, _ = asked
-    tokens = ["--new-tokens", "4"] if command == "lookup" else []
-    found = bench(tmp_path, command, *model, "--dtype", "float32", "--repeats", "1", *tokens)
-    assert {m["group"] for m in found["measurements"]} == {"decode" if command == "lookup" else command}
-    assert all(m["ours"] > 0 for m in found["measurements"])
-    assert found["provenance"]["versions"]["torch"] == version("torch")
-
-
-def test_bench_of_weights(tmp_path, asked):
-    model, prompts = asked
-    text = tmp_path / "text.txt"
-    text.write_text("a b c d " * 100)
-    settings = [*model, *prompts, "--text", str(text), "--batches", "1,2", "--repeats", "1"]
-    found = bench(tmp_path, "weights", *settings)["measurements"]
-    kinds = ["own", "int4", "int8", "int8-weight-only"]
-    assert [(row["batch"], row["weights"]) for row in found] == [(batch, kind) for batch in (1, 2) for kind in kinds]
-    for row in found:
-        own = row["weights"] == "own"
-        assert (row["divergence"] == 0) == own
-        assert (row["memory"] == 1) == own
-        assert row["tokens_per_second"] > 0
-        assert row["perplexity"] > 1
-    text.write_text("a b")
-    result = runner.invoke(cli.app, ["bench", "weights", *settings])
-    assert "is too short: at least 256 are read" in str(result.exception)
-
-
-def test_bench_of_the_cpu_kernels(tmp_path, asked):
+def test_bench_compares_tokens(tmp_path, asked):
     model, (prompts, path, *_) = asked
-    settings = [*model, prompts, path, "--dtype", "bfloat16", "--new-tokens", "4"]
-    found = bench(tmp_path, "cpu", *settings, "--repeats", "1", "--no-others")["measurements"]
-    assert {"cpu forward", "cpu decode"} <= {m["group"] for m in found}
-    found = bench(tmp_path, "equality", *settings, "--temperature", "0,1")["measurements"]
-    assert len(found) == 12
-    assert all(m["ratio"] == 1 for m in found if "pathwise" in m["detail"])
+    settings = [*model, prompts, path, "--dtype", "bfloat16", "--new-tokens", "4", "--temperature", "0,1"]
+    found = bench(tmp_path, "equality", *settings)
+    assert len(found["measurements"]) == 12
+    assert all(m["ratio"] == 1 for m in found["measurements"] if "pathwise" in m["detail"])
+    assert found["provenance"]["versions"]["torch"] == version("torch")
 
 
 @pytest.mark.parametrize(
     ("command", "options", "rows"),
     [
         ("decode", ["--drafter", "early-exit:1", "--batch", "2"], 5 + 5),
-        ("batching", ["--batches", "1,2", "--repeats", "1"], 2 * 5),
         ("policy", ["--drafter", "early-exit:1", "--batches", "2"], 2 * 4),
-        ("product", ["--drafter", "early-exit:1", "--batches", "2", "--nodes", "6"], 2 * 5),
-        ("deciders", ["--drafter", "early-exit:1", "--batches", "2", "--depth", "2", "--repeats", "1"], 1 + 2 + 7),
         ("compare", ["--drafter", "early-exit:1", "--repeats", "1"], 6),
         ("verifiers", ["--drafter", "early-exit:1", "--temperatures", "1", "--children", "2", "--no-trees"], 7),
         (
@@ -161,23 +125,9 @@ def test_bench_decodes_and_draws(tmp_path, asked, command, options, rows):
     assert picture.stat().st_size > 1000
 
 
-def test_bench_tries_the_whole_grid_beside_what_was_chosen(tmp_path, asked):
-    model, prompts = asked
-    file = tmp_path / "tuned.json"
-    cheap = CostTable((1,), (1e-3,))
-    chosen = Choice(2, Setting("tree", 8), 5.0, 4.0)
-    Tuned("early-exit:1", 0.0, StepCosts(cheap, cheap), [chosen]).save(file)
-    options = ["--batches", "2", "--repeats", "1"]
-    found = bench(tmp_path, "tuned", str(file), *model, *prompts, *options)["measurements"]
-    known = grid(NoDrafter())
-    assert found[0]["decoder"] == "chosen: tree of 8"
-    assert {row["decoder"].removeprefix("chosen: ") for row in found} == set(map(str, known))
-    assert found[0]["speed_up"] == 1
-
-
 def test_bench_names_what_it_cannot_read(asked):
     model, prompts = asked
-    for wrong in (["batching", "--batches", "1,x"], ["verifiers"], ["decode", "--drafter", "early-exit:99"]):
+    for wrong in (["compare", "--batches", "1,x"], ["verifiers"], ["decode", "--drafter", "early-exit:99"]):
         result = runner.invoke(cli.app, ["bench", *wrong, *model, *prompts])
         assert result.exit_code != 0
 

@@ -1,12 +1,10 @@
 """Exported drafters and deciders in the decoder: the rows, the tokens and the refusals of the torch parts."""
 
-import json
-
 import pytest
+from onnx_steps import draft_steps
 from support.companions import ROWS, Rounds, check_rows, drafter, target, texts, trained
-from support.models import PROMPTS, left_padded, new_tokens, tiny, tiny_checkpoint, tiny_tokenizer
+from support.models import PROMPTS, left_padded, new_tokens, tiny, tiny_tokenizer
 from support.onnx_graphs import decider
-from typer.testing import CliRunner
 
 from arbordraft import (
     BlockDrafter,
@@ -23,9 +21,7 @@ from arbordraft import (
     TreeTopology,
     WithoutReplacement,
 )
-from arbordraft.bench.onnx import draft_steps
 from arbordraft.bench.workload import Workload
-from arbordraft.cli.main import app
 from arbordraft.loading import drafter_named, load_drafter
 from arbordraft.onnx.decider import OnnxDecider
 from arbordraft.onnx.graph import Graph
@@ -213,29 +209,3 @@ def test_draft_steps_are_timed_in_turns(graphs):
     assert theirs.milliseconds > 0
     assert theirs.per_level == pytest.approx(theirs.milliseconds / 3)
     assert (ours.tau, ours.acceptance) == (theirs.tau, theirs.acceptance)
-
-
-def test_the_benchmark_is_a_command(graphs, tmp_path):
-    result = CliRunner().invoke(app, ["bench", "onnx", "--help"])
-    assert result.exit_code == 0
-    checkpoint = tiny_checkpoint(tmp_path / "model")
-    written = CliRunner().invoke(
-        app, ["export", "onnx", "early-exit:1", f"{tmp_path}/graphs", "--target", f"{checkpoint}"]
-    )
-    assert written.exit_code == 0, written.output
-    arguments = [
-        f"{tmp_path}/graphs",
-        "--drafter",
-        "early-exit:1",
-        "--model",
-        f"{checkpoint}",
-        "--json",
-        f"{tmp_path}/x.json",
-    ]
-    sizes = ["--new-tokens", "4", "--limit", "2", "--batches", "1,2", "--repeats", "1", "--depth", "2"]
-    result = CliRunner().invoke(app, ["bench", "onnx", *arguments, *sizes])
-    assert result.exit_code == 0, result.output
-    rows = json.loads((tmp_path / "x.json").read_text())["measurements"]
-    assert [(row["drafter"], row["batch"]) for row in rows] == [
-        (name, batch) for batch in (1, 2) for name in ("torch, own modules", "torch, native kernels", "graphs")
-    ]

@@ -168,20 +168,17 @@ def verifiers(
 ) -> None:
     """Measure what draft laws and verifiers accept on the model's own rows: expectations with standard errors."""
     sizes = workloads(prompts, limit, batches, temperatures, new_tokens=new_tokens, repeats=1, seed=seed)
-    shapes = {"children": children, "depths": depths, "nodes": nodes}
-    counts = {name: numbers(text, int) for name, text in shapes.items()}
-    options = shapes | {"trees": trees, "optima": optima}
+    counts, levels, most = (numbers(text, int) for text in (children, depths, nodes))
+    options = {"children": children, "depths": depths, "nodes": nodes, "trees": trees, "optima": optima}
     with Report(json, png, model=model, dtype=dtype, drafter=drafter, **options) as report:
         target, _ = load_target(model, dtype)
         drafters = drafters_of(drafter, target)
         for workload in sizes:
-            single = node_acceptance(
-                target, drafters, workload, children=counts["children"], optima=optima, tell=report.tell
-            )
+            single = node_acceptance(target, drafters, workload, children=counts, optima=optima, tell=report.tell)
             ranks = {(row.drafter, row.law): row.by_rank for row in report.take(single, workload) if row.k == 2}
             if trees:
-                grown = {"depths": counts["depths"], "nodes": counts["nodes"], "ranks": ranks}
-                report.take(tree_tau(target, drafters, workload, **grown, tell=report.tell), workload)
+                whole = tree_tau(target, drafters, workload, depths=levels, nodes=most, ranks=ranks, tell=report.tell)
+                report.take(whole, workload)
 
 
 __all__ = ["app"]

@@ -1,0 +1,135 @@
+"""The scripts in ``examples/benchmarks``: each runs whole on a tiny model and writes what it measured."""
+
+import importlib
+import json
+import warnings
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+import weights
+from support.models import tiny_checkpoint
+from typer.testing import CliRunner
+
+from arbordraft import CostTable, NoDrafter
+from arbordraft.bench.report import Report
+from arbordraft.bench.tuning import Choice, Setting, Tuned, grid
+from arbordraft.cli.main import app
+from arbordraft.deciders.costs import StepCosts
+from arbordraft.loading import Dtype
+
+SCRIPTS = Path(weights.__file__).parent
+FLOAT, HALF = [Dtype.float32], [Dtype.bfloat16]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """The folder of a tiny model."""
+    torch.manual_seed(0)
+    return tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def measured(tmp_path, tiny, monkeypatch):
+    """Runs a script in this process; gives the rows and settings that it has written."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"messages": [{"role": "user", "content": text}]}) + "\n" for text in "abcd"))
+    seen = []
+
+    def tell(report, what, done, of):
+        assert 0 <= done < of
+        seen.append(what)
+
+    monkeypatch.setattr(Report, "tell", tell)
+
+    def run(name, **options):
+        report = tmp_path / "report.json"
+        script = importlib.import_module(name)
+        if "prompts" in script.main.__annotations__:
+            options = {"prompts": prompts, "limit": 2, "new_tokens": 4} | options
+        script.main(model=str(tiny), json=report, repeats=1, **options)
+        assert seen
+        assert not list(tmp_path.glob("*.part*"))
+        return json.loads(report.read_text())
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "groups"),
+    [
+        ("forward", {"dtype": FLOAT}, {"forward"}),
+        ("verify", {"dtype": FLOAT}, {"verify"}),
+        ("lookup", {"dtype": FLOAT}, {"decode"}),
+        ("cpu", {"dtype": HALF, "others": False}, {"cpu forward", "cpu decode"}),
+    ],
+)
+def test_times_and_their_provenance(measured, name, options, groups):
+    found = measured(name, **options)
+    assert {row["group"] for row in found["measurements"]} == groups
+    assert all(row["ours"] > 0 for row in found["measurements"])
+    assert found["provenance"]["versions"]["torch"] == version("torch")
+    assert found["settings"]["model"]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "rows"),
+    [
+        ("batching", {"batches": "1,2"}, 2 * 5),
+        ("product", {"drafter": "early-exit:1", "batches": "2", "nodes": 6}, 2 * 5),
+        ("deciders", {"drafter": "early-exit:1", "batches": "2", "depth": 2}, 1 + 2 + 7),
+    ],
+)
+def test_decoders_take_turns_and_are_drawn(measured, tmp_path, name, options, rows):
+    picture = tmp_path / "picture.png"
+    with warnings.catch_warnings(action="ignore"):  # the lossy fork says that it is
+        found = measured(name, png=picture, **options)
+    assert len(found["measurements"]) == rows
+    assert picture.stat().st_size > 1000
+
+
+def test_weights(measured, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("a b c d " * 100)
+    found = measured("weights", text=text, batches="1,2")["measurements"]
+    kinds = ["own", "int4", "int8", "int8-weight-only"]
+    assert [(row["batch"], row["weights"]) for row in found] == [(batch, kind) for batch in (1, 2) for kind in kinds]
+    for row in found:
+        own = row["weights"] == "own"
+        assert (row["divergence"] == 0) == own
+        assert (row["memory"] == 1) == own
+        assert row["tokens_per_second"] > 0
+        assert row["perplexity"] > 1
+    text.write_text("a b")
+    with pytest.raises(ValueError, match="is too short: at least 256 are read"):
+        measured("weights", text=text, batches="1")
+
+
+def test_tuned_is_beside_the_whole_grid(measured, tmp_path):
+    file = tmp_path / "tuned.json"
+    cheap = CostTable((1,), (1e-3,))
+    chosen = Choice(2, Setting("tree", 8), 5.0, 4.0)
+    Tuned("early-exit:1", 0.0, StepCosts(cheap, cheap), [chosen]).save(file)
+    found = measured("tuned", file=file, batches="2")["measurements"]
+    assert found[0]["decoder"] == "chosen: tree of 8"
+    assert {row["decoder"].removeprefix("chosen: ") for row in found} == set(map(str, grid(NoDrafter())))
+    assert found[0]["speed_up"] == 1
+
+
+def test_draft_steps_of_graphs(measured, tmp_path, tiny):
+    pytest.importorskip("onnx")
+    graphs = tmp_path / "graphs"
+    written = CliRunner().invoke(app, ["export", "onnx", "early-exit:1", str(graphs), "--target", str(tiny)])
+    assert written.exit_code == 0, written.output
+    rows = measured("onnx_steps", graphs=[graphs], drafter="early-exit:1", batches="1,2", depth=2)["measurements"]
+    assert [(row["drafter"], row["batch"]) for row in rows] == [
+        (name, batch) for batch in (1, 2) for name in ("torch, own modules", "torch, native kernels", "graphs")
+    ]
+
+
+def test_every_script_is_tested():
+    source = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    scripts = [path.stem for path in SCRIPTS.glob("*.py") if "run_script(main)" in path.read_text()]
+    assert len(scripts) > 10
+    assert [name for name in scripts if f'"{name}"' not in source and f"import {name}" not in source] == []
