@@ -1,4 +1,4 @@
-"""What grammars cost, and what forced tokens and lookups gain: texts turned into JSON, each by a schema of its own.
+"""Measures the cost of grammars and the gain of forced tokens and lookups, on texts turned into JSON by schemas.
 
 Shapes: B samples, V vocabulary.
 """
@@ -53,7 +53,7 @@ def _number(most: int) -> dict[str, Any]:
     return {"type": "integer", "minimum": 0, "maximum": most}
 
 
-# Short texts with the form that what they say is to be brought into: nested, listed, counted, chosen, spelled.
+# Short texts, each with the schema of its facts: nested, listed, counted, chosen, spelled.
 TASKS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     (
         "Ana Sousa, 34, works as a nurse in Porto. Write to ana@clinic.com or call 555-0134.",
@@ -150,10 +150,10 @@ TASKS: tuple[tuple[str, Mapping[str, Any]], ...] = (
 
 @dataclass(frozen=True)
 class MaskRow:
-    """What the grammars themselves took of masked plain decoding.
+    """Time of the grammars themselves within masked plain decoding.
 
     Args:
-        microseconds: for a token: to go on behind it, to find what may come next, and to mask the scores.
+        microseconds: per token, to advance the grammar, find the allowed tokens and mask the scores.
         share: of the time of a step.
     """
 

@@ -1,4 +1,4 @@
-"""The Triton kernels: are they right, and how near do they come to what the memory allows?
+"""Checks Triton kernels and times them against the bandwidth of the memory.
 
 On a GPU every kernel is compared with float64 and timed: in CUDA graphs, so that the host's time does not count, with
 nothing in the L2 cache, by the median. Without one Triton's interpreter runs the same code on tiny problems: it tells
@@ -27,7 +27,7 @@ MULTIPLIED = 8192  # rows of the matrices that measure the throughput
 
 
 class Goal(NamedTuple):
-    """What the project wants of a kernel: a share ``of copy`` at least, or microseconds (``us``) at most."""
+    """The bound that a kernel should reach: a share ``of copy`` at least, or microseconds (``us``) at most."""
 
     figure: str
     bound: float
@@ -61,7 +61,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class KernelRow:
-    """What became of a problem; no times where there is no GPU.
+    """Error and times of a problem; without a GPU no times.
 
     Args:
         error: largest error against float64, as a share of the largest value; ``correct`` if rounding explains it.
@@ -114,7 +114,7 @@ def device() -> torch.device:
 
 
 class Stopwatch:
-    """Times calls on a GPU, spending ``milliseconds`` on each, and knows what it can do at best."""
+    """Times calls on a GPU, spending ``milliseconds`` on each, and measures its bandwidth and throughput."""
 
     def __init__(self, milliseconds: float = 50) -> None:
         self.milliseconds = milliseconds
@@ -132,11 +132,11 @@ class Stopwatch:
         return 1e-3 * do_bench(captured(run), warmup=self.milliseconds / 4, rep=self.milliseconds, return_mode="median")
 
     def settings(self) -> dict[str, Any]:
-        """What stands beside the times."""
+        """Bandwidth, throughput and shortest time, to stand beside the times."""
         return {
             "copy_gb_per_s": self.bandwidth / 1e9,
             "matmul_tflop_per_s": self.throughput / 1e12,
-            "shortest_us": self.least * 1e6,  # what a kernel that does nothing seems to take
+            "shortest_us": self.least * 1e6,  # measured time of a kernel that does nothing
         }
 
 

@@ -1,4 +1,4 @@
-"""What a draft step costs in torch and in onnxruntime, and what quantised graphs lose in acceptance."""
+"""Measures a draft step in torch and in onnxruntime, and the acceptance of quantised graphs."""
 
 import statistics
 from collections.abc import Iterator, Mapping
@@ -35,7 +35,7 @@ from arbordraft.verifiers.coupling import Coupling
 
 @dataclass(frozen=True)
 class DraftStepRow:
-    """What drafting a chain of ``depth`` levels took, with one drafter.
+    """Time and acceptance of one drafter for chains of ``depth`` levels.
 
     Args:
         milliseconds: of a step, all levels and samples: median of the batches and rounds.

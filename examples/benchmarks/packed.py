@@ -58,7 +58,7 @@ class Packed:
 
     @property
     def scale(self) -> float:
-        """That of every attention here."""
+        """Factor of the scores."""
         return float(self.query.shape[-1]) ** -0.5
 
     def lengths(self) -> list[int]:

@@ -106,7 +106,7 @@ class _PaddedCache(RaggedKVCache):
         self._finished.add(handle)
 
     def lay_out_padded(self, handles: Sequence[int], lengths: Sequence[int], rows: Sequence[int]) -> RaggedBatch:
-        """Plans chains of ``lengths`` rows, filled up to ``rows``; what is filled up sees itself only."""
+        """Plans chains of ``lengths`` rows, filled up to ``rows``; rows of padding see only themselves."""
         offsets = [
             [sum(self._real[handle]) + min(row, max(length - 1, 0)) for row in range(count)]
             for handle, length, count in zip(handles, lengths, rows, strict=True)

@@ -61,7 +61,7 @@ def chosen(
 
 
 def attention(shape: Shape, device: torch.device, *, flexible: bool = False) -> Problem:
-    """Equal trees behind equal prefixes; what is checked is the last sample."""
+    """Equal trees behind equal prefixes; only the last sample is checked."""
     tree = TreeTopology.from_parents([(node - 1) // 2 if node else -1 for node in range(shape.tree)])
     packed = Packed.random(
         [shape.context] * shape.batch,

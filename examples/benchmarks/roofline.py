@@ -1,4 +1,4 @@
-"""How fast the Triton kernels could be at best: bytes over bandwidth, or operations over throughput, whichever is more.
+"""Lower bounds of the Triton kernels' times: bytes over bandwidth, or operations over throughput, whichever is more.
 
 Shapes: V vocabulary.
 """
@@ -19,7 +19,7 @@ FAST = Goal("us", 100)
 
 
 class Device(NamedTuple):
-    """What a data sheet says.
+    """Figures of a data sheet.
 
     Args:
         bandwidth: of its memory, bytes per second.
@@ -61,7 +61,7 @@ class Shape(NamedTuple):
         return f"{self.batch} x {self.context} keys, trees of {self.tree}, {heads}"
 
     def work(self, splits: int = 1) -> Work:
-        """What it takes in bfloat16."""
+        """Bytes and operations in bfloat16."""
         return work.attention(
             [self.tree] * self.batch,
             [self.context] * self.batch,
@@ -81,7 +81,7 @@ class Shape(NamedTuple):
 
 
 class Stepped(NamedTuple):
-    """What comes beside attention: a batch of equal trees, which are grown, verified and compacted.
+    """Shapes of the kernels other than attention: a batch of equal trees, which are grown, verified and compacted.
 
     Args:
         tree: children of every node of each level, as for ``TreeTopology.from_k_config``.
@@ -146,7 +146,7 @@ class Stepped(NamedTuple):
         note: str = "",
         peer: Callable[[], object] | None = None,
     ) -> Problem:
-        """One of them as a problem; ``peer`` is what PyTorch would do."""
+        """One of them as a problem; ``peer`` does the same with PyTorch's operators."""
         case, needed = next((case, needed) for name, case, needed in self.parts() if name == kernel)
         goal = FAST if kernel in ("row_stats", "verify_tree") else None
         peers = {"torch": lambda: peer} if peer is not None else {}
@@ -162,7 +162,7 @@ class Prediction:
 
     Args:
         intensity: flops per byte.
-        bound: what holds it back on them, memory or compute.
+        bound: ``memory``, or the devices on which it is bound by compute.
         splits: parts of the prefixes on the three, for attention.
         partial: partial results that the first of them writes and reads, which the L2 cache may hold, as a share of the
             bytes above, in which they do not count.

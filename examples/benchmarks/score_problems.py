@@ -1,4 +1,4 @@
-"""The problems of everything that reads scores: verification, truncation and tree growth.
+"""Problems of the kernels that read scores: verification, truncation and tree growth.
 
 Shapes: R rows of scores, N nodes, V vocabulary.
 """
@@ -93,7 +93,7 @@ def truncation(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
     scores = (3 * torch.randn(stepped.rows, stepped.vocabulary, generator=generator)).bfloat16().to(device)
 
     def error(count: int, mass: float, find: Callable[[], Tensor]) -> float:
-        """What is above a threshold must be too little, and with the scores that equal it, enough."""
+        """Scores above a threshold must be too few; together with those that equal it, enough."""
         lowest = find()[:, None]
         above, kept = scores > lowest, scores >= lowest
         if count:
@@ -158,7 +158,7 @@ def verification(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
     there = [x.to(device) for x in (scores, noise.accept.flatten(), noise.final.flatten())]
 
     def missed(verdicts: tuple[Tensor, Tensor], verifier: TopDown | Lifted) -> float:
-        """How far the tokens are from what the noise says, infinitely if a path ends elsewhere."""
+        """Distance of the tokens from those that the noise picks; infinite if a path ends elsewhere."""
         wide = DraftTree(tuple(map(_double, trees)))
         misses = []
         for sample, (drafted, target) in enumerate(wide.split(scores.double().softmax(dim=-1))):
@@ -201,7 +201,7 @@ def _walked(
 
 
 def _miss(weights: Tensor, level: Tensor, token: Tensor) -> float:
-    """How far a token's interval of the running sum is from a level, as a share; infinite for what cannot be drawn."""
+    """Distance of a token's interval of the running sum from a level, as a share; infinite if its weight is 0."""
     if not 0 <= token < len(weights) or weights[token] <= 0:
         return torch.inf
     above = weights[: int(token) + 1].sum()

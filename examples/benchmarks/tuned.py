@@ -28,7 +28,7 @@ from arbordraft.target.model import RaggedModel
 
 
 def against_grid(target: RaggedModel, drafter: Drafter, tuned: Tuned, batch: int) -> dict[str, SpeculativeDecoder]:
-    """What tuning chose for a drafter and a batch size, and every other setting of its grid.
+    """The setting that tuning chose for a drafter and a batch size, and every other one of its grid.
 
     No speed-up should be above 1, on prompts that tuning did not see.
     """

@@ -1,4 +1,4 @@
-"""What weights of fewer bits cost and gain: their predictions on real text, their memory, and tokens per second.
+"""Measures weights of fewer bits: their predictions on real text, their memory, and tokens per second.
 
 Shapes: C chunks of L tokens, V vocabulary.
 """
@@ -79,8 +79,8 @@ def compared(
         target: with native kernels and its own weights.
         text: for the predictions; the first ``chunks`` chunks are read.
         workloads: for the speed.
-        chunks: bound on what is read.
-        tell: is told what is going on.
+        chunks: most chunks that are read.
+        tell: is told the current case.
 
     Raises:
         ValueError: if the kernels are other ones, or the text is too short.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DecodeRow:
-    """What decoding some prompts with one decoder took and gave.
+    """Speed, acceptance and padding of one decoder on some prompts.
 
     Args:
         exactness: what the decoder promises about the output law.
@@ -95,7 +95,7 @@ def theirs(model: "PreTrainedModel", **options: Any) -> Decode:
 
 
 def answers(output: Any, inputs: dict[str, Any]) -> list[list[int]]:
-    """What a decoder emitted for every prompt, without padding."""
+    """Emitted tokens of every prompt, without padding."""
     texts = output.sequences[:, inputs["input_ids"].shape[1] :].tolist()
     return [text[:count] for text, count in zip(texts, output.stats.emitted, strict=True)]
 
@@ -119,7 +119,7 @@ def take_turns(
     Args:
         decoders: by name.
         batches: arguments of ``generate``, as from :meth:`Workload.batches`.
-        workload: what a :data:`Decode` is given besides.
+        workload: passed on to every :data:`Decode`; only its ``repeats`` are read here.
         tell: is told the name of the decoder whose turn it is.
 
     Yields:

@@ -1,4 +1,4 @@
-"""What every measurement is, and what stands beside it in a file."""
+"""One measurement, its provenance, and paired timing."""
 
 import json
 import platform
@@ -57,14 +57,14 @@ class Measurement:
 
 
 def provenance() -> dict[str, Any]:
-    """What a figure needs beside it to be read later."""
+    """Command line, commit, date, machine and versions of a measurement."""
     here = Path(__file__).parent
     commit = git("describe", "--always", folder=here)  # --dirty would lock the index
     if commit is not None and git("status", "--porcelain", "-uno", folder=here):
         commit += "-dirty"
     processor = cpu()
     return {
-        "argv": [Path(argument).name for argument in sys.argv],  # folders are nobody's business
+        "argv": [Path(argument).name for argument in sys.argv],  # without folders, which are private
         "commit": commit,
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "python": platform.python_version(),
@@ -99,10 +99,10 @@ def paired(
     Args:
         group: see :class:`Measurement`, as for ``case`` and ``reach``.
         case: is told, too.
-        ours: what is measured.
-        reference: what it is compared with.
+        ours: the measured call.
+        reference: the call that it is compared with.
         workload: says how many rounds there are.
-        tell: is told what is going on.
+        tell: is told the case and the rounds that are done.
         reach: the bound, if any.
         speed_up: the ratio is ``reference / ours``.
         calls: how many of either a timing holds, where one is too short.

@@ -35,7 +35,7 @@ Panel = Callable[["Axes", dict[str, str]], None]
 
 
 def plot(rows: Sequence[Any], path: Path) -> None:
-    """Draws what there is to draw of some measurements as a PNG file; kinds without a picture are left out.
+    """Draws measurements as a PNG file; kinds without a picture are left out.
 
     Raises:
         ImportError: if matplotlib is not installed.

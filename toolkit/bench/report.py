@@ -77,7 +77,7 @@ class Report:
         return self.take(in_turns(target, decoders, workload, self.tell), workload)
 
     def tell(self, what: str, done: int, of: int) -> None:
-        """Moves the bar: ``done`` rounds of what is being measured are over."""
+        """Moves the bar: ``done`` of ``of`` rounds of the current case are over."""
         description = f"{len(self.rows)} measured, now {what}"
         self._progress.update(self._task, description=description, completed=done, total=of)
 

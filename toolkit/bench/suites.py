@@ -1,4 +1,4 @@
-"""What is compared: decoders by name, for :func:`~arbordraft.bench.decoding.in_turns`; the first is the reference."""
+"""Decoders to compare, by name, for :func:`~arbordraft.bench.decoding.in_turns`; the first is the reference."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -28,7 +28,7 @@ def drafter_gain(
 
 
 def policy(target: RaggedModel, drafters: Mapping[str, Drafter]) -> dict[str, SpeculativeDecoder]:
-    """Plain decoding, and what drafts only as far as it pays: nothing should be slower than plain decoding."""
+    """Plain decoding, and decoders that draft only as far as it pays: none should be slower than plain decoding."""
     decoders = {"plain": builders.plain(target), "lookup": builders.lookup(target)}
     for name, drafter in drafters.items():
         decoders[name] = builders.fitted(target, drafter)

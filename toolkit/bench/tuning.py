@@ -1,7 +1,7 @@
-"""Which way of speculating is fastest, for one target and drafter on this machine and somebody's own prompts.
+"""Finds the fastest way of speculating for a target and a drafter, on this machine and with given prompts.
 
 Costs are measured, and settings compete: all decode some prompts in turns, the slower half drops out, and the rest
-decode more. All of them draft only what pays by these costs; which drafters, and how large a tree, is what is chosen.
+decode more. All of them draft only as far as it pays by these costs; drafters and the size of a tree are chosen.
 
 Shapes: B samples.
 """
@@ -48,7 +48,7 @@ class Setting:
         return f"{self.kind} of {self.size}" if self.size else self.kind
 
     def decoder(self, target: RaggedModel, drafter: Drafter, costs: StepCosts, batch: int = 1) -> SpeculativeDecoder:
-        """What it stands for.
+        """Builds the decoder that it stands for.
 
         Args:
             batch: prompts that will be decoded at a time.
@@ -95,7 +95,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What tuning found out.
+    """The choices of tuning, and the costs that they rest on.
 
     Args:
         drafter: name of the drafter, as for :func:`~arbordraft.loading.drafter_named`.
@@ -120,7 +120,7 @@ class Tuned:
             check_int(f"choices[{index}].batch", choice.batch, 1)
 
     def choice(self, batch: int) -> Choice:
-        """That for the largest batch size tuned for which is not above this one, or the smallest of all."""
+        """The choice for the largest tuned batch size that is not above ``batch``, or else for the smallest."""
         batch = check_int("batch", batch, 1)
         below = [choice for choice in self.choices if choice.batch <= batch]
         return below[-1] if below else self.choices[0]
@@ -144,7 +144,7 @@ class Tuned:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Reads what :meth:`save` wrote.
+        """Reads a file of :meth:`save`.
 
         Raises:
             ValueError: if it is something else.

@@ -1,4 +1,4 @@
-"""What draft laws and verifiers accept on a real model's rows, as expectations instead of counts.
+"""Expected acceptance of draft laws and verifiers on a real model's rows, computed instead of counted.
 
 At every position of text that the target samples, each draft law drafts a tree, and the chance of every verdict follows
 from the verifier's own law. Only the text and the drafts are random. All laws see the same positions. With noise that

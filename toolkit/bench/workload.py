@@ -1,4 +1,4 @@
-"""What a measurement is made with: the one thing that every suite takes and every result states."""
+"""Prompts and settings of a measurement, which every suite takes and every result states."""
 
 import hashlib
 from collections.abc import Callable
@@ -12,12 +12,12 @@ from arbordraft.utils.checks import check_int, check_temperature
 if TYPE_CHECKING:
     from arbordraft.target.model import RaggedModel
 
-# Is told what is being measured, how many of its rounds are done, and how many there are.
+# Is told the current case, how many of its rounds are done, and how many there are.
 Tell = Callable[[str, int, int], object]
 
 
 def quiet(what: str, done: int, of: int) -> None:
-    """Tells nobody."""
+    """Ignores progress."""
 
 
 def read_texts(prompts: Path | None, limit: int | None = None) -> list[str]:
@@ -92,6 +92,6 @@ class Workload:
         return [1000 * (self.seed + 1) + sample for sample in range(first, first + samples)]
 
     def stated(self) -> dict[str, Any]:
-        """What stands in a file of results; of the prompts, how many there are and the SHA-256 of their lines."""
+        """Fields for a file of results; of the prompts only their number and the SHA-256 of their lines."""
         digest = hashlib.sha256("\n".join(self.prompts).encode()).hexdigest()
         return asdict(self) | {"prompts": {"count": len(self.prompts), "sha256": digest}}

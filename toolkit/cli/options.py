@@ -15,7 +15,7 @@ SHAPES = "chain:5 | k:4,2,2 | fork:3x4 | parents:-1,0,0,1 | sequoia:0.6,0.2,0.1@
 
 
 def finite(value: float | None) -> float | None:
-    """Refuses what passes every bound: NaN, and infinity."""
+    """Refuses NaN and infinity, which no bound catches."""
     if value is not None and not math.isfinite(value):
         raise typer.BadParameter(f"{value} is not a finite number")
     return value
@@ -40,7 +40,7 @@ def numbers(text: str, kind: type, least: float = 1) -> list[Any]:
 
 
 def whole_numbers(text: str) -> str:
-    """Refuses at once what is no list of whole numbers from 1."""
+    """Refuses any text but a list of whole numbers from 1."""
     numbers(text, int)
     return text
 
