@@ -30,11 +30,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    tests = Path(__file__).resolve().parents[1]
+    sys.path[:1] = [str(tests), str(tests.parent / "examples" / "benchmarks")]
 
 import numpy as np
 import torch
 import transformers
+from padded import PaddedDecoder
 from torch import nn
 from transformers import NoBadWordsLogitsProcessor, PreTrainedTokenizerFast
 
@@ -68,7 +70,6 @@ from arbordraft import (
     WithoutReplacement,
     builders,
 )
-from arbordraft.bench.padded import PaddedDecoder
 from arbordraft.deciders import (
     AcceptedAverage,
     AdaEDL,

@@ -12,6 +12,6 @@ def terminal(**options: Any) -> Console:
 
 
 def bars(console: Console, *columns: ProgressColumn, transient: bool = False) -> Progress:
-    """A display of progress on a terminal, on stderr if stdout is a pipe; without any terminal it shows nothing."""
+    """Makes a progress display that appears on a terminal only, never in a pipe."""
     place = console if console.is_terminal else terminal(stderr=True)
     return Progress(*columns, console=place, transient=transient, disable=not place.is_terminal)
