@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from arbordraft.decoding.assemble import AssembledParts
 from arbordraft.decoding.decoder import SpeculativeDecoder
 from arbordraft.decoding.state import DecodeState
+from arbordraft.decoding.step import Stepper
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.trees.draft_tree import DraftTree
@@ -39,13 +41,28 @@ class PaddedDecoder(SpeculativeDecoder):
         super().__init__(*parts, **options)
         if self.topology.max_depth + 1 != self.topology.num_nodes:
             raise ValueError("padded batches are made for chains of drafts")
-        self.pad_input, self.pad_cache = pad_input, pad_cache
+        runner = PaddedRunner(self.parts, pad_input, pad_cache)
+        self.stepper = Stepper(self.parts, self.mask, expected_batch=self.expected_batch, runner=runner)
 
-    def _open_cache(self, samples: int, max_tokens: int | None) -> RaggedKVCache:
+
+class PaddedRunner:
+    """Runs the target over a rectangular batch.
+
+    Args:
+        parts: those of the decoder.
+        pad_input: see :class:`PaddedDecoder`.
+        pad_cache: see there.
+    """
+
+    def __init__(self, parts: AssembledParts, pad_input: bool, pad_cache: bool) -> None:
+        self.target, self.drafter, self.pad_input, self.pad_cache = parts.target, parts.drafter, pad_input, pad_cache
+
+    def open(self, max_tokens: int | None) -> RaggedKVCache:
         return _PaddedCache(self.pad_cache)
 
-    def _run_target(self, state: DecodeState, tree: DraftTree) -> tuple[Tensor, Tensor]:
-        cache, lengths = self._cache(state), tree.lengths
+    def __call__(self, state: DecodeState, tree: DraftTree) -> tuple[Tensor, Tensor]:
+        cache, lengths = state.cache, tree.lengths
+        assert isinstance(cache, _PaddedCache)
         cache.align()
         longest = max(lengths)
         rows = [longest if self.pad_input else length for length in lengths]
@@ -65,10 +82,6 @@ class PaddedDecoder(SpeculativeDecoder):
         tokens[real] = tree.packed_tokens()
         logits, hidden = self.target.run(tokens, batch, cache, hidden=self.drafter.hidden_layers)
         return logits[real], hidden[real]
-
-    def _cache(self, state: DecodeState) -> "_PaddedCache":
-        assert isinstance(state.cache, _PaddedCache)
-        return state.cache
 
 
 class _PaddedCache(RaggedKVCache):

@@ -86,7 +86,7 @@ def test_the_worked_example_of_the_paper():
         ("vanilla", PaddedDecoder, {}),
     ):
         decoder = cls(ragged(), Told(texts, plan), CHAIN, parts, **options)
-        found, counts, commit = [], [], decoder._commit
+        found, counts, commit = [], [], decoder.stepper._commit
 
         def watched(state, tree, verdict, *rest, commit=commit, counts=counts):
             before = [sample and len(sample.tokens) for sample in state.samples]
@@ -95,7 +95,7 @@ def test_the_worked_example_of_the_paper():
                 [sample and len(sample.tokens) - old for sample, old in zip(state.samples, before, strict=True)]
             )
 
-        decoder._commit = watched
+        decoder.stepper._commit = watched
         found, stats = decoded(decoder, prompts)
         assert found == answers
         assert counts[:2] == [[4, 1], [2, 6]]

@@ -49,8 +49,8 @@ def test_the_fastest_wins(target, monkeypatch, slow, temperature):
     def slowed(self, *arguments, **options):
         decoder = real(self, *arguments, **options)
         if (self.kind == "plain") == (slow == "plain"):
-            step = decoder.step
-            decoder.step = lambda state: (time.sleep(0.02), step(state))[1]
+            step = decoder.stepper.step
+            decoder.stepper.step = lambda state: (time.sleep(0.02), step(state))[1]
         return decoder
 
     monkeypatch.setattr(Setting, "decoder", slowed)

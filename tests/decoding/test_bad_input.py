@@ -201,7 +201,7 @@ def test_a_cache_that_is_too_small_is_refused_before_decoding(drafter):
     )
     assert output.shape[1] == len(PROMPTS[2]) + 30
     decoder = build(drafter=drafter, coupling=coupling, max_cache_tokens=enough - 1)
-    decoder.step = pytest.fail  # nothing may be decoded
+    decoder.stepper.step = pytest.fail  # nothing may be decoded
     with pytest.raises(CacheOverflow, match=rf"may hold {enough - 1} tokens .*lower max_new_tokens or decode fewer"):
         decoder.generate(**left_padded(PROMPTS), **options)
 

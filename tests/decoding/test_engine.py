@@ -272,7 +272,7 @@ def test_whatever_else_goes_wrong_ends_what_was_admitted_and_no_more(monkeypatch
     streams = [engine.submit(Request(prompt=PROMPTS[0], max_new_tokens=6)) for _ in range(3)]
     engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr(made, "_run_target", lambda *_: 1 / 0)
+        patch.setattr(made.target, "run", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.step()
     for stream in streams[:2]:
@@ -291,7 +291,7 @@ def test_steps_that_all_fail_end_those_who_wait(monkeypatch, error):
     made = decoder()
     engine = Engine(made, max_tokens=500)
     with monkeypatch.context() as patch:
-        patch.setattr(made, "add", fails)
+        patch.setattr(made.stepper, "add", fails)
         stream = engine.submit(Request(prompt=PROMPTS[0], max_new_tokens=6))
         for failures in range(3):
             assert engine.healthy
@@ -394,14 +394,14 @@ class Arrival(NamedTuple):
 
 def portions_of(engine, arrivals):
     """What is read before each step, by number of arrival; each gets a single new token."""
-    read, portions, submitted = engine.decoder.prefill, [], 0
+    read, portions, submitted = engine.decoder.stepper.prefill, [], 0
 
     def watched(state, tokens):
         names = [arrivals.index(next(a for a in arrivals if a.length == state[n].prompt)) for n in tokens]
         portions.append(dict(zip(names, tokens.values(), strict=True)))
         read(state, tokens)
 
-    engine.decoder.prefill = watched
+    engine.decoder.stepper.prefill = watched
     for step in itertools.count():
         for number, arrival in enumerate(arrivals):
             if arrival.step == step:
@@ -515,7 +515,7 @@ def test_a_request_for_many_answers_is_not_overtaken_for_ever():
 def test_an_admission_that_fails_leaves_the_queue_whole(monkeypatch):
     """The cache gives out, beyond its limit, while requests are admitted: the others are answered later."""
     made = decoder(NoDrafter())
-    engine, add = Engine(made, max_tokens=500, max_samples=4), made.add
+    engine, add = Engine(made, max_tokens=500, max_samples=4), made.stepper.add
     joined = []
 
     def failing(state, sample, rows):
@@ -524,7 +524,7 @@ def test_an_admission_that_fails_leaves_the_queue_whole(monkeypatch):
             raise MemoryError
         add(state, sample, rows)
 
-    monkeypatch.setattr(made, "add", failing)
+    monkeypatch.setattr(made.stepper, "add", failing)
     streams = [engine.submit(many(1)) for _ in range(3)]
     with pytest.raises(MemoryError):
         engine.step()
@@ -601,7 +601,7 @@ def test_common_beginnings_are_copied(monkeypatch, rows):
     made, system = decoder(), text(50, 1)
     asked = [Request(prompt=[*system, *text(n, n)], max_new_tokens=5, seed=n, temperature=n % 2) for n in range(3, 9)]
     expected = [alone(made, request) for request in asked]
-    monkeypatch.setattr("arbordraft.decoding.step.RaggedKVCache", Counted)
+    monkeypatch.setattr("arbordraft.decoding.runner.RaggedKVCache", Counted)
     monkeypatch.setattr(Counted, "copied", 0)
     engine = Engine(made, max_tokens=2000, max_samples=3, max_rows=rows, reuse=True)
     first = engine.submit(asked[0])
@@ -614,7 +614,7 @@ def test_common_beginnings_are_copied(monkeypatch, rows):
 
 
 def test_several_answers_read_their_prompt_once(monkeypatch):
-    monkeypatch.setattr("arbordraft.decoding.step.RaggedKVCache", Counted)
+    monkeypatch.setattr("arbordraft.decoding.runner.RaggedKVCache", Counted)
     monkeypatch.setattr(Counted, "copied", 0)
     engine = Engine(decoder(), max_tokens=2000, reuse=True)
     stream = engine.submit(Request(prompt=text(60, 2), n=4, seed=5, temperature=1.0, max_new_tokens=6))

@@ -139,7 +139,7 @@ def test_the_general_path_agrees_with_the_greedy_one(coupling):
 def test_a_wrong_greedy_token_would_be_seen():
     """Negative control: a verifier that accepts one token too many."""
     decoder = build()
-    judge = decoder._judge
+    judge = decoder.stepper.judge
 
     def generous(state, tree, *rows):
         found = judge(state, tree, *rows)
@@ -149,7 +149,7 @@ def test_a_wrong_greedy_token_would_be_seen():
                 object.__setattr__(one, "path", (*one.path, child))
         return found
 
-    decoder._judge = generous
+    decoder.stepper.judge = generous
     assert decode(decoder, max_new_tokens=14)[0] != plain_reference(14)
 
 

@@ -72,8 +72,10 @@ def test_an_answer_has_the_same_bits_as_the_prompt_that_it_becomes(dtype):
 
 
 def test_beginnings_are_copied_from_them_and_never_for_them(decoder, monkeypatch):
-    copied, share = [], decoder.share
-    monkeypatch.setattr(decoder, "share", lambda *known: copied.append(known[2].prompt_logprobs) or share(*known))
+    copied, share = [], decoder.stepper.share
+    monkeypatch.setattr(
+        decoder.stepper, "share", lambda *known: copied.append(known[2].prompt_logprobs) or share(*known)
+    )
     prompt = text(80)
     engine = Engine(decoder, max_tokens=2000, reuse=True)
     plain = Request(prompt=prompt, max_new_tokens=5)

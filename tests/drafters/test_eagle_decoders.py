@@ -72,13 +72,9 @@ def test_a_budget_keeps_the_likeliest_nodes(folder, nodes):
     tree = TreeTopology.from_k_config((3, 2, 2))
     decoder = SpeculativeDecoder(target(), drafter, tree, Coupling.shared(3), NodeBudget(nodes))
     rows = []
-    run = decoder._run_target
-
-    def watched(state, drafts):
-        rows.append((sum(drafts.lengths), len([length for length in drafts.lengths if length])))
-        return run(state, drafts)
-
-    decoder._run_target = watched
+    decoder.on_step = lambda state, tree, verdict: rows.append(
+        (sum(tree.lengths), len([length for length in tree.lengths if length]))
+    )
     found, _ = answers(decoder)
     assert found == [text[len(prompt) :] for prompt, text in zip(PROMPTS, texts(), strict=True)]
     assert all(total <= nodes * samples for total, samples in rows)

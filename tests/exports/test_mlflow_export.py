@@ -240,7 +240,7 @@ def test_evaluation(parts, questions):
 
 def test_wrong_answers_fail_parity(parts, questions, monkeypatch):
     """The control: a verdict that keeps a draft too many."""
-    from arbordraft.decoding import step as module
+    from arbordraft.decoding import judging as module
 
     real = module.matching_verdict
 

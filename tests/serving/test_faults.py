@@ -253,7 +253,7 @@ def test_an_engine_that_stumbles_says_so_and_goes_on(served, monkeypatch):
         monkeypatch.undo()
         raise MemoryError("no more")
 
-    monkeypatch.setattr(engine.decoder, "step", stumbles)
+    monkeypatch.setattr(engine.decoder.stepper, "step", stumbles)
     with pytest.raises(openai.InternalServerError) as failure:
         chat(served.client)
     assert failure.value.code == "internal_error"
@@ -265,7 +265,7 @@ def test_health_tells_of_an_engine_that_only_fails(served, monkeypatch):
     def status():
         return httpx.get(f"{served.url}/health").status_code
 
-    monkeypatch.setattr(served.engine.decoder, "step", lambda state: 1 / 0)
+    monkeypatch.setattr(served.engine.decoder.stepper, "step", lambda state: 1 / 0)
     for expected in (200, 200, 503):
         with pytest.raises(openai.InternalServerError):
             chat(served.client)

@@ -116,7 +116,7 @@ def single(served, folder):
 
     class Fragile(example["Replica"]):
         def fail(self):
-            self.service.engine.decoder.step = lambda state: 1 / 0
+            self.service.engine.decoder.stepper.step = lambda state: 1 / 0
 
     deployment = serve.deployment(
         serve.ingress()(Fragile), health_check_period_s=0.5, ray_actor_options={"num_cpus": SHARE}

@@ -322,7 +322,7 @@ def test_what_would_change_the_answer_is_refused_by_name(served, name):
 
 
 def test_what_fails_in_the_middle_of_a_stream_is_its_last_event(served, client, monkeypatch):
-    steps, step = [], served.engine.decoder.step
+    steps, step = [], served.engine.decoder.stepper.step
 
     def stumbles(state):
         steps.append(None)
@@ -330,7 +330,7 @@ def test_what_fails_in_the_middle_of_a_stream_is_its_last_event(served, client, 
             raise MemoryError("no more")
         return step(state)
 
-    monkeypatch.setattr(served.engine.decoder, "step", stumbles)
+    monkeypatch.setattr(served.engine.decoder.stepper, "step", stumbles)
     events = list(respond(client, seed=3, ignore_eos=True, stream=True))
     monkeypatch.undo()
     EVENT.validate_python(events[-1].to_dict())

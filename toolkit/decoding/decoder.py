@@ -1,18 +1,21 @@
-"""The decoder: Hugging Face's conventions around the steps of a batch.
+"""The decoder: its parts, and Hugging Face's conventions around the steps of a batch.
 
 Shapes: B samples, L prompt columns.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from arbordraft.deciders import Decider
 from arbordraft.decoding import text as texts
+from arbordraft.decoding.assemble import assemble
+from arbordraft.decoding.batch import batch_of, decode_batch, samples_of
 from arbordraft.decoding.generate import (
     DecodingError,
-    Stopping,
     check_options,
     check_prompts,
     integral_lengths,
@@ -20,29 +23,31 @@ from arbordraft.decoding.generate import (
     per_sample_streamers,
     refuse_unsupported,
     with_stop_strings,
-    without_padding,
 )
+from arbordraft.decoding.lengths import check_positions
 from arbordraft.decoding.metrics import DecodeStats
 from arbordraft.decoding.prompts import left_padded
-from arbordraft.decoding.scheduler import Entry, Scheduler
-from arbordraft.decoding.settings import changed, with_settings
-from arbordraft.decoding.state import Emission, Sample
+from arbordraft.decoding.settings import SOURCES, changed, own_settings, with_settings
+from arbordraft.decoding.state import DecodeState, Emission
+from arbordraft.decoding.static.runner import StaticStepping
 from arbordraft.decoding.step import Stepper
-from arbordraft.grammars import Grammar, GrammarError, grammars_of
-from arbordraft.sampling.processors import LogitsPipeline
-from arbordraft.target.cache import CacheOverflow
+from arbordraft.drafters import Drafter
+from arbordraft.grammars import Grammar, GrammarCompiler
 from arbordraft.target.equality import EqualityReport, equality_report
-from arbordraft.utils.checks import check_int, check_sequence, check_temperature
+from arbordraft.target.model import RaggedModel
+from arbordraft.trees.draft_tree import DraftTree, Verdict
+from arbordraft.trees.masks import SlicedCausalMask
+from arbordraft.trees.topology import TreeTopology
+from arbordraft.utils.checks import check_int, check_temperature
+from arbordraft.verifiers.coupling import Coupling
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
+    from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
     from transformers.generation.streamers import BaseStreamer
     from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-_OWN = (FloatingPointError, GrammarError)  # end a sample; the others of its batch go on
 
-
-class SpeculativeDecoder(Stepper):
+class SpeculativeDecoder(nn.Module):
     """Decodes batches of different samples with draft trees, each at its own pace, without padding.
 
     Args:
@@ -71,6 +76,7 @@ class SpeculativeDecoder(Stepper):
             ``generation_config``, or ``none`` for its special tokens alone.
 
     Attributes:
+        stepper: takes batches a step further, with the parts that the decoder was built with.
         on_step: called as ``on_step(state, tree, verdict)`` in every step, after verification and before anything is
             committed; it must change none of the three. :class:`~arbordraft.StepLog` records steps as a table.
 
@@ -78,6 +84,52 @@ class SpeculativeDecoder(Stepper):
         TypeError: if a part is of another kind.
         ValueError: if the parts do not fit: vocabulary, tokenizer, draft law or topology.
     """
+
+    def __init__(
+        self,
+        target: "RaggedModel | PreTrainedModel",
+        drafter: "Drafter | RaggedModel | PreTrainedModel",
+        topology: TreeTopology | None = None,
+        coupling: Coupling | None = None,
+        decider: Decider | None = None,
+        *,
+        expected_batch: int = 1,
+        max_cache_tokens: int | None = None,
+        buckets: Sequence[int] | None = None,
+        compiler: str | None = None,
+        generation_config: str = "model",
+    ) -> None:
+        super().__init__()
+        if generation_config not in SOURCES:
+            raise ValueError(f"generation_config must be one of {', '.join(SOURCES)}, got {generation_config!r}")
+        self.generation_config = generation_config
+        self.parts = assemble(target, drafter, topology, coupling, decider)
+        self.target, self.drafter, self.topology, self.coupling, self.decider = self.parts
+        self.mask = SlicedCausalMask(self.topology)
+        self.expected_batch = check_int("expected_batch", expected_batch, 1)
+        self.max_cache_tokens = None if max_cache_tokens is None else check_int("max_cache_tokens", max_cache_tokens, 1)
+        if compiler is not None and buckets is None:
+            raise ValueError("compiler is for steps of fixed shapes: say which, with buckets=(8, 16, 32, 64)")
+        self.static = None if buckets is None else StaticStepping(*self.parts[:4], buckets, compiler)
+        self.stepper = Stepper(self.parts, self.mask, expected_batch=self.expected_batch, static=self.static)
+
+    @property
+    def on_step(self) -> Callable[[DecodeState, DraftTree, Verdict], None] | None:
+        return self.stepper.on_step
+
+    @on_step.setter
+    def on_step(self, hook: Callable[[DecodeState, DraftTree, Verdict], None] | None) -> None:
+        self.stepper.on_step = hook
+
+    @property
+    def own_settings(self) -> "GenerationConfig":
+        """Settings of the model itself, for all that a request leaves open."""
+        return own_settings(self.target.model, self.generation_config)
+
+    @cached_property
+    def compiler(self) -> GrammarCompiler:
+        """Makes processors of grammars for the target."""
+        return GrammarCompiler(self.target.tokenizer, self.target.vocab_size)
 
     def equality_report(self) -> EqualityReport:
         """How exactly this decoder's output equals plain decoding of its target, on this machine."""
@@ -202,7 +254,7 @@ class SpeculativeDecoder(Stepper):
         tokenizer, ends = self.target.tokenizer, None if stop is None else texts.stops(stop)
         prompts = [texts.encode(tokenizer, messages, raw=raw) for messages in conversations]
         assert tokenizer is not None  # or encode() has raised
-        self.check_positions(max(map(len, prompts)), settings["max_new_tokens"])
+        check_positions(self.target, max(map(len, prompts)), settings["max_new_tokens"])
         inputs = {name: tensor.to(self.target.device) for name, tensor in left_padded(prompts).items()}
         answer = texts.stream if streamed else texts.write
         return answer(self.generate, tokenizer, inputs, settings, ends)
@@ -306,12 +358,22 @@ class SpeculativeDecoder(Stepper):
         streamers = per_sample_streamers(spec_streamer, len(input_ids))
         # Not a named parameter: transformers would take it for an option of this method and pass it twice.
         mask = model_kwargs.get("attention_mask")
-        samples = self._samples(input_ids, mask, logits_processor, stopping_criteria, generation_config, seeds, grammar)
-        scheduler = self._scheduler(samples)
+        samples = samples_of(
+            input_ids,
+            mask,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            target=self.target,
+            constrain=lambda grammar, ends: self.compiler(grammar, ends),
+            seeds=seeds,
+            grammar=grammar,
+        )
+        scheduler = batch_of(self.stepper, samples, self.max_cache_tokens)
         for sample, streamer in zip(samples, streamers, strict=False):
             streamer.put(torch.tensor(sample.tokens))
             sample.emit = _told(streamer)
-        stats = self._decode(scheduler, samples)
+        stats = decode_batch(scheduler, samples)
         for streamer in streamers:
             streamer.end()
 
@@ -319,37 +381,6 @@ class SpeculativeDecoder(Stepper):
         if failures := {index: str(s.failure) for index, s in enumerate(samples) if s.failure is not None}:
             raise DecodingError(failures, output)
         return output if generation_config.return_dict_in_generate else output.sequences
-
-    def _scheduler(self, samples: Sequence[Sample]) -> Scheduler:
-        """A batch of these samples and no others, for all of which there is room."""
-        reuse = self.target.row_invariant and self.static is None
-        scheduler = Scheduler(self, self.max_cache_tokens, len(samples), None, reuse, fixed_batch=True)
-        for sample in samples:
-            self.check(sample)
-            scheduler.check(sample)
-        self.decider.expect(sum(sample.budget for sample in samples))
-        scheduler.add(*map(Entry, samples))
-        scheduler.admit()
-        if scheduler.waiting:
-            raise CacheOverflow(
-                f"the KV cache may hold {self.max_cache_tokens} tokens and has no room for all of these "
-                f"{len(samples)} samples: raise max_cache_tokens, shorten the prompts, lower max_new_tokens or decode "
-                "fewer samples at once"
-            )
-        return scheduler
-
-    def _decode(self, scheduler: Scheduler, samples: Sequence[Sample]) -> DecodeStats:
-        """Decodes a batch to its end; raises what processors, criteria or streamers of its samples raise."""
-        busy = True
-        while busy:
-            busy = scheduler.advance()
-            for sample in samples:
-                if sample.failure is not None and not isinstance(sample.failure, _OWN):
-                    raise sample.failure
-        self.close(scheduler.state)
-        stats = scheduler.state.stats
-        stats.emitted, stats.forwards = [s.emitted for s in samples], [s.forwards for s in samples]
-        return stats
 
     def _nothing(
         self, input_ids: Tensor, streamer: Any, kwargs: dict[str, Any]
@@ -362,58 +393,6 @@ class SpeculativeDecoder(Stepper):
         stats = DecodeStats(self.coupling.exactness.value, zeros, list(zeros))
         output = SpeculativeOutput(sequences=input_ids, stats=stats)  # type: ignore[arg-type]
         return output if kwargs.get("return_dict_in_generate") else input_ids
-
-    def _samples(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None,
-        processors: "LogitsProcessorList",
-        criteria: "StoppingCriteriaList",
-        config: "GenerationConfig",
-        seeds: Sequence[int] | None,
-        grammar: Grammar | Sequence[Grammar | None] | None,
-    ) -> list[Sample]:
-        check_prompts(input_ids, attention_mask, self.target.vocab_size)
-        batch, padded = input_ids.shape
-        padding = [0] * batch if attention_mask is None else (attention_mask == 0).sum(dim=1).tolist()
-        prompts = [row[pad:] for row, pad in zip(input_ids.tolist(), padding, strict=True)]
-        stopping = [Stopping(criteria, batch, row) for row in range(batch)]
-        budget = stopping[0].max_length - padded
-        self.check_positions(max(map(len, prompts)), budget)
-        if seeds is None:
-            seeds = torch.randint(2**62, (batch,)).tolist()  # follows torch.manual_seed
-        seeds = check_sequence("seeds", seeds, lambda _, seed: check_int("seed", seed, 0, 2**64 - 1))
-        if len(seeds) != batch:
-            raise ValueError(f"{len(seeds)} seeds for {batch} samples")
-        pipelines = self._pipelines(
-            without_padding(processors, padding, config), padding, grammars_of(grammar, batch), config
-        )
-        return [
-            Sample(prompt, budget, seed, not config.do_sample, pipeline, stops, pad)
-            for prompt, seed, pipeline, stops, pad in zip(prompts, seeds, pipelines, stopping, padding, strict=True)
-        ]
-
-    def _pipelines(
-        self,
-        processors: "Sequence[LogitsProcessor]",
-        padding: Sequence[int],
-        grammars: Sequence[Grammar | None],
-        config: "GenerationConfig",
-    ) -> list[LogitsPipeline]:
-        """The processors of every sample; where they are the same object, samples are processed together."""
-        ends = config.eos_token_id
-        ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
-        made: dict[tuple[Grammar | None, int, int], LogitsPipeline] = {}
-        keys = [
-            (one, *LogitsPipeline.row_and_padding(processors, row, padding[row])) for row, one in enumerate(grammars)
-        ]
-        for grammar, row, columns in keys:
-            if (grammar, row, columns) not in made:
-                chain: list[Any] = [] if grammar is None else [self.compiler(grammar, ends)]
-                made[grammar, row, columns] = LogitsPipeline(
-                    [*chain, *processors], len(grammars), row=row, padding=columns
-                )
-        return [made[key] for key in keys]
 
 
 def _told(streamer: "BaseStreamer") -> Callable[[Emission], None]:

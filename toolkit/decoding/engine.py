@@ -4,30 +4,21 @@ Shapes: none; samples are counted, not stacked.
 """
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
-import torch
-
-from arbordraft.decoding.generate import with_stop_strings
-from arbordraft.decoding.requests import Ends, Request
+from arbordraft.decoding.decoder import SpeculativeDecoder
+from arbordraft.decoding.request_samples import RequestSamples
+from arbordraft.decoding.requests import Request
 from arbordraft.decoding.scheduler import Entry, Job, Scheduler
-from arbordraft.decoding.settings import bound_to_text, changed, check_settings
-from arbordraft.decoding.spelling import Spelling
 from arbordraft.decoding.state import Sample
-from arbordraft.decoding.step import Stepper
 from arbordraft.decoding.streams import Stream
-from arbordraft.sampling.processors import LogitsPipeline
-from arbordraft.sampling.stateful import StatefulProcessor
 from arbordraft.utils.checks import check_instance, check_int
 from arbordraft.utils.errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, StoppingCriteria
+    from transformers import GenerationConfig
 
-_MOST_PIPELINES = 256
 _FAILURES = 3  # steps in a row after which the next one will fail, too
 
 
@@ -86,7 +77,7 @@ class Engine:
 
     def __init__(
         self,
-        decoder: Stepper,
+        decoder: SpeculativeDecoder,
         *,
         max_tokens: int = 65_536,
         max_samples: int = 64,
@@ -94,10 +85,10 @@ class Engine:
         max_waiting: int | None = None,
         reuse: bool | None = None,
     ) -> None:
-        self.decoder = check_instance("decoder", decoder, Stepper)
+        self.decoder = check_instance("decoder", decoder, SpeculativeDecoder)
         self.max_tokens = check_int("max_tokens", max_tokens, 1)
         self.max_samples = check_int("max_samples", max_samples, 1)
-        if self.max_tokens < (least := decoder.least_tokens(self.max_samples)):
+        if self.max_tokens < (least := decoder.stepper.least_tokens(self.max_samples)):
             padding = ", the padding of fixed shapes included" if decoder.static is not None else ""
             raise ValueError(
                 f"max_tokens must be at least {least} for max_samples={self.max_samples} and trees of "
@@ -108,16 +99,12 @@ class Engine:
         if reuse and decoder.static is not None:
             raise ValueError("steps of fixed shapes keep no finished texts: build the decoder with buckets=None")
         if reuse is None:
-            reuse = decoder.target.row_invariant and decoder.static is None
-        tokenizer = decoder.target.tokenizer
-        self._spelling = None if tokenizer is None else Spelling(tokenizer)
-        self._scheduler = Scheduler(decoder, self.max_tokens, self.max_samples, self.max_rows, reuse)
-        self._own = changed(decoder.own_settings)
-        check_settings({**vars(self._own), "return_dict_in_generate": False}, self._own)
-        self._stopping = with_stop_strings(None, self._own.stop_strings or (), decoder.target.tokenizer)
-        self._bound = bound_to_text(self._own)
-        self._pipelines: OrderedDict[tuple[Any, ...], LogitsPipeline] = OrderedDict()
+            reuse = decoder.stepper.can_share
+        self._samples_of = RequestSamples(decoder)
         self._mutex = threading.Lock()  # over the queue and the flags
+        self._scheduler = Scheduler(
+            decoder.stepper, self.max_tokens, self.max_samples, self.max_rows, reuse, mutex=self._mutex
+        )
         self._stepping = threading.Lock()  # over the batch
         self._wanted = threading.Condition(self._mutex)
         self._thread: threading.Thread | None = None
@@ -149,7 +136,10 @@ class Engine:
             raise ValueError("requests that are submitted together share one priority")
         job, entries = Job(requests[0].priority, lambda: stream.unwanted), list[Entry]()
         for request in requests:
-            entries += self._entries(request, stream, job, len(entries))
+            samples = self._samples_of(request, stream, first=len(entries))
+            for index, sample in enumerate(samples, len(entries)):
+                self._scheduler.check(sample)
+                entries.append(Entry(sample, job, _teller(stream, index)))
         with self._wanted:
             if self._closed:
                 raise EngineClosed("the engine is closed: make another one")
@@ -178,13 +168,12 @@ class Engine:
     @property
     def ends(self) -> tuple[int, ...]:
         """Tokens that end an answer unless its request names others: those of the model's own settings."""
-        known = self._own.eos_token_id
-        return () if known is None else (known,) if isinstance(known, int) else tuple(known)
+        return self._samples_of.ends
 
     @property
     def own_settings(self) -> "GenerationConfig":
         """Settings of the model itself, for all that a request leaves open."""
-        return self._own
+        return self._samples_of.own
 
     def room(self, prompt: int) -> int:
         """Most new tokens that may be asked for behind a prompt of some tokens; below 1 if it is too long itself."""
@@ -202,7 +191,7 @@ class Engine:
         """
         with self._stepping:
             try:
-                busy = self._scheduler.advance(self._mutex)
+                busy = self._scheduler.advance()
             except BaseException as error:
                 self._failed += 1
                 reason = error if isinstance(error, Exception) else EngineClosed("the engine was interrupted")
@@ -281,67 +270,6 @@ class Engine:
 
     def _free(self) -> int:
         return max(0, self.max_samples - len(self._scheduler.living))
-
-    def _entries(self, request: Request, stream: Stream, job: Job, first: int) -> list[Entry]:
-        """The samples of a request whose answers are numbered from ``first``."""
-        decoder, target = self.decoder, self.decoder.target
-        if max(request.prompt) >= target.vocab_size:
-            raise ValueError(f"the prompt holds ids outside the target's vocabulary of {target.vocab_size} tokens")
-        if max(request.logit_bias, default=0) >= target.vocab_size:
-            raise ValueError(f"logit_bias names ids outside the target's vocabulary of {target.vocab_size} tokens")
-        decoder.check_positions(len(request.prompt), request.max_new_tokens)
-        if request.stop and target.tokenizer is None:
-            raise ValueError("stop needs a tokenizer: build the target as RaggedModel(model, tokenizer)")
-        ends = self.ends if request.ends is None else tuple(request.ends)
-        if max(request.stop_token_ids, default=0) >= target.vocab_size:
-            raise ValueError(f"stop_token_ids names ids outside the target's vocabulary of {target.vocab_size} tokens")
-        ends = (*ends, *request.stop_token_ids)
-        constraint = None if request.grammar is None else decoder.compiler(request.grammar, ends)
-        pipeline, greedy = self._pipeline(request, ends, constraint), request.temperature_of(self._own) == 0
-        seeds = torch.randint(2**62, (request.n,)).tolist()
-        if request.seed is not None:
-            seeds = [request.seed + index for index in range(request.n)]
-        entries = []
-        for index, seed in enumerate(seeds, first):
-            sample = Sample(
-                list(request.prompt),
-                request.max_new_tokens,
-                seed,
-                greedy,
-                pipeline,
-                Ends(ends, self._spelling, request.stop or (), self._criteria(request)),
-                emit=stream.told(index),
-                logprobs=request.logprobs,
-                prompt_logprobs=request.prompt_logprobs,
-                scored=stream.scored(index),
-            )
-            decoder.check(sample)
-            self._scheduler.check(sample)
-            entries.append(Entry(sample, job, _teller(stream, index)))
-        return entries
-
-    def _criteria(self, request: Request) -> "list[StoppingCriteria]":
-        """Criteria of the model's own settings, for one answer."""
-        from transformers import MaxTimeCriteria
-
-        limit = [] if self._own.max_time is None else [MaxTimeCriteria(self._own.max_time)]
-        return [*limit, *(self._stopping if request.stop is None else ())]
-
-    def _pipeline(
-        self, request: Request, ends: tuple[int, ...], constraint: StatefulProcessor | None
-    ) -> LogitsPipeline:
-        """The processors of a request; those with the same settings share them, and so are processed together."""
-        make = partial(request.logits_pipeline, self.decoder.target.model, self._own, ends, constraint)
-        if self._bound or not request.plain:
-            return make()
-        names = ("top_k", "top_p", "min_p", "repetition_penalty")
-        settings = (request.temperature_of(self._own), *(getattr(request, name) for name in names), constraint)
-        with self._mutex:
-            pipeline = self._pipelines.pop(settings, None) or make()
-            self._pipelines[settings] = pipeline
-            if len(self._pipelines) > _MOST_PIPELINES:
-                self._pipelines.popitem(last=False)
-        return pipeline
 
 
 def _teller(stream: Stream, index: int) -> Callable[[Sample], None]:

@@ -1,7 +1,9 @@
-"""Tells texts that cannot fit before they are tokenised, which takes long for long ones."""
+"""Refuses texts that are too long: for the target's positions, and before they are tokenised, which takes long."""
 
 from functools import cached_property
 from typing import TYPE_CHECKING
+
+from arbordraft.target.model import RaggedModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -9,6 +11,16 @@ if TYPE_CHECKING:
 _BLANKS = "\u2581\u0120\u010a\u0109\u010d"  # how SentencePiece and byte-level tokenizers write blanks and line breaks
 _STRANGE = "\U0010fffd" * 64  # for private use: no token has it
 _MARGIN = 64  # bytes that may change where a text is cut
+
+
+def check_positions(target: RaggedModel, prompt: int, budget: int) -> None:
+    """Raises ValueError if a prompt of some tokens with its answer is too long; the last token needs no position."""
+    limit = target.max_positions
+    if limit is not None and prompt + budget - 1 > limit:
+        raise ValueError(
+            f"a prompt of {prompt} tokens and {budget} new ones exceed the target's {limit} positions; "
+            "shorten the prompt or lower max_new_tokens"
+        )
 
 
 class TextTooLong(ValueError):
@@ -63,4 +75,4 @@ class LengthCheck:
         return max(4, max(len(name.translate(without).encode()) for name in names))
 
 
-__all__ = ["LengthCheck", "TextTooLong"]
+__all__ = ["LengthCheck", "TextTooLong", "check_positions"]

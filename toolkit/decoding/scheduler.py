@@ -79,12 +79,13 @@ class Scheduler:
     """Samples from their arrival to their end.
 
     Args:
-        decoder: does the steps.
+        stepper: does the steps.
         max_tokens: bound on the rows of each cache; ``None`` for none.
         max_samples: samples at a time.
         max_rows: tokens of prompts that are read between two steps; ``None`` for all.
         reuse: copy common beginnings.
-        fixed_batch: whether all samples are there from the start.
+        fixed_batch: whether all samples are there from the start. Their first step waits until all prompts are read.
+        mutex: held while ``waiting`` and ``living`` change, other than at the end of a round.
 
     Attributes:
         waiting: jobs with samples that are still to be admitted.
@@ -93,19 +94,21 @@ class Scheduler:
 
     def __init__(
         self,
-        decoder: Stepper,
+        stepper: Stepper,
         max_tokens: int | None,
         max_samples: int,
         max_rows: int | None,
         reuse: bool,
         fixed_batch: bool = False,
+        mutex: "threading.Lock | None" = None,
     ) -> None:
-        self.decoder, self.max_samples, self.max_rows, self.reuse = decoder, max_samples, max_rows, reuse
-        self.state = decoder.open(max_samples, max_tokens, fixed_batch=fixed_batch)
+        self.stepper, self.max_samples, self.max_rows, self.reuse = stepper, max_samples, max_rows, reuse
+        self.state = stepper.open(max_samples, max_tokens, fixed_batch=fixed_batch)
         self.waiting: list[Job] = []
         self.living: list[Entry] = []
+        self._mutex = mutex or threading.Lock()
         self._turns = itertools.count()
-        self._done = 0  # tokens of prompts that were read
+        self._done = 0  # tokens of prompts that were scheduled
         self._kept: OrderedDict[int, Sample] = OrderedDict()  # finished ones by number, the least recently used first
 
     @property
@@ -130,22 +133,64 @@ class Scheduler:
                 self.waiting.append(entry.job)
             entry.job.waiting.append(entry)
 
-    def advance(self, mutex: "threading.Lock | None" = None) -> bool:
-        """Admits, reads and decodes a bit; returns whether there is more to do."""
-        with mutex or threading.Lock():
+    def advance(self) -> bool:
+        """Takes the batch a round further; returns whether there is more to do."""
+        if portions := self.schedule():
+            self.stepper.prefill(self.state, portions)
+        if self.state.active and not (self.state.fixed_batch and self.state.prefilling):
+            try:
+                self.stepper.step(self.state)
+            except SampleError as error:  # nothing was committed: the others take the step again
+                self.state[error.number].fail(error.cause)
+        self.finish()
+        return self.busy
+
+    def schedule(self) -> dict[int, int]:
+        """Admits samples, copies the beginnings of their prompts where it can, and says what is read next.
+
+        Returns:
+            Tokens of prompts, by the sample's number.
+        """
+        with self._mutex:
             self._sweep()
             self.admit()
-        self._prefill()
-        while self.state.fixed_batch and any(entry.sample.num_unprefilled for entry in self.living):
-            self._prefill()
-        self.state.prefilling = any(entry.sample.num_unprefilled for entry in self.living)
-        if any(entry.sample.active for entry in self.living):
-            try:
-                self.decoder.step(self.state)
-            except SampleError as error:
-                self.state[error.number].fail(error.cause)
-        self._retire()
-        return self.busy
+        portions: dict[int, int] = {}
+        prefilling: list[Sample] = []
+        most, count = sys.maxsize if self.max_rows is None else self.max_rows, 0
+        for entry in sorted(
+            (entry for entry in self.living if entry.sample.num_unprefilled), key=lambda entry: entry.turn
+        ):
+            sample = entry.sample
+            # What is copied brings no rows, and so no log-probabilities.
+            if self.reuse and not sample.num_prefilled and sample.prompt_logprobs is None:
+                source, common = self._longest(sample)
+                ahead = max((_common(sample, other, other.prompt) for other in prefilling), default=0)
+                if ahead >= common + _LEAST:
+                    continue  # another sample is about to read what this one could copy
+                if source is not None:
+                    self.stepper.share(self.state, source, sample, common)
+                    if source.number in self._kept:
+                        self._kept.move_to_end(source.number)
+            portions[sample.number] = min(sample.num_unprefilled, most - count)
+            count += portions[sample.number]
+            prefilling.append(sample)
+            if _PART * count >= most:
+                break  # the step that follows brings first tokens, which wait for no further prompt
+        self._done += count
+        return portions
+
+    def finish(self) -> None:
+        """Retires samples that have ended, and tells those who wait for them."""
+        for entry in [entry for entry in self.living if entry.sample.ended]:
+            self._remove(entry)
+            sample = entry.sample
+            if self.reuse and not self.state.fixed_batch and sample.failure is None and not sample.num_unprefilled:
+                self._kept[sample.number] = sample
+                if len(self._kept) > _KEPT * self.max_samples:
+                    self.stepper.remove(self.state, self._kept.popitem(last=False)[1])
+            else:
+                self.stepper.remove(self.state, sample)
+            entry.finished(sample)
 
     def lose(self, reason: Exception, everybody: bool = False) -> None:
         """Ends all that was admitted, and begins anew: nobody knows where a step was left.
@@ -157,17 +202,16 @@ class Scheduler:
         lost = self.living + (self._withdraw(self.waiting) if everybody else [])
         self._end(lost, reason)
         self._kept.clear()
-        self.state = self.decoder.open(
-            self.max_samples, self.state.cache.max_tokens, fixed_batch=self.state.fixed_batch
-        )
+        old = self.state
+        self.state = self.stepper.open(self.max_samples, old.cache.max_tokens, fixed_batch=old.fixed_batch)
 
     def close(self, reason: Exception) -> None:
         """Ends everything."""
         self._end(self.living + self._withdraw(self.waiting), reason)
-        self.decoder.close(self.state)
+        self.stepper.close(self.state)
 
     def _rows(self, sample: Sample) -> int:
-        nodes = self.decoder.topology.num_nodes
+        nodes = self.stepper.topology.num_nodes
         # Under a limit a sample gets all it can need at once, so that there is room for it or it waits.
         likely = sample.budget if self.state.cache.max_tokens is not None else min(sample.budget, _AHEAD)
         return len(sample.tokens) + likely + nodes
@@ -201,7 +245,7 @@ class Scheduler:
         for entry in [entry for entry in self.living if entry.job.cancelled()]:
             self._remove(entry)
             entry.finished(entry.sample)
-            self.decoder.remove(self.state, entry.sample)
+            self.stepper.remove(self.state, entry.sample)
 
     def admit(self) -> None:
         """Gives free slots to the jobs whose turn it is, as far as the cache has room."""
@@ -212,11 +256,11 @@ class Scheduler:
             job = line[0][1]
             sample = job.waiting[0].sample
             try:
-                self.decoder.add(self.state, sample, self._rows(sample))
+                self.stepper.add(self.state, sample, self._rows(sample))
             except CacheOverflow:
                 if not self._kept:
                     break  # until another sample leaves: nobody overtakes the job whose turn it is
-                self.decoder.remove(self.state, self._kept.popitem(last=False)[1])
+                self.stepper.remove(self.state, self._kept.popitem(last=False)[1])
                 continue
             entry = job.waiting.popleft()
             entry.due = self._done + sample.num_unprefilled
@@ -228,34 +272,6 @@ class Scheduler:
             else:
                 self.waiting.remove(job)
 
-    def _prefill(self) -> None:
-        """Reads some of the prompts that are not read yet, in their turn."""
-        portions: dict[int, int] = {}
-        prefilling: list[Sample] = []
-        most, count = sys.maxsize if self.max_rows is None else self.max_rows, 0
-        for entry in sorted(
-            (entry for entry in self.living if entry.sample.num_unprefilled), key=lambda entry: entry.turn
-        ):
-            sample = entry.sample
-            # What is copied brings no rows, and so no log-probabilities.
-            if self.reuse and not sample.num_prefilled and sample.prompt_logprobs is None:
-                source, common = self._longest(sample)
-                ahead = max((_common(sample, other, other.prompt) for other in prefilling), default=0)
-                if ahead >= common + _LEAST:
-                    continue  # somebody is about to read what this one could copy
-                if source is not None:
-                    self.decoder.share(self.state, source, sample, common)
-                    if source.number in self._kept:
-                        self._kept.move_to_end(source.number)
-            portions[sample.number] = min(sample.num_unprefilled, most - count)
-            count += portions[sample.number]
-            prefilling.append(sample)
-            if _PART * count >= most:
-                break  # the step that follows brings first tokens: nobody waits for another prompt to be read
-        if portions:
-            self.decoder.prefill(self.state, portions)
-            self._done += count
-
     def _longest(self, sample: Sample) -> tuple[Sample | None, int]:
         """Who has read most of a prompt's beginning, and how much of it."""
         best, most = None, _LEAST - 1
@@ -265,18 +281,6 @@ class Scheduler:
                 if (common := _common(sample, other, known)) > most:
                     best, most = other, common
         return best, most if best is not None else 0
-
-    def _retire(self) -> None:
-        for entry in [entry for entry in self.living if entry.sample.ended]:
-            self._remove(entry)
-            sample = entry.sample
-            if self.reuse and not self.state.fixed_batch and sample.failure is None and not sample.num_unprefilled:
-                self._kept[sample.number] = sample
-                if len(self._kept) > _KEPT * self.max_samples:
-                    self.decoder.remove(self.state, self._kept.popitem(last=False)[1])
-            else:
-                self.decoder.remove(self.state, sample)
-            entry.finished(sample)
 
 
 def _common(sample: Sample, other: Sample, known: int) -> int:

@@ -241,7 +241,6 @@ class DecodeState:
         stats: what is counted, all samples together.
         samples: by their numbers; ``None`` where a number is free.
         fixed_batch: whether nobody else will join.
-        prefilling: whether prompts wait to be read, so that steps are to be short.
     """
 
     cache: RaggedKVCache
@@ -249,7 +248,6 @@ class DecodeState:
     stats: DecodeStats
     samples: list[Sample | None] = field(default_factory=list)
     fixed_batch: bool = False
-    prefilling: bool = False
 
     def __getitem__(self, number: int) -> Sample:
         """The sample with a number that is taken."""
@@ -261,6 +259,11 @@ class DecodeState:
     def active(self) -> list[Sample]:
         """Samples that take part in the next step."""
         return [sample for sample in self.samples if sample is not None and sample.active]
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether prompts wait to be read, so that steps are to be short."""
+        return any(sample is not None and sample.num_unprefilled for sample in self.samples)
 
     def enter(self, sample: Sample) -> None:
         """Gives a sample the lowest free number."""

@@ -5,7 +5,6 @@ Shapes: B samples, R rows, V vocabulary, W candidates.
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,9 +13,10 @@ from torch.nn import functional
 from arbordraft.deciders import Decider
 from arbordraft.decoding.decoder import SpeculativeDecoder
 from arbordraft.decoding.processing import draft_scores, target_rows
+from arbordraft.decoding.sample_groups import SampleGroup
 from arbordraft.decoding.state import DecodeState, Sample
+from arbordraft.decoding.step import Stepper
 from arbordraft.drafters import Drafter
-from arbordraft.drafters.context import DraftContext
 from arbordraft.sampling.laws import WithoutReplacement
 from arbordraft.sampling.noise import GumbelNoise, Noise
 from arbordraft.target.model import RaggedModel
@@ -73,11 +73,44 @@ class TargetInitialisedDecoder(SpeculativeDecoder):
         widest = max(map(len, topology.child_list))
         coupling = Coupling(WithoutReplacement(widest), LongestBranch())
         super().__init__(target, drafter, topology, coupling, decider, max_cache_tokens=max_cache_tokens)
+        self.stepper = Stepper(
+            self.parts,
+            self.mask,
+            candidates=TargetCandidates(self.target, topology),
+            judge=LongestBranchJudge(coupling, topology.num_nodes),
+        )
         warnings.warn(
             f"{self.width} target-initialised candidates change the output law; with width 1, or with the width below "
             "the root, decoding is lossless",
             stacklevel=2,
         )
+
+
+class TargetCandidates:
+    """Gives every root the tokens that the target's row behind the text prefers.
+
+    Args:
+        target: the target.
+        topology: W children at the root.
+    """
+
+    def __init__(self, target: RaggedModel, topology: TreeTopology) -> None:
+        self.target, self.children = target, list(topology.child_list[0])
+        self.law = WithoutReplacement(len(self.children))
+
+    def __call__(self, state: DecodeState, group: SampleGroup) -> list[tuple[list[int], Tensor] | None]:
+        if begun := [sample for sample in group.samples if sample.following is None]:
+            self._look(state, begun)
+        candidates: list[tuple[list[int], Tensor] | None] = [None] * len(state.samples)
+        for sample in group.samples:
+            row, number = sample.following, sample.number
+            assert row is not None
+            if isinstance(group.noise, Noise):
+                candidates[number] = self.law.draw(row, group.noise.draft[number, self.children].tolist()), row
+            else:
+                best = row.topk(min(len(self.children), len(row)))
+                candidates[number] = best.indices[best.values > 0].tolist(), row
+        return candidates
 
     def _look(self, state: DecodeState, samples: Sequence[Sample]) -> None:
         """Gives samples that have just begun the row behind their text."""
@@ -89,33 +122,25 @@ class TargetInitialisedDecoder(SpeculativeDecoder):
         for sample, row in zip(samples, rows, strict=True):
             sample.following = row
 
-    def _context(self, state: DecodeState, group: Sequence[Sample], noise: Noise | GumbelNoise | None) -> DraftContext:
-        if begun := [sample for sample in group if sample.following is None]:
-            self._look(state, begun)
-        law, children = WithoutReplacement(self.width), list(self.topology.child_list[0])
-        context = super()._context(state, group, noise)
-        candidates: list[tuple[list[int], Tensor] | None] = [None] * len(state.samples)
-        max_depth: list[int | None] = [None] * len(state.samples)
-        for sample in group:
-            row, number = sample.following, sample.number
-            assert row is not None
-            # Nothing is emitted behind the drafted levels, so these may use up the whole budget.
-            max_depth[number] = sample.budget
-            if isinstance(noise, Noise):
-                candidates[number] = law.draw(row, noise.draft[number, children].tolist()), row
-            else:
-                best = row.topk(min(self.width, len(row)))
-                candidates[number] = best.indices[best.values > 0].tolist(), row
-        # What is drafted changes the text, so that nothing else may change what is drafted.
-        return replace(context, max_depth=max_depth, candidates=candidates, plan=self._plan)
 
-    def _judge(
+class LongestBranchJudge:
+    """Judges by :class:`~arbordraft.verifiers.LongestBranch`, and keeps the row behind what is committed.
+
+    Args:
+        coupling: draws without replacement, judged by that verifier.
+        nodes: those of the topology.
+    """
+
+    def __init__(self, coupling: Coupling, nodes: int) -> None:
+        self.coupling, self.nodes = coupling, nodes
+
+    def __call__(
         self, state: DecodeState, tree: DraftTree, logits: Tensor, best: Tensor, noise: Noise | GumbelNoise | None
     ) -> Verdict:
         rows = target_rows(state, tree, logits, best).scores.softmax(dim=-1)
         if noise is None:  # tests are then about certainties
             certain = functional.one_hot(rows.argmax(dim=-1), rows.shape[-1]).to(rows.dtype)
-            nothing = torch.zeros(len(tree.samples), self.topology.num_nodes, dtype=torch.float64)
+            nothing = torch.zeros(len(tree.samples), self.nodes, dtype=torch.float64)
             verdict = self.coupling(tree, certain, Noise(nothing, nothing, nothing))
         else:
             verdict = self.coupling(tree, rows, noise)

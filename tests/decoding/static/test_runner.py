@@ -391,7 +391,7 @@ class OwnTops(DraftLaw):
 )
 def test_what_takes_the_host_is_refused_before_anything_is_decoded(coupling, settings, reason):
     decoder = build(coupling)
-    decoder.step = pytest.fail
+    decoder.stepper.step = pytest.fail
     with pytest.raises(ValueError, match=rf"{reason}.*buckets=None"):
         decode(decoder, **settings)
 

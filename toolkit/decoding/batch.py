@@ -1,0 +1,141 @@
+"""A batch of ``generate()``: its samples, and their decoding to the end.
+
+Shapes: B samples, L prompt columns.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from arbordraft.decoding.generate import Stopping, check_prompts, without_padding
+from arbordraft.decoding.lengths import check_positions
+from arbordraft.decoding.metrics import DecodeStats
+from arbordraft.decoding.scheduler import Entry, Scheduler
+from arbordraft.decoding.state import Sample
+from arbordraft.decoding.step import Stepper
+from arbordraft.grammars import Grammar, GrammarError, grammars_of
+from arbordraft.sampling.processors import LogitsPipeline
+from arbordraft.sampling.stateful import StatefulProcessor
+from arbordraft.target.cache import CacheOverflow
+from arbordraft.target.model import RaggedModel
+from arbordraft.utils.checks import check_int, check_sequence
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
+
+Constrain = Callable[[Grammar, Sequence[int]], StatefulProcessor]
+_OWN = (FloatingPointError, GrammarError)  # end a sample; the others of its batch go on
+
+
+def batch_of(stepper: Stepper, samples: Sequence[Sample], max_tokens: int | None) -> Scheduler:
+    """A batch of these samples, which no other joins: all of them are admitted.
+
+    Args:
+        stepper: does the steps.
+        samples: all of them.
+        max_tokens: bound on the rows of each KV cache; ``None`` for none.
+
+    Raises:
+        CacheOverflow: if they do not fit.
+        ValueError: if one wants what these steps cannot do.
+    """
+    scheduler = Scheduler(stepper, max_tokens, len(samples), None, stepper.can_share, fixed_batch=True)
+    for sample in samples:
+        stepper.check(sample)
+        scheduler.check(sample)
+    stepper.decider.expect(sum(sample.budget for sample in samples))
+    scheduler.add(*map(Entry, samples))
+    scheduler.admit()
+    if scheduler.waiting:
+        raise CacheOverflow(
+            f"the KV cache may hold {max_tokens} tokens and has no room for all of these {len(samples)} samples: raise "
+            "max_cache_tokens, shorten the prompts, lower max_new_tokens or decode fewer samples at once"
+        )
+    return scheduler
+
+
+def decode_batch(scheduler: Scheduler, samples: Sequence[Sample]) -> DecodeStats:
+    """Decodes a batch to its end; raises what processors, criteria or streamers of its samples raise."""
+    busy = True
+    while busy:
+        busy = scheduler.advance()
+        for sample in samples:
+            if sample.failure is not None and not isinstance(sample.failure, _OWN):
+                raise sample.failure
+    scheduler.stepper.close(scheduler.state)
+    stats = scheduler.state.stats
+    stats.emitted, stats.forwards = [s.emitted for s in samples], [s.forwards for s in samples]
+    return stats
+
+
+def samples_of(
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    processors: "LogitsProcessorList",
+    criteria: "StoppingCriteriaList",
+    config: "GenerationConfig",
+    *,
+    target: RaggedModel,
+    constrain: Constrain,
+    seeds: Sequence[int] | None = None,
+    grammar: Grammar | Sequence[Grammar | None] | None = None,
+) -> list[Sample]:
+    """The samples of a batch, with what transformers has prepared for it.
+
+    Args:
+        input_ids: ``[B, L]``, left-padded.
+        attention_mask: ``[B, L]``; ``None`` if nothing is padded.
+        processors: those of the batch.
+        criteria: those of the batch.
+        config: the request's settings.
+        target: decodes them.
+        constrain: makes a processor of a grammar and the tokens that end an answer.
+        seeds: one per sample; drawn by torch's generator if ``None``.
+        grammar: one for all, or one per sample.
+
+    Raises:
+        TypeError: for prompts or seeds of another type.
+        ValueError: for prompts and seeds that cannot be used.
+    """
+    check_prompts(input_ids, attention_mask, target.vocab_size)
+    batch, padded = input_ids.shape
+    padding = [0] * batch if attention_mask is None else (attention_mask == 0).sum(dim=1).tolist()
+    prompts = [row[pad:] for row, pad in zip(input_ids.tolist(), padding, strict=True)]
+    stopping = [Stopping(criteria, batch, row) for row in range(batch)]
+    budget = stopping[0].max_length - padded
+    check_positions(target, max(map(len, prompts)), budget)
+    if seeds is None:
+        seeds = torch.randint(2**62, (batch,)).tolist()  # follows torch.manual_seed
+    seeds = check_sequence("seeds", seeds, lambda _, seed: check_int("seed", seed, 0, 2**64 - 1))
+    if len(seeds) != batch:
+        raise ValueError(f"{len(seeds)} seeds for {batch} samples")
+    kept = without_padding(processors, padding, config)
+    pipelines = _pipelines(kept, padding, grammars_of(grammar, batch), config, constrain)
+    return [
+        Sample(prompt, budget, seed, not config.do_sample, pipeline, stops, pad)
+        for prompt, seed, pipeline, stops, pad in zip(prompts, seeds, pipelines, stopping, padding, strict=True)
+    ]
+
+
+def _pipelines(
+    processors: "Sequence[LogitsProcessor]",
+    padding: Sequence[int],
+    grammars: Sequence[Grammar | None],
+    config: "GenerationConfig",
+    constrain: Constrain,
+) -> list[LogitsPipeline]:
+    """The processors of every sample; where they are the same object, samples are processed together."""
+    ends = config.eos_token_id
+    ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    made: dict[tuple[Grammar | None, int, int], LogitsPipeline] = {}
+    keys = [(one, *LogitsPipeline.row_and_padding(processors, row, padding[row])) for row, one in enumerate(grammars)]
+    for grammar, row, columns in keys:
+        if (grammar, row, columns) not in made:
+            chain: list[Any] = [] if grammar is None else [constrain(grammar, ends)]
+            made[grammar, row, columns] = LogitsPipeline([*chain, *processors], len(grammars), row=row, padding=columns)
+    return [made[key] for key in keys]
+
+
+__all__ = ["batch_of", "decode_batch", "samples_of"]

@@ -1,0 +1,66 @@
+"""The target's forward over the trees of a step, packed.
+
+Shapes: n_b nodes of sample b, T = sum of n_b packed rows, V vocabulary, F hidden states side by side.
+"""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from arbordraft.decoding.assemble import AssembledParts
+from arbordraft.decoding.state import DecodeState
+from arbordraft.kernels.ragged_tree_attention import RaggedBatch
+from arbordraft.target.cache import RaggedKVCache
+from arbordraft.trees.draft_tree import DraftTree
+from arbordraft.trees.masks import SlicedCausalMask, stack_words
+
+
+class TargetRunner(Protocol):
+    """Runs the target over the trees of a step, on caches of its own making."""
+
+    def open(self, max_tokens: int | None) -> RaggedKVCache:
+        """A cache of at most so many rows; ``None`` for any number."""
+
+    def __call__(self, state: DecodeState, tree: DraftTree) -> tuple[Tensor, Tensor]:
+        """``[T, V]`` logits and ``[T, F]`` hidden states, counted in ``state.stats``."""
+
+
+class PackedRunner:
+    """Runs one forward over the T nodes of all trees, without padding."""
+
+    def __init__(self, parts: AssembledParts, mask: SlicedCausalMask) -> None:
+        self.target, self.drafter, self.mask = parts.target, parts.drafter, mask
+
+    def open(self, max_tokens: int | None) -> RaggedKVCache:
+        return RaggedKVCache(max_tokens)
+
+    def __call__(self, state: DecodeState, tree: DraftTree) -> tuple[Tensor, Tensor]:
+        batch = lay_out(state, tree, self.mask)
+        return self.target.run(tree.packed_tokens(), batch, state.cache, hidden=self.drafter.hidden_layers)
+
+
+def lay_out(state: DecodeState, tree: DraftTree, mask: SlicedCausalMask, *, causal: bool = True) -> RaggedBatch:
+    """Lays out the rows of trees in the cache, and counts them.
+
+    Args:
+        state: the batch.
+        tree: the drafts.
+        mask: that of their topology.
+        causal: leave out ancestor words where all trees are chains, of which the causal order says all.
+    """
+    living = [(state[number], drafted) for number, drafted in enumerate(tree.samples) if drafted]
+    words = None
+    if not (causal and all(drafted.is_chain for _, drafted in living)):
+        nodes = (list(drafted.tokens) for _, drafted in living)
+        words = stack_words([mask.select(alive, alive) for alive in nodes])
+    batch = state.cache.lay_out(
+        [sample.handle for sample, _ in living],
+        [[drafted.topology.depth_list[node] for node in drafted.tokens] for _, drafted in living],
+        words,
+    )
+    needed = sum(len(sample.tokens) - 1 + len(drafted.tokens) for sample, drafted in living)
+    state.stats.count_forward(batch, rows=sum(tree.lengths), keys=needed)
+    return batch
+
+
+__all__ = ["PackedRunner", "TargetRunner", "lay_out"]
