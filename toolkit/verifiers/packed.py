@@ -17,30 +17,25 @@ from torch import Tensor
 from arbordraft.kernels.verify.tree import PackedTree, verify_tree
 from arbordraft.sampling.laws import DraftLaw
 from arbordraft.sampling.noise import Noise
-from arbordraft.trees.draft_tree import DraftTree
+from arbordraft.trees.draft_tree import DraftTree, SampleTree
 from arbordraft.utils.table import Table
 
 
 class InnerNode(NamedTuple):
-    """A node with children, by the rows of the batch.
-
-    Args:
-        depth: its depth.
-        row: its row.
-        children: rows of its children, in the order of their verification.
-        parent: index of its parent among the inner nodes, and
-        place: which of its children the node is; both -1 for a root.
-        law: the law that drew the children.
-        draft: ``[V]`` what it drew them from; ``None`` if they were not drawn at random.
-    """
+    """A node with children: its depth, its row, its children's rows in the order of their verification, and itself."""
 
     depth: int
     row: int
     children: list[int]
-    parent: int
-    place: int
+    drafted: SampleTree
+    node: int
+
+
+class DraftRow(NamedTuple):
+    """The ``[V]`` row that children were drawn from at random, and the law that drew them."""
+
     law: DraftLaw
-    draft: Tensor | None
+    probs: Tensor
 
 
 @dataclass(frozen=True)
@@ -86,17 +81,8 @@ class TreeTable(Table):
             "children": (self.nodes, self.children),
         }
 
-    def write(self, into: SimpleNamespace, tree: DraftTree, inner: Sequence[InnerNode]) -> list[InnerNode]:
-        """Writes trees into a blank table.
-
-        Args:
-            into: the parts of the table.
-            tree: the trees.
-            inner: their inner nodes.
-
-        Returns:
-            The inner nodes whose children were drawn at random, in the order of the D draft rows.
-        """
+    def write(self, into: SimpleNamespace, tree: DraftTree, inner: Sequence[InnerNode]) -> list[DraftRow]:
+        """Writes trees and their inner nodes into the parts of a blank table; returns the D draft rows."""
         rows = list(tree.rows())
         if rows:
             samples, _, tokens = map(list, zip(*rows, strict=True))
@@ -108,19 +94,23 @@ class TreeTable(Table):
         for name in ("inner", "draft_row", "parent", "place", "children"):
             getattr(into, name)[:] = -1
         free = [0, *accumulate(self.levels)]
-        drawn: list[InnerNode] = []
-        places: list[int] = []
-        for node in inner:
-            place = free[node.depth]
-            free[node.depth] += 1
-            places.append(place)
-            into.inner[place], into.place[place] = node.row, node.place
-            into.parent[place] = places[node.parent] if node.parent >= 0 else -1
-            into.children[place, : len(node.children)] = node.children
-            if node.draft is not None:
-                into.draft_row[place] = len(drawn)
-                drawn.append(node)
-        return drawn
+        draft_rows: list[DraftRow] = []
+        above: dict[int, tuple[int, int]] = {}  # by the row of a child: the place of its parent, its rank
+        laws: dict[tuple[DraftLaw, int], DraftLaw] = {}  # a law is a module, which takes long to make
+        for depth, row, children, drafted, node in inner:
+            place = free[depth]
+            free[depth] += 1
+            into.inner[place] = row
+            into.parent[place], into.place[place] = above.get(row, (-1, -1))
+            into.children[place, : len(children)] = children
+            above |= {child: (place, rank) for rank, child in enumerate(children)}
+            kind = (drafted.law, len(drafted.topology.child_list[node]))
+            law = laws.get(kind) or laws.setdefault(kind, drafted.law_of(node))
+            probs = None if law.deterministic else drafted.draft_probs.get(node)
+            if probs is not None:
+                into.draft_row[place] = len(draft_rows)
+                draft_rows.append(DraftRow(law, probs))
+        return draft_rows
 
     def unpack(self, part: Mapping[str, Tensor], tops: Tensor | None, replacement: bool) -> PackedTree:
         """The trees as verification takes them.
@@ -164,15 +154,15 @@ def pack(tree: DraftTree, device: torch.device) -> tuple[PackedTree, Tensor]:
         children=max((len(node.children) for node in inner), default=1),
     )
     numbers = torch.empty(table.size, dtype=torch.int64)
-    drawn = table.write(table.blank(numbers), tree, inner)
+    draft_rows = table.write(table.blank(numbers), tree, inner)
     # A top that was given up cannot be drawn either.
-    parts = [node.law.split(node.draft) for node in drawn if node.draft is not None]
+    parts = [law.split(probs) for law, probs in draft_rows]
     most = max((len(tops) for tops, _ in parts), default=0)
     tops = [tops + [-1] * (most - len(tops)) for tops, _ in parts]
     packed = table.unpack(
         table.read(numbers.to(device)),
         torch.tensor(tops, dtype=torch.int64, device=device) if parts else None,
-        any(node.law.replacement for node in drawn),
+        any(row.law.replacement for row in draft_rows),
     )
     return packed, torch.stack([row for _, row in parts]) if parts else torch.empty(0, 0, device=device)
 
@@ -180,25 +170,19 @@ def pack(tree: DraftTree, device: torch.device) -> tuple[PackedTree, Tensor]:
 def inner_nodes(tree: DraftTree) -> list[InnerNode]:
     """The nodes with children of all samples, the higher levels first."""
     row_of = {(sample, node): row for row, (sample, node, _) in enumerate(tree.rows())}
-    nodes = sorted(
-        (drafted.topology.depth_list[node], row_of[sample, node], sample, node, drafted)
+    return sorted(
+        InnerNode(
+            drafted.topology.depth_list[node],
+            row_of[sample, node],
+            [row_of[sample, child] for child in children],
+            drafted,
+            node,
+        )
         for sample, drafted in enumerate(tree.samples)
         if drafted
         for node in drafted.tokens
-        if drafted.children(node)
+        if (children := drafted.children(node))
     )
-    inner: list[InnerNode] = []
-    above: dict[int, tuple[int, int]] = {}  # by the row of a child
-    laws: dict[tuple[DraftLaw, int], DraftLaw] = {}  # a law is a module, which takes long to make
-    for depth, row, sample, node, drafted in nodes:
-        kind = (drafted.law, len(drafted.topology.child_list[node]))
-        law = laws.get(kind) or laws.setdefault(kind, drafted.law_of(node))
-        children = [row_of[sample, child] for child in drafted.children(node)]
-        parent, place = above.get(row, (-1, -1))
-        above |= {child: (len(inner), rank) for rank, child in enumerate(children)}
-        draft = None if law.deterministic else drafted.draft_probs.get(node)
-        inner.append(InnerNode(depth, row, children, parent, place, law, draft))
-    return inner
 
 
 def post_order(tree: DraftTree) -> list[int]:
@@ -216,4 +200,4 @@ def post_order(tree: DraftTree) -> list[int]:
     return order
 
 
-__all__ = ["InnerNode", "TreeTable", "inner_nodes", "pack", "post_order", "verify_packed"]
+__all__ = ["DraftRow", "InnerNode", "TreeTable", "inner_nodes", "pack", "post_order", "verify_packed"]

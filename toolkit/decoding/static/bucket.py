@@ -95,14 +95,14 @@ class Bucket(TreeTable):
             The ``[V]`` draft rows that the table names.
         """
         into = self.blank(table)
-        drawn = self.write(into, tree, inner_nodes(tree))
+        draft_rows = self.write(into, tree, inner_nodes(tree))
         self._fill_rows(into, tree, batch, noise if isinstance(noise, Noise) else None, dummy)
         self._fill_samples(into, tree, batch, dummy)
         if isinstance(noise, GumbelNoise):
             into.seeds[: len(tree.samples)] = [source.seed if source else 0 for source in noise.sources]
-        into.most_tops[: len(drawn)] = [node.law.most_tops for node in drawn]
-        into.threshold[: len(drawn)] = [node.law.threshold for node in drawn]
-        return [node.draft for node in drawn if node.draft is not None]
+        into.most_tops[: len(draft_rows)] = [row.law.most_tops for row in draft_rows]
+        into.threshold[: len(draft_rows)] = [row.law.threshold for row in draft_rows]
+        return [row.probs for row in draft_rows]
 
     def _fill_rows(
         self, into: SimpleNamespace, tree: DraftTree, batch: RaggedBatch, noise: Noise | None, dummy: int
