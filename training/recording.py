@@ -1,4 +1,4 @@
-"""What a training leaves behind: the best network as a folder, its card, and a record for the tracker."""
+"""Publishes the best network of a training as a folder with its card, and records the training with the trackers."""
 
 import json
 import logging
@@ -18,6 +18,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from arbordraft.training.tracking import MLflowTracker
 from arbordraft.utils.files import check_writable, new_file, new_folder, write_text
+from arbordraft.utils.mlflow_server import CANDIDATE, check_names
 
 RESULT = "best"
 RECIPE = "training.yaml"
@@ -52,22 +53,27 @@ class Recorder(Callback):  # type: ignore[misc]  # Lightning is not type-checked
         alias: of the registered version; ``None`` registers nothing.
 
     Raises:
+        ValueError: if MLflow would not take the alias.
         WriteError: if nothing can be written to ``output``.
     """
 
-    def __init__(self, output: str, monitor: str = "val/tau", alias: str | None = "candidate") -> None:
+    def __init__(self, output: str, monitor: str = "val/tau", alias: str | None = CANDIDATE) -> None:
+        check_names(None, alias or CANDIDATE)
         self.output, self.monitor, self.alias = Path(output), monitor, alias
         self.result, self._curve_path = self.output / RESULT, self.output / "curve.json"
         self.config = ""
         self.curve: list[dict[str, float]] = []
+        self._runs: dict[str, str] = {}  # of the trackers
         self._resumed = False
         check_writable(self.output, folder=True)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"curve": self.curve}
+        return {"curve": self.curve, "runs": self._runs, "output": str(self.output)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.curve, self._resumed = state_dict["curve"], True
+        if state_dict.get("output") == str(self.output):  # results in another folder are another run's
+            self._runs = state_dict["runs"]
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Sees to it that no checkpoint is ever half a file; whoever chose another way to write them keeps it."""
@@ -75,22 +81,18 @@ class Recorder(Callback):  # type: ignore[misc]  # Lightning is not type-checked
             trainer.strategy.checkpoint_io = WholeCheckpoints()
 
     @rank_zero_only  # type: ignore[untyped-decorator, unused-ignore]
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        data = trainer.datamodule
-        profile = data.profile()
-        for tracker in _trackers(trainer):
-            tracker.log_config(self.config)
-            tracker.log_provenance(int(os.environ.get("PL_GLOBAL_SEED", data.seed)), data.description())
-            tracker.log_dataset(
-                data.folder.folder.name, profile["digest"], profile["conversations"], str(data.folder.folder), profile
-            )
-
-    @rank_zero_only  # type: ignore[untyped-decorator, unused-ignore]
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Takes back, too, what came behind the checkpoint: a validation at the same step is not done again."""
+        """Begins the record or goes on with it; forgets validations after the checkpoint, which are done again."""
         if self._resumed and self._curve_path.exists():
             known = json.loads(self._curve_path.read_text())
             self.curve = [point for point in known if point["step"] <= trainer.global_step]
+        data = trainer.datamodule
+        profile, folder = data.profile(), data.folder.folder
+        for tracker in _trackers(trainer):
+            tracker.resume(self._runs)
+            tracker.log_config(self.config)
+            tracker.log_provenance(int(os.environ.get("PL_GLOBAL_SEED", data.seed)), data.description())
+            tracker.log_dataset(folder.name, profile["digest"], profile["conversations"], str(folder), profile)
 
     @rank_zero_only  # type: ignore[untyped-decorator, unused-ignore]
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

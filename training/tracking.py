@@ -1,42 +1,42 @@
-"""MLflow tracking for Lightning trainings, which can be lost without losing the training.
+"""MLflow tracking by Lightning's own logger, which can be lost without losing the training.
 
-The tracker writes a journal of its run into an outbox, and delivers it at once as long as the server takes it. The
-first failure ends that for the process, with one warning; the journal goes on, and ``delivery.sync`` delivers it later.
+A run is recorded by one :class:`MLFlowLogger`. If its server fails, at the start or later, a second one records the
+rest in the local database. Checkpoints and published networks lie on the disk and never depend on either.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import json
 import logging
+import math
 import os
-import platform
-import posixpath
 import re
-import shutil
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, is_dataclass
-from getpass import getuser
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import torch
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers import Logger, MLFlowLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from arbordraft.training.delivery import Point, deliver
-from arbordraft.training.outbox import OUTBOX, Journal
-from arbordraft.utils.git import git
-from arbordraft.utils.mlflow_server import ALIASES, NAMES, limits, reason, resolve_uri
+from arbordraft.utils.mlflow_server import (
+    CANDIDATE,
+    DEFAULT_URI,
+    check_names,
+    check_store,
+    import_mlflow,
+    limits,
+    public,
+    reason,
+    register,
+    resolve_uri,
+)
 
-TIMEOUT = 20  # seconds; a hung server costs twice that, once per training
-VALUE_LIMIT = 6000  # characters of a parameter; tags may have more
-STATUS = {"success": "FINISHED", "finished": "FINISHED", "killed": "KILLED"}  # else FAILED
+RETRIES, TIMEOUT = 1, 10  # times, and seconds each: what a hung server costs, once per training
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -46,60 +46,35 @@ StrPath = str | os.PathLike[str]
 def _harmless(
     method: Callable[Concatenate[MLflowTracker, P], R],
 ) -> Callable[Concatenate[MLflowTracker, P], R | None]:
-    """Run a method on rank zero only, and turn whatever it raises into a warning."""
+    """Runs a method on rank zero, and again on the local store if the server fails; logs whatever else it raises."""
 
     @functools.wraps(method)
     def guarded(self: MLflowTracker, *args: P.args, **kwargs: P.kwargs) -> R | None:
-        try:
-            return method(self, *args, **kwargs)
-        except Exception as error:  # figures, metrics and folders of the caller's, and a disk that may be full
-            lost = f"Tracking lost something in {method.__name__} ({reason(error)}); the training goes on."
-            self._link.warn("loss", f"{lost} See that {self._link.outbox} can be written, or choose another outbox.")
+        if self._off:
             return None
+        try:
+            with limits(RETRIES, TIMEOUT):
+                return method(self, *args, **kwargs)
+        except Exception as error:  # of servers, of a disk that is full, of the caller's figures and metrics
+            if not self._turn_to_local_store(error):
+                self._warn_of_loss(method.__name__, error)
+                return None
+        return guarded(self, *args, **kwargs)
 
     return rank_zero_only(guarded)
 
 
-@dataclass
-class _Link:
-    """The way to the server, and what was said about it."""
-
-    uri: str
-    outbox: Path
-    online: bool = True
-    said: set[str] = field(default_factory=set)
-
-    def deliver(self, journal: Journal) -> None:
-        """Deliver a journal unless that failed before."""
-        try:
-            with limits(TIMEOUT):
-                if self.online:
-                    deliver(journal, self.uri)
-        except Exception as error:  # whatever it is, it must not end the training
-            self.online = False
-            kept = f"MLflow failed ({reason(error)}); the training goes on and its tracking is kept in {self.outbox}."
-            self.warn("offline", f"{kept} Deliver it with `arbordraft train sync`, afterwards or at any time.")
-
-    def warn(self, kind: str, message: str) -> None:
-        """Log a warning once; Python's own warnings can be turned into errors, and then they would end the training."""
-        if kind not in self.said:
-            self.said.add(kind)
-            logging.getLogger("arbordraft").warning(message)
-
-
 class MLflowTracker(Logger):  # type: ignore[misc]  # Lightning is not type-checked here
-    """Tracks one run, on rank zero; only the constructor raises, all else at most warns.
+    """Tracks one run, on rank zero. Only the constructor raises; all else warns once and the training goes on.
 
     Args:
         experiment: its name on the server.
         run_name: name of the run; MLflow invents one by default.
-        uri: tracking server; by default ``$MLFLOW_TRACKING_URI``, or else ``sqlite:///mlflow.db``. If it hangs, a
-            training waits 40 s, once, unless ``MLFLOW_HTTP_REQUEST_TIMEOUT`` says otherwise; a database server
-            without MLflow in front may take 100 s to be given up.
+        uri: tracking server; by default ``$MLFLOW_TRACKING_URI``, or else ``sqlite:///mlflow.db``, the local store. A
+            hung server is waited for 20 s, once, unless ``MLFLOW_HTTP_REQUEST_TIMEOUT`` says otherwise; a database
+            server without MLflow in front may take 100 s to be given up.
         registered_model: name for ``register``.
         tags: of the run.
-        outbox: folder of the journals. Checkpoints are copied there, and deleted once delivered. Keep the rest while
-            anything is to be delivered; afterwards it can be deleted.
 
     Raises:
         ImportError: if MLflow is not installed.
@@ -113,93 +88,83 @@ class MLflowTracker(Logger):  # type: ignore[misc]  # Lightning is not type-chec
         uri: str | None = None,
         registered_model: str | None = None,
         tags: Mapping[str, Any] | None = None,
-        outbox: StrPath = OUTBOX,
     ) -> None:
-        try:
-            import mlflow  # noqa: F401
-        except ImportError as error:
-            raise ImportError(f"MLflow cannot be imported ({error}); run: pip install 'arbordraft[mlops]'") from error
-        if registered_model is not None and not re.fullmatch(NAMES, registered_model):
-            raise ValueError(f"registered_model may hold letters, digits, '_', '-', '.', ' ', not {registered_model!r}")
+        import_mlflow()
+        check_names(registered_model)
         self._experiment, self._run_name, self._registered_model = experiment, run_name, registered_model
-        self._tags = {_legal(key): _clip(value) for key, value in (tags or {}).items()}
+        self._uri, self._tags = resolve_uri(uri), dict(tags or {})
         self.registers = registered_model is not None
-        self._link = _Link(resolve_uri(uri), Path(outbox).absolute())
-        self._journal = Journal.new(self._link.outbox)
-        self._begun = False
-        self._params: set[str] = set()
-        self._tables: list[dict[str, str]] = []
-        self._latest: dict[str, Point] = {}
-        self._checkpoints: dict[Path, str] = {}
+        self._runs: dict[str, str] = {}
+        self._logger: MLFlowLogger | None = None
+        self._goes_on = self._lost = self._off = False
+        self._models: dict[Path, str] = {}
 
     @property
     def name(self) -> str:
         return self._experiment
 
-    @functools.cached_property  # folders are named after it, so it must not change when somebody else delivers
-    def version(self) -> str:
-        """The id of the run, or else, while the server does not answer, the name of its journal."""
-        self.begin()
-        return (self._link.online and self._journal.progress().run) or self._journal.key
-
     @property
-    def save_dir(self) -> str:
-        """``runs`` beside the outbox: Lightning adds the name of the experiment, and ``./arbordraft`` would hide us."""
-        return str(self._link.outbox.parent / "runs")
+    def version(self) -> str | None:
+        """The id of the run, which begins if it has not; ``None`` if no store takes it, and on other ranks."""
+        logger = self.begin()
+        return None if logger is None else logger.run_id
+
+    def resume(self, runs: dict[str, str]) -> None:
+        """Goes on with the runs of an interrupted training that are still there.
+
+        Args:
+            runs: their ids, by experiment and store. Those that begin now are added, for checkpoints to keep.
+        """
+        runs |= self._runs
+        self._runs = runs
 
     @_harmless
-    def log_hyperparams(self, params: Mapping[str, Any] | Namespace | None, *_: Any, **__: Any) -> None:
-        """Log a configuration with nested names joined by dots; MLflow keeps the first value of each."""
-        values = {_legal(name): _clip(value) for name, value in _flatten(params or {})}
-        if new := {name: value for name, value in values.items() if name not in self._params}:
-            self._record("params", values=new)
-            self._params |= new.keys()
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *_: Any, **__: Any) -> None:
+        """Logs a configuration; a run that goes on keeps the one that it began with, as MLflow changes no parameter."""
+        logger = self._begin()
+        if not self._goes_on:
+            logger.log_hyperparams(params)
 
     @_harmless
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Log numbers at an optimiser step; what MLflow forbids in names becomes an underscore."""
-        if metrics:
-            self._record("metrics", points=self._points(metrics, step or 0))
+        """Logs numbers at an optimizer step."""
+        self._begin().log_metrics(metrics, step)
 
     @_harmless
     def finalize(self, status: str = "success") -> None:
-        """Note how the run ended; Lightning says ``failed`` for an interrupt too, which MLflow calls ``KILLED``."""
-        if not self._begun:
-            return
+        """Notes how the run ended; Lightning says ``failed`` for an interrupt too, which MLflow calls ``KILLED``."""
         killed = isinstance(sys.exception(), KeyboardInterrupt | SystemExit)
-        self._record("end", status="KILLED" if killed else STATUS.get(status.lower(), "FAILED"))
+        if self._logger is not None:
+            self._logger.finalize("KILLED" if killed else status)
 
     @_harmless
     def log_config(self, yaml_text: str) -> None:
-        """Log the resolved configuration as ``config.yaml``."""
+        """Logs the resolved configuration as ``config.yaml``, and its values as parameters."""
+        import yaml
+
         self.log_text(yaml_text, "config.yaml")
+        self.log_hyperparams(yaml.safe_load(yaml_text) or {})
 
     @_harmless
     def log_provenance(self, seed: int, target: Mapping[str, Any]) -> None:
-        """Log what a training depends on: seed, versions, hardware, target model, and the commit of a git checkout."""
-        versions = {"python": platform.python_version()}
-        for package in ("arbordraft", "torch", "transformers", "lightning", "mlflow"):
-            with suppress(importlib.metadata.PackageNotFoundError):
-                versions[package] = importlib.metadata.version(package)
-        gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-        hardware = {"platform": platform.platform(), "cpus": os.cpu_count(), "gpus": ", ".join(gpus) or "none"}
-        self.log_hyperparams({"seed": seed, "versions": versions, "hardware": hardware})
-        tags = {f"target.{name}": value for name, value in _flatten(target)}
-        if commit := git("rev-parse", "HEAD"):
-            tags["mlflow.source.git.commit"] = commit
-            tags["git.dirty"] = bool(git("status", "--porcelain", "--untracked-files=no"))
-        self._record("tags", values={_legal(name): _clip(value) for name, value in tags.items()})
+        """Logs as tags what a training depends on: seed, commit, versions, hardware, and the target model."""
+        from mlflow.entities import RunTag
+
+        from arbordraft.bench.measure import provenance
+
+        run = self._begin()
+        facts = {"seed": seed, **provenance()}
+        versions = facts.pop("versions") | {name: version(name) for name in ("lightning", "mlflow")}
+        tags = {
+            **{name: facts[name] for name in ("seed", "commit", "python", "machine", "cpu", "gpu", "threads")},
+            **{f"versions.{name}": value for name, value in versions.items()},
+            **{f"target.{name}": value for name, value in target.items()},
+        }
+        run.experiment.log_batch(run.run_id, tags=[RunTag(name, str(value)) for name, value in tags.items()])
 
     @_harmless
-    def log_dataset(
-        self,
-        name: str,
-        digest: str,
-        rows: int,
-        source: str,
-        profile: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Log a data set as an input of the run.
+    def log_dataset(self, name: str, digest: str, rows: int, source: str, profile: Mapping[str, Any]) -> None:
+        """Logs a data set as an input of the run.
 
         Args:
             name: with the digest it identifies the data set.
@@ -208,112 +173,118 @@ class MLflowTracker(Logger):  # type: ignore[misc]  # Lightning is not type-chec
             source: path or URL.
             profile: further facts, such as the chat template.
         """
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
         kind, key = ("http", "url") if re.match("https?://", source) else ("local", "uri")
-        dataset = {
-            "name": name[:500],
-            "digest": digest[:36],
-            "source_type": kind,
-            "source": json.dumps({key: source}),
-            "profile": json.dumps({"num_rows": rows, "digest": digest, **(profile or {})}, default=str),
-        }
-        self._record("dataset", dataset=dataset, context="train")
+        facts = json.dumps({"num_rows": rows, "digest": digest, **profile}, default=str)
+        dataset = Dataset(name[:500], digest[:36], kind, json.dumps({key: source}), profile=facts)
+        run = self._begin()
+        run.experiment.log_inputs(run.run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", "train")])])
 
     @_harmless
     def log_figure(self, figure: Any, name: str) -> None:
-        """Log a matplotlib figure as an artifact, as PNG if its name has no suffix."""
-        self._artifact(name if Path(name).suffix else f"{name}.png", lambda path: figure.savefig(path))
+        """Logs a matplotlib figure as a PNG."""
+        run = self._begin()
+        run.experiment.log_figure(run.run_id, figure, f"{name}.png")
 
     @_harmless
     def log_text(self, text: str, name: str) -> None:
-        self._artifact(name, lambda path: path.write_text(text, encoding="utf-8"))
+        """Logs a text as an artifact."""
+        run = self._begin()
+        run.experiment.log_text(run.run_id, text, name)
 
     @_harmless
     def log_table(self, columns: Mapping[str, Sequence[Any]], name: str) -> None:
-        """Log columns of equal length in the form that MLflow shows as a table."""
-        name = f"{name.removesuffix('.json')}.json"
-        table = {"columns": list(columns), "data": list(zip(*columns.values(), strict=True))}
-        self.log_text(json.dumps(table, default=str), name)
-        self._tables.append({"path": name, "type": "table"})
-        self._record("tags", values={"mlflow.loggedArtifacts": json.dumps(self._tables)})
+        """Logs columns of equal length in the form that MLflow shows as a table."""
+        run = self._begin()
+        run.experiment.log_table(run.run_id, dict(columns), f"{name}.json")
 
     @_harmless
     def log_checkpoint(self, folder: StrPath, step: int, metrics: Mapping[str, float] | None = None) -> None:
-        """Log a published checkpoint as a model of the run, with the metrics that speak for it.
+        """Logs a published checkpoint as a model of the run, with the metrics that speak for it.
 
         Args:
-            folder: is copied as it is, so that it may be overwritten or deleted; nothing is pickled.
-            step: optimiser step.
+            folder: is copied as it is; nothing is pickled.
+            step: optimizer step.
             metrics: linked to the model.
         """
-        points = self._points(metrics or {}, step)
+        from mlflow.entities import LoggedModelOutput, Metric
+
+        run = self._begin()
+        client, at = run.experiment, time.time_ns() // 1_000_000
         # To MLflow, checkpoints of one name are steps of one model; its name has stricter rules.
         name = re.sub(r"[^\w -]", "-", self._registered_model or self._experiment)
-        copy = functools.partial(shutil.copytree, folder, dirs_exist_ok=True)
-        self._checkpoints[Path(folder).absolute()] = self._record("model", copy, name=name, step=step, points=points)
+        model = client.create_logged_model(run.experiment_id, name, run.run_id, params={"step": str(step)}).model_id
+        client.log_model_artifacts(model, str(folder))
+        points = {name: value for name, value in (metrics or {}).items() if not math.isnan(value)}  # linked as 0
+        client.log_batch(run.run_id, [Metric(name, points[name], at, step, model_id=model) for name in points])
+        client.log_outputs(run.run_id, [LoggedModelOutput(model, step)])
+        client.finalize_logged_model(model, "READY")
+        self._models[Path(folder).absolute()] = model
 
     @_harmless
-    def register(self, folder: StrPath, alias: str = "candidate") -> None:
-        """Make a checkpoint, logged before or not, a version of the registered model, known by an alias."""
-        if not self.registers:
+    def register(self, folder: StrPath, alias: str = CANDIDATE) -> None:
+        """Makes a checkpoint, logged before or not, a version of the registered model, known by an alias."""
+        if self._registered_model is None:
             raise ValueError("give the tracker a registered_model")
-        if not re.fullmatch(ALIASES, alias):
-            raise ValueError(f"an alias consists of letters, digits, '_' and '-', and is no version: {alias!r}")
-        if Path(folder).absolute() not in self._checkpoints:
+        path = Path(folder).absolute()
+        if path not in self._models:
             self.log_checkpoint(folder, step=0)
-        model = self._checkpoints[Path(folder).absolute()]
-        self._record("version", name=self._registered_model, model=model, alias=alias)
+        run = self._begin()
+        register(run.experiment, self._registered_model, alias, self._models[path], run.run_id)
 
-    def _begin(self) -> None:
-        if self._begun:
-            return
-        tags = {"mlflow.source.name": Path(sys.argv[0]).name, "mlflow.source.type": "LOCAL", **self._tags}
-        with suppress(OSError, KeyError):  # a container's user may have no name
-            tags.setdefault("mlflow.user", getuser())
-        self._journal.append("run", tags=tags, experiment=self._experiment, name=self._run_name)
-        self._begun = True
-        self._link.deliver(self._journal)
+    def _begin(self) -> MLFlowLogger:
+        """Lightning's logger of the run, which begins when it is first needed, or goes on."""
+        from mlflow import MlflowException
+
+        if self._logger is None:
+            check_store(self._uri)
+            place = f"{self._experiment} in {public(self._uri)}"
+            run = self._runs.get(place)
+            logger = MLFlowLogger(self._experiment, self._run_name, self._uri, dict(self._tags), run_id=run)
+            try:
+                if run is not None:
+                    logger.experiment.update_run(run, "RUNNING")
+            except MlflowException:  # it was deleted; a server that is away shows in the next lines
+                run, logger = None, MLFlowLogger(self._experiment, self._run_name, self._uri, dict(self._tags))
+            self._runs[place] = logger.run_id
+            self._goes_on, self._logger = run is not None, logger
+        return self._logger
 
     begin = _harmless(_begin)
 
-    def _record(self, kind: str, attach: Callable[[Path], object] | None = None, **fields: Any) -> str:
-        self._begin()
-        record = self._journal.append(kind, attach, **fields)
-        self._link.deliver(self._journal)
-        return record
+    def _turn_to_local_store(self, error: Exception) -> bool:
+        """Records the rest in the local store, if it was the server that failed and not what it was asked for."""
+        if self._uri == DEFAULT_URI or (self._logger is not None and not _of_server(error)):
+            return False
+        begun = "" if self._logger is None else f" after it began as run {self._logger.run_id}"
+        if self._logger is not None:
+            self._tags["arbordraft.continues"] = self._logger.run_id
+        _log(
+            f"MLflow at {public(self._uri)} failed ({reason(error)}){begun}; the training goes on and is recorded in "
+            f"{Path('mlflow.db').absolute()}, from which mlflow-export-import copies it to a server later"
+        )
+        self._uri, self._logger = DEFAULT_URI, None
+        self._models.clear()
+        return True
 
-    def _points(self, metrics: Mapping[str, float], step: int) -> list[Point]:
-        """Points in time; what a training logs and then links to a checkpoint, or the reverse, stays one point."""
-        points, now = [], time.time_ns() // 1_000_000
-        for name, value in metrics.items():
-            point = (_legal(name), float(value), now, step)
-            latest = self._latest.get(point[0], point)
-            points.append(latest if (latest[1], latest[3]) == (point[1], step) else point)
-        self._latest |= {point[0]: point for point in points}
-        return points
-
-    def _artifact(self, name: str, write: Callable[[Path], object]) -> None:
-        name = _legal(name)
-        self._record("artifact", lambda files: write(files / posixpath.basename(name)), name=name)
-
-
-def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of nested settings, with their names joined by dots."""
-    if isinstance(value, Namespace):
-        value = vars(value)
-    elif is_dataclass(value) and not isinstance(value, type):
-        value = asdict(value)
-    if isinstance(value, Mapping) and (value or not prefix):
-        for name, inner in value.items():
-            yield from _flatten(inner, f"{prefix}.{name}" if prefix else str(name))
-    else:
-        yield prefix, value
+    def _warn_of_loss(self, method: str, error: Exception) -> None:
+        self._off = self._logger is None  # no store takes the run: each further call could wait for one again
+        if not self._lost:
+            self._lost = True
+            what = "everything" if self._off else f"something in {method}"
+            _log(f"tracking loses {what} ({reason(error)}); the training goes on")
 
 
-def _legal(name: str) -> str:
-    """A name that MLflow takes: a relative path of up to 250 letters, digits, ``_``, ``-``, ``.`` and spaces."""
-    return posixpath.normpath(re.sub(r"[^\w/. -]", "_", name)[:250]).lstrip("./") or "_"
+def _of_server(error: Exception) -> bool:
+    from mlflow import MlflowException
+    from requests import RequestException
+
+    if isinstance(error, MlflowException):
+        return bool(error.get_http_status_code() >= 500)
+    return isinstance(error, RequestException)
 
 
-def _clip(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= VALUE_LIMIT else text[: VALUE_LIMIT - 1] + "…"
+def _log(message: str) -> None:
+    """Logs a warning; Python's own warnings can be turned into errors, and then they would end the training."""
+    logging.getLogger("arbordraft").warning(message)

@@ -162,7 +162,6 @@ USAGE = {
         r"there is no configuration 'nowhere'.*drafter/eagle",
     ),
     "generating no share": ("train generate --of 0", r"--of"),
-    "delivering no outbox": ("train sync nowhere", r"there is no outbox at .*nowhere"),
     "a demo of a word": ("train demo --conversations x", r"--conversations"),
     "a demo in no time": ("train demo --training-minutes 0", r"--training-minutes"),
     "a demo for ever": ("train demo --generation-minutes inf", r"--generation-minutes"),
@@ -199,7 +198,7 @@ def test_wrong_input_is_one_line_and_status_2(place, monkeypatch, capsys, comman
 def test_a_server_that_is_away_is_told_at_once(place, monkeypatch, capsys, command):
     """Before any prompt is decoded, and without what stands in its address for nobody's eyes."""
     monkeypatch.chdir(place)
-    monkeypatch.setattr("arbordraft.exports.mlflow_log.evaluate", lambda *_, **__: pytest.fail("measured first"))
+    monkeypatch.setattr("arbordraft.exports.mlflow.evaluate", lambda *_, **__: pytest.fail("measured first"))
     status, said = run(["export", *shlex.split(command), "--uri", "http://me:secret@127.0.0.1:9"], monkeypatch, capsys)
     assert status == 1, said
     assert re.fullmatch(

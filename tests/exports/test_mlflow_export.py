@@ -32,9 +32,7 @@ from arbordraft.decoding.prompts import chat_batch
 from arbordraft.decoding.target_initialised import TargetInitialisedDecoder
 from arbordraft.exports.decoder_config import DecoderConfig, describe, rebuild
 from arbordraft.exports.evaluation import Evaluation, evaluate
-from arbordraft.exports.mlflow_log import log_decoder
-from arbordraft.exports.mlflow_promote import judge, load_decoder, promote_decoder
-from arbordraft.exports.mlflow_registry import TRAINING, fetch_drafter
+from arbordraft.exports.mlflow import TRAINING, fetch_drafter, judge, load_decoder, log_decoder, promote_decoder
 from arbordraft.loading import Dtype, load_target
 from arbordraft.sampling.laws import AdaptiveTopTail
 from arbordraft.training.tracking import MLflowTracker

@@ -11,7 +11,6 @@ from arbordraft.bench.plots import plot
 from arbordraft.bench.tuning import Choice, Setting, Tuned
 from arbordraft.deciders import LearnedDecider
 from arbordraft.deciders.costs import StepCosts
-from arbordraft.training.outbox import Journal, Progress
 from arbordraft.training.recording import WholeCheckpoints
 from arbordraft.training.shards import ANSWER, Conversation, ShardFolder, pack, write_shard
 from arbordraft.trees.drawing import draw_png
@@ -61,7 +60,6 @@ FOLDERS = {
     "exported": several,
     "decider": decider,
     "shards": lambda folder: ShardFolder(folder).claim({"recipe": {"seed": 1}, "target": "a name"}),
-    "journal": lambda folder: Journal(folder).note(Progress(1, "a run", "an experiment")),
 }
 WRITERS = FILES | FOLDERS
 

@@ -162,8 +162,7 @@ def mlflow(
     kernels: Annotated[Kernels, typer.Option(help="How weights are read on a CPU.")] = Kernels.auto,
 ) -> None:
     """A whole decoder as an MLflow model, registered as a candidate; 'mlflow models serve' answers requests with it."""
-    from arbordraft.exports.mlflow_log import log_decoder
-    from arbordraft.exports.mlflow_registry import fetch_drafter
+    from arbordraft.exports.mlflow import fetch_drafter, log_decoder
 
     topology = parse_topology(tree)
     with (
@@ -214,7 +213,7 @@ def promote(
     uri: UriOption = None,
 ) -> None:
     """Make the candidate champion if it loses nothing and gains something; exits with 1 if it does not."""
-    from arbordraft.exports.mlflow_promote import promote_decoder
+    from arbordraft.exports.mlflow import promote_decoder
 
     with explained(uri), progress(console, transient=True) as tell:
         verdict = promote_decoder(

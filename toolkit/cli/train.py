@@ -96,18 +96,6 @@ def demo(
     gain(console, spec, trained)
 
 
-@app.command("sync")
-def sync_outbox(
-    outbox: Annotated[Path, typer.Argument(help="The folder that the warning named.")] = Path("mlflow-outbox"),
-    uri: Annotated[str | None, typer.Option(help="Tracking server, if it is not the training's own.")] = None,
-) -> None:
-    """Push what trainings could not push to MLflow."""
-    from arbordraft.training.delivery import sync
-
-    for run_folder, records in sync(outbox, uri).items():
-        typer.echo(f"{run_folder}: {records} records")
-
-
 def _soberly(arguments: list[str]) -> list[str]:
     """Silences Lightning's adverts and its notes on absent hardware; returns the arguments."""
     import lightning.pytorch  # noqa: F401  # sets the levels itself

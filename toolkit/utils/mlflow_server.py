@@ -1,23 +1,22 @@
-"""What training and exports share about MLflow: which server, how long to wait for it, and names."""
+"""MLflow for trainings and exports: which server, how long to wait for it, valid names, versions of models."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from arbordraft.utils.files import check_writable
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-DEFAULT_URI = "sqlite:///mlflow.db"  # MLflow's own default, so that a bare `mlflow ui` shows it
-MODEL = "arbordraft.model"  # tag of a version with its logged model; MLflow's databases do not keep its model_id
-NAMES, ALIASES = r"\w[\w .-]*", r"(?i:(?!v\d+$|latest$)[\w-]+)"  # of registered models and of their versions
+DEFAULT_URI = "sqlite:///mlflow.db"  # MLflow's own default, so that a bare `mlflow server` shows it
 CANDIDATE = "candidate"  # alias of a version that a training or an export has just registered
 
 
@@ -26,17 +25,32 @@ def resolve_uri(uri: str | None) -> str:
     return uri or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
 
 
-def connect(uri: str) -> MlflowClient:
-    """A client of its own, which leaves alone what the user's code does through ``mlflow``.
+def import_mlflow() -> Any:
+    """The library; raises ImportError with the command that installs it."""
+    try:
+        import mlflow
+    except ImportError as error:
+        raise ImportError(f"MLflow cannot be imported ({error}); run: pip install 'arbordraft[mlops]'") from error
+    return mlflow
+
+
+def check_names(registered_model: str | None, alias: str = CANDIDATE) -> None:
+    """Raises ValueError for names that MLflow would refuse only after everything else was done."""
+    if registered_model is not None and not re.fullmatch(r"\w[\w .-]*", registered_model):
+        raise ValueError(f"registered_model may hold letters, digits, '_', '-', '.', ' ', not {registered_model!r}")
+    if not re.fullmatch(r"(?i:(?!v\d+$|latest$)[\w-]+)", alias):
+        raise ValueError(f"an alias consists of letters, digits, '_' and '-', and is no version: {alias!r}")
+
+
+def check_store(uri: str) -> None:
+    """Opens a local database, where MLflow would try for 100 s before it fails.
 
     Raises:
-        ValueError: if a local database is something else.
+        ValueError: if it is something else.
         WriteError: if it cannot be written.
     """
-    from mlflow import MlflowClient
-
     database = uri.partition("sqlite:///")[2].partition("?")[0]
-    if database and not database.startswith((":", "file:")):  # where this fails, MLflow would go on trying for 100 s
+    if database and not database.startswith((":", "file:")):
         check_writable(database)
         Path(database).parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -44,18 +58,63 @@ def connect(uri: str) -> MlflowClient:
                 opened.execute("PRAGMA schema_version")
         except sqlite3.Error as error:
             raise ValueError(f"{database} is no database of MLflow ({error}); name another with --uri") from error
-    return MlflowClient(uri)
+
+
+def register(
+    client: MlflowClient, name: str, alias: str, model_id: str, run: str, tags: Mapping[str, str] | None = None
+) -> str:
+    """Makes a logged model a version of a registered one; where it fails, no version stays.
+
+    Returns:
+        The number of the version. Its alias is set last, so that nothing unfinished is found by it.
+    """
+    from mlflow import MlflowException
+
+    with contextlib.ExitStack() as undo:
+        with contextlib.suppress(MlflowException):  # it exists; any other trouble shows in the next line
+            client.create_registered_model(name)
+            undo.callback(_try, client.delete_registered_model, name)
+        client.get_registered_model(name)
+        model = client.get_logged_model(model_id)
+        # The source is a place: of `models:/m-...` a database would ask the global server instead of this one.
+        made = client.create_model_version(
+            name, model.artifact_location, run, dict(tags or {}), await_creation_for=0, model_id=model_id
+        )
+        version = str(made.version)
+        undo.callback(_try, client.delete_model_version, name, version)
+        _note_version(client, model_id, name, made.version)
+        client.set_registered_model_alias(name, alias, version)
+        undo.pop_all()
+    return version
+
+
+def _note_version(client: MlflowClient, model_id: str, name: str, version: Any) -> None:
+    """Shows a version beside its logged model, as a server does by itself, but no database."""
+    known = json.loads(client.get_logged_model(model_id).tags.get("mlflow.modelVersions", "[]"))
+    if (name, str(version)) not in [(entry["name"], str(entry["version"])) for entry in known]:
+        known.append({"name": name, "version": version})
+        client.set_logged_model_tags(model_id, {"mlflow.modelVersions": json.dumps(known)})
+
+
+def _try(undo: Any, *arguments: str) -> None:
+    with contextlib.suppress(Exception):  # the first error is the one to tell
+        undo(*arguments)
 
 
 def reason(error: BaseException) -> str:
     """An error in one short line, without the credentials that a URI may hold."""
-    text = _public(" ".join(f"{type(error).__name__}: {error}".split()))
+    text = public(" ".join(f"{type(error).__name__}: {error}".split()))
     return text if len(text) <= 300 else text[:299] + "…"
+
+
+def public(text: str) -> str:
+    """The text without the credentials of its URIs."""
+    return re.sub(r"(?<=://)[^/@\s]*@", "", text)
 
 
 @contextlib.contextmanager
 def explained(uri: str | None) -> Iterator[None]:
-    """Says in a line for people what a server does not know, or that it does not answer.
+    """Says in one line that a server does not know a name, or that it does not answer.
 
     Args:
         uri: tracking server, as for :func:`resolve_uri`.
@@ -67,7 +126,7 @@ def explained(uri: str | None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        code, place = getattr(error, "error_code", None), _public(resolve_uri(uri))
+        code, place = getattr(error, "error_code", None), public(resolve_uri(uri))
         if code == "RESOURCE_DOES_NOT_EXIST":
             raise ValueError(f"{place} does not have it: {getattr(error, 'message', error)}") from error
         if code is not None and isinstance(error.__context__, OSError):  # as those of requests are
@@ -78,19 +137,15 @@ def explained(uri: str | None) -> Iterator[None]:
         raise
 
 
-def _public(text: str) -> str:
-    return re.sub(r"(?<=://)[^/@\s]*@", "", text)
-
-
 @contextlib.contextmanager
-def limits(timeout: int | None = None) -> Iterator[None]:
-    """Bound the waiting for a server inside the block, as far as the user's environment does not.
+def limits(retries: int = 0, timeout: int | None = None) -> Iterator[None]:
+    """Bounds the waiting for a server inside the block, as far as the user's environment does not.
 
     Args:
+        retries: of a failed request. MLflow's own seven take minutes, and being blind may do things twice.
         timeout: seconds until an unanswered request counts as failed; by default as MLflow says.
     """
-    # MLflow's own seven retries take minutes, and as they are blind, they would create runs twice.
-    settings = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+    settings = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": str(retries)}
     if timeout is not None:
         settings["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(timeout)
     ours = {name: value for name, value in settings.items() if name not in os.environ}

@@ -6,27 +6,39 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from arbordraft.checkpoints.reader import read_config, read_tensors
 from arbordraft.deciders import LearnedDecider
 from arbordraft.exports.decoder_config import DECIDER, FILE, DecoderConfig
 from arbordraft.exports.evaluation import HELD_OUT, Evaluation, evaluate
-from arbordraft.exports.mlflow_registry import TRAINING, all_or_nothing, check_names, register, server, training_models
 from arbordraft.trees.drawing import tree_picture
-from arbordraft.utils.mlflow_server import CANDIDATE
+from arbordraft.utils.mlflow_server import (
+    CANDIDATE,
+    check_names,
+    check_store,
+    import_mlflow,
+    limits,
+    register,
+    resolve_uri,
+)
 
 if TYPE_CHECKING:
+    from mlflow import MlflowClient
     from transformers import PreTrainedTokenizerBase
 
     from arbordraft import SpeculativeDecoder
 
+CHAMPION = "champion"
 DRAFTER = "drafter"
+METRICS = ("tau", "tokens_per_second")
+TRAINING = "arbordraft.training_run"  # tag of runs, models and versions: the run that the drafter was trained in
 _PINNED = ("arbordraft", "mlflow", "numpy", "pandas", "safetensors", "torch", "transformers")
+_URI = "MLFLOW_TRACKING_URI"
 
 
 @dataclass(frozen=True)
@@ -77,7 +89,7 @@ def log_decoder(
         tokenizer: its target's.
         target: hub name or folder that the target was loaded from; it is loaded from there again.
         drafter: folder or hub name that a trained drafter was loaded from, if it has one; see
-            :func:`~arbordraft.exports.mlflow_registry.fetch_drafter`.
+            :func:`fetch_drafter`.
         registered_model: name to register it under; by default it is only logged.
         alias: of the registered version.
         onnx: folder with ONNX graphs of its parts.
@@ -98,7 +110,7 @@ def log_decoder(
     graphs = _graphs(onnx)
     config = DecoderConfig.of(decoder, target, None if drafter is None else os.fspath(drafter))
     with server(uri) as (mlflow, client), tempfile.TemporaryDirectory() as scratch:
-        inputs = training_models(client, training_run)
+        inputs = _training_models(client, training_run)
         place = client.get_experiment_by_name(experiment)  # a server that is away says so before anything is measured
         tell("measuring parity, tau and speed")
         evaluation = evaluate(decoder, tokenizer, prompts, new_tokens=new_tokens, tell=tell)
@@ -107,7 +119,7 @@ def log_decoder(
         place_id = place.experiment_id if place else client.create_experiment(experiment)
         with (
             mlflow.start_run(experiment_id=place_id, run_name=run_name, tags=tags, nested=True) as run,
-            all_or_nothing(client, place_id, run.info.run_id) as undo,
+            _all_or_nothing(client, place_id, run.info.run_id),
         ):
             tell("logging the decoder")
             _describe_run(mlflow, config, decoder, evaluation)
@@ -118,8 +130,178 @@ def log_decoder(
             number = None
             if registered_model is not None:
                 tell(f"registering it as {registered_model}")
-                number = register(client, registered_model, alias, info, run.info.run_id, tags, undo)
+                number = register(client, registered_model, alias, info.model_id, run.info.run_id, tags)
         return LoggedDecoder(run.info.run_id, info.model_id, info.model_uri, number, evaluation)
+
+
+def fetch_drafter(version: str, folder: str | os.PathLike[str], uri: str | None = None) -> tuple[Path, str]:
+    """Downloads a drafter or decider that a training registered.
+
+    Args:
+        version: ``models:/NAME@ALIAS`` or ``models:/NAME/VERSION``.
+        folder: where its files are put.
+        uri: tracking server; by default as in :func:`log_decoder`.
+
+    Returns:
+        Its folder, and the id of the run that it was trained in.
+
+    Raises:
+        ImportError: if MLflow is not installed.
+        ValueError: if it names no version.
+        Exception: whatever MLflow raises, if the server does not answer or knows no such version.
+    """
+    match = re.fullmatch(r"models:/([^/@]+)(?:@([\w-]+)|/(\d+))", version)
+    if match is None:
+        raise ValueError(f"{version} names no version; write models:/NAME@ALIAS or models:/NAME/VERSION")
+    model, alias, number = match.groups()
+    with server(uri) as (mlflow, client):
+        entry = client.get_model_version_by_alias(model, alias) if alias else client.get_model_version(model, number)
+        return Path(mlflow.artifacts.download_artifacts(entry.source, dst_path=str(folder))), entry.run_id
+
+
+class Promotion(NamedTuple):
+    """Whether a champion was replaced, and why."""
+
+    promoted: bool
+    reason: str
+
+
+def promote_decoder(
+    name: str,
+    prompts: Sequence[str] = HELD_OUT,
+    *,
+    by: Sequence[str] = METRICS,
+    margin: float = 0.02,
+    new_tokens: int = 64,
+    uri: str | None = None,
+    tell: Callable[[str], object] = lambda what: None,
+) -> Promotion:
+    """Gives the alias ``champion`` to the ``candidate`` if it passes.
+
+    Both decode the prompts here and now: figures of other machines or other prompts would decide nothing. A candidate
+    has to say what its target says, token for token, and to be better than the champion in one of the metrics. Where
+    speed is one of them, it has to be faster than plain decoding, too, also if there is no champion yet.
+
+    Args:
+        name: registered model.
+        prompts: held-out prompts.
+        by: metrics of which one has to be higher: ``tau``, ``tokens_per_second``.
+        margin: by which share higher; measured speeds differ by a few percent between two runs of the same decoder.
+        new_tokens: longest answer.
+        uri: tracking server; by default as in :func:`log_decoder`.
+        tell: is told what is going on.
+
+    Raises:
+        ImportError: if MLflow is not installed.
+        ValueError: if there is no such metric.
+        Exception: whatever MLflow raises, if the server does not answer or does not know the model.
+    """
+    if not by or (unknown := set(by) - set(METRICS)):
+        raise ValueError(f"decoders are promoted by {' or '.join(METRICS)}, not by {sorted(unknown) if by else 'none'}")
+    with server(uri) as (_, client):
+        aliases = {alias: str(version) for alias, version in client.get_registered_model(name).aliases.items()}
+        candidate, champion = aliases.get(CANDIDATE), aliases.get(CHAMPION)
+        if candidate is None:
+            return Promotion(False, f"{name} has no version with the alias candidate")
+        if candidate == champion:
+            return Promotion(False, f"version {champion} is the champion already")
+
+        def measure(version: str) -> Evaluation:
+            decoder, tokenizer = load_decoder(client, name, version)
+            return evaluate(
+                decoder, tokenizer, prompts, new_tokens=new_tokens, tell=lambda what: tell(f"version {version}: {what}")
+            )
+
+        measured = measure(candidate)
+        bar = measure(champion) if measured.parity and champion is not None else None
+        verdict = judge(candidate, measured, champion, bar, by, margin)
+        client.set_model_version_tag(name, candidate, "arbordraft.promotion", verdict.reason)
+        client.set_model_version_tag(name, candidate, "arbordraft.evaluation", json.dumps(measured.report()))
+        if verdict.promoted:
+            client.set_registered_model_alias(name, CHAMPION, candidate)
+        return verdict
+
+
+def judge(
+    candidate: str, measured: Evaluation, champion: str | None, bar: Evaluation | None, by: Sequence[str], margin: float
+) -> Promotion:
+    """Whether a candidate becomes champion: what it does was ``measured``, and ``bar`` is what the champion does."""
+    if not measured.parity:
+        said = f"{measured.equal} of {measured.prompts} answers are the target's own"
+        return Promotion(False, f"version {candidate} fails parity: {said}, its output law is {measured.exactness}")
+    speeds = f"{measured.tokens_per_second:.4g} tokens/s against {measured.plain_tokens_per_second:.4g}"
+    slow = measured.tokens_per_second <= measured.plain_tokens_per_second * (1 + margin)
+    if slow and "tokens_per_second" in by:
+        return Promotion(False, f"version {candidate} is no faster than plain decoding by {margin:.0%}: {speeds}")
+    if bar is None:
+        told = f"tau {measured.tau:.2f}, {speeds} of plain decoding"
+        return Promotion(True, f"version {candidate} is the first champion: {told}")
+    shown = [f"{metric} {getattr(measured, metric):.4g} against {getattr(bar, metric):.4g}" for metric in by]
+    better = any(getattr(measured, metric) > getattr(bar, metric) * (1 + margin) for metric in by)
+    told = f"{', '.join(shown)} of version {champion}"
+    verdict = "is champion" if better else f"is no better by {margin:.0%}"
+    return Promotion(better, f"version {candidate} {verdict}: {told}")
+
+
+def load_decoder(client: "MlflowClient", name: str, version: str) -> Any:
+    """The decoder of a registered version, and its tokenizer.
+
+    Raises:
+        ValueError: if the version is something else, or its target has changed.
+    """
+    import mlflow
+
+    served = mlflow.pyfunc.load_model(client.get_model_version(name, version).source).unwrap_python_model()
+    if not hasattr(served, "decoder"):
+        raise ValueError(f"version {version} of {name} is no decoder that arbordraft logged")
+    return served.decoder, served.tokenizer
+
+
+@contextlib.contextmanager
+def server(uri: str | None) -> Iterator["tuple[Any, MlflowClient]"]:
+    """MLflow, whose functions talk to this server inside the block and to the user's again behind it; and a client.
+
+    Raises:
+        ImportError: if MLflow is not installed.
+        ValueError: if a local database is something else.
+        WriteError: if it cannot be written.
+    """
+    mlflow, place, before = import_mlflow(), resolve_uri(uri), os.environ.get(_URI)
+    check_store(place)
+    mlflow.set_tracking_uri(place)  # which also sets the variable
+    try:
+        with limits():
+            yield mlflow, mlflow.MlflowClient(place)
+    finally:
+        mlflow.set_tracking_uri(None)  # its own getter would make the default a choice
+        if before is not None:
+            os.environ[_URI] = before
+
+
+@contextlib.contextmanager
+def _all_or_nothing(client: "MlflowClient", experiment: str, run: str) -> Iterator[None]:
+    """Deletes the models of a run if the block fails."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(Exception):  # the first error is the one to tell
+            for model in client.search_logged_models([experiment], f"source_run_id = '{run}'"):
+                client.delete_logged_model(model.model_id)
+        raise
+
+
+def _training_models(client: "MlflowClient", run: str | None) -> list[Any]:
+    """The models that a training logged, as inputs of another run; raises ValueError if there is no such run."""
+    from mlflow import MlflowException
+    from mlflow.entities import LoggedModelInput
+
+    if run is None:
+        return []
+    try:
+        outputs = client.get_run(run).outputs
+    except MlflowException as error:
+        raise ValueError(f"the server knows no training run {run!r} ({error}); name it as MLflow shows it") from error
+    return [LoggedModelInput(output.model_id) for output in (outputs.model_outputs if outputs else [])]
 
 
 def _graphs(onnx: str | os.PathLike[str] | None) -> list[Path]:
