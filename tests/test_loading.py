@@ -25,6 +25,7 @@ from arbordraft.deciders import FixedDepth, Heuristic, cost_aware
 from arbordraft.deciders.costs import StepCosts
 from arbordraft.decoding import measuring
 from arbordraft.decoding.measuring import cost_file, known_costs, known_rows
+from arbordraft.drafters.language_model import shrink
 from arbordraft.heads.base import fingerprint
 from arbordraft.heads.medusa import MedusaConfig, MedusaHead
 from arbordraft.kernels import native
@@ -442,7 +443,7 @@ def drafters(of):
         "exit at 1": ad.EarlyExitDrafter(of, 1),
         "model": ad.LanguageModelDrafter(ad.RaggedModel(tiny(seed=1), kernels="torch")),
         "larger model": ad.LanguageModelDrafter(ad.RaggedModel(tiny(num_hidden_layers=3), kernels="torch")),
-        "copied layer": ad.LanguageModelDrafter.from_target(of, [0]),
+        "copied layer": ad.LanguageModelDrafter(ad.RaggedModel(shrink(of.model, [0]), kernels=of.backend)),
     }
 
 

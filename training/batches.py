@@ -46,9 +46,9 @@ class Batch:
         """``[B, L]`` bool: tokens of the given roles."""
         return torch.isin(self.roles, torch.tensor(roles, dtype=torch.uint8, device=self.roles.device))
 
-    def looked_up(self, size: int = 3) -> Tensor:
-        """``[B, L]`` bool: tokens that followed the ``size`` ones before them when those last occurred."""
-        found = []
+    def looked_up(self) -> Tensor:
+        """``[B, L]`` bool: tokens that followed the three before them when those last occurred."""
+        found, size = [], 3
         for text in self.tokens.tolist():
             following: dict[tuple[int, ...], int] = {}
             found.append([False] * min(size, len(text)))

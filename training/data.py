@@ -236,8 +236,7 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
         size = self._cached.bytes_per_token(self.target, self.layers) * sum(len(shard.tokens) for shard in missing)
         with _progress(f"Caching hidden states, {size / 1e9:.1f} GB; cache: false computes them each time") as bar:
             for shard in bar.track(missing, description=""):
-                if not self._cached.add_normalisers(shard, self._fresh.head):
-                    self._cached.write(shard, list(self._computed(shard, range(len(shard)))))
+                self._cached.write(shard, list(self._computed(shard, range(len(shard)))))
 
     def _computed(self, shard: Shard, sequences: Sequence[int]) -> Iterator[Features]:
         for start in range(0, len(sequences), 16):

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -156,18 +155,6 @@ class CachedFeatures:
         layers = ",".join(map(str, self.layers))
         metadata = {"digest": shard.digest, "layers": layers}
         write_tensors(dict(zip(Features._fields, columns, strict=True)), self.folder.hidden_path(shard), metadata)
-
-    def add_normalisers(self, shard: Shard, head: TeacherHead) -> bool:
-        """Completes a file of before there were normalisers; whether this is one."""
-        path = self.folder.hidden_path(shard)
-        if not path.exists():
-            return False
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata()
-        tensors = load_file(path)
-        tensors["normalisers"] = head.normalisers(tensors["final"].to(head.weight.device)).cpu()
-        write_tensors(tensors, path, metadata)
-        return True
 
     def complete(self, shard: Shard) -> bool:
         """Whether the features of a shard are all there, belong to it and cover the wanted layers.

@@ -10,7 +10,7 @@ from arbordraft import TreeTopology
 from arbordraft.bench.decoding import DecodeRow
 from arbordraft.bench.plots import MOST_LINES, picture, plot, read_rows, speed_picture
 from arbordraft.bench.verifiers import NodeRow, TreeRow
-from arbordraft.trees.drawing import acceptance_picture, columns
+from arbordraft.trees.drawing import columns
 
 RESULTS = Path(__file__).parents[2] / "examples" / "results"
 
@@ -114,11 +114,3 @@ def test_nothing_to_draw_is_refused(tmp_path):
 
 def test_nodes_stand_above_their_children():
     assert columns(TreeTopology.from_parents([-1, 0, 0, 1, 1])) == [1.25, 0.5, 2.0, 0.0, 1.0]
-
-
-def test_a_tree_by_its_acceptance():
-    (axes,) = acceptance_picture(TreeTopology.k_ary(2, 2), (0.5, 0.25)).axes
-    assert [text.get_text() for text in axes.texts] == ["100%", "50%", "25%", "25%", "12%", "12%", "6%"]
-    assert "2.31 tokens per forward" in axes.get_title()
-    with pytest.raises(ValueError, match=r"by_rank must hold probabilities, got 1\.5"):
-        acceptance_picture(TreeTopology.chain(1), (1.5,))

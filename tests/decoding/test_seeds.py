@@ -46,6 +46,7 @@ from arbordraft.deciders import (
 from arbordraft.deciders.costs import StepCosts
 from arbordraft.deciders.decisions import Plan
 from arbordraft.drafters.grower import TreeGrower
+from arbordraft.drafters.language_model import shrink
 from arbordraft.sampling.noise import Noise
 
 SEEDS = (11, 2**40 + 12, 13)
@@ -63,7 +64,7 @@ def lookup():
 
 
 def shallow():
-    return LanguageModelDrafter.from_target(model(), [0])
+    return LanguageModelDrafter(RaggedModel(shrink(model().model, [0]), kernels="torch"))
 
 
 DRAFTERS = {

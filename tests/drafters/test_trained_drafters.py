@@ -32,6 +32,7 @@ from arbordraft import (
 )
 from arbordraft.drafters import Drafter
 from arbordraft.drafters.grower import TreeGrower
+from arbordraft.drafters.language_model import shrink
 from arbordraft.heads.block import BlockHead
 from arbordraft.heads.eagle import EagleHead
 from arbordraft.heads.exit_adapter import ExitAdapter
@@ -105,7 +106,7 @@ def few_drafter(name):
         adapter = ExitAdapter.for_target(model, 1)
         torch.nn.init.normal_(adapter.mlp.down_proj.weight, std=0.1)
         return EarlyExitDrafter(few(0), 1, adapter)
-    return LanguageModelDrafter.from_target(few(0), [0])
+    return LanguageModelDrafter(RaggedModel(shrink(few(0).model, [0]), kernels="torch"))
 
 
 @every_drafter
@@ -280,7 +281,7 @@ def untrained(name, of):
             return MedusaDrafter(MedusaHead.for_target(model, range(30)), of)
         if name == "exit":
             return EarlyExitDrafter(of, 1, adapted(model, 1))
-        return LanguageModelDrafter.from_target(of, 2)
+        return LanguageModelDrafter(RaggedModel(shrink(of.model, 2), kernels=of.backend))
 
 
 @pytest.mark.usefixtures("kernels")

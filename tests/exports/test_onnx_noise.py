@@ -7,6 +7,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from support.numpy_noise import gumbel as numpy_gumbel
 from support.onnx_graphs import PLANS
 from typer.testing import CliRunner
 
@@ -14,7 +15,6 @@ from arbordraft.cli import main as cli
 from arbordraft.exports.onnx import ParityError, arrays, noise
 from arbordraft.exports.onnx.writing import write
 from arbordraft.kernels.gumbel import gumbel_argmax, gumbel_reference, reference
-from arbordraft.kernels.gumbel.numpy import gumbel as numpy_gumbel
 from arbordraft.onnx.graph import Graph
 
 INF = float("inf")

@@ -15,12 +15,12 @@ import pytest
 import torch
 from support.companions import target, texts
 from support.models import PROMPTS, left_padded
+from support.numpy_noise import gumbel
 from support.onnx_graphs import origin
 
 from arbordraft import builders
 from arbordraft.exports.onnx import decisions, plans
 from arbordraft.exports.onnx.writing import write
-from arbordraft.kernels.gumbel.numpy import gumbel
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "onnx_only.py"
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from scipy import stats
 from support.gumbel_checks import DRAWS, POSITIONS, SEEDS, VOCABULARIES, check_draws, check_noise
+from support.numpy_noise import gumbel as numpy_gumbel
 from torch import library
 
 from arbordraft.kernels import choice
 from arbordraft.kernels.gumbel import gumbel, gumbel_argmax, gumbel_argmax_reference, gumbel_reference
-from arbordraft.kernels.gumbel.numpy import gumbel as numpy_gumbel
 from arbordraft.kernels.gumbel.operator import argmax as draw_operator
 from arbordraft.kernels.gumbel.operator import noise as noise_operator
 from arbordraft.kernels.gumbel.reference import LANES, gumbel_of, logarithm, philox, words_of

@@ -50,7 +50,8 @@ def logits(target, layers=None, tokens=None):
         tokens = torch.randint(3, VOCAB, (sum(tree.num_nodes for tree in TREES),), generator=generator)
     cache = RaggedKVCache()
     samples = [cache.open(len(prompt)) for prompt in PROMPTS]
-    target.prefill(dict(zip(samples, PROMPTS, strict=True)), cache, layers=layers)
+    for _, packed, batch in cache.portions(dict(zip(samples, PROMPTS, strict=True)), 2048):
+        target.run(packed, batch, cache, layers=layers)
     words = stack_words([ancestor_words(tree.visible) for tree in TREES])
     return target(tokens, cache.lay_out(samples, [tree.depth_list for tree in TREES], words), cache, layers=layers)
 

@@ -7,7 +7,8 @@ from support.prepacked_models import BACKENDS, ROUNDING, logits, plain, small
 from torch.testing import assert_close
 
 from arbordraft import RaggedModel, builders
-from arbordraft.target.equality import probe_rows
+from arbordraft.target.equality import equality_report
+from arbordraft.trees.draft_tree import Exactness
 
 peft = pytest.importorskip("peft", reason="PEFT is not installed: pip install peft")
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -127,8 +128,8 @@ def test_what_was_active_before(change):
 @pytest.mark.parametrize("weights", [None, "int8"], ids=str)
 def test_speculative_bfloat16_equals_plain_decoding(weights):
     target = RaggedModel(adapted().to(torch.bfloat16), kernels="native", weights=weights)
-    rows, equal = probe_rows(target)
-    assert equal == rows > 0
+    found = equality_report(target, Exactness.EXACT)
+    assert found.equal == found.rows > 0
     options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
     found = {}
     for decoder in (builders.plain(target), builders.ems_sd(target, length=4)):

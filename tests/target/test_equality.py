@@ -6,7 +6,8 @@ from support.models import ragged, tiny
 
 from arbordraft import Coupling, Fixed, Matching, RaggedModel, TopDown, builders
 from arbordraft.kernels import native
-from arbordraft.target.equality import Equality, equality_report, probe_rows
+from arbordraft.target.equality import Equality, equality_report
+from arbordraft.trees.draft_tree import Exactness
 from arbordraft.verifiers import TypicalAcceptance
 
 SIZES = {"head_dim": 16, "hidden_size": 64}
@@ -57,5 +58,5 @@ def test_a_lossy_verifier_is_lossy_whatever_the_kernels_do():
 
 def test_plain_rows_differ_in_their_bits():
     """Negative control of the probe: torch's own kernels do depend on the number of rows."""
-    rows, equal = probe_rows(RaggedModel(tiny(**SIZES).to(torch.bfloat16), kernels="torch"))
-    assert equal < rows
+    found = equality_report(RaggedModel(tiny(**SIZES).to(torch.bfloat16), kernels="torch"), Exactness.EXACT)
+    assert found.equal < found.rows

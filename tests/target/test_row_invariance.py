@@ -39,7 +39,8 @@ from arbordraft import (
 )
 from arbordraft.kernels.prepacked_linear import ACTIVATIONS, WEIGHTS
 from arbordraft.kernels.ragged_tree_attention import ragged_tree_attention
-from arbordraft.target.equality import probe_rows
+from arbordraft.target.equality import equality_report
+from arbordraft.trees.draft_tree import Exactness
 
 DTYPES = [torch.float32, torch.bfloat16]
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -155,8 +156,9 @@ def test_all_thread_counts_give_the_same_bits():
 def check_rows_of_model(architecture, dtypes, kinds):
     model = small(architecture)
     for dtype, weights in itertools.product(dtypes, kinds):
-        rows, equal = probe_rows(RaggedModel(model.to(dtype), kernels="native", weights=weights))
-        assert equal == rows > 0
+        target = RaggedModel(model.to(dtype), kernels="native", weights=weights)
+        found = equality_report(target, Exactness.EXACT)
+        assert found.equal == found.rows > 0
 
 
 @pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.soak)])

@@ -180,7 +180,8 @@ def test_the_model_stays_as_it_was(implementation):
         assert model.config.num_hidden_layers == 2
         assert torch.equal(model.generate(prompt, **options), before)
 
-    target.prefill({sample: PROMPTS[0]}, cache, layers=1)
+    for _, packed, batch in cache.portions({sample: PROMPTS[0]}, 2048):
+        target.run(packed, batch, cache, layers=1)
     unchanged()
     with pytest.raises(IndexError):
         target(torch.tensor([VOCAB]), cache.lay_out([sample], [[0]]), cache, layers=1)

@@ -218,22 +218,6 @@ def test_files_of_other_text_or_layers_are_errors(cached, shard, fresh, change, 
         cached.complete(shard)
 
 
-def test_files_of_before_there_were_normalisers_are_completed_once(cached, shard, fresh):
-    """From what they hold; until then they do not count."""
-    assert not cached.add_normalisers(shard, fresh.head)
-    cached.write(shard, fresh(TEXTS))
-    expected = cached.read(shard, [0, 2])
-    spoil(cached, shard, lambda tensors: tensors.pop("normalisers"))
-    assert not cached.complete(shard)
-    assert cached.add_normalisers(shard, fresh.head)
-    assert cached.complete(shard)
-    for one, other in zip(cached.read(shard, [0, 2]), expected, strict=True):
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(one, other, strict=True))
-    spoil(cached, shard, lambda tensors: tensors.pop("normalisers"), digest="other")
-    with pytest.raises(ShardError, match="hidden states of other text"):
-        cached.complete(shard)
-
-
 @pytest.mark.parametrize("layers", [(), (1,), (1, 0)])
 def test_other_drafters_read_what_they_need_from_the_same_files(cached, shard, fresh, layers):
     cached.write(shard, fresh(TEXTS))

@@ -61,7 +61,6 @@ COUNTS = {
     "from_k_config": (lambda k: TreeTopology.from_k_config((1, k)), r"k_config\[1\]", 1, None),
     "from_parents": (lambda parent: TreeTopology.from_parents([-1, 0, parent]), r"parents\[2\]", None, None),
     "sequoia, nodes": (lambda nodes: TreeTopology.sequoia([0.5, 0.2], nodes), "nodes", 1, MOST_NODES),
-    "mask": (lambda context: SlicedCausalMask(TREE, context), "max_context", 0, None),
     "warp": (lambda batch: LogitsPipeline([], batch), "batch_size", 0, None),
     "buckets": (
         lambda rows: SpeculativeDecoder(
@@ -181,7 +180,6 @@ HUGE = {
     "deep parents": (lambda: TreeTopology(range(-1, 1000)), "at most 512 levels below its root, this one has 1000"),
     "sequoia": (lambda: TreeTopology.sequoia([0.5, 0.2], 100_000), "nodes must be a whole number from 1 to 2048"),
     "ranks": (lambda: TreeTopology.sequoia([1e-6] * 10**5, 64), "acceptance must have at most 256 entries"),
-    "mask": (lambda: SlicedCausalMask(TREE, 10**12), "would take 2,000,000,000,004 bytes, more than 1,073,741,824"),
     "program": (
         lambda: OptimalTransport()(torch.ones(2000), 1.0, torch.ones(2000), [1, 2], IID(2)),
         "more than max_variables = 200000; truncate",
@@ -217,7 +215,7 @@ def test_too_large_is_said_at_once(build, message):
 def test_the_largest_trees(build, nodes):
     topology = build()
     assert topology.num_nodes == nodes
-    assert SlicedCausalMask(topology).prefix(nodes).shape == (nodes, nodes)
+    assert SlicedCausalMask(topology).select(range(nodes), range(nodes)).shape == (nodes, -(-nodes // 64))
 
 
 @pytest.mark.parametrize("lift", [TopDown, Lifted])

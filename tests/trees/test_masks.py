@@ -12,13 +12,12 @@ from arbordraft.trees.masks import SlicedCausalMask
 UNEVEN = TreeTopology([-1, 0, 0, 1, 2, 2])
 
 
-def from_scratch(parents, rows, columns, context):
-    """``[rows, context + columns]``: node ``i`` sees the context and, of the columns, its ancestors and itself."""
-    mask = torch.zeros(len(rows), context + len(columns), dtype=torch.bool)
-    mask[:, :context] = True
+def from_scratch(parents, rows, columns):
+    """``[rows, columns]``: of the columns, node ``i`` sees its ancestors and itself."""
+    mask = torch.zeros(len(rows), len(columns), dtype=torch.bool)
     for i, node in enumerate(rows):
         for j, other in enumerate(columns):
-            mask[i, context + j] = other in ancestors(parents, node)
+            mask[i, j] = other in ancestors(parents, node)
     return mask
 
 
@@ -28,21 +27,17 @@ def unpacked(words, columns):
 
 
 def test_literal_masks():
-    mask = SlicedCausalMask(UNEVEN, max_context=2)
-    assert mask.prefix(4).int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
-    assert mask.prefix(2, context=2).int().tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
+    mask = SlicedCausalMask(UNEVEN)
     assert mask.select(range(4), range(4)).tolist() == [[0b1], [0b11], [0b101], [0b1011]]
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(parent_lists(20))
 def test_every_slice_equals_a_mask_built_from_scratch(parents):
-    topology = TreeTopology(parents)
-    mask = SlicedCausalMask(topology, max_context=3)
-    for context in range(4):
-        for nodes in range(len(parents) + 1):
-            expected = from_scratch(parents, range(nodes), range(nodes), context)
-            assert torch.equal(mask.prefix(nodes, context), expected)
+    mask = SlicedCausalMask(TreeTopology(parents))
+    for nodes in range(len(parents) + 1):
+        found = mask.select(range(nodes), range(nodes))
+        assert torch.equal(unpacked(found, nodes), from_scratch(parents, range(nodes), range(nodes)))
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -57,7 +52,7 @@ def test_selected_words_see_living_ancestors(parents, data):
     for rows in (data.draw(st.lists(st.sampled_from(alive), max_size=6)), alive):
         found = mask.select(rows, alive)
         assert found.shape == (len(rows), -(-len(alive) // 64))
-        assert torch.equal(unpacked(found, len(alive)), from_scratch(parents, rows, alive, 0))
+        assert torch.equal(unpacked(found, len(alive)), from_scratch(parents, rows, alive))
 
 
 @pytest.mark.parametrize(
@@ -76,7 +71,7 @@ def test_selected_words_see_living_ancestors(parents, data):
 )
 def test_selection_does_not_mistake_an_order_for_a_range(rows, columns):
     found = SlicedCausalMask(UNEVEN).select(rows, columns)
-    assert torch.equal(unpacked(found, len(columns)), from_scratch(UNEVEN.parent_list, rows, columns, 0))
+    assert torch.equal(unpacked(found, len(columns)), from_scratch(UNEVEN.parent_list, rows, columns))
 
 
 def test_a_prefix_is_selected_as_a_view():
@@ -85,38 +80,23 @@ def test_a_prefix_is_selected_as_a_view():
 
 
 def test_slicing_never_allocates():
-    """A thousand steps of varying length read one buffer each of bools and of words."""
+    """A thousand steps of varying length read one buffer of words."""
     topology = TreeTopology.k_ary(2, 5)
-    mask = SlicedCausalMask(topology, max_context=100)
-    strip, words = mask.strip.untyped_storage().data_ptr(), mask.words.untyped_storage().data_ptr()
+    mask = SlicedCausalMask(topology)
+    words = mask.words.untyped_storage().data_ptr()
     with torch.profiler.profile(profile_memory=True) as profile:
         for step in range(1000):
-            nodes, context = 1 + step % topology.num_nodes, step % 101
-            assert mask.prefix(nodes, context).untyped_storage().data_ptr() == strip
+            nodes = 1 + step % topology.num_nodes
             assert mask.select(range(nodes), range(nodes)).untyped_storage().data_ptr() == words
     assert not [event for event in profile.events() if event.name == "[memory]"]
 
 
 def test_the_allocation_check_bites():
     with torch.profiler.profile(profile_memory=True) as profile:
-        SlicedCausalMask(UNEVEN).prefix(3).clone()
+        SlicedCausalMask(UNEVEN).select(range(3), range(3)).clone()
     assert [event for event in profile.events() if event.name == "[memory]"]
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda mask: mask.prefix(7), "topology has 6 nodes, 7 were asked for"),
-        (lambda mask: mask.prefix(-1), "-1 were asked for"),
-        (lambda mask: mask.prefix(2, context=3), "exceeds max_context 2"),
-        (lambda mask: SlicedCausalMask(UNEVEN, -1), "max_context must be a whole number of at least 0, got -1"),
-    ],
-)
-def test_slices_beyond_the_buffer_are_refused(call, message):
-    with pytest.raises(ValueError, match=message):
-        call(SlicedCausalMask(UNEVEN, max_context=2))
-
-
 def test_a_mask_moves_like_any_module():
-    mask = SlicedCausalMask(UNEVEN, max_context=2).to("meta")
-    assert mask.strip.device.type == mask.words.device.type == mask.topology.parents.device.type == "meta"
+    mask = SlicedCausalMask(UNEVEN).to("meta")
+    assert mask.words.device.type == mask.topology.parents.device.type == "meta"

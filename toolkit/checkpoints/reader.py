@@ -178,10 +178,10 @@ def check_finite(tensors: Mapping[str, Tensor], source: str | os.PathLike[str]) 
         )
 
 
-def few(names: Sequence[str] | set[str], most: int = 3) -> str:
-    """The first names of many, for messages."""
+def few(names: Sequence[str] | set[str]) -> str:
+    """The first three names of many, for messages."""
     ordered = sorted(map(str, names))
-    return ", ".join(ordered[:most]) + (f" and {len(ordered) - most} more" if len(ordered) > most else "")
+    return ", ".join(ordered[:3]) + (f" and {len(ordered) - 3} more" if len(ordered) > 3 else "")
 
 
 def _finite(tensor: Tensor) -> bool:

@@ -148,15 +148,6 @@ class StepCosts:
         """Seconds that drafts take which were looked up for some samples, besides their rows."""
         return self.lookup + self.finding * (samples - 1)
 
-    def level(self, planned: int, rows: int) -> float:
-        """Seconds that one level more takes: its drafting, and its rows in the target's forward.
-
-        Args:
-            planned: rows that the target gets without it.
-            rows: nodes that get children; each is taken to get one.
-        """
-        return self.draft(rows) + self.decide + self.target(planned + rows) - self.target(planned)
-
 
 def _load(path: Path, kind: str, make: Callable[[Any], Loaded]) -> Loaded:
     try:

@@ -72,16 +72,6 @@ class LanguageModelDrafter(Drafter):
         self._native_model: tuple[object, DraftRun | None] = None, None  # with what it was prepacked from
 
     @classmethod
-    def from_target(cls, target: RaggedModel, layers: int | Sequence[int]) -> "LanguageModelDrafter":
-        """A copy of some of the target's layers: a start for training, and a drafter at once.
-
-        Args:
-            target: the model it drafts for; shares its tokenizer and how weights are read.
-            layers: see :func:`shrink`.
-        """
-        return cls(RaggedModel(shrink(target.model, layers), target.tokenizer, kernels=target.backend))
-
-    @classmethod
     def from_pretrained(
         cls, path: str | os.PathLike[str], target: RaggedModel, *, same_tokenizer: bool = False, **kwargs: Any
     ) -> "LanguageModelDrafter":

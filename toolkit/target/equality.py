@@ -73,17 +73,13 @@ def equality_report(target: RaggedModel, promise: Exactness) -> EqualityReport:
     return EqualityReport(equality, reason, rows, equal)
 
 
-def probe_rows(target: RaggedModel) -> tuple[int, int]:
+def _probe(target: RaggedModel) -> tuple[int, int, float]:
     """Computes trees of a ragged batch at once, then each of their rows as plain decoding does.
 
     Returns:
-        Number of rows, and of those whose logits agree bit for bit.
+        Number of rows, of those whose logits agree bit for bit, and how far the logits of a row are apart at most,
+        relative to their spread.
     """
-    return _probe(target)[:2]
-
-
-def _probe(target: RaggedModel) -> tuple[int, int, float]:
-    """The same, and how far the logits of a row are apart at most, relative to their spread."""
     generator = torch.Generator().manual_seed(0)
     longest = min(150, (target.max_positions or 150) - 8)
     prompts = [torch.randint(target.vocab_size, (n,), generator=generator).tolist() for n in (5, longest, longest // 3)]

@@ -291,7 +291,6 @@ class RaggedModel(nn.Module):
         cache: RaggedKVCache,
         *,
         chunk: int = 2048,
-        layers: int | None = None,
         hidden: Sequence[int] = (),
     ) -> dict[int, Tensor]:
         """Runs and commits tokens of several samples, packed, at most ``chunk`` rows at a time.
@@ -300,14 +299,13 @@ class RaggedModel(nn.Module):
             prompts: tokens to append to each sample of the cache; may be empty.
             cache: the KV cache.
             chunk: bound on the rows of one forward, and so on its memory.
-            layers: run only the first layers, as many as this.
             hidden: hidden states that are wanted, see :meth:`run`.
 
         Returns:
             The ``[n, F]`` hidden states of every sample with tokens.
         """
         features: dict[int, list[Tensor]] = {sample: [] for sample, tokens in prompts.items() if tokens}
-        for portion in self.portions(prompts, cache, chunk=chunk, layers=layers, hidden=hidden):
+        for portion in self.portions(prompts, cache, chunk=chunk, hidden=hidden):
             for sample, (states, _) in portion.items():
                 features[sample].append(states)
         return {sample: torch.cat(parts) for sample, parts in features.items()}
@@ -318,7 +316,6 @@ class RaggedModel(nn.Module):
         cache: RaggedKVCache,
         *,
         chunk: int = 2048,
-        layers: int | None = None,
         hidden: Sequence[int] = (),
         scored: Collection[int] = (),
     ) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
@@ -328,7 +325,6 @@ class RaggedModel(nn.Module):
             prompts: tokens to append to each sample of the cache; may be empty.
             cache: the KV cache.
             chunk: bound on the rows of one forward, and so on its memory.
-            layers: run only the first layers, as many as this.
             hidden: hidden states that are wanted, see :meth:`run`.
             scored: samples whose logits are wanted.
 
@@ -341,19 +337,10 @@ class RaggedModel(nn.Module):
             wanted = torch.tensor([sample in scored for sample in part]).repeat_interleave(torch.tensor(lengths))
             rows = wanted.nonzero().flatten()
             few = rows if len(rows) else torch.zeros(1, dtype=torch.long)  # a model gives logits of one row at least
-            logits, states = self.run(packed, batch, cache, few, layers, hidden)
+            logits, states = self.run(packed, batch, cache, few, hidden=hidden)
             counts = [length if sample in scored else 0 for sample, length in zip(part, lengths, strict=True)]
             shares = zip(states.split(lengths), logits[: len(rows)].split(counts), strict=True)
             yield dict(zip(part, shares, strict=True))
-
-    def self_test(self) -> None:
-        """Compares packed with single logits, within and beyond the windows of its attention.
-
-        Raises:
-            ValueError: if there are no weights, or NaN or infinite ones.
-            UnsupportedModel: if they differ by more than rounding.
-        """
-        check_logits(self)
 
     def refresh(self) -> None:
         """Takes the model's weights and modules anew before the next cache is begun.
