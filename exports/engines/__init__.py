@@ -1,5 +1,5 @@
 """Trained drafters in the layouts that serving engines load."""
 
-from arbordraft.exports.engines.export import LAYOUTS, export_sglang, export_vllm
+from arbordraft.exports.engines.export import LAYOUTS, export_engine, export_sglang, export_vllm
 
-__all__ = ["LAYOUTS", "export_sglang", "export_vllm"]
+__all__ = ["LAYOUTS", "export_engine", "export_sglang", "export_vllm"]

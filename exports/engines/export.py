@@ -1,8 +1,9 @@
-"""``export_vllm`` and ``export_sglang``: a trained drafter as a folder that an engine loads."""
+"""Writes a trained drafter as a folder that vLLM or SGLang loads."""
 
 import json
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ EAGLE, MEDUSA, EXIT_ADAPTER = EagleConfig.model_type, MedusaConfig.model_type, E
 _MISLEADING = ("eagle-", "eagle3", "dflash", "dspark")
 
 
-def export_vllm(
+def export_engine(
+    engine: str,
     drafter: str | os.PathLike[str],
     folder: str | os.PathLike[str],
     *,
@@ -38,9 +40,12 @@ def export_vllm(
     force: bool = False,
     tell: Callable[[str], object] = lambda what: None,
 ) -> Export:
-    """Writes a trained drafter for vLLM, which drafts chains with it.
+    """Writes a trained drafter for an engine: vLLM drafts chains with it, SGLang chains or trees.
+
+    SGLang serves no Medusa and block heads, and reads EAGLE heads in the layout ``eagle3`` only.
 
     Args:
+        engine: ``vllm`` or ``sglang``.
         drafter: folder of an EAGLE head, of a block head of P-EAGLE's form, of Medusa heads, or of a small causal LM.
         folder: where it goes.
         layout: of EAGLE and block heads: ``eagle3``, or ``speculators``, which names its target, so that
@@ -60,38 +65,6 @@ def export_vllm(
         FileExistsError: if the folder exists and ``force`` is not given.
         WriteError: if the disk is full, or the folder cannot be written.
     """
-    return _export("vllm", drafter, folder, layout, target, speculative_tokens, dtype, force, tell)
-
-
-def export_sglang(
-    drafter: str | os.PathLike[str],
-    folder: str | os.PathLike[str],
-    *,
-    layout: str = "eagle3",
-    target: str | None = None,
-    speculative_tokens: int = 4,
-    dtype: str | None = None,
-    force: bool = False,
-    tell: Callable[[str], object] = lambda what: None,
-) -> Export:
-    """The same as :func:`export_vllm` for SGLang, which drafts chains or trees.
-
-    It serves no Medusa and block heads, and reads EAGLE heads in the layout ``eagle3`` only.
-    """
-    return _export("sglang", drafter, folder, layout, target, speculative_tokens, dtype, force, tell)
-
-
-def _export(
-    engine: str,
-    drafter: str | os.PathLike[str],
-    folder: str | os.PathLike[str],
-    layout: str,
-    target: str | None,
-    speculative_tokens: int,
-    dtype: str | None,
-    force: bool,
-    tell: Callable[[str], object],
-) -> Export:
     config = read_config(drafter)
     kind = str(config.get("model_type", config.get("class")))
     _check_request(engine, kind, config, layout, speculative_tokens, dtype)
@@ -110,6 +83,10 @@ def _export(
             write_draft_model(Path(drafter), staging, described, card)
         written = contents(staging)
     return Export(Path(folder), written)
+
+
+export_vllm = partial(export_engine, "vllm")
+export_sglang = partial(export_engine, "sglang")
 
 
 def _head_layout(
@@ -140,6 +117,8 @@ def _check_request(
     engine: str, kind: str, config: Mapping[str, Any], layout: str, speculative_tokens: int, dtype: str | None
 ) -> None:
     """What cannot work, before anything is done."""
+    if engine not in ("vllm", "sglang"):
+        raise ValueError(f"there is no engine {engine!r}; known are vllm and sglang")
     if layout not in LAYOUTS:
         raise ValueError(f"there is no layout {layout!r}; known are {', '.join(LAYOUTS)}")
     if engine == "sglang" and layout != "eagle3":

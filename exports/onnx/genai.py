@@ -2,17 +2,15 @@
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from arbordraft import RaggedModel
-from arbordraft.exports.folder import Export, Quantization
+from arbordraft.exports.folder import Export
 from arbordraft.exports.onnx import plans
-from arbordraft.exports.onnx.parity import LEAST_ACCEPTANCE, TOLERANCE
 from arbordraft.exports.onnx.sources import of, origin
-from arbordraft.exports.onnx.writing import write
+from arbordraft.exports.onnx.writing import WriteOptions, write
 
 CONFIG, TARGET, DRAFT = "genai_config.json", "target.onnx", "draft.onnx"
 _LONGEST_CHAIN = 16  # that onnxruntime-genai drafts
@@ -24,16 +22,11 @@ def export_ort_genai(
     *,
     target: str,
     length: int = 4,
-    opset: int = 20,
-    quantization: Quantization | str = Quantization.none,
-    tolerance: float = TOLERANCE,
-    least_acceptance: float = LEAST_ACCEPTANCE,
-    force: bool = False,
-    tell: Callable[[str], object] = lambda what: None,
+    **options: Unpack[WriteOptions],
 ) -> Export:
     """Writes a target and a draft model as onnxruntime-genai decodes with them.
 
-    Further arguments, and what is raised, are those of :func:`~arbordraft.exports.onnx.export`.
+    What is raised is that of :func:`~arbordraft.exports.onnx.export`.
 
     Args:
         draft: folder or hub name of a causal LM with the target's tokenizer, ``early-exit:LAYERS``, or the folder of a
@@ -41,7 +34,8 @@ def export_ort_genai(
         out: the folder to be.
         target: folder or hub name of the target.
         length: drafted tokens per step, 1 to 16.
-        quantization: of the draft model's matrices; the target, whose law is kept, stays in float32.
+        **options: how graphs are written, see :class:`~arbordraft.exports.onnx.writing.WriteOptions`. Only the draft
+            model's matrices are quantised; the target, whose law is kept, stays in float32.
 
     Raises:
         ValueError: also if the draft is of another kind, or the vocabularies differ.
@@ -52,7 +46,6 @@ def export_ort_genai(
     targets: list[plans.Origin] = []  # one, once the graphs are planned
 
     def graphs() -> list[plans.GraphSpec]:
-        tell(f"loading {target} and {draft}")
         targets.append(origin(target))
         drafting = of(str(draft), targets[0], causal=True)[-1]
         if drafting.about["kind"] not in ("causal-lm", "early-exit"):
@@ -68,17 +61,7 @@ def export_ort_genai(
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(folder)
 
-    return write(
-        graphs,
-        out,
-        opset=opset,
-        quantization=Quantization(quantization),
-        tolerance=tolerance,
-        least_acceptance=least_acceptance,
-        force=force,
-        tell=tell,
-        beside=beside,
-    )
+    return write(graphs, out, **options, beside=beside)
 
 
 def _config(target: RaggedModel, decoders: list[dict[str, Any]], length: int) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """What a name on the command line stands for, as graphs to be."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 
@@ -11,10 +11,9 @@ from arbordraft import IID, LanguageModelDrafter, RaggedModel
 from arbordraft.checkpoints.reader import read_config
 from arbordraft.deciders import LearnedDecider
 from arbordraft.decoding.prompts import MIXED, VARIED, chat_batch
-from arbordraft.exports.folder import Export, Quantization
+from arbordraft.exports.folder import Export
 from arbordraft.exports.onnx import decisions, noise, plans
-from arbordraft.exports.onnx.parity import LEAST_ACCEPTANCE, TOLERANCE
-from arbordraft.exports.onnx.writing import write
+from arbordraft.exports.onnx.writing import WriteOptions, write
 from arbordraft.heads.block import BlockConfig, BlockHead
 from arbordraft.heads.eagle import EagleConfig, EagleHead
 from arbordraft.heads.exit_adapter import ExitAdapter, ExitAdapterConfig
@@ -33,12 +32,7 @@ def export(
     *,
     target: str | None = None,
     hidden_layers: Sequence[int] = (),
-    opset: int = 20,
-    quantization: Quantization | str = Quantization.none,
-    tolerance: float = TOLERANCE,
-    least_acceptance: float = LEAST_ACCEPTANCE,
-    force: bool = False,
-    tell: Callable[[str], object] = lambda what: None,
+    **options: Unpack[WriteOptions],
 ) -> Export:
     """Writes a drafter, a decider, a model, verification or sampling as graphs.
 
@@ -50,12 +44,7 @@ def export(
         target: folder or hub name of the model that the drafter belongs to; by default the one that it was trained
             for.
         hidden_layers: hidden states that a causal LM's graph is to show, as transformers numbers them.
-        opset: 20, or 23 with attention as one operator.
-        quantization: of the matrices.
-        tolerance: greatest difference of a float32 graph's outputs, as a share of the greatest of them.
-        least_acceptance: of tokens drawn from a quantised graph, by the float32 one.
-        force: replace a folder that is there.
-        tell: is told what is being done.
+        **options: how graphs are written, see :class:`~arbordraft.exports.onnx.writing.WriteOptions`.
 
     Returns:
         What was written, and how near it is to the original.
@@ -67,21 +56,7 @@ def export(
         UnsupportedModel: if a model cannot be a graph.
         ValueError: if the source means nothing, is damaged, or belongs to another target.
     """
-
-    def made() -> list[plans.GraphSpec]:
-        tell(f"loading {source}")
-        return of(str(source), target, hidden_layers)
-
-    return write(
-        made,
-        out,
-        opset=opset,
-        quantization=Quantization(quantization),
-        tolerance=tolerance,
-        least_acceptance=least_acceptance,
-        force=force,
-        tell=tell,
-    )
+    return write(lambda: of(str(source), target, hidden_layers), out, **options)
 
 
 def of(

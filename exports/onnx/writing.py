@@ -9,7 +9,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from importlib.metadata import version
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -24,6 +24,26 @@ from arbordraft.utils.files import new_folder
 OPSETS = (20, 23)  # 23 has attention, norms and rotary embeddings as operators
 PARITY = "parity.json"
 _TRACED = Shape(2, 3, 4)  # sizes of 0 and 1 would be taken for constants
+
+
+class WriteOptions(TypedDict, total=False):
+    """How graphs are written.
+
+    Attributes:
+        opset: 20, or 23 with attention as one operator; 20 by default.
+        quantization: of the matrices; none by default.
+        tolerance: greatest difference of a float32 graph's outputs, as a share of the greatest of them.
+        least_acceptance: of tokens drawn from a quantised graph, by the float32 one.
+        force: replace a folder that is there.
+        tell: is told what is being done.
+    """
+
+    opset: int
+    quantization: Quantization | str
+    tolerance: float
+    least_acceptance: float
+    force: bool
+    tell: Callable[[str], object]
 
 
 def write(
@@ -50,6 +70,7 @@ def write(
     quantization = Quantization(quantization)
     parity: dict[str, float | bool] = {}
     with new_folder(out, force=force) as folder:
+        tell("loading models")
         for spec in specs():
             path = folder / spec.file
             smaller = quantization if spec.quantizable else Quantization.none

@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Callable, Sequence
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -126,9 +127,9 @@ def engine(
     force: ForceOption = False,
 ) -> None:
     """What was trained, in the layout of a serving engine."""
-    from arbordraft.exports.engines import export_sglang, export_vllm
+    from arbordraft.exports.engines import export_engine
 
-    export = export_vllm if context.info_name == "vllm" else export_sglang
+    export = partial(export_engine, str(context.info_name))
     options = {"layout": layout, "speculative_tokens": speculative_tokens, "dtype": dtype}
     _write(export, drafter, out, target=target, force=force, **options)
     card = (out / "README.md").read_text()  # how to serve it
