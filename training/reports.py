@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from arbordraft.trees.drawing import new_figure
+
 if TYPE_CHECKING:
     from arbordraft.training.data import SelfDistillationDataModule
 
@@ -81,11 +83,8 @@ def _by_position(point: Mapping[str, float], prefix: str) -> list[float]:
 
 
 def _figure(x: str, y: str) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 4), layout="constrained")
+    figure = new_figure(6, 4)
     axes = figure.add_subplot()
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
+    axes.set(xlabel=x, ylabel=y)
     axes.grid(alpha=0.3)
     return figure, axes

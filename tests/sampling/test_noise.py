@@ -20,6 +20,7 @@ from transformers.generation import (
 )
 
 from arbordraft.decoding.generate import Stopping
+from arbordraft.sampling.kinds import is_static
 from arbordraft.sampling.noise import Noise, draw, residual
 from arbordraft.sampling.processors import LogitsPipeline
 from arbordraft.sampling.stateful import PathState
@@ -232,7 +233,7 @@ def test_a_class_is_not_taken_for_its_namesake(processor):
     warp = LogitsPipeline([processor])
     assert not warp.greedy
     assert warp.temperature is None
-    assert not warp.is_static(processor)
+    assert not is_static(processor)
     for scores in (warp(LOGITS, PATHS.__getitem__), warp.trimmed(LOGITS, PATHS.__getitem__)[0]):
         assert scores.isinf().nonzero().tolist() == [[row, path[-1]] for row, path in enumerate(PATHS)]
 

@@ -17,7 +17,6 @@ from arbordraft.sampling.kinds import (
     heeds_padding,
     is_freezing,
     is_path_free,
-    is_static,
     is_truncating,
     may_index,
     name_of,
@@ -77,11 +76,6 @@ class LogitsPipeline:
     def row_and_padding(processors: "Sequence[LogitsProcessor]", row: int, padding: int) -> tuple[int, int]:
         """Row and padding of a sample, 0 where none of the processors asks for it."""
         return row if any(map(may_index, processors)) else 0, padding if any(map(heeds_padding, processors)) else 0
-
-    @staticmethod
-    def is_static(processor: "LogitsProcessor") -> bool:
-        """Whether a processor looks at the scores alone, and never asks the host about them."""
-        return is_static(processor)
 
     @property
     def temperature(self) -> float | None:

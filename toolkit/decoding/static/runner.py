@@ -18,6 +18,7 @@ from arbordraft.decoding.static.recording import INSTEAD, check_kernels, record
 from arbordraft.decoding.static.step import Call, Pools, StaticStep, StepKind, compiled
 from arbordraft.drafters import Drafter
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
+from arbordraft.sampling.kinds import is_static
 from arbordraft.sampling.laws import DraftLaw
 from arbordraft.sampling.noise import GumbelNoise, Noise
 from arbordraft.sampling.processors import LogitsPipeline
@@ -166,7 +167,7 @@ class StaticStepping:
 
     def check(self, pipeline: LogitsPipeline, greedy: bool) -> None:
         """Raises ValueError if a request asks for what only the host can do."""
-        if asking := [type(one).__name__ for one in pipeline.processors if not pipeline.is_static(one)]:
+        if asking := [type(one).__name__ for one in pipeline.processors if not is_static(one)]:
             raise ValueError(f"{asking[0]} looks at more than the scores of a row, or asks the host: {INSTEAD}")
         verifier = self.coupling.verifier
         if greedy or verifier.shared:
