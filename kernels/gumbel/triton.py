@@ -24,7 +24,7 @@ DRAW_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 _GROUP: tl.constexpr = tl.constexpr(reference.GROUP)
 _LANES: tl.constexpr = tl.constexpr(reference.LANES)
 _LN2: tl.constexpr = tl.constexpr(reference.LN2)
-_ROOT_HALF: tl.constexpr = tl.constexpr(reference.ROOT_HALF)
+_ROOT_HALF: tl.constexpr = tl.constexpr(round(reference.ROOT_HALF * 2**53) & 0xFFFFFFFFFFFFF)  # its mantissa
 _TERMS: tl.constexpr = tl.constexpr(reference.TERMS)
 _NOWHERE: tl.constexpr = tl.constexpr(2147483647)
 
@@ -33,8 +33,9 @@ _NOWHERE: tl.constexpr = tl.constexpr(2147483647)
 def _logarithm(x):
     """See :func:`arbordraft.kernels.gumbel.reference.logarithm`."""
     bits = x.to(tl.int64, bitcast=True)
-    m = ((bits & 0xFFFFFFFFFFFFF) | 0x3FE0000000000000).to(tl.float64, bitcast=True)
-    small = m < _ROOT_HALF
+    mantissa = bits & 0xFFFFFFFFFFFFF
+    m = (mantissa | 0x3FE0000000000000).to(tl.float64, bitcast=True)
+    small = mantissa < _ROOT_HALF  # as integers: Triton 3.7 rounds what float64 is compared with to float32
     e = (bits >> 52) - tl.where(small, 1023, 1022)
     m = tl.where(small, m + m, m)
     s = (m - 1.0) / (m + 1.0)
@@ -49,7 +50,7 @@ def _logarithm(x):
 def _gumbel(upper, lower):
     """See :func:`arbordraft.kernels.gumbel.reference.gumbel_of`."""
     y = ((lower.to(tl.float64) + 0.5) * 2.0**-32 + upper.to(tl.float64)) * 2.0**-32
-    y = tl.minimum(y, 1.0 - 2.0**-53)
+    y = tl.minimum(y, (y * 0.0 + 1.0) - 2.0**-53)  # in float64: Triton 3.7 rounds a constant to 1
     rest = 1.0 - y
     lost = rest == 1.0
     exact = -_logarithm(rest) * (y / tl.where(lost, y, 1.0 - rest))

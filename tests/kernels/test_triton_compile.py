@@ -15,6 +15,7 @@ from ahead_of_time import GOLDEN, SHARED, TARGETS, cases, compiled, resources, t
 from arbordraft.kernels.gumbel.reference import LN2, ROOT_HALF, TERMS  # noqa: E402
 
 REGISTERS = 65536  # of a processor
+FEW = 16  # bytes or registers that compilers of other versions may spill
 
 
 # All kernels of a target take half a minute: in every run the youngest GPUs that many have, of either vendor.
@@ -27,10 +28,12 @@ SOAKED = ("sm_80", "sm_100")
 def test_kernels_fit(target):
     found = table(target)
     golden = json.loads(GOLDEN.read_text())
+    spilled = FEW
     if golden["triton"] == triton.__version__:
         assert found == golden[target]
+        spilled = 0
     for name, needs in found.items():
-        assert needs["spilled"] == 0, name
+        assert needs["spilled"] <= spilled, name
         assert needs["shared"] <= SHARED[target], name
         # The first three read a few numbers each, and the others compute for much longer than they read.
         narrow = "combine", "left_pick", "merge_chunks", "lowest_kept", "gumbel_noise", "gumbel_draw"
@@ -57,7 +60,7 @@ def test_a_spill_would_be_seen():
         case for case in cases("sm_80") if "bf16 heads of 256, 32 rows" in case[0]
     )
     wide = constants | {"BLOCK_M": 256, "BLOCK_Q": 64}
-    assert resources(compiled(kernel, target, dtype, wide, **how | {"warps": 4}), target)["spilled"] > 0
+    assert resources(compiled(kernel, target, dtype, wide, **how | {"warps": 4}), target)["spilled"] > FEW
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -90,5 +93,7 @@ def test_the_noise_is_rounded_as_it_is_defined(kernel, target):
         # What has no rounding of its own the assembler may contract.
         assert set(re.findall(r"(?:mul|add|sub|div)\.(\w+\.)?f64", exact[kind])) == {"rn."}
         assert set(re.findall(r"div\.(\w+)\.f32", exact[kind])) <= {"rn"}
-        for constant in (LN2, ROOT_HALF, *(1 / odd for odd in range(3, 2 * TERMS, 2))):
+        for constant in (LN2, *(1 / odd for odd in range(3, 2 * TERMS, 2))):
             assert f"0d{struct.pack('>d', constant).hex().upper()}" in exact[kind]
+        mantissa = int(ROOT_HALF * 2**53) - 2**52  # which is compared as an integer
+        assert {str(mantissa), str(mantissa - 1)} & set(re.findall(r"setp\.\w+\.[su]64.* (\d+);", exact[kind]))
