@@ -13,13 +13,15 @@ from arbordraft.bench.workload import Workload
 from arbordraft.checkpoints.smollm2 import load_smollm2
 from arbordraft.decoding.prompts import MIXED
 
+PROMPTS, NEW_TOKENS = MIXED[:4], 8
+
 
 def main() -> None:
     """Prints acceptance by rank, its sum and the optimum, for two and three children."""
     model, tokenizer = load_smollm2(torch.float32)
     target = RaggedModel(model, tokenizer)
     drafters = {"first 20 layers": EarlyExitDrafter(target, 20)}
-    workload = Workload(MIXED[:4], new_tokens=8, temperature=1.0)
+    workload = Workload(PROMPTS, new_tokens=NEW_TOKENS, temperature=1.0)
     rows = node_acceptance(target, drafters, workload, children=(2, 3), optima=4)
     Console().print(rows_table(list(rows)))
 

@@ -12,13 +12,13 @@ from arbordraft import builders, loading
 from arbordraft.deciders import CostAware
 from arbordraft.kernels import native
 
-settings.register_profile("arbordraft", derandomize=True, deadline=None, database=None)
+settings.register_profile("arbordraft", max_examples=50, derandomize=True, deadline=None, database=None)
 settings.load_profile("arbordraft")
 
 
 def pytest_collection_modifyitems(items):
     """Files that wait for processes of their own, or that soak, begin first: they would leave the others idle last."""
-    waiting = {"ray", "subprocess"}
+    waiting = {"ray", "runpy", "subprocess"}
     first = {
         item.path
         for item in items

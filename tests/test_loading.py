@@ -1,6 +1,5 @@
 """Loading by name: models, drafters, kernels, costs; what is wrong is named at once."""
 
-import json
 import logging
 import threading
 import time
@@ -509,7 +508,6 @@ def test_what_is_measured_is_whole(drafter):
     made = ad.EarlyExitDrafter(of, 1) if drafter == "early-exit:1" else drafters(of)[drafter]
     costs = known_costs(of, made, renew=True)
     assert costs.draft.rows == (1, 4, 16, 64)  # chains of 1, 4 and 16 samples, and forks of the last
-    assert min(*costs.draft.seconds, *costs.target.seconds, costs.rest) > 0
     assert StepCosts.load(cost_file(of, made)) == costs == known_costs(of, made)
 
 
@@ -551,12 +549,6 @@ def test_costs_that_cannot_be_kept(timed, cache):
     cache.write_text("a file where the folder should be")
     with pytest.warns(UserWarning, match="what steps cost is measured in every process: .*is a file, not a folder"):
         assert known_rows(target()) == timed[0]
-
-
-def test_measured_costs_are_whole():
-    costs = known_rows(target())
-    assert costs.rows[0] == 1
-    assert json.loads(cost_file(target()).read_text())["rows"] == list(costs.rows)
 
 
 def test_one_slow_spell_does_not_spoil_a_table(monkeypatch):

@@ -1,6 +1,7 @@
 """Tuning: that the best setting wins, and that its choice survives a file."""
 
 import json
+import time
 
 import pytest
 from support.models import PROMPTS, greedy_reference, left_padded, new_tokens, ragged, tiny_tokenizer
@@ -8,7 +9,6 @@ from support.models import PROMPTS, greedy_reference, left_padded, new_tokens, r
 from arbordraft import CostTable, EarlyExitDrafter, NGramDrafter, RaggedModel, builders
 from arbordraft.bench.tuning import Choice, Setting, Tuned, grid, tune
 from arbordraft.deciders.costs import StepCosts
-from arbordraft.decoding.measuring import measure_costs
 
 CHEAP = StepCosts(CostTable((1, 8), (1.0, 1.0)), CostTable((1, 8), (0.01, 0.01)))
 TEXTS = ["a b c", "c", "b a"]
@@ -31,28 +31,27 @@ def test_drafters_without_a_model_have_fewer_settings():
     assert {setting.kind for setting in grid(EarlyExitDrafter(ragged(), 1))} == kinds | {"tree", "lookup or tree"}
 
 
-def test_costs_are_measured(target):
-    drafter = EarlyExitDrafter(target, 1)
-    costs = measure_costs(target, drafter, target.tokenizer, TEXTS)
-    assert costs.draft.rows[0] == 1
-    assert len(costs.draft.rows) > 2
-    assert min(*costs.draft.seconds, *costs.target.seconds, costs.rest) > 0
-
-
 @pytest.mark.parametrize(("slow", "temperature"), [("speculation", 0.0), ("plain", 0.0), ("plain", 1.0)])
 def test_the_fastest_wins(target, monkeypatch, slow, temperature):
-    """One of both is made slow: the other must be chosen."""
-    import time
+    """By a clock that only steps and readings of it move: those of one kind take long, so the other must be chosen."""
+    real, now = Setting.decoder, [0.0]
 
-    real = Setting.decoder
+    def read() -> float:
+        now[0] += 1e-6
+        return now[0]
 
     def slowed(self, *arguments, **options):
         decoder = real(self, *arguments, **options)
-        if (self.kind == "plain") == (slow == "plain"):
-            step = decoder.stepper.step
-            decoder.stepper.step = lambda state: (time.sleep(0.02), step(state))[1]
+        step = decoder.stepper.step
+
+        def timed(state):
+            now[0] += 1.0 if (self.kind == "plain") == (slow == "plain") else 0.001
+            return step(state)
+
+        decoder.stepper.step = timed
         return decoder
 
+    monkeypatch.setattr(time, "perf_counter", read)
     monkeypatch.setattr(Setting, "decoder", slowed)
     told = []
     found = tune(

@@ -1,20 +1,25 @@
 """Ctrl-C and SIGTERM at any moment: nothing half-written stays, and the exit status says what happened."""
 
 import json
+import multiprocessing
 import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
+import torch
 from support.models import tiny_checkpoint
 from support.tiny_training import save_config, save_world
 from support.writers import FILES, WRITERS, everything, place
 
 from arbordraft.cli.failures import Terminated, ending
+from arbordraft.cli.main import main
 from arbordraft.kernels.native import build
 
 STEPS = [  # all that a writer does to a disk
@@ -94,21 +99,20 @@ def old_file(writer, path):
         path.write_text("old")
         return
     path.mkdir()
-    for name in {"published": ["a"], "exported": ["README.md"], "decider": ["config.json", "model.safetensors"]}[
-        writer
-    ]:
+    for name in NAMES[writer]:
         (path / name).write_text("old")
 
 
 def test_the_compiler_ends_with_all_that_it_started(tmp_path, monkeypatch):
-    """As g++ does, it starts the process that does the work."""
-    mark = tmp_path / "mark"
+    """As g++ does, it starts the process that does the work, which holds a pipe open until it ends."""
     monkeypatch.setattr(build, "COMPILER_LIMIT", 0.5)
-    command = ["sh", "-c", f"(sleep 1; touch {mark}) & wait"]
-    with pytest.raises(subprocess.TimeoutExpired):
-        build._finished(command, dict(os.environ))
-    time.sleep(1)
-    assert not mark.exists()
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with open(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK), "rb") as held:
+        with pytest.raises(subprocess.TimeoutExpired):
+            build._finished(["sh", "-c", f"(sleep 60 > {pipe}) & wait"], dict(os.environ))
+        assert select.select([held], [], [], 10)[0]
+        assert held.read() == b""
 
 
 @pytest.mark.parametrize(
@@ -138,7 +142,7 @@ def test_signals_are_as_before_behind_a_command():
     def terminated():
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # as Lightning does when it is interrupted
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(5)
+        time.sleep(5)  # which the signal ends
 
     with pytest.raises(SystemExit) as stopped, ending():
         terminated()
@@ -148,27 +152,42 @@ def test_signals_are_as_before_behind_a_command():
 
 # Real processes: the signal comes when a function of the main thread runs, which another thread watches.
 
-SCRIPT = """
-import os, signal, sys, threading, time
-from pathlib import Path
-from arbordraft.cli import main as cli
 
-def inside(name):
-    frame = sys._current_frames()[threading.main_thread().ident]
-    while frame is not None and frame.f_code.co_name != name:
-        frame = frame.f_back
-    return frame is not None
+def interrupted_command(arguments, folder, said, moment, number):
+    """Runs a command in a process, which gets the signal soon after a function was entered or a file was written."""
 
-def stop():
-    while not ({moment}):
-        time.sleep(0.005)
-    time.sleep(0.05)
-    os.kill(os.getpid(), {number})
+    def reached():
+        if isinstance(moment, Path):
+            return moment.exists()
+        frame = sys._current_frames()[threading.main_thread().ident]
+        while frame is not None and frame.f_code.co_name != moment:
+            frame = frame.f_back
+        return frame is not None
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # which the background jobs of a script ignore
-threading.Thread(target=stop, daemon=True).start()
-cli.main()
-"""
+    def stop():
+        while not reached():
+            time.sleep(0.005)
+        os.kill(os.getpid(), number)
+
+    with said.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.stdout, sys.stderr = open(1, "w"), open(2, "w", buffering=1)  # noqa: SIM115
+    os.chdir(folder)
+    os.environ |= {"HF_HUB_OFFLINE": "1", "PYTHONFAULTHANDLER": "1"}
+    sys.argv = ["arbordraft", *arguments]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which the background jobs of a script ignore
+    torch.set_num_threads(1)
+    threading.Thread(target=stop, daemon=True).start()
+    main()
+
+
+@pytest.fixture(scope="module")
+def processes():
+    """Processes that begin with everything imported, which would take most of their time."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["lightning.pytorch", "onnx", "arbordraft.cli.main", "arbordraft.training.fit"])
+    return context
 
 
 @pytest.fixture(scope="module")
@@ -207,22 +226,22 @@ def commands(world: Path) -> dict[str, list[str]]:
     ],
     ids=lambda value: value.name if isinstance(value, signal.Signals) else value,
 )
-def test_a_signal_ends_a_command(world, command, moment, number):
-    out = world / "out"
+def test_a_signal_ends_a_command(world, processes, tmp_path, command, moment, number):
+    out, said = world / "out", tmp_path / "said"
     shutil.rmtree(out, ignore_errors=True)
-    reached = f"Path({str(out / 'results' / moment)!r}).exists()" if "." in moment else f"inside({moment!r})"
-    run = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(moment=reached, number=int(number)), *commands(world)[command]],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=world,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONFAULTHANDLER": "1"},
-    )
-    assert run.returncode == (130 if number == signal.SIGINT else 143), run.stderr
-    assert "Traceback" not in run.stderr
-    assert run.stderr.splitlines()[-1] == ("interrupted" if number == signal.SIGINT else "terminated")
-    assert ("the training goes on with the same command" in run.stderr) is (command == "train")
+    reached = out / "results" / moment if "." in moment else moment
+    given = commands(world)[command], world, said, reached, number
+    process = processes.Process(target=interrupted_command, args=given)
+    process.start()
+    process.join(120)
+    stderr = said.read_text()
+    if process.exitcode is None:
+        process.kill()
+        pytest.fail(f"it goes on: {stderr}")
+    assert process.exitcode == (130 if number == signal.SIGINT else 143), stderr
+    assert "Traceback" not in stderr
+    assert stderr.splitlines()[-1] == ("interrupted" if number == signal.SIGINT else "terminated")
+    assert ("the training goes on with the same command" in stderr) is (command == "train")
     left = list(out.rglob("*"))
     assert not [path for path in left if path.name.startswith(".")]
     if moment == "curve.json":

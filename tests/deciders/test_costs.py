@@ -30,7 +30,6 @@ from arbordraft import (
 from arbordraft.deciders import CostAware, Decider
 from arbordraft.deciders.costs import StepCosts
 from arbordraft.deciders.decisions import Plan
-from arbordraft.decoding.measuring import measure_rows
 from arbordraft.drafters.ngram import Guess
 from arbordraft.trees.draft_tree import SampleVerdict, Verdict
 
@@ -54,14 +53,6 @@ def test_how_many_rows_a_time_allows(seconds, most, rows):
 
 def test_noise_cannot_make_more_rows_cheaper():
     assert CostTable((1, 2, 3), (2.0, 1.0, 3.0)).seconds == (2.0, 2.0, 3.0)
-
-
-@pytest.mark.parametrize(
-    ("rows", "seconds"), [((2, 4), (1.0, 2.0)), ((1, 1), (1.0, 2.0)), ((1, 2), (1.0,)), ((1, 2), (0.0, 1.0)), ((), ())]
-)
-def test_malformed_tables_are_refused(rows, seconds):
-    with pytest.raises(ValueError, match=r"cost table|seconds\[0\] must be above 0"):
-        CostTable(rows, seconds)
 
 
 @given(st.lists(st.floats(0.01, 10), min_size=3, max_size=3), st.integers(1, 20), st.integers(1, 20))
@@ -97,12 +88,6 @@ def test_step_costs_survive_a_file(tmp_path):
     assert [beginning.step(samples, 0) for samples in (1, 3)] == [costs.step(samples, 0) for samples in (1, 3)]
     assert beginning.step(3, 2) - costs.step(3, 2) == pytest.approx(2.0)
     assert [replace(costs, lookup=1.0, finding=0.5).looking(samples) for samples in (1, 3)] == [1.0, 2.0]
-
-
-def test_measuring_leaves_nothing_behind():
-    table = measure_rows(ragged(), rows=(1, 2, 4), context=8, repeats=1)
-    assert table.rows == (1, 2, 4)
-    assert min(table.seconds) > 0
 
 
 def test_the_trim_keeps_trees_and_the_best_nodes():

@@ -15,7 +15,6 @@ from arbordraft import (
     Fixed,
     LanguageModelDrafter,
     Matching,
-    NGramDrafter,
     RaggedModel,
     RecursiveRejection,
     SpeculativeDecoder,
@@ -156,30 +155,12 @@ def test_a_bad_folder_is_refused(tmp_path):
         LearnedDecider.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "settings", [{"hidden_size": -1}, {"top_k": 11}, {"widths": (0,)}, {"threshold": -0.1}, {"temperatures": (0.0,)}]
-)
-def test_bad_arguments_are_refused(settings):
-    with pytest.raises(ValueError, match="got"):
-        LearnedDecider(**settings)
-
-
 def test_a_drafter_that_shows_too_little_is_refused():
     decider = LearnedDecider(hidden_size=4)
     with pytest.raises(ValueError, match="reads hidden states of size 4, the drafter shows none"):
         decider(view([path(ROW)]))
     with pytest.raises(ValueError, match="reads hidden states of size 4, the drafter shows 3"):
         decider(view([path(Origin(lambda: ROW, torch.zeros(3)))]))
-
-
-def test_an_anticipating_one_is_refused():
-    class Peeking(LearnedDecider):
-        anticipating = True
-
-    coupling = Coupling(Fixed(1), TopDown(Matching()))
-    SpeculativeDecoder(ragged(), NGramDrafter(), TreeTopology.chain(1), coupling, LearnedDecider())
-    with pytest.raises(ValueError, match="looks at tokens that are still to be verified"):
-        SpeculativeDecoder(ragged(), NGramDrafter(), TreeTopology.chain(1), coupling, Peeking())
 
 
 def test_an_eagle_drafter_shows_what_its_head_is_given():

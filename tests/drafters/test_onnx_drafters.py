@@ -206,6 +206,5 @@ def test_draft_steps_are_timed_in_turns(graphs):
     ours, theirs = draft_steps(drafters, workload, depth=3)
     assert (ours.drafter, theirs.drafter) == ("torch", "graphs")
     assert ours.ratio == 1
-    assert theirs.milliseconds > 0
     assert theirs.per_level == pytest.approx(theirs.milliseconds / 3)
     assert (ours.tau, ours.acceptance) == (theirs.tau, theirs.acceptance)

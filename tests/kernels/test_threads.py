@@ -57,20 +57,14 @@ def test_more_threads_than_processors(monkeypatch, usable, told):
         assert f"set OMP_NUM_THREADS={usable}" in str(notice)
 
 
-@pytest.mark.parametrize(("count", "times"), [(OWN + 1, 1), (1, 0)], ids=["too many", "one"])
-def test_it_is_told_once(kernels, count, times):
+def test_it_is_told_once(kernels):
     code = f"""
 import torch
 from arbordraft.kernels import native
-torch.set_num_threads({count})
+torch.set_num_threads({OWN + 1})
 for _ in range(3):
     native.load()
     native.problem()
 """
-    run = subprocess.run(
-        [sys.executable, "-W", "always", "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert run.stderr.count("TooManyThreads") == times
+    run = subprocess.run([sys.executable, "-W", "always", "-c", code], capture_output=True, text=True, check=True)
+    assert run.stderr.count("TooManyThreads") == 1

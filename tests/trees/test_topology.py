@@ -51,31 +51,6 @@ def test_mcsd_notation_counts_nodes():
     assert TreeTopology.from_k_config((4, 2, 2)).num_nodes == 29
 
 
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (lambda: TreeTopology([]), "starts with its root"),
-        (lambda: TreeTopology([0, 0]), "starts with its root"),
-        (lambda: TreeTopology([-1, -1]), r"parents\[1\] = -1"),
-        (lambda: TreeTopology([-1, 0, 2]), r"parents\[2\] = 2"),
-        (lambda: TreeTopology([-1, 0, 1, 0]), "node 3 has depth 1 but follows a node of depth 2"),
-        (lambda: TreeTopology.chain(-1), "length must be a whole number from 0 to 512, got -1"),
-        (lambda: TreeTopology.k_ary(2, -1), "depth must be a whole number from 0 to 512, got -1"),
-        (lambda: TreeTopology.k_ary(0, 2), "k must be a whole number of at least 1, got 0"),
-        (lambda: TreeTopology.fork(2, 0), "depth must be a whole number from 1 to 512, got 0"),
-        (lambda: TreeTopology.sequoia([0.5], 0), "nodes must be a whole number from 1 to 2048, got 0"),
-        (lambda: TreeTopology.sequoia([0.7, 0.6], 4), "sum to at most 1"),
-        (lambda: TreeTopology.sequoia([-0.1], 4), "must be a number from 0 to 1, got -0.1"),
-        (lambda: TreeTopology.sequoia([float("nan")], 4), "must be a number from 0 to 1, got nan"),
-        (lambda: TreeTopology.sequoia([0.5], 4, max_depth=2), "no tree of depth 2"),
-        (lambda: TreeTopology.sequoia([], 2), "no tree of depth"),
-    ],
-)
-def test_bad_shapes_are_refused(build, message):
-    with pytest.raises(ValueError, match=message):
-        build()
-
-
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(parent_lists())
 def test_every_view_of_a_tree_agrees(parents):

@@ -457,24 +457,9 @@ def test_valid_couplings_are_accepted(law, rule):
     assert Coupling(law, TypicalAcceptance()).exactness == Exactness.LOSSY
 
 
-def test_a_coupling_takes_a_law_and_a_tree_verifier():
-    with pytest.raises(TypeError, match=r"TopDown\(rule\) or Lifted\(rule\)"):
-        Coupling(IID(2), RecursiveRejection())
-    with pytest.raises(TypeError, match="law must be a DraftLaw"):
-        Coupling(2, TopDown(Matching()))
-
-
 def test_a_coupling_checks_the_topology():
     coupling = Coupling(TopTail(1, 1), Lifted(SpecHub()))
     coupling.check(TreeTopology.k_ary(2, 3))
     coupling.check(TreeTopology.chain(4))
     with pytest.raises(ValueError, match="nodes with 3 children"):
         coupling.check(TreeTopology.k_ary(3, 1))
-
-
-@pytest.mark.parametrize(
-    ("build", "message"), [(lambda: SpecHub("both"), "order"), (lambda: OptimalTransport("dual"), "formulation")]
-)
-def test_unknown_options_are_refused(build, message):
-    with pytest.raises(ValueError, match=message):
-        build()

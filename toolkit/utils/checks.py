@@ -134,7 +134,7 @@ def _between(least: float | None, most: float | None) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    text = " ".join(line.strip() for line in repr(value).splitlines())  # modules are printed in several lines
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
 
 

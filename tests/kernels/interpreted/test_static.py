@@ -29,7 +29,7 @@ def test_the_same_tokens(coupling, settings):
         with choice.use(path):
             output = decoder.generate(
                 **left_padded(PROMPTS[:2]),
-                max_new_tokens=5,
+                max_new_tokens=3,
                 **settings,
                 seeds=[3, 4],
                 return_dict_in_generate=True,

@@ -26,7 +26,7 @@ def touched(monkeypatch):
     load, store, dot = builder.create_masked_load, builder.create_masked_store, builder.create_dot
 
     def note(where, pointers, mask):
-        size = np.dtype(interpreter._get_np_dtype(pointers.get_element_ty())).itemsize
+        size = pointers.get_element_ty().primitive_bitwidth // 8
         for address in np.unique(np.broadcast_to(pointers.data, mask.data.shape)[mask.data.astype(bool)]).tolist():
             found[where].update(range(address, address + size))
 

@@ -1,4 +1,4 @@
-"""The examples that serve and answer with Ray, with two processes on this machine."""
+"""The examples for Ray: training, answering and serving with two processes on this machine, in one cluster."""
 
 import json
 import os
@@ -16,13 +16,17 @@ import openai
 import pyarrow as pa
 import pytest
 import ray
+import torch
 from ray import serve
 from support.chats import chat_tokenizer
 from support.models import tiny
+from support.tiny_training import fit, same, save_config, save_world, stored
 
 from arbordraft.serving.server import bound
+from arbordraft.training.fit import data_of
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+HERE = Path(__file__).resolve().parent
+EXAMPLES = HERE.parent / "examples"
 SHARE = 0.2  # of a processor, for every process: Ray's books, not what they use
 PATIENCE = 600  # seconds: what starts on a machine with much else to do may take minutes
 HELLO = [{"role": "user", "content": "hello there"}]
@@ -44,11 +48,57 @@ def cluster():
     with pytest.MonkeyPatch.context() as patch:
         for check in ("READY", "HEALTH"):  # or a proxy that starts slowly is replaced by one that starts as slowly
             patch.setenv(f"RAY_SERVE_PROXY_{check}_CHECK_TIMEOUT_S", str(PATIENCE))
-        patch.setenv("RAY_worker_niceness", "0")  # or replicas wait for all the tests beside them
+        patch.setenv("RAY_worker_niceness", "0")  # or workers wait for all the tests beside them
+        patch.setenv("PYTHONPATH", str(HERE))  # of the workers
         context = ray.init(num_cpus=2, object_store_memory=200 * 2**20, include_dashboard=False, log_to_driver=False)
         yield context.address_info["gcs_address"]
         serve.shutdown()
         ray.shutdown()
+
+
+@pytest.fixture
+def run_example(monkeypatch, capfd):
+    def run(name: str, *arguments: object) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capfd.readouterr().out
+
+    return run
+
+
+# Training comes first: its workers ask for a processor each.
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return save_world(tmp_path_factory.mktemp("world"))
+
+
+def test_two_actors_write_what_one_process_writes(cluster, world, tmp_path, run_example):
+    config = save_config(tmp_path / "config.yaml", world, data={"folder": str(tmp_path / "shared")})
+    shown = run_example("ray_generate.py", "--actors", 2, "--config", config)
+    assert "3 shards are in" in shown
+    own = save_config(tmp_path / "own.yaml", world, data={"folder": str(tmp_path / "own")})
+    data_of(["--config", str(own)]).generate()
+    assert same(stored(tmp_path / "shared"), stored(tmp_path / "own"))
+
+
+def test_workers_train_and_go_on_after_a_failure(cluster, world, tmp_path, run_example):
+    """The result is that of one process with the batches of both, and nothing of the failure remains."""
+    lost = {"class_path": "support.tiny_training.FailOnce", "init_args": {"mark": str(tmp_path / "mark")}}
+    config = save_config(tmp_path / "config.yaml", world, trainer={"callbacks": [lost]})
+    own = ["--workers", 2, "--retries", 1, "--storage", tmp_path / "ray"]
+    shown = run_example("ray_train.py", *own, "--config", config)
+    assert "8 steps, " in shown
+    assert (tmp_path / "mark").exists()
+    expected, _ = fit(world, tmp_path / "alone", noise=0.0, accumulate_grad_batches=2)
+    found = [torch.load(path, weights_only=True) for path in (tmp_path / "ray").rglob("checkpoint.ckpt")]
+    (last,) = [checkpoint for checkpoint in found if checkpoint["global_step"] == 8]
+    for name, tensor in expected["state_dict"].items():
+        torch.testing.assert_close(last["state_dict"][name], tensor, rtol=0, atol=1e-6)
+
+
+# Serving
 
 
 def free_port():
@@ -186,7 +236,7 @@ def test_a_crowd_is_answered_or_told_to_come_again(served):
 
     def ask(number):
         together.wait(PATIENCE)
-        return ask_of(client, seed=number, **LONG | {"max_tokens": 300}).choices
+        return ask_of(client, seed=number, **LONG | {"max_tokens": 200}).choices
 
     with ThreadPoolExecutor(40) as crowd:
         assert all(crowd.map(ask, range(40)))
@@ -206,7 +256,7 @@ def test_no_request_is_lost_with_a_replica(served):
         settings = {
             "seed": number,
             "temperature": number % 3 / 2,
-            "max_tokens": 300,
+            "max_tokens": 200,
             "extra_body": {"ignore_eos": True},
         }
         if number % 4:
@@ -233,7 +283,7 @@ def test_no_request_is_lost_with_a_replica(served):
 
 def test_an_interrupt_lets_answers_end(served):
     url, process = served
-    stream = chat(url, stream=True, **LONG)
+    stream = chat(url, stream=True, **LONG | {"max_tokens": 800})
     chunks = [next(stream)]
     process.send_signal(signal.SIGTERM)
     chunks += stream
@@ -268,10 +318,9 @@ def test_two_actors_answer_like_one_engine(cluster, folder, tmp_path, monkeypatc
     assert "positions" in found[-1]["error"]
 
 
-def test_a_file_without_prompts_is_refused_at_once(cluster, tmp_path, monkeypatch, capsys):
+def test_a_file_without_prompts_is_refused_at_once(cluster, tmp_path, run_example, capfd):
     path = tmp_path / "texts.jsonl"
     path.write_text('{"text": "hello"}\n')
-    monkeypatch.setattr(sys, "argv", ["ray_batch.py", str(path), str(tmp_path / "answers")])
     with pytest.raises(SystemExit):
-        runpy.run_path(str(EXAMPLES / "ray_batch.py"), run_name="__main__")
-    assert "it needs prompt" in capsys.readouterr().err
+        run_example("ray_batch.py", path, tmp_path / "answers")
+    assert "it needs prompt" in capfd.readouterr().err
