@@ -99,8 +99,11 @@ CHUNKS = 16
 LENGTH = 12
 LETTERS = "abcdefghij0123456789,"
 VOCAB = 3 + len(LETTERS)
-FRAGILE = {  # a linear program has several solutions
+FRAGILE = {  # the first changed without AVX, as its linear program has several solutions; the others when nudged
     "block iid2+transport free other uneven t1,bad-words engine-reuse ragged torch qwen3 free",
+    "model shared2 dear main k221 t.7,top-k batch3 buckets torch mixtral free",
+    "grammar>eagle iid2+transport depth2 main chain4 t1,top-p batch3 padded native qwen3 free",
+    "grammar>eagle wor2+lifted-rrs depth2 other uneven t.7 batch8 buckets torch mixtral free",
 }
 
 
