@@ -3,7 +3,7 @@
 import pytest
 from support.models import PAYS, PROMPTS, greedy_reference, left_padded, new_tokens, ragged
 
-from arbordraft import CostAware, NGramDrafter, TreeTopology, builders
+from arbordraft import CostAware, NGramDrafter, SpeculativeDecoder, TreeTopology, builders
 from arbordraft.deciders import FixedDepth, NodeBudget
 from arbordraft.drafters import Drafter
 
@@ -69,6 +69,13 @@ def test_who_decides_how_much_is_drafted():
     assert builders.fitted(ragged(), DRAFT, 4, costs=PAYS).decider.nodes == 4
     assert builders.fitted(ragged(), DRAFT, costs=PAYS).decider.costs is PAYS
     assert builders.lookup(ragged(), PAYS.target).decider.costs.target is PAYS.target
+
+
+@pytest.mark.parametrize("part", ["target", "drafter", "topology", "coupling", "decider"])
+def test_parts_of_a_finished_decoder_are_not_exchanged(part):
+    decoder = SpeculativeDecoder(ragged(), NGramDrafter())
+    with pytest.raises(AttributeError, match=f"make another one with {part}="):
+        setattr(decoder, part, getattr(decoder, part))
 
 
 def test_plain_models_are_wrapped():

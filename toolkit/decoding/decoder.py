@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from arbordraft.deciders import Decider
 from arbordraft.decoding import text as texts
-from arbordraft.decoding.assemble import assemble
+from arbordraft.decoding.assemble import AssembledParts, assemble
 from arbordraft.decoding.batch import batch_of, decode_batch, samples_of
 from arbordraft.decoding.generate import (
     DecodingError,
@@ -112,6 +112,11 @@ class SpeculativeDecoder(nn.Module):
             raise ValueError("compiler is for steps of fixed shapes: say which, with buckets=(8, 16, 32, 64)")
         self.static = None if buckets is None else StaticStepping(*self.parts[:4], buckets, compiler)
         self.stepper = Stepper(self.parts, self.mask, expected_batch=self.expected_batch, static=self.static)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in AssembledParts._fields and "stepper" in self.__dict__:
+            raise AttributeError(f"the parts of a decoder fit each other: make another one with {name}=...")
+        super().__setattr__(name, value)
 
     @property
     def on_step(self) -> Callable[[DecodeState, DraftTree, Verdict], None] | None:
