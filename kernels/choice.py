@@ -20,7 +20,7 @@ from torch import Tensor
 PATHS = ("auto", "reference", "triton")
 INTERPRETER = "TRITON_INTERPRET"
 _path: ContextVar[str] = ContextVar("path", default="auto")
-ran: Counter[str] = Counter()  # how often each implementation ran, as "operator/implementation"
+ran: Counter[str] = Counter()  # calls by "operator/implementation": triton, native or reference
 
 
 @contextmanager
@@ -49,23 +49,34 @@ def interpreted() -> bool:
     return os.environ.get(INTERPRETER) == "1"
 
 
-def wants_triton(operator: str, tensor: Tensor) -> bool:
-    """Whether an operator runs in Triton on a tensor; counts what runs.
+def triton_chosen(tensor: Tensor) -> bool:
+    """Whether operators run in Triton on a tensor.
 
     Raises:
-        ValueError: if it should and cannot: there is neither a GPU nor the interpreter.
+        ValueError: if they should and cannot: there is neither a GPU nor the interpreter.
+    """
+    path = _path.get()
+    if path == "reference" or (path == "auto" and not (tensor.is_cuda and _installed())):
+        return False
+    if not tensor.is_cuda and not interpreted():
+        raise ValueError(f"on a CPU Triton runs in its interpreter only: set {INTERPRETER}=1 before Python starts")
+    return True
+
+
+def wants_triton(name: str, tensor: Tensor) -> bool:
+    """Whether to compute something on a tensor by operators that run in Triton; counts it as ``name``.
+
+    Raises:
+        ValueError: see :func:`triton_chosen`.
     """
     if torch.compiler.is_compiling():
         return tensor.is_cuda  # as operators decide; a trace can read no context
-    path = _path.get()
-    wanted = path == "triton" or (path == "auto" and tensor.is_cuda and _installed())
-    if wanted and not tensor.is_cuda and not interpreted():
-        raise ValueError(f"on a CPU Triton runs in its interpreter only: set {INTERPRETER}=1 before Python starts")
-    ran[f"{operator}/{'triton' if wanted else 'other'}"] += 1
+    wanted = triton_chosen(tensor)
+    ran[f"{name}/{'triton' if wanted else 'reference'}"] += 1
     return wanted
 
 
-def wants_native() -> bool:
+def native_allowed() -> bool:
     """Whether the C++ kernels may run."""
     return _path.get() == "auto"
 
@@ -75,4 +86,4 @@ def _installed() -> bool:
     return find_spec("triton") is not None
 
 
-__all__ = ["INTERPRETER", "PATHS", "interpreted", "ran", "use", "wants_native", "wants_triton"]
+__all__ = ["INTERPRETER", "PATHS", "interpreted", "native_allowed", "ran", "triton_chosen", "use", "wants_triton"]

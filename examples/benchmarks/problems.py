@@ -15,8 +15,7 @@ from score_problems import drawing, expansion, passes, truncation, verification
 from torch import Tensor
 
 from arbordraft.kernels import choice
-from arbordraft.kernels.kv_cache import append, append_reference, compact_reference
-from arbordraft.kernels.kv_cache.operator import kv_compact
+from arbordraft.kernels.kv_cache import append, append_reference, compact_reference, compact_rows
 from arbordraft.kernels.ragged_tree_attention import ragged_tree_attention
 from arbordraft.kernels.verify.reference import CHUNK
 from arbordraft.trees.topology import TreeTopology
@@ -163,15 +162,15 @@ def kv_compacted(stepped: Stepped, device: torch.device) -> Problem:
     source, destination, first = (x.to(device) for x in (source, destination, first))
 
     def run() -> None:
-        kv_compact(pools, source, destination, first)
+        compact_rows(pools, source, destination, first)
 
     def error() -> float:
         expected = [pool.clone() for pool in pools]
-        compact_reference(expected, source, destination)
+        compact_reference(expected, source, destination, first)
         run()
         return _differing([pools], [expected])
 
-    by_torch = partial(compact_reference, pools, source, destination)
+    by_torch = partial(compact_reference, pools, source, destination, first)
     return stepped.problem("kv_compact", run, error, 0.0, peer=by_torch)
 
 

@@ -5,17 +5,18 @@ Shapes: V vocabulary.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from kernel_timing import ATTENTION, Goal, Problem
 
-from arbordraft.kernels import work
+from arbordraft.kernels import choice, work
 from arbordraft.kernels.ragged_tree_attention.tiling import choose
 from arbordraft.kernels.work import Work
 
 QUERY_HEADS = 32
 ITEMSIZE = 2  # bfloat16
 FAST = Goal("us", 100)
+Out = TypeVar("Out")
 
 
 class Device(NamedTuple):
@@ -146,11 +147,19 @@ class Stepped(NamedTuple):
         note: str = "",
         peer: Callable[[], object] | None = None,
     ) -> Problem:
-        """One of them as a problem; ``peer`` does the same with PyTorch's operators."""
+        """One of them as a problem to solve in Triton; ``peer`` does the same with PyTorch's operators."""
         case, needed = next((case, needed) for name, case, needed in self.parts() if name == kernel)
         goal = FAST if kernel in ("row_stats", "verify_tree") else None
         peers = {"torch": lambda: peer} if peer is not None else {}
-        return Problem(kernel, note + case, run, error, allowed, needed, goal, peers)
+        return Problem(kernel, note + case, _in_triton(run), _in_triton(error), allowed, needed, goal, peers)
+
+
+def _in_triton(call: Callable[[], Out]) -> Callable[[], Out]:
+    def run() -> Out:
+        with choice.use("triton"):
+            return call()
+
+    return run
 
 
 STEPPED = Stepped()

@@ -14,10 +14,9 @@ from roofline import Stepped
 from torch import Tensor
 from verify import drafted_tree
 
-from arbordraft.kernels.gumbel import gumbel_argmax_reference
-from arbordraft.kernels.gumbel.operator import argmax
-from arbordraft.kernels.tree_expand.operator import expand
-from arbordraft.kernels.verify.operator import left_mass, left_pick, lowest_kept, row_stats
+from arbordraft.kernels.gumbel import gumbel_argmax, gumbel_argmax_reference
+from arbordraft.kernels.tree_expand import tree_expand
+from arbordraft.kernels.verify import keep_lowest, left_mass, left_pick, row_stats
 from arbordraft.kernels.verify.reference import CHUNK
 from arbordraft.kernels.verify.tree import PackedTree, verify_tree
 from arbordraft.sampling.laws import WithoutReplacement
@@ -104,7 +103,7 @@ def truncation(stepped: Stepped, device: torch.device) -> Iterator[Problem]:
 
     lse = scores.double().logsumexp(dim=-1).float()
     for name, count, mass in (("top-k 50", 50, 0.0), ("top-p 0.9", 0, 0.9)):
-        run = partial(lowest_kept, scores, lse, count, mass)
+        run = partial(keep_lowest, scores, lse, count, mass)
         ranked = partial(torch.sort, scores, dim=-1, descending=True)
         parts = run, partial(error, count, mass, run), SUMS
         yield stepped.problem("lowest_kept", *parts, note=f"{name}, ", peer=ranked)
@@ -114,7 +113,7 @@ def expansion(stepped: Stepped, device: torch.device) -> Problem:
     """The most probable children of a level."""
     generator, rows, k = torch.Generator().manual_seed(0), stepped.samples * stepped.level, stepped.children
     scores = (3 * torch.randn(rows, stepped.vocabulary, generator=generator)).bfloat16().to(device)
-    run = partial(expand, scores, k)
+    run = partial(tree_expand, scores, k)
 
     def error() -> float:
         """The scores of the children, against the highest there are; and their log-probabilities."""
@@ -130,7 +129,7 @@ def drawing(stepped: Stepped, device: torch.device) -> Problem:
     """A token behind every row, with shared noise; the first rows are compared with the definition."""
     generator, seeds = torch.Generator().manual_seed(0), torch.arange(stepped.rows, device=device)
     scores = (3 * torch.randn(stepped.rows, stepped.vocabulary, generator=generator)).bfloat16().to(device)
-    run = partial(argmax, scores, seeds, seeds, 0.7, None)
+    run = partial(gumbel_argmax, scores, seeds, seeds, 0.7)
 
     def error() -> float:
         some = slice(8)

@@ -1,11 +1,10 @@
 """Runs of decoder layers in one call, for models whose layers are recognised."""
 
 from collections.abc import Sequence
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from arbordraft.kernels import native
 from arbordraft.kernels.decoder_layers.reference import (
     Experts,
     LayerWeights,
@@ -14,8 +13,28 @@ from arbordraft.kernels.decoder_layers.reference import (
     apply_norm_reference,
     decoder_layers_reference,
 )
+from arbordraft.kernels.dispatch import define
+from arbordraft.kernels.native import load
 from arbordraft.kernels.prepacked_linear import LANES
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
+
+
+def _fake(hidden: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    rows, taps = hidden.flatten(0, -2), others[12]
+    return hidden.new_empty(hidden.shape), hidden.new_empty(len(taps), *rows.shape)
+
+
+_layers = define(
+    "decoder_layers(Tensor hidden, Tensor?[] parameters, int[] ints, float[] scalars, Tensor(a!)[] keys, "
+    "Tensor(b!)[] values, Tensor cosine, Tensor sine, Tensor layout, Tensor? region, Tensor positions, Tensor? words, "
+    "Tensor slots, int[] taps, Tensor? beside) -> (Tensor, Tensor)",
+    _fake,
+)
+_norm = define(
+    "norm(Tensor x, Tensor weight, Tensor? offset, float epsilon) -> Tensor",
+    lambda x, *_: x.new_empty(x.shape),
+    lambda x, weight, offset, epsilon: apply_norm_reference(x, Norm(weight, offset), epsilon),
+)
 
 
 class LayerRun:
@@ -56,9 +75,9 @@ class LayerRun:
             ``[1, T, H]``, which is kept in float32 between the layers, and the ``[len(taps), T, H]`` tapped inputs.
         """
         rotary = rotary or (hidden.new_empty(*hidden.shape[:-1], 0),) * 2
-        if not native.load():
+        if not load():
             return decoder_layers_reference(hidden, self.layers, pools, rotary, batch, taps, beside)
-        return torch.ops.arbordraft.decoder_layers(
+        out: tuple[Tensor, Tensor] = _layers(
             hidden.contiguous(),
             self._tensors,
             self._integers,
@@ -67,21 +86,24 @@ class LayerRun:
             [values for _, values in pools],
             rotary[0].contiguous(),
             rotary[1].contiguous(),
-            batch.samples,
-            batch.positions,
-            batch.slots,
-            None if batch.words is None else batch.words.contiguous(),
+            batch.layout,
             batch.region if self._windowed else None,
+            batch.positions,
+            None if batch.words is None else batch.words.contiguous(),
+            batch.slots,
             list(taps),
             None if beside is None else beside.contiguous(),
         )
+        return out
 
 
 def apply_norm(x: Tensor, norm: Norm, epsilon: float) -> Tensor:
     """``[..., H]`` normed row by row; natively a row's bits do not depend on the rows beside it."""
-    if x.shape[-1] % LANES or not native.load():
+    if x.shape[-1] % LANES:
         return apply_norm_reference(x, norm, epsilon)
-    return torch.ops.arbordraft.norm(x.contiguous(), norm.weight, norm.offset, epsilon)
+    load()  # without the kernels the operator runs the reference
+    normed: Tensor = _norm(x.contiguous(), norm.weight, norm.offset, epsilon)
+    return normed
 
 
 __all__ = ["Experts", "LayerRun", "LayerWeights", "Matrix", "Norm", "apply_norm", "decoder_layers_reference"]

@@ -11,11 +11,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from arbordraft.kernels import native
 from arbordraft.kernels.decoder_layers import LayerWeights, Matrix, Norm
+from arbordraft.kernels.dispatch import define
+from arbordraft.kernels.native import load
+
+_GROWTH = (
+    "int[] offsets, int[] children, int[] levels, float[] trust, float[] next, float[] weights, float[] prices, "
+    "int budget, Tensor? seeds, Tensor? positions, float[] temperatures"
+)
+_draft_from_rows = define(
+    "draft_from_rows(Tensor scores, Tensor? table, Tensor? correction, Tensor? gates, Tensor roots, "
+    f"Tensor? vocabulary, {_GROWTH}) -> (Tensor, Tensor, Tensor, int)"
+)
+_draft_tree = define(
+    "draft_tree(Tensor tokens, Tensor? states, Tensor embedding, Tensor?[] ends, Tensor?[] parameters, int[] ints, "
+    "float[] scalars, Tensor(a!)[] keys, Tensor(b!)[] values, Tensor? vocabulary, Tensor frequencies, Tensor slabs, "
+    f"{_GROWTH}, float[] numbers) -> (Tensor, Tensor, Tensor, int)"
+)
 
 
 @dataclass(frozen=True)
@@ -73,6 +87,11 @@ class Growth(NamedTuple):
     row: float
     budget: int
 
+    def spelled(self, draws: "Draws | None") -> tuple[object, ...]:
+        """The growth and the draws as operators take them."""
+        *numbers, level, row, budget = self
+        return (*numbers, [level, row], budget, *(draws or (None, None, ())))
+
 
 class Drafted(NamedTuple):
     """What was drafted.
@@ -128,28 +147,8 @@ def draft_from_rows(
         gates: ``[S, K, r]``, of the dtype of ``table``.
         roots: ``[S]`` int64 tokens of the roots.
     """
-    limits = growth._asdict()
-    prices = [limits.pop("level"), limits.pop("row")]
-    offsets, children, levels, trust, following, weights, budget = limits.values()
-    seeds, positions, temperatures = draws or (None, None, ())
-    nodes, chances, fed, broken = torch.ops.arbordraft.draft_from_rows(
-        scores,
-        table,
-        correction,
-        gates,
-        roots,
-        vocabulary,
-        offsets,
-        children,
-        levels,
-        trust,
-        following,
-        weights,
-        prices,
-        budget,
-        seeds,
-        positions,
-        temperatures,
+    nodes, chances, fed, broken = _draft_from_rows(
+        scores, table, correction, gates, roots, vocabulary, *growth.spelled(draws)
     )
     return Drafted(nodes.tolist(), chances.tolist(), fed.tolist(), broken)
 
@@ -189,8 +188,7 @@ class DraftRun:
             draws: by default the most probable tokens are drafted.
         """
         weights = self.weights
-        seeds, positions, temperatures = draws or (None, None, ())
-        nodes, chances, fed, broken = torch.ops.arbordraft.draft_tree(
+        nodes, chances, fed, broken = _draft_tree(
             tokens,
             states,
             weights.embedding,
@@ -203,17 +201,7 @@ class DraftRun:
             weights.vocabulary,
             weights.frequencies,
             slabs,
-            growth.offsets,
-            growth.children,
-            growth.levels,
-            growth.trust,
-            growth.next,
-            growth.weights,
-            [growth.level, growth.row],
-            growth.budget,
-            seeds,
-            positions,
-            temperatures,
+            *growth.spelled(draws),
             [weights.epsilon, weights.factor, float(weights.outputs)],
         )
         return Drafted(nodes.tolist(), chances.tolist(), fed.tolist(), broken)
@@ -221,7 +209,7 @@ class DraftRun:
 
 def usable() -> bool:
     """Whether there are kernels to grow trees with."""
-    return native.load()
+    return load()
 
 
 def _spelled(matrix: Matrix | None) -> list[Tensor | None]:

@@ -8,9 +8,25 @@ Shapes: R rows, V vocabulary.
 import torch
 from torch import Tensor
 
-from arbordraft.kernels import choice
-from arbordraft.kernels.gumbel import cpu, operator
+from arbordraft.kernels.dispatch import NATIVE, SINGLE, Operator
 from arbordraft.kernels.gumbel.reference import gumbel_argmax_reference, gumbel_reference
+
+_noise = Operator(
+    "gumbel(Tensor seeds, Tensor positions, int vocabulary) -> Tensor",
+    gumbel_reference,
+    lambda seeds, positions, vocabulary: seeds.new_empty(seeds.shape[0], vocabulary, dtype=torch.float64),
+    triton="arbordraft.kernels.gumbel.triton:launch_noise",
+    native=True,
+)
+_argmax = Operator(
+    "gumbel_argmax(Tensor scores, Tensor seeds, Tensor positions, float temperature, Tensor? lowest) -> Tensor",
+    gumbel_argmax_reference,
+    lambda scores, *_: scores.new_empty(scores.shape[0], dtype=torch.int64),
+    triton="arbordraft.kernels.gumbel.triton:launch_argmax",
+    triton_takes=SINGLE,
+    native=True,
+    native_takes=NATIVE,
+)
 
 
 def gumbel(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
@@ -28,9 +44,7 @@ def gumbel(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
         ValueError: if some seed has no position of its own.
     """
     _check_rows(len(seeds), positions=positions)
-    if choice.wants_triton("gumbel", seeds):
-        return operator.noise(seeds, positions, vocabulary)
-    return cpu.noise(seeds, positions, vocabulary)
+    return _noise(seeds.contiguous(), positions.contiguous(), vocabulary)
 
 
 def gumbel_argmax(
@@ -57,9 +71,9 @@ def gumbel_argmax(
     if temperature < torch.finfo(torch.float32).tiny:
         raise ValueError(f"the temperature {temperature} is too low for float32; without one, take the highest score")
     _check_rows(len(scores), seeds=seeds, positions=positions, lowest=lowest)
-    if choice.wants_triton("gumbel_argmax", scores):
-        return operator.argmax(scores, seeds, positions, temperature, lowest)
-    return cpu.argmax(scores, seeds, positions, temperature, lowest)
+    seeds, positions = seeds.contiguous(), positions.contiguous()
+    lowest = None if lowest is None else lowest.to(torch.promote_types(scores.dtype, torch.float32)).contiguous()
+    return _argmax(scores.contiguous(), seeds, positions, temperature, lowest)
 
 
 def _check_rows(rows: int, **tensors: Tensor | None) -> None:

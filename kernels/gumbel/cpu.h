@@ -117,11 +117,13 @@ inline float gumbel_bound(uint32_t upper) {
   return y > 0 ? -0.6931472f * (rough_log2(least) - 0.0101f) : std::numeric_limits<float>::infinity();
 }
 
-// The first of the highest `scores / temperature + noise` among the tokens of a range. Words are costly and logarithms more
+// The first of the highest `scores / temperature + noise` among the tokens of a range, of those whose divided score is not
+// below `lowest`. Words are costly and logarithms more
 // so: half of the words and a bound of the noise tell nearly all tokens from possible winners.
 template <class T>
 inline void gumbel_maximum(
-    const T* scores, float temperature, NoiseKey key, Range range, int64_t size, double& best, int64_t& token) {
+    const T* scores, float temperature, NoiseKey key, Range range, int64_t size, double& best, int64_t& token,
+    float lowest = -std::numeric_limits<float>::infinity()) {
   best = -std::numeric_limits<double>::infinity();
   token = -1;
   uint32_t upper[kGroup], lower[kGroup];
@@ -134,6 +136,7 @@ inline void gumbel_maximum(
       store(x + i, temperature == 1 ? logits : logits / splat(temperature));
     }
     for (int64_t i = real; i < kGroup; ++i) x[i] = -std::numeric_limits<float>::infinity();
+    for (int i = 0; i < kGroup; ++i) x[i] = x[i] < lowest ? -std::numeric_limits<float>::infinity() : x[i];
     philox(key, first, 0, upper);
     float highest = -std::numeric_limits<float>::infinity();
     for (int i = 0; i < kGroup; ++i) {

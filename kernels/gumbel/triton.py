@@ -161,25 +161,24 @@ def launch_noise(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
     out = seeds.new_empty((len(seeds), vocabulary), dtype=torch.float64)
     if out.numel():
         grid, block = _grid(len(seeds), vocabulary, NOISE_BLOCK)
-        gumbel_noise[grid](seeds.contiguous(), positions.contiguous(), out, vocabulary, BLOCK=block, **NOISE_OPTIONS)
+        gumbel_noise[grid](seeds, positions, out, vocabulary, BLOCK=block, **NOISE_OPTIONS)
     return out
 
 
-def launch_draw(
+def launch_argmax(
     scores: Tensor, seeds: Tensor, positions: Tensor, temperature: float, lowest: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """``[R, C]`` float64 and int64: the highest ``scores / temperature + noise`` of each chunk, and where it is."""
+) -> Tensor:
+    """See :func:`arbordraft.kernels.gumbel.gumbel_argmax`."""
     rows, vocabulary = scores.shape
     grid, block = _grid(rows, vocabulary, DRAW_BLOCK)
     best = scores.new_empty(grid, dtype=torch.float64)
     tokens = scores.new_empty(grid, dtype=torch.int64)
-    inputs = (tensor.contiguous() for tensor in (scores, seeds, positions, scores if lowest is None else lowest))
     if rows:
         gumbel_draw[grid](
-            *inputs, best, tokens, vocabulary, temperature, TRUNCATED=lowest is not None, CHUNKS=grid[1], BLOCK=block,
-            **DRAW_OPTIONS,
+            scores, seeds, positions, scores if lowest is None else lowest, best, tokens, vocabulary, temperature,
+            TRUNCATED=lowest is not None, CHUNKS=grid[1], BLOCK=block, **DRAW_OPTIONS,
         )  # fmt: skip
-    return best, tokens
+    return tokens.gather(1, best.max(dim=-1, keepdim=True).indices)[:, 0]
 
 
 __all__ = [
@@ -189,6 +188,6 @@ __all__ = [
     "NOISE_OPTIONS",
     "gumbel_draw",
     "gumbel_noise",
-    "launch_draw",
+    "launch_argmax",
     "launch_noise",
 ]

@@ -6,9 +6,30 @@ from itertools import accumulate, chain
 import torch
 from torch import Tensor
 
-from arbordraft.kernels import choice, native
-from arbordraft.kernels.kv_cache.operator import kv_append, kv_compact
-from arbordraft.kernels.kv_cache.reference import append_reference, compact_reference
+from arbordraft.kernels import choice
+from arbordraft.kernels.dispatch import Operator
+from arbordraft.kernels.kv_cache.reference import append_reference, compact_reference, move_rows_reference
+
+
+def _nothing(*_: object) -> None:
+    return None
+
+
+append_rows = Operator(
+    "kv_append(Tensor(a!) keys, Tensor(b!) values, Tensor new_keys, Tensor new_values, Tensor slots) -> ()",
+    append_reference,
+    _nothing,
+    triton="arbordraft.kernels.kv_cache.triton:launch_append",
+)
+compact_rows = Operator(  # for moves that lie on the device
+    "kv_compact(Tensor(a!)[] pools, Tensor source, Tensor destination, Tensor first) -> ()",
+    compact_reference,
+    _nothing,
+    triton="arbordraft.kernels.kv_cache.triton:launch_compact",
+)
+move_rows = Operator(  # for moves that the host knows, on a CPU
+    "move_rows(Tensor(a!)[] pools, int[] moves) -> ()", move_rows_reference, _nothing, native=True
+)
 
 
 def append(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, slots: Tensor) -> None:
@@ -21,10 +42,7 @@ def append(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, s
         new_values: ``[T, H, Dv]``.
         slots: ``[T]`` int64 pool rows to write to, all different.
     """
-    if choice.wants_triton("kv_append", keys):
-        kv_append(keys, values, new_keys, new_values, slots)
-    else:
-        append_reference(keys, values, new_keys, new_values, slots)
+    append_rows.pick(keys)(keys, values, new_keys, new_values, slots)
 
 
 def compact(pools: Sequence[Tensor], moves: Sequence[Sequence[tuple[int, int]]]) -> None:
@@ -38,17 +56,12 @@ def compact(pools: Sequence[Tensor], moves: Sequence[Sequence[tuple[int, int]]])
     flat = [move for sample in moves for move in sample]
     if not flat:
         return
+    if pools[0].is_cpu and not choice.triton_chosen(pools[0]):
+        return move_rows(pools, list(chain.from_iterable(flat)))
     device = pools[0].device
-    triton = choice.wants_triton("kv_compact", pools[0])
-    if not triton and device.type == "cpu" and choice.wants_native() and native.load():
-        torch.ops.arbordraft.move_rows(pools, list(chain.from_iterable(flat)))  # of all layers in one call
-        return
     source, destination = torch.tensor(flat, dtype=torch.int64, device=device).t().contiguous()
-    if triton:
-        first = torch.tensor([0, *accumulate(map(len, moves))], dtype=torch.int64, device=device)
-        kv_compact(list(pools), source, destination, first)
-    else:
-        compact_reference(pools, source, destination)
+    first = torch.tensor([0, *accumulate(map(len, moves))], dtype=torch.int64, device=device)
+    compact_rows(list(pools), source, destination, first)
 
 
-__all__ = ["append", "append_reference", "compact", "compact_reference"]
+__all__ = ["append", "append_reference", "append_rows", "compact", "compact_reference", "compact_rows", "move_rows"]

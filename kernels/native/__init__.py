@@ -1,6 +1,6 @@
-"""The CPU kernels in C++: built on first use, then found as `torch.ops.arbordraft`.
+"""The CPU kernels in C++: built on first use, then what `torch.ops.arbordraft` runs on a CPU.
 
-Whoever calls them asks `load()` first and computes by slower means where it says no.
+Callers ask `load()` first; without it these operators run their references.
 """
 
 import os
@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from arbordraft.kernels.native import fakes
 from arbordraft.kernels.native.build import ISA_VARIABLE, KERNELS, SOURCE, Build, Unavailable, chosen_isa, cpu_features
 from arbordraft.kernels.native.threads import TooManyThreads, too_many_threads
 
@@ -50,9 +49,10 @@ class Extension:
         isa = chosen_isa()
         if isa == "off":
             return f"{ISA_VARIABLE}=off turns them off; unset the variable to use them"
-        self._settle(isa)
-        notice, self._notice = self._notice, None
-        if notice:  # outside the lock: a filter may turn it into an error, or a handler may ask again
+        if not self._tried:
+            self._settle(isa)
+        if self._notice:  # outside the lock: a filter may turn it into an error, or a handler may ask again
+            notice, self._notice = self._notice, None
             warnings.warn(notice, stacklevel=4)
         return self._problem
 
@@ -88,7 +88,6 @@ class Extension:
 
 
 def _loaded(forked: bool) -> Warning | None:
-    fakes.register()
     if forked:  # torch's threads, which the kernels borrow, may have stayed in the parent
         torch.ops.arbordraft.work_alone()
         return None

@@ -102,13 +102,13 @@ Tensor attention(
 }
 
 Tensor ragged_tree_attention(
-    const Tensor& query, const Tensor& keys, const Tensor& values, const Tensor& samples, const Tensor& positions,
-    const OptionalTensor& words, const OptionalTensor& tree_positions, double scale, int64_t window, double softcap,
-    const OptionalTensor& sinks) {
-  const Batch batch(samples, positions, words, tree_positions, query.size(0));
-  return query.scalar_type() == at::kBFloat16
-             ? attention<bf16>(query, keys, values, batch, scale, window, softcap, sinks)
-             : attention<float>(query, keys, values, batch, scale, window, softcap, sinks);
+    const Tensor& query, const Tensor& keys, const Tensor& values, const Tensor& layout, const OptionalTensor& region,
+    const Tensor& positions, const OptionalTensor& words, double scale, int64_t window, double softcap,
+    const OptionalTensor& sinks, int64_t, int64_t, int64_t) {  // how a GPU cuts its tiles is none of its business
+  const Batch batch(layout, region, positions, words, query.size(0));
+  const OptionalTensor wide = sinks ? OptionalTensor(sinks->to(at::kFloat).contiguous()) : sinks;
+  return query.scalar_type() == at::kBFloat16 ? attention<bf16>(query, keys, values, batch, scale, window, softcap, wide)
+                                              : attention<float>(query, keys, values, batch, scale, window, softcap, wide);
 }
 
 template <class W, class T>
@@ -157,10 +157,10 @@ std::tuple<Tensor, Tensor> layers_of(
 
 std::tuple<Tensor, Tensor> decoder_layers(
     const Tensor& hidden, c10::List<OptionalTensor> parameters, at::IntArrayRef ints, at::ArrayRef<double> scalars,
-    at::TensorList keys, at::TensorList values, const Tensor& cosine, const Tensor& sine, const Tensor& samples,
-    const Tensor& positions, const Tensor& slots, const OptionalTensor& words, const OptionalTensor& tree_positions,
-    at::IntArrayRef taps, const OptionalTensor& beside) {
-  const Batch batch(samples, positions, words, tree_positions, hidden.numel() / hidden.size(-1));
+    at::TensorList keys, at::TensorList values, const Tensor& cosine, const Tensor& sine, const Tensor& layout,
+    const OptionalTensor& region, const Tensor& positions, const OptionalTensor& words, const Tensor& slots, at::IntArrayRef taps,
+    const OptionalTensor& beside) {
+  const Batch batch(layout, region, positions, words, hidden.numel() / hidden.size(-1));
   TORCH_CHECK(!keys.empty() && parameters.size() > kQkv, "no layers");
   const StackTensors given{parameters, ints, scalars, keys, values};
   return with_all_types(*OptionalTensor(parameters.get(kQkv)), hidden, [&](auto weight, auto row) {
@@ -179,8 +179,9 @@ void row_maxima(const Tensor& x, Tensor& values, Tensor& tokens) {
   });
 }
 
-std::tuple<Tensor, Tensor> row_max(const Tensor& x) {
-  TORCH_CHECK(x.dim() == 2 && x.size(1) > 0, "expected rows of logits");
+std::tuple<Tensor, Tensor> row_max(const Tensor& logits) {
+  TORCH_CHECK(logits.dim() == 2 && logits.size(1) > 0, "expected rows of logits");
+  const Tensor x = logits.contiguous();
   Tensor values = at::empty({x.size(0)}, x.options().dtype(at::kFloat));
   Tensor tokens = at::empty({x.size(0)}, x.options().dtype(at::kLong));
   x.scalar_type() == at::kBFloat16 ? row_maxima<bf16>(x, values, tokens) : row_maxima<float>(x, values, tokens);
@@ -199,10 +200,13 @@ Tensor gumbel(const Tensor& seeds, const Tensor& positions, int64_t vocabulary) 
   return out;
 }
 
-Tensor gumbel_argmax(const Tensor& scores, const Tensor& seeds, const Tensor& positions, double temperature) {
+Tensor gumbel_argmax(
+    const Tensor& scores, const Tensor& seeds, const Tensor& positions, double temperature, const OptionalTensor& lowest) {
   TORCH_CHECK(scores.dim() == 2 && scores.size(1) > 0, "expected rows of scores");
   const int64_t rows = scores.size(0), size = scores.size(1);
   TORCH_CHECK(seeds.numel() == rows && positions.numel() == rows, "expected a seed and a position for every row");
+  TORCH_CHECK(!lowest || lowest->numel() == rows, "expected a lowest score for every row");
+  const float* least = floats(lowest);
   TORCH_CHECK(temperature > 0, "the temperature must be positive, got ", temperature);
   Tensor tokens = at::empty({rows}, scores.options().dtype(at::kLong));
   int64_t* token = tokens.mutable_data_ptr<int64_t>();
@@ -214,7 +218,8 @@ Tensor gumbel_argmax(const Tensor& scores, const Tensor& seeds, const Tensor& po
       for (int64_t r = 0; r < rows; ++r) {
         auto& [best, place] = found[r * most + thread];
         gumbel_maximum(
-            from + r * size, float(temperature), noise_key(seeds, positions, r), {range.begin, range.end}, size, best, place);
+            from + r * size, float(temperature), noise_key(seeds, positions, r), {range.begin, range.end}, size, best, place,
+            least ? least[r] : -std::numeric_limits<float>::infinity());
       }
     });
   };
@@ -247,28 +252,11 @@ void work_alone() { forked() = true; }
 
 }  // namespace
 
-TORCH_LIBRARY(arbordraft, m) {
+// Python defines the operators that have arguments: kernels/dispatch.py.
+TORCH_LIBRARY_FRAGMENT(arbordraft, m) {
   forked();  // notices forks from now on
   m.def("isa() -> str", &isa);
   m.def("work_alone() -> ()", &work_alone);
-  m.def("prepacked_linear(Tensor x, Tensor weight, Tensor? scale, Tensor? bias, int outputs, int activation) -> Tensor");
-  m.def("norm(Tensor x, Tensor weight, Tensor? offset, float epsilon) -> Tensor");
-  m.def("ragged_tree_attention(Tensor query, Tensor keys, Tensor values, Tensor samples, Tensor positions, "
-        "Tensor? words, Tensor? tree_positions, float scale, int window, float softcap, Tensor? sinks) -> Tensor");
-  m.def("decoder_layers(Tensor hidden, Tensor?[] parameters, int[] ints, float[] scalars, Tensor(a!)[] keys, "
-        "Tensor(b!)[] values, Tensor cosine, Tensor sine, Tensor samples, Tensor positions, Tensor slots, "
-        "Tensor? words, Tensor? tree_positions, int[] taps, Tensor? beside=None) -> (Tensor, Tensor)");
-  m.def("row_max(Tensor x) -> (Tensor, Tensor)");
-  m.def("draft_tree(Tensor tokens, Tensor? states, Tensor embedding, Tensor?[] ends, Tensor?[] parameters, int[] ints, "
-        "float[] scalars, Tensor(a!)[] keys, Tensor(b!)[] values, Tensor? vocabulary, Tensor frequencies, Tensor slabs, "
-        "int[] offsets, int[] children, int[] levels, float[] trust, float[] next, float[] weights, float[] prices, int budget, "
-        "Tensor? seeds, Tensor? positions, float[] temperatures, float[] numbers) -> (Tensor, Tensor, Tensor, int)");
-  m.def("draft_from_rows(Tensor scores, Tensor? table, Tensor? correction, Tensor? gates, Tensor roots, Tensor? vocabulary, int[] offsets, "
-        "int[] children, int[] levels, float[] trust, float[] next, float[] weights, float[] prices, int budget, Tensor? seeds, "
-        "Tensor? positions, float[] temperatures) -> (Tensor, Tensor, Tensor, int)");
-  m.def("move_rows(Tensor(a!)[] pools, int[] moves) -> ()");
-  m.def("gumbel(Tensor seeds, Tensor positions, int vocabulary) -> Tensor");
-  m.def("gumbel_argmax(Tensor scores, Tensor seeds, Tensor positions, float temperature) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(arbordraft, CPU, m) {

@@ -136,30 +136,36 @@ int64_t partials_size(int64_t rows, int64_t kv_heads, int64_t chunks, int64_t si
   return attention_is_split(rows, at::get_num_threads()) ? rows * kv_heads * chunks * size : 0;
 }
 
-// The tensors that describe a packed forward, checked once.
+// The tensors that describe a packed forward, checked once: layout [4, B + 1], positions [T], words [T, W], region of
+// RaggedBatch in ragged_tree_attention/batch.py.
 struct Batch {
-  const int64_t *samples, *positions, *words, *tree_positions;
+  std::vector<int64_t> samples;  // [4][B] rows, first pool row, committed keys and keys of the tree region
+  const int64_t *positions, *words, *region;
   int64_t batch, rows, word_count;
 
   Batch(
-      const Tensor& samples_, const Tensor& positions_, const OptionalTensor& words_, const OptionalTensor& tree_, int64_t t)
-      : samples(integers(samples_)), positions(integers(positions_)), words(integers(words_)),
-        tree_positions(integers(tree_)), batch(samples_.size(1)), rows(t), word_count(words_ ? words_->size(1) : 0) {
-    TORCH_CHECK(samples_.dim() == 2 && samples_.size(0) == 4, "expected samples of shape [4, B]");
-    int64_t counted = 0, region = 0;
+      const Tensor& layout_, const OptionalTensor& region_, const Tensor& positions_, const OptionalTensor& words_,
+      int64_t rows_)
+      : positions(integers(positions_)), words(integers(words_)), region(integers(region_)), batch(layout_.size(-1) - 1),
+        rows(rows_), word_count(words_ ? words_->size(1) : 0) {
+    TORCH_CHECK(layout_.dim() == 2 && layout_.size(0) == 4 && batch >= 0, "expected a layout of shape [4, B + 1]");
+    const int64_t* first_row = integers(layout_);
+    const int64_t *start = first_row + batch + 1, *past = start + batch + 1, *first_key = past + batch + 1;
+    samples.resize(4 * batch);
     for (int64_t b = 0; b < batch; ++b) {
-      counted += samples[b];
-      region += samples[3 * batch + b];
-      TORCH_CHECK(samples[b] <= samples[3 * batch + b], "a sample has more rows than uncommitted keys");
-      TORCH_CHECK(!words || word_count * 64 >= samples[3 * batch + b], "too few ancestor words");
+      const int64_t count = first_row[b + 1] - first_row[b], tree = first_key[b + 1] - first_key[b];
+      TORCH_CHECK(0 <= count && count <= tree, "a sample has more rows than uncommitted keys");
+      TORCH_CHECK(!words || word_count * 64 >= tree, "too few ancestor words");
+      samples[b] = count, samples[batch + b] = start[b], samples[2 * batch + b] = past[b], samples[3 * batch + b] = tree;
     }
+    const int64_t counted = first_row[batch] - first_row[0], keys = first_key[batch] - first_key[0];
     TORCH_CHECK(counted == rows && positions_.numel() == rows, "the batch describes ", counted, " rows, got ", rows);
     TORCH_CHECK(!words || words_->size(0) == rows, "expected one row of ancestor words per packed row");
-    TORCH_CHECK(!tree_positions || tree_->numel() == region, "expected a position for each of ", region, " keys");
+    TORCH_CHECK(!region || region_->numel() == keys, "expected a position for each of ", keys, " uncommitted keys");
   }
   Visible visible(int64_t window) const {
-    TORCH_CHECK(window <= 0 || tree_positions, "a sliding window needs the positions of the uncommitted keys");
-    Visible found(samples, batch, positions, words, word_count, tree_positions, window);
+    TORCH_CHECK(window <= 0 || region, "a sliding window needs the positions of the uncommitted keys");
+    Visible found(samples.data(), batch, positions, words, word_count, region, window);
     for (const auto& row : found.rows) TORCH_CHECK(row.first < row.keys, "a row sees no key, not even its own");
     return found;
   }

@@ -1,9 +1,9 @@
 """Linear layers whose weights are laid out once for the processor that reads them."""
 
-import torch
 from torch import Tensor
 
-from arbordraft.kernels import native
+from arbordraft.kernels.dispatch import define
+from arbordraft.kernels.native import load
 from arbordraft.kernels.prepacked_linear.groups import LANES, Groups, concatenate, quantize_groups
 from arbordraft.kernels.prepacked_linear.reference import (
     ACTIVATIONS,
@@ -18,6 +18,15 @@ from arbordraft.kernels.prepacked_linear.reference import (
 )
 
 ACTIVATION_CODES = {name: code for code, name in enumerate(ACTIVATIONS)}
+_NAMES: dict[int, str | None] = {-1: None} | dict(enumerate(ACTIVATIONS))
+
+_linear = define(
+    "prepacked_linear(Tensor x, Tensor weight, Tensor? scale, Tensor? bias, int outputs, int activation) -> Tensor",
+    lambda x, weight, scale, bias, outputs, code: x.new_empty(*x.shape[:-1], outputs if code < 0 else outputs // 2),
+    lambda x, weight, scale, bias, outputs, code: prepacked_linear_reference(
+        x, weight, scale, bias, outputs, _NAMES[code]
+    ),
+)
 
 
 def prepacked_linear(
@@ -44,10 +53,10 @@ def prepacked_linear(
     Returns:
         ``[..., O]`` of x's dtype, or ``[..., O / 2]`` with an activation.
     """
-    if not native.load():
-        return prepacked_linear_reference(x, prepacked, scale, bias, outputs, activation)
+    load()  # without the kernels the operator runs the reference
     code = -1 if activation is None else ACTIVATION_CODES[activation]
-    return torch.ops.arbordraft.prepacked_linear(x.contiguous(), prepacked, scale, bias, outputs, code)
+    y: Tensor = _linear(x.contiguous(), prepacked, scale, bias, outputs, code)
+    return y
 
 
 __all__ = [

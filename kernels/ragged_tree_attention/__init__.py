@@ -1,12 +1,21 @@
 """Attention of ragged draft trees to a ragged KV cache, in one call for the whole batch."""
 
-import torch
 from torch import Tensor
 
-from arbordraft.kernels import choice, native
+from arbordraft.kernels.dispatch import NATIVE, Operator
 from arbordraft.kernels.ragged_tree_attention.batch import RaggedBatch
-from arbordraft.kernels.ragged_tree_attention.operator import tree_attention
-from arbordraft.kernels.ragged_tree_attention.reference import ragged_tree_attention_reference
+from arbordraft.kernels.ragged_tree_attention.reference import attention_by_layout, ragged_tree_attention_reference
+
+attend = Operator(
+    "ragged_tree_attention(Tensor query, Tensor keys, Tensor values, Tensor layout, Tensor? region, Tensor positions, "
+    "Tensor? words, float scale, int window, float softcap, Tensor? sinks, int most_rows, int longest, int split_size) "
+    "-> Tensor",
+    attention_by_layout,
+    lambda query, keys, values, *_: query.new_empty(query.shape[0], query.shape[1], values.shape[2]),
+    triton="arbordraft.kernels.ragged_tree_attention.triton:launch",
+    native=True,
+    native_takes=NATIVE,
+)
 
 
 def ragged_tree_attention(
@@ -41,42 +50,28 @@ def ragged_tree_attention(
     Returns:
         ``[T, Hq, Dv]``.
     """
-    if choice.wants_triton("ragged_tree_attention", query):
-        return tree_attention(
-            query.contiguous(),
-            keys,
-            values,
-            batch.layout,
-            batch.region,
-            batch.positions,
-            batch.words,
-            scale,
-            window or 0,
-            softcap or 0.0,
-            sinks,
-            max(batch.rows, default=0),
-            max(batch.past, default=0),
-            split_size,
+    fits = query.shape[2] % 16 == 0 and values.shape[2] % 16 == 0
+    run = attend.pick(query, native=use_native and fits)
+    if run is attend.reference:  # the batch keeps what its layers share
+        return ragged_tree_attention_reference(
+            query, keys, values, batch, scale=scale, window=window, softcap=softcap, sinks=sinks
         )
-    sizes = (query.shape[2], values.shape[2])
-    known = query.dtype in (torch.float32, torch.bfloat16) and not any(size % 16 for size in sizes)
-    if use_native and choice.wants_native() and known and query.is_cpu and native.load():
-        return torch.ops.arbordraft.ragged_tree_attention(
-            query.contiguous(),
-            keys,
-            values,
-            batch.samples,
-            batch.positions,
-            None if batch.words is None else batch.words.contiguous(),
-            batch.region if window else None,
-            scale,
-            window or 0,
-            softcap or 0.0,
-            None if sinks is None else sinks.float().contiguous(),
-        )
-    return ragged_tree_attention_reference(
-        query, keys, values, batch, scale=scale, window=window, softcap=softcap, sinks=sinks
+    return run(
+        query.contiguous(),
+        keys,
+        values,
+        batch.layout,
+        batch.region if window else None,
+        batch.positions,
+        None if batch.words is None else batch.words.contiguous(),
+        scale,
+        window or 0,
+        softcap or 0.0,
+        sinks,
+        batch.most_rows,
+        batch.longest,
+        split_size,
     )
 
 
-__all__ = ["RaggedBatch", "ragged_tree_attention", "ragged_tree_attention_reference"]
+__all__ = ["RaggedBatch", "attend", "ragged_tree_attention", "ragged_tree_attention_reference"]

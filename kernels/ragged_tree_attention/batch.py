@@ -63,10 +63,14 @@ class RaggedBatch:
     _spans: dict[tuple[int | None, int, torch.dtype, bool], list[Span]] = field(default_factory=dict, repr=False)
 
     @cached_property
-    def samples(self) -> Tensor:
-        """``[4, B]`` int64: rows, first pool row, committed keys and keys of the tree region of every sample."""
-        trees = [len(positions) for positions in self.tree_positions]
-        return torch.tensor([list(self.rows), list(self.starts), list(self.past), trees], dtype=torch.int64)
+    def most_rows(self) -> int:
+        """The rows of the sample that has most."""
+        return max(self.rows, default=0)
+
+    @cached_property
+    def longest(self) -> int:
+        """The committed keys of the sample that has most."""
+        return max(self.past, default=0)
 
     @cached_property
     def layout(self) -> Tensor:
@@ -87,10 +91,13 @@ class RaggedBatch:
         return torch.tensor(positions, dtype=torch.int64).to(self.positions.device)
 
     @classmethod
-    def from_layout(cls, layout: Tensor, region: Tensor, positions: Tensor, words: Tensor | None) -> Self:
-        """The batch that :attr:`layout` and :attr:`region` describe, without slots, which attention does not read."""
+    def from_layout(cls, layout: Tensor, region: Tensor | None, positions: Tensor, words: Tensor | None) -> Self:
+        """The batch that :attr:`layout` and :attr:`region` describe, without slots, which attention does not read.
+
+        Without a region, which only windows need, its positions are 0.
+        """
         first_rows, starts, past, first_keys = layout.tolist()
-        keys = region.tolist()
+        keys = [0] * first_keys[-1] if region is None else region.tolist()
         return cls(
             rows=[end - begin for begin, end in pairwise(first_rows)],
             starts=starts[:-1],

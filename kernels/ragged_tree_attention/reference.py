@@ -50,6 +50,46 @@ def ragged_tree_attention_reference(
     return torch.cat(outputs).flatten(1, 2)
 
 
+def attention_by_layout(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    layout: Tensor,
+    region: Tensor | None,
+    positions: Tensor,
+    words: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+    most_rows: int,
+    longest: int,
+    split_size: int,
+) -> Tensor:
+    """Ragged tree attention with a batch that is spelled out in tensors, as operators take it.
+
+    Args:
+        query: ``[T, Hq, D]``.
+        keys: ``[P, Hkv, D]``.
+        values: ``[P, Hkv, Dv]``.
+        layout: see :attr:`RaggedBatch.layout`.
+        region: see :attr:`RaggedBatch.region`; ``None`` will do without a window.
+        positions: ``[T]`` int64.
+        words: ``[T, W]`` int64, ``None`` for causal order.
+        scale: factor of the scores.
+        window: sliding window, 0 for none.
+        softcap: bound of the scores, 0 for none.
+        sinks: ``[Hq]``.
+        most_rows: at least the rows of any sample: a GPU's size of tiles follows from it.
+        longest: about the most committed keys of any sample: a GPU's number of splits follows from it.
+        split_size: keys of a GPU's split, a multiple of 64; 0 lets their number follow the work.
+    """
+    batch = RaggedBatch.from_layout(layout, region, positions, words)
+    return ragged_tree_attention_reference(
+        query, keys, values, batch, scale=scale, window=window or None, softcap=softcap or None, sinks=sinks
+    )
+
+
 def _attend_explicitly(
     query: Tensor,
     keys: Tensor,

@@ -266,7 +266,7 @@ def launch(
     keys: Tensor,
     values: Tensor,
     layout: Tensor,
-    region: Tensor,
+    region: Tensor | None,
     positions: Tensor,
     words: Tensor | None,
     scale: float,
@@ -277,7 +277,7 @@ def launch(
     longest: int,
     split_size: int,
 ) -> Tensor:
-    """See :func:`arbordraft.kernels.ragged_tree_attention.operator.tree_attention`."""
+    """See :func:`arbordraft.kernels.ragged_tree_attention.reference.attention_by_layout`."""
     rows, heads, dim = query.shape
     kv_heads, value_dim = keys.shape[1], values.shape[2]
     samples = layout.shape[1] - 1
@@ -310,7 +310,7 @@ def launch(
         lse,
         sinks if sinks is not None else lse,
         layout,
-        region,
+        region if region is not None else positions,
         positions,
         words if words is not None else positions,
         scale,

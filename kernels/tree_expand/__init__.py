@@ -1,10 +1,23 @@
 """Growing draft trees by a level: the most probable children of all its nodes in one call."""
 
+import torch
 from torch import Tensor
 
-from arbordraft.kernels import choice
-from arbordraft.kernels.tree_expand.operator import expand
+from arbordraft.kernels.dispatch import Operator
 from arbordraft.kernels.tree_expand.reference import tree_expand_reference
+
+
+def _fake(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    shape = (scores.shape[0], k)
+    return scores.new_empty(shape, dtype=torch.int64), scores.new_empty(shape, dtype=torch.float32)
+
+
+_expand = Operator(
+    "tree_expand(Tensor scores, int k) -> (Tensor, Tensor)",
+    tree_expand_reference,
+    _fake,
+    triton="arbordraft.kernels.tree_expand.triton:launch",
+)
 
 
 def tree_expand(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -23,7 +36,7 @@ def tree_expand(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """
     if not 1 <= k <= scores.shape[1]:
         raise ValueError(f"a node gets 1 to {scores.shape[1]} children, {k} were asked for")
-    return (expand if choice.wants_triton("tree_expand", scores) else tree_expand_reference)(scores, k)
+    return _expand(scores, k)
 
 
 __all__ = ["tree_expand", "tree_expand_reference"]

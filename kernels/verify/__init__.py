@@ -1,11 +1,74 @@
-"""What verification reads off rows of scores."""
+"""What verification reads off rows of scores.
+
+The Triton kernels compute in float32. The references take float64 scores everywhere: a kernel's result would otherwise
+be compared with, or subtracted from, numbers that have another rounding.
+"""
 
 import torch
 from torch import Tensor
 
-from arbordraft.kernels import choice, native
-from arbordraft.kernels.verify import operator
-from arbordraft.kernels.verify.reference import lowest_kept_reference, row_max_reference
+from arbordraft.kernels.dispatch import NATIVE, SINGLE, Operator
+from arbordraft.kernels.verify.reference import (
+    CHUNK,
+    left_mass_reference,
+    left_pick_reference,
+    lowest_kept_reference,
+    row_max_reference,
+    row_stats_reference,
+    wide,
+)
+
+_TRITON = "arbordraft.kernels.verify.triton:launch_"
+_NODES = (
+    "Tensor scores, Tensor lse, Tensor draft, Tensor row, Tensor draft_row, Tensor weight, Tensor taken, Tensor special"
+)
+
+
+def _per_row(scores: Tensor) -> Tensor:
+    return scores.new_empty(scores.shape[0], dtype=wide(scores))
+
+
+def _per_chunk(scores: Tensor, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return scores.new_empty((rows.shape[0], -(-scores.shape[1] // CHUNK)), dtype=dtype or wide(scores))
+
+
+_row_max = Operator(
+    "row_max(Tensor logits) -> (Tensor, Tensor)",
+    row_max_reference,
+    lambda logits: (_per_row(logits), logits.new_empty(logits.shape[0], dtype=torch.int64)),
+    triton=f"{_TRITON}row_max",
+    triton_takes=SINGLE,
+    native=True,
+    native_takes=NATIVE,
+)
+row_stats = Operator(
+    "row_stats(Tensor scores) -> (Tensor, Tensor, Tensor)",
+    row_stats_reference,
+    lambda scores: (_per_chunk(scores, scores), _per_chunk(scores, scores, torch.int64), _per_chunk(scores, scores)),
+    triton=f"{_TRITON}row_stats",
+    triton_takes=SINGLE,
+)
+left_mass = Operator(
+    f"left_mass({_NODES}) -> (Tensor, Tensor)",
+    left_mass_reference,
+    lambda scores, lse, draft, row, *_: (_per_chunk(scores, row), _per_chunk(scores, row)),
+    triton=f"{_TRITON}left_mass",
+    triton_takes=SINGLE,
+)
+left_pick = Operator(
+    f"left_pick({_NODES}, Tensor chunk, Tensor level) -> Tensor",
+    left_pick_reference,
+    lambda scores, lse, draft, row, *_: scores.new_empty(row.shape[0], dtype=torch.int64),
+    triton=f"{_TRITON}left_pick",
+    triton_takes=SINGLE,
+)
+keep_lowest = Operator(  # given the logarithms of the sums of exponentials, which the reference does without
+    "lowest_kept(Tensor scores, Tensor lse, int count, float mass) -> Tensor",
+    lambda scores, lse, count, mass: lowest_kept_reference(scores, count, mass),
+    lambda scores, *_: _per_row(scores),
+    triton=f"{_TRITON}lowest_kept",
+    triton_takes=SINGLE,
+)
 
 
 def row_max(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -18,14 +81,7 @@ def row_max(logits: Tensor) -> tuple[Tensor, Tensor]:
         ``[R]`` values, at least in float32, NaN where a row holds one; and ``[R]`` int64 positions, without meaning
         where the value is NaN.
     """
-    if choice.wants_triton("row_max", logits):
-        highest, place, _ = operator.row_stats(logits)
-        values, chunk = highest.max(dim=-1, keepdim=True)
-        return values[:, 0], place.gather(1, chunk)[:, 0]
-    known = logits.is_cpu and logits.dtype in (torch.float32, torch.bfloat16)
-    if known and choice.wants_native() and native.load():
-        return torch.ops.arbordraft.row_max(logits.contiguous())
-    return row_max_reference(logits)
+    return _row_max(logits)
 
 
 def lowest_kept(scores: Tensor, count: int = 0, mass: float = 0.0) -> Tensor:
@@ -47,9 +103,26 @@ def lowest_kept(scores: Tensor, count: int = 0, mass: float = 0.0) -> Tensor:
     """
     if count < 1 and mass <= 0:
         raise ValueError(f"a token must be kept: count {count} and mass {mass} keep none")
-    if choice.wants_triton("lowest_kept", scores):
-        return operator.lowest_kept(scores, operator.log_sum_exp(scores), count, mass)
-    return lowest_kept_reference(scores, count, mass)
+    run = keep_lowest.pick(scores)
+    if run is keep_lowest.reference:
+        return lowest_kept_reference(scores, count, mass)
+    return run(scores, log_sum_exp(scores), count, mass)
 
 
-__all__ = ["lowest_kept", "lowest_kept_reference", "row_max", "row_max_reference"]
+def log_sum_exp(scores: Tensor) -> Tensor:
+    """``[R]`` of ``[R, V]`` scores: float32, or float64 if the scores are."""
+    highest, _, mass = row_stats(scores)
+    return (highest + mass.log()).logsumexp(dim=-1)
+
+
+__all__ = [
+    "keep_lowest",
+    "left_mass",
+    "left_pick",
+    "log_sum_exp",
+    "lowest_kept",
+    "lowest_kept_reference",
+    "row_max",
+    "row_max_reference",
+    "row_stats",
+]

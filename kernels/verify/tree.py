@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from arbordraft.kernels.verify.operator import left_mass, left_pick, log_sum_exp
+from arbordraft.kernels.verify import left_mass, left_pick, log_sum_exp
 
 
 @dataclass(frozen=True)
@@ -248,13 +248,11 @@ def _emitted(
     node = _by_row(tree, torch.arange(count, device=end.device), count)[end]
     # Nothing is left only by rounding, where stopping had probability 0.
     node = torch.where(F.pad(law.mass.sum(dim=-1), (0, 1))[node] > 0, node, count)
-    row_of = {
-        "draft_row": F.pad(tree.draft_row, (0, 1), value=-1)[node],
-        "weight": F.pad(weight, (0, 1), value=1.0)[node].to(lse.dtype),
-        "taken": F.pad(law.taken, (0, 1))[node].to(lse.dtype),
-        "special": F.pad(tree.tokens, (0, 0, 0, 1), value=-1)[node],
-    }
-    arguments = (scores, lse, draft, end, *row_of.values())
+    draft_row = F.pad(tree.draft_row, (0, 1), value=-1)[node]
+    share = F.pad(weight, (0, 1), value=1.0)[node].to(lse.dtype)
+    taken = F.pad(law.taken, (0, 1))[node].to(lse.dtype)
+    special = F.pad(tree.tokens, (0, 0, 0, 1), value=-1)[node]
+    arguments = (scores, lse, draft, end, draft_row, share, taken, special)
     mass = left_mass(*arguments)[0].double()
     sums = mass.cumsum(dim=-1)
     level = uniform * sums[:, -1]

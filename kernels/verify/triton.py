@@ -139,7 +139,7 @@ def _block(vocabulary: int) -> int:
 
 
 def launch_row_stats(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """See :func:`arbordraft.kernels.verify.operator.row_stats`."""
+    """See :func:`arbordraft.kernels.verify.reference.row_stats_reference`."""
     rows, vocabulary = scores.shape
     chunks = triton.cdiv(vocabulary, CHUNK)
     highest, mass = (scores.new_empty((rows, chunks), dtype=torch.float32) for _ in range(2))
@@ -159,11 +159,18 @@ def launch_row_stats(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return highest, place, mass
 
 
+def launch_row_max(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """See :func:`arbordraft.kernels.verify.row_max`."""
+    highest, place, _ = launch_row_stats(logits)
+    values, chunk = highest.max(dim=-1, keepdim=True)
+    return values[:, 0], place.gather(1, chunk)[:, 0]
+
+
 def launch_left_mass(
     scores: Tensor, lse: Tensor, draft: Tensor, row: Tensor, draft_row: Tensor, weight: Tensor, taken: Tensor,
     special: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """See :func:`arbordraft.kernels.verify.operator.left_mass`."""
+    """See :func:`arbordraft.kernels.verify.reference.left_mass_reference`."""
     nodes, vocabulary = len(row), scores.shape[1]
     chunks = triton.cdiv(vocabulary, CHUNK)
     left, drawn = (scores.new_empty((nodes, chunks), dtype=torch.float32) for _ in range(2))
@@ -179,7 +186,7 @@ def launch_left_pick(
     scores: Tensor, lse: Tensor, draft: Tensor, row: Tensor, draft_row: Tensor, weight: Tensor, taken: Tensor,
     special: Tensor, chunk: Tensor, level: Tensor,
 ) -> Tensor:  # fmt: skip
-    """See :func:`arbordraft.kernels.verify.operator.left_pick`."""
+    """See :func:`arbordraft.kernels.verify.reference.left_pick_reference`."""
     token = scores.new_empty(len(row), dtype=torch.int64)
     if len(row):
         left_pick[(len(row),)](
@@ -190,7 +197,7 @@ def launch_left_pick(
 
 
 def launch_lowest_kept(scores: Tensor, lse: Tensor, count: int, mass: float) -> Tensor:
-    """See :func:`arbordraft.kernels.verify.operator.lowest_kept`."""
+    """See :func:`arbordraft.kernels.verify.lowest_kept`."""
     rows, vocabulary = scores.shape
     lowest = scores.new_empty(rows, dtype=torch.float32)
     if rows:
@@ -206,6 +213,7 @@ __all__ = [
     "launch_left_mass",
     "launch_left_pick",
     "launch_lowest_kept",
+    "launch_row_max",
     "launch_row_stats",
     "left_mass",
     "left_pick",

@@ -444,7 +444,7 @@ def operator_calls():
     (x, *weights), options, _, _ = linear_case("int8-weight-only-bfloat16", 48, 31)
     case = Case(TREES["trees"], dtype=torch.float32, size=16)
     batch = case.batch
-    described, keys = (batch.samples, batch.positions), (batch.slots, batch.words, batch.region)
+    described, keys = (batch.layout, batch.region, batch.positions), (batch.words, batch.slots)
     run = LayerRun(layers_of("float32"))
     pools = [[torch.randn(len(case.keys), 2, 16) for _ in run.layers] for _ in range(2)]
     rotary = torch.randn(2, 1, 18, 16)
@@ -456,7 +456,7 @@ def operator_calls():
         (ops.row_max.default, (torch.randn(5, 33).bfloat16(),)),
         (
             ops.ragged_tree_attention.default,
-            (case.query, case.keys, case.values, *described, batch.words, batch.region, 0.3, 4, 2.0, torch.randn(4)),
+            (case.query, case.keys, case.values, *described, batch.words, 0.3, 4, 2.0, torch.randn(4), 9, 9, 0),
         ),
         (
             ops.decoder_layers.default,
@@ -555,7 +555,7 @@ def run_in_a_child():
 
 torch.set_num_threads(2)
 torch.randn(1_000_000).exp_()  # wakes a team of threads, which a child does not inherit
-assert not hasattr(torch.ops.arbordraft, "decoder_layers")
+assert not torch._C._dispatch_has_kernel_for_dispatch_key("arbordraft::decoder_layers", "CPU")
 itself = run_in_a_child()
 assert native.load()
 loaded = run_in_a_child()
@@ -598,6 +598,7 @@ def test_every_instruction_set(isa):
         pytest.skip("this CPU lacks it; test_emulated.py has some of those")
     here = Path(__file__).parents[1] / "support" / "native_checks.py"
     environment = os.environ | {"ARBORDRAFT_ISA": isa, "OMP_WAIT_POLICY": "passive"}
+    environment["PYTHONPATH"] = str(here.parents[1])
     done = subprocess.run([sys.executable, str(here)], capture_output=True, text=True, timeout=500, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [isa, bits_of_groups()]

@@ -8,8 +8,7 @@ from torch.testing import assert_close
 
 from arbordraft import TreeTopology
 from arbordraft.kernels import choice
-from arbordraft.kernels.ragged_tree_attention import RaggedBatch, ragged_tree_attention
-from arbordraft.kernels.ragged_tree_attention.operator import tree_attention
+from arbordraft.kernels.ragged_tree_attention import RaggedBatch, attend, ragged_tree_attention
 from arbordraft.kernels.ragged_tree_attention.tiling import choose
 
 CHAIN, TREE, WIDE = TreeTopology.chain, TreeTopology.k_ary(2, 2), TreeTopology.from_k_config((3, 1))
@@ -129,13 +128,14 @@ def test_the_operator_is_registered_properly(options):
     # The pools are poisoned around the slabs, and opcheck compares what it is given with what comes back.
     case = Case(RAGGED, dtype=torch.float32)
     case.keys, case.values = case.keys.nan_to_num(), case.values.nan_to_num()
-    library.opcheck(tree_attention, arguments(case, **options))
+    library.opcheck(attend.portable, arguments(case, **options))
 
 
 def test_the_operator_can_be_compiled():
     case = Case(RAGGED, dtype=torch.float32)
-    compiled = torch.compile(tree_attention, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(*arguments(case)), tree_attention(*arguments(case)))
+    compiled = torch.compile(attend.portable, fullgraph=True, backend="aot_eager")
+    with choice.use("triton"):
+        assert torch.equal(compiled(*arguments(case)), attend(*arguments(case)))
 
 
 def test_a_layout_says_all_that_attention_reads():
@@ -144,3 +144,5 @@ def test_a_layout_says_all_that_attention_reads():
     for name in ("rows", "starts", "past"):
         assert list(getattr(again, name)) == list(getattr(batch, name))
     assert [list(keys) for keys in again.tree_positions] == [list(keys) for keys in batch.tree_positions]
+    unplaced = RaggedBatch.from_layout(batch.layout, None, batch.positions, batch.words)
+    assert list(map(len, unplaced.tree_positions)) == list(map(len, batch.tree_positions))

@@ -5,8 +5,7 @@ import torch
 from torch import library
 
 from arbordraft.kernels import choice
-from arbordraft.kernels.kv_cache import append, append_reference, compact
-from arbordraft.kernels.kv_cache.operator import kv_append, kv_compact
+from arbordraft.kernels.kv_cache import append, append_reference, append_rows, compact, compact_rows
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -56,10 +55,10 @@ def test_nothing_to_do():
 def test_the_operators_are_registered_properly_and_compile():
     slots, first = torch.tensor([4, 1, 7]), torch.tensor([0, 2, 2, 3])
     calls = [
-        (kv_append, (*pools(torch.float32)[:2], torch.randn(3, 2, 3), torch.randn(3, 2, 5), slots)),
-        (kv_compact, (pools(torch.float32), torch.tensor([5, 6, 9]), torch.tensor([4, 5, 8]), first)),
+        (append_rows, (*pools(torch.float32)[:2], torch.randn(3, 2, 3), torch.randn(3, 2, 5), slots)),
+        (compact_rows, (pools(torch.float32), torch.tensor([5, 6, 9]), torch.tensor([4, 5, 8]), first)),
     ]
     for operator, arguments in calls:
-        library.opcheck(operator, arguments)
-        compiled = torch.compile(operator, fullgraph=True, backend="aot_eager")
+        library.opcheck(operator.portable, arguments)
+        compiled = torch.compile(operator.portable, fullgraph=True, backend="aot_eager")
         compiled(*arguments)

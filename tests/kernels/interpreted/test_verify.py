@@ -8,9 +8,7 @@ from torch.testing import assert_close
 from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
 
 from arbordraft.kernels import choice
-from arbordraft.kernels.choice import INTERPRETER
-from arbordraft.kernels.verify import row_max
-from arbordraft.kernels.verify.operator import left_mass, left_pick, row_stats
+from arbordraft.kernels.verify import left_mass, left_pick, row_max, row_stats
 from arbordraft.kernels.verify.reference import CHUNK
 from arbordraft.sampling.processors import LogitsPipeline
 
@@ -31,23 +29,21 @@ def problem(vocabulary, dtype=torch.float32, seed=0):
     )
 
 
-def both(monkeypatch, operator, *arguments):
-    """What the operator gives in the interpreter and what its plain implementation does."""
-    found = operator(*arguments)
-    with monkeypatch.context() as patch:
-        patch.setenv(INTERPRETER, "0")
-        return found, operator(*arguments)
+def both(operator, *arguments):
+    """What the operator gives in the interpreter and what its reference does."""
+    with choice.use("triton"):
+        return operator(*arguments), operator.reference(*arguments)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("vocabulary", SIZES)
-def test_row_stats(monkeypatch, guarded, vocabulary, dtype):
+def test_row_stats(guarded, vocabulary, dtype):
     scores = problem(vocabulary, dtype)[0]
     if vocabulary > 1:
         scores[2, vocabulary // 2 :] = scores[2].max()  # the first of several
     scores[3] = -torch.inf
     scores[4, -1] = torch.nan
-    found, expected = both(monkeypatch, row_stats, scores)
+    found, expected = both(row_stats, scores)
     sound = [0, 1, 2, 3]
     assert_close(found[0][sound], expected[0][sound])
     assert found[0][4].isnan().any()
@@ -58,22 +54,22 @@ def test_row_stats(monkeypatch, guarded, vocabulary, dtype):
 
 
 @pytest.mark.parametrize("vocabulary", SIZES)
-def test_left_mass(monkeypatch, guarded, vocabulary):
-    found, expected = both(monkeypatch, left_mass, *problem(vocabulary))
+def test_left_mass(guarded, vocabulary):
+    found, expected = both(left_mass, *problem(vocabulary))
     assert_close(found, expected)
-    nothing = both(monkeypatch, left_mass, *problem(vocabulary)[:2], torch.empty(0, 0), *problem(vocabulary)[3:4],
+    nothing = both(left_mass, *problem(vocabulary)[:2], torch.empty(0, 0), *problem(vocabulary)[3:4],
                    torch.full((4,), -1), *problem(vocabulary)[5:])  # fmt: skip
     assert_close(*nothing)
 
 
 @pytest.mark.parametrize("vocabulary", SIZES)
-def test_left_pick(monkeypatch, guarded, vocabulary):
+def test_left_pick(guarded, vocabulary):
     arguments = problem(vocabulary)
     mass = left_mass(*arguments)[0]
     for turn in range(8):
         chunk = torch.randint(mass.shape[1], (4,))
         level = torch.rand(4, dtype=torch.float64) * mass[torch.arange(4), chunk] * (1.2 if turn == 7 else 1)
-        found, expected = both(monkeypatch, left_pick, *arguments, chunk, level)
+        found, expected = both(left_pick, *arguments, chunk, level)
         assert torch.equal(found, expected)
 
 
@@ -107,5 +103,7 @@ def test_the_operators_are_registered_properly_and_compile():
         (left_pick, (*arguments, torch.zeros(4, dtype=torch.int64), torch.full((4,), 0.1, dtype=torch.float64))),
     ]
     for operator, given in calls:
-        library.opcheck(operator, given)
-        assert_close(torch.compile(operator, fullgraph=True, backend="aot_eager")(*given), operator(*given))
+        library.opcheck(operator.portable, given)
+        compiled = torch.compile(operator.portable, fullgraph=True, backend="aot_eager")
+        with choice.use("triton"):
+            assert_close(compiled(*given), operator(*given))

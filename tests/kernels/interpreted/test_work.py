@@ -8,11 +8,11 @@ from triton.runtime import interpreter
 
 from arbordraft import TreeTopology
 from arbordraft.kernels import choice, work
-from arbordraft.kernels.gumbel.operator import argmax, noise
+from arbordraft.kernels.gumbel import gumbel, gumbel_argmax
 from arbordraft.kernels.kv_cache import append, compact
 from arbordraft.kernels.ragged_tree_attention import ragged_tree_attention
-from arbordraft.kernels.tree_expand.operator import expand
-from arbordraft.kernels.verify.operator import left_mass, left_pick, lowest_kept, row_stats
+from arbordraft.kernels.tree_expand import tree_expand
+from arbordraft.kernels.verify import keep_lowest, left_mass, left_pick, row_stats
 from arbordraft.kernels.verify.reference import CHUNK
 
 CHAIN, TREE = TreeTopology.chain, TreeTopology.k_ary(2, 2)
@@ -20,7 +20,7 @@ CHAIN, TREE = TreeTopology.chain, TreeTopology.k_ary(2, 2)
 
 @pytest.fixture
 def touched(monkeypatch):
-    """Sets of the bytes read and written, and how many operations matrix products took."""
+    """Sets of the bytes that Triton kernels read and write, and how many operations matrix products take."""
     found = {"read": set(), "written": set(), "products": 0}
     builder = interpreter.InterpreterBuilder
     load, store, dot = builder.create_masked_load, builder.create_masked_store, builder.create_dot
@@ -45,7 +45,8 @@ def touched(monkeypatch):
     monkeypatch.setattr(builder, "create_masked_load", noted_load)
     monkeypatch.setattr(builder, "create_masked_store", noted_store)
     monkeypatch.setattr(builder, "create_dot", noted_dot)
-    return found
+    with choice.use("triton"):
+        yield found
 
 
 def moved(touched):
@@ -57,8 +58,7 @@ def moved(touched):
 def test_attention(touched, causal, dtype):
     samples = [(37, TREE), (101, CHAIN(69)), (0, CHAIN(0))]
     case = Case(samples, group=3, causal=causal, dtype=dtype, size=8, value_size=16)
-    with choice.use("triton"):
-        case.run(ragged_tree_attention)
+    case.run(ragged_tree_attention)
     past, rows = [past for past, _ in samples], [tree.num_nodes for _, tree in samples]
     sizes = {"heads": 6, "kv_heads": 2, "size": 8, "value_size": 16, "itemsize": dtype.itemsize, "causal": causal}
     assert moved(touched) == work.attention(rows, past, rows, **sizes).bytes
@@ -66,8 +66,7 @@ def test_attention(touched, causal, dtype):
 
 def test_attention_in_splits(touched):
     case = Case([(700, TREE)], dtype=torch.float32, key_heads=1)
-    with choice.use("triton"):
-        case.run(ragged_tree_attention, split_size=192)
+    case.run(ragged_tree_attention, split_size=192)
     sizes = {"heads": 2, "kv_heads": 1, "size": 8, "value_size": 8, "itemsize": 4}
     whole, split = (work.attention([7], [700], [7], **sizes, splits=splits) for splits in (1, 4))
     assert moved(touched) == split.bytes
@@ -79,8 +78,7 @@ def test_operations_of_attention(touched):
     """Where the tiles are full: 128 committed keys, a tree of 64, of which the last 8 rows are new, in 16 lanes."""
     tree = TreeTopology.from_parents([-1, *range(55), *[55] * 8])
     case = Case([(128, tree)], last=1, dtype=torch.float32, key_heads=1, size=16)
-    with choice.use("triton"):
-        case.run(ragged_tree_attention)
+    case.run(ragged_tree_attention)
     sizes = {"heads": 2, "kv_heads": 1, "size": 16, "value_size": 16, "itemsize": 4}
     assert (
         touched["products"] == work.attention([8], [128], [64], **sizes).flops == 2 * (8 * 2) * (128 + 64) * (16 + 16)
@@ -89,14 +87,12 @@ def test_operations_of_attention(touched):
 
 def test_cache(touched):
     keys, values, new_keys, new_values = (torch.randn(rows, 2, size) for rows in (9, 3) for size in (3, 5))
-    with choice.use("triton"):
-        append(keys, values, new_keys, new_values, torch.tensor([4, 1, 7]))
+    append(keys, values, new_keys, new_values, torch.tensor([4, 1, 7]))
     assert moved(touched) == work.append(3, 2 * (3 + 5), 4).bytes
     for where in ("read", "written"):
         touched[where].clear()
     pools = [torch.randn(20, 2, 3) for _ in range(4)]
-    with choice.use("triton"):
-        compact(pools, [[(3, 1), (4, 2)], [], [(15, 14)]])
+    compact(pools, [[(3, 1), (4, 2)], [], [(15, 14)]])
     assert moved(touched) == work.compact(3, 3, 6, 4, pools=4).bytes
 
 
@@ -123,24 +119,24 @@ def test_verification(touched, vocabulary):
 
 @pytest.mark.parametrize("vocabulary", [100, 1030])
 def test_truncation(touched, vocabulary):
-    lowest_kept(torch.randn(2, vocabulary).half(), torch.zeros(2), 5, 0.0)
+    keep_lowest(torch.randn(2, vocabulary).half(), torch.zeros(2), 5, 0.0)
     assert moved(touched) == work.lowest_kept(2, vocabulary, 2).bytes
 
 
 @pytest.mark.parametrize("children", [1, 3])
 def test_expansion(touched, children):
     rows, vocabulary = 2, CHUNK + 130
-    expand(torch.randn(rows, vocabulary).half(), children)
+    tree_expand(torch.randn(rows, vocabulary).half(), children)
     assert moved(touched) == work.tree_expand(rows, vocabulary, children, 2).bytes
 
 
 @pytest.mark.parametrize("truncated", [False, True], ids=["all", "truncated"])
 def test_noise(touched, truncated):
     rows, vocabulary = torch.arange(2), 4096 + 130
-    noise(rows, rows + 1, vocabulary)
+    gumbel(rows, rows + 1, vocabulary)
     assert moved(touched) == work.gumbel_noise(2, vocabulary).bytes
     for where in ("read", "written"):
         touched[where].clear()
     lowest = torch.zeros(2) if truncated else None
-    argmax(torch.randn(2, vocabulary).half(), rows, rows + 1, 1.0, lowest)
+    gumbel_argmax(torch.randn(2, vocabulary).half(), rows, rows + 1, 1.0, lowest)
     assert moved(touched) == work.gumbel_draw(2, vocabulary, 2, truncated=truncated).bytes

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from arbordraft.decoding.static.step import Pools, StaticForward
 from arbordraft.drafters.one_call import DraftNetwork, Missing
 from arbordraft.kernels.draft_tree import Draws, Growth
-from arbordraft.kernels.gumbel.operator import noise as gumbel_noise
-from arbordraft.kernels.tree_expand.operator import expand
+from arbordraft.kernels.gumbel import gumbel
+from arbordraft.kernels.tree_expand import tree_expand
 from arbordraft.trees.masks import SlicedCausalMask
 from arbordraft.trees.topology import TreeTopology
 from arbordraft.utils.table import Table
@@ -260,13 +260,13 @@ class DraftStep(nn.Module):
         scores = scores.unflatten(0, (self.bucket.samples, level.size))
         vocabulary = self.network.vocabulary
         if self.shared:
-            noise = gumbel_noise(part["seeds"], part["positions"] + depth, self.network.vocab_size).to(scores.dtype)
+            noise = gumbel(part["seeds"], part["positions"] + depth, self.network.vocab_size).to(scores.dtype)
             noise = noise if vocabulary is None else noise[:, vocabulary]
             temperature = part["temperature"].to(scores.dtype)[:, None, None]
             drawn = scores / torch.where(temperature > 0, temperature, 1) + noise[:, None]
             scores = torch.where(temperature > 0, drawn, scores)
         count = min(level.width, scores.shape[2])
-        tokens, chances = expand(scores.flatten(0, 1), count)
+        tokens, chances = tree_expand(scores.flatten(0, 1), count)
         tokens = tokens if vocabulary is None else vocabulary[tokens]
         lacking = (0, level.width - count)  # tokens that there are not: of chance 0
         tops = F.pad(tokens, lacking), F.pad(chances.exp().double(), lacking)

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from arbordraft.decoding.static.bucket import Bucket
-from arbordraft.kernels.gumbel.operator import argmax as gumbel_draw
-from arbordraft.kernels.kv_cache.operator import kv_append, kv_compact
-from arbordraft.kernels.ragged_tree_attention.operator import tree_attention
+from arbordraft.kernels.gumbel import gumbel_argmax
+from arbordraft.kernels.kv_cache import append, compact_rows
+from arbordraft.kernels.ragged_tree_attention import attend
 from arbordraft.kernels.verify import row_max_reference
 from arbordraft.kernels.verify.tops import take_tops
 from arbordraft.kernels.verify.tree import verify_tree, walk
@@ -64,8 +64,10 @@ class StaticForward:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
         keys, values = self.pools[2 * layer : 2 * layer + 2]
-        kv_append(keys, values, key, value, self.slots)
-        return tree_attention(
+        append(keys, values, key, value, self.slots)
+        # An operator always, as the reference reads the layout's numbers; the C++ kernel knows few sizes of heads.
+        run = attend.default if query.is_cuda else attend.portable
+        return run(
             query.contiguous(),
             keys,
             values,
@@ -206,10 +208,10 @@ class StaticStep(nn.Module):
         """``[T]`` the target's token behind every row; any one where logits are no numbers."""
         seeds, positions = part["seeds"][part["sample"]], part["positions"] + 1
         if self.temperature is not None:
-            return gumbel_draw(logits, seeds, positions, self.temperature, None).clamp(min=0)
+            return gumbel_argmax(logits, seeds, positions, self.temperature, None).clamp(min=0)
         scores, processor = self.pipeline.trimmed(logits, _no_path)
         scores, lowest = truncated(processor, scores)
-        return gumbel_draw(scores, seeds, positions, 1.0, lowest).clamp(min=0)
+        return gumbel_argmax(scores, seeds, positions, 1.0, lowest).clamp(min=0)
 
     def _path(self, part: Mapping[str, Tensor], end: Tensor) -> Tensor:
         """``[S + 1, depth + 1]`` rows from each root to where its path ends, -1 behind."""
@@ -236,7 +238,7 @@ class StaticStep(nn.Module):
         source = torch.where(kept, part["slots"][path[:, 1:].clamp(min=0)], home)
         destination = torch.where(kept, home + steps, home)
         first = torch.arange(0, depth * (samples + 2), depth, device=path.device)
-        kv_compact(list(pools), source.flatten(), destination.flatten(), first)
+        compact_rows(list(pools), source.flatten(), destination.flatten(), first)
 
 
 def _no_path(row: int) -> Sequence[int]:
