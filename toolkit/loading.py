@@ -82,7 +82,6 @@ class Kernels(StrEnum):
 
     auto = "auto"
     native = "native"
-    onednn = "onednn"
     torch = "torch"
 
 

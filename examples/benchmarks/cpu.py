@@ -29,7 +29,6 @@ from arbordraft.cli.options import (
 )
 from arbordraft.cli.program import run_script
 from arbordraft.decoding.decoder import SpeculativeDecoder
-from arbordraft.kernels.prepacked_linear.module import onednn_problem
 from arbordraft.kernels.verify import row_max
 from arbordraft.loading import load_target
 from arbordraft.target.model import RaggedModel
@@ -43,8 +42,6 @@ def forward_speed(target: RaggedModel, workload: Workload, tell: Tell = quiet) -
     half = model.dtype == torch.bfloat16
     for new in (1, 8, 16) if half else (8,):
         yield _against_own(target, new, workload, tell, _REACH[new] if half else ">= 3.0")
-    if target.backend != "onednn" and onednn_problem(model.dtype) is None:
-        yield _against_own(RaggedModel(model, kernels="onednn"), 8, workload, tell)
     if not half:
         return
     size = sum(weight.numel() for weight in set(model.parameters())) * 2

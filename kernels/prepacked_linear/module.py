@@ -9,60 +9,41 @@ from torch import Tensor, nn
 from arbordraft.kernels import native
 from arbordraft.kernels.prepacked_linear import Groups, check_weights, pack, prepacked_linear
 
-BACKENDS = ("native", "onednn")
-
-
-def onednn_problem(dtype: torch.dtype) -> str | None:
-    """Why PyTorch cannot prepack weights of this type with oneDNN, or ``None`` if it can."""
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        return "this build of PyTorch has no oneDNN"
-    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return "oneDNN has no bfloat16 on this processor"
-    return None if dtype in (torch.float32, torch.bfloat16) else f"oneDNN does not prepack {dtype}"
-
 
 class PrepackedLinear(nn.Module):
-    """Computes what an ``nn.Linear`` does, from a second copy of its weights that is laid out for the processor.
+    """Computes an ``nn.Linear`` by a C++ kernel, from a second copy of its weights that is laid out for the processor.
 
     It holds the linear's own parameters under their own names, so a state dict does not change. When they are written
     to afterwards, which their version counter tells, they are prepacked again. Writes through ``.data`` escape it.
 
     Args:
         linear: the module it stands for, or what has its ``weight`` and ``bias``; on the CPU, in float32 or bfloat16.
-        backend: ``"native"`` (the C++ kernels; rows do not depend on each other's number) or ``"onednn"`` (PyTorch's
-            own prepacking).
-        weights: keep fewer bits, see :func:`~arbordraft.kernels.prepacked_linear.pack`; changes the output, and is
-            for native kernels only.
+        weights: keep fewer bits, see :func:`~arbordraft.kernels.prepacked_linear.pack`; changes the output.
         groups: what these weights are in groups already, until they are written to.
         transposed: whether the linear keeps ``[I, O]`` instead of ``[O, I]``.
 
     Raises:
-        ValueError: if the backend cannot be used for this linear.
+        ValueError: if the kernel cannot be used for this linear.
     """
 
     def __init__(
         self,
         linear: nn.Linear,
-        backend: str = "native",
         *,
         weights: str | None = None,
         groups: Groups | None = None,
         transposed: bool = False,
     ) -> None:
         super().__init__()
-        if backend not in BACKENDS:
-            raise ValueError(f"the backend of a prepacked linear must be one of {', '.join(BACKENDS)}, got {backend!r}")
         check_weights(weights)
-        if weights and backend != "native":
-            raise ValueError(f"{weights} weights need the native backend, not {backend!r}")
-        problem = native.problem() if backend == "native" else onednn_problem(linear.weight.dtype)
+        problem = native.problem()
         if problem is None and linear.weight.dtype not in (torch.float32, torch.bfloat16):
             problem = f"weights must be float32 or bfloat16, got {linear.weight.dtype}"
         if problem is None and not linear.weight.is_cpu:
             problem = f"weights must be on the CPU, got {linear.weight.device}"
         if problem is not None:
-            raise ValueError(f"the {backend} backend cannot prepack this linear: {problem}")
-        self.backend, self.weights, self.transposed = backend, weights, transposed
+            raise ValueError(f"this linear cannot be prepacked: {problem}")
+        self.weights, self.transposed = weights, transposed
         self.weight, self.bias = linear.weight, linear.bias
         self.out_features, self.in_features = self._rows().shape
         self._prepack(groups)
@@ -71,9 +52,7 @@ class PrepackedLinear(nn.Module):
         """``[..., I]`` to ``[..., O]``."""
         if self._state != self._current():
             self._prepack()
-        if self.backend == "native":
-            return prepacked_linear(x, self._prepacked, self._scale, self._wide_bias, outputs=self.out_features)
-        return torch.ops.mkldnn._linear_pointwise(x, self._prepacked, self.bias, "none", [], "")
+        return prepacked_linear(x, self._prepacked, self._scale, self._wide_bias, outputs=self.out_features)
 
     @property
     def prepacked(self) -> tuple[Tensor, Tensor | None]:
@@ -91,17 +70,12 @@ class PrepackedLinear(nn.Module):
 
     def _prepack(self, groups: Groups | None = None) -> None:
         self._state = self._current()
-        self._scale = self._wide_bias = None
-        weight = self._rows()
-        if self.backend == "onednn":
-            self._prepacked = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
-            return
-        self._prepacked, self._scale = pack(weight, self.weights) if groups is None else groups.prepack()
+        self._prepacked, self._scale = pack(self._rows(), self.weights) if groups is None else groups.prepack()
         self._wide_bias = None if self.bias is None else self.bias.detach().float()
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
-        return f"{sizes}, backend={self.backend}, weights={self.weights}"
+        return f"{sizes}, weights={self.weights}"
 
 
 def version_of(tensor: Tensor) -> int:

@@ -160,7 +160,7 @@ def test_an_eagle_layer_that_sees_no_tokens_is_the_targets_last():
 def test_native_kernels_stand_in_for_norms_and_linears(name):
     """The same numbers but for rounding, and nothing is left to torch's own modules."""
     plain, fast = scrambled(name), scrambled(name)
-    prepack_linears(fast, "native")
+    prepack_linears(fast)
     assert not any(isinstance(module, torch.nn.Linear | torch.nn.RMSNorm) for module in fast.modules())
     assert_close(outputs(name, fast), outputs(name, plain), rtol=1e-4, atol=1e-4)
 

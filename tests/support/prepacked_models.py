@@ -1,11 +1,9 @@
 """Tiny models of sizes that the native kernels can fuse, and how they are run."""
 
-import pytest
 import torch
 from torch import nn
 
 from arbordraft import RaggedModel, TreeTopology
-from arbordraft.kernels.prepacked_linear.module import onednn_problem
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.trees.masks import stack_words
 from arbordraft.trees.topology import ancestor_words
@@ -16,10 +14,6 @@ FUSED = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "gemma3"
 FUSED += ["gpt2", "olmo2", "glm4", "cohere", "cohere2", "starcoder2", "phi"]
 OTHERS = ["opt", "gpt_neox", "gpt_oss", "deepseek_v3"]
 TREES = [TreeTopology([-1, 0, 0, 1, 1, 2, 3]), TreeTopology([-1]), TreeTopology([-1, 0, 0, 0, 1, 4, 5, 6, 7])]
-BACKENDS = [
-    "native",
-    pytest.param("onednn", marks=pytest.mark.skipif(bool(onednn_problem(torch.float32)), reason="no oneDNN")),
-]
 ROUNDING = {"rtol": 1e-4, "atol": 1e-4}
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.models import PROMPTS, greedy_reference, next_logits
-from support.prepacked_models import BACKENDS, ROUNDING, logits, plain, prepacked_modules, varied
+from support.prepacked_models import ROUNDING, logits, plain, prepacked_modules, varied
 from torch import nn
 from torch.testing import assert_close
 from transformers.models.glm4 import modeling_glm4
@@ -196,12 +196,9 @@ def test_whole_drafts_in_one_call(architecture, whole):
 
 
 @pytest.mark.parametrize("weights", [None, "int8"])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_transposed_linears_are_prepacked_where_no_layer_is_fused(backend, weights):
-    if backend == "onednn" and weights:
-        pytest.skip("native kernels only")
+def test_transposed_linears_are_prepacked_where_no_layer_is_fused(weights):
     model = varied("gpt2", n_head=8)  # heads of 8 channels
-    target = RaggedModel(model, kernels=backend, weights=weights)
+    target = RaggedModel(model, kernels="native", weights=weights)
     found = [
         prepacked_module
         for prepacked_module in prepacked_modules(target)

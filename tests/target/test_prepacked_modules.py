@@ -7,7 +7,6 @@ import pytest
 import torch
 from support.models import PROMPTS, VOCAB
 from support.prepacked_models import (
-    BACKENDS,
     FUSED,
     OTHERS,
     ROUNDING,
@@ -23,7 +22,7 @@ from torch.testing import assert_close
 
 from arbordraft import RaggedModel
 from arbordraft.kernels import native
-from arbordraft.kernels.prepacked_linear.module import PrepackedLinear, onednn_problem
+from arbordraft.kernels.prepacked_linear.module import PrepackedLinear
 from arbordraft.target import self_test
 from arbordraft.target.attention import UnsupportedModel
 from arbordraft.target.prepacked.backend import choose
@@ -46,20 +45,18 @@ def same_structure(model, before):
 # What is fused
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("architecture", FUSED + OTHERS)
-def test_prepacked_logits_equal_plain_ones(architecture, backend):
+def test_prepacked_logits_equal_plain_ones(architecture):
     model = small(architecture)
     before, weights = structure(model), copy.deepcopy(model.state_dict())
-    target = RaggedModel(model, kernels=backend)
-    fused = architecture in FUSED and backend == "native"
-    assert target.backend == backend
+    target = RaggedModel(model, kernels="native")
+    fused = architecture in FUSED
+    assert target.backend == "native"
     assert target.prepacking.fused == (2 if fused else 0)
     assert target.row_invariant == fused
     assert any(isinstance(prepacked_module, PrepackedLinear) for prepacked_module in prepacked_modules(target))
     for layers in (None, 1):
-        if architecture != "gpt_oss" or layers is None or backend == "native":
-            assert_close(logits(target, layers), logits(plain(model), layers), **ROUNDING)
+        assert_close(logits(target, layers), logits(plain(model), layers), **ROUNDING)
     assert same_structure(model, before)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, weights[name]), name
@@ -127,13 +124,12 @@ def test_sizes_that_the_kernels_do_not_know():
 # The model stays as it was
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_model_is_restored_after_a_failure(backend):
+def test_the_model_is_restored_after_a_failure():
     model = small()
     prompt = torch.tensor([PROMPTS[0]])
     options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 8, "do_sample": False}
     before, answer = structure(model), model.generate(prompt, **options)
-    target = RaggedModel(model, kernels=backend)
+    target = RaggedModel(model, kernels="native")
     for layers in (None, 1):
         with pytest.raises(IndexError):
             logits(target, layers, tokens=torch.full((sum(tree.num_nodes for tree in TREES),), VOCAB))
@@ -265,33 +261,24 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_is_noticed_once(change, backend):
+def test_a_change_is_noticed_once(change):
     model = small()
-    target = RaggedModel(model, kernels=backend)
+    target = RaggedModel(model, kernels="native")
     before = logits(target)
     change(model)
     expected = logits(plain(model))
-    linears_alone = backend == "onednn" and change in (write_norm, replace_activation, replace_last_norm)
-    if linears_alone:
-        assert target.prepacking.current() or change is not write_norm
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            found = logits(target)
-    else:
-        with pytest.warns(UserWarning, match="changed after they were prepacked") as caught:
-            found = logits(target)
-        assert len(caught) == 1
+    with pytest.warns(UserWarning, match="changed after they were prepacked") as caught:
+        found = logits(target)
+    assert len(caught) == 1
     rounding = {"rtol": 0.05, "atol": 0.1} if change is to_bfloat16 else ROUNDING
     assert_close(found, expected, **rounding)
     assert not torch.allclose(found.float(), before, atol=1e-3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(logits(target), found)  # and then no more
-    if backend == "native":
-        assert target.prepacking.fused == (1 if change is add_adapter else 2)
-        assert target.row_invariant == (change is not add_adapter)
+    assert target.prepacking.fused == (1 if change is add_adapter else 2)
+    assert target.row_invariant == (change is not add_adapter)
 
 
 def test_a_wrapper_that_does_not_look_would_be_seen():
@@ -315,32 +302,29 @@ def test_dtypes_that_are_not_prepacked(dtype):
     assert target.backend == "torch"
     assert not target.row_invariant
     assert torch.equal(logits(target), logits(plain(model)))
-    for backend in ("native", "onednn"):
-        with pytest.raises(ValueError, match=rf"kernels='{backend}' cannot be used: .*not torch\.float"):
-            RaggedModel(model, kernels=backend)
+    with pytest.raises(ValueError, match=r"kernels='native' cannot be used: .*not torch\.float"):
+        RaggedModel(model, kernels="native")
     with pytest.warns(match="own linears"), pytest.raises(ValueError, match="int8 weights need the native kernels"):
         RaggedModel(model, kernels="auto", weights="int8")
 
 
 def test_words_that_are_none():
-    with pytest.raises(ValueError, match="one of auto, native, onednn, torch, got 'fast'"):
+    with pytest.raises(ValueError, match="one of auto, native, torch, got 'fast'"):
         RaggedModel(small(), kernels="fast")
 
 
 def test_the_best_backend_is_chosen(monkeypatch):
     model = small()
     assert choose("auto", model).backend == "native"
-    assert choose("torch", model).backend == "torch"
     monkeypatch.setattr(native, "problem", lambda: pytest.fail("the kernels might be built in vain"))
-    if onednn_problem(torch.float32) is None:
-        assert choose("onednn", model).backend == "onednn"
+    assert choose("torch", model).backend == "torch"
 
 
 def test_without_native_kernels(monkeypatch):
     monkeypatch.setenv("ARBORDRAFT_ISA", "off")
     model = small()
     target = RaggedModel(model, kernels="auto")
-    assert target.backend == ("torch" if onednn_problem(torch.float32) else "onednn")
+    assert target.backend == "torch"
     assert not target.row_invariant
     assert_close(logits(target), logits(plain(model)), **ROUNDING)
     for arguments in ({"kernels": "native"}, {"kernels": "auto", "weights": "int8"}):
@@ -390,12 +374,9 @@ def test_a_wrong_mask_is_noticed_with_any_weights(weights, monkeypatch):
         RaggedModel(small(), kernels="native", weights=weights)
 
 
-@pytest.mark.parametrize("kernels", ["torch", "onednn"])
-def test_8_bit_weights_need_the_kernels(kernels):
-    if kernels == "onednn" and onednn_problem(torch.float32):
-        pytest.skip("no oneDNN")
+def test_8_bit_weights_need_the_kernels():
     with pytest.raises(ValueError, match="int8 weights need the native kernels: use kernels='native'"):
-        RaggedModel(small(), kernels=kernels, weights="int8")
+        RaggedModel(small(), kernels="torch", weights="int8")
 
 
 # The prepacked module of a linear
@@ -403,12 +384,9 @@ def test_8_bit_weights_need_the_kernels(kernels):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_prepacked_linear_module(backend, bias, dtype):
-    if backend == "onednn" and onednn_problem(dtype):
-        pytest.skip(onednn_problem(dtype))
+def test_prepacked_linear_module(bias, dtype):
     linear = nn.Linear(33, 21, bias).to(dtype)
-    prepacked = PrepackedLinear(linear, backend)
+    prepacked = PrepackedLinear(linear)
     rounding = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
     assert prepacked.state_dict().keys() == linear.state_dict().keys()
     assert prepacked.weight is linear.weight
@@ -423,19 +401,17 @@ def test_prepacked_linear_module(backend, bias, dtype):
         if bias:
             linear.bias.add_(1)
             assert_close(prepacked(x), linear(x), **rounding)
-    assert repr(prepacked) == f"PrepackedLinear(in_features=33, out_features=21, backend={backend}, weights=None)"
+    assert repr(prepacked) == "PrepackedLinear(in_features=33, out_features=21, weights=None)"
 
 
 def test_prepacked_linears_that_cannot_be(monkeypatch):
     linear = nn.Linear(4, 4)
     for arguments, message in (
-        ({"backend": "fast"}, "must be one of native, onednn, got 'fast'"),
-        ({"backend": "onednn", "weights": "int8"}, "int8 weights need the native backend, not 'onednn'"),
         ({"linear": nn.Linear(4, 4).half()}, "weights must be float32 or bfloat16, got torch.float16"),
         ({"linear": nn.Linear(4, 4, device="meta")}, "weights must be on the CPU, got meta"),
     ):
         with pytest.raises(ValueError, match=message):
             PrepackedLinear(**{"linear": linear, **arguments})
     monkeypatch.setenv("ARBORDRAFT_ISA", "off")
-    with pytest.raises(ValueError, match="the native backend cannot prepack this linear: ARBORDRAFT_ISA=off"):
+    with pytest.raises(ValueError, match="this linear cannot be prepacked: ARBORDRAFT_ISA=off"):
         PrepackedLinear(linear)

@@ -172,7 +172,7 @@ def adopt(network: Network, target: RaggedModel, leave: str = "") -> Network:
     network.check_target(target.model)
     network.to(target.device, target.model.dtype).eval().requires_grad_(False)  # type: ignore[arg-type]
     if target.backend != "torch":
-        prepack_linears(network, target.backend, leave)
+        prepack_linears(network, leave)
     return network
 
 

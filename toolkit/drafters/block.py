@@ -173,7 +173,7 @@ def _on_rows(head: "BlockHead", target: RaggedModel) -> "_HeadOnRows":
     if runs_natively(head, target):
         return _NativeHead(head, target)
     if target.backend != "torch":
-        prepack_linears(head.midlayer, target.backend)
+        prepack_linears(head.midlayer)
     return _HeadOnRows(head, target)
 
 

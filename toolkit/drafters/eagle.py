@@ -161,7 +161,7 @@ def on_rows(head: "EagleHead", target: RaggedModel) -> "NativeEagle | HeadOnRows
     if runs_natively(head, target):
         return NativeEagle(head, target)
     if target.backend != "torch":
-        prepack_linears(head.midlayer, target.backend)
+        prepack_linears(head.midlayer)
     return HeadOnRows(head, target)
 
 

@@ -133,7 +133,7 @@ class NativeEagle:
 def native_model(model: RaggedModel) -> DraftRun | None:
     """A causal LM as one call runs it; ``None`` unless all of it is recognised, and drafts as the model itself does."""
     prepacking = model.prepacking
-    stack = None if prepacking is None or prepacking.backend != "native" else prepacking.stack
+    stack = None if prepacking is None else prepacking.stack
     ends: Any = model.network()
     embedding, head = ends.get_input_embeddings(), ends.get_output_embeddings()
     rotary: list[Any] = [part for part in model.model.modules() if isinstance(getattr(part, "inv_freq", None), Tensor)]

@@ -79,9 +79,9 @@ class RaggedModel(nn.Module):
         tokenizer: its tokenizer; lets a decoder check that target and drafter agree.
         kernels: how the model's weights are read on a CPU. ``"torch"``: by its own modules. ``"native"``: from a
             prepacked copy by C++ kernels, built on first use, which fuse the decoder layers they recognise and give
-            every row the same bits whatever rows run beside it. ``"onednn"``: linears only, prepacked by PyTorch.
-            Active adapters of PEFT are merged into either copy, not into the model.
-            ``"auto"``: native ones where they work and a copy fits into memory, else the next best; :attr:`chosen` and
+            every row the same bits whatever rows run beside it.
+            Active adapters of PEFT are merged into this copy, not into the model.
+            ``"auto"``: native ones where they work and a copy fits into memory, else those of torch; :attr:`chosen` and
             a line in the log named ``arbordraft`` (level INFO) say which and why. A copy takes as much memory as the
             weights; it is renewed, with a warning, if they have changed.
         weights: bits of the copies that native kernels read; by default the model's own. ``"int8"``: groups of 32
@@ -168,7 +168,7 @@ class RaggedModel(nn.Module):
 
     @property
     def backend(self) -> str:
-        """How the model's weights are read: ``"torch"``, ``"native"`` or ``"onednn"``."""
+        """How the model's weights are read: ``"torch"`` or ``"native"``."""
         return self._choice.backend
 
     @property
@@ -435,7 +435,7 @@ class RaggedModel(nn.Module):
             raise
         except Exception as failure:  # modules of users may fail in any way
             raise unsupported(self.model, failure) from failure
-        prepacking = Prepacking(view.model, seen, self.backend, weights=self.weights)
+        prepacking = Prepacking(view.model, seen, weights=self.weights)
         if prepacking.left:
             warnings.warn(f"not prepacked, as they are not plain linears: {'; '.join(prepacking.left)}", stacklevel=5)
         return prepacking

@@ -7,17 +7,16 @@ import torch
 from torch import nn
 
 from arbordraft.kernels import native
-from arbordraft.kernels.prepacked_linear.module import onednn_problem
 from arbordraft.target.prepacked.memory import available_memory, copy_bytes
 
-KERNELS = ("auto", "native", "onednn", "torch")
+KERNELS = ("auto", "native", "torch")
 
 
 class Choice(NamedTuple):
     """How a model's weights are read.
 
     Args:
-        backend: ``"torch"``, ``"native"`` or ``"onednn"``.
+        backend: ``"torch"`` or ``"native"``.
         reason: why it is no faster one; empty if there is none.
     """
 
@@ -41,18 +40,14 @@ def choose(kernels: str, model: nn.Module, *, weights: str | None = None) -> Cho
         unfit = f"weights must be float32 or bfloat16 on the CPU, not {weight.dtype} on {weight.device}"
     elif kernels == "auto":
         unfit = _too_large(model, weights)
-    problems: list[str] = []
-    for backend in ("native", "onednn") if kernels == "auto" else (kernels,):
-        # In this order: asking for the kernels may build them.
-        problem = unfit or (native.problem() if backend == "native" else onednn_problem(weight.dtype))
-        if problem is None:
-            return Choice(backend, *(f"no native kernels: {reason}" for reason in problems))
-        problems.append(problem)
-    if kernels == "auto":
-        if weight.is_cpu and unfit:
-            warnings.warn(f"kernels='auto' uses the model's own linears: {unfit}", stacklevel=3)
-        return Choice("torch", unfit or problems[0])
-    raise ValueError(f"kernels={kernels!r} cannot be used: {problems[0]}")
+    problem = unfit or native.problem()  # in this order: asking for the kernels may build them
+    if problem is None:
+        return Choice("native")
+    if kernels != "auto":
+        raise ValueError(f"kernels={kernels!r} cannot be used: {problem}")
+    if weight.is_cpu and unfit:
+        warnings.warn(f"kernels='auto' uses the model's own linears: {unfit}", stacklevel=3)
+    return Choice("torch", problem)
 
 
 def _too_large(model: nn.Module, weights: str | None) -> str | None:

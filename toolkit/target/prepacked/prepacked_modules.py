@@ -102,23 +102,22 @@ class PrepackedGatedMLP(nn.Module):
         return x
 
 
-def prepack_linears(module: nn.Module, backend: str, leave: str = "") -> None:
-    """Replaces all linears inside a module for good, by prepacked ones, and with native kernels also its RMS norms.
+def prepack_linears(module: nn.Module, leave: str = "") -> None:
+    """Replaces all linears and RMS norms inside a module for good by prepacked ones.
 
     Args:
         module: neither a linear or norm itself nor a model that others use.
-        backend: ``"native"`` or ``"onednn"``.
         leave: name of a part that stays as it is.
     """
     for name, child in module.named_children():
         if name == leave:
             continue
         if isinstance(child, nn.Linear):
-            setattr(module, name, PrepackedLinear(child, backend))
-        elif isinstance(child, nn.RMSNorm) and backend == "native" and child.eps is not None:
+            setattr(module, name, PrepackedLinear(child))
+        elif isinstance(child, nn.RMSNorm) and child.eps is not None:
             setattr(module, name, PrepackedNorm(Norm(child.weight.detach().float()), child.eps))
         else:
-            prepack_linears(child, backend)
+            prepack_linears(child)
 
 
 __all__ = ["PrepackedGatedMLP", "PrepackedLayers", "PrepackedNorm", "prepack_linears"]

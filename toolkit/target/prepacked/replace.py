@@ -45,7 +45,6 @@ class Prepacking:
     Args:
         model: a view of the model whose layers ask for our attention.
         seen: what one of its forwards showed.
-        backend: ``"native"`` or ``"onednn"``.
         weights: bits of the copies, see :class:`~arbordraft.RaggedModel`; ``"file"`` for a file's own blocks.
     """
 
@@ -53,11 +52,10 @@ class Prepacking:
         self,
         model: nn.Module,
         seen: Observation,
-        backend: str,
         *,
         weights: str | None = None,
     ) -> None:
-        self.backend, self.weights = backend, weights
+        self.weights = weights
         self.left: list[str] = []  # linears that stay as they are, with the reason
         self._collector = WeightCollector(weights)
         self._called = seen.called
@@ -80,11 +78,10 @@ class Prepacking:
             call.layer: None for call, layer in zip(seen.layers, self._layers, strict=True) if layer
         }
         self.places = list(self._replace_below(model, ""))
-        self.row_invariant = backend == "native" and 0 < self.fused == len(seen.layers) and not list(self._odd(model))
+        self.row_invariant = 0 < self.fused == len(seen.layers) and not list(self._odd(model))
         if self._place is not None and self.fused:
             self.places.append((*self._place, nn.ModuleList(self._stack())))
-        if backend == "native":
-            move_together([matrix.weight for matrix in self._matrices()])
+        move_together([matrix.weight for matrix in self._matrices()])
         self._watch()
 
     def _watch(self) -> None:
@@ -142,8 +139,6 @@ class Prepacking:
             f", adapters merged into copies of {self._collector.adapted} linears" if self._collector.adapted else ""
         )
         left = f", {len(self.left)} linears left to the model, such as {self.left[0]}" if self.left else ""
-        if self.backend != "native":
-            return prepacked + adapted + left
         layers = f"{self.fused} of {len(self._layers)} layers fused"
         others = f", {prepacked}" if self.fused < len(self._layers) else ""
         return f"{layers}{others}{adapted}{left}, {native.isa()}{f', {self.weights}' if self.weights else ''}"
@@ -178,7 +173,7 @@ class Prepacking:
     def _recognise(
         self, index: int, call: LayerCall, attention: AttentionCall | None, batch: RaggedBatch
     ) -> LayerWeights | None:
-        if self.backend != "native" or attention is None:
+        if attention is None:
             return None
         kind = (settings(call.layer), attention[:-1])
         try:
@@ -222,12 +217,12 @@ class Prepacking:
                     "groups": groups_of(linear.weight) if collector.as_stored else None,
                     "transposed": linear.weight is not linear.module.weight,
                 }
-                prepacked_module = PrepackedLinear(linear.module, self.backend, weights=weights, **options)
-            elif self.backend == "native" and hasattr(module, "down_proj"):
+                prepacked_module = PrepackedLinear(linear.module, weights=weights, **options)
+            elif hasattr(module, "down_proj"):
                 mlp = single(collector, module)
                 same = mlp.gated and same_mlp(module, PrepackedGatedMLP)
                 prepacked_module = PrepackedGatedMLP(mlp.gate_up, mlp.down, mlp.activation) if same else None
-            elif self.backend == "native" and hasattr(module, "weight"):
+            elif hasattr(module, "weight"):
                 prepacked_module = PrepackedNorm(*collector.norm(owner, name))
         except Exception as reason:  # as above
             if is_linear(module):
