@@ -44,10 +44,10 @@ def save_target(folder: Path, seed: int = 0, **overrides: object) -> Path:
     return folder
 
 
-def save_prompts(path: Path, count: int = 12, extra: int = 0) -> Path:
+def save_prompts(path: Path, count: int = 12) -> Path:
     """Users who say random words of different lengths."""
     source = random.Random(0)
-    words = ["".join(source.choices(ascii_lowercase, k=6 + extra + 7 * number % 20)) for number in range(count)]
+    words = ["".join(source.choices(ascii_lowercase, k=6 + 7 * number % 20)) for number in range(count)]
     path.write_text("".join(json.dumps({"messages": [{"role": "user", "content": word}]}) + "\n" for word in words))
     return path
 

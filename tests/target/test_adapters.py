@@ -141,15 +141,6 @@ def test_speculative_bfloat16_equals_plain_decoding(weights):
     assert len(found) == len(PROMPTS)
 
 
-def test_greedy_tokens_are_those_of_the_model_itself():
-    model = adapted()
-    output = builders.plain(RaggedModel(model, kernels="native")).generate(
-        **left_padded(PROMPTS[:1]), max_new_tokens=12, do_sample=False, eos_token_id=None, return_dict_in_generate=True
-    )
-    expected = greedy_reference(model, PROMPTS[:1], max_new_tokens=12, eos_token_id=None)
-    assert new_tokens(output.sequences, PROMPTS[:1], output.stats.emitted) == expected
-
-
 def test_generate_of_the_wrapped_model():
     model, options = adapted(), {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
     decoder = builders.ems_sd(model, length=3)

@@ -296,13 +296,6 @@ def test_reserved_rows_are_nobodys_until_they_are_written():
     assert cache.reserve(samples, [0, 0]) == [(places[0][0], 5), (places[1][0], 2)]
 
 
-def test_a_reservation_that_fails_loses_nothing():
-    cache, samples = opened([10, 10], max_tokens=36)
-    with pytest.raises(CacheOverflow, match="may hold 36 tokens"):
-        cache.reserve(samples, [3, 30])
-    assert [contents(cache, sample) for sample in samples] == [[*range(10)], [*range(100, 110)]]
-
-
 @pytest.mark.parametrize("rows", [[1, 0], [0, 0], [3], [-1]])
 def test_only_ascending_rows_of_the_tree_can_be_kept(rows):
     cache, (sample,) = opened([2])

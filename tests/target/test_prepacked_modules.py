@@ -62,14 +62,6 @@ def test_prepacked_logits_equal_plain_ones(architecture):
         assert torch.equal(tensor, weights[name]), name
 
 
-def test_what_is_not_fused_is_replaced_part_by_part():
-    found = {
-        type(prepacked_module)
-        for prepacked_module in prepacked_modules(RaggedModel(small("olmo2", head_dim=8), kernels="native"))
-    }
-    assert found == {PrepackedLinear, PrepackedNorm, PrepackedGatedMLP}
-
-
 @pytest.mark.parametrize("architecture", ["mistral", "gemma2", "gemma3_text"])
 def test_layers_of_several_kinds(architecture):
     """Sliding windows in some layers only; gemma3 also rotates them differently, so they take several calls."""
@@ -111,13 +103,13 @@ def test_scaled_rotations(rope):
 
 
 def test_sizes_that_the_kernels_do_not_know():
-    model = small(head_dim=8)
+    """What is not fused is replaced part by part."""
+    model = small("olmo2", head_dim=8)
     target = RaggedModel(model, kernels="native")
     assert target.prepacking.fused == 0
     assert not target.row_invariant
-    assert {PrepackedLinear, PrepackedGatedMLP} <= {
-        type(prepacked_module) for prepacked_module in prepacked_modules(target)
-    }
+    found = {type(prepacked_module) for prepacked_module in prepacked_modules(target)}
+    assert found == {PrepackedLinear, PrepackedNorm, PrepackedGatedMLP}
     assert_close(logits(target), logits(plain(model)), **ROUNDING)
 
 
@@ -171,39 +163,24 @@ def scaled(tensor):
     return tensor.detach() * 1.25
 
 
+def scaled_state(model):
+    return {name: scaled(tensor) for name, tensor in model.state_dict().items()}
+
+
+@torch.no_grad()
+def write(weight):
+    weight.mul_(1.25)
+
+
 def train(model):
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     model(torch.tensor([[5, 6, 7]])).logits.square().mean().backward()
     optimizer.step()
 
 
-def replace_parameter(model):
-    linear = model.model.layers[1].self_attn.v_proj
-    linear.weight = nn.Parameter(scaled(linear.weight))
-
-
 def assign_data(model):
     weight = model.model.layers[1].self_attn.v_proj.weight
     weight.data = scaled(weight)
-
-
-def write_norm(model):
-    with torch.no_grad():
-        model.model.layers[0].post_attention_layernorm.weight.mul_(1.25)
-
-
-def write_head(model):
-    with torch.no_grad():
-        model.lm_head.weight.mul_(1.25)
-
-
-def add_adapter(model):
-    attention = model.model.layers[0].self_attn
-    attention.q_proj = Lora(attention.q_proj)
-
-
-def replace_mlp(model):
-    model.model.layers[0].mlp = copy.deepcopy(model.model.layers[1].mlp)
 
 
 def copied(model, part):
@@ -227,38 +204,33 @@ def replace_activation(model):
         layer.mlp.act_fn = nn.ReLU()
 
 
-def replace_last_norm(model):
-    model.model.norm = nn.LayerNorm(64)
+def replace(path, make):
+    """Puts something else into a place of the model, made of what was there."""
+
+    def change(model):
+        place, _, name = path.rpartition(".")
+        owner = model.get_submodule(place)
+        setattr(owner, name, make(getattr(owner, name)))
+
+    return change
 
 
-def load_state(model):
-    model.load_state_dict({name: scaled(tensor) for name, tensor in model.state_dict().items()})
-
-
-def load_state_by_assignment(model):
-    model.load_state_dict({name: scaled(tensor) for name, tensor in model.state_dict().items()}, assign=True)
-
-
-def to_bfloat16(model):
-    model.to(torch.bfloat16)
-
-
-CHANGES = [
-    train,
-    replace_parameter,
-    assign_data,
-    write_norm,
-    write_head,
-    add_adapter,
-    replace_mlp,
-    replace_layer,
-    replace_list,
-    replace_activation,
-    replace_last_norm,
-    load_state,
-    load_state_by_assignment,
-    to_bfloat16,
-]
+CHANGES = {
+    "train": train,
+    "parameter": replace("model.layers.1.self_attn.v_proj.weight", lambda weight: nn.Parameter(scaled(weight))),
+    "data": assign_data,
+    "written norm": lambda model: write(model.model.layers[0].post_attention_layernorm.weight),
+    "written head": lambda model: write(model.lm_head.weight),
+    "adapter": replace("model.layers.0.self_attn.q_proj", Lora),
+    "mlp": lambda model: replace("model.layers.0.mlp", lambda _: copy.deepcopy(model.model.layers[1].mlp))(model),
+    "layer": replace_layer,
+    "list": replace_list,
+    "activation": replace_activation,
+    "last norm": replace("model.norm", lambda _: nn.LayerNorm(64)),
+    "state": lambda model: model.load_state_dict(scaled_state(model)),
+    "assigned state": lambda model: model.load_state_dict(scaled_state(model), assign=True),
+    "bfloat16": lambda model: model.to(torch.bfloat16),
+}
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -266,19 +238,19 @@ def test_a_change_is_noticed_once(change):
     model = small()
     target = RaggedModel(model, kernels="native")
     before = logits(target)
-    change(model)
+    CHANGES[change](model)
     expected = logits(plain(model))
     with pytest.warns(UserWarning, match="changed after they were prepacked") as caught:
         found = logits(target)
     assert len(caught) == 1
-    rounding = {"rtol": 0.05, "atol": 0.1} if change is to_bfloat16 else ROUNDING
+    rounding = {"rtol": 0.05, "atol": 0.1} if change == "bfloat16" else ROUNDING
     assert_close(found, expected, **rounding)
     assert not torch.allclose(found.float(), before, atol=1e-3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(logits(target), found)  # and then no more
-    assert target.prepacking.fused == (1 if change is add_adapter else 2)
-    assert target.row_invariant == (change is not add_adapter)
+    assert target.prepacking.fused == (1 if change == "adapter" else 2)
+    assert target.row_invariant == (change != "adapter")
 
 
 def test_a_wrapper_that_does_not_look_would_be_seen():
@@ -286,7 +258,7 @@ def test_a_wrapper_that_does_not_look_would_be_seen():
     model = small()
     target = RaggedModel(model, kernels="native")
     target.prepacking.current = lambda: True
-    load_state(model)
+    CHANGES["state"](model)
     assert not torch.allclose(logits(target), logits(plain(model)), atol=1e-2)
 
 
@@ -341,9 +313,10 @@ def test_turned_off_after_packing(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "olmo2", "gpt2", "opt"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "olmo2", "gpt2", "opt", "qwen2_moe"])
 @pytest.mark.parametrize(("weights", "most"), [("int8-weight-only", 0.05), ("int8", 0.05), ("int4", 0.3)])
 def test_fewer_bits_cost_little(weights, most, architecture, dtype):
+    """The router of a mixture keeps its own, so that nearly all rows take the experts that they would take."""
     model = small(architecture)
     exact = logits(plain(model))
     spread = (exact - exact.mean(dim=-1, keepdim=True)).square().mean().sqrt()
@@ -351,6 +324,8 @@ def test_fewer_bits_cost_little(weights, most, architecture, dtype):
     error = (logits(target).float() - exact).square().mean().sqrt() / spread
     assert 1e-4 < error < most
     assert target.row_invariant == (architecture != "opt")
+    if architecture == "qwen2_moe":
+        assert target.prepacking.stack[0].experts.router.weight.dtype == dtype
 
 
 def test_the_head_of_4_bit_weights_keeps_8():
@@ -372,11 +347,6 @@ def test_a_wrong_mask_is_noticed_with_any_weights(weights, monkeypatch):
     what = "packed logits differ from single ones" + (f" with {weights} weights" if weights else "")
     with pytest.raises(UnsupportedModel, match=what):
         RaggedModel(small(), kernels="native", weights=weights)
-
-
-def test_8_bit_weights_need_the_kernels():
-    with pytest.raises(ValueError, match="int8 weights need the native kernels: use kernels='native'"):
-        RaggedModel(small(), kernels="torch", weights="int8")
 
 
 # The prepacked module of a linear

@@ -91,25 +91,6 @@ def test_a_wrong_position_or_ancestor_would_be_seen(architecture):
         assert error < 1e-4 if not fault else error > 1e-2
 
 
-def test_rows_of_a_tree_may_come_level_by_level():
-    """As model-based drafters feed them; the keys of the levels above lie behind the committed ones."""
-    model, topology = tiny("mistral"), TREES[2]
-    target = RaggedModel(model, kernels="torch")
-    cache, samples = prefilled(target, PROMPTS[:1])
-    mask, tokens = SlicedCausalMask(topology), random_tokens(0)[2]
-    packed = torch.cat(
-        [
-            target(
-                torch.tensor([tokens[node] for node in level]),
-                cache.lay_out(samples, [[depth] * len(level)], mask.select(level, range(level.stop))),
-                cache,
-            )
-            for depth, level in enumerate(topology.levels)
-        ]
-    )
-    assert_close(packed, single_paths(model, PROMPTS[:1], [tokens], [topology]), **ROUNDING)
-
-
 def test_only_the_wanted_rows_get_logits():
     model = tiny()
     target = RaggedModel(model, kernels="torch")

@@ -220,7 +220,9 @@ def test_other_drafters_come_without_a_decider(tmp_path, monkeypatch, kind):
     asked, shown = small(monkeypatch), StringIO()
     target = Target(str(save_target(tmp_path / "target", max_position_embeddings=256)))
     trained = demo.train_demo(Console(file=shown, width=200), target, tmp_path / "out", kind, conversations=8)
-    assert json.loads((trained / "config.json").read_text())["model_type"] == f"arbordraft_{kind}"
+    config = json.loads((trained / "config.json").read_text())
+    assert config["model_type"] == f"arbordraft_{kind}"
+    assert config["acceptance"]
     assert len(asked) == 1
     assert not (tmp_path / "out" / "decider").exists()
     assert "61 tokens, hidden size 32" in shown.getvalue()

@@ -10,8 +10,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from support.chats import chat_tokenizer
-from support.tiny_training import RECIPE, TRAINER, data, module, save_config, save_prompts, save_target, save_world
+from support.tiny_training import TRAINER, data, module, save_config, save_target, save_world
 
 from arbordraft import EagleDrafter, RaggedModel
 from arbordraft.training import drafter_module
@@ -19,7 +18,6 @@ from arbordraft.training.drafter_module import DrafterModule, TrainingDiverged, 
 from arbordraft.training.fit import run
 from arbordraft.training.recording import Recorder
 from arbordraft.training.shards import ShardError
-from arbordraft.training.targets import Target
 
 
 @pytest.fixture(scope="module")
@@ -49,31 +47,6 @@ def fit(world, output, *callbacks, every=3, model=None, source=None, **settings)
 def small(world, **changes):
     """Data that are not there yet."""
     return data(world, folder=str(world / "fresh"), **changes)
-
-
-def test_targets_without_a_chat_template(world, tmp_path):
-    tokenizer = chat_tokenizer()
-    tokenizer.chat_template = None
-    (world / "target" / "chat_template.jinja").unlink()
-    tokenizer.save_pretrained(world / "target")
-    with pytest.raises(ValueError, match=r"no chat template.*--data.target.chat_template"):
-        fit(world, tmp_path, source=small(world))
-
-
-def test_long_prompts_are_left_out(world, tmp_path):
-    long = {"messages": [{"role": "user", "content": "a" * 60}]}
-    with (world / "prompts.jsonl").open("a") as file:
-        file.write(json.dumps(long))
-    recipe = {"conversations": 13, "per_shard": 13, "max_new_tokens": 16, "max_tokens": 64}
-    source = small(world, recipe=type(RECIPE)(**recipe))
-    fit(world, tmp_path, source=source, max_steps=1)
-    assert len(source.shards[0]) == 24, "two answers for each of twelve prompts"
-
-
-def test_prompts_that_all_are_too_long(world, tmp_path):
-    save_prompts(world / "prompts.jsonl", extra=60)
-    with pytest.raises(ShardError, match=r"tokens-00000.* would be empty.*raise max_tokens"):
-        fit(world, tmp_path, source=small(world))
 
 
 def test_holding_out_everything(world, tmp_path):
@@ -129,22 +102,10 @@ def test_hidden_states_of_before_there_were_normalisers(world, tmp_path):
         assert all(torch.equal(found[name][real], expected[path][name][real]) for name in expected[path])
 
 
-def test_data_of_another_target(world, tmp_path):
-    save_target(world / "other", seed=1)
-    other = data(world, target=Target(str(world / "other"), dtype="float32", kernels="torch"))
-    with pytest.raises(ShardError, match=r"begun with another (model|target).*choose another folder"):
-        fit(world, tmp_path, source=other)
-
-
 def test_data_of_a_target_that_changed_in_its_place(world, tmp_path):
     save_target(world / "target", seed=1)
     with pytest.raises(ShardError, match=r"begun with another target.*choose another folder"):
         fit(world, tmp_path)
-
-
-def test_another_recipe_for_the_same_folder(world, tmp_path):
-    with pytest.raises(ShardError, match=r"begun with another recipe.max_new_tokens: 16 instead of 12.*old settings"):
-        fit(world, tmp_path, source=data(world, recipe=type(RECIPE)(12, 4, max_new_tokens=12, max_tokens=64)))
 
 
 def test_training_begins_where_another_ended(world, tmp_path):
@@ -156,16 +117,6 @@ def test_training_begins_where_another_ended(world, tmp_path):
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     with pytest.raises(ValueError, match="no trained drafter"):
         fit(world, tmp_path / "none", model=module(begin_with=str(tmp_path / "nothing")), max_steps=1)
-
-
-def test_drafters_of_another_target(finished, tmp_path):
-    best = finished / "results" / "best"
-    assert EagleDrafter.from_pretrained(best, Target(str(finished / "target"), dtype="float32").load())
-    changes = {"vocabulary of 61": {"vocab_size": 59}, "states of size 32": {"hidden_size": 64}, "fingerprint": {}}
-    for place, (message, change) in enumerate(changes.items()):
-        other = save_target(tmp_path / str(place), seed=1, **change)
-        with pytest.raises(ValueError, match=message):
-            EagleDrafter.from_pretrained(best, Target(str(other), dtype="float32", kernels="torch").load())
 
 
 class Spoil(Callback):
