@@ -1,8 +1,6 @@
 """The chat: what is answered, obeyed and shown, line by line from a pipe."""
 
 import io
-import subprocess
-import sys
 import time
 
 import pytest
@@ -20,7 +18,6 @@ from arbordraft.cli.main import app
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.trees.draft_tree import SampleTree, SampleVerdict
 
-CHAT = [sys.executable, "-c", "from arbordraft.cli.main import main; main()", "chat"]
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
@@ -191,16 +188,3 @@ def test_typed_lines_go_through_prompt_toolkit(session, tmp_path, monkeypatch):
     history = tmp_path / "chat-history"
     assert "+abc" in history.read_text()
     assert history.stat().st_mode & 0o077 == 0
-
-
-def test_a_real_process_answers_a_pipe(tmp_path):
-    done = subprocess.run(
-        [*CHAT, "--model", checkpoint(tmp_path), "--drafter", "none", "--max-new-tokens", "4", "--kernels", "torch"],
-        input="ab\n",
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    assert done.stdout.strip()

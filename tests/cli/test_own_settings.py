@@ -1,14 +1,12 @@
 """Commands that decode text follow the model's own generation_config, or are told to leave it out."""
 
 import json
-import sys
 
 import pytest
 from support.models import tiny_checkpoint
 from typer.testing import CliRunner
 
 from arbordraft import load
-from arbordraft.cli import serve
 from arbordraft.cli.main import app
 
 
@@ -57,13 +55,3 @@ def test_commands_say_what_complete_says(folder, command, tmp_path):
     assert texts["model"] != texts["none"]
     for source, text in texts.items():
         assert said(folder, command, source, tmp_path) == text
-
-
-@pytest.mark.parametrize(("option", "source"), [([], "model"), (["--generation-config", "none"], "none")])
-def test_serve_tells_its_decoder(monkeypatch, folder, option, source):
-    made = []
-    monkeypatch.setattr(serve, "Engine", lambda decoder, **_: made.append(decoder) or sys.exit("made"))
-    CliRunner().invoke(
-        app, ["serve", folder, "--port", "0", "--drafter", "none", "--kernels", "torch", "--max-rows", "9", *option]
-    )
-    assert [decoder.generation_config for decoder in made] == [source]

@@ -80,40 +80,48 @@ def test_a_taken_port_is_told_before_the_model_is_read(monkeypatch):
     assert "cannot listen on 127.0.0.1" in str(result.exception)
 
 
-@pytest.mark.parametrize(("option", "rows"), [([], 123), (["--max-rows", "7"], 7)], ids=["by costs", "as told"])
-def test_how_many_tokens_are_read_at_a_time(monkeypatch, folder, option, rows):
-    made: dict[str, int] = {}
-    monkeypatch.setattr(module, "rows_within", lambda target: 123)
-    monkeypatch.setattr(module, "Engine", lambda decoder, **options: made.update(options) or sys.exit("made"))
-    CliRunner().invoke(app, ["serve", folder, "--port", "0", "--drafter", "none", "--kernels", "torch", *option])
-    assert made["max_rows"] == rows
+@pytest.fixture
+def made(monkeypatch, folder):
+    """The app that a command with some options would serve."""
+
+    def make(*options):
+        apps = []
+        monkeypatch.setattr(module, "rows_within", lambda target: 123)
+        monkeypatch.setattr(server, "Server", lambda made, **_: apps.append(made) or sys.exit("made"))
+        command = ["serve", folder, "--port", "0", "--drafter", "none", "--kernels", "torch", *options]
+        CliRunner().invoke(app, command)
+        return apps[0]
+
+    return make
 
 
-@pytest.mark.parametrize(("option", "told"), [([], True), (["--reasoning", "off"], False)], ids=["auto", "off"])
-def test_whether_thoughts_are_told_from_answers(monkeypatch, folder, option, told):
-    apps = []
-    monkeypatch.setattr(server, "Server", lambda made, **_: apps.append(made) or sys.exit("made"))
-    CliRunner().invoke(app, ["serve", folder, "--port", "0", "--drafter", "none", "--kernels", "torch", *option])
-    assert apps[0].state.service.reasoning is told
+DEFAULTS = {"generation_config": "model", "max_rows": 123, "reasoning": True}
 
 
-def test_origins_are_allowed_one_by_one(monkeypatch, folder):
-    apps = []
-    monkeypatch.setattr(server, "Server", lambda made, **_: apps.append(made) or sys.exit("made"))
+@pytest.mark.parametrize(
+    ("options", "others"),
+    [
+        ([], {}),
+        (["--max-rows", "7"], {"max_rows": 7}),
+        (["--reasoning", "off"], {"reasoning": False}),
+        (["--generation-config", "none"], {"generation_config": "none"}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_options_reach_what_is_served(made, options, others):
+    service = made(*options).state.service
+    engine = service.engine
+    found = (engine.decoder.generation_config, engine.max_rows, service.reasoning)
+    assert dict(zip(DEFAULTS, found, strict=True)) == DEFAULTS | others
+
+
+def test_origins_are_allowed_one_by_one(made):
     origins = ["http://localhost:3000", "https://chat.example.org"]
     options = [part for origin in origins for part in ("--cors", origin)]
-    CliRunner().invoke(app, ["serve", folder, "--port", "0", "--drafter", "none", "--kernels", "torch", *options])
-    client = TestClient(apps[0])
+    client = TestClient(made(*options))
     for origin in (*origins, "https://example.org"):
         granted = client.get("/v1/models", headers={"Origin": origin}).headers.get("Access-Control-Allow-Origin")
         assert granted == (origin if origin in origins else None)
-
-
-def test_a_wrong_origin_is_told_before_the_model_is_read(monkeypatch):
-    monkeypatch.setattr(module, "load_decoder", lambda *_, **__: pytest.fail("read"))
-    result = CliRunner().invoke(app, ["serve", "nothing", "--port", "0", "--cors", "localhost:3000"])
-    assert isinstance(result.exception, ValueError)
-    assert "write scheme://host:port" in str(result.exception)
 
 
 def test_missing_libraries_are_named(monkeypatch):
@@ -121,12 +129,3 @@ def test_missing_libraries_are_named(monkeypatch):
     result = CliRunner().invoke(app, ["serve"])
     assert isinstance(result.exception, ImportError)
     assert str(result.exception) == "serving needs uvicorn; run: pip install 'arbordraft[serve]'"
-
-
-def test_trace_writes_a_page(folder, tmp_path):
-    file = tmp_path / "page.html"
-    arguments = ["trace", "hello", "-o", str(file), "--model", folder, "--drafter", "ngram", "--kernels", "torch"]
-    result = CliRunner().invoke(app, [*arguments, "--max-new-tokens", "9", "--temperature", "1", "--seed", "2"])
-    assert result.exit_code == 0, result.output
-    assert "9 tokens in " in result.output
-    assert '"model": ' in file.read_text()

@@ -161,6 +161,8 @@ def test_a_runtime_refuses_what_does_not_fit(graph, change, message):
 
 # What is not the definition is not written
 
+WORDS_OF = reference.words_of
+
 
 @pytest.mark.parametrize(
     ("name", "value"),
@@ -172,8 +174,13 @@ def test_a_runtime_refuses_what_does_not_fit(graph, change, message):
         ("TERMS", 10),
         ("LN2", float(np.float32(reference.LN2))),
         ("counters_for", lambda vocabulary: -(-vocabulary // 64) * 16),
+        ("words_of", lambda *given: WORDS_OF(*given)[::-1]),
+        ("words_of", lambda *given: WORDS_OF(*given)[:1] * 2),
     ],
-    ids=["multiplier", "order of multipliers", "order of key steps", "rounds", "terms", "float32", "rounded up"],
+    ids=[
+        *("multiplier", "order of multipliers", "order of key steps", "rounds", "terms", "float32", "rounded up"),
+        *("halves swapped", "one half twice"),
+    ],
 )
 def test_another_definition_is_refused(monkeypatch, tmp_path, name, value):
     def other(opset):
@@ -182,27 +189,6 @@ def test_another_definition_is_refused(monkeypatch, tmp_path, name, value):
             return noise.draw_graph(opset)
 
     with pytest.raises(ParityError, match=r"draw\.onnx"):
-        write(lambda: [replace(noise.draw(), build=other)], tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("change", "output"),
-    [
-        (lambda words: words[::-1], "token|scores"),
-        (lambda words: (words[0], words[0]), "token|scores"),
-    ],
-    ids=["halves swapped", "one half twice"],
-)
-def test_another_order_of_words_is_refused(monkeypatch, tmp_path, change, output):
-    known = reference.words_of
-
-    def other(opset):
-        with monkeypatch.context() as patch:
-            patch.setattr(reference, "words_of", lambda *given: change(known(*given)))
-            return noise.draw_graph(opset)
-
-    with pytest.raises(ParityError, match=rf"draw\.onnx: ({output}) differ from the network's own for Shape"):
         write(lambda: [replace(noise.draw(), build=other)], tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 

@@ -20,7 +20,6 @@ from arbordraft import (
     Lifted,
     Matching,
     NGramDrafter,
-    NoDrafter,
     RecursiveRejection,
     SpecHub,
     SpeculativeDecoder,
@@ -241,7 +240,3 @@ def test_the_law_is_the_masked_targets(name):
 
 def test_another_law_is_noticed():
     assert p_value("shared noise", Careless()) < 1e-6
-
-
-def test_plain_decoding_drafts_nothing():
-    assert decoded(SpeculativeDecoder(speller(), NoDrafter()), 0.0)[1].tau == 1

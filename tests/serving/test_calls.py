@@ -3,12 +3,12 @@
 import json
 
 import pytest
+from support import callers
 from support.callers import BARE, LISTED, MARKS, TAGGED, TEMPLATES, TOKENS, caller_tokenizer
 from support.chats import CHATML, chat_tokenizer
 from support.models import EOS
 
 from arbordraft.decoding.streams import Event
-from arbordraft.grammars import Grammar, GrammarCompiler
 from arbordraft.serving.calls import call_format
 from arbordraft.serving.pieces import Speller
 from arbordraft.serving.reading import CallReader
@@ -39,18 +39,10 @@ def written(form, calls, words=""):
 
 
 def follows(tokenizer, text, **asked):
-    """Whether the grammar lets a model write a text, or several that are spelt one by one, and end there."""
-    form = call_format(tokenizer, [EOS])
+    """Whether the format's grammar lets a model write a text, or several that are spelt one by one, and end there."""
     settings = {"required": False, "parallel": True, "answer": None, **asked}
-    state = GrammarCompiler(tokenizer, len(tokenizer))(Grammar.lark(form.grammar(TOOLS, **settings)), [EOS]).fork()
-    texts = [text] if isinstance(text, str) else text
-    tokens = [token for one in texts for token in tokenizer(one, add_special_tokens=False)["input_ids"]]
-    for token in [*tokens, EOS]:
-        allowed = state.allowed()
-        if allowed is None or token not in allowed:
-            return False
-        state.accept(token)
-    return True
+    grammar = call_format(tokenizer, [EOS]).grammar(TOOLS, **settings)
+    return callers.follows(tokenizer, grammar, [text] if isinstance(text, str) else text)
 
 
 @pytest.mark.parametrize("how", HOW)

@@ -5,12 +5,9 @@ import random
 import openai
 import pytest
 import torch
-from support.chats import chat_tokenizer
-from support.models import tiny
-from support.served import POSITIONS, serving, tiny_decoder
+from support.served import poisoned_decoder, serving, tiny_decoder
 from support.spellings import KINDS, drawn
 
-from arbordraft import NGramDrafter, RaggedModel, SpeculativeDecoder, TreeTopology
 from arbordraft.decoding.spelling import Spelling
 from arbordraft.decoding.state import TokenLogprobs
 from arbordraft.decoding.streams import Event
@@ -76,13 +73,9 @@ def test_what_is_wrong_with_one_prompt_refuses_all(served, client):
 
 
 def test_one_answer_that_fails_ends_the_others():
-    model = tiny(max_position_embeddings=POSITIONS)
-    tokenizer = chat_tokenizer()
-    nine = tokenizer.convert_tokens_to_ids("9")
-    with torch.no_grad():
-        model.get_input_embeddings().weight[nine] = float("nan")
-    target = RaggedModel(model, tokenizer, kernels="torch", self_test=False)
-    with serving(SpeculativeDecoder(target, NGramDrafter(), TreeTopology.chain(3))) as served:
+    decoder = poisoned_decoder()
+    nine = decoder.target.tokenizer.convert_tokens_to_ids("9")
+    with serving(decoder) as served:
         settings = {"max_tokens": 400, "logit_bias": {str(nine): -100}, "extra_body": {"ignore_eos": True}}
         with pytest.raises(openai.InternalServerError) as failure:
             complete(served.client, ["abc", "9"], **settings)

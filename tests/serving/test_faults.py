@@ -8,15 +8,12 @@ import time
 import httpx
 import openai
 import pytest
-import torch
-from support.chats import chat_tokenizer
 from support.models import tiny
-from support.served import POSITIONS, serving, tiny_decoder
+from support.served import POSITIONS, poisoned_decoder, serving, tiny_decoder
 
-from arbordraft import NGramDrafter, RaggedModel, SpeculativeDecoder, TreeTopology
+from arbordraft import NGramDrafter, RaggedModel, SpeculativeDecoder
 from arbordraft.decoding.engine import Engine
 from arbordraft.serving.app import build_app
-from arbordraft.serving.server import bound
 from arbordraft.serving.service import Service
 
 HELLO = [{"role": "user", "content": "hello there"}]
@@ -112,15 +109,6 @@ def test_wrong_requests_are_refused_by_name(served, name):
     assert chat(served.client, max_tokens=2).usage.completion_tokens <= 2  # and the next one is answered
 
 
-def test_what_another_page_can_post_is_refused(served):
-    """Browsers send a text without asking the server, JSON only to pages that it allows."""
-    reply = httpx.post(
-        f"{served.url}/v1/completions", content='{"prompt": "a"}', headers={"Content-Type": "text/plain"}
-    )
-    assert reply.status_code == 400
-    assert "Access-Control-Allow-Origin" not in reply.headers
-
-
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "nowhere", 404), ("GET", "v1/completions", 405)])
 def test_wrong_addresses(served, method, path, status):
     reply = httpx.request(method, f"{served.url}/{path}")
@@ -207,19 +195,9 @@ def test_a_crowd_is_answered_or_told_to_come_again():
         assert (served.engine.living, served.engine.waiting) == (0, 0)
 
 
-def poisoned():
-    """A decoder whose model gives NaN behind any "9", which is drafted only where the text has it."""
-    model = tiny(max_position_embeddings=POSITIONS)
-    tokenizer = chat_tokenizer()
-    with torch.no_grad():
-        model.get_input_embeddings().weight[tokenizer.convert_tokens_to_ids("9")] = float("nan")
-    target = RaggedModel(model, tokenizer, kernels="torch", self_test=False)
-    return SpeculativeDecoder(target, NGramDrafter(), TreeTopology.chain(3))
-
-
 @pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
 def test_nan_fails_its_own_request_alone(streaming):
-    decoder = poisoned()
+    decoder = poisoned_decoder()
     banned = {str(decoder.target.tokenizer.convert_tokens_to_ids("9")): -100}
     with serving(decoder) as served:
         sound = {"seed": 1, "max_tokens": 60, "logit_bias": banned}
@@ -236,7 +214,7 @@ def test_nan_fails_its_own_request_alone(streaming):
 
 
 def test_what_fails_in_the_middle_of_a_stream_is_an_event_of_it():
-    decoder = poisoned()
+    decoder = poisoned_decoder()
     nine = decoder.target.tokenizer.convert_tokens_to_ids("9")
     with serving(decoder) as served:
         said = []
@@ -246,29 +224,16 @@ def test_what_fails_in_the_middle_of_a_stream_is_an_event_of_it():
         assert said == ["9"]
 
 
-def test_an_engine_that_stumbles_says_so_and_goes_on(served, monkeypatch):
-    engine = served.engine
-
-    def stumbles(state):
-        monkeypatch.undo()
-        raise MemoryError("no more")
-
-    monkeypatch.setattr(engine.decoder.stepper, "step", stumbles)
-    with pytest.raises(openai.InternalServerError) as failure:
-        chat(served.client)
-    assert failure.value.code == "internal_error"
-    assert "no more" not in str(failure.value)  # what happens inside is for the log
-    assert chat(served.client, max_tokens=2).choices
-
-
 def test_health_tells_of_an_engine_that_only_fails(served, monkeypatch):
     def status():
         return httpx.get(f"{served.url}/health").status_code
 
     monkeypatch.setattr(served.engine.decoder.stepper, "step", lambda state: 1 / 0)
     for expected in (200, 200, 503):
-        with pytest.raises(openai.InternalServerError):
+        with pytest.raises(openai.InternalServerError) as failure:
             chat(served.client)
+        assert failure.value.code == "internal_error"
+        assert "division" not in str(failure.value)  # what happens inside is for the log
         assert status() == expected
     monkeypatch.undo()
     assert chat(served.client, max_tokens=2).choices
@@ -310,13 +275,6 @@ def test_what_does_not_end_in_time_is_told():
         served.stop()
         with pytest.raises(openai.APIError, match="shutting down"):
             list(stream)
-
-
-def test_an_address_that_is_taken_is_an_early_error():
-    with bound("127.0.0.1", 0) as listener:
-        listener.listen()
-        with pytest.raises(ValueError, match="cannot listen on 127"):
-            bound("127.0.0.1", listener.getsockname()[1])
 
 
 @pytest.mark.parametrize(

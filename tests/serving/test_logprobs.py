@@ -46,7 +46,8 @@ def test_tokens_join_to_the_text(kind):
 
         choice, chunks = shown(TextShape, pieces)
         told = choice.logprobs
-        assert "".join(told.tokens) == choice.text == "".join(chunk.text for chunk in chunks)
+        assert "".join(told.tokens) == choice.text
+        assert ["".join(chunk.logprobs.tokens) for chunk in chunks] == [chunk.text for chunk in chunks]
         assert told.token_logprobs == [-float(i) for i in range(len(tokens))]
         assert told.text_offset == [len("".join(told.tokens[:at])) for at in range(len(tokens))]
         for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):

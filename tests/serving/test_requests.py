@@ -230,6 +230,7 @@ def test_mixed_prompts_are_named(http, prompt):
 
 
 def test_other_media_types_are_told_of_json(http):
+    """And so a page of another origin cannot ask: browsers send it JSON only where the server allows that."""
     for kind in ({"Content-Type": "text/plain"}, {}):
         reply = http.post("/v1/completions", content='{"prompt": "a"}', headers=kind)
         assert reply.status_code == 400

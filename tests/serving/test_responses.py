@@ -45,7 +45,7 @@ def respond(client, input="hello there", **settings):
 
 
 def chat(client, messages=({"role": "user", "content": "hello there"},), **settings):
-    return client.chat.completions.create(model="tiny", messages=list(messages), **settings).choices[0]
+    return client.chat.completions.create(model="tiny", messages=list(messages), **settings)
 
 
 def items(output):
@@ -87,7 +87,8 @@ ASKED = {
 @pytest.mark.parametrize("name", ASKED)
 def test_answers_are_those_of_a_chat(client, name):
     asked, same = ASKED[name]
-    reply, expected = respond(client, **asked), chat(client, **same)
+    reply, whole = respond(client, **asked), chat(client, **same)
+    (expected,) = whole.choices
     calls = [item for item in reply.output if item.type == "function_call"]
     assert reply.output_text == (expected.message.content or "")
     known = [(call.function.name, call.function.arguments) for call in expected.message.tool_calls or ()]
@@ -100,6 +101,10 @@ def test_answers_are_those_of_a_chat(client, name):
     assert [item.status for item in reply.output] == ["completed"] * (len(reply.output) - 1) + [reply.status]
     assert reply.error is None
     Response.model_validate(reply.to_dict())
+    usage, known = reply.usage, whole.usage
+    assert (usage.input_tokens, usage.output_tokens) == (known.prompt_tokens, known.completion_tokens)
+    assert usage.total_tokens == known.total_tokens
+    assert usage.output_tokens_details.target_forwards == known.completion_tokens_details.target_forwards
 
 
 @pytest.mark.parametrize("name", ASKED)
@@ -150,18 +155,9 @@ def test_pydantic_models_come_back(client):
     assert reply.text.format.name == "Animal"
 
 
-def test_usage_counts_as_a_chat_does(client):
-    usage = respond(client, seed=3).usage
-    asked = {"model": "tiny", "messages": [{"role": "user", "content": "hello there"}], "seed": 3}
-    known = client.chat.completions.create(**asked).usage
-    assert (usage.input_tokens, usage.output_tokens) == (known.prompt_tokens, known.completion_tokens)
-    assert usage.total_tokens == known.total_tokens
-    assert usage.output_tokens_details.target_forwards == known.completion_tokens_details.target_forwards
-
-
 def test_log_probabilities_can_be_had(client):
     asked = {"seed": 3, "include": ["message.output_text.logprobs"], "top_logprobs": 2, "max_output_tokens": 8}
-    expected = chat(client, seed=3, logprobs=True, top_logprobs=2, max_tokens=8).logprobs.content
+    expected = chat(client, seed=3, logprobs=True, top_logprobs=2, max_tokens=8).choices[0].logprobs.content
     (part,) = respond(client, **asked).output[0].content
     deltas = [event.logprobs for event in respond(client, stream=True, **asked) if event.type.endswith("text.delta")]
     for found in (part.logprobs, [known for delta in deltas for known in delta]):
@@ -220,7 +216,8 @@ def test_items_are_messages(served, client, name):
     assert asked.encode(tokenizer, calls) == known.encode(tokenizer, calls)
     assert [said.reasoning_content for said in asked.messages] == [said.reasoning_content for said in known.messages]
     reply = respond(client, given, seed=3, tools=FLAT, max_output_tokens=5)
-    assert reply.output_text == (chat(client, messages, seed=3, tools=TOOLS, max_tokens=5).message.content or "")
+    (expected,) = chat(client, messages, seed=3, tools=TOOLS, max_tokens=5).choices
+    assert reply.output_text == (expected.message.content or "")
 
 
 @pytest.mark.parametrize("begun", [[], [{"role": "system", "content": "in verse"}]], ids=["alone", "before others"])

@@ -112,26 +112,6 @@ def test_answers_are_json_as_the_engine_writes_it(served, client, name, temperat
     assert said == texts
 
 
-@pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
-def test_log_probabilities_spell_characters_of_several_tokens(client, streaming):
-    settings = {
-        "response_format": json_format({"const": "\u00e9\u6771\U0001f642"}),
-        "logprobs": True,
-        "top_logprobs": 2,
-    }
-    reply = chat(client, stream=streaming, **settings)
-    choices = [one.choices[0] for one in reply] if streaming else reply.choices
-    words = [choice.delta.content if streaming else choice.message.content for choice in choices]
-    tokens = [token for choice in choices for token in choice.logprobs.content]
-    assert "".join(words) == '"\u00e9\u6771\U0001f642"'
-    assert "".join(token.token for token in tokens) == "".join(words)
-    assert b"".join(bytes(token.bytes) for token in tokens) == "".join(words).encode()
-    assert len(tokens) > len("".join(words)) + 5
-    for choice, said in zip(choices, words, strict=True):
-        assert "".join(token.token for token in choice.logprobs.content) == said
-    assert all(other.bytes for token in tokens for other in token.top_logprobs[1:])
-
-
 def test_without_a_format_answers_are_no_json(client):
     assert chat(client, response_format={"type": "text"}, seed=4).choices == chat(client, seed=4).choices
     with pytest.raises(ValueError, match="Expecting value"):

@@ -7,11 +7,10 @@ import pytest
 from fastapi.testclient import TestClient
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
-from support.callers import MARKS, TAGGED, TEMPLATES, caller_tokenizer, speaker
+from support.callers import MARKS, TAGGED, TEMPLATES, caller_tokenizer, follows, speaker
 from support.models import EOS
 
 from arbordraft.decoding.engine import Engine
-from arbordraft.grammars import Grammar, GrammarCompiler
 from arbordraft.serving.app import build_app
 from arbordraft.serving.calls import call_format, embedded
 from arbordraft.serving.service import Service
@@ -105,18 +104,6 @@ def test_tokens_of_thoughts_are_counted():
         for text in [*([] if begun else ["<think>"]), "\n", "a", " b", "</think>", "\n\n", "c"]:
             reader.add(text)
         assert reader.tokens == count
-
-
-def follows(tokenizer, grammar, texts):
-    """Whether a grammar lets a model write texts, each of them spelt by itself, and end there."""
-    state = GrammarCompiler(tokenizer, len(tokenizer))(Grammar.lark(grammar), [EOS]).fork()
-    tokens = [token for text in texts for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
-    for token in [*tokens, EOS]:
-        allowed = state.allowed()
-        if allowed is None or token not in allowed:
-            return False
-        state.accept(token)
-    return True
 
 
 @pytest.mark.parametrize("marked", [True, False], ids=["tokens", "texts"])

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from arbordraft import LanguageModelDrafter, NGramDrafter, RaggedModel, SpeculativeDecoder, TreeTopology
 from arbordraft.drafters import HybridDrafter
+from arbordraft.grammars import Grammar, GrammarCompiler
 from support.models import EOS, tiny
 from support.served import POSITIONS
 from support.spellers import speller_tokenizer
@@ -63,6 +64,18 @@ def caller_tokenizer(template: str, marks: Sequence[str] = (), *, special: bool 
     tokenizer.chat_template = template
     assert tokenizer.eos_token_id == EOS
     return tokenizer
+
+
+def follows(tokenizer: PreTrainedTokenizerFast, grammar: str, texts: Sequence[str]) -> bool:
+    """Whether a grammar lets a model write texts, each of them spelt by itself, and end there."""
+    state = GrammarCompiler(tokenizer, len(tokenizer))(Grammar.lark(grammar), [EOS]).fork()
+    tokens = [token for text in texts for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
+    for token in [*tokens, EOS]:
+        allowed = state.allowed()
+        if allowed is None or token not in allowed:
+            return False
+        state.accept(token)
+    return True
 
 
 def caller(style: str = "tagged", **options: object) -> SpeculativeDecoder:

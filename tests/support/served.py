@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import openai
+import torch
 
 from arbordraft import LanguageModelDrafter, NGramDrafter, RaggedModel, SpeculativeDecoder, TreeTopology
 from arbordraft.decoding.engine import Engine
@@ -25,6 +26,15 @@ def tiny_decoder(**options: object) -> SpeculativeDecoder:
     draft = RaggedModel(tiny(seed=3, max_position_embeddings=POSITIONS), kernels="torch", self_test=False)
     drafter = HybridDrafter(NGramDrafter(), LanguageModelDrafter(draft))
     return SpeculativeDecoder(target, drafter, TreeTopology.from_k_config((2, 2, 1)), **options)
+
+
+def poisoned_decoder() -> SpeculativeDecoder:
+    """Its model gives NaN behind any "9", which is drafted only where the text has it."""
+    model, tokenizer = tiny(max_position_embeddings=POSITIONS), chat_tokenizer()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[tokenizer.convert_tokens_to_ids("9")] = float("nan")
+    target = RaggedModel(model, tokenizer, kernels="torch", self_test=False)
+    return SpeculativeDecoder(target, NGramDrafter(), TreeTopology.chain(3))
 
 
 @dataclass
