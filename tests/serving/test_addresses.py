@@ -91,8 +91,5 @@ def test_pages_of_other_origins_still_may_not(app):
 def test_what_is_no_origin_is_an_early_error(app, origin):
     with pytest.raises(ValueError, match="no origin: write scheme"):
         app(cors=[origin])
-
-
-def test_a_single_text_is_no_list_of_origins(app):
     with pytest.raises(TypeError, match="list of origins"):
-        app(cors=PAGE)
+        app(cors=origin)

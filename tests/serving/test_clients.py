@@ -4,11 +4,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from support.served import serving, tiny_decoder
+from support.served import answered_alone, serving, tiny_decoder
 
 from arbordraft.decoding.engine import Engine
 from arbordraft.decoding.requests import Request
-from arbordraft.decoding.spelling import Pieces
 from arbordraft.decoding.text import encode
 
 HELLO = [{"role": "user", "content": "hello there"}]
@@ -30,17 +29,9 @@ def client(served):
     return served.client
 
 
-def alone(decoder, messages, stop=(), **settings):
-    """The answers of an engine that does nothing else, and their texts."""
-    tokenizer = decoder.target.tokenizer
-    prompt = encode(tokenizer, messages, raw=False)
-    request = Request(prompt=prompt, stop=stop, **{"max_new_tokens": 40, "temperature": 1.0, **settings})
-    answers = Engine(decoder, max_tokens=4000).submit(request).result()
-    texts = []
-    for answer in answers:
-        pieces = Pieces(tokenizer, [stop] if isinstance(stop, str) else stop)
-        texts.append(pieces.add(answer.tokens) + pieces.end())
-    return answers, texts
+def alone(decoder, messages, **settings):
+    prompt = encode(decoder.target.tokenizer, messages, raw=False)
+    return answered_alone(decoder, prompt, **{"max_new_tokens": 40, **settings})
 
 
 def chat(client, messages=HELLO, **settings):

@@ -10,11 +10,8 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 from support.callers import MARKS, TEMPLATES, caller
-from support.served import serving
+from support.served import answered_alone, serving
 
-from arbordraft.decoding.engine import Engine
-from arbordraft.decoding.requests import Request
-from arbordraft.decoding.spelling import Pieces
 from arbordraft.grammars import Grammar
 from arbordraft.grammars import engine as grammar_engine
 
@@ -75,17 +72,10 @@ def calls_of(choice):
 
 
 def alone(decoder, messages=HELLO, tools=None, **settings):
-    """What an engine says that does nothing else, and knows nothing of OpenAI."""
     tokenizer = decoder.target.tokenizer
     text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
     prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
-    request = Request(prompt=prompt, **{"max_new_tokens": 200, "temperature": 1.0, **settings})
-    answers = Engine(decoder, max_tokens=12_000).submit(request).result()
-    texts = []
-    for answer in answers:
-        pieces = Pieces(tokenizer)
-        texts.append(pieces.add(answer.tokens) + pieces.end())
-    return answers, texts
+    return answered_alone(decoder, prompt, **{"max_new_tokens": 200, **settings})
 
 
 FORMATS = {

@@ -1,7 +1,7 @@
 """A real server on a tiny model, for tests that are its clients."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -10,6 +10,9 @@ import torch
 
 from arbordraft import LanguageModelDrafter, NGramDrafter, RaggedModel, SpeculativeDecoder, TreeTopology
 from arbordraft.decoding.engine import Engine
+from arbordraft.decoding.requests import Request
+from arbordraft.decoding.spelling import Pieces
+from arbordraft.decoding.streams import Answer
 from arbordraft.drafters import HybridDrafter
 from arbordraft.serving.app import build_app
 from arbordraft.serving.server import Server, bound, url_of
@@ -35,6 +38,18 @@ def poisoned_decoder() -> SpeculativeDecoder:
         model.get_input_embeddings().weight[tokenizer.convert_tokens_to_ids("9")] = float("nan")
     target = RaggedModel(model, tokenizer, kernels="torch", self_test=False)
     return SpeculativeDecoder(target, NGramDrafter(), TreeTopology.chain(3))
+
+
+def answered_alone(
+    decoder: SpeculativeDecoder, prompt: list[int], stop: str | Sequence[str] = (), **settings: object
+) -> tuple[list[Answer], list[str]]:
+    """The answers of an engine that does nothing else and knows nothing of OpenAI, and their texts."""
+    request = Request(prompt=prompt, stop=stop, **{"temperature": 1.0, **settings})
+    answers, texts = Engine(decoder, max_tokens=12_000).submit(request).result(), []
+    for answer in answers:
+        pieces = Pieces(decoder.target.tokenizer, [stop] if isinstance(stop, str) else stop)
+        texts.append(pieces.add(answer.tokens) + pieces.end())
+    return answers, texts
 
 
 @dataclass
