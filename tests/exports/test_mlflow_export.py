@@ -91,6 +91,12 @@ def questions(parts):
     return parts[1].batch_decode(PROMPTS)
 
 
+@pytest.fixture
+def options(uri, folders, questions):
+    """Of short exports: where they are logged, and what their figures are measured on."""
+    return {"target": folders["target"], "prompts": questions, "new_tokens": 4, "uri": uri}
+
+
 def lookup(target):
     return ad.SpeculativeDecoder(target, ad.NGramDrafter(), ad.TreeTopology.chain(2), GREEDY)
 
@@ -335,12 +341,16 @@ def served(uri, logged, tmp_path_factory):
         process.wait(30)
 
 
-def test_served_over_http(served, logged, parts, questions):
-    decoder, _ = logged
-    records = [{"prompt": question} for question in questions]
-    body = {"dataframe_records": records, "params": {"max_new_tokens": 8}}
+def invoke(served, prompts, **params):
+    """What a client is answered."""
+    body = {"dataframe_records": [{"prompt": prompt} for prompt in prompts], "params": params}
     response = httpx.post(f"{served}/invocations", json=body, timeout=60)
     assert response.status_code == 200, response.text
+    return response.json()["predictions"]
+
+
+def test_served_over_http(served, logged, parts, questions):
+    decoder, _ = logged
     inputs = chat_batch(parts[1], questions)
     output = decoder.generate(**inputs, max_new_tokens=8, do_sample=False, return_dict_in_generate=True)
     stats, columns = output.stats, inputs["input_ids"].shape[1]
@@ -348,7 +358,7 @@ def test_served_over_http(served, logged, parts, questions):
         parts[1].decode(row[columns : columns + count], skip_special_tokens=True)
         for row, count in zip(output.sequences, stats.emitted, strict=True)
     ]
-    found = response.json()["predictions"]
+    found = invoke(served, questions, max_new_tokens=8)
     assert [row["text"] for row in found] == texts
     assert [row["tokens"] for row in found] == stats.emitted
     assert [row["tau"] for row in found] == pytest.approx(
@@ -358,42 +368,30 @@ def test_served_over_http(served, logged, parts, questions):
 
 def test_served_to_several_clients_at_once(served, questions):
     """MLflow answers in threads; each client gets what it gets alone, greedy or sampled, whatever the others ask."""
-    asked = [(questions * 2)[client : client + 1 + client % 3] for client in range(6)]
-    bodies = [
-        {
-            "dataframe_records": [{"prompt": question} for question in asked[client]],
-            "params": {"max_new_tokens": 12, "temperature": float(client % 2), "seed": client},
-        }
-        for client in range(6)
-    ]
 
-    def ask(body):
-        answer = httpx.post(f"{served}/invocations", json=body, timeout=60)
-        assert answer.status_code == 200, answer.text
-        return answer.json()["predictions"]
+    def ask(client):
+        prompts = (questions * 2)[client : client + 1 + client % 3]
+        return invoke(served, prompts, max_new_tokens=12, temperature=float(client % 2), seed=client)
 
-    alone = [ask(body) for body in bodies]
-    with ThreadPoolExecutor(len(bodies)) as pool:
-        assert list(pool.map(ask, bodies * 4)) == alone * 4
+    clients = list(range(6))
+    alone = [ask(client) for client in clients]
+    with ThreadPoolExecutor(len(clients)) as pool:
+        assert list(pool.map(ask, clients * 4)) == alone * 4
 
 
 def test_served_requests_may_sample(served, questions):
-    def ask(**params):
-        body = {"dataframe_records": [{"prompt": questions[0]}] * 2, "params": params}
-        answer = httpx.post(f"{served}/invocations", json=body, timeout=60)
-        assert answer.status_code == 200, answer.text
-        return [row["text"] for row in answer.json()["predictions"]]
+    def ask(seed):
+        found = invoke(served, questions[:1] * 2, max_new_tokens=12, temperature=2.0, seed=seed)
+        return [row["text"] for row in found]
 
-    warm = {"max_new_tokens": 12, "temperature": 2.0}
-    assert ask(seed=1, **warm) == ask(seed=1, **warm)
-    assert ask(seed=1, **warm) != ask(seed=100, **warm)
-    assert len(set(ask(seed=1, **warm))) == 2  # every prompt has a seed of its own
+    assert ask(1) == ask(1) != ask(100)
+    assert len(set(ask(1))) == 2  # every prompt has a seed of its own
     refused = httpx.post(f"{served}/invocations", json={"dataframe_records": [{"question": "?"}]}, timeout=60)
     assert refused.status_code == 400
     assert "prompt" in refused.text
 
 
-def test_lineage_from_training_to_export(uri, client, folders, parts, questions, tmp_path, monkeypatch):
+def test_lineage_from_training_to_export(uri, client, folders, parts, options, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tracker = MLflowTracker("training", uri=uri, registered_model="trained")
     tracker.log_checkpoint(folders["eagle"], 10, {"val/tau": 2.0})
@@ -404,7 +402,7 @@ def test_lineage_from_training_to_export(uri, client, folders, parts, questions,
     assert (fetched / "model.safetensors").read_bytes() == (Path(folders["eagle"]) / "model.safetensors").read_bytes()
     drafter = ad.EagleDrafter.from_pretrained(fetched, parts[0])
     decoder = ad.SpeculativeDecoder(parts[0], drafter, TREE, SAMPLED)
-    options = {"target": folders["target"], "drafter": fetched, "prompts": questions, "new_tokens": 6, "uri": uri}
+    options["drafter"] = fetched
     found = log_decoder(decoder, parts[1], training_run=run, registered_model="child", **options)
     export = client.get_run(found.run)
     trained = client.get_run(run).outputs.model_outputs[0].model_id
@@ -423,7 +421,7 @@ def test_lineage_from_training_to_export(uri, client, folders, parts, questions,
         fetch_drafter("models:/trained", tmp_path / "other", uri)
 
 
-def test_onnx_graphs_are_logged(uri, client, folders, parts, questions, tmp_path):
+def test_onnx_graphs_are_logged(client, folders, parts, options, tmp_path):
     kind = onnx.TensorProto.FLOAT
     values = [onnx.helper.make_tensor_value_info(name, kind, [1]) for name in ("x", "y")]
     graph = onnx.helper.make_graph([onnx.helper.make_node("Neg", ["x"], ["y"])], "g", values[:1], values[1:])
@@ -432,7 +430,6 @@ def test_onnx_graphs_are_logged(uri, client, folders, parts, questions, tmp_path
         tmp_path / "drafter.onnx",
     )
     (tmp_path / "parity.json").write_text("{}")
-    options = {"target": folders["target"], "prompts": questions, "new_tokens": 6, "uri": uri}
     found = log_decoder(lookup(parts[0]), parts[1], onnx=tmp_path, **options)
     names = {}
     for output in client.get_run(found.run).outputs.model_outputs:
@@ -475,8 +472,8 @@ def test_the_gate(candidate, champion, by, promoted, reason):
     assert re.search(reason, verdict.reason)
 
 
-def test_promotion(uri, client, folders, parts, questions):
-    options = {"target": folders["target"], "prompts": questions, "new_tokens": 12, "uri": uri}
+def test_promotion(uri, client, folders, parts, questions, options):
+    options["new_tokens"] = 12
     gate = {"by": ["tau"], "new_tokens": 12, "uri": uri}
 
     def champion():
@@ -512,18 +509,25 @@ def test_promotion(uri, client, folders, parts, questions):
 # What fails leaves nothing behind
 
 
-@pytest.mark.parametrize("method", ["set_registered_model_alias", "create_model_version"])
-def test_a_failed_registration_leaves_no_version(uri, client, folders, parts, questions, monkeypatch, method):
-    def broken(*args, **kwargs):
-        raise MlflowException("the server is gone")
+@pytest.mark.parametrize(
+    ("method", "error"),
+    [
+        ("set_registered_model_alias", MlflowException("the server is gone")),
+        ("create_model_version", MlflowException("the server is gone")),
+        ("log_model_artifacts", OSError("the disk is full")),  # MLflow has made the model by then
+    ],
+    ids=["alias", "version", "artifacts"],
+)
+def test_what_fails_leaves_neither_a_model_nor_a_version(client, parts, options, monkeypatch, method, error):
+    options["experiment"], name = method, f"half-{method}"
 
-    options = {"target": folders["target"], "prompts": questions, "new_tokens": 4, "uri": uri, "experiment": method}
-    name = f"half-{method}"
+    def broken(*args, **kwargs):
+        raise error
 
     def fail():
         with monkeypatch.context() as patch:
             patch.setattr(MlflowClient, method, broken)
-            with pytest.raises(MlflowException, match="gone"):
+            with pytest.raises(type(error), match=str(error)):
                 log_decoder(lookup(parts[0]), parts[1], registered_model=name, **options)
 
     fail()
@@ -541,31 +545,13 @@ def test_a_failed_registration_leaves_no_version(uri, client, folders, parts, qu
     assert client.get_model_version_by_alias(name, "candidate").version == versions[0].version
 
 
-def test_a_model_that_fails_halfway_leaves_nothing(uri, client, folders, parts, questions, monkeypatch):
-    """MLflow has made the model by then, and would keep it as a failed one."""
-
-    def full(*args, **kwargs):
-        raise OSError("the disk is full")
-
-    monkeypatch.setattr(MlflowClient, "log_model_artifacts", full)
-    options = {"target": folders["target"], "prompts": questions, "new_tokens": 4, "uri": uri, "experiment": "halfway"}
-    with pytest.raises(OSError, match="full"):
-        log_decoder(lookup(parts[0]), parts[1], registered_model="halfway", **options)
-    experiment = client.get_experiment_by_name("halfway").experiment_id
-    assert [run.info.status for run in client.search_runs([experiment])] == ["FAILED"]
-    assert not client.search_logged_models([experiment])
-    with pytest.raises(MlflowException, match="not found"):
-        client.get_registered_model("halfway")
-
-
-def test_a_damaged_drafter_is_not_logged(uri, client, folders, parts, questions, tmp_path):
+def test_a_damaged_drafter_is_not_logged(client, folders, parts, options, tmp_path):
     shutil.copytree(folders["eagle"], tmp_path / "eagle")
     decoder = eagle(parts[0], folders)
     weights = tmp_path / "eagle" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-10])
-    options = {"prompts": questions, "new_tokens": 4, "uri": uri, "experiment": "damaged"}
     with pytest.raises(ValueError, match="truncated or damaged"):
-        log_decoder(decoder, parts[1], target=folders["target"], drafter=tmp_path / "eagle", **options)
+        log_decoder(decoder, parts[1], drafter=tmp_path / "eagle", experiment="damaged", **options)
     assert client.get_experiment_by_name("damaged") is None
 
 
@@ -576,8 +562,7 @@ def test_names_are_checked_first(uri, parts, folders):
 
 
 @pytest.mark.usefixtures("_own_server")
-def test_the_users_own_server_is_left_alone(uri, folders, parts, questions, monkeypatch):
-    options = {"target": folders["target"], "prompts": questions, "new_tokens": 4, "uri": uri}
+def test_the_users_own_server_is_left_alone(parts, options, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     log_decoder(lookup(parts[0]), parts[1], **options)
     assert "MLFLOW_TRACKING_URI" not in os.environ
