@@ -66,6 +66,7 @@ def test_example(run, example, arguments, expected):
 def test_example_in_short(monkeypatch, capsys, example, less, expected):
     """With fewer samples or tokens than it says at its top."""
     monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.syspath_prepend(ROOT / "examples")
     main = runpy.run_path(str(ROOT / "examples" / example))["main"]
     assert main.__globals__.keys() >= less.keys()
     main.__globals__.update(less)

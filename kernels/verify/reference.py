@@ -114,7 +114,7 @@ def left_pick_reference(
         ``[N]`` int64 tokens, -1 where R is 0 all over the chunk.
     """
     left, _ = _left(scores, lse, draft, row, draft_row, weight, taken, special)
-    part = chunked(left, 0)[torch.arange(len(row)), chunk]
+    part = chunked(left, 0)[torch.arange(len(row), device=row.device), chunk]
     reached = (part.double().cumsum(dim=-1) > level[:, None]) & (part > 0)
     place = torch.arange(part.shape[-1], device=scores.device)
     first = torch.where(reached, place, CHUNK).amin(dim=-1)
