@@ -104,7 +104,7 @@ def test_draws_need_not_sort_to_truncate(processors, monkeypatch):
     expected = written.draw(range(400), noise, places)
     sorted_rows = []
     for module in ("processors", "rows"):
-        monkeypatch.setattr(f"arbordraft.{module}.truncate", lambda one, scores: cut(one, sorted_rows, scores))
+        monkeypatch.setattr(f"arbordraft.sampling.{module}.truncate", lambda one, scores: cut(one, sorted_rows, scores))
     lazy = SoftmaxRows(logits, written.scores_of, lambda taken, rows: pipeline.trimmed(taken, lambda row: []))
     assert lazy.draw(range(400), noise, places) == expected
     plain = SoftmaxRows(logits).draw(range(400), noise, places)
