@@ -1,13 +1,21 @@
 """Drafters and targets whose token ids differ: other tokenizers are refused, other padding changes no law."""
 
 import shutil
-from string import ascii_letters, digits
 
 import pytest
 import torch
-from support.models import PROMPTS, VOCAB, context, greedy_reference, joined, left_padded, new_tokens, next_logits, tiny
+from support.models import (
+    LETTERS,
+    PROMPTS,
+    check_greedy,
+    context,
+    joined,
+    next_logits,
+    tiny,
+    tiny_tokenizer,
+)
 from support.request_law import BUSH, FEW, PAIR, fit, small_decoder
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from arbordraft import (
@@ -39,17 +47,7 @@ from arbordraft.exports.onnx.writing import write
 from arbordraft.loading import drafter_named, load_drafter
 from arbordraft.training.students import LanguageModelStudent
 
-LETTERS = (ascii_letters + digits)[:VOCAB]
 PAIRS = [("a", "b"), ("b", "c"), ("ab", "c")]
-
-
-def spelling(letters=LETTERS, **options):
-    """One letter per id."""
-    model = models.WordLevel({letter: token for token, letter in enumerate(letters)}, unk_token=letters[0])
-    tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="left", **options)
 
 
 def merging(pairs=tuple(PAIRS)):
@@ -60,13 +58,13 @@ def merging(pairs=tuple(PAIRS)):
 
 
 def with_tokens(*tokens, special=False):
-    tokenizer = spelling(LETTERS[:50])
+    tokenizer = tiny_tokenizer(LETTERS[:50])
     tokenizer.add_tokens(list(tokens), special_tokens=special)
     return tokenizer
 
 
 def templated():
-    tokenizer = spelling()
+    tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ messages }}"
     tokenizer.pad_token = "c"
     return tokenizer
@@ -74,11 +72,11 @@ def templated():
 
 SWAPPED = LETTERS[1] + LETTERS[0] + LETTERS[2:]
 OTHERS = {  # of equal size
-    "two swapped": (spelling, lambda: spelling(SWAPPED), r"'a' is 1 there and 0 here"),
-    "reversed": (spelling, lambda: spelling(LETTERS[::-1]), r"'.' is \d+ there and \d+ here"),
+    "two swapped": (tiny_tokenizer, lambda: tiny_tokenizer(SWAPPED), r"'a' is 1 there and 0 here"),
+    "reversed": (tiny_tokenizer, lambda: tiny_tokenizer(LETTERS[::-1]), r"'.' is \d+ there and \d+ here"),
     "one replaced": (
-        spelling,
-        lambda: spelling(LETTERS[:-1] + "!"),
+        tiny_tokenizer,
+        lambda: tiny_tokenizer(LETTERS[:-1] + "!"),
         r"'.' is (\d+|no token) there and (\d+|no token) here",
     ),
     "merges in another order": (merging, lambda: merging(PAIRS[::-1]), "they merge other pairs"),
@@ -90,7 +88,7 @@ OTHERS = {  # of equal size
         r"'<[xy]>' is",
     ),
     "added in another order": (lambda: with_tokens("<x>", "<y>"), lambda: with_tokens("<y>", "<x>"), "'<[xy]>' is"),
-    "one token more": (spelling, lambda: spelling(LETTERS[:-1]), "'8' is no token there and 60 here"),
+    "one token more": (tiny_tokenizer, lambda: tiny_tokenizer(LETTERS[:-1]), "'8' is no token there and 60 here"),
 }
 
 
@@ -118,7 +116,11 @@ def saved(make, folder):
 
 @pytest.mark.parametrize(
     ("ours", "theirs"),
-    [(spelling, templated), (merging, merging), (lambda: with_tokens("<x>"), lambda: with_tokens("<x>", special=True))],
+    [
+        (tiny_tokenizer, templated),
+        (merging, merging),
+        (lambda: with_tokens("<x>"), lambda: with_tokens("<x>", special=True)),
+    ],
     ids=["another template and padding", "merges", "special or not"],
 )
 def test_the_same_tokenizer_is_accepted(tmp_path, ours, theirs):
@@ -132,7 +134,7 @@ def test_the_same_tokenizer_is_accepted(tmp_path, ours, theirs):
 
 def test_without_tokenizers_sizes_must_agree(tmp_path):
     tiny(seed=3, vocab_size=64).save_pretrained(tmp_path)
-    for target in (RaggedModel(tiny(), kernels="torch"), RaggedModel(tiny(), spelling(), kernels="torch")):
+    for target in (RaggedModel(tiny(), kernels="torch"), RaggedModel(tiny(), tiny_tokenizer(), kernels="torch")):
         drafter = LanguageModelDrafter.from_pretrained(tmp_path, target)
         with pytest.raises(
             ValueError, match=r"has 64 token ids, the target 61.*wrap both .* or pass same_tokenizer=True"
@@ -140,7 +142,7 @@ def test_without_tokenizers_sizes_must_agree(tmp_path):
             drafter.check(target, IID(1))
         LanguageModelDrafter.from_pretrained(tmp_path, target, same_tokenizer=True).check(target, IID(1))
     equal = LanguageModelDrafter(tiny(seed=3))
-    equal.check(RaggedModel(tiny(), spelling(), kernels="torch"), IID(1))  # nobody knows better
+    equal.check(RaggedModel(tiny(), tiny_tokenizer(), kernels="torch"), IID(1))  # nobody knows better
 
 
 # Padding
@@ -153,8 +155,8 @@ SIZES = {"drafter padded": (61, 64), "target padded": (64, 61), "drafter smaller
 def pair(sizes):
     """A target and a draft model with so many rows, which share a tokenizer of as many tokens as both have."""
     letters = LETTERS[: min(sizes)]
-    first = RaggedModel(tiny(vocab_size=sizes[0]), spelling(letters), kernels="torch")
-    return first, RaggedModel(tiny(seed=3, vocab_size=sizes[1]), spelling(letters), kernels="torch")
+    first = RaggedModel(tiny(vocab_size=sizes[0]), tiny_tokenizer(letters), kernels="torch")
+    return first, RaggedModel(tiny(seed=3, vocab_size=sizes[1]), tiny_tokenizer(letters), kernels="torch")
 
 
 BUILT = {
@@ -173,12 +175,7 @@ BUILT = {
 def test_padding_changes_no_greedy_token(sizes, built):
     """Random models emit the ids of their padding, too: whatever the target says comes out."""
     first, draft = pair(SIZES[sizes])
-    output = BUILT[built](first, draft).generate(
-        **left_padded(PROMPTS), max_new_tokens=12, do_sample=False, eos_token_id=None, return_dict_in_generate=True
-    )
-    expected = greedy_reference(first.model, PROMPTS, max_new_tokens=12, eos_token_id=None)
-    assert new_tokens(output.sequences, PROMPTS, output.stats.emitted) == expected
-    assert output.stats.drafted > 0
+    assert check_greedy(BUILT[built](first, draft)).drafted > 0
 
 
 @pytest.mark.filterwarnings("ignore:3 target-initialised candidates")
@@ -240,16 +237,11 @@ def exported(draft, first, folder):
 def test_graphs_know_their_tokenizer(tmp_path):
     first, draft = pair((61, 64))
     folder = exported(draft, first, tmp_path / "graph")
-    decoder = SpeculativeDecoder(first, load_drafter(folder, first), TREE, GREEDY)
-    output = decoder.generate(
-        **left_padded(PROMPTS), max_new_tokens=8, do_sample=False, eos_token_id=None, return_dict_in_generate=True
-    )
-    expected = greedy_reference(first.model, PROMPTS, max_new_tokens=8, eos_token_id=None)
-    assert new_tokens(output.sequences, PROMPTS, output.stats.emitted) == expected
+    check_greedy(SpeculativeDecoder(first, load_drafter(folder, first), TREE, GREEDY), count=8)
     with pytest.raises(
         ValueError, match=r"made for a tokenizer that gives other ids .*export a drafter with the target's"
     ):
-        load_drafter(folder, RaggedModel(tiny(), spelling(SWAPPED), kernels="torch"))
+        load_drafter(folder, RaggedModel(tiny(), tiny_tokenizer(SWAPPED), kernels="torch"))
     with pytest.raises(ValueError, match="vocabulary of 64 tokens, the target has 61"):
         load_drafter(folder, RaggedModel(tiny(), kernels="torch"))  # nobody knows whether it is padding
 
@@ -257,12 +249,12 @@ def test_graphs_know_their_tokenizer(tmp_path):
 def test_graphs_are_made_for_one_tokenizer(tmp_path):
     for name, letters in (("draft", SWAPPED), ("target", LETTERS)):
         tiny(max_position_embeddings=2048).save_pretrained(tmp_path / name)
-        spelling(letters, eos_token="c").save_pretrained(tmp_path / name)
+        tiny_tokenizer(letters, eos_token="c").save_pretrained(tmp_path / name)
     with pytest.raises(ValueError, match="gives other ids to some tokens"):
         of(str(tmp_path / "draft"), str(tmp_path / "target"))
     shutil.rmtree(tmp_path / "draft")
     tiny(vocab_size=64, max_position_embeddings=2048).save_pretrained(tmp_path / "draft")
-    spelling(eos_token="c").save_pretrained(tmp_path / "draft")
+    tiny_tokenizer(eos_token="c").save_pretrained(tmp_path / "draft")
     of(str(tmp_path / "draft"), str(tmp_path / "target"))
     with pytest.raises(ValueError, match="onnxruntime-genai takes no padding: the draft model has 64 token ids"):
         of(str(tmp_path / "draft"), str(tmp_path / "target"), causal=True)
@@ -271,7 +263,7 @@ def test_graphs_are_made_for_one_tokenizer(tmp_path):
 def test_engines_get_no_draft_model_of_another_tokenizer(tmp_path):
     for name, letters in (("draft", SWAPPED), ("same", LETTERS), ("target", LETTERS)):
         tiny().save_pretrained(tmp_path / name)
-        spelling(letters).save_pretrained(tmp_path / name)
+        tiny_tokenizer(letters).save_pretrained(tmp_path / name)
     with pytest.raises(ValueError, match=r"draft and .*target differ \('a' is 1 there and 0 here\)"):
         export_vllm(tmp_path / "draft", tmp_path / "out", target=str(tmp_path / "target"))
     export_vllm(tmp_path / "same", tmp_path / "out", target=str(tmp_path / "target"))
@@ -279,13 +271,13 @@ def test_engines_get_no_draft_model_of_another_tokenizer(tmp_path):
 
 def test_trained_draft_models_know_their_tokenizer(tmp_path):
     student = LanguageModelStudent(2)
-    student.build(RaggedModel(tiny(), spelling(), kernels="torch"), list)
+    student.build(RaggedModel(tiny(), tiny_tokenizer(), kernels="torch"), list)
     student.save(tmp_path)
-    drafter_named(str(tmp_path), RaggedModel(tiny(), spelling(), kernels="torch")).check(
-        RaggedModel(tiny(), spelling(), kernels="torch"), IID(1)
+    drafter_named(str(tmp_path), RaggedModel(tiny(), tiny_tokenizer(), kernels="torch")).check(
+        RaggedModel(tiny(), tiny_tokenizer(), kernels="torch"), IID(1)
     )
     with pytest.raises(ValueError, match="gives other ids to some tokens"):
-        drafter_named(str(tmp_path), RaggedModel(tiny(), spelling(SWAPPED), kernels="torch"))
+        drafter_named(str(tmp_path), RaggedModel(tiny(), tiny_tokenizer(SWAPPED), kernels="torch"))
 
 
 def test_a_decoder_keeps_that_its_user_vouched():

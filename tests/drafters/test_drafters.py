@@ -1,10 +1,9 @@
 """Drafters: the rows they show to the verifier are those they drew from, whatever was accepted before."""
 
-import itertools
-
 import pytest
 import torch
-from support.models import PROMPTS, VOCAB, context, greedy_reference, joined, next_logits, ragged, tiny, tiny_tokenizer
+from support.companions import UNEVEN, Rounds, walk
+from support.models import PROMPTS, check_greedy, context, greedy_reference, joined, next_logits, ragged, tiny
 from torch.testing import assert_close
 from transformers import TopKLogitsWarper
 
@@ -26,66 +25,11 @@ from arbordraft import (
     UnsupportedModel,
     WithoutReplacement,
 )
-from arbordraft.deciders import Decider
 from arbordraft.drafters import Drafter
 from arbordraft.drafters.grower import TreeGrower
 from arbordraft.drafters.ngram import Guess
-from arbordraft.target.cache import RaggedKVCache
 from arbordraft.trees.draft_tree import DraftTree, SampleTree, SampleVerdict, Verdict
 from arbordraft.verifiers import KSeq
-
-UNEVEN = TreeTopology([-1, 0, 0, 1, 1, 2, 3, 6])
-CROSSED = TreeTopology([-1, 0, 0, 2, 1, 1])  # children are not numbered in the order of their parents
-LAWS = [IID(2), WithoutReplacement(2), TopTail(1, 1), Fixed(2)]
-
-
-def started(drafter, target, prompts=PROMPTS):
-    """A drafter's state behind a target whose cache holds all but the last token of each prompt."""
-    cache = RaggedKVCache()
-    handles = [cache.open(len(prompt)) for prompt in prompts]
-    target.prefill({handle: prompt[:-1] for handle, prompt in zip(handles, prompts, strict=True)}, cache)
-    return joined(drafter, prompts, cache, handles), cache, handles
-
-
-def check_rows(tree, tokens, model):
-    """Every drafted node came from the row that the model itself gives after the node's path."""
-    for sample, prefix in zip(tree.samples, tokens, strict=True):
-        for node, row in (sample.draft_probs if sample else {}).items():
-            assert_close(row, next_logits(model, [*prefix, *sample.path(node)]).softmax(-1), rtol=0, atol=1e-5)
-
-
-def verdict(tree, ends):
-    """Accepts each sample's path down to the given node, and a token of no meaning after it."""
-    return Verdict(
-        tuple(
-            None if end is None else SampleVerdict(tuple(drafted.topology.path(end)[1:]), 7, recovered=False)
-            for drafted, end in zip(tree.samples, ends, strict=True)
-        )
-    )
-
-
-def committed(tokens, tree, judged):
-    return [
-        prefix if one is None else [*prefix, *(drafted.tokens[node] for node in one.path), one.token]
-        for prefix, drafted, one in zip(tokens, tree.samples, judged.samples, strict=True)
-    ]
-
-
-@pytest.mark.parametrize("law", LAWS, ids=str)
-@pytest.mark.parametrize("topology", [UNEVEN, CROSSED, TreeTopology.chain(4)], ids=["uneven", "crossed", "chain"])
-def test_rows_are_those_of_the_draft_model(topology, law):
-    drafter = LanguageModelDrafter(ragged(seed=3))
-    state, _, _ = started(drafter, ragged())
-    tree = drafter.propose(state, context(PROMPTS, topology, law))
-    assert tree.lengths == [topology.num_nodes] * 3
-    check_rows(tree, PROMPTS, drafter.model.model)
-    for sample in tree.samples:
-        assert list(sample.tokens) == list(range(topology.num_nodes))
-        for node in sample.draft_probs:
-            drawn = [sample.tokens[child] for child in sample.children(node)]
-            uniforms = context(PROMPTS, topology, law).noise.draft[tree.samples.index(sample)]
-            expected = sample.law_of(node).draw(sample.draft_probs[node], uniforms[sample.children(node)].tolist())
-            assert drawn == expected
 
 
 def test_deciders_see_the_rows_that_the_frontier_was_drawn_from():
@@ -95,8 +39,7 @@ def test_deciders_see_the_rows_that_the_frontier_was_drawn_from():
         views.append(view)
         return [True] * len(view.paths)
 
-    state, _, _ = started(drafter, ragged())
-    tree = drafter.propose(state, context(PROMPTS, UNEVEN, WithoutReplacement(2), decide=decide))
+    tree = Rounds(drafter, ragged(), PROMPTS).propose(UNEVEN, WithoutReplacement(2), decide=decide)
     assert [view.depth for view in views] == [depth for depth in range(UNEVEN.max_depth) for _ in PROMPTS]
     assert [(view.confidence, view.rows) for view in views[:3]] == [([[1.0]], [[None]])] * 3
     for number, view in enumerate(views[3:]):  # sampled: every sample is shown alone
@@ -119,74 +62,20 @@ class Forgetful(LanguageModelDrafter):
         )
 
 
-class Chosen(Decider):
-    """Lets those samples draft that are marked."""
-
-    def __init__(self, drafting):
-        super().__init__()
-        self.drafting, self.numbers = drafting, itertools.count()
-
-    def start(self):
-        return next(self.numbers)
-
-    def forward(self, view):
-        return [self.drafting[number] for number in view.memory]
-
-
-def walk(drafter, target, model, steps, topology=UNEVEN):
-    """Several steps; ``steps`` lists per step the end of every sample's accepted path and who drafts at all."""
-    tokens = [list(prompt) for prompt in PROMPTS]
-    state, cache, handles = started(drafter, target, tokens)
-    for number, (ends, drafting) in enumerate(steps):
-        max_depth = [None if end is None else topology.max_depth for end in ends]
-        step = context(
-            tokens, topology, WithoutReplacement(2), max_depth=max_depth, decide=Chosen(drafting), seed=number
-        )
-        tree = drafter.propose(state, step)
-        check_rows(tree, tokens, model)
-        judged = verdict(tree, ends)
-        tokens = committed(tokens, tree, judged)
-        kept = {}
-        for handle, drafted, one in zip(handles, tree.samples, judged.samples, strict=True):
-            if one is not None:
-                kept[handle] = [0, *(list(drafted.tokens).index(node) for node in one.path)]
-        if kept:  # the target verifies the whole tree over the same rows
-            living = [sample for sample in tree.samples if sample]
-            depths = [[topology.depth_list[node] for node in sample.tokens] for sample in living]
-            words = torch.cat([step.mask.select(list(sample.tokens), list(sample.tokens)) for sample in living])
-            target(tree.packed_tokens(), cache.lay_out(list(kept), depths, words), cache)
-            cache.commit(kept)
-        drafter.commit(state, tree, judged)
-        for sample, (drafted, end) in enumerate(zip(steps[number - 1][0] if number else ends, ends, strict=True)):
-            if end is None and drafted is not None:
-                drafter.remove(state, sample)
-    return state, cache, handles, tokens
-
-
-WALK = [
-    ((0, 3, 7), [True, True, True]),  # all rejected, a middle node, a leaf at full depth
-    ((7, 0, 2), [True, True, True]),
-    ((0, 0, 0), [False, False, False]),  # nobody drafts
-    ((5, None, 4), [True, True, True]),  # the second sample is finished
-    ((0, None, 0), [False, True, True]),  # only one drafts
-    ((1, None, 1), [True, True, True]),
-    ((7, None, 6), [True, True, True]),
-]
-
-
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gpt2"])
 def test_the_draft_cache_follows_every_kind_of_verdict(architecture):
     drafter = LanguageModelDrafter(ragged(architecture, seed=3))
-    state, _, _, tokens = walk(drafter, ragged(), drafter.model.model, WALK)
+    rounds, _ = walk(drafter, "model", drafter.model.model, ragged())
+    state = rounds.state
     assert list(state.handles) == [0, 2]
     # What was accepted is kept: only the last token is to be fed, and the leaf before it where a leaf was accepted.
-    assert [len(tokens[sample]) - state.cache.length(state.handles[sample]) for sample in (0, 2)] == [2, 1]
+    assert [len(rounds.tokens[sample]) - state.cache.length(state.handles[sample]) for sample in (0, 2)] == [2, 1]
 
 
 def test_a_wrong_rollback_would_be_seen():
     drafter = Forgetful(ragged(seed=3))
     with pytest.raises(AssertionError):
-        walk(drafter, ragged(), drafter.model.model, WALK[:2])
+        walk(drafter, "model", drafter.model.model, ragged())
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral", "gpt_neox", "gpt_oss"])
@@ -194,12 +83,12 @@ def test_early_exit_is_the_truncated_target(architecture):
     model, shallow = (tiny(architecture, num_hidden_layers=layers) for layers in (3, 2))
     shallow.load_state_dict(model.state_dict(), strict=False)
     target = RaggedModel(model, kernels="torch")
-    drafter = EarlyExitDrafter(target, layers=2)
-    _, cache, handles, tokens = walk(drafter, target, shallow, WALK)
-    # The target's cache went through it unharmed: its own next logits are right for every sample.
-    for handle, prefix in zip(handles, tokens, strict=True):
-        assert cache.length(handle) == len(prefix) - 1
-        logits = target(torch.tensor(prefix[-1:]), cache.lay_out([handle], [[0]]), cache)
+    rounds, _ = walk(EarlyExitDrafter(target, layers=2), "model", shallow, target)
+    # The target's cache went through it unharmed: its own next logits are right for every sample that goes on.
+    for sample in (0, 2):
+        handle, prefix = rounds.handles[sample], rounds.tokens[sample]
+        assert rounds.cache.length(handle) == len(prefix) - 1
+        logits = target(torch.tensor(prefix[-1:]), rounds.cache.lay_out([handle], [[0]]), rounds.cache)
         assert_close(logits[0], next_logits(model, prefix), rtol=0, atol=1e-4)
 
 
@@ -257,17 +146,11 @@ def ngram_tree(text, topology, k=2, **options):
         # A branch that ends is dead, its sibling goes on.
         ([1, 2, 3, 1, 2, 4, 7, 8, 1, 2], TreeTopology([-1, 0, 0, 1, 2, 3, 4]), {},
          {0: 2, 1: 4, 2: 3, 3: 7, 4: 1, 5: 8, 6: 2}),
+        ([3, 1, 2, 4, 1, 2], TreeTopology([-1, 0, 0, 1, 2]), {"longest": 2}, {0: 2, 1: 4, 3: 1}),
     ],
 )  # fmt: skip
 def test_ngram_trees(text, topology, options, tokens):
     assert ngram_tree(text, topology, k=3, **options) == tokens
-
-
-def test_a_dead_branch_leaves_its_sibling():
-    assert ngram_tree([1, 2, 3, 1, 2, 4, 1, 2], TreeTopology([-1, 0, 0, 1, 2]), longest=2) == {
-        0: 2, 1: 4, 2: 3, 3: 1, 4: 1
-    }  # fmt: skip
-    assert ngram_tree([3, 1, 2, 4, 1, 2], TreeTopology([-1, 0, 0, 1, 2]), longest=2) == {0: 2, 1: 4, 3: 1}
 
 
 def test_the_confidence_of_a_lookup_grows_with_the_match():
@@ -309,51 +192,28 @@ def test_ngrams_need_a_certain_law():
         NGramDrafter(longest=1, shortest=2)
 
 
-def test_draft_and_target_must_share_their_vocabulary():
-    with pytest.raises(ValueError, match=r"the drafter has 53 token ids, the target 61.*one tokenizer"):
-        LanguageModelDrafter(RaggedModel(tiny(vocab_size=53), kernels="torch")).check(ragged(), IID(1))
-    other = tiny_tokenizer()
-    other.add_tokens(["another"])
-    target = RaggedModel(tiny(), tiny_tokenizer(), kernels="torch")
-    with pytest.raises(ValueError, match="tokenizer gives other ids"):
-        LanguageModelDrafter(RaggedModel(tiny(), other, kernels="torch")).check(target, IID(1))
-    LanguageModelDrafter(RaggedModel(tiny(), tiny_tokenizer(), kernels="torch")).check(target, IID(1))
-
-
 def test_rows_with_a_small_support_give_smaller_trees():
     """top_k=1 leaves one token, which is drawn once without replacement and twice with it."""
     drafter = LanguageModelDrafter(ragged(seed=3))
     topology = TreeTopology.k_ary(2, 2)
     for law, lengths in ((WithoutReplacement(2), 3), (TopTail(1, 1), 3), (IID(2), 7)):
-        state, _, _ = started(drafter, ragged())
-        tree = drafter.propose(state, context(PROMPTS, topology, law, processors=[TopKLogitsWarper(1)]))
+        tree = Rounds(drafter, ragged(), PROMPTS).propose(topology, law, processors=[TopKLogitsWarper(1)])
         assert tree.lengths == [lengths] * 3
 
 
-@pytest.mark.parametrize("law", [WithoutReplacement(2), TopTail(1, 1)], ids=str)
-def test_decoding_with_small_supports_is_right(law):
+@pytest.mark.parametrize(
+    ("law", "rule"),
+    [(WithoutReplacement(2), RecursiveRejection()), (TopTail(1, 1), RecursiveRejection()), (IID(2), KSeq())],
+    ids=str,
+)
+def test_decoding_with_small_supports_is_right(law, rule):
+    """Both of two independent draws are the same token, and both stay in the tree."""
     drafter = LanguageModelDrafter(ragged(seed=3))
-    decoder = SpeculativeDecoder(ragged(), drafter, UNEVEN, Coupling(law, TopDown(RecursiveRejection())))
+    decoder = SpeculativeDecoder(ragged(), drafter, UNEVEN, Coupling(law, TopDown(rule)))
     prompt = torch.tensor([PROMPTS[2]])
     sampled = decoder.generate(prompt, max_new_tokens=12, do_sample=True, top_k=1)
     greedy = ragged().model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False)
     assert torch.equal(sampled, greedy)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "top_k": 1}], ids=["greedy", "sampled"])
-def test_a_broken_draft_model_costs_speed_only(sampling, value):
-    model = tiny(seed=3)
-    drafter = LanguageModelDrafter(RaggedModel(model, kernels="torch"))
-    with torch.no_grad():
-        model.lm_head.weight.fill_(value)
-    decoder = SpeculativeDecoder(ragged(), drafter, UNEVEN, Coupling(WithoutReplacement(2), TopDown(Matching())))
-    prompt = torch.tensor([PROMPTS[2]])
-    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 6}
-    with pytest.warns(UserWarning, match="drafter produced NaN or infinite logits"):
-        output = decoder.generate(prompt, return_dict_in_generate=True, **options, **sampling)
-    assert torch.equal(output.sequences, ragged().model.generate(prompt, do_sample=False, **options))
-    assert output.stats.drafted == 0
 
 
 def test_a_drafter_may_do_nothing_but_propose():
@@ -367,9 +227,7 @@ def test_a_drafter_may_do_nothing_but_propose():
             return grower.tree()
 
     decoder = SpeculativeDecoder(ragged(), Constant(), TreeTopology.chain(1), Coupling(Fixed(1), TopDown(Matching())))
-    prompt = torch.tensor([PROMPTS[0]])
-    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 6, "do_sample": False}
-    assert torch.equal(decoder.generate(prompt, **options), ragged().model.generate(prompt, **options))
+    check_greedy(decoder, PROMPTS[:1], 6)
 
 
 def test_a_drafter_that_ignores_the_room_left_does_not_lengthen_the_output():
@@ -387,13 +245,3 @@ def test_a_drafter_that_ignores_the_room_left_does_not_lengthen_the_output():
     for count in range(1, 6):
         output = decoder.generate(torch.tensor(PROMPTS[:1]), max_new_tokens=count, do_sample=False, eos_token_id=None)
         assert output[0, len(PROMPTS[0]) :].tolist() == future[:count]
-
-
-def test_iid_siblings_may_be_equal():
-    """With a peaked row both draws are the same token; both stay in the tree and verification copes."""
-    drafter = LanguageModelDrafter(ragged(seed=3))
-    coupling = Coupling(IID(2), TopDown(KSeq()))
-    decoder = SpeculativeDecoder(ragged(), drafter, TreeTopology.k_ary(2, 2), coupling)
-    output = decoder.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=8, do_sample=True, top_k=1)
-    assert output.shape[1] <= len(PROMPTS[0]) + 8
-    assert output.max() < VOCAB

@@ -2,8 +2,21 @@
 
 import pytest
 import torch
-from support.companions import EXIT, LAYERS, ROWS, Rounds, check_rows, drafter, states, target, trained, with_norms
-from support.models import PROMPTS, greedy_reference, left_padded, new_tokens, tiny
+from support.companions import (
+    EXIT,
+    LAYERS,
+    ROWS,
+    UNEVEN,
+    Rounds,
+    check_rows,
+    drafter,
+    states,
+    target,
+    trained,
+    walk,
+    with_norms,
+)
+from support.models import PROMPTS, check_greedy, decode, greedy_reference, tiny
 from support.prepacked_models import small
 from support.request_law import fit
 from support.request_law import small as few
@@ -40,7 +53,7 @@ from arbordraft.heads.medusa import MedusaHead
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.trees.draft_tree import DraftTree, SampleTree
 
-CHAIN, UNEVEN = TreeTopology.chain(4), TreeTopology([-1, 0, 0, 1, 1, 2, 3, 6])
+CHAIN, CROSSED = TreeTopology.chain(4), TreeTopology([-1, 0, 0, 2, 1, 1])  # not numbered in the order of their parents
 LAWS = [IID(2), WithoutReplacement(2), TopTail(1, 1)]
 LOOKUP = Coupling(Fixed(2), TopDown(Matching()))
 DRAWN = Coupling(WithoutReplacement(2), Lifted(RecursiveRejection()))
@@ -57,10 +70,30 @@ def build(name, coupling=DRAWN, topology=UNEVEN):
     return SpeculativeDecoder(target(), found, topology, coupling)
 
 
-def decode(decoder, prompts=PROMPTS, **options):
-    options = {"max_new_tokens": 18, "do_sample": False, "eos_token_id": None, **options}
-    output = decoder.generate(**left_padded(prompts), return_dict_in_generate=True, **options)
-    return new_tokens(output.sequences, prompts, output.stats.emitted), output.stats
+def untrained(name, of, tokens=range(30), hidden_layers=(0, 1, 2)):
+    """For any target; its masks, terms and adapters say something."""
+    model, options = of.model, {"hidden_layers": list(hidden_layers)}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        if name == "block":
+            head = BlockHead.for_target(model, tokens, **options)
+            torch.nn.init.normal_(head.lm_head_markov.weight, std=0.3)
+            torch.nn.init.normal_(head.masks.weight[1:], std=0.3)
+            return BlockDrafter(head, of)
+        if name == "peagle":
+            return BlockDrafter(BlockHead.for_target(model, tokens, markov_rank=0, mask_token_id=2, **options), of)
+        if name == "eagle":
+            return EagleDrafter(EagleHead.for_target(model, tokens, **options), of)
+        if name == "medusa":
+            return MedusaDrafter(MedusaHead.for_target(model, tokens), of)
+        if name == "exit":
+            return EarlyExitDrafter(of, 1, adapted(model, 1))
+        return LanguageModelDrafter(RaggedModel(shrink(model, [0]), kernels=of.backend))
+
+
+def few_drafter(name):
+    """For the target of six tokens whose law of texts is known."""
+    return untrained(name, few(0), [0, 1, 3, 4, 5], [1])
 
 
 # Nothing is lost
@@ -73,40 +106,20 @@ def test_greedy_equals_transformers(name, topology):
     coupling = LOOKUP if name in HYBRIDS else DRAWN
     decoder = build(name, coupling, topology)
     expected = greedy_reference(target().model, PROMPTS, max_new_tokens=18, eos_token_id=None)
-    found, stats = decode(decoder)
+    found, stats = decode(decoder, max_new_tokens=18)
     assert found == expected
     assert stats.accepted.total() > sum(stats.forwards) / 3  # drafting took part in it
     for prompt, tokens in zip(PROMPTS, expected, strict=True):
-        assert decode(decoder, [prompt])[0] == [tokens]
+        assert decode(decoder, [prompt], max_new_tokens=18)[0] == [tokens]
 
 
 @every_drafter
 def test_samples_may_end_at_any_time(name):
     (*_, ends), _ = decode(build(name))
-    expected = greedy_reference(target().model, PROMPTS, max_new_tokens=18, eos_token_id=ends[4], pad_token_id=0)
-    assert decode(build(name), eos_token_id=ends[4], pad_token_id=0)[0] == expected
+    options = {"max_new_tokens": 18, "eos_token_id": ends[4], "pad_token_id": 0}
+    expected = greedy_reference(target().model, PROMPTS, **options)
+    assert decode(build(name), **options)[0] == expected
     assert len({len(tokens) for tokens in expected}) > 1
-
-
-def few_drafter(name):
-    """For the target of six tokens whose law of texts is known."""
-    model = few(0).model
-    if name == "block":
-        head = BlockHead.for_target(model, [0, 1, 3, 4, 5], hidden_layers=[1], markov_rank=2)
-        torch.nn.init.normal_(head.lm_head_markov.weight)
-        return BlockDrafter(head, few(0))
-    if name == "peagle":
-        head = BlockHead.for_target(model, [0, 1, 3, 4, 5], hidden_layers=[1], markov_rank=0, mask_token_id=2)
-        return BlockDrafter(head, few(0))
-    if name == "eagle":
-        return EagleDrafter(EagleHead.for_target(model, [0, 1, 3, 4, 5], hidden_layers=[1]), few(0))
-    if name == "medusa":
-        return MedusaDrafter(MedusaHead.for_target(model, [0, 1, 3, 4, 5]), few(0))
-    if name == "exit":
-        adapter = ExitAdapter.for_target(model, 1)
-        torch.nn.init.normal_(adapter.mlp.down_proj.weight, std=0.1)
-        return EarlyExitDrafter(few(0), 1, adapter)
-    return LanguageModelDrafter(RaggedModel(shrink(few(0).model, [0]), kernels="torch"))
 
 
 @every_drafter
@@ -135,42 +148,26 @@ def test_rows_that_were_not_drawn_from_would_be_seen():
 # Rows
 
 
+@pytest.mark.parametrize("topology", [UNEVEN, CROSSED, CHAIN], ids=["uneven", "crossed", "chain"])
 @pytest.mark.parametrize("law", LAWS, ids=str)
 @every_drafter
-def test_rows_are_those_of_the_network(name, law):
+def test_rows_are_those_of_the_network(name, law, topology):
     """In a ragged batch, and tokens are drawn from them as the law says."""
     rounds = Rounds(drafter(name), target(), PROMPTS)
-    tree = rounds.propose(UNEVEN, law)
-    assert check_rows(name, trained(name).network, target().model, tree, PROMPTS) >= 8
+    tree = rounds.propose(topology, law)
+    assert check_rows(name, trained(name).network, target().model, tree, PROMPTS) > 5
     for number, sample in enumerate(tree.samples):
+        if name in ("exit", "model"):
+            assert list(sample.tokens) == list(range(topology.num_nodes))
         for node, row in sample.draft_probs.items():
-            uniforms = rounds.context.noise.draft[number, list(UNEVEN.child_list[node])].tolist()
+            uniforms = rounds.context.noise.draft[number, list(topology.child_list[node])].tolist()
             drawn = sample.law_of(node).draw(row, uniforms)
             assert [sample.tokens[child] for child in sample.children(node)] == drawn
 
 
-def walk(made, name, steps=6):
-    """Rounds in which samples accept more or less, do not draft, or end; counts the rows that were compared."""
-    rounds, count = Rounds(made, target(), PROMPTS), 0
-    ends = [[0, 0, 5], [3, 1, 2], [0, 7, 0], [7, None, 6], [0, None, 1], [2, None, 4]]
-    drafts = [[True] * 3, [True] * 3, [False, True, True], [True] * 3, [True, False], [True, True]]
-    for step in range(steps):
-
-        def decide(view, drafting=drafts[step]):
-            return drafting[: len(view.paths)]
-
-        tree = rounds.propose(UNEVEN, WithoutReplacement(2), decide=decide, seed=10 * step)
-        count += check_rows(name, trained(name).network, target().model, tree, rounds.tokens)
-        reached = [
-            end if end is None or end in tree.samples[sample].tokens else 0 for sample, end in enumerate(ends[step])
-        ]
-        rounds.commit(tree, reached)
-    return count
-
-
 @every_drafter
 def test_rows_stay_right_whatever_was_accepted(name):
-    assert walk(drafter(name), name) > 35
+    assert walk(drafter(name), name)[1] > 35
 
 
 class Late(EagleDrafter):
@@ -233,16 +230,17 @@ def test_nothing_outside_of_the_vocabulary_is_drafted(name, greedy):
         drafted = {token for sample in tree.samples for node, token in sample.tokens.items() if node}
         assert drafted == {3, 60}
         assert tree.lengths[1] == 1
-    decoder = SpeculativeDecoder(target(), made, UNEVEN, DRAWN)
-    assert decode(decoder)[0] == greedy_reference(target().model, PROMPTS, max_new_tokens=18, eos_token_id=None)
+    check_greedy(SpeculativeDecoder(target(), made, UNEVEN, DRAWN))
 
 
 @pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "top_k": 1}], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", ["block", "eagle", "medusa", "exit"])
+@pytest.mark.parametrize("name", ["block", "eagle", "medusa", "exit", "model"])
 def test_a_broken_network_costs_speed_only(name, sampling):
     broken = drafter(name)
     with torch.no_grad():
-        for weight in (broken.adapter if name == "exit" else broken.head).parameters():
+        for weight in (
+            broken.adapter if name == "exit" else broken.model if name == "model" else broken.head
+        ).parameters():
             weight.fill_(float("nan"))
     expected = greedy_reference(target().model, PROMPTS, max_new_tokens=6, eos_token_id=None)
     with pytest.warns(UserWarning, match="drafter produced NaN or infinite logits"):
@@ -262,28 +260,6 @@ def adapted(model, layers):
     return adapter
 
 
-def untrained(name, of):
-    """Untrained, for any target of three layers."""
-    model = of.model
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        if name == "block":
-            head = BlockHead.for_target(model, range(30), hidden_layers=[0, 1, 2])
-            torch.nn.init.normal_(head.lm_head_markov.weight, std=0.3)
-            torch.nn.init.normal_(head.masks.weight[1:], std=0.3)
-            return BlockDrafter(head, of)
-        if name == "peagle":
-            options = {"markov_rank": 0, "mask_token_id": 31, "hidden_layers": [0, 1, 2]}
-            return BlockDrafter(BlockHead.for_target(model, range(30), **options), of)
-        if name == "eagle":
-            return EagleDrafter(EagleHead.for_target(model, range(30), hidden_layers=[0, 1, 2]), of)
-        if name == "medusa":
-            return MedusaDrafter(MedusaHead.for_target(model, range(30)), of)
-        if name == "exit":
-            return EarlyExitDrafter(of, 1, adapted(model, 1))
-        return LanguageModelDrafter(RaggedModel(shrink(of.model, 2), kernels=of.backend))
-
-
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("backend", ["torch", "native"])
 @every_drafter
@@ -298,8 +274,7 @@ def test_packed_weights_give_the_same_rows(name, backend):
         tree = rounds.propose(UNEVEN, WithoutReplacement(2))
         check_rows(name, network, twin, tree, rounds.tokens, atol=1e-4)
         rounds.commit(tree, [0, 0, 1])
-    expected = greedy_reference(twin, PROMPTS, max_new_tokens=8, eos_token_id=None)
-    assert decode(SpeculativeDecoder(packed, made, UNEVEN, DRAWN), max_new_tokens=8)[0] == expected
+    check_greedy(SpeculativeDecoder(packed, made, UNEVEN, DRAWN), count=8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -320,10 +295,7 @@ def test_any_architecture(name, architecture):
         with_norms(tiny(architecture, **{"n_layer" if architecture == "gpt2" else "num_hidden_layers": 3})),
         kernels="torch",
     )
-    decoder = SpeculativeDecoder(of, untrained(name, of), UNEVEN, DRAWN)
-    found, stats = decode(decoder, max_new_tokens=8)
-    assert found == greedy_reference(of.model, PROMPTS, max_new_tokens=8, eos_token_id=None)
-    assert stats.drafted > 0
+    assert check_greedy(SpeculativeDecoder(of, untrained(name, of), UNEVEN, DRAWN), count=8).drafted > 0
 
 
 # Early exit
@@ -420,7 +392,7 @@ def test_who_was_skipped_catches_up(name):
     for number, ends_now in enumerate(ends):
         tree = rounds.propose(UNEVEN, WithoutReplacement(2), seed=7 * number)
         compared += check_rows(name, trained(name).network, target().model, tree, rounds.tokens)
-        rounds.commit(tree, [e if e is None or e in tree.samples[s].tokens else 0 for s, e in enumerate(ends_now)])
+        rounds.commit(tree, ends_now)
     assert compared > 20
     for sample, text in enumerate(rounds.tokens):
         shown = torch.cat(rounds.state.first[sample])

@@ -6,7 +6,6 @@ from support.companions import block_row, eagle_row, target, trained
 from support.models import PROMPTS, VOCAB
 from torch.testing import assert_close
 
-from arbordraft import BlockDrafter
 from arbordraft.heads.block import BlockConfig, BlockHead
 from arbordraft.heads.eagle import EagleHead
 
@@ -87,17 +86,6 @@ def test_embeddings_of_any_scale_say_the_same():
 def test_settings_out_of_range(settings, error, message):
     with pytest.raises(error, match=message):
         BlockHead(BlockConfig(vocab_size=VOCAB, target_hidden_size=32, hidden_size=32, draft_vocab_size=5, **settings))
-
-
-@pytest.mark.parametrize("rank", [0, 4])
-def test_with_and_without_the_term_from_a_folder(rank, tmp_path):
-    head = made(markov_rank=rank, block_size=2)
-    head.save_pretrained(tmp_path)
-    loaded = BlockDrafter.from_pretrained(tmp_path, target())
-    assert (loaded.head.config.block_size, loaded.head.config.markov_rank) == (2, rank)
-    assert loaded.takes_candidates is (rank > 0)
-    for name, tensor in head.state_dict().items():
-        assert torch.equal(loaded.head.state_dict()[name], tensor)
 
 
 def test_depth_0_has_no_mask():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from safetensors import safe_open
-from support.companions import EXIT, LAYERS, eagle_row, target, trained, with_norms
+from support.companions import EXIT, LAYERS, STUDENTS, eagle_row, target, trained, with_norms
 from support.models import PROMPTS, VOCAB, next_logits, tiny
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
@@ -12,7 +12,6 @@ from arbordraft import (
     BlockDrafter,
     EagleDrafter,
     EarlyExitDrafter,
-    LanguageModelDrafter,
     MedusaDrafter,
     RaggedModel,
     UnsupportedModel,
@@ -24,6 +23,7 @@ from arbordraft.heads.eagle import EagleHead
 from arbordraft.heads.exit_adapter import ExitAdapter
 from arbordraft.heads.medusa import MedusaHead
 from arbordraft.kernels import native
+from arbordraft.loading import load_drafter
 from arbordraft.target.prepacked.prepacked_modules import prepack_linears
 
 TOKENS = [1, 3, 4, 50, 60]
@@ -98,17 +98,6 @@ def test_saved_and_loaded(name, dtype, tmp_path):
         assert again.t2d.nonzero().flatten().tolist() == TOKENS
     known = ("vocab_size", "target_hidden_size", "hidden_layers", "target_fingerprint", "target_name")
     assert [getattr(again.config, key) for key in known] == [getattr(network.config, key) for key in known]
-
-
-@every_network
-def test_drafters_load_them(name, tmp_path):
-    scrambled(name).save_pretrained(tmp_path)
-    drafter = DRAFTERS[name].from_pretrained(tmp_path, target())
-    loaded = drafter.adapter if name == "exit" else drafter.head
-    assert torch.equal(outputs(name, loaded), outputs(name, scrambled(name)))
-    assert not any(parameter.requires_grad for parameter in loaded.parameters())
-    if name == "exit":
-        assert drafter.layers == EXIT
 
 
 def test_an_adapter_says_how_many_layers_it_needs(tmp_path):
@@ -209,12 +198,6 @@ def test_a_relative_of_the_target_may_be_tried(name):
     DRAFTERS[name](*([other, EXIT, network] if name == "exit" else [network, other]))
 
 
-def test_language_models_share_the_vocabulary():
-    small = RaggedModel(shrink(tiny(vocab_size=53), [0]), kernels="torch")
-    with pytest.raises(ValueError, match="53 token ids, the target 61"):
-        LanguageModelDrafter(small).check(target(), None)
-
-
 def test_the_fingerprint_is_that_of_the_weights():
     model = with_norms(tiny(num_hidden_layers=3))
     known = fingerprint(model)
@@ -311,22 +294,16 @@ def test_layers_that_do_not_fit_elsewhere():
         shrink(model, [1, 2])
 
 
-def test_small_models_as_drafters(tmp_path):
-    drafter = LanguageModelDrafter(RaggedModel(shrink(target().model, [0, 3]), kernels="torch"))
-    assert (drafter.model.backend, drafter.model.num_layers) == ("torch", 2)
-    drafter.model.model.save_pretrained(tmp_path)
-    again = LanguageModelDrafter.from_pretrained(tmp_path, target())
-    assert torch.equal(next_logits(again.model.model, PROMPTS[0]), next_logits(drafter.model.model, PROMPTS[0]))
-    again.check(target(), None)
-
-
-@pytest.mark.parametrize("name", ["block", "eagle", "medusa", "exit", "model"])
+@pytest.mark.parametrize("name", STUDENTS)
 def test_what_training_saves_drafters_load(name, tmp_path):
     student = trained(name)
     student.save(tmp_path)
-    kind = {**DRAFTERS, "model": LanguageModelDrafter}[name]
-    drafter = kind.from_pretrained(tmp_path, target())
+    drafter = load_drafter(tmp_path, target())
+    assert type(drafter) is type(student.drafter(target()))
     found = drafter.model.model if name == "model" else drafter.adapter if name == "exit" else drafter.head
     for key, tensor in student.network.state_dict().items():
         stored = tensor.half().float() if tensor.is_floating_point() else tensor
         assert torch.equal(found.state_dict()[key], stored), key
+    assert name == "model" or not any(parameter.requires_grad for parameter in found.parameters())
+    if name == "exit":
+        assert drafter.layers == EXIT

@@ -1,5 +1,6 @@
 """A target with drafters trained for it in a moment, the rows they should draft from, and rounds without a decoder."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -10,7 +11,8 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from arbordraft import RaggedModel, TreeTopology
+from arbordraft import IID, RaggedModel, TreeTopology, WithoutReplacement
+from arbordraft.deciders import Decider
 from arbordraft.decoding.static.cache import StaticCache
 from arbordraft.decoding.static.drafting import StaticDrafts
 from arbordraft.drafters import Drafter
@@ -249,9 +251,16 @@ class Rounds:
         return self.drafter.propose(self.state, self.context)
 
     def commit(self, tree: DraftTree, ends: Sequence[int | None]) -> None:
-        """Accepts each sample's path down to a node and a token without meaning; ``None`` ends the sample."""
+        """Accepts each sample's path down to a node and a token without meaning; ``None`` ends the sample.
+
+        Where the node was not drafted, nothing is accepted.
+        """
         judged = [
-            None if end is None else SampleVerdict(tuple(drafted.topology.path(end)[1:]), 7, recovered=False)
+            None
+            if end is None
+            else SampleVerdict(
+                tuple(drafted.topology.path(end if end in drafted.tokens else 0)[1:]), 7, recovered=False
+            )
             for drafted, end in zip(tree.samples, ends, strict=True)
         ]
         living = {s: sample for s, sample in enumerate(tree.samples) if sample}
@@ -278,3 +287,53 @@ class Rounds:
             if judged[s] is None:
                 self.drafter.remove(self.state, s)
         self.take_hidden(seen)
+
+
+class Dictated(IID):
+    """Draws what it is told to, whatever the row."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        super().__init__(1)
+        self.tokens = iter(tokens)
+
+    def draw(self, draft, uniforms):
+        return [next(self.tokens)]
+
+
+class Chosen(Decider):
+    """Lets those samples draft that are marked."""
+
+    def __init__(self, drafting: Sequence[bool]) -> None:
+        super().__init__()
+        self.drafting, self.numbers = drafting, itertools.count()
+
+    def start(self) -> int:
+        return next(self.numbers)
+
+    def forward(self, view):
+        return [self.drafting[number] for number in view.memory]
+
+
+UNEVEN = TreeTopology([-1, 0, 0, 1, 1, 2, 3, 6])
+WALK = [  # per round the end of every sample's accepted path, and who drafts at all
+    ((0, 3, 7), [True, True, True]),  # all rejected, a middle node, a leaf at full depth
+    ((7, 0, 2), [True, True, True]),
+    ((0, 0, 0), [False, False, False]),  # nobody drafts
+    ((5, None, 4), [True, True, True]),  # the second sample is finished
+    ((0, None, 0), [False, True, True]),  # only one drafts
+    ((1, None, 1), [True, True, True]),
+    ((7, None, 6), [True, True, True]),
+]
+
+
+def walk(
+    drafter: Drafter, name: str, network: torch.nn.Module | None = None, of: RaggedModel | None = None
+) -> tuple[Rounds, int]:
+    """Goes through rounds of all kinds and checks every row; returns them and how many rows were compared."""
+    of, network = of or target(), network or trained(name).network
+    rounds, count = Rounds(drafter, of, PROMPTS), 0
+    for number, (ends, drafting) in enumerate(WALK):
+        tree = rounds.propose(UNEVEN, WithoutReplacement(2), decide=Chosen(drafting), seed=10 * number)
+        count += check_rows(name, network, of.model, tree, rounds.tokens)
+        rounds.commit(tree, ends)
+    return rounds, count

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from arbordraft import CostTable, RaggedModel, TreeTopology
+from arbordraft import CostTable, DecodeStats, RaggedModel, SpeculativeDecoder, TreeTopology
 from arbordraft.deciders import Decider, FixedDepth
 from arbordraft.deciders.costs import StepCosts
 from arbordraft.deciders.decisions import Plan, Situation
@@ -141,23 +141,42 @@ def next_logits(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
         return model(torch.tensor([list(tokens)]), use_cache=False).logits[0, -1]
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
+def decode(
+    decoder: SpeculativeDecoder, prompts: Sequence[Sequence[int]] = PROMPTS, **options: object
+) -> tuple[list[list[int]], DecodeStats]:
+    """New tokens and counts of a batch; by default of 12 greedy tokens that no stop token ends."""
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, **options}
+    output = decoder.generate(**left_padded(prompts), return_dict_in_generate=True, **options)
+    return new_tokens(output.sequences, prompts, output.stats.emitted), output.stats
+
+
+def check_greedy(
+    decoder: SpeculativeDecoder, prompts: Sequence[Sequence[int]] = PROMPTS, count: int = 12
+) -> DecodeStats:
+    """Checks greedy tokens against those that transformers gives; returns the counts."""
+    found, stats = decode(decoder, prompts, max_new_tokens=count)
+    assert found == greedy_reference(decoder.target.model, prompts, max_new_tokens=count, eos_token_id=None)
+    return stats
+
+
+LETTERS = (ascii_letters + digits)[:VOCAB]
+
+
+def tiny_tokenizer(letters: str = LETTERS, **options: object) -> PreTrainedTokenizerFast:
     """One letter or digit per token id."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    letters = (ascii_letters + digits)[:VOCAB]
-    spelling = Tokenizer(models.WordLevel({letter: token for token, letter in enumerate(letters)}, unk_token="a"))
+    model = models.WordLevel({letter: token for token, letter in enumerate(letters)}, unk_token=letters[0])
+    spelling = Tokenizer(model)
     spelling.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     spelling.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=spelling, padding_side="left")
+    return PreTrainedTokenizerFast(tokenizer_object=spelling, padding_side="left", **options)
 
 
 def tiny_checkpoint(folder: Path) -> Path:
     """A model and tokenizer on disk, as ``from_pretrained`` reads them."""
     tiny(max_position_embeddings=2048).save_pretrained(folder)
-    tokenizer = tiny_tokenizer()
-    tokenizer.eos_token = ascii_letters[EOS]
-    tokenizer.save_pretrained(folder)
+    tiny_tokenizer(eos_token=LETTERS[EOS]).save_pretrained(folder)
     return folder
 
 

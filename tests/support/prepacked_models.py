@@ -3,11 +3,24 @@
 import torch
 from torch import nn
 
-from arbordraft import RaggedModel, TreeTopology
+from arbordraft import (
+    Coupling,
+    EarlyExitDrafter,
+    Fixed,
+    Matching,
+    NGramDrafter,
+    RaggedModel,
+    RecursiveRejection,
+    SpeculativeDecoder,
+    TopDown,
+    TreeTopology,
+    WithoutReplacement,
+    builders,
+)
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.trees.masks import stack_words
 from arbordraft.trees.topology import ancestor_words
-from support.models import ARCHITECTURES, PROMPTS, VOCAB, tiny
+from support.models import ARCHITECTURES, PROMPTS, VOCAB, decode, tiny
 
 MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe"]
 FUSED = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "gemma3", "phi3", *MIXTURES]
@@ -56,6 +69,27 @@ def plain(model):
 
 def prepacked_modules(target):
     return [prepacked_module for _, _, prepacked_module in target.prepacking.places]
+
+
+def decoders(target):
+    lookup = Coupling(Fixed(2), TopDown(Matching()))
+    drawn = Coupling(WithoutReplacement(2), TopDown(RecursiveRejection()))
+    return {
+        "plain": builders.plain(target),
+        "chain": builders.ems_sd(target, length=4),
+        "lookup tree": SpeculativeDecoder(target, NGramDrafter(), TreeTopology.k_ary(2, 3), lookup),
+        "early exit": SpeculativeDecoder(target, EarlyExitDrafter(target, 1), TreeTopology.k_ary(2, 3), drawn),
+    }
+
+
+def disagreements(target):
+    """Decoders and batches whose greedy output is not that of plain decoding, one prompt at a time."""
+    expected = [decode(builders.plain(target), [prompt], max_new_tokens=50)[0][0] for prompt in PROMPTS]
+    for name, decoder in decoders(target).items():
+        for batch in ([0, 1, 2], [0], [2], [2, 0]):
+            found, _ = decode(decoder, [PROMPTS[index] for index in batch], max_new_tokens=50)
+            if found != [expected[index] for index in batch]:
+                yield name, batch
 
 
 class Lora(nn.Module):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.models import PROMPTS, tiny
+from support.models import PROMPTS, decode, tiny
 from support.prepacked_models import FUSED, OTHERS, logits, plain, small
 from torch.testing import assert_close
 
@@ -126,19 +126,10 @@ def test_drafters_are_shown_every_committed_token_but_the_last(kind, eos):
     decoder = SpeculativeDecoder(
         plain(model), drafter, TreeTopology.from_k_config((2, 1, 1)), Coupling(Fixed(2), TopDown(Matching()))
     )
-    width = max(map(len, PROMPTS))
-    output = decoder.generate(
-        torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in PROMPTS]),
-        attention_mask=torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS]),
-        max_new_tokens=24,
-        do_sample=False,
-        eos_token_id=eos,
-        pad_token_id=0,
-        return_dict_in_generate=True,
-    )
-    assert eos is None or min(output.stats.emitted) < 24
-    for sample, prompt in enumerate(PROMPTS):
-        text = prompt + output.sequences[sample, width : width + output.stats.emitted[sample]].tolist()
+    answers, stats = decode(decoder, max_new_tokens=24, eos_token_id=eos)
+    assert eos is None or min(stats.emitted) < 24
+    for sample, (prompt, answer) in enumerate(zip(PROMPTS, answers, strict=True)):
+        text = prompt + answer
         found = torch.cat(drafter.seen[sample])
         assert len(found) == len(text) - 1
         assert_close(found, expected(model, text)[:-1], rtol=1e-4, atol=1e-4)

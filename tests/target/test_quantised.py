@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from support.models import PROMPTS, greedy_reference, left_padded, new_tokens
+from support.models import PROMPTS, check_greedy
 from support.prepacked_models import ROUNDING, logits, plain, small
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
@@ -101,10 +101,7 @@ def test_what_is_no_plain_tensor_runs_as_it_is(kind, place):
 @pytest.mark.parametrize("kind", KINDS)
 def test_loading_falls_back(kind):
     decoder = arbordraft.load(changed(kind), "ngram", costs=None)
-    options = {"max_new_tokens": 8, "eos_token_id": None}
-    found = decoder.generate(**left_padded(PROMPTS), do_sample=False, **options)
-    expected = greedy_reference(decoder.target.model, PROMPTS, **options)
-    assert new_tokens(found, PROMPTS, [8] * 3) == expected
+    check_greedy(decoder, count=8)
 
 
 def test_sizes_are_read_off_the_linear():
@@ -177,9 +174,7 @@ def test_scales_of_all_rows_are_named():
     report = decoder.equality_report()
     assert report.equality == Equality.law
     assert "other rows run beside it" in report.reason
-    options = {"max_new_tokens": 6, "eos_token_id": None}  # one row after the other, as transformers has them
-    found = builders.plain(target).generate(**left_padded(PROMPTS[:1]), do_sample=False, **options)
-    assert new_tokens(found, PROMPTS[:1], [6]) == greedy_reference(model, PROMPTS[:1], **options)
+    check_greedy(builders.plain(target), PROMPTS[:1], 6)  # one row after the other, as transformers has them
 
 
 class Stepped(nn.Linear):

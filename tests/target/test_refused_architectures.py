@@ -6,10 +6,11 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from support.models import PROMPTS, VOCAB, greedy_reference, new_tokens, tiny
-from transformers import AutoConfig, AutoModelForCausalLM
+from support.models import PROMPTS, VOCAB, check_greedy, decode, tiny
+from transformers import AutoConfig
 
 from arbordraft import NGramDrafter, RaggedModel, SpeculativeDecoder, TreeTopology, UnsupportedModel
+from arbordraft.testing import tiny_model
 
 _SIZES = {
     "vocab_size": VOCAB,
@@ -64,14 +65,8 @@ CHOOSING = Path(__file__).resolve().parents[2] / "docs" / "choosing.md"
 
 def built(architecture, **options):
     """A random model whose attention tells tokens apart."""
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(architecture, **{**(HIDDEN | REFUSED | ROUTED)[architecture], **options})
-    model = AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.ndim > 1:
-                weight.normal_(std=weight.shape[-1] ** -0.5)
-    return model
+    settings = {**(HIDDEN | REFUSED | ROUTED)[architecture], **options}
+    return tiny_model(AutoConfig.for_model(architecture, **settings))
 
 
 @pytest.mark.parametrize("architecture", REFUSED)
@@ -88,11 +83,7 @@ def test_models_whose_attention_transformers_routes_of_late(architecture):
         with pytest.raises(UnsupportedModel, match="AttentionInterface"):
             RaggedModel(model, kernels="torch")
         return
-    found = SpeculativeDecoder(RaggedModel(model, kernels="torch"), NGramDrafter(), TreeTopology([-1, 0, 1])).generate(
-        torch.tensor(PROMPTS[:1]), max_new_tokens=12, do_sample=False, eos_token_id=None
-    )
-    expected = greedy_reference(model, PROMPTS[:1], max_new_tokens=12, eos_token_id=None)
-    assert new_tokens(found, PROMPTS[:1], [12]) == expected
+    check_greedy(SpeculativeDecoder(RaggedModel(model, kernels="torch"), NGramDrafter(), TreeTopology([-1, 0, 1])))
 
 
 @pytest.mark.parametrize("architecture", HIDDEN)
@@ -108,12 +99,9 @@ def test_texts_within_the_limit_are_decoded(architecture):
     target = RaggedModel(built(architecture, max_position_embeddings=16), kernels="torch")
     assert target.max_positions == 16
     decoder = SpeculativeDecoder(target, NGramDrafter(), TreeTopology([-1, 0, 1]))
-    prompt = torch.tensor([PROMPTS[0]])
     with pytest.raises(ValueError, match="16 positions"):
-        decoder.generate(prompt, max_new_tokens=20)
-    found = decoder.generate(prompt, max_new_tokens=8, do_sample=False, eos_token_id=None)
-    expected = greedy_reference(target.model, PROMPTS[:1], max_new_tokens=8, eos_token_id=None)
-    assert new_tokens(found, PROMPTS[:1], [8]) == expected
+        decode(decoder, PROMPTS[:1], max_new_tokens=20)
+    check_greedy(decoder, PROMPTS[:1], 8)
 
 
 @pytest.mark.parametrize("architecture", TOLD)
@@ -122,12 +110,7 @@ def test_windows_that_attention_is_told_are_accepted(architecture):
     model = tiny(architecture, **({"text_config": {**tiny_text(), **given}} if architecture == "gemma3" else given))
     target = RaggedModel(model, kernels="torch")
     assert target.model.config.get_text_config().sliding_window == 16
-    prompts = [[token % VOCAB for token in range(3, 27)]]
-    found = SpeculativeDecoder(target, NGramDrafter(), TreeTopology([-1, 0, 1])).generate(
-        torch.tensor(prompts), max_new_tokens=12, do_sample=False, eos_token_id=None
-    )
-    expected = greedy_reference(model, prompts, max_new_tokens=12, eos_token_id=None)
-    assert new_tokens(found, prompts, [12]) == expected
+    check_greedy(SpeculativeDecoder(target, NGramDrafter(), TreeTopology([-1, 0, 1])), [[*range(3, 27)]])
 
 
 def tiny_text():

@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.models import PROMPTS, left_padded, new_tokens
 from support.native_checks import (
     KINDS,
     OPTIONS,
@@ -20,22 +19,11 @@ from support.native_checks import (
     linear_rows,
     mixtures_of,
 )
-from support.prepacked_models import FUSED, plain, small, varied
+from support.prepacked_models import FUSED, disagreements, plain, small, varied
 from support.ragged_case import Case
 
 from arbordraft import (
-    Coupling,
-    EarlyExitDrafter,
-    Fixed,
-    Matching,
-    NGramDrafter,
     RaggedModel,
-    RecursiveRejection,
-    SpeculativeDecoder,
-    TopDown,
-    TreeTopology,
-    WithoutReplacement,
-    builders,
 )
 from arbordraft.kernels.prepacked_linear import ACTIVATIONS, WEIGHTS
 from arbordraft.kernels.ragged_tree_attention import ragged_tree_attention
@@ -172,31 +160,6 @@ def test_rows_of_models(architecture, threads):
 def test_rows_of_models_on_two_threads(architecture):
     torch.set_num_threads(2)
     check_rows_of_model(architecture, [torch.bfloat16], [None])
-
-
-def decoders(target):
-    lookup = Coupling(Fixed(2), TopDown(Matching()))
-    drawn = Coupling(WithoutReplacement(2), TopDown(RecursiveRejection()))
-    return {
-        "chain": builders.ems_sd(target, length=4),
-        "lookup tree": SpeculativeDecoder(target, NGramDrafter(), TreeTopology.k_ary(2, 3), lookup),
-        "early exit": SpeculativeDecoder(target, EarlyExitDrafter(target, 1), TreeTopology.k_ary(2, 3), drawn),
-    }
-
-
-def greedy(decoder, prompts):
-    options = {"max_new_tokens": 50, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
-    output = decoder.generate(**left_padded(prompts), **options)
-    return new_tokens(output.sequences, prompts, output.stats.emitted)
-
-
-def disagreements(target):
-    """Decoders and batches whose greedy output is not that of plain decoding, one prompt at a time."""
-    expected = [greedy(builders.plain(target), [prompt])[0] for prompt in PROMPTS]
-    for name, decoder in {"plain": builders.plain(target), **decoders(target)}.items():
-        for batch in ([0, 1, 2], [0], [2], [2, 0]):
-            if greedy(decoder, [PROMPTS[index] for index in batch]) != [expected[index] for index in batch]:
-                yield name, batch
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "qwen2_moe"])

@@ -11,6 +11,7 @@ from support.companions import (
     EXIT,
     LAYERS,
     STUDENTS,
+    Dictated,
     Rounds,
     batch_for,
     drafter,
@@ -24,7 +25,7 @@ from support.models import PROMPTS, VOCAB, tiny
 from torch.nn import functional
 from torch.testing import assert_close
 
-from arbordraft import IID, Fixed, MedusaDrafter, RaggedModel, TreeTopology
+from arbordraft import Fixed, MedusaDrafter, RaggedModel, TreeTopology
 from arbordraft.training.drafter_module import DrafterModule, Phase
 from arbordraft.training.drafts import follow
 from arbordraft.training.features import TeacherHead
@@ -36,17 +37,6 @@ from arbordraft.training.validation import chain_accepted, tree_accepted, walked
 
 STEPS = 4
 every_student = pytest.mark.parametrize("name", STUDENTS)
-
-
-class Dictated(IID):
-    """Draws what it is told to, whatever the row."""
-
-    def __init__(self, tokens):
-        super().__init__(1)
-        self.tokens = iter(tokens)
-
-    def draw(self, draft, uniforms):
-        return [next(self.tokens)]
 
 
 def drafted_rows(made, text, at):

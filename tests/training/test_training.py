@@ -15,7 +15,7 @@ import torch
 import yaml
 from lightning.pytorch import Trainer
 from safetensors.torch import load_file
-from support.models import greedy_reference, left_padded, new_tokens
+from support.models import check_greedy
 from support.tiny_training import TRAINER, Losses, data, fit, module, same, save_config, save_world, stored
 from typer.testing import CliRunner
 
@@ -104,11 +104,7 @@ def test_results_are_a_folder_that_decodes_losslessly(trained):
 
     target, prompts = cli.datamodule.target, cli.datamodule.held_out_prompts(3)
     decoder = drafter_of(best, target)
-    output = decoder.generate(
-        **left_padded(prompts), max_new_tokens=20, do_sample=False, pad_token_id=0, return_dict_in_generate=True
-    )
-    expected = greedy_reference(target.model, prompts, max_new_tokens=20, pad_token_id=0)
-    assert new_tokens(output.sequences, prompts, output.stats.emitted) == expected
+    check_greedy(decoder, prompts, 20)
 
 
 def test_tau_of_validation_is_that_of_decoding_the_same_answers(trained):
