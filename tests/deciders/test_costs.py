@@ -82,8 +82,6 @@ def test_step_costs_survive_a_file(tmp_path):
         (tmp_path / "costs.json").write_text(broken)
         with pytest.raises(ValueError, match="holds no step costs"):
             StepCosts.load(tmp_path / "costs.json")
-    with pytest.raises(ValueError, match=r"rest must be a number of at least 0, got -1"):
-        replace(costs, rest=-1.0)
     beginning = replace(costs, start=1.0, joining=0.5)
     assert [beginning.step(samples, 0) for samples in (1, 3)] == [costs.step(samples, 0) for samples in (1, 3)]
     assert beginning.step(3, 2) - costs.step(3, 2) == pytest.approx(2.0)

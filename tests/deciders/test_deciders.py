@@ -54,16 +54,12 @@ def test_fixed_depth():
     three = ((1.0,),) * 3
     assert FixedDepth()(view(99, three)) == [True] * 3
     assert [FixedDepth(2)(view(depth, three)) for depth in (0, 1, 2)] == [[True] * 3, [True] * 3, [False] * 3]
-    with pytest.raises(ValueError, match="depth must be a whole number of at least 0, got -1"):
-        FixedDepth(-1)
 
 
 def test_confidence_threshold():
     """One confident node is enough for a sample to go on; the threshold itself is confident."""
     confidence = ((0.1, 0.5), (0.1, 0.39), (0.4,))
     assert ConfidenceThreshold(0.4)(view(confidence=confidence)) == [True, False, True]
-    with pytest.raises(ValueError, match=r"threshold must be a number from 0 to 1, got 1\.5"):
-        ConfidenceThreshold(1.5)
 
 
 def test_entropy_bound():
@@ -73,8 +69,6 @@ def test_entropy_bound():
     assert step.entropy == [[pytest.approx(math.log(2))], [pytest.approx(math.log(2)), 0.0], [0.0]]
     assert EntropyBound(threshold=0.62)(step) == [True, True, True]
     assert EntropyBound(threshold=0.63)(step) == [False, True, True]
-    with pytest.raises(ValueError, match="gamma must be above 0, got 0"):
-        EntropyBound(gamma=0)
 
 
 def lengths(decider, accepted, deepest=30):
@@ -88,16 +82,12 @@ def lengths(decider, accepted, deepest=30):
 
 def test_the_heuristic_adds_two_or_takes_one():
     assert lengths(Heuristic(first=3, longest=6), [9, 9, 9, 2, 0, 0, 0, 0, 0, 0]) == [3, 5, 6, 6, 5, 4, 3, 2, 1, 1]
-    with pytest.raises(ValueError, match="first must be a whole number from 1 to 8, got 9"):
-        Heuristic(first=9, longest=8)
 
 
 def test_the_accepted_average_follows():
     """It halves its distance to what is accepted: 2, 1, .5, .25, then on to 8 - 7.75 / 2 and so on, rounded up."""
     assert lengths(AcceptedAverage(first=2, margin=1, decay=0.5), [0, 0, 0, 9, 9]) == [3, 2, 2, 2, 3]
     assert lengths(AcceptedAverage(first=0, margin=0.5, decay=0.0), [1, 2, 3]) == [1, 2, 3]
-    with pytest.raises(ValueError, match="margin must be above 0, got 0"):
-        AcceptedAverage(margin=0)
 
 
 def test_adaedl_asks_for_more_while_too_little_is_accepted():
@@ -110,8 +100,6 @@ def test_adaedl_asks_for_more_while_too_little_is_accepted():
     # Averages .25, .125, .5625, .78125, ...: below one half twice. The row promises 0.628.
     assert bounds == pytest.approx([0.65, 0.7, 0.65, 0.6, 0.55])
     assert found == [True, False, False, False, True]
-    with pytest.raises(ValueError, match="wanted must be a number from 0 to 1, got 2"):
-        AdaEDL(wanted=2)
 
 
 def test_path_survival_is_a_product():
@@ -119,8 +107,6 @@ def test_path_survival_is_a_product():
     step = StepView(2, [[tuple(draws[:2]), (draws[0], draws[2])], [()]], [None, None])
     assert PathSurvival().survival(step) == [[pytest.approx(0.4), pytest.approx(0.05)], [1.0]]
     assert [PathSurvival(bound)(step) for bound in (0.39, 0.41, 1.1)] == [[True, True], [False, True], [False, False]]
-    with pytest.raises(ValueError, match=r"threshold must be a number of at least 0, got -0\.1"):
-        PathSurvival(-0.1)
 
 
 def test_a_node_budget_plans_for_all_its_samples():
@@ -154,8 +140,6 @@ def test_a_bandit_finds_the_better_decider(depth, best):
         decider.learn(memory, Outcome(drafted, min(drafted, depth)))
     assert min(memory.pulls) > 0
     assert memory.pulls[best] > 0.7 * sum(memory.pulls)
-    with pytest.raises(ValueError, match="at least two deciders"):
-        Bandit([FixedDepth()])
 
 
 def test_a_bandit_asks_whom_each_sample_has_chosen_and_lets_all_learn():

@@ -90,46 +90,6 @@ def test_answers_are_those_of_a_request_alone(name, reuse):
     assert [[answer.tokens for answer in stream.answers] for stream in streams] == [alone(made, r) for r in asked]
 
 
-def test_generate_says_the_same():
-    made = decoder()
-    for do_sample in (False, True):
-        settings = {"temperature": 0.8, "top_k": 0} if do_sample else {}
-        for number, prompt in enumerate(PROMPTS):
-            ids = made.generate(
-                torch.tensor([prompt]), do_sample=do_sample, max_new_tokens=20, seeds=[number], **settings
-            )
-            request = Request(
-                prompt=prompt, max_new_tokens=20, seed=number, temperature=0.8 if do_sample else 0, ends=[EOS]
-            )
-            assert alone(made, request) == [ids[0, len(prompt) :].tolist()]
-
-
-@pytest.mark.parametrize("temperature", [0, 0.8])
-def test_short_answers_do_not_end(temperature):
-    made, bias = decoder(), {EOS: 8.0}
-    settings = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-    asked = {
-        "prompt": PROMPTS[1],
-        "max_new_tokens": 20,
-        "seed": 1,
-        "temperature": temperature,
-        "logit_bias": bias,
-    }
-    (short,) = alone(made, Request(**asked))
-    assert len(short) < 9
-    ids = made.generate(
-        torch.tensor([PROMPTS[1]]),
-        max_new_tokens=20,
-        min_new_tokens=9,
-        sequence_bias={(EOS,): bias[EOS]},
-        seeds=[1],
-        **settings,
-    )
-    (answer,) = alone(made, Request(**asked, min_new_tokens=9))
-    assert len(answer) >= 9
-    assert answer == ids[0, len(PROMPTS[1]) :].tolist()
-
-
 def test_further_tokens_end_answers():
     made, asked = decoder(), {"prompt": PROMPTS[1], "max_new_tokens": 20, "ends": []}
     (answer,) = alone(made, Request(**asked))
@@ -350,12 +310,10 @@ def test_what_can_never_be_answered_is_refused_at_once():
     [
         ({"prompt": []}, "prompt is empty"),
         ({"max_new_tokens": 0}, "max_new_tokens"),
-        ({"temperature": -1}, "temperature"),
         ({"top_p": 1.5}, "top_p"),
         ({"min_p": -0.1}, "min_p"),
         ({"temperature": 1e308}, "temperature"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
-        ({"repetition_penalty": 1e-300}, "repetition_penalty"),
         ({"repetition_penalty": 1e300}, "repetition_penalty"),
         ({"presence_penalty": -2.1}, "presence_penalty"),
         ({"frequency_penalty": 1e308}, "frequency_penalty"),
@@ -551,22 +509,12 @@ def test_a_request_for_many_answers_does_not_fill_the_queue():
     engine.step()
     streams.append(engine.submit(many(30)))
     assert engine.waiting == 3 * 30 - 2
-    with pytest.raises(QueueFull, match="1 requests wait already, 1 may"):
+    with pytest.raises(QueueFull, match="1 requests wait already, 1 may: ask again later"):
         engine.submit(many(1))
     for stream in streams:
         stream.cancel()
     engine.run()
-
-
-def test_a_full_queue():
-    engine = Engine(decoder(), max_tokens=300, max_samples=1, max_waiting=2)
-    request = Request(prompt=PROMPTS[0], max_new_tokens=3)
-    for _ in range(3):
-        engine.submit(request)
-    with pytest.raises(QueueFull, match="ask again later"):
-        engine.submit(request)
-    engine.run()
-    engine.submit(request)
+    engine.submit(many(1))
 
 
 def test_nobody_overflows_once_admitted():

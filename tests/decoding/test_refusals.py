@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from support.models import (
-    EOS,
     PROMPTS,
     VOCAB,
     greedy_reference,
@@ -317,16 +316,3 @@ def test_a_banned_token_is_no_failure():
     ids = torch.tensor(PROMPTS[:1])
     output = build(target=Spoiled(tiny(), 5, float("-inf"))).generate(ids, max_new_tokens=5, do_sample=False)
     assert output.shape[1] > ids.shape[1]
-
-
-def test_a_batch_whose_samples_end_at_different_times():
-    plain = greedy_reference(ragged().model, PROMPTS, max_new_tokens=9, eos_token_id=None)
-    ends = [tokens[at] for tokens, at in zip(plain, (0, 4, 8), strict=True)]
-    options = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": ends, "pad_token_id": EOS}
-    output = build().generate(**left_padded(PROMPTS), return_dict_in_generate=True, **options)
-    del options["do_sample"]
-    assert new_tokens(output.sequences, PROMPTS, output.stats.emitted) == greedy_reference(
-        ragged().model, PROMPTS, **options
-    )
-    assert len(set(output.stats.emitted)) == 3
-    assert (output.stats.pad_rows, output.stats.pad_keys) == (0, 0)

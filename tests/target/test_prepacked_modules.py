@@ -215,6 +215,26 @@ def replace(path, make):
     return change
 
 
+def down_projection(model):
+    return model.model.layers[1].mlp.down_proj.weight
+
+
+def write_by_numpy(model):
+    array = down_projection(model).detach().numpy()
+    array *= -1.5
+
+
+def write_in_inference_mode(model):
+    with torch.inference_mode():
+        down_projection(model).mul_(-1.5)
+
+
+def write_low_rank(model):
+    """What PEFT's merge_adapter() does, behind torch's back."""
+    weight = down_projection(model)
+    weight.data += 0.5 * torch.ones(weight.shape[0], 1) @ torch.ones(1, weight.shape[1])
+
+
 CHANGES = {
     "train": train,
     "parameter": replace("model.layers.1.self_attn.v_proj.weight", lambda weight: nn.Parameter(scaled(weight))),
@@ -230,6 +250,9 @@ CHANGES = {
     "state": lambda model: model.load_state_dict(scaled_state(model)),
     "assigned state": lambda model: model.load_state_dict(scaled_state(model), assign=True),
     "bfloat16": lambda model: model.to(torch.bfloat16),
+    "by numpy": write_by_numpy,
+    "in inference mode": write_in_inference_mode,
+    "low rank": write_low_rank,
 }
 
 
