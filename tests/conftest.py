@@ -12,7 +12,7 @@ from arbordraft import builders, loading
 from arbordraft.deciders import CostAware
 from arbordraft.kernels import native
 
-settings.register_profile("arbordraft", max_examples=50, derandomize=True, deadline=None, database=None)
+settings.register_profile("arbordraft", derandomize=True, deadline=None, database=None)
 settings.load_profile("arbordraft")
 
 

@@ -32,13 +32,15 @@ class PaddedDecoder(SpeculativeDecoder):
         *parts: those of a :class:`~arbordraft.SpeculativeDecoder`, as are ``options``.
 
     Raises:
-        ValueError: if the topology is no chain.
+        ValueError: if the topology is no chain, or with ``buckets``, whose steps have a runner of their own.
 
     Source: the "vanilla" method of EMS-SD (Ni et al., NAACL 2025) and its ablations.
     """
 
     def __init__(self, *parts: Any, pad_input: bool = True, pad_cache: bool = True, **options: Any) -> None:
         super().__init__(*parts, **options)
+        if self.static is not None:
+            raise ValueError("padded batches have no steps of fixed shapes: leave buckets out")
         if self.topology.max_depth + 1 != self.topology.num_nodes:
             raise ValueError("padded batches are made for chains of drafts")
         runner = PaddedRunner(self.parts, pad_input, pad_cache)

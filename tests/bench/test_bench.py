@@ -124,6 +124,8 @@ def test_padding_changes_no_token(options, kernels):
 def test_only_chains_are_padded():
     with pytest.raises(ValueError, match="made for chains"):
         PaddedDecoder(ragged(), NGramDrafter(), TreeTopology.k_ary(2, 2), Coupling(Fixed(2), TopDown(Matching())))
+    with pytest.raises(ValueError, match="leave buckets out"):
+        PaddedDecoder(ragged(), NGramDrafter(), CHAIN, Coupling(Fixed(1), TopDown(Matching())), buckets=(8,))
 
 
 @pytest.mark.parametrize("k", [2, 3])

@@ -194,6 +194,30 @@ def test_several_end_tokens():
     assert decode(build(), eos_token_id=ends, max_new_tokens=12)[0] == reference(eos_token_id=ends, max_new_tokens=12)
 
 
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.8},
+        {"no_repeat_ngram_size": 2},
+        {"min_new_tokens": 6, "eos_token_id": [18, 39]},
+        {"bad_words_ids": [[39], [18, 9]]},
+        {"forced_eos_token_id": 9},
+        {"suppress_tokens": [39, 18]},
+        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "min_new_tokens": 4, "eos_token_id": [18, 39]},
+    ],
+    ids=lambda options: "+".join(options),
+)
+def test_processors_see_each_node_with_its_own_path(options, drafter):
+    """Like transformers with each prompt alone: what a sample gets does not depend on its batch, or on padding."""
+    decoder = build("fixed matching", drafter)
+    kwargs = {"max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0, **options}
+    expected = reference(**kwargs)
+    assert decode(decoder, **kwargs)[0] == expected
+    ends = {"eos_token_id": kwargs["eos_token_id"], "pad_token_id": 0}
+    assert expected != reference(max_new_tokens=12, **ends)  # the option does something
+
+
 class Forbid(LogitsProcessor):
     """Forbids the token that is three places back."""
 
@@ -413,6 +437,13 @@ def test_several_sequences_per_prompt():
     assert len({tuple(row) for row in output.tolist()}) > 1
 
 
+def test_calls_do_not_depend_on_each_other():
+    decoder = build()
+    first = decode(decoder, max_new_tokens=8)[0]
+    decode(decoder, PROMPTS[:1], do_sample=True, max_new_tokens=8)
+    assert decode(decoder, max_new_tokens=8)[0] == first
+
+
 # Sampling
 
 
@@ -451,3 +482,10 @@ def test_every_step_has_fresh_noise():
     uniforms = uniforms[uniforms > 0]  # finished samples draw none
     assert len(drawn) > 2
     assert len(uniforms.unique()) == len(uniforms)
+
+
+def test_a_single_token_may_be_left():
+    """top_p so small that every row has one token: sampling is greedy."""
+    for coupling in COUPLINGS:
+        sampled, _ = decode(build(coupling), do_sample=True, top_p=1e-6, max_new_tokens=8, **NEVER)
+        assert sampled == reference(max_new_tokens=8, **NEVER)

@@ -234,14 +234,15 @@ def test_nothing_outside_of_the_vocabulary_is_drafted(name, greedy):
 
 
 @pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "top_k": 1}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("name", ["block", "eagle", "medusa", "exit", "model"])
-def test_a_broken_network_costs_speed_only(name, sampling):
+def test_a_broken_network_costs_speed_only(name, value, sampling):
     broken = drafter(name)
     with torch.no_grad():
         for weight in (
             broken.adapter if name == "exit" else broken.model if name == "model" else broken.head
         ).parameters():
-            weight.fill_(float("nan"))
+            weight.fill_(value)
     expected = greedy_reference(target().model, PROMPTS, max_new_tokens=6, eos_token_id=None)
     with pytest.warns(UserWarning, match="drafter produced NaN or infinite logits"):
         found, stats = decode(SpeculativeDecoder(target(), broken, UNEVEN, DRAWN), max_new_tokens=6, **sampling)

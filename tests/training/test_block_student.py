@@ -4,16 +4,24 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.companions import Rounds, batch_for, drafter, frequent, target, texts, trained
-from support.models import VOCAB
+from support.companions import STUDENTS, Rounds, batch_for, drafter, frequent, target, texts, trained
+from support.models import VOCAB, greedy_reference
+from support.tiny_training import data, save_config, save_world, stored
 from torch.nn import functional
 from torch.testing import assert_close
 
-from arbordraft import IID, TreeTopology
+from arbordraft import IID, BlockDrafter, Coupling, Fixed, Matching, SpeculativeDecoder, TopDown, TreeTopology
+from arbordraft.decoding.prompts import left_padded
+from arbordraft.loading import load_drafter
+from arbordraft.training.drafter_module import DrafterModule
 from arbordraft.training.drafts import follow
 from arbordraft.training.features import FreshFeatures, TeacherHead
+from arbordraft.training.fit import run
 from arbordraft.training.optimizers import MuonAdamW
+from arbordraft.training.shards import ANSWER
 from arbordraft.training.students import BlockStudent
+
+pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory")
 
 
 def built(**options):
@@ -139,3 +147,65 @@ def test_the_term_tells_what_marginals_cannot():
     """Two tokens may follow, so four are possible a step further on, of which the parent leaves two."""
     with_term, without = learned(8), learned(0)
     assert with_term < without - 0.2
+
+
+# From the command line to decoding
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return save_world(tmp_path_factory.mktemp("world"))
+
+
+def greedy_prompts(folder):
+    """What stands before the greedy answers of the data."""
+    found = []
+    for name, file in stored(folder).items():
+        if name.startswith("tokens"):
+            shard = file[1]
+            for number in (shard["temperatures"] == 0).nonzero()[:, 0]:
+                place = slice(*shard["offsets"][number : number + 2])
+                given = int((shard["roles"][place] == ANSWER).nonzero()[0])
+                found.append(shard["tokens"][place][:given].tolist())
+    return found
+
+
+@pytest.mark.parametrize("rank", [0, 8])
+def test_fit_save_load_decode(world, tmp_path, rank):
+    config = save_config(
+        tmp_path / "config.yaml",
+        world,
+        trainer={"max_epochs": 12, "check_val_every_n_epoch": 6},
+        model={
+            "student": {
+                "class_path": "arbordraft.training.students.BlockStudent",
+                "init_args": {"vocabulary": 40, "layers": [0, 1, 2], "block_size": 3, "markov_rank": rank},
+            },
+            "phases": [{"until": 1.0, "steps": 3, "loss": "kl"}],
+            "lr": 0.01,
+        },
+    )
+    run(DrafterModule, ["fit", "--config", str(config)])
+    of = data(world).target
+    best = load_drafter(tmp_path / "results" / "best", of)
+    assert isinstance(best, BlockDrafter)
+    assert (best.head.config.block_size, best.head.config.markov_rank) == (3, rank)
+    assert best.head.config.acceptance
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        blank = STUDENTS["block"]()
+        blank.layers = (0, 1, 2)
+        blank.build(of, frequent)
+        for parameter in blank.network.parameters():
+            torch.nn.init.normal_(parameter)
+    prompts, taus = greedy_prompts(world / "data"), []
+    for proposer in (best, blank.drafter(of)):
+        decoder = SpeculativeDecoder(
+            of, proposer, TreeTopology.from_k_config((2, 1, 1)), Coupling(Fixed(2), TopDown(Matching()))
+        )
+        options = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
+        output = decoder.generate(**left_padded(prompts), **options)
+        expected = greedy_reference(of.model, prompts, max_new_tokens=16, eos_token_id=None)
+        assert output.sequences[:, -16:].tolist() == expected
+        taus.append(output.stats.tau)
+    assert taus[0] > taus[1] + 0.3

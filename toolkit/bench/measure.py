@@ -3,6 +3,7 @@
 import json
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +18,6 @@ import torch
 from arbordraft.bench.workload import Tell, Workload, quiet
 from arbordraft.kernels.native.build import cpu
 from arbordraft.utils.files import write_text
-from arbordraft.utils.git import git
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -59,8 +59,8 @@ class Measurement:
 def provenance() -> dict[str, Any]:
     """Command line, commit, date, machine and versions of a measurement."""
     here = Path(__file__).parent
-    commit = git("describe", "--always", folder=here)  # --dirty would lock the index
-    if commit is not None and git("status", "--porcelain", "-uno", folder=here):
+    commit = _git("describe", "--always", folder=here)  # --dirty would lock the index
+    if commit is not None and _git("status", "--porcelain", "-uno", folder=here):
         commit += "-dirty"
     processor = cpu()
     return {
@@ -74,6 +74,16 @@ def provenance() -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "versions": {name: version(name) for name in ("arbordraft", "torch", "transformers", "scipy")},
     }
+
+
+def _git(*arguments: str, folder: Path) -> str | None:
+    """Output of a git command that only reads; ``None`` outside of a checkout, or without git."""
+    command = ["git", "--no-optional-locks", *arguments]
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
 
 
 def save(path: Path, measurements: Sequence[Any], **settings: Any) -> None:

@@ -1,15 +1,17 @@
 """``arbordraft bench``: measurements of whole decoders, each of which prints tables and writes JSON."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from arbordraft.bench import suites
+from arbordraft.bench.decoding import Decode
 from arbordraft.bench.equality import equal_tokens
 from arbordraft.bench.report import Report
 from arbordraft.bench.verifiers import node_acceptance, tree_tau
+from arbordraft.bench.workload import Workload
 from arbordraft.cli.options import (
     BOTH,
     BatchesOption,
@@ -29,6 +31,7 @@ from arbordraft.cli.options import (
     whole_numbers,
     workloads,
 )
+from arbordraft.decoding.decoder import SpeculativeDecoder
 from arbordraft.drafters import Drafter
 from arbordraft.loading import Dtype, drafter_named, load_target
 from arbordraft.target.model import RaggedModel
@@ -42,6 +45,23 @@ app = typer.Typer(
 def drafters_of(names: Sequence[str], target: RaggedModel) -> dict[str, Drafter]:
     """Drafters by the names that tables give them."""
     return {Path(name).name if Path(name).is_dir() else name: drafter_named(name, target) for name in names}
+
+
+def _in_turns(
+    suite: Callable[[RaggedModel, Mapping[str, Drafter], Workload], Mapping[str, SpeculativeDecoder | Decode]],
+    sizes: Iterable[Workload],
+    json: Path | None,
+    png: Path | None,
+    model: str,
+    dtype: Dtype,
+    drafter: Sequence[str],
+) -> None:
+    """Decodes every workload with the decoders of a suite, in turns."""
+    with Report(json, png, model=model, dtype=dtype, drafter=drafter) as report:
+        target, _ = load_target(model, dtype)
+        drafters = drafters_of(drafter, target)
+        for workload in sizes:
+            report.decode(target, suite(target, drafters, workload), workload)
 
 
 @app.command()
@@ -61,11 +81,7 @@ def decode(
 ) -> None:
     """Measure what drafters gain over plain decoding: lookups, chains, trees, and lookups with trees behind them."""
     sizes = workloads(prompts, limit, batches, temperatures, new_tokens=new_tokens, repeats=repeats, seed=seed)
-    with Report(json, png, model=model, dtype=dtype, drafter=drafter) as report:
-        target, _ = load_target(model, dtype)
-        drafters = drafters_of(drafter, target)
-        for workload in sizes:
-            report.decode(target, suites.drafter_gain(target, drafters, workload), workload)
+    _in_turns(suites.drafter_gain, sizes, json, png, model, dtype, drafter)
 
 
 @app.command()
@@ -85,11 +101,8 @@ def policy(
 ) -> None:
     """Measure drafting as far as it pays, the default, against plain decoding: none of it should be slower."""
     sizes = workloads(prompts, limit, batches, temperatures, new_tokens=new_tokens, repeats=repeats, seed=seed)
-    with Report(json, png, model=model, dtype=dtype, drafter=drafter) as report:
-        target, _ = load_target(model, dtype)
-        drafters = drafters_of(drafter, target)
-        for workload in map(suites.whole_batches, sizes):
-            report.decode(target, suites.policy(target, drafters), workload)
+    whole = map(suites.whole_batches, sizes)
+    _in_turns(lambda target, drafters, _: suites.policy(target, drafters), whole, json, png, model, dtype, drafter)
 
 
 @app.command()
@@ -109,11 +122,7 @@ def compare(
 ) -> None:
     """Measure arbordraft against transformers: ``generate``, prompt lookup and, with a draft model, assistance."""
     sizes = workloads(prompts, limit, batches, temperatures, new_tokens=new_tokens, repeats=repeats, seed=seed)
-    with Report(json, png, model=model, dtype=dtype, drafter=drafter) as report:
-        target, _ = load_target(model, dtype)
-        drafters = drafters_of(drafter, target)
-        for workload in sizes:
-            report.decode(target, suites.against_transformers(target, drafters, workload), workload)
+    _in_turns(suites.against_transformers, sizes, json, png, model, dtype, drafter)
 
 
 @app.command()

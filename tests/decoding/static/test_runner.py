@@ -5,7 +5,9 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from support.models import EOS, PROMPTS, greedy_reference, left_padded, new_tokens, ragged, tiny
+from support.companions import drafter as trained_drafter
+from support.companions import target as trained_target
+from support.models import EOS, PAYS, PROMPTS, greedy_reference, left_padded, new_tokens, ragged, tiny
 from support.recording import record_on_cpu
 
 from arbordraft import (
@@ -16,17 +18,19 @@ from arbordraft import (
     Fixed,
     LanguageModelDrafter,
     Lifted,
+    Matching,
     NGramDrafter,
     NoDrafter,
     RaggedModel,
     RecursiveRejection,
+    SpecHub,
     SpeculativeDecoder,
     TopDown,
     TopTail,
     TreeTopology,
     WithoutReplacement,
 )
-from arbordraft.deciders import EntropyBound
+from arbordraft.deciders import CostAware, EntropyBound, NodeBudget
 from arbordraft.decoding.engine import Engine
 from arbordraft.decoding.requests import Request
 from arbordraft.decoding.static import runner
@@ -140,12 +144,31 @@ def test_windows_caps_sinks_and_learned_positions(architecture):
     compare("shared", drafter, target=target, requests=(SAMPLED,))
 
 
+@pytest.mark.parametrize("coupling", [Coupling(TopTail(1, 1), Lifted(RecursiveRejection())), Coupling.shared(2)],
+                         ids=["top-tail", "shared"])  # fmt: skip
+@pytest.mark.parametrize("name", ["block", "eagle", "medusa", "exit"])
+def test_drafters_that_read_the_targets_hidden_states(name, coupling):
+    drafter = trained_drafter(name)
+    requests = (NEVER, {**SAMPLED, "temperature": 0.4})
+    _, found = compare(coupling, drafter, target=trained_target(), requests=requests)
+    assert all(stats.tau > 1.3 for stats in found)
+
+
 def test_samples_that_end_at_different_times():
     plain = greedy_reference(ragged().model, PROMPTS, max_new_tokens=9, eos_token_id=None)
     ends = [tokens[at] for tokens, at in zip(plain, (0, 4, 8), strict=True)]
     static, (stats,) = compare("wor", requests=({"eos_token_id": ends, "pad_token_id": EOS},))
     assert len(set(stats.emitted)) == 3
     assert {bucket.rows for bucket in static.static.shapes} > {32}  # what is left of the batch takes a smaller bucket
+
+
+def test_pruned_trees_early_stops_and_no_drafts_at_all():
+    compare("fixed", decider=CostAware(PAYS, nodes=4), requests=(NEVER, SAMPLED))
+    compare("wor lifted", decider=EntropyBound(), requests=(NEVER, SAMPLED))
+    compare("shared", decider=NodeBudget(4), requests=(SAMPLED,))
+    compare("shared", decider=EntropyBound(), requests=(SAMPLED,))
+    compare(Coupling(Fixed(1), Lifted(RecursiveRejection())), NoDrafter(), TreeTopology.chain(0),
+            requests=(NEVER, SAMPLED))  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -156,6 +179,12 @@ def test_samples_that_end_at_different_times():
 )  # fmt: skip
 def test_processors_that_look_at_scores_alone(processors):
     compare("wor lifted", requests=({**SAMPLED, **processors},))
+
+
+def test_many_samples():
+    prompts = [[token, token + 1, token] for token in range(3, 14)]
+    static, _ = compare("wor lifted", prompts=prompts, requests=(SAMPLED, NEVER))
+    assert {bucket.samples for bucket in static.static.shapes} == {16}
 
 
 def test_a_step_that_moves_nothing_would_be_seen(monkeypatch):
@@ -312,6 +341,10 @@ def test_steps_that_are_not_used_any_more_are_given_up(monkeypatch):
     assert decode(decoder, **SAMPLED, temperature=0.5)[0] == first
 
 
+def test_prompts_of_one_token():
+    compare("wor lifted", prompts=[[7], [9]], requests=(NEVER, SAMPLED))
+
+
 def test_the_dummy_counts_for_the_limit():
     dummy, sample = 1 + 8, 5 + TREE.num_nodes + 10
     enough = build(buckets=(8,), max_cache_tokens=dummy + sample)
@@ -361,6 +394,11 @@ def test_what_takes_the_host_is_refused_before_anything_is_decoded(coupling, set
     decoder.stepper.step = pytest.fail
     with pytest.raises(ValueError, match=rf"{reason}.*buckets=None"):
         decode(decoder, **settings)
+
+
+def test_lossless_verifiers_of_any_kind_decode_greedily():
+    compare(Coupling(TopTail(1, 1), TopDown(SpecHub())), requests=(NEVER,))
+    compare(Coupling(Fixed(2), TopDown(Matching())), "lookup", requests=(NEVER,))
 
 
 def test_parts_that_do_not_go_together(kernels):
