@@ -119,6 +119,10 @@ class Operator(Generic[P, R]):
         return self.reference(*arguments)  # type: ignore[call-arg]
 
     def _launch(self, *arguments: Any) -> Any:
+        first = arguments[0] if isinstance(arguments[0], Tensor) else arguments[0][0]
+        if first.is_cuda and first.get_device() != torch.cuda.current_device():  # Triton launches on the current one
+            with torch.cuda.device(first.get_device()):
+                return self._launcher(*arguments)
         return self._launcher(*arguments)
 
     @cached_property

@@ -6,6 +6,7 @@ G = Hq / Hkv, D head size.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from itertools import accumulate
 from typing import Any
 
@@ -138,7 +139,10 @@ def flash(packed: Packed) -> Callable[[], object]:
     except ImportError:
         from torch.nn.attention.varlen import varlen_attn
 
-        return lambda: varlen_attn(*tensors, scale=packed.scale, window_size=(-1, 0), enable_gqa=True)
+        options: dict[str, Any] = {"scale": packed.scale, "window_size": (-1, 0)}
+        if "enable_gqa" in signature(varlen_attn).parameters:  # torch 2.11 shares key heads without being told
+            options["enable_gqa"] = True
+        return lambda: varlen_attn(*tensors, **options)
     return lambda: flash_attn_varlen_func(*tensors, softmax_scale=packed.scale, causal=True)
 
 

@@ -3,6 +3,7 @@
     python tests/support/behaviour.py                  rewrites tests/golden/behaviour.txt
     python tests/support/behaviour.py --only eagle     prints what the matching configurations emit and count
     python tests/support/behaviour.py --nudge 1        names those that change if weights change by a millionth
+    python tests/support/behaviour.py --device cuda    names those that a GPU decodes otherwise
 
 A hash covers the new tokens of every sample and all counts of ``DecodeStats``; times are left out. Models are tiny,
 their weights come from numpy, noise is seeded, costs are given: hashes depend on no cache, network or clock. If the
@@ -23,9 +24,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields
-from functools import cache
+from functools import cache, reduce
 from itertools import combinations, product
 from multiprocessing import get_context
+from operator import add
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -126,6 +128,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 _nudge: int | None = None
+_device = "cpu"
 
 
 def filled(network: nn.Module, seed: int, scale: float = 1.0) -> Any:
@@ -163,7 +166,12 @@ def network(architecture: str, seed: int = 0, **settings: Any) -> Any:
 
 @cache
 def target(architecture: str, kernels: str) -> RaggedModel:
-    return RaggedModel(network(architecture), tokenizer(), kernels=kernels)
+    return wrapped(network(architecture), kernels, tokenizer())
+
+
+def wrapped(model: Any, kernels: str, tokens: PreTrainedTokenizerFast | None = None) -> RaggedModel:
+    """A model where it is to run; the C++ kernels run on a CPU only."""
+    return RaggedModel(model.to(_device), tokens, kernels=kernels if _device == "cpu" else "torch")
 
 
 def similar(architecture: str) -> Any:
@@ -189,7 +197,7 @@ def _head(kind: str, trimmed: bool) -> Any:
     filled(head, seed=11, scale=1.2)
     if trimmed:
         head.tokens.copy_(torch.arange(VOCAB)[VOCAB % 16 :])
-    return head
+    return head.to(_device)
 
 
 @cache
@@ -208,11 +216,11 @@ def drafter(kind: str, variant: str, architecture: str, kernels: str) -> Drafter
             return NGramDrafter(longest=3, shortest=1) if other else NGramDrafter(longest=4, shortest=2)
         case "model" if other:
             small = network("llama", seed=3, num_hidden_layers=1, vocab_size=VOCAB + 8)
-            return LanguageModelDrafter(RaggedModel(small, kernels=kernels), same_tokenizer=True)
+            return LanguageModelDrafter(wrapped(small, kernels), same_tokenizer=True)
         case "model":
-            return LanguageModelDrafter(RaggedModel(similar(architecture), kernels=kernels), same_tokenizer=True)
+            return LanguageModelDrafter(wrapped(similar(architecture), kernels), same_tokenizer=True)
         case "exit":
-            adapter = filled(ExitAdapter.for_target(of.model, 1), seed=13, scale=0.3) if other else None
+            adapter = filled(ExitAdapter.for_target(of.model, 1), seed=13, scale=0.3).to(_device) if other else None
             return EarlyExitDrafter(of, 1, adapter)
         case "eagle":
             return EagleDrafter(_head(kind, other), of)
@@ -406,7 +414,7 @@ def configurations() -> dict[str, Configuration]:
             if not options:
                 return None
             rarity = {
-                value: sum(1 / (1 + seen[frozenset({(axis, value), other})]) ** 2 for other in chosen.items())
+                value: reduce(add, (1 / (1 + seen[frozenset({(axis, value), other})]) ** 2 for other in chosen.items()))
                 for value in options
             }
             chosen = {**chosen, axis: max(options, key=lambda value: (rarity[value], -used[axis, value]))}
@@ -619,9 +627,9 @@ def recorded(path: Path = GOLDEN) -> dict[str, str]:
     return {name: found for found, name in (line.split(" ", 1) for line in lines)}
 
 
-def _start(nudge: int | None) -> None:
-    global _nudge
-    _nudge = nudge
+def _start(nudge: int | None, device: str) -> None:
+    global _nudge, _device
+    _nudge, _device = nudge, device
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
 
@@ -634,9 +642,9 @@ def hash_of(name: str) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-def recording(names: Sequence[str], processes: int, nudge: int | None = None) -> dict[str, str]:
+def recording(names: Sequence[str], processes: int, nudge: int | None = None, device: str = "cpu") -> dict[str, str]:
     """Decodes many, in processes side by side."""
-    with ProcessPoolExecutor(processes, get_context("spawn"), _start, (nudge,)) as pool:
+    with ProcessPoolExecutor(processes, get_context("spawn"), _start, (nudge, device)) as pool:
         return dict(zip(names, pool.map(hash_of, names, chunksize=8), strict=True))
 
 
@@ -664,21 +672,23 @@ def main() -> None:
     parser.add_argument(
         "--nudge", type=int, metavar="SEED", help="compare with the file after a tiny change of weights"
     )
+    parser.add_argument("--device", default="cpu", help="where decoders run; another one than cpu is compared")
     parser.add_argument("--processes", type=int, default=1, help="how many work side by side; 1 by default")
     parser.add_argument("--to", type=Path, default=GOLDEN, help="another file to write")
     given = parser.parse_args()
-    if given.only is not None and given.nudge is None:
-        _start(None)
+    if given.only is not None and given.nudge is None and given.device == "cpu":
+        _start(None, "cpu")
         for name, one in everything().items():
             if re.search(given.only, name):
                 found = outcome(one)
                 print(found.hash, name, json.dumps(found._asdict()), sep="\n  ")
         return
     names = [name for name in everything() if re.search(given.only or "", name)]
-    hashes = recording(names, given.processes, given.nudge)
-    if given.nudge is not None:
+    hashes = recording(names, given.processes, given.nudge, given.device)
+    if given.nudge is not None or given.device != "cpu":
         known = recorded()
-        print(*(name for name in names if known.get(name) != hashes[name]), sep="\n")
+        others = [f"{name}: {hashes[name]}" for name in names if known.get(name) != hashes[name]]
+        print(*others, f"{len(others)} of {len(names)} differ", sep="\n")
         return
     if failed := [f"{name}: {found}" for name, found in hashes.items() if " " in found]:
         raise SystemExit("\n".join(["nothing is written, as these fail:", *failed]))

@@ -1,6 +1,7 @@
 """A stand-in for CUDA graphs, which records on a CPU."""
 
 from contextlib import contextmanager, nullcontext
+from weakref import WeakSet
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -18,9 +19,13 @@ class Record:
 
 
 def record_on_cpu(monkeypatch, module):
-    """Lets a module record its calls where there is no GPU; returns the class that counts them."""
+    """Lets a module record its calls where there is no GPU; returns the class that counts them.
+
+    As with CUDA, memory that graphs share is gone with the last of them, and then no other graph can have it.
+    """
     Record.made = Record.replays = 0
     record = module.record
+    sharing = {}
 
     def kept(run, memory, what):
         graph, out = record(run, memory, what)
@@ -28,7 +33,11 @@ def record_on_cpu(monkeypatch, module):
         return graph, out
 
     @contextmanager
-    def graph(graph, pool):
+    def graph(graph, pool, capture_error_mode):
+        assert capture_error_mode == "thread_local", "another thread's call would end the recording"
+        if pool in sharing and not sharing[pool]:
+            raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")
+        sharing.setdefault(pool, WeakSet()).add(graph)
         Record.made += 1
         yield
 

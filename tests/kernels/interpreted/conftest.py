@@ -1,4 +1,10 @@
-"""Tests of the Triton kernels in Triton's interpreter, which a process has from its start or not at all."""
+"""Tests of the Triton kernels in Triton's interpreter, which a process has from its start or not at all.
+
+Where there is a GPU they test what is compiled for it, with the same tensors of the CPU: a copy of them is what a
+kernel gets, and what it writes comes back.
+
+    pytest tests/kernels/interpreted
+"""
 
 import inspect
 import os
@@ -8,16 +14,50 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-if os.environ.get("TRITON_INTERPRET") != "1":
-    raise pytest.UsageError("set TRITON_INTERPRET=1 to run these tests")
+from arbordraft.kernels import choice
+from arbordraft.kernels.dispatch import Operator
+
+ON_GPU = os.environ.get(choice.INTERPRETER) != "1"
+if ON_GPU and not torch.cuda.is_available():
+    raise pytest.UsageError(f"there is no GPU: set {choice.INTERPRETER}=1 to run these tests")
 
 GUARD = 64
+collect_ignore = ["test_work.py"] if ON_GPU else []  # it watches the interpreter
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _on_gpu():
+    """Lets kernels that tests run on the CPU run on the GPU."""
+    if not ON_GPU:
+        yield
+        return
+    launch = Operator._launch
+
+    def copied(operator, *arguments):
+        moved = tree_map_only(Tensor, lambda tensor: tensor.cuda(), arguments)
+        result = launch(operator, *moved)
+        for argument, given, used in zip(operator.default._schema.arguments, arguments, moved, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                several = isinstance(given, list)
+                for mine, its in zip(given if several else [given], used if several else [used], strict=True):
+                    mine.copy_(its)
+        return tree_map_only(Tensor, lambda tensor: tensor.cpu(), result)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choice, "interpreted", lambda: True)
+        patch.setattr(Operator, "_launch", copied)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _listed_once():
     """The interpreter lists all of Triton's language at every call of a function, which takes a third of the time."""
+    if ON_GPU:
+        yield
+        return
     from triton.runtime import interpreter
 
     @cache

@@ -48,7 +48,6 @@ class _Runner:
         self.table.copy_(self.host, non_blocking=True)
         places = tuple(pool.data_ptr() for pool in pools)
         if self._memory is not None and self._recorded != places:
-            self._graph = None
             self._graph, self._out = record(lambda: self._run(pools), self._memory, f"a draft of {self.step.network}")
             self._recorded = places
         if self._graph is None:

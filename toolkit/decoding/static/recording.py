@@ -22,9 +22,12 @@ def check_kernels(operator: str, tensor: Tensor) -> None:
 def record(run: Callable[[], Out], memory: Any, what: str) -> tuple[torch.cuda.CUDAGraph, Out]:
     """Records a call that reads and writes the same buffers whenever it runs.
 
+    Other threads may go on using the GPU meanwhile.
+
     Args:
         run: the call; it runs three times, so that once more must make no difference.
-        memory: what graphs share that never run at once.
+        memory: what graphs share that never run at once. It lives as long as some graph does: whoever makes a graph
+            anew keeps the old one until the new one is there.
         what: for people.
 
     Returns:
@@ -41,7 +44,7 @@ def record(run: Callable[[], Out], memory: Any, what: str) -> tuple[torch.cuda.C
                 run()
         torch.cuda.current_stream().wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=memory):
+        with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
             out = run()
     except RuntimeError as failure:
         raise UnsupportedModel(f"{what} cannot be recorded as a CUDA graph ({failure}): {INSTEAD}") from failure

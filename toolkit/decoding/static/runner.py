@@ -82,10 +82,10 @@ class _Runner:
         nothing = RaggedBatch([], [], [], [], torch.empty(0), torch.empty(0))
         self.step.bucket.fill(self.host, DraftTree(()), nothing, None, cache.dummy_start)
         self.table.copy_(self.host)
-        self._graph = None
-        self._kept = address_table(list(pools))
+        addresses = address_table(list(pools))
         name = type(self.step.target.model).__name__
         self._graph, self._out = record(lambda: self._run(pools), self._memory, f"a step of {name}")
+        self._kept = addresses
         self._recorded = tuple(pool.data_ptr() for pool in pools)
 
 
