@@ -24,10 +24,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields
-from functools import cache, reduce
+from functools import cache
 from itertools import combinations, product
 from multiprocessing import get_context
-from operator import add
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -413,10 +412,9 @@ def configurations() -> dict[str, Configuration]:
             options = [value for value in AXES[axis] if fits({**chosen, axis: value})]
             if not options:
                 return None
-            rarity = {
-                value: reduce(add, (1 / (1 + seen[frozenset({(axis, value), other})]) ** 2 for other in chosen.items()))
-                for value in options
-            }
+            rarity: dict[str, float] = dict.fromkeys(options, 0.0)
+            for value, other in product(options, chosen.items()):  # sum() rounds otherwise since Python 3.12
+                rarity[value] += 1 / (1 + seen[frozenset({(axis, value), other})]) ** 2
             chosen = {**chosen, axis: max(options, key=lambda value: (rarity[value], -used[axis, value]))}
         return chosen
 
