@@ -243,8 +243,6 @@ def _is_trained(part: Any) -> bool:
 
 
 def _make(kind: Any, arguments: dict[str, Any]) -> Any:
-    if kind is ad.CostTable:
-        arguments = {name: tuple(values) for name, values in arguments.items()}
     try:
         return kind(**arguments)
     except TypeError as error:

@@ -5,7 +5,6 @@ Shapes: B sequences, L longest of them, F hidden states side by side, H hidden s
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -19,8 +18,7 @@ from arbordraft.training.shards import Shard
 _STEP = 16  # lengths that round up to the same multiple count as equal
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """Sequences side by side, padded on the right.
 
     Args:
@@ -38,9 +36,6 @@ class Batch:
     inputs: Tensor
     final: Tensor
     normalisers: Tensor
-
-    def to(self, device: torch.device) -> "Batch":
-        return Batch(*(getattr(self, name).to(device) for name in self.__dataclass_fields__))
 
     def learned(self, roles: Sequence[int]) -> Tensor:
         """``[B, L]`` bool: tokens of the given roles."""

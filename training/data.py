@@ -233,7 +233,7 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
         missing = [shard for shard in self.folder.shards() if not self._cached.complete(shard)]
         if not missing:
             return
-        size = self._cached.bytes_per_token(self.target, self.layers) * sum(len(shard.tokens) for shard in missing)
+        size = self._cached.bytes_per_token(self.target) * sum(len(shard.tokens) for shard in missing)
         with _progress(f"Caching hidden states, {size / 1e9:.1f} GB; cache: false computes them each time") as bar:
             for shard in bar.track(missing, description=""):
                 self._cached.write(shard, list(self._computed(shard, range(len(shard)))))

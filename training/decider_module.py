@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn import functional
 from torch.optim import AdamW, Optimizer
@@ -23,11 +22,10 @@ from arbordraft.drafters import Drafter
 from arbordraft.heads.eagle import EagleConfig, EagleHead
 from arbordraft.training.batches import Batch
 from arbordraft.training.calibration import drafted_lengths, ece, fit_temperature, tokens_per_second
-from arbordraft.training.data import SelfDistillationDataModule
 from arbordraft.training.drafts import Drafts, follow
 from arbordraft.training.features import TeacherHead
+from arbordraft.training.module import DistillationModule
 from arbordraft.training.reports import card
-from arbordraft.training.resuming import check_fit
 from arbordraft.training.students import EagleStudent, Student
 from arbordraft.utils.checks import check_int
 
@@ -36,7 +34,7 @@ THRESHOLDS = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9
 _TIMED = 4  # prompts that are decoded to measure what a decoding step costs
 
 
-class DeciderModule(LightningModule):  # type: ignore[misc]  # Lightning is not type-checked here
+class DeciderModule(DistillationModule):
     """Teaches a decider how much of its rows a drafter can expect to be accepted, on the target's own text.
 
     The label of a draft row is 1 - TV(target row, draft row), and it counts as much as the path above it survives: all
@@ -59,7 +57,6 @@ class DeciderModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
     Source: label and calibration from DSpark (arXiv:2607.05147), survival from SpecDec++ (Huang et al., 2024).
     """
 
-    student: Student
     _target: RaggedModel
     _teacher: TeacherHead
     _drafter: Drafter
@@ -84,7 +81,6 @@ class DeciderModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
         size = getattr(config, "hidden_size", None) or config.target_hidden_size
         self.decider = LearnedDecider(size if hidden else 0, top_k, widths)
         self.draft_steps, self.lr, self.costs, self.timed_tokens = draft_steps, lr, costs, timed_tokens
-        self._seen: list[dict[str, Tensor]] = []
         self._sequences = 0
 
     def save(self, folder: Path) -> None:
@@ -92,19 +88,6 @@ class DeciderModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
 
     def card(self, metrics: Mapping[str, float]) -> str:
         return card("LearnedDecider", self.data, metrics)
-
-    def tables(self) -> dict[str, dict[str, list[Any]]]:
-        return {}
-
-    def figures(self, curve: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-        return {}
-
-    def hidden_layers(self, target: RaggedModel) -> tuple[int, ...]:
-        return self.student.hidden_layers(target)
-
-    @property
-    def data(self) -> SelfDistillationDataModule:
-        return self.trainer.datamodule
 
     def setup(self, stage: str) -> None:
         self.attach(self.data.target)
@@ -137,7 +120,8 @@ class DeciderModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
         return loss
 
     def on_validation_epoch_start(self) -> None:
-        self._seen, self._sequences = [], 0
+        super().on_validation_epoch_start()
+        self._sequences = 0
 
     def validation_step(self, batch: Batch, index: int) -> None:
         """Collects logits along held-out text; every second sequence calibrates, the others judge."""
@@ -146,7 +130,7 @@ class DeciderModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
         tensors = {name: getattr(drafts, name) for name in ("labels", "passes", "weights", "valid")}
         tensors["logits"] = self.decider.logits(*rows).float().view_as(drafts.labels)
         tensors["judges"] = ((self._sequences + drafts.sequences) % 2 == 1).expand_as(drafts.labels)
-        self._seen.append({name: values.cpu() for name, values in tensors.items()})
+        self.collect(tensors)
         self._sequences += len(batch.tokens)
 
     def on_validation_epoch_end(self) -> None:
@@ -157,7 +141,7 @@ class DeciderModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
         """
         if self.trainer.sanity_checking:
             return
-        seen = {name: torch.cat([part[name] for part in self._seen], dim=1) for name in self._seen[0]}
+        seen = self.collected()
         judges, complete = seen["judges"][0], seen["valid"].all(dim=0)
         if not (complete & judges).any() or not (complete & ~judges).any():
             raise ValueError(
@@ -175,13 +159,8 @@ class DeciderModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["calibration"] = self.decider.temperatures, self.decider.threshold
 
-    def on_load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
-        """Takes it back.
-
-        Raises:
-            ValueError: if the checkpoint is that of another training.
-        """
-        check_fit(self, checkpoint)
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
         self.decider.temperatures, self.decider.threshold = checkpoint["calibration"]
 
     def _calibrated(self, part: Mapping[str, Tensor]) -> Tensor:

@@ -12,22 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
-from arbordraft import RaggedModel, TreeTopology
+from arbordraft import TreeTopology
 from arbordraft.training.batches import Batch
 from arbordraft.training.chunked_loss import DraftRows, distillation_loss
-from arbordraft.training.data import SelfDistillationDataModule
 from arbordraft.training.drafts import follow
 from arbordraft.training.features import TeacherHead
 from arbordraft.training.losses import loss_named, position_decay
+from arbordraft.training.module import DistillationModule
 from arbordraft.training.optimizers import MuonAdamW
 from arbordraft.training.reports import acceptance_figure, card, tau_figure
-from arbordraft.training.resuming import check_fit
 from arbordraft.training.schedule import BEFORE_COOLDOWN, Phase, progress, relative_rate
 from arbordraft.training.students import EagleStudent, Student
 from arbordraft.training.validation import decoded, expectations
@@ -49,7 +47,7 @@ class TrainingOutOfMemory(UserError):
     """A step did not fit into memory."""
 
 
-class DrafterModule(LightningModule):  # type: ignore[misc]  # Lightning is not type-checked here
+class DrafterModule(DistillationModule):
     """Distils a target into a drafter, on the target's own text.
 
     Args:
@@ -107,16 +105,13 @@ class DrafterModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
         self.begin_with = [begin_with] if isinstance(begin_with, str) else begin_with
         self.phases, self.decay = list(phases), decay
         self.lr, self.warmup, self.cooldown = lr, warmup, check_float("cooldown", cooldown, 0, 1)
-        self.lookup_weight, self.chunk = (
-            check_float("lookup_weight", lookup_weight, 0, 1),
-            check_int("chunk", chunk, least=1),
-        )
+        self.lookup_weight = check_float("lookup_weight", lookup_weight, 0, 1)
+        self.chunk = check_int("chunk", chunk, least=1)
         self.walked_tokens = check_int("walked_tokens", walked_tokens, least=1)
         self.draft_steps, self.decoded, self.decoded_tokens = draft_steps, decoded, decoded_tokens
         self.tree = TreeTopology.from_k_config(tree)
         self.samples: dict[str, list[Any]] = {}
         self._progress = 0.0
-        self._seen: list[dict[str, Tensor]] = []
 
     def save(self, folder: Path) -> None:
         """Writes the network, as it was when it was validated last, as transformers does."""
@@ -130,13 +125,6 @@ class DrafterModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
 
     def figures(self, curve: Sequence[Mapping[str, float]]) -> dict[str, Any]:
         return {"acceptance": acceptance_figure(curve), "tau": tau_figure(curve), "tree": tree_picture(self.tree)}
-
-    def hidden_layers(self, target: RaggedModel) -> tuple[int, ...]:
-        return self.student.hidden_layers(target)
-
-    @property
-    def data(self) -> SelfDistillationDataModule:
-        return self.trainer.datamodule
 
     def setup(self, stage: str) -> None:
         """Builds the network for the data's target.
@@ -238,21 +226,17 @@ class DrafterModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
         self.log("train/loss", loss, prog_bar=True, batch_size=1)
         return loss
 
-    def on_validation_epoch_start(self) -> None:
-        self._seen = []
-
     def validation_step(self, batch: Batch, index: int) -> None:
         """Collects what would be accepted along held-out text."""
         drafts = follow(self.student, batch, self.data.target, self._teacher, self.draft_steps)
         tensors = {name: getattr(drafts, name) for name in ("labels", "passes", "ranks", "valid")}
         tensors["temperatures"] = batch.temperatures[drafts.sequences]
-        tensors["answers"] = drafts.answers + sum(len(seen["answers"]) for seen in self._seen)  # other numbers
-        self._seen.append({name: values.cpu() for name, values in tensors.items()})
+        tensors["answers"] = drafts.answers + sum(len(seen["answers"]) for seen in self._collected)  # other numbers
+        self.collect(tensors)
 
     def on_validation_epoch_end(self) -> None:
         """Reports expected block efficiencies, acceptance by depth, and a real decode."""
-        seen = {name: torch.cat([part[name] for part in self._seen], dim=-1) for name in self._seen[0]}
-        metrics, acceptance = expectations(seen, self.tree, self.walked_tokens)
+        metrics, acceptance = expectations(self.collected(), self.tree, self.walked_tokens)
         if acceptance:
             self.student.network.config.acceptance = acceptance
         self._gather()
@@ -281,10 +265,6 @@ class DrafterModule(LightningModule):  # type: ignore[misc]  # Lightning is not 
         for name, parameter in self.named_parameters():
             if not parameter.isfinite().all():
                 raise TrainingDiverged(f"{name} is not finite at step {self.global_step}; {_DIVERGED}")
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuses, with ValueError, the checkpoint of another training."""
-        check_fit(self, checkpoint)
 
     def _gather(self) -> None:
         """Has the student at hand with all its weights, also where they are split; all processes must take part."""

@@ -191,11 +191,10 @@ class CachedFeatures:
         wanted = [layers.index(layer) for layer in self.layers]
         return [f._replace(inputs=f.inputs.unflatten(1, (len(layers), -1))[:, wanted].flatten(1)) for f in features]
 
-    @staticmethod
-    def bytes_per_token(target: RaggedModel, layers: Sequence[int]) -> int:
-        """What the cache takes on disk."""
+    def bytes_per_token(self, target: RaggedModel) -> int:
+        """Bytes that a token takes on disk."""
         width, dtype = target.model.get_output_embeddings().weight.shape[1], target.model.dtype
-        return (len(layers) + 1) * width * dtype.itemsize + torch.promote_types(dtype, torch.float32).itemsize
+        return (len(self.layers) + 1) * width * dtype.itemsize + torch.promote_types(dtype, torch.float32).itemsize
 
     def check(self, shard: Shard, sequences: Sequence[int], fresh: FreshFeatures) -> None:
         """Compares cached features with a fresh forward.

@@ -23,20 +23,17 @@ def resolve_configs(arguments: list[str]) -> list[str]:
         ValueError: if a configuration is neither a file nor one of the package's.
     """
     resolved: list[str] = []
-    for argument in arguments:
-        flag, equals, name = argument.partition("=")
-        behind = flag == "--config" and equals
-        if behind or (resolved and resolved[-1] in ("--config", "-c")):
-            name = name if behind else argument
-            if not Path(name).exists():
-                if name not in known_configs():
-                    raise ValueError(
-                        f"there is no configuration {name!r}: name a YAML file, or one of {', '.join(known_configs())}"
-                    )
-                name = str(CONFIGS / f"{name}.yaml")
-            resolved.append(f"--config={name}" if behind else name)
-        else:
-            resolved.append(argument)
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        flag = "--config=" if argument.startswith("--config=") else ""
+        if flag or before in ("--config", "-c"):
+            name = argument.removeprefix(flag)
+            if name in known_configs() and not Path(name).exists():
+                argument = f"{flag}{CONFIGS / name}.yaml"
+            elif not Path(name).exists():
+                raise ValueError(
+                    f"there is no configuration {name!r}: name a YAML file, or one of {', '.join(known_configs())}"
+                )
+        resolved.append(argument)
     return resolved
 
 

@@ -15,11 +15,8 @@ class Muon32(Muon):
     """Torch's Muon with iterations in float32, for processors that are slow in bfloat16, which torch's take."""
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: None = None) -> None:
+        """Takes no closure: :class:`MuonAdamW` has called it."""
         for group in self.param_groups:
             found: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
             self._init_group(group, *found)
@@ -29,7 +26,6 @@ class Muon32(Muon):
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 scale = 0.2 * math.sqrt(max(parameter.shape))  # match_rms_adamw
                 parameter.add_(_orthogonal(update.float(), group), alpha=-group["lr"] * scale)
-        return loss
 
 
 def _orthogonal(update: Tensor, group: dict[str, Any]) -> Tensor:
@@ -65,11 +61,8 @@ class MuonAdamW(Optimizer):
                 (others if parameter.dim() != 2 or by_token else inner).append(parameter)
         self.parts: list[Optimizer] = []
         if inner:
-            slow = any(matrix.is_cpu for matrix in inner) and not native.fast_bfloat16()
-            muon = (Muon32 if slow else Muon)(
-                inner, lr=lr, weight_decay=0.0, momentum=0.95, adjust_lr_fn="match_rms_adamw"
-            )
-            self.parts.append(muon)
+            kind = Muon32 if any(matrix.is_cpu for matrix in inner) and not native.fast_bfloat16() else Muon
+            self.parts.append(kind(inner, lr=lr, weight_decay=0.0, momentum=0.95, adjust_lr_fn="match_rms_adamw"))
         if others:
             self.parts.append(AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0))
         super().__init__([group for part in self.parts for group in part.param_groups], {})
@@ -84,10 +77,7 @@ class MuonAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for part in self.parts:
             part.step()
         return loss

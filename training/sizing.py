@@ -49,19 +49,18 @@ class Sizes:
     cache: bool
 
     @classmethod
-    def of(cls, model: "PreTrainedModel", memory: int, disk: int, recipe: Recipe = Recipe()) -> "Sizes":  # noqa: B008
-        """Sizes for a target.
+    def of(cls, model: "PreTrainedModel", memory: int, disk: int) -> "Sizes":
+        """Sizes for a target and conversations as long as a :class:`Recipe` has them by default.
 
         Args:
             model: the target.
             memory: free bytes where it runs, itself in memory.
             disk: free bytes for data.
-            recipe: how long conversations may be.
 
         Raises:
             ValueError: if there is too little memory.
         """
-        config = model.config.get_text_config()
+        recipe, config = Recipe(), model.config.get_text_config()
         words, size = model.get_output_embeddings().weight.shape
         heads = config.num_attention_heads
         kv = (getattr(config, "num_key_value_heads", None) or heads) * (

@@ -1,7 +1,5 @@
 """Training of block heads: where their depths are trained, and what the Markov term is worth."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from support.companions import STUDENTS, Rounds, batch_for, drafter, frequent, target, texts, trained
@@ -64,7 +62,7 @@ def test_places_that_are_trained_predict_what_all_would():
 @pytest.mark.parametrize(("length", "steps"), [(3, 1), (4, 2), (9, 4)])
 def test_texts_shorter_than_a_block(length, steps):
     student, batch = built(keep=0.01), batch_for(built())
-    short = replace(batch, tokens=batch.tokens[:, :length], inputs=batch.inputs[:, : length - 1])
+    short = batch._replace(tokens=batch.tokens[:, :length], inputs=batch.inputs[:, : length - 1])
     found = list(student.unroll(short, target(), 4))
     assert len(found) == steps
     assert all(prediction.slots.any() for prediction in found)
@@ -124,10 +122,10 @@ def learned(rank, steps=120):
     student = built(markov_rank=rank, vocabulary=None, block_size=2, keep=1.0)
     features = FreshFeatures(target(), student.hidden_layers(target()))(tokens.tolist())
     inputs, final = (torch.stack([getattr(one, name) for one in features]) for name in ("inputs", "final"))
-    batch = replace(batch_for(student), tokens=tokens, inputs=inputs, final=final)
+    batch = batch_for(student)._replace(tokens=tokens, inputs=inputs, final=final)
     optimizer, losses = torch.optim.Adam(student.parameters(), lr=5e-3), []
     for _ in range(steps):
-        found = list(student.unroll(replace(batch, tokens=tokens[:4], inputs=inputs[:4]), target(), 2))
+        found = list(student.unroll(batch._replace(tokens=tokens[:4], inputs=inputs[:4]), target(), 2))
         loss = sum(loss_of(one, tokens[:4]) for one in found)
         optimizer.zero_grad()
         loss.backward()

@@ -151,7 +151,7 @@ def test_cached_features_are_read_as_they_were_written(cached, shard, fresh):
     cached.check(shard, [2, 0, 1], fresh)
     (path,) = cached.folder.folder.glob("hidden-*")
     size = sum(tensor.nbytes for tensor in load_file(path).values())
-    assert size == cached.bytes_per_token(fresh.target, LAYERS) * len(shard.tokens)
+    assert size == cached.bytes_per_token(fresh.target) * len(shard.tokens)
 
 
 def test_a_target_whose_head_is_not_float32_is_compared_with_more_patience(cached, shard):

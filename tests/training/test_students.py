@@ -1,7 +1,6 @@
 """Students: what they predict along a text is what their drafters draft there, and so is the expected gain."""
 
 from copy import deepcopy
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -201,7 +200,7 @@ def test_steps_counted_from_where_drafts_begin_would_be_seen(name):
 def test_random_drafts_are_expected_to_pass_as_often_as_they_do():
     """The chance that validation gives to the text's own token is that of accepting a draft, weighted as drawn."""
     student = trained("exit")
-    batch = replace(batch_for(student), temperatures=torch.ones(len(texts())))
+    batch = batch_for(student)._replace(temperatures=torch.ones(len(texts())))
     drafts = follow(student, batch, target(), TeacherHead(target()), 1)
     with torch.no_grad():
         (found,) = student.unroll(batch, target(), 1)
@@ -244,7 +243,7 @@ def test_students_learn(module, name):
 def test_the_acceptance_of_training_is_that_of_decoding(module, name):
     """At temperature 1, against the target's whole row, of which the drafter may know a part."""
     student = trained(name)
-    batch, made, logged = replace(batch_for(student), temperatures=torch.ones(len(texts()))), module(student), {}
+    batch, made, logged = batch_for(student)._replace(temperatures=torch.ones(len(texts()))), module(student), {}
     made.log = lambda key, value, **_: logged.update({key: value})
     made._loss(batch, Phase(1.0, STEPS, "kl"), measure=True)
     drafts = follow(student, batch, target(), TeacherHead(target()), 1)
@@ -260,7 +259,7 @@ def test_looked_up_tokens_may_count_less_or_not_at_all(module, name):
     batch, phase = batch_for(student), Phase(1.0, 1, "kl")
     batch.tokens[0, 8:] = batch.tokens[0, 4:8].repeat(9)[: batch.tokens.shape[1] - 8]  # a loop
     found = batch.looked_up() & (batch.roles == ANSWER)
-    parts = [replace(batch, roles=torch.where(left_out, GIVEN, batch.roles)) for left_out in (found, ~found)]
+    parts = [batch._replace(roles=torch.where(left_out, GIVEN, batch.roles)) for left_out in (found, ~found)]
     others, looked_up = (module(student)._loss(part, phase).item() for part in parts)
     ahead = next(student.unroll(batch, target(), 1)).ahead
     counts = [int(part.learned([ANSWER])[:, ahead:].sum()) for part in parts]

@@ -16,7 +16,6 @@ from arbordraft.cli.display import progress
 from arbordraft.cli.options import DtypeOption, ModelOption, finite, parse_topology
 from arbordraft.deciders import LearnedDecider
 from arbordraft.decoding.prompts import read_prompts
-from arbordraft.exports import onnx
 from arbordraft.exports.evaluation import HELD_OUT
 from arbordraft.exports.folder import Export, Quantization
 from arbordraft.loading import Dtype, Kernels, drafter_named, load_target
@@ -69,12 +68,14 @@ def onnx_graphs(
     force: ForceOption = False,
 ) -> None:
     """Graphs for onnxruntime, of drafters, deciders, targets that verify trees, verification, and draws."""
+    from arbordraft.exports.onnx import export
+
     try:
         layers = [int(layer) for layer in hidden.split(",") if layer]
     except ValueError as error:
         raise typer.BadParameter(f"--hidden takes numbers as in 2,15,27, got {hidden!r}") from error
     options = {"opset": opset, "quantization": quantize, "tolerance": tolerance, "least_acceptance": least_acceptance}
-    _write(onnx.export, source, out, target=target, hidden_layers=layers, force=force, **options)
+    _write(export, source, out, target=target, hidden_layers=layers, force=force, **options)
 
 
 @app.command("ort-genai")
@@ -93,8 +94,10 @@ def ort_genai(
     force: ForceOption = False,
 ) -> None:
     """A folder for onnxruntime-genai, which decodes chains at batch 1: target, draft model and tokenizer."""
+    from arbordraft.exports.onnx import export_ort_genai
+
     options = {"opset": opset, "quantization": quantize, "tolerance": tolerance, "least_acceptance": least_acceptance}
-    _write(onnx.export_ort_genai, draft, out, target=target, length=length, force=force, **options)
+    _write(export_ort_genai, draft, out, target=target, length=length, force=force, **options)
 
 
 class Layout(StrEnum):

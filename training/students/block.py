@@ -13,13 +13,13 @@ from torch.nn import functional
 from arbordraft import BlockDrafter, RaggedModel
 from arbordraft.drafters import Drafter
 from arbordraft.heads.block import BlockHead
-from arbordraft.heads.eagle import default_layers
 from arbordraft.training.batches import Batch
-from arbordraft.training.students.base import Prediction, Student
+from arbordraft.training.students.base import Prediction
+from arbordraft.training.students.eagle import EagleStudent
 from arbordraft.utils.checks import check_float
 
 
-class BlockStudent(Student):
+class BlockStudent(EagleStudent):
     """A layer that looks several tokens ahead at once, with a Markov term that reads the token before.
 
     No depth builds on another, so all of them learn from the first step on, and each from drafts that begin somewhere
@@ -55,14 +55,9 @@ class BlockStudent(Student):
         keep: float = 0.7,
         mask_token_id: int | None = None,
     ) -> None:
-        super().__init__()
-        self.block_size, self.markov_rank, self.vocabulary = block_size, markov_rank, vocabulary
-        self.layers, self.intermediate_size = layers, intermediate_size
+        super().__init__(vocabulary, layers, intermediate_size)
+        self.block_size, self.markov_rank, self.mask_token_id = block_size, markov_rank, mask_token_id
         self.keep = check_float("keep", keep, 1e-3, 1)
-        self.mask_token_id = mask_token_id
-
-    def hidden_layers(self, target: RaggedModel) -> tuple[int, ...]:
-        return tuple(self.layers or default_layers(target.num_layers))
 
     def build(self, target: RaggedModel, frequent: Callable[[int], list[int]], name: str | None = None) -> None:
         self.network = BlockHead.for_target(
