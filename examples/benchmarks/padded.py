@@ -38,7 +38,7 @@ class PaddedDecoder(SpeculativeDecoder):
     """
 
     def __init__(self, *parts: Any, pad_input: bool = True, pad_cache: bool = True, **options: Any) -> None:
-        super().__init__(*parts, **options)
+        super().__init__(*parts, **{"buckets": None, **options})
         if self.static is not None:
             raise ValueError("padded batches have no steps of fixed shapes: leave buckets out")
         if self.topology.max_depth + 1 != self.topology.num_nodes:

@@ -82,7 +82,7 @@ def answers(decoder, seed=0):
     """Of a ragged batch, greedy and sampled."""
     inputs = left_padded(PROMPTS)
     greedy = decoder.generate(**inputs, **NEW, do_sample=False)
-    if isinstance(decoder.drafter, NGramDrafter | NoDrafter) and decoder.static is not None:
+    if isinstance(decoder.drafter, NGramDrafter | NoDrafter) and decoder.stepper.fixed:
         return greedy.tolist()
     sampled = decoder.generate(**inputs, **NEW, do_sample=True, seeds=[seed, seed + 1, seed + 2])
     return greedy.tolist(), sampled.tolist()

@@ -17,6 +17,7 @@ from arbordraft.cli.display import step_tree
 from arbordraft.cli.failures import Terminated, complain
 from arbordraft.cli.options import (
     AutoDtypeOption,
+    DeviceOption,
     DrafterOption,
     KernelsOption,
     ModelOption,
@@ -52,6 +53,7 @@ def chat(
     top_p: TopPOption = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Of every answer; by default each is drawn anew.")] = None,
     dtype: AutoDtypeOption = None,
+    device: DeviceOption = None,
     kernels: KernelsOption = Kernels.auto,
     weights: WeightsOption = None,
     generation_config: SettingsOption = Settings.model,
@@ -63,7 +65,13 @@ def chat(
     console = terminal(highlight=False, soft_wrap=True)
     with console.status("loading the model"):  # which only a terminal shows
         decoder = load_decoder(
-            model, drafter, dtype=dtype, kernels=kernels, weights=weights, generation_config=generation_config
+            model,
+            drafter,
+            dtype=dtype,
+            device=device,
+            kernels=kernels,
+            weights=weights,
+            generation_config=generation_config,
         )
     settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     session = Session(decoder, settings, console, system)

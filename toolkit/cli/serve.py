@@ -9,7 +9,14 @@ from typing import Annotated
 import typer
 
 from arbordraft.cli.decoders import load_decoder
-from arbordraft.cli.options import AutoDtypeOption, DrafterOption, KernelsOption, SettingsOption, WeightsOption
+from arbordraft.cli.options import (
+    AutoDtypeOption,
+    DeviceOption,
+    DrafterOption,
+    KernelsOption,
+    SettingsOption,
+    WeightsOption,
+)
 from arbordraft.decoding.engine import Engine
 from arbordraft.decoding.measuring import rows_within
 from arbordraft.loading import Kernels, Settings
@@ -60,6 +67,7 @@ def serve(
     ] = Reasoning.auto,
     grace: Annotated[float, typer.Option(min=0, help="Seconds that answers have to end when the server does.")] = 30.0,
     dtype: AutoDtypeOption = None,
+    device: DeviceOption = None,
     kernels: KernelsOption = Kernels.auto,
     weights: WeightsOption = None,
     generation_config: SettingsOption = Settings.model,
@@ -80,7 +88,13 @@ def serve(
     with bound(host, port) as listener:
         with console.status("loading the model"):
             decoder = load_decoder(
-                model, drafter, dtype=dtype, kernels=kernels, weights=weights, generation_config=generation_config
+                model,
+                drafter,
+                dtype=dtype,
+                device=device,
+                kernels=kernels,
+                weights=weights,
+                generation_config=generation_config,
             )
             decoder.decider.expect(sys.maxsize)  # a server decodes for long: measure the costs of steps now
             rows = max_rows or rows_within(decoder.target)

@@ -29,7 +29,7 @@ from arbordraft.decoding.metrics import DecodeStats
 from arbordraft.decoding.prompts import left_padded
 from arbordraft.decoding.settings import SOURCES, changed, own_settings, with_settings
 from arbordraft.decoding.state import DecodeState, Emission
-from arbordraft.decoding.static.runner import StaticStepping
+from arbordraft.decoding.static.runner import DEFAULT_BUCKETS, StaticStepping
 from arbordraft.decoding.step import Stepper
 from arbordraft.drafters import Drafter
 from arbordraft.grammars import Grammar, GrammarCompiler
@@ -70,7 +70,9 @@ class SpeculativeDecoder(nn.Module):
             trees and the download of its verdicts; on a GPU it is recorded once per shape as a CUDA graph, which
             replays. So are the drafts of EAGLE heads and draft models, where the most probable tokens are drafted and
             the decider plans beforehand. ``stats.pad_rows`` counts the target's padding. Sampling then takes shared
-            noise or recursive rejection (or ``TopTailRule``), and processors that look at the scores alone.
+            noise or recursive rejection (or ``TopTailRule``), and processors that look at the scores alone. By default
+            (``"auto"``) a GPU gets such steps, of 1, 8, 16, 32 and 64 rows, wherever a batch and its requests can take
+            them, and other steps have the shapes that they have, which ``None`` makes of all.
         compiler: compile these steps with this backend of ``torch.compile``, such as ``"inductor"``.
         generation_config: where settings come from that a request leaves open: the ``model``'s own
             ``generation_config``, or ``none`` for its special tokens alone.
@@ -95,7 +97,7 @@ class SpeculativeDecoder(nn.Module):
         *,
         expected_batch: int = 1,
         max_cache_tokens: int | None = None,
-        buckets: Sequence[int] | None = None,
+        buckets: Sequence[int] | str | None = "auto",
         compiler: str | None = None,
         generation_config: str = "model",
     ) -> None:
@@ -108,9 +110,16 @@ class SpeculativeDecoder(nn.Module):
         self.mask = SlicedCausalMask(self.topology)
         self.expected_batch = check_int("expected_batch", expected_batch, 1)
         self.max_cache_tokens = None if max_cache_tokens is None else check_int("max_cache_tokens", max_cache_tokens, 1)
-        if compiler is not None and buckets is None:
+        if isinstance(buckets, str) and buckets != "auto":
+            raise ValueError(f"buckets must be auto, None or numbers of rows such as (8, 16, 32, 64), got {buckets!r}")
+        automatic = buckets == "auto"
+        if compiler is not None and (automatic or buckets is None):
             raise ValueError("compiler is for steps of fixed shapes: say which, with buckets=(8, 16, 32, 64)")
-        self.static = None if buckets is None else StaticStepping(*self.parts[:4], buckets, compiler)
+        self.static: StaticStepping | None = None
+        if automatic and self.target.backend == "torch":
+            self.static = StaticStepping(*self.parts[:4], DEFAULT_BUCKETS, automatic=True)
+        elif not automatic and buckets is not None:
+            self.static = StaticStepping(*self.parts[:4], buckets, compiler)  # type: ignore[arg-type]
         self.stepper = Stepper(self.parts, self.mask, expected_batch=self.expected_batch, static=self.static)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -277,7 +286,8 @@ class SpeculativeDecoder(nn.Module):
         """Generates like ``model.generate``, with the same arguments and return types.
 
         Args:
-            input_ids: ``[B, L]``, left-padded if the prompts differ in length.
+            input_ids: ``[B, L]``, left-padded if the prompts differ in length; they may lie on another device than the
+                model, and so does what is returned then.
             streamer: one, or one per sample; it receives only committed tokens.
             seeds: one whole number from 0 to 2**64 - 1 per sample; they make a sample's output independent of what
                 shares its batch.
@@ -327,6 +337,12 @@ class SpeculativeDecoder(nn.Module):
             if kwargs.get("max_new_tokens") == 0:  # transformers takes 0 for a mistake; here it means what it says
                 return self._nothing(input_ids, streamer, kwargs)
         model = with_settings(self.target.model, own)
+        # Processors of transformers are made where the prompts lie, and called where the model computes.
+        home, there = None if input_ids is None else input_ids.device, self.target.device
+        if input_ids is not None:
+            input_ids = input_ids.to(there)
+        if isinstance(mask := kwargs.get("attention_mask"), Tensor):
+            kwargs["attention_mask"] = mask.to(there)
         output: Tensor | GenerateDecoderOnlyOutput = model.generate(  # type: ignore[operator]
             input_ids,
             custom_generate=self.decode_loop,
@@ -335,6 +351,10 @@ class SpeculativeDecoder(nn.Module):
             grammar=grammar,
             **kwargs,
         )
+        if isinstance(output, Tensor):
+            return output if home is None else output.to(home)
+        if home is not None:
+            output.sequences = output.sequences.to(home)
         return output
 
     @torch.no_grad()

@@ -12,6 +12,7 @@ from arbordraft.decoding.assemble import AssembledParts
 from arbordraft.decoding.processing import draft_scores
 from arbordraft.decoding.sample_groups import SampleGroup, draft_temperature
 from arbordraft.decoding.state import DecodeState
+from arbordraft.decoding.static.cache import StaticCache
 from arbordraft.drafters.context import DraftContext, OneCallDrafts
 from arbordraft.drafters.none import roots
 from arbordraft.sampling.laws import Fixed
@@ -29,7 +30,7 @@ class Drafting:
         parts: those of the decoder.
         mask: the topology's.
         expected_batch: see :class:`~arbordraft.SpeculativeDecoder`.
-        static: grows whole trees in fixed shapes; ``None`` where steps have none.
+        static: grows whole trees in fixed shapes, for batches whose caches are made for that.
         candidates: gives roots their children; by default the drafter does. What is drafted then changes the text, so
             that nothing but the decider may shorten it, and nothing is emitted behind the drafted levels.
     """
@@ -90,7 +91,7 @@ class Drafting:
             vocab_size=target.vocab_size,
             fixed_batch=state.fixed_batch,
             path_states=[sample.path_state if sample else None for sample in state.samples],
-            static=self.static,
+            static=self.static if isinstance(state.cache, StaticCache) else None,
             extra_rows=len(state.active) - len(group.samples),
         )
 

@@ -89,14 +89,14 @@ class Engine:
         self.max_tokens = check_int("max_tokens", max_tokens, 1)
         self.max_samples = check_int("max_samples", max_samples, 1)
         if self.max_tokens < (least := decoder.stepper.least_tokens(self.max_samples)):
-            padding = ", the padding of fixed shapes included" if decoder.static is not None else ""
+            padding = ", the padding of fixed shapes included" if decoder.stepper.fixed else ""
             raise ValueError(
                 f"max_tokens must be at least {least} for max_samples={self.max_samples} and trees of "
                 f"{decoder.topology.num_nodes} nodes{padding}, got {self.max_tokens}: raise it, or lower max_samples"
             )
         self.max_rows = check_int("max_rows", max_rows, 1)
         self.max_waiting = None if max_waiting is None else check_int("max_waiting", max_waiting, 0)
-        if reuse and decoder.static is not None:
+        if reuse and decoder.stepper.fixed:
             raise ValueError("steps of fixed shapes keep no finished texts: build the decoder with buckets=None")
         if reuse is None:
             reuse = decoder.stepper.can_share

@@ -16,12 +16,16 @@ from arbordraft.decoding.processing import finite_rows
 from arbordraft.decoding.runner import PackedRunner, TargetRunner, lay_out
 from arbordraft.decoding.sample_groups import SampleGroup, group_samples, joined, verdicts_of
 from arbordraft.decoding.state import DecodeState, Emission, Sample, logprobs_of
+from arbordraft.decoding.static.cache import StaticCache
+from arbordraft.decoding.static.recording import INSTEAD
 from arbordraft.decoding.static.runner import StaticStepping
+from arbordraft.target.attention import UnsupportedModel
 from arbordraft.trees.draft_tree import DraftTree, SampleTree, SampleVerdict, Verdict
 from arbordraft.trees.masks import SlicedCausalMask
 
 _CHUNK = 2048  # rows of a forward over prompts, which bounds its memory
 _SCORED_CHUNK = 256  # the same where their logits are wanted
+_MOST_GROUPS = 2  # groups of a batch whose steps of fixed shapes, one after another, take less than a step of them all
 
 
 class Stepper:
@@ -33,7 +37,7 @@ class Stepper:
         parts: those of the decoder.
         mask: the topology's.
         expected_batch: see :class:`~arbordraft.SpeculativeDecoder`.
-        static: does steps of fixed shapes; by default steps have none.
+        static: does steps of fixed shapes, always or where it can; by default steps have none.
         candidates: gives roots their children; by default the drafter does.
         runner: runs the target; by default packed, without padding. Steps of fixed shapes have their own.
         judge: judges drafts; by default by the coupling. Steps of fixed shapes have their own.
@@ -68,7 +72,8 @@ class Stepper:
             max_tokens: bound on the rows of each KV cache; ``None`` for none.
             fixed_batch: whether all of them are there from the start and none follows: then it counts who ends last.
         """
-        cache = self.runner.open(max_tokens) if self.static is None else self.static.open(samples, max_tokens)
+        cache = self.static.open(samples, max_tokens) if self.static is not None and self.fixed else None
+        cache = self.runner.open(max_tokens) if cache is None else cache
         self.target.begin(cache)
         stats = DecodeStats(self.coupling.exactness.value, [0], [0])
         return DecodeState(cache, self.drafter.open(cache), stats, fixed_batch=fixed_batch)
@@ -78,25 +83,36 @@ class Stepper:
         for sample in state.samples:
             if sample is not None:
                 self.remove(state, sample)
-        if self.static is not None:
+        if self.static is not None and isinstance(state.cache, StaticCache):
             self.static.close(state.cache)
+
+    @property
+    def fixed(self) -> bool:
+        """Whether batches take steps of fixed shapes."""
+        return self.static is not None and self.static.active
 
     @property
     def can_share(self) -> bool:
         """Whether beginnings that are copied from another sample have the bits of those that are read."""
-        return self.target.row_invariant and self.static is None
+        return self.target.row_invariant and not self.fixed
 
     def least_tokens(self, samples: int) -> int:
         """Fewest rows of a cache for some samples at a time in which one has room for a token behind another."""
-        reserved = 0 if self.static is None else self.static.reserved(samples)
+        reserved = 0 if self.static is None or self.static.automatic else self.static.reserved(samples)
         return reserved + self.topology.num_nodes + 2
 
     def check(self, sample: Sample) -> None:
         """Raises ValueError if a sample wants what this decoder's kind of steps cannot do."""
-        if self.static is not None:
-            self.static.check(sample.pipeline, sample.greedy)
-            if sample.logprobs is not None:
-                raise ValueError("steps of fixed shapes download no log-probabilities: build it with buckets=None")
+        if self.static is None or self.static.automatic:
+            return
+        if (obstacle := self._obstacle(self.static, sample)) is not None:
+            raise ValueError(f"{obstacle}: {INSTEAD}")
+
+    def _obstacle(self, static: StaticStepping, sample: Sample) -> str | None:
+        """What a sample wants that steps of fixed shapes cannot do."""
+        if sample.logprobs is not None:
+            return "steps of fixed shapes download no log-probabilities"
+        return static.obstacle(sample.pipeline, sample.greedy)
 
     def add(self, state: DecodeState, sample: Sample, rows: int) -> None:
         """Takes in a sample whose prompt is still to be read.
@@ -179,10 +195,17 @@ class Stepper:
             SampleError: if a sample's own processors fail; nothing was committed then, and the step can be taken
                 again without that sample.
         """
-        shared, static = self.coupling.verifier.shared, self.static is not None
-        groups = group_samples(state, self.topology.num_nodes, shared=shared, static=static)
-        if self.static is not None:
-            return self._static_step(self.static, state, groups)
+        shared = self.coupling.verifier.shared
+        if (static := self._static_for(state)) is not None:
+            groups = group_samples(state, self.topology.num_nodes, shared=shared, static=True)
+            try:
+                return self._static_step(static, state, groups)
+            except UnsupportedModel as failure:  # a model that no graph can hold: noticed when it is recorded
+                if not static.automatic:
+                    raise
+                static.give_up(failure)
+                self._take_back(state)
+        groups = group_samples(state, self.topology.num_nodes, shared=shared, static=False)
         try:
             with state.stats.phase("draft"):
                 tree = joined([self.drafting(state, group) for group in groups])
@@ -204,6 +227,17 @@ class Stepper:
                 state, tree, verdict, lambda number, path: _picked(shares[number], path), state.cache.commit, own
             )
         return verdict
+
+    def _static_for(self, state: DecodeState) -> StaticStepping | None:
+        """What takes this batch a step further in fixed shapes, if something does."""
+        static = self.static
+        if static is None or not static.active or not isinstance(state.cache, StaticCache):
+            return None
+        if static.automatic:
+            kinds = {(sample.greedy, sample.pipeline.constants) for sample in state.active}
+            if len(kinds) > _MOST_GROUPS or any(self._obstacle(static, sample) for sample in state.active):
+                return None
+        return static
 
     def _static_step(self, static: StaticStepping, state: DecodeState, groups: Sequence[SampleGroup]) -> Verdict:
         """The same in fixed shapes, group by group; forward, verification and compaction are one phase."""

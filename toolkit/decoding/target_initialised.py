@@ -72,7 +72,7 @@ class TargetInitialisedDecoder(SpeculativeDecoder):
             )
         widest = max(map(len, topology.child_list))
         coupling = Coupling(WithoutReplacement(widest), LongestBranch())
-        super().__init__(target, drafter, topology, coupling, decider, max_cache_tokens=max_cache_tokens)
+        super().__init__(target, drafter, topology, coupling, decider, max_cache_tokens=max_cache_tokens, buckets=None)
         self.stepper = Stepper(
             self.parts,
             self.mask,

@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from itertools import accumulate, cycle, islice
+from itertools import accumulate, cycle, islice, pairwise
 
 import torch
 
@@ -18,7 +18,8 @@ from arbordraft.deciders.decisions import StepView
 from arbordraft.decoding.decoder import SpeculativeDecoder
 from arbordraft.decoding.prompts import left_padded, plain_request
 from arbordraft.decoding.state import DecodeState
-from arbordraft.drafters import Drafter, NGramDrafter
+from arbordraft.drafters import Drafter, NGramDrafter, NoDrafter
+from arbordraft.target.attention import UnsupportedModel
 from arbordraft.target.cache import RaggedKVCache
 from arbordraft.target.model import RaggedModel
 from arbordraft.trees.draft_tree import DraftTree, Verdict
@@ -59,6 +60,9 @@ def measure_rows(
 ) -> CostTable:
     """Times forwards of a chain behind ``context`` tokens: the best of ``repeats``, which noise disturbs least.
 
+    On a GPU whole steps of fixed shapes are timed, from the upload of a tree to the download of its verdict, as that is
+    how decoders run there.
+
     Every other round goes from the most rows to the fewest. A row alone takes a fifth longer where many were before it
     than it does in decoding, where few were; and then rows would look cheaper than they are.
 
@@ -80,6 +84,9 @@ def measure_rows(
         if max(rows) > target.max_positions:
             raise ValueError(f"{max(rows)} rows exceed the target's {target.max_positions} positions")
         context = min(context, target.max_positions - max(rows))
+    if SpeculativeDecoder(target, NoDrafter()).stepper.fixed:
+        with suppress(UnsupportedModel):  # then its steps have no fixed shapes
+            return _cost_table(_recorded_seconds(target, rows, max(1, context), repeats, enough))
     cache = RaggedKVCache()
     sample = cache.open(context + max(rows))
     target.prefill({sample: [0] * context}, cache)
@@ -97,8 +104,35 @@ def measure_rows(
                 break
         if ended:
             break
+    return _cost_table(best)
+
+
+def _recorded_seconds(
+    target: RaggedModel, rows: Sequence[int], context: int, repeats: int, enough: Callable[[], bool]
+) -> dict[int, float]:
+    """Least seconds of steps that are padded to some rows, which are recorded before they are timed.
+
+    Raises:
+        UnsupportedModel: if no graph can hold the target's steps.
+    """
+    best: dict[int, float] = {}
+    for count in rows:
+        if best and enough():
+            break
+        totals: list[float] = []
+        decoder = SpeculativeDecoder(target, NoDrafter(), buckets=(count,))
+        decoder.on_step = lambda state, tree, verdict, totals=totals: totals.append(  # type: ignore[misc]
+            state.stats.seconds["target"]
+        )
+        ids = torch.zeros(1, context, dtype=torch.int64, device=target.device)
+        decoder.generate(ids, attention_mask=torch.ones_like(ids), **plain_request(0.0, repeats + 2), eos_token_id=None)
+        best[count] = min(end - begin for begin, end in pairwise(totals))  # the first one, recorded, is none of them
+    return best
+
+
+def _cost_table(best: Mapping[int, float]) -> CostTable:
+    """Noise only adds: fewer rows never take longer than more, however often they were unlucky."""
     best = {count: seconds for count, seconds in best.items() if math.isfinite(seconds)}
-    # Noise only adds: fewer rows never take longer than more, however often they were unlucky.
     return CostTable(tuple(best), tuple(accumulate(reversed(best.values()), min))[::-1])
 
 
@@ -160,7 +194,7 @@ def measure_steps(
             begun = [[*text[-_SAID:]] * _TIMES for text in begun]  # there is something to be found
         with suppress(_Enough):
             decoder.generate(
-                **left_padded(begun),
+                **{name: tensor.to(target.device) for name, tensor in left_padded(begun).items()},
                 **plain_request(float(sampled), new_tokens),
                 eos_token_id=None,
                 seeds=range(batch),  # torch's generator is the user's

@@ -1,6 +1,5 @@
 """A KV cache for steps of fixed shapes."""
 
-from arbordraft.decoding.static.bucket import power_of_two
 from arbordraft.target.cache import RaggedKVCache
 
 
@@ -28,8 +27,9 @@ class StaticCache(RaggedKVCache):
 
     @property
     def longest(self) -> int:
-        """Rows that the largest slab has, rounded up to a power of two: it changes rarely."""
-        return power_of_two(max(slab.capacity for slab in self._slabs.values()))
+        """Rows that the largest slab has, rounded up to a power of eight: graphs are recorded for each."""
+        rows = max(slab.capacity for slab in self._slabs.values())
+        return 8 ** -(-(rows - 1).bit_length() // 3)
 
     def beside(self, owner: object) -> RaggedKVCache:
         """The same one whenever a batch begins, as graphs are recorded for its pools."""

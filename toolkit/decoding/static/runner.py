@@ -3,6 +3,7 @@
 Shapes: T rows of a bucket, S samples besides the dummy, F hidden states side by side.
 """
 
+import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from arbordraft.decoding.static.drafting import StaticDrafts
 from arbordraft.decoding.static.recording import INSTEAD, check_kernels, record
 from arbordraft.decoding.static.step import Call, Pools, StaticStep, StepKind, compiled
 from arbordraft.drafters import Drafter
+from arbordraft.kernels import choice
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.sampling.kinds import is_static
 from arbordraft.sampling.laws import DraftLaw
@@ -30,6 +32,9 @@ from arbordraft.verifiers import Lifted, Rule, RuleVerifier
 from arbordraft.verifiers.coupling import Coupling
 
 _MOST_RUNNERS = 32  # each has buffers and perhaps a graph, and every temperature needs its own
+# Rows that are used when nobody says which: on a GPU a step of 64 rows takes little longer than one of a single row.
+DEFAULT_BUCKETS = (1, 8, 16, 32, 64)
+_ROOMY = 4  # how many times the rows for padding a cache has at least, unless it must have these steps
 
 
 class _Runner:
@@ -118,6 +123,8 @@ class StaticStepping:
         coupling: judges them.
         buckets: numbers of rows.
         compiler: backend of ``torch.compile``, such as ``"inductor"``; by default the step runs as it is.
+        automatic: whether nobody asked for steps of fixed shapes: then they are taken on a GPU alone, by batches and
+            requests that can take them.
 
     Raises:
         ValueError: if the target has prepacked linears, or a bucket is not positive.
@@ -131,18 +138,23 @@ class StaticStepping:
         coupling: Coupling,
         buckets: Sequence[int],
         compiler: str | None = None,
+        *,
+        automatic: bool = False,
     ) -> None:
         if target.backend != "torch":
             raise ValueError(f"buckets need a target with kernels='torch', this one has {target.backend!r}: {INSTEAD}")
         self.target, self.topology, self.coupling = target, topology, coupling
         self.buckets = bucket_sizes(buckets)
         self.compiler = compiler
+        self.automatic = automatic
         self.hidden_layers = drafter.hidden_layers
         self._laws = [law for law in drafter.laws(coupling.law) if not law.deterministic]
         self.drafts = StaticDrafts(topology, compiler)
         self._drafter = drafter
         self._runners: dict[tuple[Bucket, StepKind], _Runner] = {}
         self._idle: StaticCache | None = None
+        self._in_use = 0  # caches that are open
+        self._failed = False
         self._memory: Any = None
         self._weights: tuple[object, ...] = ()
         self._lock = threading.RLock()
@@ -165,35 +177,52 @@ class StaticStepping:
         # Not the same: a draft may run while another batch's step waits for its download.
         self.drafts.reset(torch.cuda.graph_pool_handle() if recording else None)
 
-    def check(self, pipeline: LogitsPipeline, greedy: bool) -> None:
-        """Raises ValueError if a request asks for what only the host can do."""
+    @property
+    def active(self) -> bool:
+        """Whether batches take steps of fixed shapes: always, or, if nobody asked for them, on a GPU with Triton."""
+        if not self.automatic:
+            return True
+        on_gpu = self.target.device.type == "cuda" and choice.triton_chosen(next(self.target.model.parameters()))
+        return on_gpu and not self._failed
+
+    def give_up(self, failure: Exception) -> None:
+        """Takes no such step any more, and says so, as the model or the drafter cannot be recorded."""
+        logging.getLogger("arbordraft").warning("steps run without CUDA graphs, which is slower: %s", failure)
+        self._failed = True
+
+    def obstacle(self, pipeline: LogitsPipeline, greedy: bool) -> str | None:
+        """What a request asks for that only the host can do; ``None`` if there is no such thing."""
         if asking := [type(one).__name__ for one in pipeline.processors if not is_static(one)]:
-            raise ValueError(f"{asking[0]} looks at more than the scores of a row, or asks the host: {INSTEAD}")
+            return f"{asking[0]} looks at more than the scores of a row, or asks the host"
         verifier = self.coupling.verifier
         if greedy or verifier.shared:
-            return
+            return None
         judge = verifier.rule if isinstance(verifier, RuleVerifier) else verifier
         if not (isinstance(judge, Rule) and judge.rejects_in_turn):
             name = type(judge).__name__
-            raise ValueError(
-                f"{name} samples on the host, which SharedMatching and RecursiveRejection need not: {INSTEAD}"
-            )
+            return f"{name} samples on the host, which SharedMatching and RecursiveRejection need not"
         if any(type(law).tops_of is not DraftLaw.tops_of for law in self._laws):
-            raise ValueError(f"a law that chooses its tops in a way of its own does so on the host: {INSTEAD}")
+            return "a law that chooses its tops in a way of its own does so on the host"
         if len({law.replacement for law in self._laws}) > 1:
-            raise ValueError(f"trees are drawn both with and without replacement: {INSTEAD}")
+            return "trees are drawn both with and without replacement"
+        return None
 
     def reserved(self, batch: int) -> int:
         """Rows of a cache for this many samples at a time that no sample can have: for padding, and one more."""
         return 1 + max(bucket_for(self.buckets, batch * self.topology.num_nodes), self.drafts.spare(batch))
 
-    def open(self, batch: int, max_tokens: int | None) -> StaticCache:
+    def open(self, batch: int, max_tokens: int | None) -> StaticCache | None:
         """A cache for this many samples; the last one again if it is idle, as graphs are recorded for its pools.
+
+        If nobody asked for steps of fixed shapes, ``None`` where another batch is under way, as two would record each
+        other's graphs anew in every step, and where padding would take much of the room.
 
         Raises:
             CacheOverflow: if ``max_tokens`` does not even allow the rows for padding.
         """
         reserved = self.reserved(batch)
+        if self.automatic and (self._in_use or (max_tokens is not None and max_tokens < _ROOMY * reserved)):
+            return None
         if max_tokens is not None and max_tokens < reserved:
             raise CacheOverflow(
                 f"the KV cache may hold {max_tokens} tokens, and steps of fixed shapes set {reserved} aside for the "
@@ -207,16 +236,18 @@ class StaticStepping:
                 self.reset()
                 self._weights = weights
             cache, self._idle = self._idle, None
+            self._in_use += 1
         fits = cache is not None and cache.reserved >= reserved and cache.max_tokens == max_tokens
         if cache is None or not fits:
             cache = StaticCache(max_tokens, reserved - 1)
             self.target.prefill({cache.dummy: [0]}, cache)
         return cache
 
-    def close(self, cache: RaggedKVCache) -> None:
+    def close(self, cache: StaticCache) -> None:
         """Keeps a cache without samples for the next batch."""
-        assert isinstance(cache, StaticCache)
-        self._idle = cache
+        with self._lock:
+            self._idle = cache
+            self._in_use -= 1
 
     def __call__(
         self,

@@ -1,0 +1,204 @@
+"""Steps of fixed shapes that nobody asked for: where a GPU could record them, and where they are left out."""
+
+import logging
+
+import pytest
+import torch
+from support.models import PROMPTS, decode, ragged
+
+from arbordraft import (
+    IID,
+    Coupling,
+    Engine,
+    Lifted,
+    NGramDrafter,
+    RecursiveRejection,
+    Request,
+    SpeculativeDecoder,
+    TopDown,
+    TreeTopology,
+)
+from arbordraft.decoding.static.cache import StaticCache
+from arbordraft.decoding.static.runner import StaticStepping
+from arbordraft.decoding.step import Stepper
+from arbordraft.decoding.timing import _recorded_seconds, measure_rows
+from arbordraft.drafters import LanguageModelDrafter
+from arbordraft.kernels import choice
+from arbordraft.target.attention import UnsupportedModel
+from arbordraft.verifiers import OptimalTransport
+
+SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 0, "seeds": [3, 4, 5]}
+
+
+def build(coupling=None, drafter=None, **options):
+    if drafter is None:
+        drafter = LanguageModelDrafter(ragged(seed=3))
+    topology = TreeTopology.chain(2) if coupling else TreeTopology.from_k_config((2, 1))
+    return SpeculativeDecoder(ragged(), drafter, topology, coupling, **options)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Steps of fixed shapes are taken as they are on a GPU, though nothing is recorded."""
+    monkeypatch.setattr(StaticStepping, "active", property(lambda self: not self._failed))
+
+
+def test_a_cpu_has_no_use_for_them():
+    decoder = build()
+    assert not decoder.stepper.fixed
+    assert decode(decoder)[1].pad_rows == 0
+
+
+def test_kernels_of_the_reference_cannot_be_recorded(monkeypatch):
+    """Whatever the device is: they ask the host."""
+    decoder = build()
+    monkeypatch.setattr(type(decoder.target), "device", property(lambda self: torch.device("cuda")))
+    monkeypatch.setattr(choice, "_installed", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
+    assert decoder.stepper.fixed
+    with choice.use("reference"):
+        assert not decoder.stepper.fixed
+
+
+@pytest.mark.parametrize("settings", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_they_are_taken_where_they_can_be(as_on_a_gpu, settings):
+    expected, stats = decode(build(buckets=None), **settings)
+    assert stats.pad_rows == 0
+    decoder = build()
+    found, stats = decode(decoder, **settings)
+    assert found == expected
+    assert stats.pad_rows > 0
+    assert decoder.static.shapes
+
+
+@pytest.mark.parametrize("settings", [{"repetition_penalty": 1.3}, {"repetition_penalty": 1.3, **SAMPLED}], ids=str)
+def test_what_asks_the_host_gets_other_steps(as_on_a_gpu, settings):
+    expected, _ = decode(build(buckets=None), **settings)
+    decoder = build()
+    found, stats = decode(decoder, **settings)
+    assert found == expected
+    assert stats.pad_rows == 0
+    with pytest.raises(ValueError, match="asks the host: build the decoder with buckets=None"):
+        decode(build(buckets=(8,)), **settings)
+
+
+def test_a_rule_that_samples_on_the_host_gets_other_steps_where_it_samples(as_on_a_gpu):
+    def make(**options):
+        return build(Coupling(IID(1), TopDown(OptimalTransport())), **options)
+
+    for settings, padded in (({}, True), (SAMPLED, False)):
+        expected, _ = decode(make(buckets=None), **settings)
+        found, stats = decode(make(), **settings)
+        assert found == expected
+        assert (stats.pad_rows > 0) == padded
+
+
+def answers(decoder, requests):
+    engine = Engine(decoder, max_tokens=4096)
+    streams = [engine.submit(Request(prompt=[5, 9, 7], max_new_tokens=6, **options)) for options in requests]
+    engine.run()
+    return [stream.result()[0] for stream in streams]
+
+
+@pytest.mark.parametrize(
+    "requests",
+    [
+        [{"temperature": 0.0, "logprobs": 2}],
+        [{"temperature": temperature, "seed": 1} for temperature in (0.5, 0.7, 0.9)],
+    ],
+    ids=["log-probabilities", "many temperatures"],
+)
+def test_requests_that_would_be_slower_or_lose_something_get_other_steps(as_on_a_gpu, monkeypatch, requests):
+    step = Stepper._static_step
+
+    def few(self, static, state, groups):
+        assert len(groups) < len(requests)
+        return step(self, static, state, groups)
+
+    monkeypatch.setattr(Stepper, "_static_step", few)
+    decoder = build()
+    found = answers(decoder, requests)
+    assert [one.tokens for one in found] == [one.tokens for one in answers(build(buckets=None), requests)]
+    assert all(bool(one.logprobs) == ("logprobs" in request) for one, request in zip(found, requests, strict=True))
+
+
+def test_two_temperatures_are_two_steps(as_on_a_gpu):
+    requests = [{"temperature": temperature, "seed": 1} for temperature in (0.5, 0.7)]
+    decoder = build()
+    found = answers(decoder, requests)
+    assert [one.tokens for one in found] == [one.tokens for one in answers(build(buckets=None), requests)]
+    assert decoder.static.shapes
+
+
+@pytest.mark.parametrize("settings", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("at", [0, 2])
+def test_what_cannot_be_recorded_is_noticed_once_and_changes_no_text(as_on_a_gpu, monkeypatch, caplog, at, settings):
+    coupling = Coupling(IID(1), Lifted(RecursiveRejection()))
+    expected, _ = decode(build(coupling, buckets=None), **settings)
+    step, calls = StaticStepping.__call__, []
+
+    def failing(self, *arguments):
+        calls.append(self)
+        if len(calls) > at:
+            raise UnsupportedModel("a step of it cannot be recorded")
+        return step(self, *arguments)
+
+    monkeypatch.setattr(StaticStepping, "__call__", failing)
+    decoder = build(coupling)
+    with caplog.at_level(logging.WARNING, "arbordraft"):
+        for _ in range(2):
+            assert decode(decoder, **settings)[0] == expected
+    assert len(calls) == at + 1
+    assert [record.message for record in caplog.records] == [
+        "steps run without CUDA graphs, which is slower: a step of it cannot be recorded"
+    ]
+    calls.clear()
+    with pytest.raises(UnsupportedModel):
+        decode(build(coupling, buckets=(8,)), **settings)
+
+
+def test_a_second_batch_beside_the_first_gets_other_steps(as_on_a_gpu):
+    """Both would record their graphs anew in every step."""
+    stepper = build().stepper
+    first, second = stepper.open(1, None), stepper.open(1, None)
+    assert isinstance(first.cache, StaticCache)
+    assert not isinstance(second.cache, StaticCache)
+    for state in (first, second):
+        stepper.close(state)
+    third = stepper.open(1, None)
+    assert third.cache is first.cache
+    stepper.close(third)
+
+
+def test_a_cache_that_padding_would_fill_is_left_to_the_samples(as_on_a_gpu):
+    decoder = build(max_cache_tokens=30)
+    expected, _ = decode(build(buckets=None), [PROMPTS[0]])
+    found, stats = decode(decoder, [PROMPTS[0]])
+    assert found == expected
+    assert stats.pad_rows == 0
+
+
+def test_only_auto_is_a_word_for_buckets():
+    with pytest.raises(ValueError, match="buckets must be auto, None or numbers of rows"):
+        build(buckets="all")
+    with pytest.raises(ValueError, match="say which, with buckets="):
+        build(compiler="inductor")
+
+
+def test_costs_are_those_of_steps_as_they_will_run(as_on_a_gpu, monkeypatch):
+    asked = iter([False, True])
+    assert list(_recorded_seconds(ragged(), (1, 4, 8), 5, 2, lambda: next(asked))) == [1, 4]
+    monkeypatch.setattr("arbordraft.decoding.timing._recorded_seconds", lambda *_: {1: 0.5, 8: 0.25})
+    assert measure_rows(ragged(), (1, 8)).seconds == (0.25, 0.25)
+
+    def unsupported(*_):
+        raise UnsupportedModel("no")
+
+    monkeypatch.setattr("arbordraft.decoding.timing._recorded_seconds", unsupported)
+    assert measure_rows(ragged(), (1, 8), repeats=1).rows == (1, 8)
+
+
+def test_lookups_too(as_on_a_gpu):
+    decoder = build(drafter=NGramDrafter(longest=2, shortest=1))
+    assert decode(decoder)[0] == decode(build(drafter=NGramDrafter(longest=2, shortest=1), buckets=None))[0]
+    assert decoder.static.shapes
