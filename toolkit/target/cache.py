@@ -184,7 +184,7 @@ class RaggedKVCache(nn.Module):
 
     def layers(self, number: int) -> list[Tensor]:
         """The pools of this many layers: keys and values of the first, of the second and so on."""
-        return [self.get_buffer(f"{kind}_{layer}") for layer in range(number) for kind in ("keys", "values")]
+        return [self._buffers[f"{kind}_{layer}"] for layer in range(number) for kind in ("keys", "values")]  # type: ignore[misc]
 
     def write(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Stores the ``[T, H, D]`` keys and values of one layer and returns the layer's ``[P, H, D]`` pools."""
