@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 from support.spellings import KINDS, OnlyDecodes, byte_level, byte_tokens, drawn, ids_of
 
-from arbordraft.decoding.requests import Ends
+from arbordraft.decoding.generate import Stopping, StopTexts
 from arbordraft.decoding.spelling import Pieces, Spelling, Spelt
 from arbordraft.decoding.stops import Stops
 
@@ -52,7 +52,7 @@ def test_a_stop_ends_the_text_with_the_token_that_completes_it(tokenizer):
             continue
         place = source.randrange(len(text))
         stops = [text[place : place + source.randint(1, 3)], source.choice(["zz", "\n", "\u672c"])]
-        pieces, ends, parts = Pieces(spelling, stops), Ends((), spelling, stops), list[Spelt]()
+        pieces, ends, parts = Pieces(spelling, stops), Stopping([StopTexts(spelling, stops)]), list[Spelt]()
         for used, token in enumerate(tokens, 1):
             parts += pieces.spelt([token])
             assert ends(token, list) is pieces.ended

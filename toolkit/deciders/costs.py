@@ -2,20 +2,46 @@
 
 import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 from arbordraft.utils.checks import check_float, check_instance, check_int, check_positive, check_sequence
 from arbordraft.utils.files import write_text
 
-Loaded = TypeVar("Loaded")
+
+@dataclass(frozen=True)
+class _Measured:
+    """Times that are kept as JSON."""
+
+    _kind: ClassVar[str]  # for messages
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Reads what :meth:`save` wrote.
+
+        Raises:
+            ValueError: if it is something else.
+        """
+        try:
+            return cls.from_fields(json.loads(Path(path).read_text()))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} holds no {cls._kind}: {error}; measure them again") from error
+
+    def save(self, path: Path) -> None:
+        """Writes JSON; the file appears only when it is complete."""
+        write_text(path, json.dumps(asdict(self)) + "\n")
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Self:
+        """The inverse of ``dataclasses.asdict``, also after a detour through JSON."""
+        return cls(**fields)
 
 
 @dataclass(frozen=True)
-class CostTable:
+class CostTable(_Measured):
     """Seconds of a target forward by its number of packed rows, interpolated in between.
 
     Args:
@@ -32,6 +58,7 @@ class CostTable:
         (0.01, 0.015)
     """
 
+    _kind = "cost table"
     rows: tuple[int, ...]
     seconds: tuple[float, ...]
 
@@ -45,19 +72,6 @@ class CostTable:
             )
         object.__setattr__(self, "rows", rows)
         object.__setattr__(self, "seconds", tuple(accumulate(seconds, max)))
-
-    @classmethod
-    def load(cls, path: Path) -> Self:
-        """Reads what :meth:`save` wrote.
-
-        Raises:
-            ValueError: if it is something else.
-        """
-        return _load(path, "cost table", lambda fields: cls(**fields))
-
-    def save(self, path: Path) -> None:
-        """Writes JSON; the file appears only when it is complete."""
-        write_text(path, json.dumps(asdict(self)) + "\n")
 
     def __call__(self, rows: float) -> float:
         """Seconds of a forward with ``rows`` packed rows; beyond the table along its last slope."""
@@ -78,7 +92,7 @@ class CostTable:
 
 
 @dataclass(frozen=True)
-class StepCosts:
+class StepCosts(_Measured):
     """Seconds of the parts of a decoding step.
 
     Args:
@@ -101,6 +115,7 @@ class StepCosts:
         3.0
     """
 
+    _kind = "step costs"
     target: CostTable
     draft: CostTable
     decide: float = 0.0
@@ -117,22 +132,8 @@ class StepCosts:
             object.__setattr__(self, name, check_float(name, getattr(self, name), 0))
 
     @classmethod
-    def load(cls, path: Path) -> Self:
-        """Reads what :meth:`save` wrote.
-
-        Raises:
-            ValueError: if it is something else.
-        """
-        return _load(path, "step costs", cls.from_fields)
-
-    @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Self:
-        """The inverse of ``dataclasses.asdict``, also after a detour through JSON."""
         return cls(**{**fields, "target": CostTable(**fields["target"]), "draft": CostTable(**fields["draft"])})
-
-    def save(self, path: Path) -> None:
-        """Writes JSON; the file appears only when it is complete."""
-        write_text(path, json.dumps(asdict(self)) + "\n")
 
     def step(self, samples: int, levels: float) -> float:
         """Seconds of a step in which ``samples`` chains of ``levels`` drafts, on average, are drafted and verified."""
@@ -147,10 +148,3 @@ class StepCosts:
     def looking(self, samples: int) -> float:
         """Seconds that drafts take which were looked up for some samples, besides their rows."""
         return self.lookup + self.finding * (samples - 1)
-
-
-def _load(path: Path, kind: str, make: Callable[[Any], Loaded]) -> Loaded:
-    try:
-        return make(json.loads(Path(path).read_text()))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} holds no {kind}: {error}; measure them again") from error

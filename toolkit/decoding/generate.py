@@ -64,8 +64,8 @@ class StopTexts:
         texts: those that end one.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> None:
-        self._spelling, self._texts = Spelling(tokenizer), texts
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase | Spelling", texts: Sequence[str]) -> None:
+        self._spelling, self._texts = Spelling.of(tokenizer), texts
 
     def answer(self) -> Pieces:
         """What reads one answer."""
@@ -82,12 +82,13 @@ class Stopping:
         batch_size: samples of the batch that they were prepared for. Criteria that transformers does not know are asked
             about as many rows, all of them equal, as they may tell rows apart.
         row: the sample's number in that batch.
+        ends: further tokens that end a sample.
     """
 
-    def __init__(self, criteria: "Iterable[Any]", batch_size: int = 1, row: int = 0) -> None:
+    def __init__(self, criteria: "Iterable[Any]", batch_size: int = 1, row: int = 0, ends: Iterable[int] = ()) -> None:
         self.max_length = sys.maxsize
         self._batch_size, self._row = batch_size, row
-        self._ends: set[int] = set()
+        self._ends = set(ends)
         self._others, self._answers = [], list[Pieces]()
         for criterion in criteria:
             if isinstance(criterion, StopTexts):

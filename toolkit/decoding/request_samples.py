@@ -6,23 +6,20 @@ Shapes: none; samples are counted, not stacked.
 import threading
 from collections import OrderedDict
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from arbordraft.decoding.decoder import SpeculativeDecoder
-from arbordraft.decoding.generate import with_stop_strings
+from arbordraft.decoding.generate import Stopping, StopTexts, with_stop_strings
 from arbordraft.decoding.lengths import check_positions
-from arbordraft.decoding.requests import Ends, Request
+from arbordraft.decoding.requests import Request
 from arbordraft.decoding.settings import bound_to_text, changed, check_settings
 from arbordraft.decoding.spelling import Spelling
 from arbordraft.decoding.state import Sample
 from arbordraft.decoding.streams import Stream
 from arbordraft.sampling.processors import LogitsPipeline
 from arbordraft.sampling.stateful import StatefulProcessor
-
-if TYPE_CHECKING:
-    from transformers import StoppingCriteria
 
 _MOST_PIPELINES = 256
 
@@ -90,7 +87,7 @@ class RequestSamples:
                 seed,
                 greedy,
                 pipeline,
-                Ends(ends, self._spelling, request.stop or (), self._criteria(request)),
+                Stopping(self._criteria(request), ends=ends),
                 emit=stream.told(index),
                 logprobs=request.logprobs,
                 prompt_logprobs=request.prompt_logprobs,
@@ -102,12 +99,13 @@ class RequestSamples:
             decoder.stepper.check(sample)
         return samples
 
-    def _criteria(self, request: Request) -> "list[StoppingCriteria]":
-        """Criteria of the model's own settings, for one answer."""
+    def _criteria(self, request: Request) -> list[Any]:
+        """Criteria of a request and of the model's own settings, for one answer."""
         from transformers import MaxTimeCriteria
 
         limit = [] if self.own.max_time is None else [MaxTimeCriteria(self.own.max_time)]
-        return [*limit, *(self._stopping if request.stop is None else ())]
+        texts = [StopTexts(self._spelling, request.stop)] if request.stop and self._spelling else []
+        return [*limit, *(self._stopping if request.stop is None else texts)]
 
     def _pipeline(
         self, request: Request, ends: tuple[int, ...], constraint: StatefulProcessor | None

@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from arbordraft.decoding.generate import Stopping
 from arbordraft.decoding.settings import biased, own_temperature, processors_of
-from arbordraft.decoding.spelling import Pieces, Spelling
 from arbordraft.decoding.text import stops
 from arbordraft.grammars import Grammar
 from arbordraft.sampling.processors import LogitsPipeline
@@ -28,7 +26,7 @@ from arbordraft.utils.checks import (
 )
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, StoppingCriteria
+    from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,33 +205,4 @@ class CountPenalty:
         return scores - self.frequency * counts - self.presence * (counts > 0)
 
 
-class Ends:
-    """Ends an answer with certain tokens, or with a text.
-
-    Args:
-        tokens: each of them ends it.
-        spelling: of the answer's tokens.
-        texts: so does each of these.
-        criteria: so do these of transformers.
-    """
-
-    def __init__(
-        self,
-        tokens: Sequence[int],
-        spelling: Spelling | None,
-        texts: Sequence[str],
-        criteria: "Sequence[StoppingCriteria]" = (),
-    ) -> None:
-        self._tokens, self._criteria = frozenset(tokens), Stopping(criteria)
-        self._pieces = Pieces(spelling, texts) if texts and spelling is not None else None
-
-    def __call__(self, token: int, path: Callable[[], Sequence[int]]) -> bool:
-        if token in self._tokens or self._criteria(token, path):
-            return True
-        if self._pieces is None:
-            return False
-        self._pieces.add([token])
-        return self._pieces.ended
-
-
-__all__ = ["CountPenalty", "Ends", "Request"]
+__all__ = ["CountPenalty", "Request"]
