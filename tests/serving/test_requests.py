@@ -291,7 +291,7 @@ def test_where_answers_end(http):
 
 
 def prompt(tokenizer, **fields):
-    return tokenizer.decode(chat(**fields).encode(tokenizer, None)[0])
+    return tokenizer.decode(chat(**fields).encode(tokenizer, None, len)[0])
 
 
 def test_templates_get_their_variables():

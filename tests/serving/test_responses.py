@@ -213,7 +213,7 @@ def test_items_are_messages(served, client, name):
     asked = ResponsesQuestion.model_validate({"input": given, "tools": FLAT}).chat()
     known = asked.model_validate({"messages": messages, "tools": TOOLS})
     calls = served.server._service._calls
-    assert asked.encode(tokenizer, calls) == known.encode(tokenizer, calls)
+    assert asked.encode(tokenizer, calls, len) == known.encode(tokenizer, calls, len)
     assert [said.reasoning_content for said in asked.messages] == [said.reasoning_content for said in known.messages]
     reply = respond(client, given, seed=3, tools=FLAT, max_output_tokens=5)
     (expected,) = chat(client, messages, seed=3, tools=TOOLS, max_tokens=5).choices

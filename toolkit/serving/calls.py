@@ -149,7 +149,7 @@ def call_format(tokenizer: "PreTrainedTokenizerBase", ends: Collection[int]) -> 
         raise ValueError(f"the model's chat template refuses tools: {error}") from error
     if "offered_function" not in offered:
         raise ValueError("the model's chat template knows no tools: ask without them, or serve a model that does")
-    added = {str(token.content): index for index, token in tokenizer.added_tokens_decoder.items() if index not in ends}
+    added = added_tokens(tokenizer, ends)
     stops = [str(tokenizer.decode([token])) for token in ends]
     reasons = []
     for quoted in (False, True):
@@ -162,6 +162,11 @@ def call_format(tokenizer: "PreTrainedTokenizerBase", ends: Collection[int]) -> 
         return CallFormat(**{**texts, "anywhere": marked or texts["anywhere"]}, quoted=quoted, added=added)
     reason = min(reasons, key=lambda known: known[0])[1]  # our own first, which know more than a template's
     raise ValueError(f"the model's chat template writes calls in a way that is not supported: {reason}")
+
+
+def added_tokens(tokenizer: "PreTrainedTokenizerBase", ends: Collection[int]) -> dict[str, int]:
+    """The tokenizer's added tokens by their texts, without those that end an answer."""
+    return {str(token.content): index for index, token in tokenizer.added_tokens_decoder.items() if index not in ends}
 
 
 def _texts(written: Written, quoted: bool, stops: Collection[str]) -> dict[str, Any]:
@@ -240,4 +245,4 @@ def lark_string(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-__all__ = ["CallFormat", "call_format", "embedded", "lark_string", "ranges"]
+__all__ = ["CallFormat", "added_tokens", "call_format", "embedded", "lark_string", "ranges"]

@@ -110,10 +110,7 @@ class ChatQuestion(Question):
         return {} if self.tool_choice.type == "none" else known
 
     def encode(
-        self,
-        tokenizer: "PreTrainedTokenizerBase",
-        calls: CallFormat | None,
-        check: Callable[[str], object] = lambda text: None,
+        self, tokenizer: "PreTrainedTokenizerBase", calls: CallFormat | None, check: Callable[[str], object]
     ) -> list[list[int]]:
         names = {call.id: call.function.name for said in self.messages for call in said.tool_calls}
         messages = [said.shown(names, calls is not None and calls.quoted) for said in self.messages]

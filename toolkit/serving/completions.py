@@ -69,10 +69,7 @@ class CompletionQuestion(Question):
         return None
 
     def encode(
-        self,
-        tokenizer: "PreTrainedTokenizerBase",
-        calls: CallFormat | None,
-        check: Callable[[str], object] = lambda text: None,
+        self, tokenizer: "PreTrainedTokenizerBase", calls: CallFormat | None, check: Callable[[str], object]
     ) -> list[list[int]]:
         return [
             encode(tokenizer, [{"role": "user", "content": prompt}], raw=True, name="the prompt", check=check)

@@ -131,19 +131,16 @@ class Speller:
         logprobs.add(event.tokens, event.logprobs)
         known = tuple(logprobs.of(spelt))
         thoughts, text, called = self._told(event.answer, spelt, ended=reason is not None)
-        words = self._words(event.answer)
-        if reason is not None:
-            reason = "tool_calls" if reader is not None and reader.called and reason == "stop" else reason
-            return Piece(
-                event.answer, text, (), known, finish_reason=reason, calls=called, thoughts=thoughts, words=words
-            )
+        if reason == "stop" and reader is not None and reader.called:
+            reason = "tool_calls"
         steps: tuple[Step, ...] = ()
         if self._steps and event.tree is not None and event.verdict is not None:
-            shown = step_of(event.tree, event.verdict, len(event.tokens), self.token)
+            shown = step_of(event.tree, event.verdict, len(event.tokens), lambda token: self._spelling[token].text)
             steps = ({**shown, "seconds": round(perf_counter() - self._start, 4)},)
-        return Piece(
-            event.answer, text, tuple(event.tokens), known, steps, calls=called, thoughts=thoughts, words=words
-        )
+        thinking = self._thoughts[event.answer]
+        words = thinking.tokens if thinking else 0, self._spoken[event.answer]
+        tokens = tuple(event.tokens)
+        return Piece(event.answer, text, tokens, known, steps, reason, called, thoughts, words=words)
 
     def _told(self, index: int, spelt: Sequence[Spelt], ended: bool) -> tuple[str, str, tuple[CallPiece, ...]]:
         """The thoughts, the words and the calls that the texts of some tokens make certain."""
@@ -161,14 +158,6 @@ class Speller:
                 self._spoken[index] = self._read[index]
             told, words = told + thoughts, words + text
         return told, words, tuple(calls)
-
-    def _words(self, index: int) -> tuple[int, int]:
-        thinking = self._thoughts[index]
-        return thinking.tokens if thinking else 0, self._spoken[index]
-
-    def token(self, token: int) -> str:
-        """How a token looks behind others; bytes of a character that is not whole show as ``\\ufffd``."""
-        return self._spelling[token].text
 
 
 class SpellingLogprobs:

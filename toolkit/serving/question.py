@@ -129,10 +129,7 @@ class Question(Fields, ABC):
 
     @abstractmethod
     def encode(
-        self,
-        tokenizer: "PreTrainedTokenizerBase",
-        calls: CallFormat | None,
-        check: Callable[[str], object] = lambda text: None,
+        self, tokenizer: "PreTrainedTokenizerBase", calls: CallFormat | None, check: Callable[[str], object]
     ) -> list[list[int]]:
         """The token ids to continue, prompt by prompt; each is answered ``n`` times.
 

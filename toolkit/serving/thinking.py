@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from arbordraft.serving.calls import lark_string, ranges
+from arbordraft.serving.calls import added_tokens, lark_string, ranges
 from arbordraft.serving.reading import begun
 
 if TYPE_CHECKING:
@@ -85,9 +85,7 @@ def thinking_of(tokenizer: "PreTrainedTokenizerBase", ends: Collection[int]) -> 
     for opening, closing in _SHAPES:
         pattern = "".join(_NAME if part == "{}" else re.escape(part) for part in re.split(r"(\{\})", closing))
         if match := re.search(pattern, template, re.IGNORECASE):
-            known = tokenizer.added_tokens_decoder.items()
-            added = {str(token.content): index for index, token in known if index not in ends}
-            return Thinking(opening.format(match[1]), closing.format(match[1]), added)
+            return Thinking(opening.format(match[1]), closing.format(match[1]), added_tokens(tokenizer, ends))
     return None
 
 
