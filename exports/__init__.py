@@ -1,1 +1,1 @@
-"""Carrying decoders and their parts to other tools."""
+"""Exports decoders and their parts to other tools."""

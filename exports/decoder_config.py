@@ -1,4 +1,4 @@
-"""A decoder as plain data: what its parts are called and made with, so that it can be built again elsewhere."""
+"""Describes a decoder as plain data, the names and arguments of its parts, and builds it again elsewhere."""
 
 import dataclasses
 import inspect
@@ -42,7 +42,7 @@ Description = Any  # of a part: {"class": name, "arguments": {...}}; of anything
 
 @dataclass(frozen=True)
 class TargetReference:
-    """Which model a decoder decodes; its weights stay where they are.
+    """The target of a decoder by its name; its weights stay where they are.
 
     Args:
         name: hub name or folder; ``smollm2`` means SmolLM2-135M-Instruct.

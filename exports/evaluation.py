@@ -1,4 +1,4 @@
-"""What a decoder is worth on held-out prompts: whether it says what its target says, and how fast."""
+"""Evaluates a decoder on held-out prompts: whether its answers are the target's own, and how fast it is."""
 
 import hashlib
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""What an export wrote, and how its weights are kept."""
+"""Lists the files of an export with their digests, and names the quantizations of graphs."""
 
 import hashlib
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class Quantization(StrEnum):
-    """How a graph's matrices are kept."""
+    """Precision of a graph's matrices."""
 
     none = "none"
     int8 = "int8"  # weights and, when it runs, inputs in 8 bits
@@ -32,7 +32,7 @@ class File:
 
 @dataclass(frozen=True)
 class Export:
-    """What an export wrote.
+    """The folder of a finished export.
 
     Args:
         folder: where.
@@ -47,7 +47,7 @@ class Export:
 
 
 def contents(folder: str | os.PathLike[str]) -> list[File]:
-    """Every file below a folder, by name."""
+    """Lists every file below a folder, by name, with its size and digest."""
     root = Path(folder)
     files = []
     for path in sorted(path for path in root.rglob("*") if path.is_file()):

@@ -1,4 +1,4 @@
-"""Decoders in MLflow: logged with what is known of them, registered as candidates, promoted if they are better."""
+"""Logs decoders in MLflow with their evaluation, registers them as candidates, promotes those that are better."""
 
 import contextlib
 import json
@@ -43,7 +43,7 @@ _URI = "MLFLOW_TRACKING_URI"
 
 @dataclass(frozen=True)
 class LoggedDecoder:
-    """Where a decoder was logged.
+    """The run and the model of a logged decoder, with its evaluation.
 
     Args:
         run: id of the run.
@@ -340,7 +340,7 @@ def _pack(decoder: "SpeculativeDecoder", config: DecoderConfig, scratch: Path) -
 
 
 def _describe_run(mlflow: Any, config: DecoderConfig, decoder: "SpeculativeDecoder", evaluation: Evaluation) -> None:
-    """What people look for beside a model: settings, figures, parity report and a picture."""
+    """Logs settings, figures, the parity report and a picture of the tree."""
     mlflow.log_params(
         {
             "target": config.target.name,

@@ -44,7 +44,7 @@ class DecoderModel(PythonModel):  # type: ignore[misc]  # MLflow is not type-che
 
 
 def signature(decoder: Any) -> Any:
-    """What a request to a decoder and its answer consist of, for MLflow to check."""
+    """Returns the signature of requests and answers, which MLflow checks."""
     kinds, own = {int: "long", float: "double", bool: "boolean"}, decoder.own_settings.top_p
     known = DEFAULTS | {"top_p": 1.0 if own is None else float(own)}
     params = ParamSchema([ParamSpec(name, kinds[type(value)], value) for name, value in known.items()])

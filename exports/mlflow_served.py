@@ -1,4 +1,4 @@
-"""What MLflow copies into a logged decoder and runs to load it: "models from code", nothing is pickled."""
+"""Loads a logged decoder by MLflow's "models from code": MLflow copies and runs this file; nothing is pickled."""
 
 from mlflow.models import set_model
 

@@ -55,7 +55,7 @@ class Batch(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a sequence lies."""
+    """The shard and the place of a sequence."""
 
     shard: int
     sequence: int
@@ -134,7 +134,7 @@ class BatchLoader:
             yield self.collate(batches[(index - start) * self.of + self.part])
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the order of batches stands, the same on every process, and on what it depends."""
+        """Returns the place in the order of batches, equal on every process, and what the order depends on."""
         order = {"seed": self.seed, "sequences": len(self.places), "of": self.of, "batch_tokens": self.batch_tokens}
         return {"epoch": self.epoch, "position": self.position, "before": list(map(tuple, self._before)), **order}
 

@@ -1,4 +1,4 @@
-"""Calibrating a decider on held-out text: how honest its chances are, and where stopping gives the most speed.
+"""Calibrates a decider on held-out text: how honest its chances are, and where stopping gives the most speed.
 
 A label is the share of the draft row that the target accepts, 1 - TV(p, q), so an example counts as accepted with that
 part of its weight and as rejected with the rest.

@@ -1,4 +1,4 @@
-"""How a chat template turns messages into tokens, taken apart so that a model can write any part itself."""
+"""Takes a chat template apart into the texts around messages, so that a model can write any message itself."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""The sum of a loss over drafting steps and positions, with a vocabulary whose rows are too many to hold.
+"""Sums a loss over drafting steps and positions in chunks, as all rows of the vocabulary would not fit into memory.
 
 Shapes: G drafting steps, N positions, D draft vocabulary, H hidden size of the drafter.
 """
@@ -31,12 +31,12 @@ class DraftRows(NamedTuple):
 
 
 class DistillationResult(NamedTuple):
-    """What :func:`distillation_loss` returns; only the loss carries a gradient.
+    """Result of :func:`distillation_loss`; only the loss carries a gradient.
 
     Attributes:
         loss: scalar, the weighted sum.
         acceptance: ``[G, N]`` see :func:`~arbordraft.training.losses.acceptance`; ``None`` if it was not asked for.
-        agreement: ``[G, N]`` bool, whether both find the same token most probable; likewise.
+        agreement: ``[G, N]`` bool, whether both find the same token most probable; ``None`` as for acceptance.
     """
 
     loss: Tensor
@@ -77,7 +77,7 @@ def distillation_loss(
         inputs = [tensor.detach() for tensor in inputs]
     at = {key: place for place, key in enumerate(shared)}
     places = [_Place(len(at) + g, at[id(s.head)], at.get(id(s.bias)), s.partial) for g, s in enumerate(steps)]
-    # The largest weight is 1 until the end, lest gradients underflow in float16.
+    # The largest weight is 1 until the end, so that gradients do not underflow in float16.
     scale = weights.max().clamp_min(torch.finfo(weights.dtype).tiny) if weights.numel() else weights.new_ones(())
     work = _Work(places, teacher, weights / scale, loss, chunk, measure)
     total, accepted, agreement = _ChunkedSum.apply(work, *inputs)
@@ -85,7 +85,7 @@ def distillation_loss(
 
 
 class _Place(NamedTuple):
-    """Where among the inputs of :class:`_ChunkedSum` the parts of :class:`DraftRows` are."""
+    """Places of the parts of :class:`DraftRows` among the inputs of :class:`_ChunkedSum`."""
 
     hidden: int
     head: int
@@ -94,7 +94,7 @@ class _Place(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """What :class:`_ChunkedSum` does."""
+    """Arguments of :class:`_ChunkedSum` that carry no gradient."""
 
     places: list[_Place]
     teacher: Callable[[slice], Tensor]

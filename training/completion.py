@@ -1,4 +1,4 @@
-"""Who continues a text: the target in this process, or a server that runs it.
+"""Continues texts, with the target in this process or with a server that runs it.
 
 Shapes: n tokens of a text and its continuation, F hidden states side by side.
 """
@@ -24,7 +24,7 @@ _PAUSE = 1.0  # seconds before the first retry; doubled for every further one
 
 
 class Sampling(NamedTuple):
-    """How to continue texts: from the target's own law, nothing cut off or penalised.
+    """Settings of continuations, which are drawn from the target's own law: nothing is cut off or penalised.
 
     Args:
         temperature: 0 for greedy.
@@ -49,7 +49,7 @@ class Completion(NamedTuple):
     hidden: Tensor | None = None
 
     def without_loop(self) -> "Completion":
-        """The same up to its first loop."""
+        """Returns the continuation up to its first loop."""
         kept = before_loop(self.tokens)
         if len(kept) == len(self.tokens):
             return self

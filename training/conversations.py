@@ -1,4 +1,4 @@
-"""Conversations of others, of which only what users ask is kept."""
+"""Reads conversations from files and datasets; keeps what users ask and drops the answers."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def read_conversations(source: str | os.PathLike[str] | Iterable[Mapping[str, An
     """Reads what users and system messages say.
 
     Every row has a list called ``messages`` or ``conversations``, of ``{"role", "content"}`` or ShareGPT's
-    ``{"from", "value"}``. Left out are rows in which nobody asks anything, or whose first user turn came up before.
+    ``{"from", "value"}``. Leaves out rows without a user turn, and rows whose first user turn came up before.
 
     Args:
         source: a JSONL file; or ``hf:NAME`` or ``hf:NAME:SPLIT``, a dataset of the Hugging Face hub or a folder that

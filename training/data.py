@@ -1,4 +1,4 @@
-"""The data that drafters learn from: the target's own conversations, generated once and kept."""
+"""Generates, keeps and loads the data that drafters learn from: the target's own conversations."""
 
 import hashlib
 import math
@@ -132,7 +132,7 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
         return self._loader(self._held_out, None, 0, 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the order of batches stands; Lightning itself forgets that between two epochs."""
+        """Returns the place in the order of batches, which Lightning itself forgets between two epochs."""
         return self._batches.state_dict() if self._batches is not None else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -160,7 +160,7 @@ class SelfDistillationDataModule(LightningDataModule):  # type: ignore[misc]  # 
         return [list(prompt) for prompt in prompts][:count]
 
     def profile(self) -> dict[str, Any]:
-        """What the data are, for the record."""
+        """Returns the digest, the counts and the manifest of the data."""
         return {
             "digest": self.folder.digest(),
             "conversations": len(self._train) + len(self._held_out),

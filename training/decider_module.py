@@ -1,4 +1,4 @@
-"""Training a decider with Lightning, for a drafter that is trained already.
+"""Trains a decider with Lightning, for a drafter that is trained already.
 
 Shapes: G drafting steps, M drafts along held-out text.
 """
@@ -164,11 +164,11 @@ class DeciderModule(DistillationModule):
         self.decider.temperatures, self.decider.threshold = checkpoint["calibration"]
 
     def _calibrated(self, part: Mapping[str, Tensor]) -> Tensor:
-        """``[G, M]`` logits at their temperatures."""
+        """Returns ``[G, M]`` logits at their temperatures."""
         return part["logits"] / torch.tensor(self.decider.temperatures)[:, None]
 
     def _honesty(self, part: Mapping[str, Tensor]) -> dict[str, float]:
-        """How good the chances are, before and after calibration."""
+        """Measures how good the chances are, before and after calibration."""
         reached = part["weights"] > 0
         before, after, labels, weights = (
             values[reached] for values in (part["logits"], self._calibrated(part), part["labels"], part["weights"])

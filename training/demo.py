@@ -1,4 +1,4 @@
-"""From nothing but a target to a trained drafter and decider, with the data, the records and a taste of the gain."""
+"""Trains a drafter and a decider for any target, from generating the data to measuring the gain."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -110,7 +110,7 @@ def _train(console: Console, module: type, output: Path, arguments: list[str]) -
 
 
 def _sizes(console: Console, target: Target, data: Path) -> Sizes:
-    """Of this target on this machine; a folder that was begun keeps the size of its shards."""
+    """Chooses sizes for this target and machine; a folder that was begun keeps the size of its shards."""
     model, _ = load_model(target.model, getattr(torch, target.dtype), target.revision)
     memory, disk = free_memory(model), free_disk(data)
     sizes = Sizes.of(model, memory, disk)
@@ -126,7 +126,7 @@ def _sizes(console: Console, target: Target, data: Path) -> Sizes:
 
 
 def _clock(minutes: float) -> str:
-    """As Lightning reads it, ``DD:HH:MM:SS``."""
+    """Writes minutes as Lightning reads them, ``DD:HH:MM:SS``."""
     seconds = max(1, round(minutes * 60))
     days, hours, minutes = seconds // 86400, seconds // 3600 % 24, seconds // 60 % 60
     return f"{days:02}:{hours:02}:{minutes:02}:{seconds % 60:02}"

@@ -1,4 +1,4 @@
-"""Self-distillation: conversations whose answers, and if need be whose questions, the target writes itself."""
+"""Self-distillation: lets the target write the answers of conversations, and the questions if none are given."""
 
 import hashlib
 import json
@@ -34,7 +34,7 @@ _FOLLOW_UP = 80  # most tokens of a follow-up
 
 @dataclass(frozen=True)
 class Recipe:
-    """What to generate.
+    """Settings of a generation.
 
     Args:
         conversations: how many prompts in all; the only setting that may be raised later, to have more of the same.
@@ -75,7 +75,7 @@ class Recipe:
         return -(-self.conversations // self.per_shard)
 
     def of_prompt(self, number: int) -> list[float]:
-        """The temperatures of the answers to a prompt."""
+        """Returns the temperatures of the answers to a prompt."""
         first = number * self.answers
         return [self.temperatures[turn % len(self.temperatures)] for turn in range(first, first + self.answers)]
 
@@ -104,7 +104,7 @@ class SelfDistillation:
 
     Args:
         chat: the target's chat format.
-        complete: who continues texts.
+        complete: continues texts.
         recipe: what to generate.
         folder: where to.
         provenance: what else made the data: target, revision, backend.
@@ -215,7 +215,7 @@ class SelfDistillation:
         return prompt
 
     def _converse(self, dialogues: list[Dialogue], source: random.Random, done: Callable[[int], object]) -> None:
-        """Lets the target answer, as often as somebody asks."""
+        """Lets the target answer until no conversation has a further user turn."""
         while dialogues:
             for temperature in sorted({dialogue.temperature for dialogue in dialogues}):
                 group = [dialogue for dialogue in dialogues if dialogue.temperature == temperature]

@@ -1,4 +1,4 @@
-"""Training a drafter with Lightning.
+"""Trains a drafter with Lightning.
 
 Shapes: B sequences, L tokens, S slots, R predictions, D draft vocabulary.
 """
@@ -40,7 +40,7 @@ _DIVERGED = (
 
 
 class TrainingDiverged(UserError):
-    """The loss is no number any more."""
+    """The loss or a weight became NaN or infinite."""
 
 
 class TrainingOutOfMemory(UserError):
@@ -203,7 +203,7 @@ class DrafterModule(DistillationModule):
         places = wanted.flatten().nonzero()[:, 0]
 
         def rows(values: Tensor) -> Tensor:
-            """Of the learned tokens, from what slots have."""
+            """Selects the rows of learned tokens from those of all slots."""
             return values[:, : wanted.shape[1]].flatten(0, 1).index_select(0, places)
 
         final, normalisers = rows(batch.final[:, ahead - 1 :]), rows(batch.normalisers[:, ahead - 1 :])

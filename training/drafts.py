@@ -1,4 +1,4 @@
-"""What a drafter does along text of the target, draft by draft, in the form in which decoding shows it to deciders.
+"""Lets a drafter draft along text of the target; describes every draft as decoding shows it to deciders.
 
 The text is the target's own, so a draft that keeps to it is one that is accepted: its later steps see what they would
 see in decoding, as often as they are reached.
@@ -31,8 +31,8 @@ class Drafts:
 
     Args:
         places: ``[G, M, 3]``, see :meth:`arbordraft.LearnedDecider.logits`.
-        statistics: ``[G, M, 1 + K]``, likewise.
-        hidden: ``[G, M, H]``, likewise.
+        statistics: ``[G, M, 1 + K]``, see there.
+        hidden: ``[G, M, H]``, see there.
         labels: ``[G, M]`` 1 - TV of target and draft row, both at the temperature of the text. Where that is 0 both are
             one-hot, and the target's token is the text's.
         passes: ``[G, M]`` chance that the text's token passes if those before it did, ``min(1, q(x) / p(x))``.

@@ -1,4 +1,4 @@
-"""What a target shows of the conversations that drafters learn from: hidden states, and rows to imitate.
+"""Computes and caches the target's hidden states of conversations, from which drafters learn and rows are made.
 
 Shapes: n tokens of a sequence, N of a shard, F input features side by side, H hidden size, V vocabulary, R rows.
 """
@@ -21,7 +21,7 @@ _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}  # of a row's norm; half 
 
 
 class Features(NamedTuple):
-    """What the target shows of one sequence; its last token has no row.
+    """The target's hidden states of one sequence and the normalisers of its rows; the last token has none.
 
     Args:
         inputs: ``[n - 1, F]`` hidden states that the drafter is given.

@@ -1,6 +1,6 @@
-"""Texts that run into a loop, as small models' do: past its first round a loop teaches a drafter nothing.
+"""Finds where a text runs into a loop, as small models' texts do, and stops it there.
 
-What follows is what stood there before, which lookups draft for nothing.
+A loop teaches a drafter nothing past its first round: lookups draft the repetitions for free.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ _CLUE = 3  # last tokens that stood there a round before, or nothing needs count
 
 
 def loop_start(tokens: Sequence[int]) -> int | None:
-    """Where the loop that a text ends in repeats itself first, ``None`` if it ends in none.
+    """Returns where the loop at the end of a text first repeats itself; ``None`` if the text ends in no loop.
 
     A text ends in a loop of p tokens, p up to 40, if nine in ten of its last max(24, p) tokens are what stood p tokens
     before, the last three among them.
@@ -34,7 +34,7 @@ def loop_start(tokens: Sequence[int]) -> int | None:
 
 
 def before_loop(tokens: Sequence[int]) -> Sequence[int]:
-    """A text up to where its first loop repeats itself; all of it if there is none."""
+    """Returns a text up to where its first loop repeats itself; all of it if there is none."""
     starts = (loop_start(tokens[:end]) for end in range(len(tokens) + 1))
     return tokens[: next((start for start in starts if start is not None), len(tokens))]
 

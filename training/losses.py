@@ -20,7 +20,7 @@ from torch import Tensor
 
 
 class TeacherRows(NamedTuple):
-    """What losses read of teacher rows, computed once for all drafting steps.
+    """Teacher rows as losses read them, computed once for all drafting steps.
 
     Args:
         log_probs: ``[N, D]`` log p, finite.
@@ -36,7 +36,7 @@ class TeacherRows(NamedTuple):
 
     @classmethod
     def of(cls, log_probs: Tensor) -> "TeacherRows":
-        """From ``[N, D]`` finite log-probabilities."""
+        """Makes them from ``[N, D]`` finite log-probabilities."""
         probs = log_probs.exp()
         return cls(log_probs, probs, probs.sum(dim=-1), torch.linalg.vecdot(probs, log_probs))
 

@@ -1,4 +1,4 @@
-"""What drafters and deciders in training share: the data, what validation collects, and how a checkpoint is checked."""
+"""Base of the Lightning modules: their data, what validation collects, and the check of a checkpoint."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""First words of user turns, which a target completes when it writes its own prompts.
+"""First words of user turns, which a target completes to write its own prompts.
 
 Left to itself a small model asks few kinds of questions about few things; what real users ask for (long inputs,
 translations, code, letters) has to be begun for it, and its vocabulary says what it knows more of.
@@ -16,7 +16,7 @@ _SHORTEST_WORD = 4  # letters
 
 
 class PromptTemplate(NamedTuple):
-    """How a user turn begins, and the most tokens that may follow.
+    """The first words of a user turn, and the most tokens that may follow.
 
     With ``around``, ``text`` is a request instead, and the turn is the answer to it in the place of ``{text}``. If that
     does not come to the end of a sentence, the target completes the question.

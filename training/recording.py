@@ -76,7 +76,7 @@ class Recorder(Callback):  # type: ignore[misc]  # Lightning is not type-checked
             self._runs = state_dict["runs"]
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Sees to it that no checkpoint is ever half a file; whoever chose another way to write them keeps it."""
+        """Writes checkpoints as :class:`WholeCheckpoints`, unless the user chose another plugin for them."""
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = WholeCheckpoints()
 

@@ -1,4 +1,4 @@
-"""Pictures and model cards of what was trained."""
+"""Draws pictures and writes model cards of trained networks."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""The checkpoint that a training is to go on with, looked at before anything is loaded or begun."""
+"""Checks the checkpoint that a training is to go on with, before anything is loaded or begun."""
 
 import os
 from collections.abc import Mapping

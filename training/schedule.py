@@ -1,7 +1,7 @@
-"""How far a training is in what it was given, time or steps, and what follows from that: its phase, its learning rate.
+"""Measures the progress of a training in its time or steps, and schedules phases and the learning rate by it.
 
-What a training was given ends nothing but itself: as long as the learning rate is constant, its state is that of any
-longer training, which can go on from there.
+As long as the learning rate is constant, the state does not depend on how much time or how many steps were given: a
+longer training can go on from there.
 """
 
 from typing import NamedTuple
@@ -27,7 +27,7 @@ class Phase(NamedTuple):  # which command lines can print as a default, unlike a
 
 
 def progress(trainer: Trainer) -> float:
-    """Share of a training that is over, in [0, 1]: of ``max_time``, or of its steps or epochs, whichever ends first.
+    """Returns the share of a training that is over, in [0, 1], by the limit that ends it first: time, steps or epochs.
 
     Time counts what passed before the checkpoint that the training goes on from, and validations, too. All processes
     get the same answer. A training without an end stays at 0.
@@ -41,7 +41,7 @@ def progress(trainer: Trainer) -> float:
 
 
 def relative_rate(step: int, done: float, warmup: int, cooldown: float) -> float:
-    """The learning rate relative to its highest: a warm-up, a plateau, and a cool-down to 0 along 1 - sqrt.
+    """Returns the learning rate relative to its highest: warm-up, plateau, then a cool-down to 0 along 1 - sqrt.
 
     Args:
         step: optimizer steps so far.

@@ -76,7 +76,7 @@ class Shard:
         return hasher.hexdigest()
 
     def tensors(self) -> dict[str, Tensor]:
-        """By name, as they are stored."""
+        """Returns the tensors by name, as they are stored."""
         return {name: getattr(self, name) for name in ("tokens", "roles", "offsets", "temperatures")}
 
 
@@ -105,7 +105,7 @@ def pack(conversations: Sequence[Conversation], path: Path) -> Shard:
 
 
 def write_shard(shard: Shard) -> None:
-    """Writes a shard with its digest; nobody ever sees half of it."""
+    """Writes a shard with its digest; the file appears only when it is complete."""
     write_tensors(shard.tensors(), shard.path, {"digest": shard.digest})
 
 
@@ -131,7 +131,7 @@ def read_shard(path: Path) -> Shard:
 def read_rows(path: Path, names: Sequence[str], spans: Sequence[tuple[int, int]]) -> Iterator[list[Tensor]]:
     """Rows ``start:end`` of some tensors of a safetensors file, reading nothing else.
 
-    A mapped file would be read ahead, by megabytes on some disks: most of it rows that nobody wants now.
+    A mapped file would be read ahead, by megabytes on some disks: most of it rows that are not wanted now.
 
     Yields:
         of each tensor, its rows of every span.
@@ -194,7 +194,7 @@ class ShardFolder:
                 )
 
     def manifest(self) -> dict[str, Any]:
-        """How the shards were made.
+        """Reads how the shards were made.
 
         Raises:
             ShardError: if the folder has no readable manifest.

@@ -1,6 +1,6 @@
-"""Settings of a training that follow from the target's own numbers, and from the memory and disk that are free.
+"""Chooses settings of a training by the sizes of the target and the memory and disk that are free.
 
-What is chosen here bounds the peak: generation holds a batch of texts and the hidden states of a shard, training a
+The settings bound the peak of memory: generation holds a batch of texts and the hidden states of a shard, training a
 drafter with its optimizer and one batch; each of the two takes at most half of what the target leaves free.
 """
 
@@ -30,7 +30,7 @@ _HOUR = 4_000_000  # tokens: more than an hour of generation gives a small model
 
 @dataclass(frozen=True)
 class Sizes:
-    """What to train with.
+    """Settings that bound the memory of a training.
 
     Args:
         vocabulary: tokens that can be drafted.
@@ -99,7 +99,7 @@ def free_memory(model: "PreTrainedModel") -> int:
     """Bytes that are free where a target will run, less what it will take itself.
 
     Raises:
-        ValueError: if nobody says how much is free.
+        ValueError: if the system does not say how much is free.
     """
     weights = sum(parameter.nbytes for parameter in model.parameters())
     if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Loading the target that drafters learn from."""
+"""Loads the target that drafters learn from."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from arbordraft.utils.files import read_text
 
 @dataclass(frozen=True)
 class Target:
-    """Which model, and how it runs.
+    """A target by its name, and the way it runs.
 
     Args:
         model: a name on the Hugging Face hub, a folder, or ``smollm2`` for the small model of the examples.

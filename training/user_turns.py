@@ -44,7 +44,7 @@ class UserTurns:
 
     Args:
         chat: the target's chat format.
-        complete: who continues texts.
+        complete: continues texts.
 
     Raises:
         ValueError: if the target cannot write any, as nothing stands before them.

@@ -1,4 +1,4 @@
-"""What validation of a drafter looks at: what its drafts along held-out text would gain, and a real decode.
+"""Validates a drafter: computes what its drafts along held-out text would gain, and decodes some prompts.
 
 The target's own text is a sample of what decoding would emit, so the chance that a draft passes can be read off along
 it, without the noise of drafting and verifying. Decoding is walked through: a round begins where the one before ended.
@@ -36,7 +36,7 @@ def chain_accepted(passes: Tensor) -> Tensor:
 
 
 def tree_accepted(ranks: Tensor, topology: TreeTopology) -> Tensor:
-    """``[M, G + 1]`` the same, 0 or 1, for greedy decoding with trees of the drafter's most probable tokens.
+    """``[M, G + 1]`` 1 for the number of accepted tokens, else 0, in greedy trees of the most probable tokens.
 
     Args:
         ranks: ``[G, M]`` int64: how many draft tokens are more probable than the text's own, a large number where
@@ -80,7 +80,7 @@ def walked_tau(accepted: Tensor, answers: Tensor, tokens: int) -> float:
 
 
 def expectations(drafts: Mapping[str, Tensor], tree: TreeTopology, tokens: int) -> tuple[dict[str, float], list[float]]:
-    """What decoding can expect of a drafter that drafts like this along text.
+    """Computes the block efficiencies and acceptance that decoding can expect, from drafts along text.
 
     Args:
         drafts: ``labels``, ``passes``, ``ranks``, ``valid`` and ``answers`` of

@@ -88,7 +88,7 @@ def speculators(head: EagleHead, target: Target, speculative_tokens: int, card: 
 
 
 def eagle3_shapes(config: dict[str, Any], layer: str) -> Shapes:
-    """What an engine builds for a ``config.json``; the names of the layer's tensors begin with ``layer``."""
+    """Shapes of the tensors that an engine builds for a ``config.json``; those of the layer begin with ``layer``."""
     llama = config.get("transformer_layer_config", config)
     hidden, inner, vocabulary = llama["hidden_size"], llama["intermediate_size"], llama["vocab_size"]
     heads, kv_heads = (llama[name] * llama["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))

@@ -116,7 +116,7 @@ def _head_layout(
 def _check_request(
     engine: str, kind: str, config: Mapping[str, Any], layout: str, speculative_tokens: int, dtype: str | None
 ) -> None:
-    """What cannot work, before anything is done."""
+    """Refuses what cannot work before anything is read or written."""
     if engine not in ("vllm", "sglang"):
         raise ValueError(f"there is no engine {engine!r}; known are vllm and sglang")
     if layout not in LAYOUTS:

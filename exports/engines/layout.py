@@ -29,7 +29,7 @@ class LayoutError(ValueError):
 
 @dataclass(frozen=True)
 class Layout:
-    """What is written.
+    """The files of a drafter for an engine.
 
     Args:
         config: contents of ``config.json``.
@@ -82,7 +82,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _differences(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> list[str]:
-    """What distinguishes two tables, in words; empty if nothing does."""
+    """Lists the differences of two tables in words; empty if there are none."""
     problems = []
     if missing := expected.keys() - actual.keys():
         problems.append(f"missing {few(missing)}")

@@ -41,7 +41,7 @@ def medusa(head: MedusaHead, target: Target, card: str) -> Layout:
 
 
 def medusa_shapes(config: dict[str, Any]) -> Shapes:
-    """What vLLM builds for a ``config.json``."""
+    """Returns the shapes of the tensors that vLLM builds for a ``config.json``."""
     hidden = config["hidden_size"]
     shapes: Shapes = {}
     for head in range(config["num_heads"]):

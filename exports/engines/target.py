@@ -1,4 +1,4 @@
-"""What an export has to know about the model that a drafter drafts for."""
+"""Describes the model that a drafter drafts for by its configuration; weights are not read."""
 
 from dataclasses import dataclass
 from typing import Any

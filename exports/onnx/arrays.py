@@ -1,4 +1,4 @@
-"""Arrays that are tensors of a graph to be: what is computed with them is written down as nodes.
+"""Arrays that stand for tensors of a graph: computing with them writes down nodes.
 
 The functions have the names and the meaning of numpy's, so that a definition which numpy and torch carry out alike
 becomes a graph by being carried out once more. Constants keep every bit, which they do not where torch's exporter
@@ -41,7 +41,7 @@ class GraphBuilder:
     def node(
         self, operator: str, *inputs: "Array", dtype: Any = None, rank: int | None = None, **options: Any
     ) -> "Array":
-        """What an operator makes of tensors: one of the first's dtype and of their greatest rank unless told."""
+        """Adds an operator; its result has the first input's dtype and the greatest rank unless told."""
         from onnx import helper
 
         name = f"{operator}_{len(self._nodes)}"
@@ -104,7 +104,7 @@ class Array:
         return self.graph.node("BitShift", *alike(self, bits), direction="LEFT")
 
     def __getitem__(self, place: tuple[slice | None, ...]) -> "Array":
-        """With new axes of size 1."""
+        """Inserts axes of size 1 at the places of ``None``."""
         axes = [axis for axis, what in enumerate(place) if what is None]
         return self.graph.node("Unsqueeze", self, self.graph.constant(axes, np.int64), rank=len(place))
 

@@ -1,4 +1,4 @@
-"""Whether a model can be a graph at all.
+"""Checks whether a model can be exported as a graph.
 
 Shapes: n rows, P keys behind them.
 """

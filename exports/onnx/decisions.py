@@ -1,4 +1,4 @@
-"""The graphs of whoever decides: learned deciders, and verification at one node."""
+"""Graphs of decisions: learned deciders, and verification at one node."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""A folder for onnxruntime-genai: target and draft model, for chains at batch 1."""
+"""Writes a folder for onnxruntime-genai: target and draft model, for chains at batch 1."""
 
 import json
 import os
@@ -88,7 +88,7 @@ def _config(target: RaggedModel, decoders: list[dict[str, Any]], length: int) ->
 
 
 def _decoder(spec: plans.GraphSpec) -> dict[str, Any]:
-    """What onnxruntime-genai must know of a graph."""
+    """Describes a graph for ``genai_config.json``."""
     network: Any = spec.network
     config = network.model.config.get_text_config()
     heads = config.num_attention_heads

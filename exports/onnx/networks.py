@@ -166,7 +166,7 @@ class MarkovNetwork(nn.Module):
 
 
 class FuseNetwork(nn.Module):
-    """What an EAGLE or block head makes of the target's hidden states."""
+    """The layer that fuses the target's hidden states for an EAGLE or block head."""
 
     def __init__(self, head: EagleHead) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ class MedusaNetwork(nn.Module):
 
 
 class DeciderNetwork(nn.Module):
-    """What a learned decider predicts of draft rows."""
+    """The chances that a learned decider gives to draft rows."""
 
     def __init__(self, decider: LearnedDecider) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How near a written graph is to the network that it was made from.
+"""Compares a written graph with the network that it was made from.
 
 Shapes: V vocabulary.
 """

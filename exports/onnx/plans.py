@@ -1,4 +1,4 @@
-"""Which graphs an export is made of: networks, names, axes, examples to compare on, and what the file says.
+"""Specifies the graphs of an export: network, names, axes, examples to compare on, and metadata of the file.
 
 Shapes: B samples, n rows of each, P keys behind them.
 """
@@ -72,7 +72,7 @@ class Origin:
     texts: Sequence[Sequence[int]] = ()
 
     def about(self) -> dict[str, Any]:
-        """What every file says about its target."""
+        """Returns the metadata that every file has about its target."""
         tokenizer = self.target.tokenizer
         return {
             "vocab_size": self.target.vocab_size,

@@ -1,4 +1,4 @@
-"""Smaller weights for a graph that is already written."""
+"""Quantises the weights of a graph that is already written."""
 
 import logging
 from collections.abc import Iterator
@@ -92,7 +92,7 @@ def _heads(graph: Any) -> set[str]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without what libraries tell their developers: onnxruntime reports every node it quantises."""
+    """Silences libraries that log for their developers: onnxruntime reports every node it quantises."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

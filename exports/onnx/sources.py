@@ -1,4 +1,4 @@
-"""What a name on the command line stands for, as graphs to be."""
+"""Exports the graphs that a name on the command line stands for."""
 
 import os
 from collections.abc import Sequence
@@ -66,8 +66,8 @@ def of(
 
     Args:
         source: see :func:`export`.
-        target: as there, or loaded.
-        hidden_layers: as there.
+        target: its name, see :func:`export`, or the loaded target.
+        hidden_layers: see :func:`export`.
         causal: see ``plans.causal_lm``.
     """
     if source == "draw":
@@ -119,7 +119,7 @@ def origin(name: str | plans.Origin) -> plans.Origin:
         return name
     model, tokenizer = load_model(name, torch.float32)
     target = RaggedModel(model.requires_grad_(False), tokenizer, kernels="torch")
-    # A folder's place is nobody's business.
+    # Files that are handed on do not tell where a folder lay.
     return plans.Origin(target, Path(name).name if Path(name).is_dir() else name, _texts(target, tokenizer))
 
 

@@ -1,4 +1,4 @@
-"""From specs to a folder of graphs: traced, compared, and only then put in place."""
+"""Writes a folder of graphs from their specs: traces and compares them, and only then puts them in place."""
 
 import json
 import os
@@ -27,7 +27,7 @@ _TRACED = Shape(2, 3, 4)  # sizes of 0 and 1 would be taken for constants
 
 
 class WriteOptions(TypedDict, total=False):
-    """How graphs are written.
+    """Options of :func:`write`.
 
     Attributes:
         opset: 20, or 23 with attention as one operator; 20 by default.
@@ -119,7 +119,7 @@ def _require_libraries() -> None:
 
 
 def _traced(spec: GraphSpec, opset: int) -> Any:
-    """torch's exporter, without what it tells those who develop it."""
+    """Traces a network with torch's exporter, without its output for developers."""
     example = spec.example(_TRACED, torch.Generator().manual_seed(0))
     fixed = [dict(spec.axes[name]) for name in example if not name.startswith("past_key_values")]
     past = [dict(spec.axes[name]) for name in example if name.startswith("past_key_values")]

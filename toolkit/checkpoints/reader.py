@@ -214,7 +214,7 @@ def _other_numbers(network: nn.Module, stored: Mapping[str, str]) -> list[str]:
 
 
 def _one_line(error: Exception) -> str:
-    """What a library says, without the lists that follow."""
+    """Shortens the message of a library to its first statement."""
     text = " ".join(str(error).split("\n\n")[0].partition("Model type should be one of")[0].split())
     return text[:300] or type(error).__name__
 

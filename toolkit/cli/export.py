@@ -129,7 +129,7 @@ def engine(
     dtype: Annotated[Dtype | None, typer.Option(help="Of the weights, by default as they are stored.")] = None,
     force: ForceOption = False,
 ) -> None:
-    """What was trained, in the layout of a serving engine."""
+    """Export a trained drafter in the layout of a serving engine."""
     from arbordraft.exports.engines import export_engine
 
     export = partial(export_engine, str(context.info_name))

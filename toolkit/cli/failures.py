@@ -1,4 +1,4 @@
-"""How a command of the command line ends: errors in one line, interrupts by their status, noise kept aside."""
+"""Ends commands: prints errors in one line, turns interrupts into exit statuses, keeps the logs of others aside."""
 
 import contextlib
 import errno

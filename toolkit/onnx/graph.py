@@ -1,4 +1,4 @@
-"""Exported graphs, run by onnxruntime: alone, or on the packed rows of a ragged batch.
+"""Runs exported graphs with onnxruntime: alone, or on the packed rows of a ragged batch.
 
 Shapes: B samples, T packed rows, n the most rows of one sample, P the most keys behind one sample's rows, L layers,
 Hkv heads, C head size.

@@ -21,7 +21,7 @@ from arbordraft.target.model import RaggedModel
 
 
 class OnnxNetwork(nn.Module):
-    """What the graphs of all drafters share: the target that they were made for, and their vocabulary.
+    """Base of the graphs of all drafters: checks the target that they were made for, and maps their vocabulary.
 
     Args:
         graph: the graph.
@@ -47,7 +47,7 @@ class OnnxNetwork(nn.Module):
 
     @property
     def acceptance(self) -> list[float] | None:
-        """How often the next token was the most probable one, the second, and so on, if the file says so."""
+        """Rates at which the next token was the most probable one, the second, and so on, if the file has them."""
         from arbordraft.heads.base import check_acceptance
 
         table: list[float] | None = self.graph.about.get("acceptance")

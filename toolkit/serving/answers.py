@@ -34,7 +34,7 @@ from arbordraft.serving.service import Service
 
 
 class Shape(ABC):
-    """How the answers to one request are written.
+    """Writes the answers to one request.
 
     Args:
         service: what answers.

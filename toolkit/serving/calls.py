@@ -1,4 +1,4 @@
-"""How a model writes calls of tools: found out by having its chat template write some."""
+"""Finds out how a model writes calls of tools, by having its chat template write some."""
 
 import json
 import re

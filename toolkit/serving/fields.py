@@ -1,4 +1,4 @@
-"""Which fields requests may have: what asks for nothing is taken, what is unknown is refused by its name."""
+"""Checks the fields of requests: takes hints and values that ask for nothing, refuses unknown fields by name."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar

@@ -26,7 +26,7 @@ class CallPiece:
 
 
 def begun(text: str, mark: str) -> int:
-    """How many letters at the end of a text may be the beginning of a mark."""
+    """Counts the letters at the end of a text that may be the beginning of a mark."""
     sizes = range(min(len(mark) - 1, len(text)), 0, -1)
     return next((size for size in sizes if text.endswith(mark[:size])), 0)
 

@@ -171,7 +171,7 @@ class Service:
 
     @cached_property
     def _calls(self) -> CallFormat:
-        """How the model writes calls."""
+        """The format in which the model writes calls."""
         try:
             return call_format(self.tokenizer, self._ends)
         except ValueError as error:
@@ -179,7 +179,7 @@ class Service:
 
     @cached_property
     def _thinking(self) -> Thinking | None:
-        """How the model marks its thoughts, if they are told from the rest."""
+        """The marks of the model's thoughts, if thoughts are told from the rest."""
         return thinking_of(self.tokenizer, self._ends) if self.reasoning else None
 
     @property

@@ -1,4 +1,4 @@
-"""What every student is.
+"""Base of all students.
 
 Shapes: B sequences, S slots, H hidden size, D draft vocabulary, V vocabulary.
 """
@@ -24,7 +24,7 @@ from arbordraft.training.features import TeacherHead
 
 
 class Prediction(NamedTuple):
-    """What a student predicts with its drafting step s: the (s + 1)-th token of a draft.
+    """The predictions of a student's drafting step s: the (s + 1)-th token of every draft.
 
     Args:
         hidden: ``[B, S, H]`` what its head is given. Slot j predicts token ``j + ahead``, as part of the draft that
@@ -125,7 +125,7 @@ class Student(nn.Module):
 
     @abstractmethod
     def unroll(self, batch: Batch, target: RaggedModel, steps: int) -> Iterator[Prediction]:
-        """What its first ``steps`` drafting steps predict; fewer if it drafts no further."""
+        """Predicts with its first ``steps`` drafting steps, or with fewer if it drafts no further."""
 
     @abstractmethod
     def drafter(self, target: RaggedModel) -> Drafter:
@@ -137,7 +137,7 @@ class Student(nn.Module):
 
 
 def _form(network: PreTrainedModel) -> dict[str, object]:
-    """What two networks of one class must have in common to stand for each other."""
+    """Returns the shapes and layers that must be equal for one network to replace another."""
     shapes: dict[str, object] = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
     return shapes | {"hidden_layers": getattr(network.config, "hidden_layers", None)}
 
