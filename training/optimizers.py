@@ -15,8 +15,8 @@ class Muon32(Muon):
     """Torch's Muon with iterations in float32, for processors that are slow in bfloat16, which torch's take."""
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        """Takes no closure: :class:`MuonAdamW` has called it."""
+    def step(self, closure: Any = None) -> Any:
+        """Steps without a closure, which :class:`MuonAdamW` has called."""
         for group in self.param_groups:
             found: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
             self._init_group(group, *found)
