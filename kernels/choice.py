@@ -35,7 +35,7 @@ def use(path: str) -> Iterator[None]:
     """
     if path not in PATHS:
         raise ValueError(f"there are no kernels called {path!r}; choose one of {', '.join(PATHS)}")
-    if path == "triton" and not _installed():
+    if path == "triton" and not installed():
         raise ValueError("Triton is not installed; run: pip install 'arbordraft[triton]'")
     token = _path.set(path)
     try:
@@ -56,7 +56,7 @@ def triton_chosen(tensor: Tensor) -> bool:
         ValueError: if they should and cannot: there is neither a GPU nor the interpreter.
     """
     path = _path.get()
-    if path == "reference" or (path == "auto" and not (tensor.is_cuda and _installed())):
+    if path == "reference" or (path == "auto" and not (tensor.is_cuda and installed())):
         return False
     if not tensor.is_cuda and not interpreted():
         raise ValueError(f"on a CPU Triton runs in its interpreter only: set {INTERPRETER}=1 before Python starts")
@@ -82,8 +82,19 @@ def native_allowed() -> bool:
 
 
 @cache
-def _installed() -> bool:
+def installed() -> bool:
+    """Whether Triton is."""
     return find_spec("triton") is not None
 
 
-__all__ = ["INTERPRETER", "PATHS", "interpreted", "native_allowed", "ran", "triton_chosen", "use", "wants_triton"]
+__all__ = [
+    "INTERPRETER",
+    "PATHS",
+    "installed",
+    "interpreted",
+    "native_allowed",
+    "ran",
+    "triton_chosen",
+    "use",
+    "wants_triton",
+]

@@ -134,7 +134,7 @@ def test_a_gguf_file(tmp_path):
         ("smollm2", {"revision": "main"}, ValueError, "revision is for models on the hub"),
         ("folder", {"dtype": "int8"}, ValueError, "dtype must be one of float32, bfloat16, float16, got 'int8'"),
         ("folder", {"dtype": torch.int64}, ValueError, "dtype must be one of"),
-        ("folder", {"kernels": "fast"}, ValueError, "kernels must be one of auto, native, torch, got 'fast'"),
+        ("folder", {"kernels": "fast"}, ValueError, "kernels must be one of auto, native, torch, triton, got 'fast'"),
         (
             "folder",
             {"costs": "cheap"},

@@ -78,11 +78,12 @@ class Settings(StrEnum):
 
 
 class Kernels(StrEnum):
-    """How weights are read on a CPU; see ``RaggedModel``."""
+    """How a model's layers are run; see ``RaggedModel``."""
 
     auto = "auto"
     native = "native"
     torch = "torch"
+    triton = "triton"
 
 
 def load(

@@ -13,6 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from arbordraft.kernels.fused_layers import triton as fused_layers
 from arbordraft.kernels.gumbel import triton as gumbel
 from arbordraft.kernels.kv_cache import triton as kv_cache
 from arbordraft.kernels.ragged_tree_attention import triton as attention
@@ -59,14 +60,14 @@ def compiled(kernel, target, dtype, constants, *, warps, stages=2, fusion=True):
         else POINTERS.get(name, f"*{dtype}")
         if name.isupper()
         else "fp32"
-        if name in ("scale", "softcap", "mass", "temperature")
+        if name in ("scale", "softcap", "mass", "temperature", "epsilon")
         else "i32"
         for name in kernel.arg_names
     }
     aligned = [
         (index,)
         for index, (name, kind) in enumerate(signature.items())
-        if kind.startswith("*") or name.startswith("stride") or name == "vocabulary"
+        if kind.startswith("*") or name.startswith("stride") or name in ("vocabulary", "size")
     ]
     source = ASTSource(kernel, signature, constants, {index: [["tt.divisibility", 16]] for index in aligned})
     options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": fusion}
@@ -123,6 +124,23 @@ def options(launched):
     return {"warps": launched["num_warps"], "fusion": launched["enable_fp_fusion"]}
 
 
+def fused_cases(target):
+    """Element-wise parts of layers: norms of few and of many channels, rotations of heads or of a part of them."""
+    exact = fused_layers.EXACT
+    for size, add, offset, wide in ((576, True, 0.0, False), (8192, True, 0.0, False), (2304, False, 1.0, True)):
+        how = fused_layers.norm_options(size)
+        constants = {"ADD": add, "OFFSET": offset, "WIDE": wide, "SIZE": size, "BLOCK": how["BLOCK"]}
+        name = f"norm_row of {size}" + ", behind a sum" * add + ", wide" * wide
+        yield name, (fused_layers.norm_row, target, "bf16", constants), options(how | exact)
+    block = {"BLOCK": fused_layers.GATED_BLOCK}
+    yield "gated_block", (fused_layers.gated_block, target, "bf16", block), options(fused_layers.GATED_OPTIONS)
+    for size, turning, dtype in ((64, 64, "bf16"), (128, 128, "bf16"), (80, 32, "bf16"), (64, 64, "fp32")):
+        how = fused_layers.rotation_options(size, turning)
+        constants = {"QUERIES": 9, "KEYS": 3, "D": size, **{k: v for k, v in how.items() if k.isupper()}}
+        name = f"rotate_row {dtype} {turning} of {size}"
+        yield name, (fused_layers.rotate_row, target, dtype, constants), options(how | exact)
+
+
 def cases(target):
     """All kernels that are launched, in the configurations that :func:`choose` gives."""
     for size in (64, 128):
@@ -158,6 +176,7 @@ def cases(target):
     yield "gumbel_noise", (gumbel.gumbel_noise, target, "fp64", made), options(gumbel.NOISE_OPTIONS)
     drawn = {"TRUNCATED": True, "CHUNKS": 32, "BLOCK": gumbel.DRAW_BLOCK}
     yield "gumbel_draw", (gumbel.gumbel_draw, target, "bf16", drawn), options(gumbel.DRAW_OPTIONS)
+    yield from fused_cases(target)
     yield "compact_rows", (kv_cache.compact_rows, target, "bf16", {"ALIGNED": True, "BLOCK": 1024}), {"warps": 2}
 
 

@@ -304,8 +304,13 @@ def test_dtypes_that_are_not_prepacked(dtype):
 
 
 def test_words_that_are_none():
-    with pytest.raises(ValueError, match="one of auto, native, torch, got 'fast'"):
+    with pytest.raises(ValueError, match="one of auto, native, torch, triton, got 'fast'"):
         RaggedModel(small(), kernels="fast")
+
+
+def test_triton_needs_a_gpu():
+    with pytest.raises(ValueError, match="kernels='triton' cannot be used"):
+        RaggedModel(small(), kernels="triton")
 
 
 def test_the_best_backend_is_chosen(monkeypatch):

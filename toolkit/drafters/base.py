@@ -171,7 +171,7 @@ def adopt(network: Network, target: RaggedModel, leave: str = "") -> Network:
     network.check()
     network.check_target(target.model)
     network.to(target.device, target.model.dtype).eval().requires_grad_(False)  # type: ignore[arg-type]
-    if target.backend != "torch":
+    if target.backend == "native":
         prepack_linears(network, leave)
     return network
 

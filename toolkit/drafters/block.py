@@ -172,7 +172,7 @@ def _on_rows(head: "BlockHead", target: RaggedModel) -> "_HeadOnRows":
     """What runs a head fastest."""
     if runs_natively(head, target):
         return _NativeHead(head, target)
-    if target.backend != "torch":
+    if target.backend == "native":
         prepack_linears(head.midlayer)
     return _HeadOnRows(head, target)
 

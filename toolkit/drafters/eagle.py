@@ -160,7 +160,7 @@ def on_rows(head: "EagleHead", target: RaggedModel) -> "NativeEagle | HeadOnRows
     """What runs a head fastest."""
     if runs_natively(head, target):
         return NativeEagle(head, target)
-    if target.backend != "torch":
+    if target.backend == "native":
         prepack_linears(head.midlayer)
     return HeadOnRows(head, target)
 

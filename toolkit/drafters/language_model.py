@@ -182,7 +182,7 @@ class LanguageModelDrafter(Drafter):
             return None
         if (native := self._in_one_call()) is not None:
             return partial(feed, native, state.cache)
-        if static is None or model.backend != "torch":
+        if static is None or model.backend == "native":
             return None
 
         def prefill(early: Mapping[int, Missing]) -> None:

@@ -8,7 +8,7 @@ import os
 import threading
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ from arbordraft.target.attention import (
     unsupported,
 )
 from arbordraft.target.cache import RaggedKVCache
+from arbordraft.target.fused_modules import fuse
 from arbordraft.target.model_view import ModelView
 from arbordraft.target.observation import decoder_list, final_module, observe
 from arbordraft.target.prepacked.adapters import check_adapters, unwrapped
@@ -60,6 +61,7 @@ class _Prepared:
     prepacking: Prepacking | None
     layered: bool  # whether its layers stand in one list
     shortcut: Shortcut | None = None
+    fused: Mapping[str, int] = field(default_factory=dict)  # modules that run in Triton, by kind
 
     def current(self) -> bool:
         return self.view.current() and (self.prepacking is None or self.prepacking.current())
@@ -77,13 +79,17 @@ class RaggedModel(nn.Module):
         model: a causal LM of transformers whose attention follows the ``AttentionInterface``, in eval mode; or what
             PEFT has made of one, if its adapters hang on layers.
         tokenizer: its tokenizer; lets a decoder check that target and drafter agree.
-        kernels: how the model's weights are read on a CPU. ``"torch"``: by its own modules. ``"native"``: from a
-            prepacked copy by C++ kernels, built on first use, which fuse the decoder layers they recognise and give
-            every row the same bits whatever rows run beside it.
-            Active adapters of PEFT are merged into this copy, not into the model.
-            ``"auto"``: native ones where they work and a copy fits into memory, else those of torch; :attr:`chosen` and
-            a line in the log named ``arbordraft`` (level INFO) say which and why. A copy takes as much memory as the
+        kernels: how the model's layers are run. ``"torch"``: by its own modules. ``"native"``: on a CPU, from a
+            prepacked copy of the weights by C++ kernels, built on first use, which fuse the decoder layers they
+            recognise and give every row the same bits whatever rows run beside it.
+            Active adapters of PEFT are merged into this copy, not into the model. A copy takes as much memory as the
             weights; it is renewed, with a warning, if they have changed.
+            ``"triton"``: on a GPU, by its own linears, and between them by Triton kernels for the norms, rotary
+            embeddings and gated activations that it recognises. These round where the modules do, and read the model's
+            own weights.
+            ``"auto"``: on a CPU native ones where they work and a copy fits into memory, on a GPU Triton where it is
+            installed, else those of torch; :attr:`chosen` and a line in the log named ``arbordraft`` (level INFO) say
+            which and why.
         weights: bits of the copies that native kernels read; by default the model's own. ``"int8"``: groups of 32
             weights with a scale each, as GGUF's Q8_0; ``"int4"``: with a scale and a minimum each, as its Q4_1. Both
             multiply activations in 8 bits, brought there group by group of every row alone. ``"int8-weight-only"``: one
@@ -128,7 +134,7 @@ class RaggedModel(nn.Module):
         self.weights = "file" if weights is None and holds_blocks(model) else weights
         self._choice = choose(kernels, model, weights=self.weights)
         self.keep_weights = keep_weights
-        if not keep_weights and self.backend != "torch":
+        if not keep_weights and self.backend == "native":
             check_movable(model)
         if self.weights and self.backend != "native":
             why = native.problem() or "use kernels='native'"
@@ -145,7 +151,8 @@ class RaggedModel(nn.Module):
         except UnsupportedModel as failure:
             if kernels != "auto" or self.backend == "torch" or self.weights:
                 raise
-            self._choice = Choice("torch", f"prepacked weights do not fit the model: {failure}")
+            what = "prepacked weights do" if self.backend == "native" else "Triton's kernels do"
+            self._choice = Choice("torch", f"{what} not fit the model: {failure}")
             self._begin(tested)  # which raises again if that is no fault of the copy
             warnings.warn(f"kernels='auto' uses the model's own modules: {failure}", stacklevel=2)
         logging.getLogger("arbordraft").info("kernels: %s", self.chosen)
@@ -168,13 +175,16 @@ class RaggedModel(nn.Module):
 
     @property
     def backend(self) -> str:
-        """How the model's weights are read: ``"torch"`` or ``"native"``."""
+        """How the model's layers are run: ``"torch"``, ``"native"`` or ``"triton"``."""
         return self._choice.backend
 
     @property
     def chosen(self) -> str:
         """The backend, what of the model it computes, and why it is no faster one, for people."""
-        what = "the model's own modules" if self.prepacking is None else str(self.prepacking)
+        prepared = self._prepared
+        what = "the model's own modules" if prepared.prepacking is None else str(prepared.prepacking)
+        if prepared.fused:
+            what = f"{', '.join(f'{count} {kind}' for kind, count in prepared.fused.items())} fused"
         if self.prepacking is not None and not self.keep_weights:
             what += ", originals in a file"
         return f"{self.backend}: {what}" + (f" ({self._choice.reason})" if self._choice.reason else "")
@@ -412,7 +422,8 @@ class RaggedModel(nn.Module):
         place = decoder_list(view.model, self.num_layers)
         prepacking, shortcut = None, None
         plain = place is not None and unheard(view.model, getattr(*place))
-        if self.backend != "torch":
+        fused = fuse(view.model) if self.backend == "triton" else {}
+        if self.backend == "native":
             prepacking = self._prepack(view)
             if not self.keep_weights:
                 prepacking.move_originals()
@@ -425,7 +436,7 @@ class RaggedModel(nn.Module):
             vars(place[0])["forward"] = partial(run_stack, self.num_layers, place[0].forward)
         if prepacking is not None and prepacking.stack is not None and place is not None and plain:
             shortcut = Shortcut.of(view.model, place[0])
-        return _Prepared(self, view, prepacking, place is not None, shortcut)
+        return _Prepared(self, view, prepacking, place is not None, shortcut, fused)
 
     def _prepack(self, view: ModelView) -> Prepacking:
         """Observes a forward and packs what it saw."""

@@ -141,8 +141,8 @@ class StaticStepping:
         *,
         automatic: bool = False,
     ) -> None:
-        if target.backend != "torch":
-            raise ValueError(f"buckets need a target with kernels='torch', this one has {target.backend!r}: {INSTEAD}")
+        if target.backend == "native":
+            raise ValueError(f"buckets need a target with kernels='torch' or 'triton', not 'native': {INSTEAD}")
         self.target, self.topology, self.coupling = target, topology, coupling
         self.buckets = bucket_sizes(buckets)
         self.compiler = compiler

@@ -1,22 +1,23 @@
-"""Which kernels read a model's weights on this machine."""
+"""Which kernels run a model's layers on this machine."""
 
 import warnings
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from arbordraft.kernels import native
+from arbordraft.kernels import choice, native
+from arbordraft.kernels.dispatch import SINGLE
 from arbordraft.target.prepacked.memory import available_memory, copy_bytes
 
-KERNELS = ("auto", "native", "torch")
+KERNELS = ("auto", "native", "torch", "triton")
 
 
 class Choice(NamedTuple):
-    """How a model's weights are read.
+    """How a model's layers are run.
 
     Args:
-        backend: ``"torch"`` or ``"native"``.
+        backend: ``"torch"``, ``"native"`` or ``"triton"``.
         reason: why it is no faster one; empty if there is none.
     """
 
@@ -35,6 +36,13 @@ def choose(kernels: str, model: nn.Module, *, weights: str | None = None) -> Cho
     if kernels == "torch":
         return Choice("torch", "asked for")
     weight = next(model.parameters())
+    if kernels == "triton" or (kernels == "auto" and weight.is_cuda):
+        problem = _triton_problem(weight)
+        if problem is None:
+            return Choice("triton")
+        if kernels == "triton":
+            raise ValueError(f"kernels='triton' cannot be used: {problem}")
+        return Choice("torch", problem)
     unfit = None
     if not weight.is_cpu or weight.dtype not in (torch.float32, torch.bfloat16):
         unfit = f"weights must be float32 or bfloat16 on the CPU, not {weight.dtype} on {weight.device}"
@@ -48,6 +56,15 @@ def choose(kernels: str, model: nn.Module, *, weights: str | None = None) -> Cho
     if weight.is_cpu and unfit:
         warnings.warn(f"kernels='auto' uses the model's own linears: {unfit}", stacklevel=3)
     return Choice("torch", problem)
+
+
+def _triton_problem(weight: Tensor) -> str | None:
+    """Why layers with such weights cannot run in Triton, if they cannot."""
+    if not choice.installed():
+        return "Triton is not installed; run: pip install 'arbordraft[triton]'"
+    if not (weight.is_cuda or choice.interpreted()):
+        return f"weights must be on a GPU, not on {weight.device}; Triton's interpreter wants TRITON_INTERPRET=1"
+    return None if weight.dtype in SINGLE else f"weights must be float32, bfloat16 or float16, not {weight.dtype}"
 
 
 def _too_large(model: nn.Module, weights: str | None) -> str | None:

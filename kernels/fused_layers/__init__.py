@@ -1,0 +1,143 @@
+"""The element-wise parts of a decoder layer, a launch each: RMS norms, gated activations, rotary embeddings.
+
+Results are rounded where the modules of transformers round theirs, so that a model computes the same function.
+
+Shapes: T rows, H hidden size, N inner size of an MLP, Hq/Hkv heads, D head size, R rotated channels of a head.
+"""
+
+from torch import Tensor
+
+from arbordraft.kernels.dispatch import SINGLE, Operator
+from arbordraft.kernels.fused_layers.reference import (
+    ACTIVATIONS,
+    add_rms_norm_reference,
+    gated_activation_reference,
+    rms_norm_reference,
+    rotate_reference,
+)
+
+
+def _fake_norm(x: Tensor, *_: object) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _fake_pair(x: Tensor, y: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), y.new_empty(y.shape)
+
+
+_rms_norm = Operator(
+    "rms_norm(Tensor x, Tensor weight, float epsilon, float offset, bool wide) -> Tensor",
+    rms_norm_reference,
+    _fake_norm,
+    triton="arbordraft.kernels.fused_layers.triton:launch_norm",
+    triton_takes=SINGLE,
+)
+_add_rms_norm = Operator(
+    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float epsilon, float offset, bool wide) -> "
+    "(Tensor, Tensor)",
+    add_rms_norm_reference,
+    _fake_pair,
+    triton="arbordraft.kernels.fused_layers.triton:launch_add_norm",
+    triton_takes=SINGLE,
+)
+_gated_activation = Operator(
+    "gated_activation(Tensor gate, Tensor up, str activation) -> Tensor",
+    gated_activation_reference,
+    _fake_norm,
+    triton="arbordraft.kernels.fused_layers.triton:launch_gated",
+    triton_takes=SINGLE,
+)
+_rotate = Operator(
+    "rotate(Tensor query, Tensor key, Tensor cosine, Tensor sine) -> (Tensor, Tensor)",
+    rotate_reference,
+    _fake_pair,
+    triton="arbordraft.kernels.fused_layers.triton:launch_rotate",
+    triton_takes=SINGLE,
+)
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0, wide: bool = False) -> Tensor:
+    """Divides rows by the root of their mean square, in float32, and multiplies them with weights.
+
+    Only the order in which squares are added up may differ from the reference.
+
+    Args:
+        x: ``[..., H]`` float32, bfloat16 or float16.
+        weight: ``[H]`` of the same type.
+        epsilon: added to the mean square.
+        offset: added to the weights, in float32, if these are wide.
+        wide: multiply with the weights in float32, as Gemma does, and round the product once. Otherwise the divided
+            rows are rounded to the type of ``x`` first and the product again, as Llama does.
+
+    Returns:
+        ``[..., H]``.
+    """
+    return _rms_norm(x, weight, epsilon, offset, wide)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0, wide: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Adds two tensors, rounds the sum to their type, and takes :func:`rms_norm` of that.
+
+    Args:
+        x: ``[..., H]``.
+        residual: the same shape and type.
+        weight: as for :func:`rms_norm`, and so are the others.
+
+    Returns:
+        The sum and its norm, ``[..., H]`` each.
+    """
+    return _add_rms_norm(x, residual, weight, epsilon, offset, wide)
+
+
+def gated_activation(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
+    """Multiplies the activation of ``gate``, rounded to its type, with ``up``.
+
+    Activations are computed in float32. Exponentials of libraries differ in their last places there, which shows in
+    float32 and hardly ever in a type of 16 bits.
+
+    Args:
+        gate: ``[..., N]`` float32, bfloat16 or float16.
+        up: the same shape and type.
+        activation: a key of :data:`ACTIVATIONS`.
+
+    Returns:
+        ``[..., N]``.
+
+    Raises:
+        ValueError: if there is no such activation.
+    """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    return _gated_activation(gate, up, activation)
+
+
+def rotate(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotates the first R channels of each head, pairs of which stand R/2 apart, as Llama does; bits are exact.
+
+    Both products and their sum are rounded to the type of the tensors.
+
+    Args:
+        query: ``[T, Hq, D]`` float32, bfloat16 or float16.
+        key: ``[T, Hkv, D]`` of the same type.
+        cosine: ``[T, R]`` of the same type, R even and at most D.
+        sine: ``[T, R]``.
+
+    Returns:
+        Rotated queries and keys, contiguous.
+    """
+    return _rotate(query, key, cosine, sine)
+
+
+__all__ = [
+    "ACTIVATIONS",
+    "add_rms_norm",
+    "add_rms_norm_reference",
+    "gated_activation",
+    "gated_activation_reference",
+    "rms_norm",
+    "rms_norm_reference",
+    "rotate",
+    "rotate_reference",
+]

@@ -1,0 +1,42 @@
+"""Element-wise parts of decoder layers in plain PyTorch, operation by operation as transformers' modules have them.
+
+Shapes: T rows, H hidden size, N inner size of an MLP, Hq/Hkv heads, D head size, R rotated channels of a head.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ACTIVATIONS = {"silu": F.silu}
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, epsilon: float, offset: float, wide: bool) -> Tensor:
+    """See :func:`arbordraft.kernels.fused_layers.rms_norm`."""
+    rows = x.float()
+    rows = rows * torch.rsqrt(rows.pow(2).mean(dim=-1, keepdim=True) + epsilon)
+    return (rows * (offset + weight.float())).to(x.dtype) if wide else weight * rows.to(x.dtype)
+
+
+def add_rms_norm_reference(
+    x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, offset: float, wide: bool
+) -> tuple[Tensor, Tensor]:
+    """See :func:`arbordraft.kernels.fused_layers.add_rms_norm`."""
+    total = x + residual
+    return total, rms_norm_reference(total, weight, epsilon, offset, wide)
+
+
+def gated_activation_reference(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """See :func:`arbordraft.kernels.fused_layers.gated_activation`."""
+    return ACTIVATIONS[activation](gate) * up
+
+
+def rotate_reference(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
+    """See :func:`arbordraft.kernels.fused_layers.rotate`."""
+    return _rotated(query, cosine[:, None], sine[:, None]), _rotated(key, cosine[:, None], sine[:, None])
+
+
+def _rotated(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    turning, rest = heads[..., : cosine.shape[-1]], heads[..., cosine.shape[-1] :]
+    first, second = turning.chunk(2, dim=-1)
+    turned = turning * cosine + torch.cat([-second, first], dim=-1) * sine
+    return torch.cat([turned, rest], dim=-1)

@@ -1,0 +1,162 @@
+"""Element-wise parts of decoder layers in Triton: every tensor is read once and written once.
+
+Numbers are widened to float32, and narrowed wherever transformers' modules round. Launches forbid the compiler to
+contract a product and a sum, which would leave a rounding out.
+
+Shapes: T rows, H hidden size, N inner size of an MLP, Hq/Hkv heads, D head size, R rotated channels of a head.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+GATED_BLOCK = 1024
+HEADS = 16  # that a program rotates
+EXACT = {"enable_fp_fusion": False}
+GATED_OPTIONS = {"num_warps": 2, **EXACT}  # of 32 or 64 threads, which read 16 bytes at a time each
+
+
+@triton.jit
+def norm_row(
+    X, RESIDUAL, WEIGHT, SUM, OUT, epsilon, ADD: tl.constexpr, OFFSET: tl.constexpr, WIDE: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program per row."""
+    kind: tl.constexpr = OUT.dtype.element_ty
+    e = tl.arange(0, BLOCK)
+    at = tl.program_id(0).to(tl.int64) * SIZE + e
+    x = tl.load(X + at, mask=e < SIZE, other=0.0).to(tl.float32)
+    if ADD:
+        total = (x + tl.load(RESIDUAL + at, mask=e < SIZE, other=0.0).to(tl.float32)).to(kind)
+        tl.store(SUM + at, total, mask=e < SIZE)
+        x = total.to(tl.float32)
+    weight = tl.load(WEIGHT + e, mask=e < SIZE, other=0.0).to(tl.float32)
+    x *= tl.rsqrt(tl.sum(x * x, 0) * (1.0 / SIZE) + epsilon)
+    out = x * (OFFSET + weight) if WIDE else x.to(kind).to(tl.float32) * weight
+    tl.store(OUT + at, out.to(kind), mask=e < SIZE)
+
+
+@triton.jit
+def gated_block(GATE, UP, OUT, size, BLOCK: tl.constexpr):
+    """One program per block of numbers, whatever rows they are in."""
+    kind: tl.constexpr = OUT.dtype.element_ty
+    e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(GATE + e, mask=e < size, other=0.0).to(tl.float32)
+    up = tl.load(UP + e, mask=e < size, other=0.0).to(tl.float32)
+    gate = tl.div_rn(gate, 1.0 + tl.exp(-gate)).to(kind).to(tl.float32)
+    tl.store(OUT + e, (gate * up).to(kind), mask=e < size)
+
+
+@triton.jit
+def _rotate_heads(
+    HEADS, OUT, COSINE, SINE, first, count: tl.constexpr, D: tl.constexpr, R: tl.constexpr, REST: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Some heads of one row, all of which read the same cosines and sines."""
+    kind: tl.constexpr = OUT.dtype.element_ty
+    half: tl.constexpr = R // 2
+    head = first + tl.arange(0, BLOCK_H)[:, None]
+    e = tl.arange(0, BLOCK)[None, :]
+    there = (head < count) & (e < half)
+    x = tl.load(HEADS + head * D + e, mask=there, other=0.0).to(tl.float32)
+    y = tl.load(HEADS + head * D + half + e, mask=there, other=0.0).to(tl.float32)
+    table = tl.broadcast_to(e, (BLOCK_H, BLOCK))  # read for every head anew: threads then have what they need
+    cos_x = tl.load(COSINE + table, mask=there, other=0.0).to(tl.float32)
+    cos_y = tl.load(COSINE + half + table, mask=there, other=0.0).to(tl.float32)
+    sin_x = tl.load(SINE + table, mask=there, other=0.0).to(tl.float32)
+    sin_y = tl.load(SINE + half + table, mask=there, other=0.0).to(tl.float32)
+    turned_x = (x * cos_x).to(kind).to(tl.float32) - (y * sin_x).to(kind).to(tl.float32)
+    turned_y = (y * cos_y).to(kind).to(tl.float32) + (x * sin_y).to(kind).to(tl.float32)
+    tl.store(OUT + head * D + e, turned_x.to(kind), mask=there)
+    tl.store(OUT + head * D + half + e, turned_y.to(kind), mask=there)
+    if R < D:
+        e = tl.arange(0, REST)[None, :]
+        there = (head < count) & (e < D - R)
+        tl.store(OUT + head * D + R + e, tl.load(HEADS + head * D + R + e, mask=there, other=0.0), mask=there)
+
+
+@triton.jit
+def rotate_row(
+    QUERY, KEY, COSINE, SINE, NEW_QUERY, NEW_KEY, QUERIES: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr,
+    R: tl.constexpr, REST: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program per row and block of heads; those of keys come behind those of queries."""
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    blocks: tl.constexpr = (QUERIES + BLOCK_H - 1) // BLOCK_H
+    COSINE += row * R
+    SINE += row * R
+    if block < blocks:
+        at = row * QUERIES * D
+        _rotate_heads(
+            QUERY + at, NEW_QUERY + at, COSINE, SINE, block * BLOCK_H, QUERIES, D, R, REST, BLOCK_H, BLOCK
+        )  # fmt: skip
+    else:
+        at = row * KEYS * D
+        _rotate_heads(
+            KEY + at, NEW_KEY + at, COSINE, SINE, (block - blocks) * BLOCK_H, KEYS, D, R, REST, BLOCK_H, BLOCK
+        )  # fmt: skip
+
+
+def launch_norm(x: Tensor, weight: Tensor, epsilon: float, offset: float, wide: bool) -> Tensor:
+    """See :func:`arbordraft.kernels.fused_layers.rms_norm`."""
+    x = x.contiguous()
+    out = x.new_empty(x.shape)
+    _norm(x, x, weight, out, out, epsilon, False, offset, wide)
+    return out
+
+
+def launch_add_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, offset: float, wide: bool
+) -> tuple[Tensor, Tensor]:
+    """See :func:`arbordraft.kernels.fused_layers.add_rms_norm`."""
+    x, residual = x.contiguous(), residual.contiguous()
+    total, out = x.new_empty(x.shape), x.new_empty(x.shape)
+    _norm(x, residual, weight, total, out, epsilon, True, offset, wide)
+    return total, out
+
+
+def _norm(
+    x: Tensor, residual: Tensor, weight: Tensor, total: Tensor, out: Tensor, epsilon: float, add: bool, offset: float,
+    wide: bool,
+) -> None:  # fmt: skip
+    size = x.shape[-1]
+    if rows := x.numel() // size:
+        norm_row[(rows,)](
+            x, residual, weight, total, out, epsilon, ADD=add, OFFSET=offset, WIDE=wide, SIZE=size,
+            **norm_options(size), **EXACT,
+        )  # fmt: skip
+
+
+def norm_options(size: int) -> dict[str, int]:
+    """The block of a row, and warps of 32 threads that read 16 bytes each of it."""
+    block = triton.next_power_of_2(size)
+    return {"BLOCK": block, "num_warps": min(16, max(1, block // 256))}
+
+
+def launch_gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """See :func:`arbordraft.kernels.fused_layers.gated_activation`."""
+    gate, up = gate.contiguous(), up.contiguous()
+    out = gate.new_empty(gate.shape)
+    if size := gate.numel():
+        gated_block[(triton.cdiv(size, GATED_BLOCK),)](gate, up, out, size, BLOCK=GATED_BLOCK, **GATED_OPTIONS)
+    return out
+
+
+def launch_rotate(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
+    """See :func:`arbordraft.kernels.fused_layers.rotate`."""
+    query, key, cosine, sine = query.contiguous(), key.contiguous(), cosine.contiguous(), sine.contiguous()
+    (rows, queries, size), keys, turning = query.shape, key.shape[1], cosine.shape[1]
+    new_query, new_key = query.new_empty(query.shape), key.new_empty(key.shape)
+    if rows:
+        rotate_row[(rows, triton.cdiv(queries, HEADS) + triton.cdiv(keys, HEADS))](
+            query, key, cosine, sine, new_query, new_key, QUERIES=queries, KEYS=keys, D=size,
+            **rotation_options(size, turning), **EXACT,
+        )  # fmt: skip
+    return new_query, new_key
+
+
+def rotation_options(size: int, turning: int) -> dict[str, int]:
+    """Constants for the first ``turning`` channels of heads of this size."""
+    blocks = {"BLOCK": triton.next_power_of_2(turning // 2), "REST": triton.next_power_of_2(max(1, size - turning))}
+    return {"R": turning, **blocks, "BLOCK_H": HEADS, "num_warps": max(1, blocks["BLOCK"] // 32)}

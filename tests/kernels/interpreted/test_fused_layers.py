@@ -1,0 +1,180 @@
+"""Element-wise parts of decoder layers in Triton's interpreter, against the modules of transformers.
+
+The interpreter does not round to bfloat16 as a GPU does: that type is tested where there is one.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import library
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+
+from arbordraft.kernels import choice, fused_layers
+from arbordraft.kernels.fused_layers import (
+    add_rms_norm,
+    add_rms_norm_reference,
+    gated_activation,
+    gated_activation_reference,
+    rms_norm,
+    rms_norm_reference,
+    rotate,
+    rotate_reference,
+)
+
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if not choice.interpreted() else [])]
+NORMS = {LlamaRMSNorm: (0.0, False), Gemma2RMSNorm: (1.0, True), Olmo2RMSNorm: (0.0, True)}
+EPSILON = 1e-3  # large, so that it shows
+
+each_type = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+each_norm = pytest.mark.parametrize("kind", NORMS, ids=lambda kind: kind.__name__)
+
+
+def triton(operator, *arguments):
+    choice.ran.clear()
+    with choice.use("triton"):
+        found = operator(*arguments)
+    assert [name.partition("/")[2] for name in choice.ran] == ["triton"]
+    return found
+
+
+def rows(dtype, *shape):
+    """Rows of very different sizes."""
+    return (torch.randn(*shape) * torch.logspace(-2, 2, shape[-2])[:, None]).to(dtype)
+
+
+def module_of(kind, size, dtype):
+    module = kind(size, eps=EPSILON).to(dtype)
+    module.weight.data.copy_(torch.randn(size))
+    return module.requires_grad_(False)
+
+
+def tolerance(dtype, spacings):
+    kind = torch.finfo(dtype)
+    return {"rtol": spacings * kind.eps, "atol": spacings * kind.eps * kind.smallest_normal}
+
+
+def near(found, expected, dtype):
+    """Whether all but a few numbers are the same, and those are neighbours; in float32 sums have another order."""
+    spacings = 8.0 if dtype == torch.float32 else 2.1
+    close = torch.allclose(found.float(), expected.float(), **tolerance(dtype, spacings))
+    return close and (dtype == torch.float32 or (found != expected).float().mean() < 0.01)
+
+
+@each_type
+@each_norm
+@pytest.mark.parametrize("size", [8, 64, 576])
+def test_norms_are_those_of_the_modules(guarded, kind, dtype, size):
+    module, x, residual = module_of(kind, size, dtype), rows(dtype, 2, 5, size), rows(dtype, 2, 5, size)
+    found = triton(rms_norm, x, module.weight, EPSILON, *NORMS[kind])
+    total, normed = triton(add_rms_norm, x, residual, module.weight, EPSILON, *NORMS[kind])
+    assert near(found, module(x), dtype)
+    assert torch.equal(total, residual + x)
+    assert near(normed, module(residual + x), dtype)
+
+
+@each_norm
+def test_the_references_have_the_bits_of_the_modules(kind):
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        module, x, residual = module_of(kind, 576, dtype), rows(dtype, 9, 576), rows(dtype, 9, 576)
+        assert torch.equal(rms_norm_reference(x, module.weight, EPSILON, *NORMS[kind]), module(x))
+        total, normed = add_rms_norm_reference(x, residual, module.weight, EPSILON, *NORMS[kind])
+        assert torch.equal(total, residual + x)
+        assert torch.equal(normed, module(residual + x))
+
+
+def test_other_norms_would_be_told_apart():
+    """Negative control: another offset, another epsilon, another place to round."""
+    dtype = torch.float16
+    module, x = module_of(LlamaRMSNorm, 576, dtype), rows(dtype, 9, 576)
+    expected = module(x)
+    for epsilon, offset, wide in ((EPSILON, 1.0, True), (EPSILON / 2, 0.0, False), (EPSILON, 0.0, True)):
+        assert not near(triton(rms_norm, x, module.weight, epsilon, offset, wide), expected, dtype)
+
+
+@each_type
+@pytest.mark.parametrize("size", [3, 1536])
+def test_silu_times_up(guarded, dtype, size):
+    gate, up = rows(dtype, 1, 3, size), torch.randn(1, 3, size).to(dtype)
+    expected = F.silu(gate) * up
+    assert torch.equal(gated_activation_reference(gate, up, "silu"), expected)
+    found = triton(gated_activation, gate, up)
+    # Exponentials of libraries differ in their last places, which seldom shows in 16 bits.
+    assert torch.allclose(found, expected, **tolerance(dtype, 4))
+    assert dtype == torch.float32 or (found != expected).float().mean() < 0.002
+    assert not torch.allclose(triton(gated_activation, up, gate), expected, rtol=0.1)  # negative control
+
+
+def test_silu_has_its_limits():
+    gate = torch.tensor([[-1e4, -100.0, -0.0, 0.0, 100.0, 1e4, float("inf"), float("nan")]])
+    found = triton(gated_activation, gate, torch.ones_like(gate))
+    assert torch.equal(found[:, :-1], F.silu(gate)[:, :-1])
+    assert found[0, -1].isnan()
+
+
+def test_an_unknown_activation_is_refused():
+    with pytest.raises(ValueError, match="activation"):
+        gated_activation(torch.ones(1, 2), torch.ones(1, 2), "tanh")
+
+
+@each_type
+@pytest.mark.parametrize(("heads", "keys", "size"), [(9, 3, 64), (2, 2, 12)])
+def test_rotations_have_the_bits_of_transformers(guarded, dtype, heads, keys, size):
+    query, key = (torch.randn(1, 5, n, size).to(dtype) for n in (heads, keys))
+    cosine, sine = (torch.randn(1, 5, size).to(dtype) for _ in range(2))
+    wanted = apply_rotary_pos_emb(query.transpose(1, 2), key.transpose(1, 2), cosine, sine)
+    wanted = [turned[0].transpose(0, 1) for turned in wanted]
+    given = query[0], key[0], cosine[0], sine[0]
+    assert all(map(torch.equal, rotate_reference(*given), wanted))
+    found = triton(rotate, *given)
+    assert all(map(torch.equal, found, wanted))
+    other = triton(rotate, *given[:2], cosine[0].roll(1, 0), sine[0])  # negative control: rows of other positions
+    assert not any(map(torch.equal, other, wanted))
+
+
+@each_type
+def test_some_channels_do_not_turn(guarded, dtype):
+    query, key = (torch.randn(4, n, 10).to(dtype) for n in (9, 1))
+    cosine, sine = (torch.randn(4, 6).to(dtype) for _ in range(2))
+    found = triton(rotate, query, key, cosine, sine)
+    for turned, given in zip(found, (query, key), strict=True):
+        wanted, _ = rotate_reference(given[..., :6].contiguous(), key[..., :6], cosine, sine)
+        assert torch.equal(turned[..., :6], wanted)
+        assert torch.equal(turned[..., 6:], given[..., 6:])
+
+
+def test_rows_that_do_not_lie_side_by_side():
+    query, key = torch.randn(3, 5, 8).transpose(0, 1), torch.randn(5, 4, 8)[:, ::2]
+    cosine, sine = torch.randn(5, 16)[:, ::2], torch.randn(8, 5).T
+    found, expected = (run(query, key, cosine, sine) for run in (lambda *a: triton(rotate, *a), rotate_reference))
+    assert all(map(torch.equal, found, expected))
+    x, residual = torch.randn(8, 5).T, torch.randn(5, 16)[:, ::2]
+    weight = torch.randn(8)
+    found = triton(add_rms_norm, x, residual, weight, EPSILON)
+    expected = add_rms_norm_reference(x, residual, weight, EPSILON, 0.0, False)
+    assert all(near(*pair, torch.float32) for pair in zip(found, expected, strict=True))
+    gate, up = torch.randn(5, 16).chunk(2, dim=-1)
+    assert torch.allclose(triton(gated_activation, gate, up), F.silu(gate) * up, rtol=1e-6)
+
+
+def test_no_rows():
+    nothing, weight = torch.zeros(0, 8), torch.ones(8)
+    assert triton(rms_norm, nothing, weight, EPSILON).shape == (0, 8)
+    assert [part.shape for part in triton(add_rms_norm, nothing, nothing, weight, EPSILON)] == [(0, 8)] * 2
+    assert triton(gated_activation, nothing, nothing).shape == (0, 8)
+    turned = triton(rotate, torch.zeros(0, 2, 8), torch.zeros(0, 1, 8), nothing, nothing)
+    assert [part.shape for part in turned] == [(0, 2, 8), (0, 1, 8)]
+
+
+def test_the_operators_are_registered_properly_and_compile():
+    x, weight = torch.randn(3, 8), torch.randn(8)
+    calls = [
+        (fused_layers._rms_norm, (x, weight, EPSILON, 0.0, False)),
+        (fused_layers._add_rms_norm, (x, torch.randn(3, 8), weight, EPSILON, 1.0, True)),
+        (fused_layers._gated_activation, (x, torch.randn(3, 8), "silu")),
+        (fused_layers._rotate, (torch.randn(3, 2, 8), torch.randn(3, 1, 8), x, torch.randn(3, 8))),
+    ]
+    for operator, arguments in calls:
+        library.opcheck(operator.portable, arguments)
+        torch.compile(operator.portable, fullgraph=True, backend="aot_eager")(*arguments)

@@ -1,0 +1,243 @@
+"""Runs a launch or two of Triton where modules of transformers run ten operations, on a GPU.
+
+In a view of a model (see :class:`~arbordraft.target.model_view.ModelView`), norms, gated MLPs, attentions and decoder
+layers get forwards that run :mod:`arbordraft.kernels.fused_layers`. They read the same tensors and call the same
+linears as before, so that adapters, listeners and new weights go on to matter. A module gets such a forward only if it
+has the bits of the operators' references on noise; any other one stays as it is.
+
+Shapes: T packed rows, H hidden size, N inner size of an MLP, D head size.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from arbordraft.kernels import choice
+from arbordraft.kernels.fused_layers import (
+    ACTIVATIONS,
+    add_rms_norm,
+    gated_activation,
+    rms_norm,
+    rms_norm_reference,
+    rotate,
+)
+from arbordraft.target.attention import Attending, AttentionCall
+from arbordraft.target.model_view import ModelView
+from arbordraft.target.prepacked.probing import hooked, noise, plain
+
+_ROWS = 3  # of noise
+_INNER = 16  # channels of the linears that an MLP is tried with
+_FORMS = ((0.0, False), (0.0, True), (1.0, True))  # offset of the weights, and whether they are wide
+# So small that epsilon shows, and so large that a bound would.
+_SIZES = torch.tensor([[0.003], [0.02], [1.0], [100.0]])
+_MLP = {"gate_proj", "up_proj", "down_proj"}
+_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+
+
+class NormForm(NamedTuple):
+    """How an RMS norm computes, besides its weights; see :func:`~arbordraft.kernels.fused_layers.rms_norm`."""
+
+    epsilon: float
+    offset: float
+    wide: bool
+
+
+def fuse(model: Any) -> Counter[str]:
+    """Gives forwards of Triton kernels to the modules of a view that are recognised, and counts them by their kind.
+
+    Args:
+        model: a view of a causal LM whose layers ask for our attention.
+    """
+    found: Counter[str] = Counter()
+    own = [module for module in model.modules() if "forward" not in vars(module)]  # of others somebody has replaced it
+    norms = {module: form for module in own if (form := _known(_norm_form, module))}
+    calls = {module: call for module in own if (call := _known(_attention_call, module, model.dtype))}
+    layers = [module for module in own if _known(_is_layer, module, norms, calls, model.dtype)]
+    for module in own:
+        run: Callable[..., Any] | None = None
+        if module in norms:
+            run, kind = partial(_run_norm, module, module.forward, norms[module]), "norms"
+        elif module in calls:
+            run, kind = partial(_run_attention, module, module.forward, calls[module]), "rotations"
+        elif module in layers:
+            form = norms[module.post_attention_layernorm]
+            run, kind = partial(_run_layer, module, module.forward, form), "sums"
+        elif activation := _known(_gated_activation, module):
+            run, kind = partial(_run_mlp, module, activation), "gates"
+        if run is not None:
+            vars(module)["forward"] = run
+            found[kind] += 1
+    return found
+
+
+def _known(recognise: Callable[..., Any], module: nn.Module, *others: Any) -> Any:
+    """What a module is recognised as; ``None`` if it is of another kind, and so may fail in any way."""
+    try:
+        with torch.no_grad(), choice.use("reference"):
+            return recognise(module, *others)
+    except Exception:
+        return None
+
+
+def _norm_form(norm: Any) -> NormForm | None:
+    """The form of a module whose only tensor is a weight, and which has the bits of an RMS norm with any weight."""
+    weight = norm._parameters.get("weight")
+    epsilon = next((getattr(norm, key) for key in ("variance_epsilon", "eps") if hasattr(norm, key)), None)
+    tensors = [*norm.parameters(), *norm.buffers()]
+    if len(tensors) != 1 or not plain(weight) or weight.ndim != 1 or not isinstance(epsilon, float):
+        return None
+    size, copy = len(weight), ModelView(norm).model
+    forms = [NormForm(epsilon, *form) for form in _FORMS]
+    for dtype in {torch.bfloat16, weight.dtype}:  # of 16 bits, where it shows what is rounded
+        other = noise(size).to(dtype)
+        vars(copy)["_parameters"] = {"weight": other}
+        x = (noise(4, size) * _SIZES).to(dtype)
+        expected = copy.forward(x)
+        forms = [form for form in forms if torch.equal(rms_norm_reference(x, other, *form), expected)]
+    return forms[0] if forms else None
+
+
+def _run_norm(norm: Any, forward: Callable[..., Tensor], form: NormForm, x: Tensor) -> Tensor:
+    """``[..., H]``."""
+    weight = norm.weight
+    return rms_norm(x, weight, *form) if x.dtype == weight.dtype else forward(x)
+
+
+def _gated_activation(mlp: Any) -> str | None:
+    """The activation of a module that computes ``down(activation(gate(x)) * up(x))``, whatever its linears are."""
+    others = [child for name, child in mlp.named_children() if name not in _MLP]
+    tensors = [*mlp._parameters.values(), *mlp._buffers.values(), *(t for o in others for t in o.state_dict().values())]
+    if not mlp._modules.keys() >= _MLP or tensors or any(map(hooked, others)):
+        return None
+    copy, weights = ModelView(mlp).model, noise(len(_MLP), _INNER, _INNER)
+    linears = {name: nn.Linear(_INNER, _INNER, bias=False, device="meta") for name in _MLP}
+    for linear, weight in zip(linears.values(), weights, strict=True):
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+    copy._modules.update(linears)
+    # Far out too: some activations are others with a bound.
+    x = noise(len(_SIZES), _INNER)[None] * _SIZES
+    for activation in ACTIVATIONS:
+        gate, up = ACTIVATIONS[activation](linears["gate_proj"](x)), linears["up_proj"](x)
+        if torch.equal(copy.forward(x), linears["down_proj"](gate * up)):
+            return activation
+    return None
+
+
+def _run_mlp(mlp: Any, activation: str, x: Tensor) -> Tensor:
+    """``[..., H]``."""
+    out: Tensor = mlp.down_proj(gated_activation(mlp.gate_proj(x), mlp.up_proj(x), activation))
+    return out
+
+
+class _Recorder:
+    """Stands in for a forward's attention: keeps what layers ask for, and finds noise."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, AttentionCall | None] = {}
+        self.hidden: dict[int, Tensor | None] = {}
+        self.depth: int | None = None
+        self.behind: nn.Module | None = None
+        self.last: Any = None
+        self.seen: list[Tensor] = []
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
+        self.seen += [query, key, value]
+        return noise(*query.shape[:2], call.value_dim).to(query)
+
+
+def _attention_call(attention: Any, dtype: torch.dtype) -> AttentionCall | None:
+    """What a layer asks its attention for, if it rotates all channels of all heads as Llama does and asks no more."""
+    if not attention._modules.keys() >= _ATTENTION or not hasattr(attention, "layer_idx"):
+        return None
+    given = _attention_inputs(attention, attention.head_dim, dtype)
+    theirs, ours = _Recorder(), _Recorder()
+    expected, weights = attention.forward(**given, ragged=theirs)
+    call = theirs.layers[attention.layer_idx]
+    if call is None or call.sinks is not None or weights is not None:
+        return None
+    found, _ = _run_attention(attention, attention.forward, call, **given, ragged=ours)
+    same = theirs.layers == ours.layers and torch.equal(found, expected)
+    same = same and all(map(torch.equal, ours.seen, theirs.seen)) and len(ours.seen) == len(theirs.seen) == 3
+    return call if same else None
+
+
+def _attention_inputs(attention: Any, dim: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Noise of the shapes that an attention is given, with cosines and sines that no two channels share."""
+    device = next(attention.parameters()).device
+    rows, *tables = (
+        noise(1, _ROWS * count, size)[:, -_ROWS:].to(device, dtype)
+        for count, size in ((1, attention.q_proj.in_features), (2, dim), (3, dim))
+    )
+    return {"hidden_states": rows, "position_embeddings": tuple(tables), "attention_mask": None}
+
+
+def _run_attention(
+    attention: Any,
+    forward: Callable[..., Any],
+    call: AttentionCall,
+    *others: Any,
+    ragged: Attending | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """``[1, T, H]``, and no weights."""
+    hidden: Any = kwargs.get("hidden_states")
+    tables: Any = kwargs.get("position_embeddings")
+    known = not others and ragged is not None and kwargs.get("attention_mask") is None
+    if not (known and hidden is not None and _is_tables(tables, call.dim, hidden)):
+        return cast(tuple[Tensor, Tensor | None], forward(*others, ragged=ragged, **kwargs))
+    assert ragged is not None
+    query, key, value = (_heads(attention, name, hidden, call.dim) for name in "qkv")
+    query, key = rotate(query, key, tables[0][0], tables[1][0])
+    layer: int = attention.layer_idx
+    ragged.layers[layer] = call
+    out = ragged.attend(layer, query, key, value, call)
+    return attention.o_proj(out.reshape(1, len(out), -1)), None
+
+
+def _is_tables(tables: Any, dim: int, like: Tensor) -> bool:
+    """Whether these are cosines and sines ``[1, T, D]`` of rows of a type."""
+    return isinstance(tables, tuple) and all(
+        table.shape[-1] == dim and table.ndim == 3 and table.dtype == like.dtype for table in tables
+    )
+
+
+def _heads(attention: Any, name: str, hidden: Tensor, dim: int) -> Tensor:
+    """``[T, heads, D]`` queries, keys or values, behind their norm if they have one."""
+    rows: Tensor = getattr(attention, f"{name}_proj")(hidden).view(hidden.shape[1], -1, dim)
+    norm = attention._modules.get(f"{name}_norm")
+    return rows if norm is None else norm(rows)
+
+
+def _is_layer(
+    layer: Any, norms: dict[nn.Module, NormForm], calls: dict[nn.Module, AttentionCall], dtype: torch.dtype
+) -> bool:
+    """Whether a layer adds its attention to its input, and behind its second norm its MLP to that."""
+    parts = layer._modules
+    known = parts.keys() == _LAYER and parts["self_attn"] in calls and parts["post_attention_layernorm"] in norms
+    if not known or hooked(parts["post_attention_layernorm"]) or layer._parameters or layer._buffers:
+        return False
+    attention, form = parts["self_attn"], norms[parts["post_attention_layernorm"]]
+    given = _attention_inputs(attention, calls[attention].dim, dtype)
+    expected = layer.forward(**given, ragged=_Recorder())
+    return torch.equal(_run_layer(layer, layer.forward, form, **given, ragged=_Recorder()), expected)
+
+
+def _run_layer(
+    layer: Any, forward: Callable[..., Any], form: NormForm, hidden_states: Tensor, *others: Any, **kwargs: Any
+) -> Tensor:
+    """``[1, T, H]``."""
+    weight = layer.post_attention_layernorm.weight
+    if others or hidden_states.dtype != weight.dtype:
+        return cast(Tensor, forward(hidden_states, *others, **kwargs))
+    attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)
+    total, normed = add_rms_norm(attended, hidden_states, weight, *form)
+    out: Tensor = total + layer.mlp(normed)
+    return out
+
+
+__all__ = ["fuse"]
