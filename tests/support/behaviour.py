@@ -21,7 +21,7 @@ import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields
 from functools import cache
@@ -84,6 +84,7 @@ from arbordraft.deciders import (
     PathSurvival,
 )
 from arbordraft.deciders.costs import StepCosts
+from arbordraft.decoding.static.runner import StaticStepping
 from arbordraft.decoding.target_initialised import TargetInitialisedDecoder
 from arbordraft.drafters import Drafter, GrammarDrafter
 from arbordraft.grammars import Grammar
@@ -625,9 +626,22 @@ def recorded(path: Path = GOLDEN) -> dict[str, str]:
     return {name: found for found, name in (line.split(" ", 1) for line in lines)}
 
 
+@contextlib.contextmanager
+def as_named() -> Iterator[None]:
+    """Steps are those that a name says, and not those that a GPU takes by default, whose padding counts."""
+    kept = StaticStepping.active
+    StaticStepping.active = property(lambda stepping: not stepping.automatic)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        StaticStepping.active = kept  # type: ignore[method-assign]
+
+
 def _start(nudge: int | None, device: str) -> None:
     global _nudge, _device
     _nudge, _device = nudge, device
+    if device != "cpu":
+        contextlib.ExitStack().enter_context(as_named())
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
 

@@ -53,7 +53,7 @@ def test_kernels_of_the_reference_cannot_be_recorded(monkeypatch):
     """Whatever the device is: they ask the host."""
     decoder = build()
     monkeypatch.setattr(type(decoder.target), "device", property(lambda self: torch.device("cuda")))
-    monkeypatch.setattr(choice, "_installed", lambda: True)
+    monkeypatch.setattr(choice, "installed", lambda: True)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
     assert decoder.stepper.fixed
     with choice.use("reference"):

@@ -1,0 +1,198 @@
+"""Whole decoders on a pretended GPU: the tokens and counts of the CPU, and how often a step crosses to it and back."""
+
+from collections import Counter
+
+import pytest
+import torch
+from support import behaviour
+from support.models import left_padded, tiny
+from support.pretended_gpu import DEVICE, OnDevice, moved, pretended_gpu
+
+from arbordraft import (
+    IID,
+    Coupling,
+    EagleDrafter,
+    LanguageModelDrafter,
+    Lifted,
+    NGramDrafter,
+    NoDrafter,
+    RaggedModel,
+    RecursiveRejection,
+    SpecHub,
+    SpeculativeDecoder,
+    TopDown,
+    TopTail,
+    TreeTopology,
+)
+from arbordraft.heads.eagle import EagleHead
+from arbordraft.sampling import noise
+
+PROMPTS = [[5, 9, 7, 5, 9, 7, 5, 9], [8, 3, 8, 3, 8, 3, 8, 3]]
+TREE, CHAIN = TreeTopology.from_k_config((2, 2, 1)), TreeTopology.chain(3)
+SHARED = {"do_sample": True, "temperature": 0.9, "top_k": 0, "seeds": [1, 2]}
+
+
+# Configurations of the recording
+
+
+def covering():
+    """A few configurations that have all drafters, couplings, deciders, steps and settings among them."""
+    axes = ("drafter", "coupling", "decider", "step", "settings", "mode")
+    names = [name for name in behaviour.tenth() if isinstance(behaviour.everything()[name], behaviour.Configuration)]
+    values = {name: {(axis, getattr(behaviour.everything()[name], axis)) for axis in axes} for name in names}
+    missing, chosen = set().union(*values.values()), []
+    while missing:
+        best = max(names, key=lambda name: len(values[name] & missing))
+        missing -= values[best]
+        chosen.append(best)
+    return chosen
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """Decoders of the recording whose models lie on the pretended GPU, and no others after the test."""
+    kept = behaviour.target, behaviour.drafter
+    for made in kept:
+        made.cache_clear()
+    monkeypatch.setattr(behaviour, "_device", "cuda:0")
+    with pretended_gpu() as counts, behaviour.as_named():
+        yield counts
+    for made in kept:
+        made.cache_clear()
+
+
+def differing(names):
+    known = behaviour.recorded()
+    return [f"{name}: {found}" for name in names if (found := behaviour.hash_of(name)) != known[name]]
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_a_gpu_decodes_what_was_recorded(on_gpu, part):
+    assert differing(covering()[part::4]) == []
+    assert on_gpu.launches > 1000
+    assert on_gpu.total > 10
+
+
+@pytest.mark.soak
+def test_a_gpu_decodes_a_tenth_of_what_was_recorded(on_gpu):
+    assert differing(behaviour.tenth()) == []
+
+
+# Crossings
+
+
+@pytest.fixture(scope="module")
+def parts():
+    """A target on the pretended GPU, and drafters for it."""
+    with pretended_gpu():
+        model, small = tiny(num_hidden_layers=4), tiny(seed=3)
+        head = EagleHead.for_target(model, list(range(40)), hidden_layers=[1, 2, 3])
+        for network in (model, head, small):
+            moved(network)
+        target, draft = RaggedModel(model, kernels="torch"), RaggedModel(small, kernels="torch")
+        return target, {
+            "none": NoDrafter(),
+            "lookup": NGramDrafter(longest=4, shortest=2),
+            "eagle": EagleDrafter(head, target),
+            "model": LanguageModelDrafter(draft),
+        }
+
+
+def crossings(parts, drafter, topology, coupling, buckets, request):
+    """What crosses in a step in the middle of an answer."""
+    seen = []
+    with pretended_gpu() as counts:
+        target, drafters = parts
+        decoder = SpeculativeDecoder(target, drafters[drafter], topology, coupling, buckets=buckets)
+        decoder.on_step = lambda *_: seen.append(Counter(counts.crossings))
+        ends = {"max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0}
+        decoder.generate(**left_padded(PROMPTS), **ends, **{"do_sample": False, **request})
+    return seen[2] - seen[1]
+
+
+def _lifted(law):
+    return Coupling(law, Lifted(RecursiveRejection()))
+
+
+# Crossings of a step. Recorded ones need an upload and a download; drafts of a head or a model need as many again, and
+# a model's cache two more where it moves rows. Other steps upload positions, slots, tokens and layout one by one, and
+# so do the levels of their drafts. Draws at random ask the host for every node.
+ALLOWED = {
+    "plain, recorded": (("none", None, None, (2,), {}), 2),
+    "lookups, recorded": (("lookup", CHAIN, None, (8,), {}), 2),
+    "lookups, recorded, sampled": (("lookup", CHAIN, None, (8,), SHARED), 2),
+    "head, recorded": (("eagle", TREE, None, (32,), {}), 4),
+    "head, recorded, sampled": (("eagle", TREE, None, (32,), SHARED), 4),
+    "model, recorded, sampled": (("model", TREE, None, (32,), SHARED), 6),
+    "model, recorded, random": (("model", TREE, _lifted(TopTail(1, 1)), (32,), SHARED), 115),
+    "lookups": (("lookup", CHAIN, None, None, {}), 6),
+    "lookups, sampled": (("lookup", CHAIN, None, None, SHARED), 9),
+    "head": (("eagle", TREE, None, None, {}), 31),
+    "head, sampled": (("eagle", TREE, None, None, SHARED), 51),
+    "model, random chain": (("model", CHAIN, _lifted(IID(1)), None, SHARED), 74),
+    "model, SpecHub": (("model", TREE, Coupling(TopTail(1, 1), TopDown(SpecHub())), None, SHARED), 147),
+}
+
+
+@pytest.mark.parametrize("case", ALLOWED)
+def test_a_step_crosses_no_more_often_than_it_has_to(parts, case):
+    decoder, allowed = ALLOWED[case]
+    found = crossings(parts, *decoder)
+    assert found.total() <= allowed, found.most_common()
+    if "recorded" in case and "random" not in case:
+        assert {kind for kind, _ in found} == {"upload", "download"}
+
+
+# The pretended GPU itself
+
+
+def test_it_computes_what_the_cpu_does_and_counts_what_crosses():
+    with pretended_gpu() as counts:
+        here = torch.tensor([3.0, 1.0, 2.0])
+        there = here.to("cuda")
+        assert isinstance(there, OnDevice)
+        assert there.device == DEVICE
+        assert there.is_cuda
+        assert counts.total == 1
+        row = there.sort().values + torch.ones(3, device="cuda")
+        assert isinstance(row, OnDevice)
+        assert counts.total == 1
+        assert row.tolist() == [2.0, 3.0, 4.0]
+        assert counts.total == 2
+        assert row[0].item() == 2.0
+        assert counts.total == 3
+        assert row.cpu()[row.argmax().cpu()] == 4.0
+    assert not torch.cuda.is_available()
+
+
+@pytest.mark.parametrize(
+    ("waits", "kind"),
+    [
+        (lambda x: x[x > 1], "mask"),
+        (lambda x: x.nonzero(), "nonzero"),
+        (lambda x: x[[0, 1]], "index"),
+        (lambda x: bool((x > 1).all()), "asked"),
+        (lambda x: x.cpu(), "download"),
+    ],
+)
+def test_what_a_gpu_would_wait_for_is_seen(waits, kind):
+    with pretended_gpu() as counts:
+        x = torch.arange(4, device="cuda")
+        counts.clear()
+        waits(x)
+        assert {found for found, _ in counts.crossings} == {kind}
+
+
+def test_devices_do_not_mix():
+    """Negative control: a GPU raises, too."""
+    with pretended_gpu(), pytest.raises(RuntimeError, match="same device"):
+        torch.ones(3, device="cuda") + torch.ones(3)
+
+
+def test_a_decoder_that_forgets_a_device_would_be_seen(on_gpu, monkeypatch):
+    """Negative control: seeds of shared noise that stay on the CPU."""
+    name = "builders default,eagle t1 batch3 torch"
+    assert differing([name]) == []
+    keys = noise.GumbelNoise.keys
+    monkeypatch.setattr(noise.GumbelNoise, "keys", lambda *given: tuple(key.cpu() for key in keys(*given)))
+    assert "same device" in differing([name])[0]

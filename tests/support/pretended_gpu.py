@@ -1,0 +1,252 @@
+"""A pretended GPU: tensors that say ``cuda:0`` and compute on the CPU, and count what crosses between the two.
+
+Where tensors of the host and of the device meet it raises, as a GPU does. What a GPU would have to wait for counts as a
+crossing: uploads and downloads, numbers that the host asks for, indices that it makes, shapes that depend on data. Each
+is noted with the line of ours that caused it.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+_ATEN = torch.ops.aten
+_COPIES = {_ATEN.copy_.default, _ATEN._to_copy.default}
+_INDEXED = {_ATEN.index.Tensor, _ATEN.index_put_.default, _ATEN.index_put.default, _ATEN._unsafe_index.Tensor}
+_WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+DEVICE = torch.device("cuda:0")
+
+
+class OnDevice(Tensor):
+    """A tensor of the device; ``host`` is the one that computes."""
+
+    host: Tensor
+
+    @staticmethod
+    def __new__(cls, host: Tensor) -> "OnDevice":
+        made = torch.Tensor._make_wrapper_subclass(
+            cls,
+            host.size(),
+            strides=host.stride(),
+            storage_offset=host.storage_offset(),
+            dtype=host.dtype,
+            layout=host.layout,
+            device="meta",
+            requires_grad=False,
+        )
+        made.host = host
+        return made
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"OnDevice({self.host})"
+
+    device = property(lambda self: DEVICE)  # type: ignore[assignment]
+    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+    is_cpu = is_meta = property(lambda self: False)  # type: ignore[assignment]
+
+    def get_device(self) -> int:
+        return 0
+
+    def data_ptr(self) -> int:
+        return self.host.data_ptr()
+
+    @classmethod
+    def __torch_dispatch__(cls, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _computed(operator, args, kwargs or {})
+
+
+class Counts:
+    """What has crossed since :meth:`clear`: by kind and line, and how many operators the device ran."""
+
+    def __init__(self) -> None:
+        self.crossings: Counter[tuple[str, str]] = Counter()
+        self.launches = 0
+
+    def clear(self) -> None:
+        self.crossings.clear()
+        self.launches = 0
+
+    @property
+    def total(self) -> int:
+        return self.crossings.total()
+
+
+COUNTS = Counts()
+
+
+def _note(kind: str) -> None:
+    COUNTS.crossings[kind, _line()] += 1
+
+
+def _line() -> str:
+    """The innermost line of ours."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        for folder in ("/toolkit/", "/kernels/", "/arbordraft/"):
+            if folder in name and "/site-packages/torch" not in name and "/site-packages/transformers" not in name:
+                return f"{name.rpartition(folder)[2]}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "?"
+
+
+def _computed(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    ours = [tensor for tensor in tensors if isinstance(tensor, OnDevice)]
+    plain = [tensor for tensor in tensors if not isinstance(tensor, OnDevice) and tensor.dim()]
+    wanted, first = kwargs.get("device"), args[0] if args else None
+    to_device = bool(ours) if wanted is None else torch.device(wanted).type in ("cuda", "meta")
+    if operator is _ATEN._local_scalar_dense.default and ours:
+        _note("asked")
+    elif operator in _COPIES and (bool(ours) != to_device or (ours and plain)):
+        _note("download" if (ours and not to_device) or (plain and first is plain[0]) else "upload")
+    elif operator in _INDEXED and ours:
+        if plain:
+            _note("index")
+        if any(index is not None and index.dtype is torch.bool for index in args[1]):
+            _note("mask")
+    elif _WAITS & set(operator.tags) and ours:
+        _note(operator.overloadpacket.__name__)
+    elif ours and plain:
+        raise RuntimeError(f"{operator}: expected all tensors to be on the same device, at {_line()}")
+    if ours and operator.namespace != "prim":
+        COUNTS.launches += 1
+    if wanted is not None:
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    args, kwargs = _on_host((args, kwargs))
+    if operator.namespace == "arbordraft":  # on a CPU the others may be the C++ kernels, which take less
+        operator = getattr(operator.overloadpacket, "portable", operator)
+    if operator is _ATEN.histc.default and not args[0].is_floating_point():  # which a CPU cannot
+        found = operator(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
+    else:
+        found = operator(*args, **kwargs)
+    if operator._schema.is_mutable and isinstance(found, Tensor) and isinstance(first, Tensor):
+        return first
+    if not to_device:
+        return found
+    return tree_map_only(Tensor, lambda out: out if isinstance(out, OnDevice) else OnDevice(out), found)
+
+
+def _on_host(values: Any) -> Any:
+    return tree_map_only(OnDevice, lambda value: value.host, values)
+
+
+class _Operators(TorchDispatchMode):
+    """Catches what is called with tensors of the host alone, such as factories."""
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _computed(operator, args, kwargs or {})
+
+
+def _names_device(value: Any) -> bool:
+    return isinstance(value, str | torch.device) and str(value).startswith("cuda")
+
+
+class _Names(TorchFunctionMode):
+    """Takes calls that name the GPU, for which torch would look for a driver."""
+
+    def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(function, "__name__", "")
+        first = args[0] if args else None
+        if name in ("tolist", "numpy") and isinstance(first, OnDevice):
+            _note("download")
+            return function(first.host)
+        if name in ("__getitem__", "__setitem__") and isinstance(first, OnDevice):
+            args = (first, _index(args[1]), *args[2:])
+        kwargs.pop("pin_memory", None)
+        place = kwargs.get("device")
+        if place is None and name == "to":
+            place = next((value for value in args[1:] if isinstance(value, str | torch.device)), None)
+        if not _names_device(place):
+            return function(*args, **kwargs)
+        if isinstance(first, OnDevice) and name == "to":
+            kwargs = {key: value for key, value in kwargs.items() if key not in ("device", "non_blocking")}
+            types_of = [value for value in args[1:] if isinstance(value, torch.dtype)]
+            return function(first, *types_of, **kwargs) if types_of or kwargs else first
+        kwargs = {key: torch.device("cpu") if key == "device" else value for key, value in kwargs.items()}
+        args = tuple(torch.device("cpu") if _names_device(value) else value for value in args)
+        if name in ("to", "tensor", "as_tensor"):
+            _note("upload")
+        COUNTS.launches += 1
+        made = function(*_on_host(args), **kwargs)
+        return made if isinstance(made, OnDevice) else OnDevice(made.clone() if made is first else made)
+
+
+def _index(index: Any) -> Any:
+    """Lists of numbers as the tensors that torch makes of them."""
+
+    def one(part: Any) -> Any:
+        return torch.tensor(list(part), dtype=torch.int64) if isinstance(part, list | range) else part
+
+    return tuple(map(one, index)) if isinstance(index, tuple) else one(index)
+
+
+def moved(module: nn.Module) -> Any:
+    """A module whose parameters and buffers lie on the device from now on."""
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None and not isinstance(parameter, OnDevice):
+                part._parameters[name] = nn.Parameter(OnDevice(parameter.data), requires_grad=False)
+        for name, buffer in part._buffers.items():
+            if buffer is not None and not isinstance(buffer, OnDevice):
+                part._buffers[name] = OnDevice(buffer)
+    return module
+
+
+class _Graph:
+    """Runs again what was recorded, into the buffers of the recording."""
+
+    def __init__(self, run: Callable[[], Any]) -> None:
+        self.run = run
+        self.out = run()
+
+    def replay(self) -> None:
+        for kept, new in zip(tree_leaves(self.out), tree_leaves(self.run()), strict=True):
+            kept.copy_(new)
+
+
+@contextmanager
+def pretended_gpu() -> Iterator[Counts]:
+    """Lets torch see one GPU, on which all that names it computes; yields what is counted.
+
+    A module that goes there is moved in place, as ever.
+    """
+    from arbordraft.decoding.static import drafting, runner
+    from arbordraft.kernels import choice
+
+    def record(run: Callable[[], Any], memory: Any, what: str) -> tuple[_Graph, Any]:
+        run()
+        graph = _Graph(run)
+        return graph, graph.out
+
+    def to(module: nn.Module, *places: Any, **options: Any) -> nn.Module:
+        return moved(module) if any(map(_names_device, places)) else plainly(module, *places, **options)
+
+    plainly = nn.Module.to
+    COUNTS.clear()
+    with ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(torch.cuda, "_lazy_init", lambda: None)
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        patch.setattr(torch.cuda, "device_count", lambda: 1)
+        patch.setattr(torch.cuda, "synchronize", lambda *_: None)
+        patch.setattr(torch.cuda, "graph_pool_handle", object)
+        patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+        patch.setattr(nn.Module, "to", to)
+        patch.setattr(choice, "installed", lambda: True)
+        for module in (drafting, runner):
+            patch.setattr(module, "record", record)
+        patch.setattr("arbordraft.kernels.kv_cache.triton.address_table", lambda pools: None)
+        stack.enter_context(_Names())
+        stack.enter_context(_Operators())
+        yield COUNTS
