@@ -2,7 +2,8 @@
 
 Results are rounded where the modules of transformers round theirs, so that a model computes the same function.
 
-Shapes: T rows, H hidden size, N inner size of an MLP, Hq/Hkv heads, D head size, R rotated channels of a head.
+Shapes: T rows, H hidden size, N inner size of an MLP, Hq/Hkv heads, D head size, R rotated channels of
+a head, P pool rows.
 """
 
 from torch import Tensor
@@ -13,11 +14,12 @@ from arbordraft.kernels.fused_layers.reference import (
     add_rms_norm_reference,
     gated_activation_reference,
     rms_norm_reference,
+    rotate_append_reference,
     rotate_reference,
 )
 
 
-def _fake_norm(x: Tensor, *_: object) -> Tensor:
+def _fake_one(x: Tensor, *_: object) -> Tensor:
     return x.new_empty(x.shape)
 
 
@@ -28,7 +30,7 @@ def _fake_pair(x: Tensor, y: Tensor, *_: object) -> tuple[Tensor, Tensor]:
 _rms_norm = Operator(
     "rms_norm(Tensor x, Tensor weight, float epsilon, float offset, bool wide) -> Tensor",
     rms_norm_reference,
-    _fake_norm,
+    _fake_one,
     triton="arbordraft.kernels.fused_layers.triton:launch_norm",
     triton_takes=SINGLE,
 )
@@ -43,15 +45,16 @@ _add_rms_norm = Operator(
 _gated_activation = Operator(
     "gated_activation(Tensor gate, Tensor up, str activation) -> Tensor",
     gated_activation_reference,
-    _fake_norm,
+    _fake_one,
     triton="arbordraft.kernels.fused_layers.triton:launch_gated",
     triton_takes=SINGLE,
 )
-_rotate = Operator(
-    "rotate(Tensor query, Tensor key, Tensor cosine, Tensor sine) -> (Tensor, Tensor)",
-    rotate_reference,
-    _fake_pair,
-    triton="arbordraft.kernels.fused_layers.triton:launch_rotate",
+_rotate_append = Operator(
+    "rotate_append(Tensor query, Tensor key, Tensor value, Tensor cosine, Tensor sine, Tensor(a!) keys, "
+    "Tensor(b!) values, Tensor slots) -> Tensor",
+    rotate_append_reference,
+    _fake_one,
+    triton="arbordraft.kernels.fused_layers.triton:launch_rotate_append",
     triton_takes=SINGLE,
 )
 
@@ -113,21 +116,35 @@ def gated_activation(gate: Tensor, up: Tensor, activation: str = "silu") -> Tens
     return _gated_activation(gate, up, activation)
 
 
-def rotate(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotates the first R channels of each head, pairs of which stand R/2 apart, as Llama does; bits are exact.
+def rotate_append(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    """Rotates queries and keys, and writes keys and values to the pools of a layer, in place.
 
-    Both products and their sum are rounded to the type of the tensors.
+    The first R channels of each head turn, pairs of which stand R/2 apart, as in Llama. Both products and their sum are
+    rounded to the type of the tensors: bits are those of the reference.
 
     Args:
         query: ``[T, Hq, D]`` float32, bfloat16 or float16.
-        key: ``[T, Hkv, D]`` of the same type.
-        cosine: ``[T, R]`` of the same type, R even and at most D.
+        key: ``[T, Hkv, D]``, and so on of the same type.
+        value: ``[T, Hkv, Dv]``.
+        cosine: ``[T, R]``, R even and at most D.
         sine: ``[T, R]``.
+        keys: ``[P, Hkv, D]`` pool, contiguous.
+        values: ``[P, Hkv, Dv]`` pool, contiguous.
+        slots: ``[T]`` int64 pool rows to write to, all different.
 
     Returns:
-        Rotated queries and keys, contiguous.
+        ``[T, Hq, D]`` rotated queries, contiguous.
     """
-    return _rotate(query, key, cosine, sine)
+    return _rotate_append(query, key, value, cosine, sine, keys, values, slots)
 
 
 __all__ = [
@@ -138,6 +155,7 @@ __all__ = [
     "gated_activation_reference",
     "rms_norm",
     "rms_norm_reference",
-    "rotate",
+    "rotate_append",
+    "rotate_append_reference",
     "rotate_reference",
 ]

@@ -1,11 +1,14 @@
 """Element-wise parts of decoder layers in plain PyTorch, operation by operation as transformers' modules have them.
 
-Shapes: T rows, H hidden size, N inner size of an MLP, Hq/Hkv heads, D head size, R rotated channels of a head.
+Shapes: T rows, H hidden size, N inner size of an MLP, Hq/Hkv heads, D head size, R rotated channels of
+a head, P pool rows.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from arbordraft.kernels.kv_cache.reference import append_reference
 
 ACTIVATIONS = {"silu": F.silu}
 
@@ -31,8 +34,24 @@ def gated_activation_reference(gate: Tensor, up: Tensor, activation: str) -> Ten
 
 
 def rotate_reference(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
-    """See :func:`arbordraft.kernels.fused_layers.rotate`."""
+    """Queries and keys as :func:`arbordraft.kernels.fused_layers.rotate_append` rotates them."""
     return _rotated(query, cosine[:, None], sine[:, None]), _rotated(key, cosine[:, None], sine[:, None])
+
+
+def rotate_append_reference(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    """See :func:`arbordraft.kernels.fused_layers.rotate_append`."""
+    query, key = rotate_reference(query, key, cosine, sine)
+    append_reference(keys, values, key, value, slots)
+    return query
 
 
 def _rotated(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:

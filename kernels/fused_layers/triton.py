@@ -3,7 +3,8 @@
 Numbers are widened to float32, and narrowed wherever transformers' modules round. Launches forbid the compiler to
 contract a product and a sum, which would leave a rounding out.
 
-Shapes: T rows, H hidden size, N inner size of an MLP, Hq/Hkv heads, D head size, R rotated channels of a head.
+Shapes: T rows, H hidden size, N inner size of an MLP, Hq/Hkv heads, D head size, R rotated channels of
+a head, P pool rows.
 """
 
 import triton
@@ -76,26 +77,35 @@ def _rotate_heads(
 
 
 @triton.jit
-def rotate_row(
-    QUERY, KEY, COSINE, SINE, NEW_QUERY, NEW_KEY, QUERIES: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr,
-    R: tl.constexpr, REST: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr,
+def rotate_append_row(
+    QUERY, KEY, VALUE, COSINE, SINE, NEW_QUERY, KEYS, VALUES, SLOTS, HQ: tl.constexpr, HKV: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, R: tl.constexpr, REST: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """One program per row and block of heads; those of keys come behind those of queries."""
+    """One program per row and block of heads: those of queries, then those of keys, then those of values."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    blocks: tl.constexpr = (QUERIES + BLOCK_H - 1) // BLOCK_H
-    COSINE += row * R
-    SINE += row * R
-    if block < blocks:
-        at = row * QUERIES * D
+    queries: tl.constexpr = (HQ + BLOCK_H - 1) // BLOCK_H  # blocks
+    keys: tl.constexpr = (HKV + BLOCK_H - 1) // BLOCK_H
+    if block < queries:
+        at = row * HQ * D
         _rotate_heads(
-            QUERY + at, NEW_QUERY + at, COSINE, SINE, block * BLOCK_H, QUERIES, D, R, REST, BLOCK_H, BLOCK
+            QUERY + at, NEW_QUERY + at, COSINE + row * R, SINE + row * R, block * BLOCK_H, HQ, D, R, REST, BLOCK_H,
+            BLOCK,
         )  # fmt: skip
     else:
-        at = row * KEYS * D
-        _rotate_heads(
-            KEY + at, NEW_KEY + at, COSINE, SINE, (block - blocks) * BLOCK_H, KEYS, D, R, REST, BLOCK_H, BLOCK
-        )  # fmt: skip
+        slot = tl.load(SLOTS + row)
+        if block < queries + keys:
+            _rotate_heads(
+                KEY + row * HKV * D, KEYS + slot * HKV * D, COSINE + row * R, SINE + row * R,
+                (block - queries) * BLOCK_H, HKV, D, R, REST, BLOCK_H, BLOCK,
+            )  # fmt: skip
+        else:
+            head = (block - queries - keys) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+            e = tl.arange(0, BLOCK_DV)[None, :]
+            there = (head < HKV) & (e < DV)
+            value = tl.load(VALUE + row * HKV * DV + head * DV + e, mask=there, other=0.0)
+            tl.store(VALUES + slot * HKV * DV + head * DV + e, value, mask=there)
 
 
 def launch_norm(x: Tensor, weight: Tensor, epsilon: float, offset: float, wide: bool) -> Tensor:
@@ -143,20 +153,36 @@ def launch_gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     return out
 
 
-def launch_rotate(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
-    """See :func:`arbordraft.kernels.fused_layers.rotate`."""
-    query, key, cosine, sine = query.contiguous(), key.contiguous(), cosine.contiguous(), sine.contiguous()
-    (rows, queries, size), keys, turning = query.shape, key.shape[1], cosine.shape[1]
-    new_query, new_key = query.new_empty(query.shape), key.new_empty(key.shape)
+def launch_rotate_append(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    """See :func:`arbordraft.kernels.fused_layers.rotate_append`."""
+    rows, heads, size = query.shape
+    new_query = query.new_empty(query.shape)
     if rows:
-        rotate_row[(rows, triton.cdiv(queries, HEADS) + triton.cdiv(keys, HEADS))](
-            query, key, cosine, sine, new_query, new_key, QUERIES=queries, KEYS=keys, D=size,
-            **rotation_options(size, turning), **EXACT,
+        kv_heads, value_size = value.shape[1:]
+        blocks = triton.cdiv(heads, HEADS) + 2 * triton.cdiv(kv_heads, HEADS)
+        rotate_append_row[(rows, blocks)](
+            query.contiguous(), key.contiguous(), value.contiguous(), cosine.contiguous(), sine.contiguous(),
+            new_query, keys, values, slots, HQ=heads, HKV=kv_heads,
+            **rotation_options(size, value_size, cosine.shape[1]), **EXACT,
         )  # fmt: skip
-    return new_query, new_key
+    return new_query
 
 
-def rotation_options(size: int, turning: int) -> dict[str, int]:
-    """Constants for the first ``turning`` channels of heads of this size."""
-    blocks = {"BLOCK": triton.next_power_of_2(turning // 2), "REST": triton.next_power_of_2(max(1, size - turning))}
-    return {"R": turning, **blocks, "BLOCK_H": HEADS, "num_warps": max(1, blocks["BLOCK"] // 32)}
+def rotation_options(size: int, value_size: int, turning: int) -> dict[str, int]:
+    """Constants for heads of these sizes, the first ``turning`` channels of which turn."""
+    block = triton.next_power_of_2(turning // 2)
+    return {
+        **{"D": size, "DV": value_size, "R": turning, "BLOCK_H": HEADS, "BLOCK": block},
+        "REST": triton.next_power_of_2(max(1, size - turning)),
+        "BLOCK_DV": triton.next_power_of_2(value_size),
+        "num_warps": max(1, block // 32),
+    }

@@ -135,10 +135,10 @@ def fused_cases(target):
     block = {"BLOCK": fused_layers.GATED_BLOCK}
     yield "gated_block", (fused_layers.gated_block, target, "bf16", block), options(fused_layers.GATED_OPTIONS)
     for size, turning, dtype in ((64, 64, "bf16"), (128, 128, "bf16"), (80, 32, "bf16"), (64, 64, "fp32")):
-        how = fused_layers.rotation_options(size, turning)
-        constants = {"QUERIES": 9, "KEYS": 3, "D": size, **{k: v for k, v in how.items() if k.isupper()}}
-        name = f"rotate_row {dtype} {turning} of {size}"
-        yield name, (fused_layers.rotate_row, target, dtype, constants), options(how | exact)
+        how = fused_layers.rotation_options(size, size, turning)
+        constants = {"HQ": 9, "HKV": 3, **{k: v for k, v in how.items() if k.isupper()}}
+        name = f"rotate_append_row {dtype} {turning} of {size}"
+        yield name, (fused_layers.rotate_append_row, target, dtype, constants), options(how | exact)
 
 
 def cases(target):

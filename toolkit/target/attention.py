@@ -22,6 +22,9 @@ _UNTOLD = f"the model does not hand its arguments on to its layers: {REQUIREMENT
 _IGNORED = frozenset({"cache_position", "dropout", "is_causal", "logits_to_keep", "position_ids", "use_cache"})
 
 
+Tables = tuple[Tensor, Tensor]  # cosines and sines of packed rows, [T, D] each
+
+
 class UnsupportedModel(ValueError):
     """The model cannot be run on packed rows."""
 
@@ -55,8 +58,13 @@ class Attending(Protocol):
     behind: nn.Module | None
     last: Any
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
-        """Stores the ``[T, Hkv, D]`` keys and values of a layer and returns what its ``[T, Hq, D]`` queries find."""
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, tables: Tables | None = None
+    ) -> Tensor:
+        """Stores the ``[T, Hkv, D]`` keys and values of a layer and returns what its ``[T, Hq, D]`` queries find.
+
+        With tables, queries and keys are rotated first.
+        """
 
 
 @dataclass
@@ -84,9 +92,14 @@ class Forward:
     behind: nn.Module | None = None
     last: Any = None
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
-        """Stores the ``[T, Hkv, D]`` keys and values of a layer and returns what its ``[T, Hq, D]`` queries find."""
-        keys, values = self.cache.write(layer, key, value, self.batch.slots)
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, tables: Tables | None = None
+    ) -> Tensor:
+        """See :meth:`Attending.attend`."""
+        if tables is None:
+            keys, values = self.cache.write(layer, key, value, self.batch.slots)
+        else:
+            query, keys, values = self.cache.write_rotated(layer, query, key, value, tables, self.batch.slots)
         return ragged_tree_attention(
             query,
             keys,

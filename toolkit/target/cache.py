@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from arbordraft.kernels.fused_layers import rotate_append
 from arbordraft.kernels.kv_cache import append, compact
 from arbordraft.kernels.ragged_tree_attention import RaggedBatch
 from arbordraft.utils.allocator import untouched_zeros
@@ -192,6 +193,19 @@ class RaggedKVCache(nn.Module):
         value_pool = self._pool(f"values_{layer}", values)
         append(key_pool, value_pool, keys, values, slots)
         return key_pool, value_pool
+
+    def write_rotated(
+        self, layer: int, query: Tensor, keys: Tensor, values: Tensor, tables: tuple[Tensor, Tensor], slots: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotates ``[T, H, D]`` queries and keys by ``[T, D]`` cosines and sines, and stores keys and values.
+
+        Returns:
+            The queries, and the layer's pools.
+        """
+        key_pool = self._pool(f"keys_{layer}", keys)
+        value_pool = self._pool(f"values_{layer}", values)
+        query = rotate_append(query, keys, values, *tables, key_pool, value_pool, slots)
+        return query, key_pool, value_pool
 
     def commit(self, kept: Mapping[int, Sequence[int]]) -> None:
         """Keeps some uncommitted rows of each sample and drops the others.

@@ -23,9 +23,9 @@ from arbordraft.kernels.fused_layers import (
     gated_activation,
     rms_norm,
     rms_norm_reference,
-    rotate,
+    rotate_reference,
 )
-from arbordraft.target.attention import Attending, AttentionCall
+from arbordraft.target.attention import Attending, AttentionCall, Tables
 from arbordraft.target.model_view import ModelView
 from arbordraft.target.prepacked.probing import hooked, noise, plain
 
@@ -145,7 +145,11 @@ class _Recorder:
         self.last: Any = None
         self.seen: list[Tensor] = []
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, tables: Tables | None = None
+    ) -> Tensor:
+        if tables is not None:
+            query, key = rotate_reference(query, key, *tables)
         self.seen += [query, key, value]
         return noise(*query.shape[:2], call.value_dim).to(query)
 
@@ -192,10 +196,9 @@ def _run_attention(
         return cast(tuple[Tensor, Tensor | None], forward(*others, ragged=ragged, **kwargs))
     assert ragged is not None
     query, key, value = (_heads(attention, name, hidden, call.dim) for name in "qkv")
-    query, key = rotate(query, key, tables[0][0], tables[1][0])
     layer: int = attention.layer_idx
     ragged.layers[layer] = call
-    out = ragged.attend(layer, query, key, value, call)
+    out = ragged.attend(layer, query, key, value, call, (tables[0][0], tables[1][0]))
     return attention.o_proj(out.reshape(1, len(out), -1)), None
 
 

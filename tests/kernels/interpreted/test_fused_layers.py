@@ -19,7 +19,8 @@ from arbordraft.kernels.fused_layers import (
     gated_activation_reference,
     rms_norm,
     rms_norm_reference,
-    rotate,
+    rotate_append,
+    rotate_append_reference,
     rotate_reference,
 )
 
@@ -118,37 +119,55 @@ def test_an_unknown_activation_is_refused():
         gated_activation(torch.ones(1, 2), torch.ones(1, 2), "tanh")
 
 
+def pools(key, value):
+    """Of nine rows, for heads of these sizes; what nobody writes is NaN."""
+    return [heads.new_full((9, *heads.shape[1:]), float("nan")) for heads in (key, value)]
+
+
 @each_type
-@pytest.mark.parametrize(("heads", "keys", "size"), [(9, 3, 64), (2, 2, 12)])
-def test_rotations_have_the_bits_of_transformers(guarded, dtype, heads, keys, size):
-    query, key = (torch.randn(1, 5, n, size).to(dtype) for n in (heads, keys))
+@pytest.mark.parametrize(("heads", "kv_heads", "size", "value_size"), [(9, 3, 64, 64), (2, 2, 12, 10), (33, 17, 4, 2)])
+def test_rotations_have_the_bits_of_transformers(guarded, dtype, heads, kv_heads, size, value_size):
+    query, key = (torch.randn(1, 5, n, size).to(dtype) for n in (heads, kv_heads))
     cosine, sine = (torch.randn(1, 5, size).to(dtype) for _ in range(2))
+    value, slots = torch.randn(5, kv_heads, value_size).to(dtype), torch.tensor([7, 0, 3, 8, 4])
     wanted = apply_rotary_pos_emb(query.transpose(1, 2), key.transpose(1, 2), cosine, sine)
-    wanted = [turned[0].transpose(0, 1) for turned in wanted]
-    given = query[0], key[0], cosine[0], sine[0]
-    assert all(map(torch.equal, rotate_reference(*given), wanted))
-    found = triton(rotate, *given)
-    assert all(map(torch.equal, found, wanted))
-    other = triton(rotate, *given[:2], cosine[0].roll(1, 0), sine[0])  # negative control: rows of other positions
-    assert not any(map(torch.equal, other, wanted))
+    wanted_query, wanted_key = (turned[0].transpose(0, 1) for turned in wanted)
+    given = query[0], key[0], value, cosine[0], sine[0]
+    for run in (rotate_append_reference, lambda *arguments: triton(rotate_append, *arguments)):
+        keys, values = pools(key[0], value)
+        assert torch.equal(run(*given, keys, values, slots), wanted_query)
+        assert torch.equal(keys[slots], wanted_key)
+        assert torch.equal(values[slots], value)
+        assert keys[[1, 2, 5, 6]].isnan().all()
+        assert values[[1, 2, 5, 6]].isnan().all()
+    # Negative control: rows of other positions.
+    turned = triton(rotate_append, *given[:3], cosine[0].roll(1, 0), sine[0], keys, values, slots)
+    assert not torch.equal(turned, wanted_query)
+    assert not torch.equal(keys[slots], wanted_key)
 
 
 @each_type
 def test_some_channels_do_not_turn(guarded, dtype):
     query, key = (torch.randn(4, n, 10).to(dtype) for n in (9, 1))
     cosine, sine = (torch.randn(4, 6).to(dtype) for _ in range(2))
-    found = triton(rotate, query, key, cosine, sine)
-    for turned, given in zip(found, (query, key), strict=True):
+    (keys, values), slots = pools(key, key), torch.tensor([7, 0, 3, 8])
+    turned = triton(rotate_append, query, key, key, cosine, sine, keys, values, slots)
+    for found, given in ((turned, query), (keys[slots], key)):
         wanted, _ = rotate_reference(given[..., :6].contiguous(), key[..., :6], cosine, sine)
-        assert torch.equal(turned[..., :6], wanted)
-        assert torch.equal(turned[..., 6:], given[..., 6:])
+        assert torch.equal(found[..., :6], wanted)
+        assert torch.equal(found[..., 6:], given[..., 6:])
 
 
 def test_rows_that_do_not_lie_side_by_side():
     query, key = torch.randn(3, 5, 8).transpose(0, 1), torch.randn(5, 4, 8)[:, ::2]
-    cosine, sine = torch.randn(5, 16)[:, ::2], torch.randn(8, 5).T
-    found, expected = (run(query, key, cosine, sine) for run in (lambda *a: triton(rotate, *a), rotate_reference))
-    assert all(map(torch.equal, found, expected))
+    value = torch.randn(8, 2, 5).permute(2, 1, 0)
+    tables, slots = (torch.randn(5, 16)[:, ::2], torch.randn(8, 5).T), torch.arange(5)
+    found, expected = pools(key, value), pools(key, value)
+    assert torch.equal(
+        triton(rotate_append, query, key, value, *tables, *found, slots),
+        rotate_append_reference(query, key, value, *tables, *expected, slots),
+    )
+    assert all(torch.equal(*(pool[slots] for pool in pair)) for pair in zip(found, expected, strict=True))
     x, residual = torch.randn(8, 5).T, torch.randn(5, 16)[:, ::2]
     weight = torch.randn(8)
     found = triton(add_rms_norm, x, residual, weight, EPSILON)
@@ -163,17 +182,22 @@ def test_no_rows():
     assert triton(rms_norm, nothing, weight, EPSILON).shape == (0, 8)
     assert [part.shape for part in triton(add_rms_norm, nothing, nothing, weight, EPSILON)] == [(0, 8)] * 2
     assert triton(gated_activation, nothing, nothing).shape == (0, 8)
-    turned = triton(rotate, torch.zeros(0, 2, 8), torch.zeros(0, 1, 8), nothing, nothing)
-    assert [part.shape for part in turned] == [(0, 2, 8), (0, 1, 8)]
+    heads, tables = torch.zeros(0, 1, 8), (nothing, nothing)
+    keys, values = pools(heads, heads)
+    slots = torch.zeros(0, dtype=torch.int64)
+    assert triton(rotate_append, torch.zeros(0, 2, 8), heads, heads, *tables, keys, values, slots).shape == (0, 2, 8)
+    assert keys.isnan().all()
 
 
 def test_the_operators_are_registered_properly_and_compile():
     x, weight = torch.randn(3, 8), torch.randn(8)
+    query, key, keys = torch.randn(3, 2, 8), torch.randn(3, 1, 8), torch.randn(9, 1, 8)
+    slots = torch.tensor([4, 1, 7])
     calls = [
         (fused_layers._rms_norm, (x, weight, EPSILON, 0.0, False)),
         (fused_layers._add_rms_norm, (x, torch.randn(3, 8), weight, EPSILON, 1.0, True)),
         (fused_layers._gated_activation, (x, torch.randn(3, 8), "silu")),
-        (fused_layers._rotate, (torch.randn(3, 2, 8), torch.randn(3, 1, 8), x, torch.randn(3, 8))),
+        (fused_layers._rotate_append, (query, key, key.clone(), x, torch.randn(3, 8), keys, keys.clone(), slots)),
     ]
     for operator, arguments in calls:
         library.opcheck(operator.portable, arguments)

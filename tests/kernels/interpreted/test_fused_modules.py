@@ -29,7 +29,7 @@ KINDS = {
     "cohere": {"gates": 2},
     "gpt2": {},
 }
-RUN = {"norms": "rms_norm", "rotations": "rotate", "gates": "gated_activation", "sums": "add_rms_norm"}
+RUN = {"norms": "rms_norm", "rotations": "rotate_append", "gates": "gated_activation", "sums": "add_rms_norm"}
 
 
 def fused(model):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from arbordraft.decoding.static.bucket import Bucket
+from arbordraft.kernels.fused_layers import rotate_append
 from arbordraft.kernels.gumbel import gumbel_argmax
 from arbordraft.kernels.kv_cache import append, compact_rows
 from arbordraft.kernels.ragged_tree_attention import attend
@@ -24,7 +25,7 @@ from arbordraft.kernels.verify import row_max_reference
 from arbordraft.kernels.verify.tops import take_tops
 from arbordraft.kernels.verify.tree import verify_tree, walk
 from arbordraft.sampling.processors import LogitsPipeline, truncated
-from arbordraft.target.attention import AttentionCall
+from arbordraft.target.attention import AttentionCall, Tables
 from arbordraft.target.model import RaggedModel
 
 Pools = Sequence[Tensor]  # keys and values of layer 0, of layer 1, ...: [P, Hkv, D] each
@@ -62,9 +63,14 @@ class StaticForward:
     behind: nn.Module | None = None
     last: Any = None
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, tables: Tables | None = None
+    ) -> Tensor:
         keys, values = self.pools[2 * layer : 2 * layer + 2]
-        append(keys, values, key, value, self.slots)
+        if tables is None:
+            append(keys, values, key, value, self.slots)
+        else:
+            query = rotate_append(query, key, value, *tables, keys, values, self.slots)
         # An operator always, as the reference reads the layout's numbers; the C++ kernel knows few sizes of heads.
         run = attend.default if query.is_cuda else attend.portable
         return run(
