@@ -73,21 +73,23 @@ class StepRow:
 
     Args:
         steps: ``transformers``, ``eager`` or ``recorded``.
+        kernels: of the layers, ``torch`` or ``triton``; see ``RaggedModel``.
         drafts: of every sample, ``none`` or those of an EAGLE head.
         rows: rows of the target's forward, padding included; 0 where they are those of the trees.
         ms: median of a step's milliseconds, from one verdict (or token) to the next.
-        kernels: that a step runs on the GPU.
+        launches: kernels that a step runs on the GPU.
         busy_ms: sum of their times.
         first_s: seconds of the first few steps, in which kernels are compiled and graphs recorded.
     """
 
     model: str
     steps: str
+    kernels: str
     drafts: str
     batch: int
     rows: int
     ms: float
-    kernels: float | None = None
+    launches: float | None = None
     busy_ms: float | None = None
     first_s: float | None = None
 
@@ -138,28 +140,34 @@ def measured(
 
         return decode
 
-    def row(how: str, drafts: str, padded: int, decode: Callable[[int], list[float]]) -> StepRow:
+    def row(how: str, kernels: str, drafts: str, padded: int, decode: Callable[[int], list[float]]) -> StepRow:
         begun = time.perf_counter()
         decode(3)
         first = time.perf_counter() - begun
         between = [end - begin for begin, end in pairwise(decode(steps + 2)[1:])]
-        kernels, busy = _profile(decode) if profiled else (None, None)
-        return StepRow(name, how, drafts, batch, padded, 1e3 * median(between), kernels, busy, first)
+        launches, busy = _profile(decode) if profiled else (None, None)
+        return StepRow(name, how, kernels, drafts, batch, padded, 1e3 * median(between), launches, busy, first)
 
     if batch == 1:  # it streams one sample
-        yield row("transformers", "none", 1, plain)
-    target = RaggedModel(model, kernels="torch", self_test=False)
+        yield row("transformers", "torch", "none", 1, plain)
+    own = RaggedModel(model, kernels="torch", self_test=False)
+    target = RaggedModel(model, kernels="triton", self_test=False) if device.type == "cuda" else own
+    kernels = target.backend
     layers = model.config.num_hidden_layers
     tokens = range(min(DRAFT_VOCABULARY, model.config.vocab_size))
     head = EagleHead.for_target(model, list(tokens), hidden_layers=sorted({1, layers // 2, layers - 1}))
     head.to(device, model.dtype)
-    yield row("eager", "none", batch, by(SpeculativeDecoder(target, NoDrafter(), buckets=None)))
+    for each in dict.fromkeys((own, target)):
+        yield row("eager", each.backend, "none", batch, by(SpeculativeDecoder(each, NoDrafter(), buckets=None)))
+    if kernels != "torch":
+        decoder = SpeculativeDecoder(own, NoDrafter(), buckets=(batch,))
+        yield row("recorded", "torch", "none", batch, by(decoder))
     for count in rows:
         decoder = SpeculativeDecoder(target, NoDrafter(), buckets=(max(batch, count),))
-        yield row("recorded", "none", max(batch, count), by(decoder))
+        yield row("recorded", kernels, "none", max(batch, count), by(decoder))
     for drafts, tree in (("chain of 4", TreeTopology.chain(4)), ("tree of 20", TreeTopology.from_k_config((4, 2, 1)))):
         decoder = SpeculativeDecoder(target, EagleDrafter(head, target), tree, buckets=(batch * tree.num_nodes,))
-        yield row("recorded", drafts, batch * tree.num_nodes, by(decoder))
+        yield row("recorded", kernels, drafts, batch * tree.num_nodes, by(decoder))
 
 
 def _model(name: str, device: torch.device) -> LlamaForCausalLM:
@@ -184,11 +192,13 @@ def _profile(decode: Callable[[int], list[float]]) -> tuple[float, float]:
         found: Counter[str] = Counter()
         for event in profiler.events() or ():
             if event.device_type == torch.autograd.DeviceType.CUDA:
-                found.update(kernels=1, microseconds=event.device_time_total)
+                found.update(launches=1, microseconds=event.device_time_total)
         return found
 
     few, many = spent(2), spent(2 + PROFILED)
-    return (many["kernels"] - few["kernels"]) / PROFILED, (many["microseconds"] - few["microseconds"]) / PROFILED / 1e3
+    return (many["launches"] - few["launches"]) / PROFILED, (
+        many["microseconds"] - few["microseconds"]
+    ) / PROFILED / 1e3
 
 
 def main(

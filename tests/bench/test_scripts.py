@@ -145,6 +145,6 @@ def test_steps_of_shapes_run_whole_without_a_gpu(tmp_path):
         *[("transformers", 1), ("eager", 1), ("recorded", 2)],
         *[("recorded", 5), ("recorded", 21)],
     ]
-    assert all(row["ms"] > 0 and row["kernels"] is None for row in found)
+    assert all(row["ms"] > 0 and row["launches"] is None for row in found)
     with pytest.raises(typer.BadParameter, match="is none of llama"):
         script.main(model=["gpt"], json=None)

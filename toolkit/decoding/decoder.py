@@ -116,7 +116,7 @@ class SpeculativeDecoder(nn.Module):
         if compiler is not None and (automatic or buckets is None):
             raise ValueError("compiler is for steps of fixed shapes: say which, with buckets=(8, 16, 32, 64)")
         self.static: StaticStepping | None = None
-        if automatic and self.target.backend == "torch":
+        if automatic and self.target.backend != "native":
             self.static = StaticStepping(*self.parts[:4], DEFAULT_BUCKETS, automatic=True)
         elif not automatic and buckets is not None:
             self.static = StaticStepping(*self.parts[:4], buckets, compiler)  # type: ignore[arg-type]
