@@ -84,6 +84,12 @@ def test_steps_of_fixed_shapes_run_them(compiler):
     assert found[0] == found[1]
 
 
+def test_steps_are_recorded_by_default_on_a_gpu():
+    decoder = SpeculativeDecoder(fused(small()), NGramDrafter(), TreeTopology.chain(2))
+    assert decoder.static is not None
+    assert decoder.static.automatic
+
+
 # What users do to their models
 
 
