@@ -196,9 +196,8 @@ def _profile(decode: Callable[[int], list[float]]) -> tuple[float, float]:
         return found
 
     few, many = spent(2), spent(2 + PROFILED)
-    return (many["launches"] - few["launches"]) / PROFILED, (
-        many["microseconds"] - few["microseconds"]
-    ) / PROFILED / 1e3
+    many.subtract(few)
+    return many["launches"] / PROFILED, many["microseconds"] / PROFILED / 1e3
 
 
 def main(

@@ -170,8 +170,10 @@ def target(architecture: str, kernels: str) -> RaggedModel:
 
 
 def wrapped(model: Any, kernels: str, tokens: PreTrainedTokenizerFast | None = None) -> RaggedModel:
-    """A model where it is to run; the C++ kernels run on a CPU only."""
-    return RaggedModel(model.to(_device), tokens, kernels=kernels if _device == "cpu" else "torch")
+    """A model where it is to run; the C++ kernels run on a CPU only, Triton's on a GPU only."""
+    if _device != "cpu" and kernels == "native":
+        kernels = "triton"
+    return RaggedModel(model.to(_device), tokens, kernels=kernels)
 
 
 def similar(architecture: str) -> Any:
