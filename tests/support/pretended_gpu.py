@@ -128,8 +128,9 @@ def _computed(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         found = operator(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
     else:
         found = operator(*args, **kwargs)
-    if operator._schema.is_mutable and isinstance(found, Tensor) and isinstance(first, Tensor):
-        return first
+    returns = operator._schema.returns
+    if returns and returns[0].alias_info is not None and returns[0].alias_info.is_write:
+        return first  # what was computed in place
     if not to_device:
         return found
     return tree_map_only(Tensor, lambda out: out if isinstance(out, OnDevice) else OnDevice(out), found)
