@@ -10,9 +10,8 @@ from typing import Any
 from arbordraft.checkpoints.reader import read_config
 from arbordraft.exports.engines.draft_model import write_draft_model
 from arbordraft.exports.engines.eagle3 import eagle3, speculators
-from arbordraft.exports.engines.layout import Layout
 from arbordraft.exports.engines.medusa import medusa
-from arbordraft.exports.engines.target import Target, describe_target
+from arbordraft.exports.engines.target import describe_target
 from arbordraft.exports.folder import Export, contents
 from arbordraft.heads.block import BlockConfig, BlockHead
 from arbordraft.heads.eagle import EagleConfig, EagleHead
@@ -77,8 +76,16 @@ def export_engine(
         described = describe_target(name)
         card = _card(engine, kind, layout, described.name, speculative_tokens)
         tell("reading, checking and writing the drafter")
-        if kind in (EAGLE, BLOCK, MEDUSA):
-            _head_layout(engine, kind, drafter, layout, described, speculative_tokens, dtype, card).write(staging)
+        options = {"dtype": dtype or "auto"}
+        if kind == MEDUSA:
+            medusa(MedusaHead.from_pretrained(drafter, **options), described, card).write(staging)
+        elif kind in (EAGLE, BLOCK):
+            head = (BlockHead if kind == BLOCK else EagleHead).from_pretrained(drafter, **options)
+            _check_length(head, speculative_tokens)
+            if layout == "speculators":
+                speculators(head, described, speculative_tokens, card).write(staging)
+            else:
+                eagle3(head, described, engine, card).write(staging)
         else:
             write_draft_model(Path(drafter), staging, described, card)
         written = contents(staging)
@@ -89,28 +96,12 @@ export_vllm = partial(export_engine, "vllm")
 export_sglang = partial(export_engine, "sglang")
 
 
-def _head_layout(
-    engine: str,
-    kind: str,
-    drafter: str | os.PathLike[str],
-    layout: str,
-    target: Target,
-    speculative_tokens: int,
-    dtype: str | None,
-    card: str,
-) -> Layout:
-    if kind == MEDUSA:
-        heads = MedusaHead.from_pretrained(drafter, dtype=dtype or "auto")
-        return medusa(heads, target, card)
-    head = (BlockHead if kind == BLOCK else EagleHead).from_pretrained(drafter, dtype=dtype or "auto")
+def _check_length(head: EagleHead, speculative_tokens: int) -> None:
     if isinstance(head, BlockHead) and speculative_tokens > head.config.block_size:
         raise ValueError(
             f"the head looks {head.config.block_size} tokens ahead, and chains of {speculative_tokens} are wanted: "
             "name fewer with --speculative-tokens"
         )
-    if layout == "speculators":
-        return speculators(head, target, speculative_tokens, card)
-    return eagle3(head, target, engine, card)
 
 
 def _check_request(
