@@ -9,6 +9,7 @@ vocabulary, V vocabulary, N draft heads.
 
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -127,24 +128,26 @@ class OnnxModel(OnnxNetwork):
             self._run({"input_ids": tokens}, batch, cache)
 
 
-class OnnxEagle(OnnxNetwork):
-    """An EAGLE head, where a drafter runs an :class:`~arbordraft.heads.eagle.EagleHead`.
+class _OnnxHead(OnnxNetwork):
+    """A head on hidden states of the target, of which a second graph, ``fuse``, makes its input."""
 
-    A second graph, ``fuse``, makes its input from the target's hidden states.
-    """
-
-    def __init__(self, graph: Graph, fuse: Graph, target: RaggedModel) -> None:
+    def __init__(self, graph: Graph, fuse: Graph, target: RaggedModel, **settings: Any) -> None:
         super().__init__(graph, target)
         self.config = SimpleNamespace(
             hidden_layers=graph.about["hidden_layers"],
             acceptance=self.acceptance,
             max_position_embeddings=graph.about["max_positions"],
+            **settings,
         )
         self._run, self._fuse = RaggedGraph(graph), fuse
 
     def fuse(self, states: Tensor) -> Tensor:
         """``[T, F]`` of the target to ``[T, H]``."""
         return self._fuse.run({"hidden_states": states[None].float()})["fused"][0]
+
+
+class OnnxEagle(_OnnxHead):
+    """An EAGLE head, where a drafter runs an :class:`~arbordraft.heads.eagle.EagleHead`."""
 
     def forward(
         self, tokens: Tensor, hidden: Tensor, batch: RaggedBatch, cache: RaggedKVCache, rows: Tensor | None = None
@@ -175,28 +178,16 @@ class OnnxMedusa(OnnxNetwork):
         return prepared[:, head]
 
 
-class OnnxBlock(OnnxNetwork):
+class OnnxBlock(_OnnxHead):
     """A block head, where a drafter runs a :class:`~arbordraft.heads.block.BlockHead`.
 
-    ``fuse`` makes its input from the target's hidden states, as for an EAGLE head; ``markov`` is the Markov term of
-    tokens, ``None`` if the head has none.
+    ``markov`` is the Markov term of tokens, ``None`` if the head has none.
     """
 
     def __init__(self, graph: Graph, fuse: Graph, markov: Graph | None, target: RaggedModel) -> None:
-        super().__init__(graph, target)
-        self.config = SimpleNamespace(
-            hidden_layers=graph.about["hidden_layers"],
-            acceptance=self.acceptance,
-            max_position_embeddings=graph.about["max_positions"],
-            block_size=int(graph.about["block_size"]),
-            markov_rank=int(graph.about["markov_rank"]),
-            mask_token_id=graph.about["mask_token_id"],
-        )
-        self._run, self._fuse, self._markov = RaggedGraph(graph), fuse, markov
-
-    def fuse(self, states: Tensor) -> Tensor:
-        """``[T, F]`` of the target to ``[T, H]``."""
-        return self._fuse.run({"hidden_states": states[None].float()})["fused"][0]
+        names = ("block_size", "markov_rank", "mask_token_id")
+        super().__init__(graph, fuse, target, **{name: graph.about[name] for name in names})
+        self._markov = markov
 
     def store(self, tokens: Tensor, hidden: Tensor, batch: RaggedBatch, cache: RaggedKVCache) -> None:
         """Writes the keys and values of slots."""
