@@ -16,7 +16,9 @@ from arbordraft.kernels.verify.reference import CHUNK
 _INDEX = 8  # bytes of an int64
 _FLOAT = 4  # bytes of a float32, draft probabilities among them
 _SCORES = 4096  # that a program of tree_expand or gumbel_draw reads
-_COMPARISONS = 8 * 16  # passes over a row in search of a threshold, and pivots of each
+_SEGMENT = 32  # scores of which tree_expand keeps the highest at first
+_PIVOTS = 4  # of lowest_kept
+_DIRECT = 2 * CHUNK  # the largest vocabulary that lowest_kept searches at once
 _BOUNDS = 10  # float32 operations per token to bound its noise; those of integers are not counted
 _NOISE = 68  # float64 operations per token, three of which are quotients
 
@@ -123,8 +125,14 @@ def left_pick(nodes: int, drawn: int, special: int, itemsize: int) -> Work:
 
 
 def lowest_kept(rows: int, vocabulary: int, itemsize: int) -> Work:
-    """Thresholds of top-k or top-p: a comparison, a choice and two sums per token, pivot and pass."""
-    return Work(rows * (vocabulary * itemsize + 2 * _FLOAT), 4 * _COMPARISONS * rows * vocabulary)
+    """Thresholds of top-k or top-p: three operations per token and pivot, two for its probability, six to collect it.
+
+    The scores that are collected are written and read besides: how many there are depends on them.
+    """
+    chunks = -(-vocabulary // CHUNK)
+    between = 2 * (_PIVOTS * chunks + chunks + 4) * _FLOAT  # sums above pivots, sizes of lists, an interval
+    moved = vocabulary * itemsize + 2 * _FLOAT + (between if vocabulary > _DIRECT else 0)
+    return Work(rows * moved, (3 * _PIVOTS + 8) * rows * vocabulary)
 
 
 def gumbel_noise(rows: int, vocabulary: int) -> Work:
@@ -141,8 +149,9 @@ def gumbel_draw(rows: int, vocabulary: int, itemsize: int, *, truncated: bool = 
 
 def tree_expand(rows: int, vocabulary: int, children: int, itemsize: int) -> Work:
     """Children of the nodes of a level: four operations per score, and those of sorting are comparisons."""
-    chunks, wide = -(-vocabulary // _SCORES), max(2, 1 << (children - 1).bit_length())
-    between = 2 * chunks * (wide * _INDEX + 2 * _FLOAT)  # keys, maxima and sums of chunks, written and read
+    chunks = -(-vocabulary // _SCORES)
+    block = max(_SEGMENT, min(_SCORES, 1 << (vocabulary - 1).bit_length()))
+    between = 2 * chunks * (block // _SEGMENT + 2) * _FLOAT  # maxima of segments; maxima and sums of chunks
     made = children * (_INDEX + _FLOAT)
     return Work(rows * (vocabulary * itemsize + between + made), 4 * rows * vocabulary)
 

@@ -66,7 +66,7 @@ keep_lowest = Operator(  # given the logarithms of the sums of exponentials, whi
     "lowest_kept(Tensor scores, Tensor lse, int count, float mass) -> Tensor",
     lambda scores, lse, count, mass: lowest_kept_reference(scores, count, mass),
     lambda scores, *_: _per_row(scores),
-    triton=f"{_TRITON}lowest_kept",
+    triton="arbordraft.kernels.verify.truncation:launch_lowest_kept",
     triton_takes=SINGLE,
 )
 

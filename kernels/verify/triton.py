@@ -18,8 +18,6 @@ from torch import Tensor
 
 from arbordraft.kernels.verify.reference import CHUNK
 
-PIVOTS = 16
-STEPS = 8  # passes that narrow less than 2**32 values to one, 17-fold each
 _NOWHERE: tl.constexpr = tl.constexpr(2147483647)
 
 
@@ -94,45 +92,6 @@ def left_pick(
     tl.store(TOKEN + node, tl.where(first == _NOWHERE, last, first))
 
 
-@triton.jit
-def lowest_kept(
-    SCORES, LSE, LOWEST, stride_s, vocabulary, count, mass, PIVOTS: tl.constexpr, STEPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The lowest score that top-k or top-p keeps of one row, found without sorting.
-
-    What lies above a value, in number and in probability, falls with the value. So the lowest value that has little
-    enough above it can be searched for, on the integers that order as the float32 do: each pass over the row
-    narrows the interval PIVOTS + 1 times.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    lse = tl.load(LSE + row)
-    low = tl.full([1], -2139095041, tl.int64)  # -inf: the answer is not below
-    high = tl.full([1], 2139095040, tl.int64)  # inf: nothing lies above
-    index = tl.arange(0, PIVOTS).to(tl.int64)
-    for _ in range(STEPS):
-        width = (high - low + 1 + PIVOTS) // (PIVOTS + 1)
-        pivots = tl.minimum(low + (index + 1) * width - 1, high)
-        number = tl.zeros([PIVOTS], tl.int32)
-        probability = tl.zeros([PIVOTS], tl.float32)
-        for begin in range(0, vocabulary, BLOCK):
-            at = begin + tl.arange(0, BLOCK)
-            inside = at < vocabulary
-            x = tl.load(SCORES + row * stride_s + at, mask=inside, other=-float("inf")).to(tl.float32)
-            bits = x.to(tl.int32, bitcast=True)
-            key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-            above = (key[:, None] > pivots.to(tl.int32)[None, :]) & inside[:, None]
-            number += tl.sum(above.to(tl.int32), 0)
-            probability += tl.sum(tl.where(above, tl.exp(x - lse)[:, None], 0.0), 0)
-        keeps = (number < count) | (probability < mass)
-        # It goes on behind the last pivot that keeps too little, up to the first that does not.
-        low = tl.max(tl.where(keeps, low, pivots + 1), 0, keep_dims=True)
-        high = tl.min(tl.where(keeps, pivots, high), 0, keep_dims=True)
-    bits = high.to(tl.int32)
-    value = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
-    tl.store(LOWEST + row + tl.zeros([1], tl.int32), value)
-
-
 def _block(vocabulary: int) -> int:
     """Tokens that a program looks at: a chunk, or all there are."""
     return min(CHUNK, triton.next_power_of_2(vocabulary))
@@ -196,27 +155,13 @@ def launch_left_pick(
     return token
 
 
-def launch_lowest_kept(scores: Tensor, lse: Tensor, count: int, mass: float) -> Tensor:
-    """See :func:`arbordraft.kernels.verify.lowest_kept`."""
-    rows, vocabulary = scores.shape
-    lowest = scores.new_empty(rows, dtype=torch.float32)
-    if rows:
-        lowest_kept[(rows,)](
-            scores, lse, lowest, scores.stride(0), vocabulary, count, mass, PIVOTS=PIVOTS, STEPS=STEPS, BLOCK=1024,
-            num_warps=8,
-        )  # fmt: skip
-    return lowest
-
-
 __all__ = [
     "CHUNK",
     "launch_left_mass",
     "launch_left_pick",
-    "launch_lowest_kept",
     "launch_row_max",
     "launch_row_stats",
     "left_mass",
     "left_pick",
-    "lowest_kept",
     "row_stats",
 ]

@@ -20,6 +20,7 @@ from arbordraft.kernels.ragged_tree_attention import triton as attention
 from arbordraft.kernels.ragged_tree_attention.tiling import choose
 from arbordraft.kernels.tree_expand import triton as tree_expand
 from arbordraft.kernels.verify import triton as verify
+from arbordraft.kernels.verify import truncation
 
 GOLDEN = Path(__file__).parent / "golden" / "triton.json"
 TARGETS = {
@@ -35,8 +36,12 @@ POINTERS = {
     "PART_LSE": "*fp32",
     "SINKS": "*fp32",
     **dict.fromkeys(("LAYOUT", "REGION", "POSITIONS", "WORDS"), "*i64"),
-    **dict.fromkeys(("HIGHEST", "MASS", "LSE", "WEIGHT", "TAKEN", "LEFT", "DRAWN", "LOWEST", "LOG_PROBS"), "*fp32"),
-    **dict.fromkeys(("PLACE", "ROW", "DRAFT_ROW", "SPECIAL", "WHERE", "TOKEN", "TOKENS", "ORDERED"), "*i64"),
+    **dict.fromkeys(
+        ("HIGHEST", "MASS", "MAXIMA", "LSE", "WEIGHT", "TAKEN", "LEFT", "DRAWN", "LOWEST", "LOG_PROBS"), "*fp32"
+    ),
+    **dict.fromkeys(("NUMBER", "INTERVAL", "FOUND"), "*i32"),
+    **dict.fromkeys(("ABOVE", "HELD"), "*fp32"),
+    **dict.fromkeys(("PLACE", "ROW", "DRAFT_ROW", "SPECIAL", "WHERE", "TOKEN", "TOKENS"), "*i64"),
     **dict.fromkeys(("SLOTS", "POOLS", "SIZES", "SOURCE", "DESTINATION", "FIRST", "SEEDS"), "*i64"),
 }
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -60,7 +65,7 @@ def compiled(kernel, target, dtype, constants, *, warps, stages=2, fusion=True):
         else POINTERS.get(name, f"*{dtype}")
         if name.isupper()
         else "fp32"
-        if name in ("scale", "softcap", "mass", "temperature", "epsilon")
+        if name in ("scale", "softcap", "mass", "temperature", "epsilon", "first", "spacing")
         else "i32"
         for name in kernel.arg_names
     }
@@ -166,12 +171,19 @@ def cases(target):
     yield "row_stats", (verify.row_stats, target, "bf16", rows), {"warps": 8}
     yield "left_mass", (verify.left_mass, target, "fp32", rows | {"K": 4}), {"warps": 8}
     yield "left_pick", (verify.left_pick, target, "fp32", {"K": 4, "BLOCK": verify.CHUNK}), {"warps": 8}
-    search = {"PIVOTS": verify.PIVOTS, "STEPS": verify.STEPS, "BLOCK": 1024}
-    yield "lowest_kept", (verify.lowest_kept, target, "fp32", search), {"warps": 8}
-    top = {"K": 8, "CHUNKS": 32, "BLOCK": tree_expand.BLOCK}
-    yield "top_of_chunk", (tree_expand.top_of_chunk, target, "bf16", top), {"warps": 8}
-    merged = {"K": 8, "CHUNKS": 32, "WIDE": 256, "PARTS": 32}
-    yield "merge_chunks", (tree_expand.merge_chunks, target, "bf16", merged), {"warps": 4}
+    search = {"COUNTED": True, "MASSED": True, "CHUNKS": 32}
+    summed = search | {"PIVOTS": truncation.PIVOTS}
+    yield "sum_above", (truncation.sum_above, target, "bf16", summed | {"BLOCK": verify.CHUNK}), {"warps": 4}
+    listed = summed | {"SHIFT": 16, "PARTS": 32, "ROOM": truncation.ROOM, "SEGMENT": truncation.SEGMENT}
+    listed |= {"SEGMENTS": verify.CHUNK // truncation.SEGMENT, "GROUP": truncation.GROUP}
+    yield "collect", (truncation.collect, target, "bf16", listed), {"warps": 4}
+    tiles = {"SHIFT": 0, "DIRECT": False, "PARTS": 32, "ROOM": truncation.ROOM, "SIZE": verify.CHUNK, "WIDE": 128}
+    yield "lowest_kept", (truncation.lowest_kept, target, "fp32", search | tiles), {"warps": 8}
+    top = {"CHUNKS": 32, "SEGMENT": tree_expand.SEGMENT}
+    chunk = top | {"BLOCK": tree_expand.BLOCK}
+    yield "maxima_of_chunk", (tree_expand.maxima_of_chunk, target, "bf16", chunk), {"warps": 4}
+    best = top | {"K": 8, "SEGMENTS": 4096, "WIDE": 4096, "PARTS": 32}
+    yield "children_of_row", (tree_expand.children_of_row, target, "bf16", best), {"warps": 8}
     made = {"BLOCK": gumbel.NOISE_BLOCK}
     yield "gumbel_noise", (gumbel.gumbel_noise, target, "fp64", made), options(gumbel.NOISE_OPTIONS)
     drawn = {"TRUNCATED": True, "CHUNKS": 32, "BLOCK": gumbel.DRAW_BLOCK}

@@ -8,6 +8,7 @@ from torch.testing import assert_close
 from arbordraft.kernels import choice
 from arbordraft.kernels.tree_expand import tree_expand, tree_expand_reference
 from arbordraft.kernels.verify import lowest_kept, lowest_kept_reference
+from arbordraft.kernels.verify.truncation import DIRECT
 
 
 def rows(vocabulary, dtype=torch.float32, count=3, seed=0):
@@ -23,6 +24,7 @@ def rows(vocabulary, dtype=torch.float32, count=3, seed=0):
         (4097, 3, torch.float32),
         (4097, 3, torch.float16),
         (8300, 1, torch.float32),
+        (5000, 40, torch.float32),
     ],
     ids=str,
 )
@@ -66,6 +68,38 @@ def test_truncation_without_sorting(guarded, vocabulary, count, mass):
         lowest = lowest_kept(scores, count, mass)
     expected = lowest_kept_reference(scores, count, mass)
     assert torch.equal(scores >= lowest[:, None], scores >= expected[:, None])
+    assert torch.equal(lowest, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("count", "mass"), [(50, 0.0), (0, 0.9), (40, 0.3)])
+def test_truncation_of_large_vocabularies(guarded, count, mass, dtype):
+    """Where scores are collected in lists, and where there are too many of them."""
+    scores = rows(DIRECT + 1, count=6)
+    scores[1] /= 30  # nearly flat: too many for the lists
+    scores[2] = 0
+    scores[3, 5:] -= 100  # few of any probability
+    scores[4, : DIRECT - 20] = -torch.inf
+    scores[5, 4000:4900] += 20  # as many as the lists hold, neighbours in one chunk
+    scores = scores.to(dtype)
+    with choice.use("triton"):
+        lowest = lowest_kept(scores, count, mass)
+    assert torch.equal(lowest, lowest_kept_reference(scores, count, mass))
+
+
+@pytest.mark.parametrize("vocabulary", [7, DIRECT + 1])
+@pytest.mark.parametrize(("count", "mass"), [(3, 0.0), (2, 0.9)])
+def test_truncation_of_what_is_no_number(guarded, vocabulary, count, mass):
+    """NaN is above all, as in a sort, and has no probability; infinity neither."""
+    scores = rows(vocabulary, count=5)
+    scores[0, 3] = torch.nan
+    scores[1, 2:5] = torch.nan
+    scores[2].view(torch.int32)[1:3] = -1  # NaN with a sign
+    scores[3, 1] = torch.inf
+    scores[4] = -torch.inf
+    with choice.use("triton"):
+        lowest = lowest_kept(scores, count, mass)
+    assert_close(lowest, lowest_kept_reference(scores, count, mass), rtol=0, atol=0, equal_nan=True)
 
 
 def test_the_operator_is_registered_properly_and_compiles():

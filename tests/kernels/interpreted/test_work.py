@@ -123,6 +123,17 @@ def test_truncation(touched, vocabulary):
     assert moved(touched) == work.lowest_kept(2, vocabulary, 2).bytes
 
 
+@pytest.mark.parametrize(("count", "mass"), [(5, 0.0), (0, 0.9)])
+def test_truncation_by_lists(touched, count, mass):
+    """Seven scores of each row are collected, all others being far below."""
+    vocabulary = 2 * CHUNK + 130
+    scores = torch.full((2, vocabulary), -30.0).half()
+    scores[:, ::1200] = -2.0
+    keep_lowest(scores, scores.float().logsumexp(dim=-1), count, mass)
+    collected = 2 * 2 * 7 * 2  # written and read, rows, scores, bytes
+    assert moved(touched) == work.lowest_kept(2, vocabulary, 2).bytes + collected
+
+
 @pytest.mark.parametrize("children", [1, 3])
 def test_expansion(touched, children):
     rows, vocabulary = 2, CHUNK + 130
