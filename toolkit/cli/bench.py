@@ -1,8 +1,8 @@
 """``arbordraft bench``: measurements of whole decoders, each of which prints tables and writes JSON."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -49,80 +49,54 @@ def drafters_of(names: Sequence[str], target: RaggedModel) -> dict[str, Drafter]
 
 def _in_turns(
     suite: Callable[[RaggedModel, Mapping[str, Drafter], Workload], Mapping[str, SpeculativeDecoder | Decode]],
-    sizes: Iterable[Workload],
-    json: Path | None,
-    png: Path | None,
-    model: str,
-    dtype: Dtype,
-    drafter: Sequence[str],
-) -> None:
-    """Decodes every workload with the decoders of a suite, in turns."""
-    with Report(json, png, model=model, dtype=dtype, drafter=drafter) as report:
-        target, _ = load_target(model, dtype)
-        drafters = drafters_of(drafter, target)
-        for workload in sizes:
-            report.decode(target, suite(target, drafters, workload), workload)
+    usual_batches: str,
+    usual_temperatures: str,
+    usual_repeats: int,
+    usual_drafters: Any = ...,
+    fit: Callable[[Workload], Workload] = lambda workload: workload,
+) -> Callable[..., None]:
+    """Makes the command that decodes workloads with the decoders of a suite, in turns; ``...`` is no default."""
+
+    def command(
+        drafter: DraftersOption = usual_drafters,
+        model: ModelOption = "smollm2",
+        dtype: DtypeOption = Dtype.bfloat16,
+        prompts: PromptsOption = None,
+        limit: LimitOption = None,
+        new_tokens: NewTokensOption = 128,
+        batches: BatchesOption = usual_batches,
+        temperatures: TemperaturesOption = usual_temperatures,
+        repeats: RepeatsOption = usual_repeats,
+        seed: SeedOption = 0,
+        json: JsonOption = None,
+        png: PngOption = None,
+    ) -> None:
+        sizes = workloads(prompts, limit, batches, temperatures, new_tokens=new_tokens, repeats=repeats, seed=seed)
+        with Report(json, png, model=model, dtype=dtype, drafter=drafter) as report:
+            target, _ = load_target(model, dtype)
+            drafters = drafters_of(drafter, target)
+            for workload in map(fit, sizes):
+                report.decode(target, suite(target, drafters, workload), workload)
+
+    return command
 
 
-@app.command()
-def decode(
-    drafter: DraftersOption,
-    model: ModelOption = "smollm2",
-    dtype: DtypeOption = Dtype.bfloat16,
-    prompts: PromptsOption = None,
-    limit: LimitOption = None,
-    new_tokens: NewTokensOption = 128,
-    batches: BatchesOption = "8",
-    temperatures: TemperaturesOption = "0,1",
-    repeats: RepeatsOption = 1,
-    seed: SeedOption = 0,
-    json: JsonOption = None,
-    png: PngOption = None,
-) -> None:
-    """Measure what drafters gain over plain decoding: lookups, chains, trees, and lookups with trees behind them."""
-    sizes = workloads(prompts, limit, batches, temperatures, new_tokens=new_tokens, repeats=repeats, seed=seed)
-    _in_turns(suites.drafter_gain, sizes, json, png, model, dtype, drafter)
-
-
-@app.command()
-def policy(
-    drafter: DraftersOption,
-    model: ModelOption = "smollm2",
-    dtype: DtypeOption = Dtype.bfloat16,
-    prompts: PromptsOption = None,
-    limit: LimitOption = None,
-    new_tokens: NewTokensOption = 128,
-    batches: BatchesOption = "1,2,4,8,16",
-    temperatures: TemperaturesOption = "0,1",
-    repeats: RepeatsOption = 5,
-    seed: SeedOption = 0,
-    json: JsonOption = None,
-    png: PngOption = None,
-) -> None:
-    """Measure drafting as far as it pays, the default, against plain decoding: none of it should be slower."""
-    sizes = workloads(prompts, limit, batches, temperatures, new_tokens=new_tokens, repeats=repeats, seed=seed)
-    whole = map(suites.whole_batches, sizes)
-    _in_turns(lambda target, drafters, _: suites.policy(target, drafters), whole, json, png, model, dtype, drafter)
-
-
-@app.command()
-def compare(
-    drafter: DraftersOption = [],  # noqa: B006
-    model: ModelOption = "smollm2",
-    dtype: DtypeOption = Dtype.bfloat16,
-    prompts: PromptsOption = None,
-    limit: LimitOption = None,
-    new_tokens: NewTokensOption = 128,
-    batches: BatchesOption = "1",
-    temperatures: TemperaturesOption = "0",
-    repeats: RepeatsOption = 3,
-    seed: SeedOption = 0,
-    json: JsonOption = None,
-    png: PngOption = None,
-) -> None:
-    """Measure arbordraft against transformers: ``generate``, prompt lookup and, with a draft model, assistance."""
-    sizes = workloads(prompts, limit, batches, temperatures, new_tokens=new_tokens, repeats=repeats, seed=seed)
-    _in_turns(suites.against_transformers, sizes, json, png, model, dtype, drafter)
+app.command(
+    "decode",
+    help="Measure what drafters gain over plain decoding: lookups, chains, trees, and lookups with trees behind them.",
+)(_in_turns(suites.drafter_gain, "8", "0,1", 1))
+app.command(
+    "policy",
+    help="Measure drafting as far as it pays, the default, against plain decoding: none of it should be slower.",
+)(
+    _in_turns(
+        lambda target, drafters, _: suites.policy(target, drafters), "1,2,4,8,16", "0,1", 5, fit=suites.whole_batches
+    )
+)
+app.command(
+    "compare",
+    help="Measure arbordraft against transformers: ``generate``, prompt lookup and, with a draft model, assistance.",
+)(_in_turns(suites.against_transformers, "1", "0", 3, []))
 
 
 @app.command()
