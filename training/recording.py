@@ -44,7 +44,7 @@ class WholeCheckpoints(TorchCheckpointIO):  # type: ignore[misc]  # Lightning is
 class Recorder(Callback):  # type: ignore[misc]  # Lightning is not type-checked here
     """Publishes the best network after every validation and tells the trackers what they should know.
 
-    The module in training offers ``save(folder)``, ``card(metrics)``, ``tables()`` and ``figures(curve)``.
+    The module in training is a :class:`~arbordraft.training.module.DistillationModule`.
 
     Args:
         output: folder for results: ``best/`` with the network and how it was trained, ``curve.json`` with the metrics

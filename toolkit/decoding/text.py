@@ -186,9 +186,8 @@ class TextStream(Iterator[str]):
 
     def __init__(self, generate: "Generate", pieces: Pieces, criteria: Sequence[Any] = ()) -> None:
         self._stats: list[DecodeStats] = []
-        self._pieces = _follow(
-            generate, pieces, criteria, self._stats
-        )  # knows nothing of self, which would keep it alive
+        # It knows nothing of self, which would keep it alive.
+        self._pieces = _follow(generate, pieces, criteria, self._stats)
 
     @property
     def stats(self) -> DecodeStats | None:
@@ -204,15 +203,14 @@ class TextStream(Iterator[str]):
 
 
 def _follow(generate: "Generate", pieces: Pieces, criteria: Sequence[Any], stats: list[DecodeStats]) -> Generator[str]:
-    arrived: SimpleQueue[list[int] | BaseException | None] = SimpleQueue()
-    closed = threading.Event()
+    arrived, closed = _Arrived(), threading.Event()
 
     def over(input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         return torch.full((len(input_ids),), closed.is_set() or not threading.main_thread().is_alive())
 
     def work() -> None:
         try:
-            stats.append(generate(streamer=_Sink(arrived), stopping_criteria=[*criteria, over]).stats)
+            stats.append(generate(streamer=arrived, stopping_criteria=[*criteria, over]).stats)
         except BaseException as error:  # belongs to whoever reads
             arrived.put(error)
         finally:
@@ -220,12 +218,14 @@ def _follow(generate: "Generate", pieces: Pieces, criteria: Sequence[Any], stats
 
     thread = threading.Thread(target=work, name="arbordraft-text")
     thread.start()
+    begun = False  # the prompt comes first
     try:
         while (item := arrived.get()) is not None:
             if isinstance(item, BaseException):
                 raise item
-            if piece := pieces.add(item):
+            if begun and (piece := pieces.add(item.tolist())):
                 yield piece
+            begun = True
         if piece := pieces.end():
             yield piece
     finally:
@@ -233,16 +233,8 @@ def _follow(generate: "Generate", pieces: Pieces, criteria: Sequence[Any], stats
         thread.join()
 
 
-class _Sink:
-    """A streamer that hands new tokens on, and not the prompt, which comes first."""
-
-    def __init__(self, arrived: "SimpleQueue[list[int] | BaseException | None]") -> None:
-        self._arrived, self._begun = arrived, False
-
-    def put(self, tokens: Tensor) -> None:
-        if self._begun:
-            self._arrived.put(tokens.tolist())
-        self._begun = True
+class _Arrived(SimpleQueue[Any]):
+    """A streamer that another thread reads: tokens, an error, and None at the end."""
 
     def end(self) -> None:
         """Nothing: the thread says when it ends, also by an error."""
