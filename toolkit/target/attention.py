@@ -23,6 +23,7 @@ _IGNORED = frozenset({"cache_position", "dropout", "is_causal", "logits_to_keep"
 
 
 Tables = tuple[Tensor, Tensor]  # cosines and sines of packed rows, [T, D] each
+Ahead = tuple[nn.Module, Tensor, Tensor]  # a norm, what it was taken of, and what came out
 
 
 class UnsupportedModel(ValueError):
@@ -57,6 +58,7 @@ class Attending(Protocol):
     depth: int | None
     behind: nn.Module | None
     last: Any
+    ahead: Ahead | None
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, tables: Tables | None = None
@@ -81,6 +83,7 @@ class Forward:
         depth: run only the first layers, as many as this.
         behind: put this behind them; maps ``[1, T, H]`` to the same.
         last: what the last of these layers returned.
+        ahead: a norm that a layer has taken of its output for the next layer.
     """
 
     batch: RaggedBatch
@@ -91,6 +94,7 @@ class Forward:
     depth: int | None = None
     behind: nn.Module | None = None
     last: Any = None
+    ahead: Ahead | None = None
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, tables: Tables | None = None

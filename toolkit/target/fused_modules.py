@@ -25,8 +25,8 @@ from arbordraft.kernels.fused_layers import (
     rms_norm_reference,
     rotate_reference,
 )
-from arbordraft.target.attention import Attending, AttentionCall, Tables
-from arbordraft.target.model_view import ModelView
+from arbordraft.target.attention import Ahead, Attending, AttentionCall, Tables
+from arbordraft.target.model_view import ModelView, heard
 from arbordraft.target.prepacked.probing import hooked, noise, plain
 
 _ROWS = 3  # of noise
@@ -65,8 +65,8 @@ def fuse(model: Any) -> Counter[str]:
         elif module in calls:
             run, kind = partial(_run_attention, module, module.forward, calls[module]), "rotations"
         elif module in layers:
-            form = norms[module.post_attention_layernorm]
-            run, kind = partial(_run_layer, module, module.forward, form), "sums"
+            form, following = norms[module.post_attention_layernorm], _following(module, layers, norms)
+            run, kind = partial(_run_layer, module, module.forward, form, following), "sums"
         elif activation := _known(_gated_activation, module):
             run, kind = partial(_run_mlp, module, activation), "gates"
         if run is not None:
@@ -143,6 +143,7 @@ class _Recorder:
         self.depth: int | None = None
         self.behind: nn.Module | None = None
         self.last: Any = None
+        self.ahead: Ahead | None = None
         self.seen: list[Tensor] = []
 
     def attend(
@@ -227,19 +228,42 @@ def _is_layer(
     attention, form = parts["self_attn"], norms[parts["post_attention_layernorm"]]
     given = _attention_inputs(attention, calls[attention].dim, dtype)
     expected = layer.forward(**given, ragged=_Recorder())
-    return torch.equal(_run_layer(layer, layer.forward, form, **given, ragged=_Recorder()), expected)
+    return torch.equal(_run_layer(layer, layer.forward, form, None, **given, ragged=_Recorder()), expected)
+
+
+def _following(layer: Any, layers: list[Any], norms: dict[nn.Module, NormForm]) -> tuple[Any, NormForm] | None:
+    """The norm that a layer's output is given to next, as far as nobody listens in between."""
+    others = layers[layers.index(layer) + 1 :]
+    norm = others[0].input_layernorm if others else None
+    if norm not in norms or hooked(norm) or heard(layer._forward_hooks) or heard(others[0]._forward_pre_hooks):
+        return None
+    return norm, norms[norm]
 
 
 def _run_layer(
-    layer: Any, forward: Callable[..., Any], form: NormForm, hidden_states: Tensor, *others: Any, **kwargs: Any
+    layer: Any,
+    forward: Callable[..., Any],
+    form: NormForm,
+    following: tuple[Any, NormForm] | None,
+    hidden_states: Tensor,
+    *others: Any,
+    ragged: Attending | None = None,
+    **kwargs: Any,
 ) -> Tensor:
-    """``[1, T, H]``."""
-    weight = layer.post_attention_layernorm.weight
-    if others or hidden_states.dtype != weight.dtype:
-        return cast(Tensor, forward(hidden_states, *others, **kwargs))
-    attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)
+    """``[1, T, H]``; adds up what the MLP says in the launch of the next layer's norm."""
+    weight, first = layer.post_attention_layernorm.weight, layer.input_layernorm
+    if others or ragged is None or hidden_states.dtype != weight.dtype:
+        return cast(Tensor, forward(hidden_states, *others, ragged=ragged, **kwargs))
+    ahead = ragged.ahead
+    known = ahead is not None and ahead[0] is first and ahead[1] is hidden_states
+    normed = ahead[2] if ahead is not None and known else first(hidden_states)
+    attended, _ = layer.self_attn(hidden_states=normed, ragged=ragged, **kwargs)
     total, normed = add_rms_norm(attended, hidden_states, weight, *form)
-    out: Tensor = total + layer.mlp(normed)
+    out: Tensor = layer.mlp(normed)
+    if following is None or (weight := following[0].weight).dtype != out.dtype:
+        return total + out
+    out, normed = add_rms_norm(out, total, weight, *following[1])
+    ragged.ahead = following[0], out, normed
     return out
 
 

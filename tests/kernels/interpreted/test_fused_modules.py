@@ -84,6 +84,30 @@ def test_steps_of_fixed_shapes_run_them(compiler):
     assert found[0] == found[1]
 
 
+def test_a_layer_takes_the_norm_of_the_next_one():
+    """Seldom is a norm left by itself: in front of the first layer, and behind the last one."""
+    target = fused(varied("llama"))
+    choice.ran.clear()
+    logits(target)
+    forwards = choice.ran["rms_norm/reference"] / 2
+    assert choice.ran["add_rms_norm/reference"] == 3 * forwards > 0
+    for layers in (1, 2):
+        assert torch.equal(logits(target, layers), logits(plain(target.model), layers))
+
+
+@pytest.mark.parametrize("place", ["behind", "before"])
+def test_what_stands_between_two_layers_is_heeded(place):
+    """Negative control: the tensor that the next layer is given is the same one, with other numbers in it."""
+    model = varied("llama")
+    first, second = model.model.layers
+    if place == "behind":
+        first.register_forward_hook(lambda _, given, out: out.mul_(2))
+    else:
+        second.register_forward_pre_hook(lambda _, given: given[0].mul_(2))
+    assert torch.equal(logits(fused(model)), logits(plain(model)))
+    assert not torch.allclose(logits(fused(model)), logits(plain(varied("llama"))))
+
+
 def test_steps_are_recorded_by_default_on_a_gpu():
     decoder = SpeculativeDecoder(fused(small()), NGramDrafter(), TreeTopology.chain(2))
     assert decoder.static is not None

@@ -25,7 +25,7 @@ from arbordraft.kernels.verify import row_max_reference
 from arbordraft.kernels.verify.tops import take_tops
 from arbordraft.kernels.verify.tree import verify_tree, walk
 from arbordraft.sampling.processors import LogitsPipeline, truncated
-from arbordraft.target.attention import AttentionCall, Tables
+from arbordraft.target.attention import Ahead, AttentionCall, Tables
 from arbordraft.target.model import RaggedModel
 
 Pools = Sequence[Tensor]  # keys and values of layer 0, of layer 1, ...: [P, Hkv, D] each
@@ -62,6 +62,7 @@ class StaticForward:
     depth: int | None = None
     behind: nn.Module | None = None
     last: Any = None
+    ahead: Ahead | None = None
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, tables: Tables | None = None
